@@ -15,6 +15,7 @@ from rubato.cli import running
 VERBS = {
     "serve": "serve a model over OpenAI's API",
     "gateway": "one address in front of OpenAI servers, vLLM's above all; each request goes where its SLO is kept",
+    "epp": "our routers for Envoy and the like: an endpoint picker of the Gateway API Inference Extension",
     "bench": "offer a workload to a server, open loop, and judge what comes back",
     "simulate": "run a workload through the same cluster code on a virtual clock",
     "compare": "two result files, tier by tier: paired by request where the workload is the same",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from rubato.core.clock import Clock
-from rubato.core.interfaces import Engine, LatencyModel
+from rubato.core.interfaces import Engine, LatencyModel, Router
 from rubato.fleet.cluster import Cluster, HostLost, HostMaker
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
@@ -15,16 +15,17 @@ from rubato.policies import load, router_for
 
 
 def cluster_of(
-    makers: Sequence[HostMaker], clock: Clock, options: ClusterOptions, extra_host: HostMaker | None = None
-) -> Cluster:
+    makers: Sequence[HostMaker], clock: Clock, options: ClusterOptions, extra_host: HostMaker | None = None, *,
+    around: Callable[[Router], Router] = lambda router: router,
+) -> Cluster:  # fmt: skip
     """A cluster of hosts r0, r1, ..., one of each maker, with one policy and one router. extra_host: makes those that
-    the autoscaler adds.
+    the autoscaler adds. around: the router that is asked, given the policy's.
 
     Raises PolicyError for an unknown policy, router or setting.
     """
     choice, replica = options.choice, options.replica
     load(choice.policy, choice.settings)  # an error here, also where hosts load their own in another process
-    router = router_for(choice.policy, choice.router, choice.router_settings, choice.settings)
+    router = around(router_for(choice.policy, choice.router, choice.router_settings, choice.settings))
     return Cluster(
         makers, router, clock, max_in_flight=options.max_in_flight, slo_rule=replica.slo_rule, fair=options.fair,
         lengths=replica.lengths, autoscaler=options.autoscaler, extra_host=extra_host,

@@ -10,6 +10,7 @@ from rubato.core.clock import PLAN, Clock, Handle
 from rubato.core.events import Event
 from rubato.core.interfaces import Assigner, Dispatch, Host, Router, SeqView, View
 from rubato.core.plan import Role
+from rubato.policy_kit.candidates import Candidates
 from rubato.policy_kit.prefix_affinity import PrefixAffinity
 from rubato.replica.plan_check import PlanError, check_dispatch
 
@@ -27,7 +28,9 @@ class RouterCalls:
     ValueError for a router that wants what there is not."""
 
     def __init__(self, router: Router) -> None:
-        decides = router.inner if isinstance(router, PrefixAffinity) else router
+        decides = router
+        while isinstance(decides, PrefixAffinity | Candidates):
+            decides = decides.inner
         self.policy = type(decides).__module__.removeprefix("rubato.policies.").removeprefix("rubato policy ")
         wants: object = getattr(router, "wants", frozenset())
         if not isinstance(wants, frozenset):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rubato.core.clock import Clock
 from rubato.core.events import Event
-from rubato.core.interfaces import LatencyModel, Scaling, SeqView, View
+from rubato.core.interfaces import LatencyModel, Router, Scaling, SeqView, View
 from rubato.core.link_messages import Message
 from rubato.fleet import server_probe
 from rubato.fleet.build import cluster_of
@@ -76,7 +76,7 @@ class Alike:
 
 class ServerFleet:
     """Makes hosts for servers, each time for one that has none. transport, link: of a server; for tests, others than
-    HTTP and ZeroMQ. profile: step times of servers that do not tell them."""
+    HTTP and ZeroMQ; no link: servers are not asked for theirs. profile: step times of servers that do not tell them."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ServerFleet:
         *,
         profile: Callable[[], LatencyModel | None] = lambda: None,
         transport: Callable[[str], Upstream] = HttpServer,
-        link: Callable[[str], Link] = ZmqLink,
+        link: Callable[[str], Link] | None = ZmqLink,
         step_timeout: float | None = None,
     ) -> None:
         self._servers = servers
@@ -139,6 +139,8 @@ class ServerFleet:
 
         async def open_link() -> Link | None:
             await self._reachable(server, upstream)
+            if self._link is None:
+                return None
             address = server.link or await server_probe.link_address(server.url, upstream, server.key)
             if address is None:
                 log.warning("server %s has no link: its load is known from what is sent there", server.url)
@@ -167,9 +169,12 @@ class ServerFleet:
             raise ValueError(f"server {server.url} is not there ({why}): start it first, or correct its address")
 
 
-async def server_cluster(fleet: ServerFleet, clock: Clock, options: ClusterOptions) -> Cluster:
-    """A cluster over a fleet's servers. One that does not answer yet is waited for while others serve. Raises
-    ValueError where none answers, else as `build.cluster_of`."""
+async def server_cluster(
+    fleet: ServerFleet, clock: Clock, options: ClusterOptions, *,
+    around: Callable[[Router], Router] = lambda router: router,
+) -> Cluster:  # fmt: skip
+    """A cluster over a fleet's servers. One that does not answer yet is waited for while others serve. around: as
+    `build.cluster_of`. Raises ValueError where none answers, else as that."""
     there = await fleet.look()
     options = replace(options, autoscaler=FixedFleet(fleet.size))
-    return cluster_of([fleet.host] * there, clock, options, fleet.extra_host)
+    return cluster_of([fleet.host] * there, clock, options, fleet.extra_host, around=around)

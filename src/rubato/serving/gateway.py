@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
 import orjson
 from fastapi import FastAPI
@@ -20,29 +19,24 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rubato.core.interfaces import View
-from rubato.core.request import Request, Sampling
-from rubato.engines.vllm.sequence import PREFIX
+from rubato.core.request import Request
 from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.server_host import ServerHost
 from rubato.fleet.upstream import UpstreamError
-from rubato.serving import intake, response_choices, vllm_body
+from rubato.serving import vllm_body
 from rubato.serving.app_state import AppState, add_error_shapes, add_operations, read_body
 from rubato.serving.board import add_board
-from rubato.serving.errors import ApiError, from_finished, invalid
+from rubato.serving.errors import ApiError, from_finished
+from rubato.serving.gateway_intake import GENERATE, RESPONSES, From, answer_of, asked, new_id
 from rubato.serving.gateway_metrics import GatewayMetrics
-from rubato.serving.prompt_size import PromptSize, text_of, token_ids
+from rubato.serving.prompt_size import PromptSize
 from rubato.serving.rate_limits import TenantGate
 from rubato.serving.relayed_call import CHAT, TEXT, RelayedCall, passed_on
-from rubato.serving.request_slo import Tiers, grant
+from rubato.serving.request_slo import Tiers
 from rubato.serving.tenants import Tenants
 
-RESPONSES = "/v1/responses"
-GENERATE = (CHAT, TEXT, RESPONSES, "/v1/messages")
-PREFIXES = {CHAT: "chatcmpl-", TEXT: "cmpl-", "/v1/messages": "chatcmpl-", RESPONSES: "resp_"}  # of vLLM's ids
-UNSTATED = {TEXT: 16}  # output tokens by default; of the others as many as the model can
 HARMLESS = ("/v1/models", "/tokenize", "/detokenize", "/v1/embeddings", "/version", "/score", "/rerank")
-LONGEST_ID = 128  # characters of a client's X-Request-Id
 
 Message = MutableMapping[str, Any]
 
@@ -109,54 +103,25 @@ class Gateway:
         tenant = self._state.enter(http, arrival, "chat" if path == CHAT else "text")
         usage = self._state.usage.get(tenant.name)
         raw = await read_body(http, self._service.max_body_bytes)
-        fields = vllm_body.parsed(raw)
-        if fields is None:
-            raise ApiError(400, "The body is no JSON object.", code="invalid_json")
-        vllm_body.check_headers(http.headers)
-        xargs = fields.get("vllm_xargs")
-        theirs = {k: v for k, v in xargs.items() if k.startswith(PREFIX)} if isinstance(xargs, dict) else {}
-        stated = vllm_body.stated(fields, theirs)
-        granted = grant(self._state.tenants.tiers(tenant), http.headers, stated.service_tier, stated.slo)
-        left_out = [name for name in vllm_body.OURS if name in fields and self._by_link()]
-        if theirs or left_out:  # a server takes them from its gateway alone
-            fields = {name: value for name, value in fields.items() if name not in left_out}
-            if isinstance(xargs, dict):
-                fields["vllm_xargs"] = {k: v for k, v in xargs.items() if k not in theirs}
-            raw = vllm_body.written(fields)
-        ids, text = token_ids(fields), b""
-        if not ids:
-            text = text_of(fields)
-        prompts, n = vllm_body.prompts(fields), max(1, vllm_body.whole(fields.get("n")))
-        if n > 128 or prompts * n > 1024:
-            raise invalid("n", f"{prompts} prompts with n = {n} ask for {prompts * n} choices; at most 1024 are given.")
-        length = len(ids) or self._size.tokens(len(text))
-        most = vllm_body.most_tokens({**fields, "n": 1, "prompt": ""}, UNSTATED.get(path, self._service.longest))
-        longest = max(1, self._service.longest - length)
-        stages = granted.stages((0,))
-        request = Request(
-            self._new_id(path, http.headers.get("x-request-id", "")),
-            tuple([replace(stage, prompt=max(1, length // prompts), token_ids=()) for stage in stages]),
-            arrival,
-            tier=granted.tier,
-            tenant=tenant.name,
-            sampling=Sampling(max_tokens=min(max(1, most), longest), ignore_eos=bool(fields.get("ignore_eos"))),
-            on_decline=granted.on_decline,
-            session=intake.session(http.headers),
-            prefix=self._size.prefix(text),
-        )
+        found = asked(
+            From(path, http.headers, arrival), raw,
+            new_id(path, http.headers.get("x-request-id", ""), self._service.calls),
+            tiers=self._state.tenants.tiers(tenant), tenant=tenant.name, longest=self._service.longest,
+            sizes=self._size, by_link=self._by_link(),
+        )  # fmt: skip
+        requests, fields, raw = found.requests, found.fields, found.raw
         if path == RESPONSES and "request_id" not in fields:  # where vLLM takes no id from a header
-            fields = {**fields, "request_id": request.id}
+            fields = {**fields, "request_id": answer_of(requests)}
             raw = vllm_body.written(fields)
-        if ids:
-            request = replace(request, stages=(replace(request.stages[0], prompt=len(ids), token_ids=ids),))
-        requests = response_choices.spread([request], prompts * n)
         gate = self._cluster if usage is None else TenantGate(self._cluster, usage, requests)
-        clamped = [(b"x-rubato-clamped", ", ".join(granted.clamped).encode())] if granted.clamped else []
+        clamped = [(b"x-rubato-clamped", ", ".join(found.clamped).encode())] if found.clamped else []
 
         def more() -> list[tuple[bytes, bytes]]:
             return clamped + (usage.headers(self._cluster.clock.now()) if usage is not None else [])
 
-        return _Relay(self, gate, requests, n, self._headers(http), fields, raw, http.url.query, len(text), more)
+        return _Relay(
+            self, gate, requests, found.n, self._headers(http), fields, raw, http.url.query, found.size, more
+        )  # fmt: skip
 
     def relayed(self, relay: _Relay, path: str, send: Send) -> RelayedCall:
         """The call of a response that is about to be sent, registered for the hosts."""
@@ -165,7 +130,7 @@ class Gateway:
             self._size.learn(relay.size, tokens)
 
         call = RelayedCall(
-            path, relay.query, _answer_of(relay), relay.requests, relay.n,
+            path, relay.query, answer_of(relay.requests), relay.requests, relay.n,
             relay.for_server, relay.fields, relay.raw, send, relay.more, counted,
         )  # fmt: skip
         for id in call.ids:
@@ -208,15 +173,6 @@ class Gateway:
             if not (ours and name in ("authorization", "x-api-key")) and not name.startswith(("x-slo-", "x-llm-d-slo-"))
         ]
         return [*kept, ("authorization", f"Bearer {self._service.key}")] if self._service.key else kept
-
-    def _new_id(self, path: str, wished: str) -> str:
-        """A request's id: as its client names it, where that is a name and no other has it."""
-        prefix = PREFIXES[path]
-        fit = 0 < len(wished) <= LONGEST_ID and wished.isascii() and wished.replace("_", "").isalnum()
-        id = f"{prefix}{wished}"
-        if fit and id not in self._service.calls and f"{id}-0" not in self._service.calls:
-            return id
-        return f"{prefix}{uuid4().hex}"
 
 
 class _Relay(Response):
@@ -301,12 +257,6 @@ class _Passed(Response):
         finally:
             self._reply.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _answer_of(relay: _Relay) -> str:
-    """The id that the server gives its response."""
-    id = relay.requests[0].id
-    return id if len(relay.requests) == 1 else id.rpartition("-")[0]
 
 
 def _harmless(path: str) -> bool:

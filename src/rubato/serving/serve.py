@@ -81,10 +81,10 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
                 stack.callback(ray.shutdown)  # ends the Ray that was started here, or leaves the one that was joined
             ending = Shutdown(config.drain_seconds, writer)  # after Ray, which would hear the signals instead
             at_last.callback(ending.end_within, THREAD_SECONDS)
-            listeners = _logs(config, stack)
+            listeners = event_logs(config, stack)
             what = {"servers": len(config.servers)} if config.servers else {"engine": config.engine.name}
-            _say("starting", model=config.model, policy=config.policy.name, **what)
-            if not await _started(cluster, ending):
+            say("starting", model=config.model, policy=config.policy.name, **what)
+            if not await started(cluster, ending):
                 return 0
         except (ValueError, OSError) as error:  # a setting, a model file, a port: the message says what would do
             print(f"rubato: {error}", file=sys.stderr)
@@ -100,20 +100,20 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             await cluster.close()
 
 
-async def _started(cluster: Cluster, ending: Shutdown) -> bool:
+async def started(cluster: Cluster, ending: Shutdown) -> bool:
     """False when told to end before that. Raises as the start does."""
     start = asyncio.ensure_future(cluster.start())
-    await _first(ending.told.wait(), asyncio.shield(start))
+    await first_of(ending.told.wait(), asyncio.shield(start))
     if start.done():
         await start
         return True
     start.cancel()
     await asyncio.gather(start, return_exceptions=True)
-    _say("exit", status=0, offered=0, finished=0)
+    say("exit", status=0, offered=0, finished=0)
     return False
 
 
-def _logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:
+def event_logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:
     """Writers of the event logs asked for, closed with the stack."""
     listeners: list[Listener] = []
     if config.event_log is not None:
@@ -134,7 +134,7 @@ def _warn_if_open_to_all(config: Config, host: str) -> None:
         )
 
 
-def _say(what: str, **fields: object) -> None:
+def say(what: str, **fields: object) -> None:
     """A line about the server itself."""
     log.info(what, extra={"fields": fields})
 
@@ -162,13 +162,13 @@ async def _until_told(
     host, port = listening.getsockname()[:2]
     url = f"{'https' if tls else 'http'}://{host}:{port}"
     print(f"rubato: serving at {url}\n", end="", flush=True)  # in one piece: Ray prints what its actors do
-    _say("serving", url=url, tiers=sorted(config.tiers), tenants=sorted(config.tenants))
+    say("serving", url=url, tiers=sorted(config.tiers), tenants=sorted(config.tenants))
     _warn_if_open_to_all(config, host)
-    await _first(ending.told.wait(), cluster.dead.wait(), asyncio.shield(http))
+    await first_of(ending.told.wait(), cluster.dead.wait(), asyncio.shield(http))
     app.state.draining = True
     if not cluster.dead.is_set() and not http.done():
         log.info("draining %d requests, for at most %.0f s", cluster.in_flight, config.drain_seconds)
-        await _first(cluster.drain(), ending.again.wait(), cluster.dead.wait(), limit=config.drain_seconds)
+        await first_of(cluster.drain(), ending.again.wait(), cluster.dead.wait(), limit=config.drain_seconds)
     ending.end_within(CLOSE_SECONDS)
     failed = cluster.dead.is_set() or http.done()
     await cluster.close()  # whatever is left ends with an error, which its client still gets
@@ -176,11 +176,11 @@ async def _until_told(
     await http
     if cluster.error is not None:
         log.error("exit: %s", cluster.error)
-    _say("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)
+    say("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)
     return 1 if failed else 0
 
 
-async def _first(*waits: Any, limit: float | None = None) -> None:
+async def first_of(*waits: Any, limit: float | None = None) -> None:
     """Return when the first of these is done, or after `limit` seconds; the others are abandoned."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:

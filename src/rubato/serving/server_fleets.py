@@ -29,7 +29,9 @@ from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.server_fleet import Alike, Server, ServerFleet, server_cluster
+from rubato.fleet.server_link import Link, ZmqLink
 from rubato.fleet.server_probe import UNSAID
+from rubato.fleet.upstream import HttpServer, Upstream
 from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.serving.tenants import Tenants
 
@@ -39,10 +41,21 @@ OF_ACTORS = ["address", "num_cpus", "num_gpus", "resources", "runtime_env"]  # s
 
 async def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     """A cluster over `servers`, and the gateway's app. Raises ConfigError, PolicyError or ValueError."""
+    calls: Calls = {}
+    fleet, options, key = fleet_of(config, clock, calls)
+    cluster = await server_cluster(fleet, clock, options)
+    return cluster, _app_maker(config, clock, cluster, calls, fleet.alike, key)
+
+
+def fleet_of(
+    config: Config, clock: Clock, calls: Calls, *, transport: Callable[[str], Upstream] = HttpServer,
+    link: Callable[[str], Link] | None = ZmqLink,
+) -> tuple[ServerFleet, ClusterOptions, str]:  # fmt: skip
+    """What makes the hosts of `servers`, the options of a cluster over them, and the key for the servers' API.
+    transport, link: as `ServerFleet`. Raises ConfigError or PolicyError."""
     check_names(config)
     if config.autoscale is not None:
-        raise ConfigError("autoscale: a gateway starts no servers; leave it out")
-    calls: Calls = {}
+        raise ConfigError("autoscale: servers that run already are not started here; leave it out")
     options = ClusterOptions(
         choice_of(config),
         ReplicaOptions(lengths_of(config), config.slo_rule, config.prefix_cache),
@@ -54,9 +67,11 @@ async def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     if len(keys) > 1:
         raise ConfigError("servers: they have different keys; give all of them the same")
     profile = (lambda: latency_of(config)) if config.latency is not None else lambda: None
-    fleet = ServerFleet(servers, clock, options, calls, profile=profile, step_timeout=config.step_timeout_seconds)
-    cluster = await server_cluster(fleet, clock, options)
-    return cluster, _app_maker(config, clock, cluster, calls, fleet.alike, min(keys))
+    fleet = ServerFleet(
+        servers, clock, options, calls,
+        profile=profile, transport=transport, link=link, step_timeout=config.step_timeout_seconds,
+    )  # fmt: skip
+    return fleet, options, min(keys)
 
 
 def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:

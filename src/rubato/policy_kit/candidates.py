@@ -1,0 +1,64 @@
+"""Requests that only some replicas may serve, for any router: it is asked about each such set apart, shown that alone.
+
+A data plane may say which endpoints a request may go to (the subset of the Gateway API Inference Extension's endpoint
+picker protocol), and which one it went to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any
+
+from rubato.core.events import Event
+from rubato.core.interfaces import Assigner, Dispatch, Router, SeqView, View
+
+AGAIN = 0.5  # seconds until it is looked again whether one of a set that has none is there
+
+
+class Candidates:
+    """`inner`, which places each request of `only` at one of these endpoints. It has all that `inner` has.
+
+    only: request id -> endpoints, kept by the caller; a request that is not there may go anywhere. endpoint: of the
+    replica of this id, so that a server that comes back as another replica is the same endpoint.
+    """
+
+    def __init__(self, inner: Router, only: dict[str, frozenset[str]], endpoint: Callable[[str], str]) -> None:
+        self.inner = inner
+        self.only = only
+        self._endpoint = endpoint
+        if isinstance(inner, Assigner):
+            self.roles = inner.roles  # of the object, so that only a wrapper of an Assigner is one
+
+    def __getattr__(self, name: str) -> Any:
+        """`needs`, `wants`, settings, whatever `inner` has."""
+        if name == "inner":  # it is being copied, and has nothing yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        self.inner.observe(events)
+
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+        """What `inner` decides for the first set of which it places or rejects something: the cluster then asks again.
+        Of sets of which it does nothing of that kind, what else it says is put together."""
+        sets: dict[frozenset[str] | None, list[SeqView]] = {}
+        for seq in held:
+            sets.setdefault(self.only.get(seq.id), []).append(seq)
+        if list(sets) == [None]:
+            return self.inner.place(held, fleet, now)
+        said = Dispatch()
+        for endpoints, seqs in sets.items():
+            views = [view for view in fleet if endpoints is None or self._endpoint(view.id) in endpoints]
+            if not views:  # lost, or given a rest: no event tells that it is over
+                said = said._replace(wake_at=min(now + AGAIN, said.wake_at or inf))
+                continue
+            own = self.inner.place(seqs, views, now)
+            if own.place or own.reject:
+                return own
+            wake_at = said.wake_at if own.wake_at is None else min(own.wake_at, said.wake_at or inf)
+            said = said._replace(
+                demote=[*said.demote, *own.demote], recall={**said.recall, **own.recall},
+                assign={**said.assign, **own.assign}, wake_at=wake_at,
+            )  # fmt: skip
+        return said

@@ -1,0 +1,335 @@
+"""An endpoint picker: our routers say where a data plane such as Envoy sends each request, and see what comes back.
+
+Protocol v1.0.0 of the Gateway API Inference Extension (`epp_messages`): a gRPC stream for each HTTP request. Its
+headers and body come whole, the router places it, its endpoint is answered, and the body passes as it came. What the
+server answers is shown here chunk by chunk and passes, too; by it the cluster counts and judges as the gateway's does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import betterproto2
+from envoy_data_plane.envoy.service.ext_proc.v3 import HttpHeaders, ProcessingRequest, ProcessingResponse
+
+from rubato.config.build import check_names
+from rubato.config.schema import Config, ConfigError
+from rubato.core.clock import PLAN, Clock
+from rubato.core.interfaces import Router
+from rubato.fleet.call import Calls
+from rubato.fleet.cluster import NO_REPLICA, Cluster
+from rubato.fleet.envoy_server import EnvoyCall, EnvoyServer, endpoint_of
+from rubato.fleet.server_fleet import server_cluster
+from rubato.fleet.server_host import ServerHost
+from rubato.fleet.upstream import HttpServer, Upstream
+from rubato.policy_kit.candidates import Candidates
+from rubato.serving import epp_messages
+from rubato.serving.epp_messages import ProtocolError
+from rubato.serving.errors import ApiError, from_finished
+from rubato.serving.gateway_intake import GENERATE, From, answer_of, asked, new_id
+from rubato.serving.prompt_size import PromptSize
+from rubato.serving.request_slo import Tiers
+from rubato.serving.server_fleets import fleet_of
+from rubato.serving.tenants import tiers_of
+
+HELD_SECONDS = 60.0  # that a request waits for a place, where its e2e is not less
+
+Write = Callable[[ProcessingResponse], Awaitable[None]]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Picker:
+    """What all streams share. calls: where the hosts find each request, by id; passing: the same, by answer. only: the
+    endpoints that a request may go to, where it may not go to all (`policy_kit.candidates`). longest: tokens of prompt
+    and output together, once the cluster has started."""
+
+    cluster: Cluster
+    calls: Calls
+    passing: dict[str, EnvoyCall]
+    only: dict[str, frozenset[str]]
+    tiers: Tiers
+    longest: Callable[[], int]
+    max_body_bytes: int
+    draining: bool = False
+    sizes: PromptSize = field(default_factory=PromptSize)
+    turn: int = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can place a request."""
+        return bool(self.cluster.hosts) and not self.draining and not self.cluster.dead.is_set()
+
+    async def process(self, messages: AsyncIterator[ProcessingRequest], write: Write) -> None:
+        """One HTTP request. write: of an answer to the data plane. Raises ProtocolError for one that the protocol does
+        not have."""
+        await _Stream(self, messages, write).run()
+
+    def endpoints(self) -> frozenset[str]:
+        """Those of the servers that are not lost."""
+        hosts = self.cluster.hosts.values()
+        return frozenset([endpoint_of(host.url) for host in hosts if isinstance(host, ServerHost)])
+
+    def candidates(self, subset: frozenset[str] | None) -> frozenset[str]:
+        """Of these, the data plane's, which may name an address without a port. Raises ApiError 503 for none."""
+        found = [e for e in self.endpoints() if subset is None or not subset.isdisjoint((e, _address(e)))]
+        if not found:
+            which = "is ready" if subset is None else "that may take this request is ready"
+            raise ApiError(503, f"No server {which}.", code="no_server", kind="server_error")
+        return frozenset(found)
+
+
+async def picker_of(
+    config: Config, clock: Clock, *, transport: Callable[[str], Upstream] = HttpServer
+) -> Picker:  # fmt: skip
+    """A picker over `servers`; its cluster is started and ended by the caller. transport: to a server, for what it is
+    asked itself. Raises ConfigError, PolicyError or ValueError, also for a server by name and for one that does not
+    answer."""
+    check_names(config)
+    if config.tenants:
+        raise ConfigError("tenants: an endpoint picker does not check keys; leave them out, or use `rubato gateway`")
+    endpoints = {server.url.rstrip("/"): endpoint_of(server.url) for server in config.servers}
+    calls: Calls = {}
+    passing: dict[str, EnvoyCall] = {}
+    only: dict[str, frozenset[str]] = {}
+
+    def server(url: str) -> Upstream:
+        return EnvoyServer(transport(url), endpoints[url], passing)
+
+    def endpoint(replica: str) -> str:
+        host = cluster.hosts[replica]
+        assert isinstance(host, ServerHost)
+        return endpoints[host.url]
+
+    def longest() -> int:
+        assert fleet.alike.known is not None, "the cluster has started"
+        return fleet.alike.known.limits.max_model_len
+
+    # Without the link: by it an engine hands requests off and takes them back, which are Envoy's by then.
+    fleet, options, _ = fleet_of(config, clock, calls, transport=server, link=None)
+    cluster = await server_cluster(
+        fleet, clock, options, around=lambda router: cast(Router, Candidates(router, only, endpoint))
+    )
+    return Picker(cluster, calls, passing, only, tiers_of(config), longest, config.max_body_bytes)
+
+
+class _Stream:
+    """One HTTP request on its way through the data plane."""
+
+    def __init__(self, picker: Picker, messages: AsyncIterator[ProcessingRequest], write: Write) -> None:
+        self._picker = picker
+        self._cluster = picker.cluster
+        self._messages = aiter(messages)
+        self._write = write
+        self._ahead: asyncio.Future[ProcessingRequest | None] | None = None  # the next message, asked for already
+        self._arrival = picker.cluster.clock.now()
+        self._headers: dict[str, str] = {}
+        self._subset: frozenset[str] | None = None
+        self._body = bytearray()
+        self._has_body = self._has_trailers = False
+        self._call: EnvoyCall | None = None
+        self._bound = HELD_SECONDS
+        self._late = False  # it has waited for a place too long
+        self._complete = False  # the response has come to its end
+
+    async def run(self) -> None:
+        try:
+            if not await self._read_request():
+                return
+            endpoint = await self._endpoint()
+            if endpoint:
+                await self._send_on(endpoint)
+                await self._pass_response()
+        except ApiError as error:
+            await self._write(epp_messages.refused(error))
+        finally:
+            self._leave()
+
+    # ----------------------------------------------------------------- the request
+
+    async def _next(self) -> ProcessingRequest | None:
+        """The next message; None when the data plane has said all, or is gone."""
+        ahead, self._ahead = self._ahead, None
+        return await (anext(self._messages, None) if ahead is None else ahead)
+
+    async def _read_request(self) -> bool:
+        """Whether it has come whole. Raises ApiError 413 for too long a body."""
+        while (message := await self._next()) is not None:
+            match _part(message):
+                case "request_headers", head:
+                    epp_messages.check_modes(message)
+                    self._headers = epp_messages.headers_of(head)
+                    self._subset = epp_messages.subset_of(message)
+                    if head.end_of_stream:
+                        return True
+                case "request_body", part:
+                    self._has_body = True
+                    self._body += part.body
+                    if len(self._body) > (most := self._picker.max_body_bytes):
+                        raise ApiError(413, f"The body is larger than {most} bytes.", code="request_too_large")
+                    if part.end_of_stream:
+                        return True
+                case "request_trailers", _:
+                    self._has_trailers = True
+                    return True
+                case kind, _:
+                    raise ProtocolError(f"{kind or 'an empty message'} came before the end of the request")
+        return False
+
+    async def _endpoint(self) -> str:
+        """Where it goes; empty if the data plane has left. Raises ApiError."""
+        path = self._headers.get(":path", "").partition("?")[0]
+        if path.startswith("/rubato/"):
+            raise ApiError(403, f"{path[:80]} is for gateways.", code="admin_only")
+        endpoints = self._picker.candidates(self._subset)
+        if path not in GENERATE or self._headers.get(":method") != "POST":  # whatever else servers have: in turn
+            self._picker.turn += 1
+            return sorted(endpoints)[self._picker.turn % len(endpoints)]
+        call = self._offer(path, endpoints)
+        await self._until_settled(call)
+        return call.endpoint
+
+    def _offer(self, path: str, endpoints: frozenset[str]) -> EnvoyCall:
+        """Its requests, offered to the cluster. Raises ApiError 400."""
+        picker = self._picker
+        found = asked(
+            From(path, self._headers, self._arrival), bytes(self._body),
+            new_id(path, self._headers.get("x-request-id", ""), picker.calls),
+            tiers=picker.tiers, tenant="", longest=picker.longest(), sizes=picker.sizes, by_link=False,
+        )  # fmt: skip
+        ids = [request.id for request in found.requests]
+
+        def counted(tokens: int) -> None:
+            picker.sizes.learn(found.size, tokens)
+
+        def over() -> None:
+            for id in ids:
+                picker.calls.pop(id, None)
+                picker.only.pop(id, None)
+            picker.passing.pop(call.answer, None)
+
+        call = EnvoyCall(
+            path, answer_of(found.requests), found.requests, found.n, bool(found.fields.get("stream")), counted, over
+        )
+        self._call = picker.passing[call.answer] = call
+        for id in ids:
+            picker.calls[id] = call
+            if self._subset is not None:
+                picker.only[id] = endpoints
+        for request in found.requests:
+            self._cluster.offer(request, call.hear)
+        self._bound = min(HELD_SECONDS, found.requests[0].stages[0].slo.e2e or math.inf)
+        return call
+
+    async def _until_settled(self, call: EnvoyCall) -> None:
+        """Wait for a place, or for the data plane to leave. Raises ApiError if there is none."""
+
+        def too_late() -> None:
+            self._late = True
+            self._cancel(f"held for {self._bound:g} s")
+
+        timer = self._cluster.clock.call_at(self._cluster.clock.now() + self._bound, PLAN, too_late)
+        self._ahead = asyncio.ensure_future(anext(self._messages, None))
+        settled = asyncio.ensure_future(call.settled.wait())
+        try:
+            await asyncio.wait({self._ahead, settled}, return_when=asyncio.FIRST_COMPLETED)
+            if not settled.done() and await self._ahead is None:
+                return  # the client has left
+            await settled
+        finally:
+            timer.cancel()
+            settled.cancel()
+        if call.failed is not None:
+            raise self._why(call)
+
+    def _why(self, call: EnvoyCall) -> ApiError:
+        """The error of requests that were not placed."""
+        assert call.failed is not None
+        seconds = self._cluster.retry_after()
+        if self._late:
+            after = str(max(1, math.ceil(min(seconds, 3600.0))))
+            why = f"No server was free for this request within {self._bound:g} s: try again in {after} s."
+            more = (("retry-after", after), ("x-rubato-reject-reason", "held-too-long"))
+            return ApiError(429, why, code="held-too-long", kind="rate_limit_error", headers=more)
+        if call.failed.reason == NO_REPLICA or not self._cluster.hosts:
+            return ApiError(503, "No server is ready.", code="no_server", kind="server_error")
+        return from_finished(call.failed, seconds)
+
+    async def _send_on(self, endpoint: str) -> None:
+        """Headers, body and trailers, in this order, as the protocol has them."""
+        await self._write(epp_messages.goes_to(endpoint))
+        if self._has_body:
+            for piece in epp_messages.request_body(bytes(self._body), last=not self._has_trailers):
+                await self._write(piece)
+        self._body.clear()
+        if self._has_trailers:
+            await self._write(epp_messages.request_trailers_pass())
+
+    # ----------------------------------------------------------------- the response
+
+    async def _pass_response(self) -> None:
+        """Each part first goes on, and is then counted."""
+        while (message := await self._next()) is not None:
+            match _part(message):
+                case "response_headers", head:
+                    await self._write(epp_messages.response_head_passes())
+                    self._begin(head, epp_messages.served_of(message))
+                    if head.end_of_stream:
+                        self._show(b"", last=True)
+                case "response_body", part:
+                    for piece in epp_messages.response_body(part.body, last=part.end_of_stream):
+                        await self._write(piece)
+                    self._show(part.body, last=part.end_of_stream)
+                case "response_trailers", _:
+                    await self._write(epp_messages.response_trailers_pass())
+                    self._show(b"", last=True)
+                case kind, _:
+                    raise ProtocolError(f"{kind or 'an empty message'} came after the end of the request")
+
+    def _begin(self, head: HttpHeaders, served: str) -> None:
+        call = self._call
+        if call is None:
+            return
+        headers = epp_messages.headers_of(head)
+        status = headers.pop(":status", "")
+        if not status.isdecimal():
+            raise ProtocolError("response_headers without a :status")
+        if served and served != call.endpoint:
+            if served in self._picker.endpoints():
+                self._picker.only.update(dict.fromkeys(call.ids, frozenset({served})))
+            else:
+                log.warning("request %s was served by %s, which is none of the servers", call.answer, served)
+                served = ""
+        call.head(int(status), list(headers.items()), served)
+
+    def _show(self, data: bytes, *, last: bool) -> None:
+        self._complete = self._complete or last
+        if self._call is not None:
+            self._call.shows(data, last=last)
+
+    # ----------------------------------------------------------------- the end
+
+    def _cancel(self, why: str) -> None:
+        for id in self._call.ids if self._call is not None else ():
+            self._cluster.cancel(id, why)
+
+    def _leave(self) -> None:
+        """The stream is over. Without the end of a response, so are its requests."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+        if self._call is not None and self._call.open and not (self._complete and self._call.begun):
+            self._cancel("the client left, or the connection broke")
+
+
+def _address(endpoint: str) -> str:
+    return endpoint.rpartition(":")[0].strip("[]")
+
+
+def _part(message: ProcessingRequest) -> tuple[str, Any]:
+    return betterproto2.which_one_of(message, "request")

@@ -1,0 +1,154 @@
+"""The messages of Envoy's external processing, as the endpoint picker protocol uses them: read and made.
+
+Source: kubernetes-sigs/gateway-api-inference-extension, docs/proposals/004-endpoint-picker-protocol, v1.0.0, and
+envoyproxy/data-plane-api, envoy/service/ext_proc/v3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from envoy_data_plane.envoy.config.core.v3 import (
+    HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
+)
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ProcessingModeBodySendMode
+from envoy_data_plane.envoy.service.ext_proc.v3 import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HttpHeaders,
+    ImmediateResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    TrailersResponse,
+)
+from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
+from envoy_data_plane.google.protobuf import Struct
+
+from rubato.serving.errors import ApiError
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+DESTINATION = "x-gateway-destination-endpoint"  # a header, and a key in the metadata
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET = "x-gateway-destination-endpoint-subset"
+LB, HINT = "envoy.lb", "envoy.lb.subset_hint"  # namespaces of metadata
+MOST_BYTES = 62_000  # of a body in one message: envoy.proto recommends at most 64 KiB, some data planes hold to that
+OVERWRITE = HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+FULL_DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+
+
+class ProtocolError(Exception):
+    """Envoy is configured otherwise than the protocol says; the message says what to set."""
+
+
+# --------------------------------------------------------------------------- what Envoy says
+
+
+def headers_of(head: HttpHeaders) -> dict[str, str]:
+    """By lower-case name; of one that comes several times, the first. `:path`, `:method` and `:status` are among
+    them."""
+    found: dict[str, str] = {}
+    for header in head.headers.headers if head.headers is not None else ():
+        value = header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
+        found.setdefault(header.key.lower(), value)
+    return found
+
+
+def check_modes(message: ProcessingRequest) -> None:
+    """Raises ProtocolError unless both bodies are streamed in full duplex; nothing where Envoy does not say."""
+    if (modes := message.protocol_config) is None:
+        return
+    for name, mode in (("request", modes.request_body_mode), ("response", modes.response_body_mode)):
+        if mode != FULL_DUPLEX:
+            raise ProtocolError(f"{name}_body_mode is {mode.name}: set the filter's to FULL_DUPLEX_STREAMED")
+
+
+def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
+    """The endpoints (`ip:port`, or `ip` for every port) that may be picked, None for all: a list of strings, or one
+    with commas, as the reference implementation reads it. A hint of another kind names none."""
+    hint = _metadata(message, HINT)
+    if SUBSET not in hint:
+        return None
+    said = hint[SUBSET]
+    texts = said if isinstance(said, list) else [said]
+    return frozenset(
+        [part.strip() for text in texts if isinstance(text, str) for part in text.split(",") if part.strip()]
+    )
+
+
+def served_of(message: ProcessingRequest) -> str:
+    """The endpoint that a response comes from; empty where it is not said."""
+    said = _metadata(message, LB).get(SERVED, "")
+    return said if isinstance(said, str) else ""
+
+
+def _metadata(message: ProcessingRequest, namespace: str) -> dict[str, Any]:
+    context = message.metadata_context
+    found = context.filter_metadata.get(namespace) if context is not None else None
+    return {} if found is None else dict(found.to_dict())
+
+
+# --------------------------------------------------------------------------- what is answered
+
+
+def goes_to(endpoint: str) -> ProcessingResponse:
+    """The answer to a request's headers: to `endpoint`, said in both of the protocol's ways."""
+    header = HeaderValueOption(HeaderValue(key=DESTINATION, raw_value=endpoint.encode()), append_action=OVERWRITE)
+    common = CommonResponse(header_mutation=HeaderMutation(set_headers=[header]), clear_route_cache=True)
+    metadata = Struct.from_dict({LB: {DESTINATION: endpoint}})
+    return ProcessingResponse(request_headers=HeadersResponse(common), dynamic_metadata=metadata)
+
+
+def response_head_passes() -> ProcessingResponse:
+    return ProcessingResponse(response_headers=HeadersResponse(CommonResponse()))
+
+
+def request_body(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
+    """A request's body as it came. last: no trailers follow."""
+    for piece in _pieces(body, last):
+        yield ProcessingResponse(request_body=piece)
+
+
+def response_body(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
+    """A part of a response's body as it came. last: of all of it."""
+    for piece in _pieces(body, last):
+        yield ProcessingResponse(response_body=piece)
+
+
+def request_trailers_pass() -> ProcessingResponse:
+    return ProcessingResponse(request_trailers=TrailersResponse())
+
+
+def response_trailers_pass() -> ProcessingResponse:
+    return ProcessingResponse(response_trailers=TrailersResponse())
+
+
+def refused(error: ApiError) -> ProcessingResponse:
+    """The client gets the error; no server gets the request."""
+    headers = [("content-type", "application/json"), *error.headers]
+    options = [
+        HeaderValueOption(HeaderValue(key=name, raw_value=value.encode()), append_action=OVERWRITE)
+        for name, value in headers
+    ]
+    return ProcessingResponse(
+        immediate_response=ImmediateResponse(
+            status=HttpStatus(StatusCode(error.status)),
+            headers=HeaderMutation(set_headers=options),
+            body=error.body(),
+            details=f"rubato {error.code or error.status}".replace(" ", "_"),
+        )
+    )
+
+
+def _pieces(body: bytes, last: bool) -> Iterator[BodyResponse]:
+    for at in range(0, max(1, len(body)), MOST_BYTES):
+        piece = StreamedBodyResponse(
+            body=body[at : at + MOST_BYTES], end_of_stream=last and at + MOST_BYTES >= len(body)
+        )
+        yield BodyResponse(CommonResponse(body_mutation=BodyMutation(streamed_response=piece)))

@@ -1,0 +1,123 @@
+"""`rubato epp`: the endpoint picker as a gRPC server, with the health service of its protocol, and how it ends.
+
+Exit statuses and signals are those of `rubato serve`. On SIGTERM it says that it is not ready, refuses new requests,
+and follows those that are under way for up to `drain_seconds`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rubato.config.schema import Config, ConfigError
+from rubato.core.clock import Clock, WallClock
+from rubato.serving import logs
+from rubato.serving.epp import Picker, picker_of
+from rubato.serving.epp_messages import SERVICE, ProtocolError
+from rubato.serving.serve import FLUSH_SECONDS, THREAD_SECONDS, event_logs, first_of, say, started
+from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
+
+LIVENESS, READINESS = "liveness", "readiness"
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
+    """grpc.health.v1 as the protocol has it: `liveness` while the process answers; `readiness`, the picker's own
+    service and the nameless one while it can place a request. Source: gRPC's health checking protocol."""
+
+    def __init__(self, picker: Picker) -> None:
+        self._picker = picker
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """NOT_FOUND for a service that is not here."""
+        answer = health_pb2.HealthCheckResponse
+        if request.service not in ("", LIVENESS, READINESS, SERVICE):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r} here")
+        serves = request.service == LIVENESS or self._picker.ready
+        return answer(status=answer.SERVING if serves else answer.NOT_SERVING)
+
+
+def server_of(picker: Picker) -> Any:
+    """A gRPC server (`grpc.aio.Server`) of both services, without a port yet; made on the running event loop."""
+
+    async def process(messages: AsyncIterator[ProcessingRequest], context: Any) -> None:
+        try:
+            await picker.process(messages, context.write)
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])  # two on one port would each count their part
+    method = grpc.stream_stream_rpc_method_handler(process, ProcessingRequest.parse, bytes)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": method}),))
+    health_pb2_grpc.add_HealthServicer_to_server(Health(picker), server)
+    return server
+
+
+def bind(server: Any, config: Config) -> int:
+    """The port on which it will listen: at the configuration's `host` and `port`, by its `tls`. Raises ConfigError."""
+    address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
+    try:
+        if config.tls is None:
+            return int(server.add_insecure_port(address))
+        if config.tls.key_password is not None:
+            raise ConfigError("tls: an endpoint picker takes no key_password: give the key without one")
+        pair = Path(config.tls.key).read_bytes(), Path(config.tls.cert).read_bytes()
+        return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address} ({error}): give another --listen") from error
+
+
+def serve(config: Config) -> int:
+    """Pick endpoints until told to stop. Returns the process's exit status."""
+    writer = logs.set_up(config.log.format, config.log.level)
+    try:
+        return asyncio.run(_serve(config, WallClock(), writer))
+    finally:
+        writer.drain(LOG_SECONDS)
+
+
+async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
+    with contextlib.ExitStack() as at_last, contextlib.ExitStack() as stack:
+        try:
+            picker = await picker_of(config, clock)
+            ending = Shutdown(config.drain_seconds, writer)
+            at_last.callback(ending.end_within, THREAD_SECONDS)
+            for listener in event_logs(config, stack):
+                picker.cluster.listen(listener)
+            say("starting", policy=config.policy.name, servers=len(config.servers))
+            server = server_of(picker)
+            port = bind(server, config)
+            if not await started(picker.cluster, ending):
+                return 0
+        except (ValueError, OSError) as error:  # a setting, a server, a port: the message says what would do
+            print(f"rubato: {error}", file=sys.stderr)
+            return 2
+        try:
+            await server.start()
+            where = f"{config.host}:{port}"
+            print(f"rubato: picking endpoints at {where}\n", end="", flush=True)
+            say("serving", address=where, tiers=sorted(config.tiers))
+            return await _until_told(config, picker, server, ending)
+        finally:
+            await picker.cluster.close()
+
+
+async def _until_told(config: Config, picker: Picker, server: Any, ending: Shutdown) -> int:
+    cluster = picker.cluster
+    await first_of(ending.told.wait(), cluster.dead.wait())
+    picker.draining = True
+    if not cluster.dead.is_set():
+        await first_of(cluster.drain(), ending.again.wait(), cluster.dead.wait(), limit=config.drain_seconds)
+    ending.end_within(CLOSE_SECONDS)
+    failed = cluster.dead.is_set()
+    await cluster.close()
+    await server.stop(FLUSH_SECONDS)
+    say("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)
+    return 1 if failed else 0
