@@ -29,8 +29,9 @@ from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.server_actor import ServerActor, ServerCommand, Started
 from rubato.fleet.server_fleet import Alike
-from rubato.fleet.server_host import ServerAbout, ServerHost, ServerLostError
+from rubato.fleet.server_host import ServerAbout, ServerHost
 from rubato.fleet.server_link import Link, ZmqLink
+from rubato.fleet.server_watch import ServerLostError
 from rubato.fleet.upstream import HttpServer
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,228 @@
+"""What is heard of a server: by the link of its engine core, and by asking for its health."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from rubato.core.clock import PLAN, Clock, unix_time
+from rubato.core.events import Event, HandedOff
+from rubato.core.link_messages import HEARTBEAT, Message, assign
+from rubato.core.plan import Role
+from rubato.core.request import Request
+from rubato.fleet.call import Call
+from rubato.fleet.link_reader import LinkReader, MissedReportError
+from rubato.fleet.local_host import SLOWER
+from rubato.fleet.remote_view import GaveUp, Mirror, Report, shifted_report
+from rubato.fleet.server_link import Link, hello
+from rubato.fleet.upstream import Upstream, UpstreamError
+
+log = logging.getLogger(__name__)
+
+SILENT = 5.0  # seconds without a word of the link, after which it counts as broken
+PROBE_SECONDS = 5.0  # for the answer to a probe of a server's health
+PROBE_TURNS = 5  # heartbeats from one probe to the next, of a server whose link speaks
+PROBES = 2  # in a row that may fail
+ABSENT = 10.0  # seconds that a request may be open here and unknown to its engine, after reports were missed
+TRY = "~"  # in names of requests in reports, before the number of the try
+
+
+class ServerLostError(Exception):
+    """A server cannot be reached, or its engine hangs."""
+
+
+class ServerWatch:
+    """Of a `ServerHost`. linked: the link tells what happens there."""
+
+    id: str
+    url: str
+    clock: Clock
+    upstream: Upstream
+    linked: bool
+    _link: Link | None
+    _mirror: Mirror | None
+    _mine: dict[str, Call]
+    _news: dict[str, asyncio.Event]
+    _prefilled: dict[str, GaveUp]
+    _role: Role | None
+    _gone: bool
+    _suspect: bool
+    _step_timeout: float | None
+    _kv_used: Callable[[], Coroutine[Any, Any, float | None]] | None
+
+    if TYPE_CHECKING:
+
+        def _die(self, error: ServerLostError) -> None: ...
+        def _emit(self, events: Sequence[Event]) -> None: ...
+        def _failed(self, call: Call, why: str, *, full: bool = False) -> None: ...
+        def _fold(self, *events: Event) -> None: ...
+        def _as_sent(self, call: Call, request: Request | None) -> Request | None: ...
+
+    def _hear_nothing_yet(self) -> None:
+        self._name = uuid4().hex  # by which the engine knows whose requests it takes back
+        self._reader = LinkReader(self.id, self._own)
+        self._greeted: asyncio.Future[Message] | None = None
+        self._ahead = 0.0  # what the engine core's clock shows more than this one
+        self._trip = float("inf")  # seconds of the fastest ping so far
+        self._absent: dict[str, float] = {}  # of those here that a snapshot has not shown: since when
+        self._silent = 0.0
+
+    # ----------------------------------------------------------------- the link
+
+    async def _greet(self, link: Link) -> Message:
+        """Say hello until the core answers. Raises ValueError where it does not let this gateway in, or is silent."""
+        self._greeted = asyncio.get_running_loop().create_future()
+        for _ in range(int(SILENT / HEARTBEAT)):
+            link.send(hello(self._name, self.clock.now()))
+            done, _ = await asyncio.wait({self._greeted}, timeout=HEARTBEAT)
+            if done:
+                return self._greeted.result()
+        raise ValueError(f"server {self.url}: its engine does not answer on the link within {SILENT:g} s")
+
+    async def _listen(self, link: Link) -> None:
+        while not self._gone:
+            message = await link.receive()
+            try:
+                self._hear(link, message)
+            except MissedReportError:
+                link.send({"kind": "resync"})
+            except Exception as error:  # deaf to its replica this host is of no use: its requests must not hang
+                log.exception("replica %s: its report could not be used", self.id)
+                self._die(ServerLostError(f"{type(error).__name__}: {error}"))
+
+    def _hear(self, link: Link, message: Message) -> None:
+        if message["kind"] in ("snapshot", "report") or not self._mine:  # an engine with requests has more to say
+            self._silent = 0.0
+        match message["kind"]:
+            case "hello":
+                self._trip = float("inf")  # it may be another core
+                self._measure_ahead(message)
+                if self._greeted is not None and not self._greeted.done():
+                    self._greeted.set_result(message)
+                elif self._role is not None:  # it was away
+                    self._command(assign(self._role))
+            case "refused":
+                error = ValueError(f"server {self.url} does not let this gateway in: {message['why']}")
+                if self._greeted is not None and not self._greeted.done():
+                    self._greeted.set_exception(error)
+            case "unknown":
+                link.send(hello(self._name, self.clock.now()))
+            case "beat":
+                self._measure_ahead(message)
+            case "snapshot" | "report":
+                if self._mirror is not None and (report := self._reader.read(message)) is not None:
+                    self._take(self._mirror, shifted_report(report, -self._ahead))
+
+    def _take(self, mirror: Mirror, report: Report) -> None:
+        if not self.linked:
+            log.info("replica %s: the link is back", self.id)
+            self.linked = True
+        if report.there is not None:
+            shown = {one.request.id for one in report.there}
+            now = self.clock.now()
+            self._absent = {id: self._absent.get(id, now) for id in self._mine if id not in shown}
+        mirror.take(report)  # all of it first: told of an end, the cluster may place another
+        self._emit(report.events)
+        for told in report.gave_up:
+            id, reason, at, cached = told
+            call = self._mine.get(id)
+            if call is not None and cached:  # its response says the rest
+                self._prefilled[id] = told
+                if (news := self._news.get(call.ids[0])) is not None:
+                    news.set()
+                continue
+            request = mirror.moved(id, reason, at)
+            if call is not None and (request := self._as_sent(call, request)) is not None:
+                self._fold(HandedOff(at, id, request))
+            else:
+                mirror.forget(id)
+
+    def _measure_ahead(self, message: Message) -> None:
+        """Learn what the core's clock shows more than this one: between the bounds that the fastest answer so far has
+        set, as Unix time says it, where the two machines' agree."""
+        heard, asked = self.clock.now(), message["asked"]
+        if heard - asked > self._trip:
+            return
+        self._trip = heard - asked
+        least, most = message["clock"] - heard, message["clock"] - asked
+        ahead: float = (message["clock"] - message["unix"]) - (heard - unix_time())
+        self._ahead = ahead if least <= ahead <= most else (least + most) / 2
+
+    def _own(self, name: str) -> str:
+        """The request here that a report's name means; empty where it is none, or an earlier try of it."""
+        id, _, tries = name.rpartition(TRY)
+        call = self._mine.get(id)
+        return id if call is not None and tries == str(call.tries) else ""
+
+    def _command(self, *commands: list[Any]) -> None:
+        if self._link is not None:
+            self._link.send({"kind": "do", "commands": list(commands)})
+
+    # ----------------------------------------------------------------- health
+
+    async def _watch(self, mirror: Mirror) -> None:
+        """Notice silence, counted in turns of this loop: a process that was itself stopped heard nothing meanwhile."""
+        failed = turns = 0
+        while not self._gone:
+            await self.clock.sleep_until(self.clock.now() + HEARTBEAT, PLAN)
+            turns += 1
+            if self._link is not None:
+                self._watch_link(self._link, mirror)
+            if self.linked and not (failed or self._suspect) and turns % PROBE_TURNS:
+                continue
+            self._suspect = False
+            failed = 0 if await self._is_healthy() else failed + 1
+            if failed >= PROBES:
+                self._die(ServerLostError(f"server {self.url} does not answer"))
+            elif not (failed or self.linked):
+                await self._look_at_kv(mirror)
+
+    def _watch_link(self, link: Link, mirror: Mirror) -> None:
+        link.send({"kind": "ping", "asked": self.clock.now()})
+        self._silent += HEARTBEAT
+        self._look_for_absent()
+        if self.linked and self._silent < SILENT:
+            self._check_step(mirror)
+            return
+        if self.linked:
+            log.warning("replica %s: its link is silent; what is sent there is counted instead", self.id)
+            self.linked = False
+        link.send(hello(self._name, self.clock.now()))
+        link.send({"kind": "resync"})
+
+    def _look_for_absent(self) -> None:
+        """Place elsewhere what the engine does not know: it has handed it off, in a report that was missed. (Of one
+        that has ended, the response has ended.)"""
+        for id, since in list(self._absent.items()):
+            if (call := self._mine.get(id)) is None:
+                del self._absent[id]
+            elif self.clock.now() - since > ABSENT:
+                del self._absent[id]
+                self._failed(call, f"replica {self.id} does not know request {id!r} any more")
+
+    async def _is_healthy(self) -> bool:
+        try:
+            reply = await self.upstream.open("GET", "/health", (), b"", seconds=PROBE_SECONDS)
+            reply.close()
+        except UpstreamError:
+            return False
+        return reply.status == 200
+
+    async def _look_at_kv(self, mirror: Mirror) -> None:
+        """How much KV is free, of a server whose link does not say it. One that does not say it either is shown as it
+        was before: with all of it free, or as much as it said last."""
+        used = None if self._kv_used is None else await self._kv_used()
+        if used is not None and not self.linked:  # meanwhile the link may have come back
+            mirror.told_kv_free(round((1.0 - used) * mirror.limits.kv_blocks))
+
+    def _check_step(self, mirror: Mirror) -> None:
+        """Lose a server whose engine hangs in a step."""
+        view = mirror.view(self.clock.now())
+        if self._step_timeout is None or not view.in_flight.seqs:
+            return
+        predicted = max(0.0, view.busy_until - view.as_of)
+        if self.clock.now() - view.as_of > self._step_timeout + SLOWER * predicted:
+            self._die(ServerLostError(f"the engine of server {self.url} hangs in a step"))
