@@ -376,3 +376,60 @@ def test_the_top_tier_is_served_at_twice_what_can_be_served_as_if_it_were_alone(
 
     assert beside.met["flex", True] + beside.met["flex", False] > 2000
     assert attained(beside) >= 0.99 * attained(alone) > 0.9, (attained(beside), attained(alone), beside.outcomes)
+
+
+@pytest.mark.parametrize(("policy", "router"), [("edf", "least_loaded"), ("polyserve", "auto")])
+def test_a_gateway_that_is_restarted_ends_what_it_had_and_finds_the_fleet_as_it_is(policy: str, router: str) -> None:
+    """Streams through the first one end with an error; the servers stop serving them, and another gateway takes over,
+    which sees what is still there as a stranger's."""
+
+    async def main() -> None:
+        clock, rng, replica = VirtualClock(), random.Random(7), ReplicaOptions(causes=False)
+        cores = [StubCore(STEP, LIMITS, clock, policy, replica, seed=i) for i in range(2)]
+        for core in cores:
+            await core.start()
+        there = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
+
+        async def gateway() -> tuple[Cluster, Client]:
+            calls: Calls = {}
+            options = ClusterOptions(PolicyChoice(policy, {}, router), replica, 1500)
+            fleet = ServerFleet(
+                [Server(url, url) for url in there], clock, options, calls, transport=there.__getitem__,
+                link=lambda address: MemoryLink(there[address].core),
+            )  # fmt: skip
+            cluster = await server_cluster(fleet, clock, options)
+            await cluster.start()
+            tiers = Tiers([Tier(name, slo) for name, slo in TIERS.items()])
+            app = create_gateway(GatewayService(cluster, calls, "stub", 1024, tenants=Tenants((), tiers)))
+            return cluster, Client(app, clock)
+
+        async def offer(client: Client, count: int) -> list[asyncio.Future[None]]:
+            asked = []
+            for _ in range(count):
+                await asyncio.sleep(rng.expovariate(30.0))
+                asked.append(asyncio.ensure_future(client.complete(*_asked(rng))))
+            return asked
+
+        first, old = await gateway()
+        asked = await offer(old, 60)
+        assert first.in_flight > 5
+        second, new = await gateway()
+        assert sum(host.view().count for host in second.hosts.values()) > 5  # strangers'
+        closing = asyncio.ensure_future(first.close())
+        more = await offer(new, 60)
+        await asyncio.gather(*asked, *more, closing)
+        assert first.offered == first.finished == 60
+        assert second.offered == second.finished == 60
+        assert not old.wrong + new.wrong
+        assert old.outcomes["completed"] < 60
+        assert sum(old.outcomes.values()) == 60
+        assert new.outcomes == {"completed": 60}
+        await asyncio.sleep(5.0)
+        assert not sum(host.view().count for host in second.hosts.values())
+        await second.close()
+        for core in cores:
+            assert core.host.replica is not None
+            assert core.host.replica.kv.free == LIMITS.kv_blocks
+            await core.host.close()
+
+    run_virtual(main())
