@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from tests.soak.clients import Seen
+from tests.soak.faults import Fault
 from tests.soak.server import Server
 
 START_SECONDS = 30.0
@@ -138,52 +139,32 @@ async def napping_server(server: Server, rng: Random, seen: Seen) -> None:
     stub.process.send_signal(signal.SIGCONT)
 
 
-async def silent_link(server: Server, rng: Random, seen: Seen) -> None:
-    assert isinstance(server, Fleet)
-    stub = server.one(rng)
-    await stub.tell(silent=True)
-    await _excused(seen, 10.0)
-    await stub.tell(silent=False)
+def _told(name: str, seconds: float, on: Mapping[str, Any], off: Mapping[str, Any]) -> Fault:
+    """A fault by this name: some server is told `on`, and after so many seconds `off`."""
+
+    async def fault(server: Server, rng: Random, seen: Seen) -> None:
+        assert isinstance(server, Fleet)
+        stub = server.one(rng)
+        await stub.tell(**on)
+        await _excused(seen, seconds)
+        await stub.tell(**off)
+
+    fault.__name__ = name
+    return fault
 
 
-async def never_answers(server: Server, rng: Random, seen: Seen) -> None:
-    assert isinstance(server, Fleet)
-    stub = server.one(rng)
-    await stub.tell(hang=True)
-    await _excused(seen, 8.0)
-    await stub.tell(hang=False)
-
-
-async def half_open(server: Server, rng: Random, seen: Seen) -> None:
-    """Connections that stay, and bring nothing for a while."""
-    assert isinstance(server, Fleet)
-    stub = server.one(rng)
-    await stub.tell(mute=True)
-    await _excused(seen, 6.0)
-    await stub.tell(mute=False)
-
-
-async def slow_link(server: Server, rng: Random, seen: Seen) -> None:
-    assert isinstance(server, Fleet)
-    stub = server.one(rng)
-    await stub.tell(delay=0.2)
-    await _excused(seen, 8.0)
-    await stub.tell(delay=0.0)
+silent_link = _told("silent_link", 10.0, {"silent": True}, {"silent": False})
+never_answers = _told("never_answers", 8.0, {"hang": True}, {"hang": False})
+# connections that stay, and bring nothing for a while
+half_open = _told("half_open", 6.0, {"mute": True}, {"mute": False})
+slow_link = _told("slow_link", 8.0, {"delay": 0.2}, {"delay": 0.0})
+clock_off = _told("clock_off", 6.0, {"unix_off": 2.0}, {"unix_off": 0.0})  # a machine whose Unix time is 2 s off
 
 
 async def says_503(server: Server, rng: Random, seen: Seen) -> None:
     assert isinstance(server, Fleet)
     await server.one(rng).tell(fail=20)
     await _excused(seen, 3.0)
-
-
-async def clock_off(server: Server, rng: Random, seen: Seen) -> None:
-    """A machine whose Unix time is 2 s off."""
-    assert isinstance(server, Fleet)
-    stub = server.one(rng)
-    await stub.tell(unix_off=2.0)
-    await _excused(seen, 6.0)
-    await stub.tell(unix_off=0.0)
 
 
 FAULTS = (
