@@ -303,19 +303,7 @@ class PolicyDriver(FleetPart):
         self._asked_since = min(self._asked_since, now)
         if not self._flights:
             self.latency.idle(now - max(self._last, self._asked_since))
-        kv = self._kv
-        queued = [seq for own in waiting if (seq := seqs.get(own.request_id)) is not None]
-        queued.sort(key=ORDER)
-        is_current = kv.is_current
-        for seq in queued:
-            if seq.waiting and seq.hit is not None and is_current(seq.hit):
-                continue  # as in the last view
-            seq.draft, seq.waiting = None, True
-            seq.length, seq.cached = seq.own.num_tokens, kv.renewed(seq).tokens
-            seq.pending = seq.length - seq.cached
-        kept_back = self._kept_back(now) if self._held else ()
-        if kept_back:
-            queued = [seq for seq in queued if seq.id not in kept_back]
+        queued = self._queued([seq for own in waiting if (seq := seqs.get(own.request_id)) is not None], now)
         block, decodes, decode_kv, blocks = self.limits.block_size, 0, 0, 0
         holding, prefilling = [], []
         for own in running:
@@ -339,18 +327,14 @@ class PolicyDriver(FleetPart):
         for seq in others:
             seq.show_moving()
         others += self.leaving.values()
-        limits = self.limits
-        if self.beside:
-            limits = replace(limits, max_num_seqs=limits.max_num_seqs - len(self.beside))
-        if places and limits.max_running is not None:
-            limits = replace(limits, max_running=max(0, limits.max_running - places))
+        limits = self._limits_but_for(places)
         return VllmView(
             id=NAME,
             now=now,
             waiting=queued,
             running=holding,
             moving=others,
-            kv_free=max(0, kv.free(holding) - kv_taken),
+            kv_free=max(0, self._kv.free(holding) - kv_taken),
             kv_total=limits.kv_blocks,
             limits=limits,
             latency=self.latency,
@@ -361,6 +345,29 @@ class PolicyDriver(FleetPart):
             decodes=Shape(decodes, decodes, decode_kv + decodes),
             decode_blocks=blocks,
         )
+
+    def _queued(self, waiting: list[VllmSeq], now: float) -> list[VllmSeq]:
+        """Those that wait, in their order, with what the prefix cache has of each."""
+        waiting.sort(key=ORDER)
+        kv = self._kv
+        is_current = kv.is_current
+        for seq in waiting:
+            if seq.waiting and seq.hit is not None and is_current(seq.hit):
+                continue  # as in the last view
+            seq.draft, seq.waiting = None, True
+            seq.length, seq.cached = seq.own.num_tokens, kv.renewed(seq).tokens
+            seq.pending = seq.length - seq.cached
+        kept_back = self._kept_back(now) if self._held else ()
+        return [seq for seq in waiting if seq.id not in kept_back] if kept_back else waiting
+
+    def _limits_but_for(self, places: int) -> Limits:
+        """What is left to the policy beside requests that no view shows, of which so many have a place."""
+        limits = self.limits
+        if self.beside:
+            limits = replace(limits, max_num_seqs=limits.max_num_seqs - len(self.beside))
+        if places and limits.max_running is not None:
+            limits = replace(limits, max_running=max(0, limits.max_running - places))
+        return limits
 
     def _kept_back(self, now: float) -> Collection[str]:
         """Requests of tenants that have their share. Those that have it not go on to the policy, for good."""
