@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import httpx2
 import orjson
@@ -594,8 +595,8 @@ def test_servers_that_are_not_alike_or_not_there_are_said_at_the_start() -> None
             server.down = True
 
     for change, linked, words in (
-        (other_model, True, "model 'other', and the first one 'stub'"),
-        (other_version, False, "vLLM '0.33.0', and the first one '0.32.0'"),
+        (other_model, True, "model 'other', and http://s0 'stub'"),
+        (other_version, False, "vLLM '0.33.0', and http://s0 '0.32.0'"),
         (down, True, "http://s0 is not there .* http://s1 is not there"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -714,3 +715,65 @@ def test_its_configuration() -> None:
     for wrong in (["a:1"], ["http://a:1", "http://a:1/"], [{"url": "http://a", "links": "x"}], [{"url": "ftp://a"}]):
         with pytest.raises(ConfigError, match="servers"):
             load({"servers": wrong})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/models/../completions", "/v1/models/%2e%2e/completions", "/v1/models/%252e%252e/completions",
+        "/v1/../rubato/link", "/tokenize/./../rubato/state", "/v1/models/..%5crubato/link", "//rubato/link",
+        "/%72ubato/link",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("tenants", [True, False])
+def test_no_path_reaches_what_another_spelling_of_it_may_not(path: str, tenants: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        raw = path.encode()
+        status = 0
+        own = [(name.encode(), value.encode()) for name, value in (key("a") if tenants else {}).items()]
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "raw_path": raw,
+            "path": unquote(path), "query_string": b"", "root_path": "", "scheme": "http", "client": ("c", 1),
+            "headers": [(b"host", b"s"), *own], "server": ("s", 80), "app": fleet.app,
+        }  # fmt: skip
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b'{"prompt": "a"}', "more_body": False}
+
+        async def send(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+
+        await fleet.app(scope, receive, send)
+        assert status in (400, 403)
+        assert not [body for server in fleet.servers for body in server.bodies]
+
+    gateway(scenario, tenants=[tenant("a")] if tenants else ())
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+def test_no_client_says_where_kv_is(name: str) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        answer = await fleet.complete(**{name: {"do_remote_prefill": True, "remote_host": "10.0.0.1"}})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == name
+        assert not fleet.servers[0].bodies
+
+    gateway(scenario)
+
+
+def test_a_request_at_which_every_server_fails_keeps_no_server_from_the_others() -> None:
+    """A 500 may be the request's own fault: one other server is asked, and none rests."""
+
+    async def scenario(fleet: Fleet) -> None:
+        for server in fleet.servers:
+            server.broken = 500
+        bad = await fleet.complete()
+        assert bad.status_code == 500
+        assert sum(len(server.bodies) for server in fleet.servers) == 2
+        assert all(host.rests_until <= fleet.cluster.clock.now() for host in fleet.cluster.hosts.values())
+        for server in fleet.servers:
+            server.broken = 0
+        assert (await fleet.complete()).status_code == 200
+
+    gateway(scenario)

@@ -21,7 +21,10 @@ from tests.vllm.harness import Harness, harness
 from tests.vllm.test_gateway_link import Gateway, promise, told
 
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
-COMES = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]]}
+COMES = {
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_engine_id": "e",
+    "remote_request_id": "r", "remote_host": "127.0.0.1", "remote_port": 1,
+}  # fmt: skip
 PREFILLED = Handoff("r1", "prefilled", 0.0, 10)
 
 
@@ -274,6 +277,18 @@ def test_an_engine_at_which_only_kv_is_on_its_way_is_not_idle_and_goes_on_speaki
     assert len(gateway.wire.messages) >= 6  # one a second
     made.run()
     assert gateway.wire.idle
+    clean(made)
+
+
+@pytest.mark.parametrize("lacks", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port"])
+def test_a_request_that_does_not_say_where_its_kv_is_is_prefilled_here(model: Path, lacks: str) -> None:
+    """vLLM would keep it waiting for ever, and NIXL's connector end the engine when its client leaves."""
+    made = made_for(model, "edf")
+    add(made, "far", [7] * 40, 5, {k: v for k, v in COMES.items() if k != lacks})
+    assert made.scheduler.requests["far"].kv_transfer_params is None
+    made.run()
+    assert len(made.out["far"]) == 5
+    made.finish()
     clean(made)
 
 

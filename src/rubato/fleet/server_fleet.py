@@ -51,11 +51,14 @@ class Alike:
 
     def __init__(self, policy: str) -> None:
         self.known: ServerAbout | None = None
+        self._first = ""  # its address
         self._policy = policy
 
     def check(self, url: str, found: ServerAbout) -> None:
         """Raises ValueError for a server that serves another model, or is another vLLM, than the first."""
-        first = self.known = self.known or found
+        if self.known is None:
+            self.known, self._first = found, url
+        first = self.known
         for what, ours, theirs in (
             ("model", first.model, found.model),
             ("vLLM", first.version, found.version),
@@ -63,7 +66,7 @@ class Alike:
         ):
             if ours and theirs and ours != theirs:
                 raise ValueError(
-                    f"server {url} has {what} {theirs!r}, and the first one {ours!r}: a gateway is for servers "
+                    f"server {url} has {what} {theirs!r}, and {self._first} {ours!r}: a gateway is for servers "
                     "that are alike; start another gateway for those"
                 )
         if found.policy and found.policy != self._policy:

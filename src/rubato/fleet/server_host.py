@@ -277,7 +277,7 @@ class ServerHost(ServerWatch, KVBetweenServers):
                 call.breaks(f"replica {self.id} answered {reply.status}")
                 return
             why = f"replica {self.id} answered {reply.status}: {error[:200].decode(errors='replace')}"
-            self._failed(call, why, full=reply.status == 429)
+            self._failed(call, why, full=reply.status == 429, once=reply.status == 500)
             return
         if reply.status != 200:
             raw = await whole(reply)
@@ -362,25 +362,27 @@ class ServerHost(ServerWatch, KVBetweenServers):
     def _fail(self, call: Call, why: str) -> None:
         self._end(call, "failed", why)
 
-    def _failed(self, call: Call, why: str, *, full: bool = False) -> None:
+    def _failed(self, call: Call, why: str, *, full: bool = False, once: bool = False) -> None:
         """The server could not, or went away meanwhile: what is left of the call goes elsewhere, if it can. full: it
-        takes no more for now."""
+        takes no more for now. once: it may be the request's own fault, which the server is not to rest for, and which
+        one other server is asked about; whether it is the server's, its health tells."""
         if not any(id in self._mine for id in call.ids):  # they have ended: this is the echo, or too late to matter
             call.breaks(why)
             return
-        self.rests_until = self.clock.now() + REST
+        if not once:
+            self.rests_until = self.clock.now() + REST
         self._suspect = True
         log.warning("%s", why)
         if not self._failed_to_arrive(call, why):
-            self._give_back(call, why, full)
+            self._give_back(call, why, full, 1 if once else RETRIES)
 
-    def _give_back(self, call: Call, why: str, full: bool) -> None:
+    def _give_back(self, call: Call, why: str, full: bool, retries: int) -> None:
         now, mirror = self.clock.now(), self._started()
         for id in [id for id in call.ids if id in self._mine]:
             request = self._as_sent(call, mirror.moved(id, "failed", now))
             if request is None:  # the link tells that it has left the engine, and not how it ended
                 self._finish(id, "failed", why)
-            elif (no := self._stays_here(call, request, now)) is not None:
+            elif (no := self._stays_here(call, request, now, retries)) is not None:
                 self._finish(id, *(("refused", SATURATED) if full else ("failed", f"{why}; {no}")))
             else:
                 self._fold(HandedOff(now, id, request))
@@ -397,14 +399,14 @@ class ServerHost(ServerWatch, KVBetweenServers):
         progress = replace(had, times=(times,), token_ids=ids if len(ids) == count else ())
         return replace(request, progress=progress if count or had.demoted or had.delays else None)
 
-    def _stays_here(self, call: Call, request: Request, now: float) -> str | None:
+    def _stays_here(self, call: Call, request: Request, now: float, retries: int) -> str | None:
         """Why a request that failed is not tried elsewhere; None if it is."""
         assert request.handoff is not None
         e2e = request.stages[0].slo.e2e
         if e2e is not None and now > request.arrival + e2e:
             return "its deadline has passed"
-        if request.handoff.hops > RETRIES:
-            return f"it was tried {RETRIES} times"
+        if request.handoff.hops > retries:
+            return f"it was tried {retries + 1 if retries == 1 else retries} times"
         if call.begun:
             try:
                 call.sent(request.progress)
@@ -453,10 +455,12 @@ class ServerHost(ServerWatch, KVBetweenServers):
                 if len(call.ids) == 1 and event.request.progress is None:
                     call.counted(event.request.prompt)
                 continue
-            if type(event) is Finished and event.outcome == "failed" and self._failed_to_arrive(call, event.reason):
-                del self._mine[event.id]
-                self._leave(call)
-                continue
+            if type(event) is Finished and event.outcome == "failed":
+                why = f"replica {self.id} could not read the KV of request {event.id!r}"
+                if self._failed_to_arrive(call, why):
+                    del self._mine[event.id]
+                    self._leave(call)
+                    continue
             self._arrived(event)
             if isinstance(event, Finished | HandedOff):
                 self._prefilled.pop(event.id, None)

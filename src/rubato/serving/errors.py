@@ -72,7 +72,7 @@ def from_finished(event: Finished, retry_after: float) -> ApiError:
             f"This key's rate limit is used up: try again in {seconds} s."
             if limited
             else f"The server cannot take this request now ({event.reason}): try again in {seconds} s.",
-            code="rate_limit_exceeded" if limited else event.reason,
+            code="rate_limit_exceeded" if limited else event.reason.partition(":")[0],
             kind="rate_limit_error",
             headers=(("retry-after", str(seconds)), ("x-rubato-reject-reason", printable)),
         )

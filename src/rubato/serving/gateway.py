@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 from fastapi import FastAPI
@@ -145,7 +146,10 @@ class Gateway:
         """Whatever else servers have: it goes to one of them, in turn."""
         tenant = self._state.enter(http, self._cluster.clock.now(), "text")
         path = http.url.path
-        if path.startswith("/rubato/") or (self._state.tenants.configured and not tenant.admin and not _harmless(path)):
+        plain = _plain(path)
+        if plain.startswith("/rubato") or (
+            self._state.tenants.configured and not tenant.admin and not _harmless(plain)
+        ):
             raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
         raw = await read_body(http, self._service.max_body_bytes)
         hosts = self._service.servers()
@@ -257,6 +261,17 @@ class _Passed(Response):
         finally:
             self._reply.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _plain(path: str) -> str:
+    """A path as a server may read it. Raises ApiError 400 for one that goes up: a server, or what is in between, would
+    make another path of it than the one that is judged here."""
+    while (once := unquote(path)) != path:
+        path = once
+    parts = [part for part in path.replace("\\", "/").split("/") if part]
+    if "." in parts or ".." in parts:
+        raise ApiError(400, "The path has a part . or .. in it: write it without.", code="invalid_path")
+    return "/" + "/".join(parts)
 
 
 def _harmless(path: str) -> bool:

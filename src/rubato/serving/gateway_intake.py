@@ -24,6 +24,8 @@ PREFIXES = {CHAT: "chatcmpl-", TEXT: "cmpl-", "/v1/messages": "chatcmpl-", RESPO
 UNSTATED = {TEXT: 16}  # output tokens by default; of the others as many as the model can
 LONGEST_ID = 128  # characters of a client's X-Request-Id
 
+ELSEWHERE = ("kv_transfer_params", "ec_transfer_params")  # fields that make a server connect to another one
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -59,6 +61,9 @@ def asked(
     if fields is None:
         raise ApiError(400, "The body is no JSON object.", code="invalid_json")
     vllm_body.check_headers(http.headers)
+    for name in ELSEWHERE:
+        if fields.get(name) is not None:
+            raise invalid(name, "leave it out: where KV is, the fleet says, and no client.")
     xargs = fields.get("vllm_xargs")
     theirs = {k: v for k, v in xargs.items() if k.startswith(PREFIX)} if isinstance(xargs, dict) else {}
     stated = vllm_body.stated(fields, theirs)

@@ -82,8 +82,9 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             ending = Shutdown(config.drain_seconds, writer)  # after Ray, which would hear the signals instead
             at_last.callback(ending.end_within, THREAD_SECONDS)
             listeners = event_logs(config, stack)
-            what = {"servers": len(config.servers)} if config.servers else {"engine": config.engine.name}
-            say("starting", model=config.model, policy=config.policy.name, **what)
+            own = {"model": config.model, "engine": config.engine.name}
+            what = {"servers": len(config.servers)} if config.servers else own
+            say("starting", policy=config.policy.name, **what)
             if not await started(cluster, ending):
                 return 0
         except (ValueError, OSError) as error:  # a setting, a model file, a port: the message says what would do

@@ -22,6 +22,16 @@ def lease_of(vllm_config: Any) -> float | None:
     return float(transfer.get_from_extra_config("kv_lease_duration", LEASE))
 
 
+# Without all of these vLLM keeps a request waiting for KV that nobody sends.
+NEEDED = ("remote_engine_id", "remote_request_id", "remote_block_ids", "remote_host", "remote_port")
+
+
+def cannot_come(own: Any) -> bool:
+    """Whether a request of vLLM's says that its KV is elsewhere, and not where."""
+    params = own.kv_transfer_params or {}
+    return bool(params.get("do_remote_prefill")) and any(params.get(name) is None for name in NEEDED)
+
+
 def hands_over(own: Any) -> bool:
     """Whether a request of vLLM's ends with its prompt in KV, for another engine."""
     return bool((own.kv_transfer_params or {}).get("do_remote_decode"))

@@ -24,7 +24,7 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Limits
 from rubato.core.request import NOTHING, HandoffReason
 from rubato.engines.vllm.guards import guarded
-from rubato.engines.vllm.kv_transfer import lease_of
+from rubato.engines.vllm.kv_transfer import cannot_come, lease_of
 from rubato.engines.vllm.kv_view import KVView
 from rubato.engines.vllm.policy_driver import PolicyDriver, Step, log
 from rubato.engines.vllm.sequence import Hit, VllmSeq
@@ -119,6 +119,9 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def add_request(self, request: Any) -> None:
         self._obey()
         id = request.request_id
+        if self.rubato.kv_lease is not None and cannot_come(request):
+            log.warning("request %.100s: its kv_transfer_params do not say where its KV is; it is prefilled here", id)
+            request.kv_transfer_params = None
         goes_on = id in self.requests  # a further part of a streamed input
         super().add_request(request)
         if goes_on:
