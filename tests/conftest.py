@@ -5,7 +5,10 @@ are reported. A test marked `full` runs in `make test-full` only.
 """
 
 import gc
+import logging
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +22,19 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 
 few = settings(max_examples=10 if PROFILE == "ci" else settings.default.max_examples)  # whole simulations
+
+
+@pytest.fixture
+def process_as_it_was() -> Iterator[None]:
+    """For what runs a command in the process of the tests: it sets up the log and the signals of its process."""
+    root, numbers = logging.getLogger(), (signal.SIGTERM, signal.SIGINT)
+    handlers, level, signals = root.handlers[:], root.level, [signal.getsignal(number) for number in numbers]
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for number, handler in zip(numbers, signals, strict=True):
+        signal.signal(number, handler)
+
 
 FIGURE = "experiments/test_figures.py::test_a_figure_gives_its_claims_and_its_checks_hold"
 PROCESSES = (

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,14 +23,7 @@ from tests.doubles import Linear, run_spec
 FAST = ["--set", "latency.kind=affine", "--set", "latency.b=[0.01, 0.01]", "--set", "latency.k=[0.0004, 0.0004]"]
 
 
-@pytest.fixture(autouse=True)
-def the_log_as_it_was() -> Iterator[None]:
-    """`serve` sets it up for its process."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("process_as_it_was")
 
 
 @pytest.fixture

@@ -742,6 +742,7 @@ def test_tenants_are_refused() -> None:
         picking(nothing, tenants={"me": {"keys": ["a-key-of-sixteen-letters"]}})
 
 
+@pytest.mark.usefixtures("process_as_it_was")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
