@@ -60,10 +60,6 @@ class KVView:
             free = int(free * self._scale)
         return max(0, free - sum(map(self._owed, running))) if self.ahead else free
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that so many tokens of one sequence take."""
-        return blocks_for(tokens, self.block_size)
-
     def blocks_of(self, seq: VllmSeq) -> int:
         """Below 0 for one that holds none and will need some beyond its tokens'."""
         if seq.waiting and not (seq.arriving and seq.own.num_computed_tokens):
@@ -110,20 +106,21 @@ class KVView:
 
     def _elsewhere(self, own: Any, here: int) -> int:
         """Tokens beyond those found here that a KV connector loads in the step that starts the request."""
-        connector = self._scheduler.connector
-        if connector is None or own.skip_reading_prefix_cache:
-            return 0
-        in_part = here % self.block_size  # of a block: vLLM asks for what is beyond whole ones
-        more, later = connector.get_num_new_matched_tokens(own, here - in_part)
-        return 0 if later else max(0, (more or 0) - in_part)
+        more, later = self._connector_has(own, here)
+        return 0 if later else max(0, more - here % self.block_size)
 
     def comes_later(self, seq: VllmSeq) -> bool:
         """Whether vLLM would wait for KV of a request, and schedule it when that has come."""
-        own, here = seq.own, self.renewed(seq).tokens
-        if own.skip_reading_prefix_cache:
-            return False
-        more, later = self._scheduler.connector.get_num_new_matched_tokens(own, here - here % self.block_size)
-        return bool(more and later)
+        more, later = self._connector_has(seq.own, self.renewed(seq).tokens)
+        return more > 0 and later
+
+    def _connector_has(self, own: Any, here: int) -> tuple[int, bool]:
+        """Tokens beyond the whole blocks of those found here that a KV connector has, and whether they come later."""
+        connector = self._scheduler.connector
+        if connector is None or own.skip_reading_prefix_cache:
+            return 0, False
+        more, later = connector.get_num_new_matched_tokens(own, here - here % self.block_size)
+        return more or 0, bool(later)
 
     def is_current(self, hit: Hit) -> bool:
         """Whether vLLM would still find this. A prefix loses its last block first, so that is the one looked at."""

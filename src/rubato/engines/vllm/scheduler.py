@@ -261,14 +261,16 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         is memory for. Returns the blocks that they take."""
         free, taken = self._kv.free(()), 0
         for request in waiting:
-            if self.rubato.arrives(request.request_id):
-                if not self._kv.comes_later(self.rubato.seqs[request.request_id]):
-                    self.rubato.kv_missed(request.request_id)
-                    continue
-                taken += self._kv.blocks_for(request.num_tokens)
-                if taken > free:
-                    return taken - self._kv.blocks_for(request.num_tokens)
-                self._pulled.append(request)
+            if not self.rubato.arrives(request.request_id):
+                continue
+            if not self._kv.comes_later(self.rubato.seqs[request.request_id]):
+                self.rubato.kv_missed(request.request_id)
+                continue
+            needed = self.rubato.limits.blocks(request.num_tokens)
+            if taken + needed > free:
+                break
+            taken += needed
+            self._pulled.append(request)
         return taken
 
     def _give_up_kv(self, request: Any) -> None:
