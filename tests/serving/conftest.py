@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
+from urllib.parse import unquote
 
 import httpx2
 import pytest
@@ -104,3 +105,12 @@ def edge() -> Callable[..., None]:
         run_virtual(main())
 
     return run
+
+
+def http_scope(app: Any, path: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> dict[str, Any]:
+    """ASGI's of a POST, for what is called without a socket. path: as it is written, with its escapes."""
+    return {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": unquote(path),
+        "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": list(headers),
+        "client": ("c", 1), "server": ("s", 80), "app": app,
+    }  # fmt: skip

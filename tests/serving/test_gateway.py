@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
 
 import httpx2
 import orjson
@@ -29,7 +28,7 @@ from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.serving.request_slo import Tier, Tiers
 from rubato.serving.tenants import Tenant, Tenants
-from tests.serving.conftest import key, tenant
+from tests.serving.conftest import http_scope, key, tenant
 from tests.stubs.vllm_server import EVENTS, WORDS, MemoryLink, StubCore, StubServer
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=256, block_size=16)
@@ -75,13 +74,7 @@ class Fleet:
             if leaves:
                 left.set()
 
-        path = "/v1/completions"
-        scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
-            "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": [],
-            "client": ("c", 1), "server": ("s", 80), "app": self.app,
-        }  # fmt: skip
-        await self.app(scope, receive, send)
+        await self.app(http_scope(self.app, "/v1/completions"), receive, send)
         return status, bytes(raw)
 
     async def metric(self, name: str) -> float:
@@ -728,14 +721,8 @@ def test_its_configuration() -> None:
 @pytest.mark.parametrize("tenants", [True, False])
 def test_no_path_reaches_what_another_spelling_of_it_may_not(path: str, tenants: bool) -> None:
     async def scenario(fleet: Fleet) -> None:
-        raw = path.encode()
         status = 0
         own = [(name.encode(), value.encode()) for name, value in (key("a") if tenants else {}).items()]
-        scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "raw_path": raw,
-            "path": unquote(path), "query_string": b"", "root_path": "", "scheme": "http", "client": ("c", 1),
-            "headers": [(b"host", b"s"), *own], "server": ("s", 80), "app": fleet.app,
-        }  # fmt: skip
 
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": b'{"prompt": "a"}', "more_body": False}
@@ -744,7 +731,7 @@ def test_no_path_reaches_what_another_spelling_of_it_may_not(path: str, tenants:
             nonlocal status
             status = message.get("status", status)
 
-        await fleet.app(scope, receive, send)
+        await fleet.app(http_scope(fleet.app, path, [(b"host", b"s"), *own]), receive, send)
         assert status in (400, 403)
         assert not [body for server in fleet.servers for body in server.bodies]
 

@@ -34,6 +34,7 @@ from rubato.latency.affine import Model
 from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.serving.request_slo import Tier, Tiers
 from rubato.serving.tenants import Tenants
+from tests.serving.conftest import http_scope
 from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
 
 LIMITS = Limits(max_num_seqs=32, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=600, block_size=16)
@@ -98,12 +99,7 @@ class Client:
             else:
                 raw.extend(message.get("body", b""))
 
-        scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
-            "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": [],
-            "client": ("c", 1), "server": ("s", 80), "app": self.app,
-        }  # fmt: skip
-        await self.app(scope, receive, send)
+        await self.app(http_scope(self.app, path), receive, send)
         return status, bytes(raw)
 
 

@@ -6,7 +6,6 @@ and follows those that are under way for up to `drain_seconds`.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator
@@ -18,12 +17,12 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rubato.config.schema import Config, ConfigError
-from rubato.core.clock import Clock, WallClock
+from rubato.core.clock import Clock
 from rubato.serving import logs
 from rubato.serving.epp import Picker, picker_of
 from rubato.serving.epp_messages import SERVICE, ProtocolError
-from rubato.serving.serve import FLUSH_SECONDS, THREAD_SECONDS, event_logs, first_of, say, started
-from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
+from rubato.serving.serve import FLUSH_SECONDS, THREAD_SECONDS, event_logs, first_of, run_logged, say, started
+from rubato.serving.shutdown import CLOSE_SECONDS, Shutdown
 
 LIVENESS, READINESS = "liveness", "readiness"
 
@@ -76,11 +75,7 @@ def bind(server: Any, config: Config) -> int:
 
 def serve(config: Config) -> int:
     """Pick endpoints until told to stop. Returns the process's exit status."""
-    writer = logs.set_up(config.log.format, config.log.level)
-    try:
-        return asyncio.run(_serve(config, WallClock(), writer))
-    finally:
-        writer.drain(LOG_SECONDS)
+    return run_logged(config, _serve)
 
 
 async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:

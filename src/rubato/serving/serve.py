@@ -16,7 +16,7 @@ import logging
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any, cast
@@ -61,9 +61,14 @@ log = logging.getLogger(__name__)
 
 def serve(config: Config) -> int:
     """Serve until told to stop. Returns the process's exit status."""
+    return run_logged(config, _serve)
+
+
+def run_logged(config: Config, main: Callable[[Config, Clock, logs.LogWriter], Coroutine[Any, Any, int]]) -> int:
+    """Run `main` with the log that the configuration asks for, and let that out at the end. Returns what it returns."""
     writer = logs.set_up(config.log.format, config.log.level)
     try:
-        return asyncio.run(_serve(config, WallClock(), writer))
+        return asyncio.run(main(config, WallClock(), writer))
     finally:
         writer.drain(LOG_SECONDS)
 
