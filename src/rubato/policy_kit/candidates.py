@@ -8,36 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any
 
-from rubato.core.events import Event
-from rubato.core.interfaces import Assigner, Dispatch, Router, SeqView, View
+from rubato.core.interfaces import Dispatch, Router, SeqView, View
+from rubato.policy_kit.router_wrapper import RouterWrapper
 
 AGAIN = 0.5  # seconds until it is looked again whether one of a set that has none is there
 
 
-class Candidates:
-    """`inner`, which places each request of `only` at one of these endpoints. It has all that `inner` has.
+class Candidates(RouterWrapper):
+    """`inner`, which places each request of `only` at one of these endpoints.
 
     only: request id -> endpoints, kept by the caller; a request that is not there may go anywhere. endpoint: of the
     replica of this id, so that a server that comes back as another replica is the same endpoint.
     """
 
     def __init__(self, inner: Router, only: dict[str, frozenset[str]], endpoint: Callable[[str], str]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.only = only
         self._endpoint = endpoint
-        if isinstance(inner, Assigner):
-            self.roles = inner.roles  # of the object, so that only a wrapper of an Assigner is one
-
-    def __getattr__(self, name: str) -> Any:
-        """`needs`, `wants`, settings, whatever `inner` has."""
-        if name == "inner":  # it is being copied, and has nothing yet
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def observe(self, events: Sequence[Event]) -> None:
-        self.inner.observe(events)
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         """What `inner` decides for the first set of which it places or rejects something: the cluster then asks again.

@@ -19,37 +19,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from math import inf
-from typing import Any
 
 from rubato.core.events import Event
-from rubato.core.interfaces import Assigner, Dispatch, Router, SeqView, View
+from rubato.core.interfaces import Dispatch, Router, SeqView, View
 from rubato.core.plan import Role, Shape
 from rubato.policy_kit.backlog import PER_REQUEST, load, prefill_seconds
 from rubato.policy_kit.prefix_index import PrefixIndex
+from rubato.policy_kit.router_wrapper import RouterWrapper
 
 SETTING = "prefix_affinity"
 
 
-class PrefixAffinity:
+class PrefixAffinity(RouterWrapper):
     """`inner` with prefix affinity: it has all that `inner` has, its settings too."""
 
     prefix_affinity = True
 
     def __init__(self, inner: Router) -> None:
-        self.inner = inner
-        if isinstance(inner, Assigner):
-            self.roles = inner.roles  # of the object, so that only a wrapper of an Assigner is one
+        super().__init__(inner)
         self._index = PrefixIndex()
-
-    def __getattr__(self, name: str) -> Any:
-        """`needs`, `wants`, `tier_names`, settings, whatever `inner` has."""
-        if name == "inner":  # it is being copied, and has nothing yet
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
     def observe(self, events: Sequence[Event]) -> None:
         self._index.observe(events)
-        self.inner.observe(events)
+        super().observe(events)
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         dispatch = self.inner.place(held, fleet, now)
