@@ -23,6 +23,8 @@ from rubato.fleet.call import Calls, CannotContinueError, name_of_try
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from rubato.fleet.server_host import LAST_BYTES, ServerHost
+from rubato.fleet.server_watch import ServerLostError
 from rubato.fleet.upstream import Headers
 from rubato.latency.affine import Model
 from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
@@ -200,6 +202,42 @@ def test_servers_with_the_link_are_routed_to_as_replicas_here_are(policy: str, r
 
 def met(events: list[Event]) -> dict[str, bool]:
     return {event.id: event.verdict.met for event in events if isinstance(event, Finished)}
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_response_ends_whose_server_is_lost_between_its_last_token_and_its_last_bytes(comes: bool) -> None:
+    async def main() -> MemoryCall:
+        clock, chosen = VirtualClock(), options("edf", {}, "least_loaded")
+        core = StubCore(STEP, LIMITS, clock, "edf", chosen.replica)
+        await core.start()
+        server, calls = StubServer(core), Calls()
+        fleet = ServerFleet(
+            [Server("http://s0", "there")], clock, chosen, calls, transport=lambda url: server,
+            link=lambda address: MemoryLink(core),
+        )  # fmt: skip
+        cluster = await server_cluster(fleet, clock, chosen)
+        await cluster.start()
+        request = replace(offered(1, 200.0, 1.0)[0], arrival=clock.now())
+        call = calls[request.id] = MemoryCall(request)
+        cluster.offer(request)
+        while not server.open_replies:
+            await clock.sleep_until(clock.now() + 0.001, ARRIVAL)
+        (reply,) = server.open_replies
+        reply.flows.clear()
+        while cluster.in_flight:
+            await clock.sleep_until(clock.now() + 0.01, ARRIVAL)
+        (host,) = cluster.hosts.values()
+        assert isinstance(host, ServerHost)
+        host._die(ServerLostError("its machine is gone"))
+        if comes:
+            reply.flows.set()
+        await clock.sleep_until(clock.now() + 2 * LAST_BYTES, ARRIVAL)
+        await cluster.close()
+        await core.host.close()
+        return call
+
+    call = run_virtual(main())
+    assert (call.ends, bool(call.broken)) == ((1, False) if comes else (0, True))
 
 
 class MostFree:

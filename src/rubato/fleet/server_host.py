@@ -215,9 +215,11 @@ class ServerHost(ServerWatch, KVBetweenServers):
 
     async def close(self) -> None:
         """Leave the server; what it serves for this gateway ends as failed. The last bytes of what has ended pass."""
-        open_ = {call.ids[0] for call in self._mine.values()}
-        if ending := [task for answer, task in self._serving.items() if answer not in open_]:
-            await asyncio.wait(ending, timeout=LAST_BYTES)
+        if ending := self._ending_responses():
+            await asyncio.wait(ending.values(), timeout=LAST_BYTES)
+            for answer in [answer for answer, task in ending.items() if not task.done()]:
+                if (call := self._calls.get(answer)) is not None:
+                    call.breaks(f"replica {self.id} is gone, and the last bytes of the response with it")
         for id in list(self._mine):
             self._finish(id, "failed", "the server closed")
         self._gone = True
@@ -228,6 +230,11 @@ class ServerHost(ServerWatch, KVBetweenServers):
         if self._link is not None:
             self._link.close()
         await self.upstream.close()
+
+    def _ending_responses(self) -> dict[str, asyncio.Task[None]]:
+        """Responses that still come though their requests have ended."""
+        open_ = {call.ids[0] for call in self._mine.values()}
+        return {answer: task for answer, task in self._serving.items() if answer not in open_}
 
     # ----------------------------------------------------------------- requests
 
@@ -507,7 +514,7 @@ class ServerHost(ServerWatch, KVBetweenServers):
         if self._gone:
             return
         self._gone = True
-        left = []
+        left, ending = [], self._ending_responses()
         for request in self._started().left():
             if (call := self._mine.get(request.id)) is None:
                 continue
@@ -520,10 +527,10 @@ class ServerHost(ServerWatch, KVBetweenServers):
             except CannotContinueError as no:
                 self._finish(request.id, "failed", f"{error}; {no}")
         current = asyncio.current_task()
-        for task in self._serving.values():
-            if task is not current:
+        for answer, task in self._serving.items():
+            if task is not current and answer not in ending:
                 task.cancel()
-        self._serving.clear()
+        self._serving = ending
         self._mine.clear()
         self._kv.clear()
         self._idle.set()
