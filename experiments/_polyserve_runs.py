@@ -6,22 +6,19 @@ before: those of the tuning's seed, which is no other run's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
-from math import floor, log
-from typing import Any
 
-from experiments._guest import held
+from experiments._rate_search import RateSearch, shares_of
 from rubato.core.events import Event
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.length_prediction import ConditionalMean
 from rubato.engines.simulated import Link
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.components import Model
-from rubato.measure.records import BenchResult, Record
-from rubato.planning.capacity import crossing
+from rubato.measure.records import BenchResult
 from rubato.planning.optimum import Mode, optimum
 from rubato.simulation.run_spec import Hardware, RunSpec, Truth, conditional_mean, packaged_hardware
 from rubato.simulation.simulate import simulate
@@ -42,10 +39,6 @@ LONGEST = 2048  # tokens that every request asks for: no policy is told the true
 BEFORE, COUNTED, AFTER = 1.0, 3.0, 0.25
 NOISE, LINK = 0.05, Link(kv_bytes=131_072, bandwidth=50e9)  # of Llama-3.1-8B: 32 layers, 8 KV heads of 128, 2 bytes
 TAUGHT = 1000  # requests
-# What is asked of a run: a share of the requests offered, of all or of those of the worst tier.
-MEASURES: Mapping[str, tuple[str, float]] = {
-    "90 % of all": ("all", 0.9), "95 % of all": ("all", 0.95), "90 % of each tier": ("worst", 0.9)
-}  # fmt: skip
 BRACKET = 0.2  # rates on either side of the 90 % point are no further apart than this
 STEP = 1.08  # rates tried are powers of it, so that measures share runs
 
@@ -130,78 +123,23 @@ def served(
     return simulate(load, spec, times=False, causes=False, listen=listen)
 
 
-def on_grid(rate: float, step: float = STEP) -> float:
-    """The largest power of `step` that is no larger."""
-    return float(step ** floor(log(rate) / log(step) + 1e-6))
-
-
-def share(records: Sequence[Record]) -> float:
-    """Of the requests offered, those that met their SLO, and were not demoted."""
-    return sum(r.verdict.met and not r.best_effort for r in records) / len(records)
-
-
-def by_tier(records: Sequence[Record]) -> dict[str, float]:
-    """Share of each TPOT tier, the tightest first."""
-    tiers = sorted({r.tier for r in records}, key=lambda tier: float(tier.removeprefix("tpot-").removesuffix("ms")))
-    return {tier: share([r for r in records if r.tier == tier]) for tier in tiers}
-
-
-class Tried:
-    """Runs of one workload at several rates, each done once. known: (policy, rate) -> the share that attained, in all,
-    in the worst tier, and by tier. stays, fill: see `BEFORE`."""
+class Tried(RateSearch):
+    """Runs of one workload at several rates, each done once. stays, fill: see `BEFORE`."""
 
     def __init__(
         self, data: str, host: str, seed: int, stays: float = COUNTED, replicas: int = REPLICAS, fill: float = BEFORE,
         taught: bool = True,
     ) -> None:  # fmt: skip
+        super().__init__(STEP, BRACKET)
         self.data, self.host, self.seed, self.replicas, self.fill, self.taught = (
             data, host, seed, replicas, fill, taught
         )  # fmt: skip
         self.first = coming_in(data, host, replicas, fill)
         self.count = coming_in(data, host, replicas, stays)
-        self.known: dict[tuple[str, float], dict[str, float]] = {}
 
     def load(self, rate: float) -> Workload:
         return offered(self.data, self.host, self.count, self.seed, self.replicas, self.fill).rescaled(rate)
 
-    def shares(self, choice: str, rate: float) -> Mapping[str, float]:
-        rate = on_grid(rate)
-        if (choice, rate) not in self.known:
-            ran = served(self.load(rate), self.data, self.host, choice, self.replicas, taught=self.taught)
-            records = ran.records[self.first : self.first + self.count]
-            tiers = by_tier(records)
-            self.known[choice, rate] = {"all": share(records), "worst": min(tiers.values()), **tiers}
-        return self.known[choice, rate]
-
-    def attained(self, choice: str, measure: str) -> Callable[[float], float]:
-        """Of a rate: the share asked for over what it has to be, so that 1 is enough."""
-        of, target = MEASURES[measure]
-        return lambda rate: self.shares(choice, rate)[of] / target
-
-    def best(self, choices: Sequence[str], start: float, measure: str, step: float = STEP**4) -> tuple[float, str]:
-        """The largest rate that one of these settings holds, and which one's it is; one is searched only if it attains
-        at the rate of the best before it. (0, the first) where none does at an eighth of `start`."""
-        best, found = choices[0], 0.0
-        for choice in choices:
-            if len(choices) == 1 or self.attained(choice, measure)(found or start / 8.0) >= 1.0:
-                rate = held(partial(self.goodput, choice, found or start, measure, step))
-                found, best = max((found, best), (rate, choice))
-        return found, best
-
-    def goodput(self, choice: str, start: float, measure: str, step: float = STEP) -> float:
-        """The rate at which the measure is just met: on the line (share over log rate) between the ends of a bracket.
-        Raises NoCapacity where it is met at no rate tried."""
-        attained = self.attained(choice, measure)
-        middle = crossing(attained, 1.0, on_grid(start, step), BRACKET, step)
-        rates = sorted(rate for known, rate in self.known if known == choice)
-        high = min(rate for rate in rates if rate > middle and attained(rate) < 1.0)
-        low = max(rate for rate in rates if rate < high and attained(rate) >= 1.0)
-        part = (attained(low) - 1.0) / (attained(low) - attained(high))
-        return float(low * (high / low) ** part)
-
-    def near(self, choice: str, rate: float) -> Mapping[str, float]:
-        """Shares at the rate tried that is next to this one."""
-        return self.known[choice, min((r for c, r in self.known if c == choice), key=lambda r: abs(r - rate))]
-
-    def listed(self) -> list[Any]:
-        return sorted([choice, rate, shares["all"], shares["worst"]] for (choice, rate), shares in self.known.items())
+    def run(self, choice: str, rate: float) -> dict[str, float]:
+        ran = served(self.load(rate), self.data, self.host, choice, self.replicas, taught=self.taught)
+        return shares_of(ran.records[self.first : self.first + self.count])

@@ -16,6 +16,7 @@ from experiments import Found
 from experiments import _polyserve_runs as runs
 from experiments._fleet_roles import FleetRoles
 from experiments._polyserve_runs import CHUNKS, MODES, OURS, REPLICAS
+from experiments._rate_search import share
 from rubato.measure.confidence import over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
@@ -50,7 +51,7 @@ def measured(load: float, seed: int, stays: float, fill: float, choices: Sequenc
     start, end = offered.arrivals[first].at, offered.arrivals[last].at
 
     def attained(choice: str, replicas: int, listen: Any = None) -> float:
-        return runs.share(runs.served(offered, DATA, HOST, choice, replicas, listen=listen).records[first:last])
+        return share(runs.served(offered, DATA, HOST, choice, replicas, listen=listen).records[first:last])
 
     cost: dict[str, float] = {}
     shares: dict[str, float] = {}

@@ -21,7 +21,8 @@ import numpy as np
 from experiments import Found
 from experiments import _polyserve_runs as runs
 from experiments._guest import beside, held
-from experiments._polyserve_runs import CHUNKS, MEASURES, OURS, REPLICAS, Tried, splits
+from experiments._polyserve_runs import CHUNKS, OURS, REPLICAS, Tried, splits
+from experiments._rate_search import MEASURES
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.optimum import Mode

@@ -17,6 +17,7 @@ from experiments import Found
 from experiments import _polyserve_runs as runs
 from experiments._cluster_time import Inside, now
 from experiments._polyserve_runs import OURS
+from experiments._rate_search import share
 from rubato.core.clock import process_cpu_time
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
@@ -52,7 +53,7 @@ def measured(fleets: Sequence[int], count: int, fill: float) -> list[dict[str, A
                 records = runs.served(load, DATA, HOST, choice, fleet).records
             wall, cpu = now() - inside.began[0], process_cpu_time() - inside.began[1]
             found.append({
-                "fleet": fleet, "name": name, "attained": runs.share(records[first : first + count]),
+                "fleet": fleet, "name": name, "attained": share(records[first : first + count]),
                 "requests": (inside.offered - first) / (inside.seconds / wall * cpu),  # others take wall and CPU alike
                 "p99": float(np.quantile(inside.asked, 0.99)), "asked": len(inside.asked),
             })  # fmt: skip
