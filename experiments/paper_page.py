@@ -28,6 +28,7 @@ INDEX = "papers.md"
 # papers, and how the names of their figures and pages begin; what is left over is the simulator's
 PAPERS = {"SLOs-Serve": "slos-serve", "PolyServe": "polyserve", "Ascendra": "ascendra", "SA": "sa",
           "AdaServe": "adaserve"}  # fmt: skip
+OUR_POLICY = "rubato"  # the page of our own policy's figures, whose names begin so
 SIMULATOR = "simulator"
 NOT_RUN = "not run"
 VERDICTS = ("misses", "inconclusive", NOT_RUN, "holds")
@@ -141,7 +142,7 @@ def pages(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     ran = {run["figure"]: run for run in runs}
     rows = {figure: _rows(figure, own, ran.get(figure)) for figure, own in known.items()}
     made = {INDEX: _index([row for own in rows.values() for row in own])}
-    for title, page in (*PAPERS.items(), ("The simulator", SIMULATOR)):
+    for title, page in (*PAPERS.items(), ("Our own policy", OUR_POLICY), ("The simulator", SIMULATOR)):
         figures = [figure for figure in known if page_of(figure) == page]
         own = [row for figure in sorted(figures) for row in rows[figure]]
         parts = [_opening(title, page, own)]
@@ -152,7 +153,7 @@ def pages(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def page_of(figure: str) -> str:
     """The name of the page that a figure stands on."""
-    return next((page for page in PAPERS.values() if figure.startswith(f"{page}-")), SIMULATOR)
+    return next((page for page in (*PAPERS.values(), OUR_POLICY) if figure.startswith(f"{page}-")), SIMULATOR)
 
 
 def _rows(figure: str, claims: Mapping[str, Claim], run: Mapping[str, Any] | None) -> list[_Row]:
@@ -199,7 +200,8 @@ def _summary(papers: Sequence[_Row]) -> str:
 
 {compact(table)}
 
-Our own bars and checks stand on each paper's page; those of the simulator on [its own](papers/{SIMULATOR}.md)."""
+Our own bars and checks stand on each paper's page; those of [our policy](papers/{OUR_POLICY}.md) and of the simulator \
+on [their own](papers/{SIMULATOR}.md)."""
 
 
 def _listed(rows: Iterable[_Row], linked: bool = False) -> str:
@@ -230,7 +232,8 @@ def _unpadded(text: str) -> str:
 def _opening(title: str, page: str, rows: Sequence[_Row]) -> str:
     """What it is, and lists of claims by verdict, misses first."""
     policy = "" if page == SIMULATOR else f" The policy: [`{page.replace('-', '_')}`](../{page}.md)."
-    head = f"# {title} beside ours" if page != SIMULATOR else "# The simulator's own checks"
+    heads = {OUR_POLICY: "# Our own policy beside others", SIMULATOR: "# The simulator's own checks"}
+    head = heads.get(page, f"# {title} beside ours")
     parts = [f"{head}\n\n[Index of papers](../{INDEX}).{policy} {WRITTEN}\n{HOW.format(up='../')}\n\n{KINDS}\n"]
     words = {"misses": "miss", "inconclusive": "are inconclusive", NOT_RUN: "were not run", "holds": "hold"}
     for whose, kinds, verdicts in (

@@ -66,7 +66,7 @@ def test_options_and_targets_in_sentences_exist(page: str) -> None:
 def test_files_of_ours_exist(page: str) -> None:
     pattern = r"(?<![\w/.])((?:benchmarks|tests|tools|docs|policies|rubato)/[\w/.]+)"
     named = {path for code in [*spans(page), *blocks(page)] for path in re.findall(pattern, code)}
-    places = (ROOT, ROOT / "src", ROOT / "src" / "rubato")
+    places = (ROOT, ROOT / "src", ROOT / "src" / "rubato", ROOT / "src" / "rubato" / "policies")
     assert not [path for path in named if not any((place / path).exists() for place in places)]
 
 

@@ -14,6 +14,7 @@ from tests.docs.pages import PAGES
 
 POLICIES = {
     "edf": "edf",
+    "rubato": "rubato",
     "slos-serve": "slos_serve",
     "polyserve": "polyserve",
     "ascendra": "ascendra",

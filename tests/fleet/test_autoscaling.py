@@ -79,7 +79,7 @@ def until_all_ended(events: Sequence[Event]) -> list[tuple[float, str, str]]:
     return [(round(e.at, 9), type(e).__name__, e.id) for e in events[: last + 1] if not isinstance(e, Tokens | Stepped)]
 
 
-@pytest.mark.parametrize("policy", ["edf", "polyserve", "distserve", "ascendra"])
+@pytest.mark.parametrize("policy", ["edf", "polyserve", "distserve", "ascendra", "rubato"])
 @few
 @given(load=loads().filter(ungrouped), seed=st.integers(0, 99))
 def test_nothing_is_lost_as_machines_come_and_go(policy: str, load: Load, seed: int) -> None:
@@ -95,7 +95,7 @@ def test_nothing_is_lost_as_machines_come_and_go(policy: str, load: Load, seed: 
     checked(fast, load)
 
 
-@pytest.mark.parametrize("policy", ["edf", "polyserve", "slos_serve"])
+@pytest.mark.parametrize("policy", ["edf", "polyserve", "slos_serve", "rubato"])
 def test_both_drivers_scale_alike(policy: str) -> None:
     """60 requests while some 70 replicas come and go."""
     stage = Stage(20, SLO(ttft=1.0, tpot=0.05))

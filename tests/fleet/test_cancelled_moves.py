@@ -94,6 +94,12 @@ CASES = {
          request("a", 30, ttft=0.5, tpot=0.03, arrival=0.1, most=8), request("late", 20, ttft=0.01, arrival=0.1)),
         settings={"mode": "pd"},
     ),
+    "rubato": Case(
+        "rubato",
+        (request("big", 60, ttft=1.0, tpot=0.05, most=20), *group("g0", "g1", tpot=0.05), two_stages("t", 0.1),
+         request("a", 30, ttft=0.5, tpot=0.03, arrival=0.1, most=8), request("late", 20, ttft=0.01, arrival=0.1)),
+        settings={"mode": "pd"},
+    ),
 }  # fmt: skip
 
 

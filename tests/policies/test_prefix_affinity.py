@@ -418,7 +418,7 @@ def test_all_requests_end_once_with_it(router: str, load: Load, replicas: int, t
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
 
 
-@pytest.mark.parametrize("policy", ["polyserve", "ascendra", "slos_serve", "distserve"])
+@pytest.mark.parametrize("policy", ["polyserve", "ascendra", "slos_serve", "distserve", "rubato"])
 @few
 @given(load=loads(), replicas=st.integers(2, 4))
 def test_all_requests_end_once_with_it_where_the_policy_has_its_own_router(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
-from rubato.core.interfaces import LatencyModel
-from rubato.core.plan import NO_BATCH, Shape
-from rubato.policy_kit.batch_builder import prefill_time
+from rubato.core.interfaces import LatencyModel, SeqView, View
+from rubato.core.plan import NO_BATCH, Plan, Shape
+from rubato.core.request import HandoffReason
+from rubato.policy_kit.batch_builder import BatchBuilder, prefill_time
 
 
 class Prompt(NamedTuple):
@@ -56,3 +57,32 @@ def prefill_chunks(
 def dynamic_chunk(left: int, budget: int) -> int:
     """Tokens of a prompt's next chunk: all of them, where less than two budgets are left."""
     return left if left < 2 * budget else budget
+
+
+def nearest_due_first(
+    view: View, budget: int, due: Callable[[SeqView], float], order: Callable[[SeqView], float]
+) -> Plan:
+    """A step of a replica that prefills what others decode: prompts in an order, begun or not (`prefill_chunks`). One
+    that has not begun starts only if the KV of all of it is free beside what the begun ones have still to take. due:
+    when a prompt has to be through, in seconds. order: by which they run, the least first; ties in order of arrival."""
+    builder, limits = BatchBuilder(view), view.limits
+    ready: dict[str, HandoffReason] = {s.id: "prefilled" for s in view.running if s.pending == 1}
+    begun = view.prefilling
+    owed = sum(limits.blocks(s.length) - s.blocks for s in begun)
+
+    def key(seq: SeqView) -> tuple[float, float]:
+        return (order(seq), seq.request.arrival)
+
+    seqs = sorted((*begun, *view.waiting), key=key)
+    prompts = [Prompt(due(s), s.pending, s.cached) for s in seqs]
+    chunks, _ = prefill_chunks(prompts, view.now, budget, limits.max_num_batched_tokens, view.latency)
+    for seq, tokens in zip(seqs, chunks, strict=False):
+        new = seq.id not in builder.running
+        if builder.tokens_that_fit(seq) < tokens or (new and builder.missing_blocks(seq, seq.pending) + owed > 0):
+            break
+        builder.add(seq, tokens)
+    if not builder.work and begun:  # none may start, and the nearest deadline is of one that has not begun
+        seq = min(begun, key=key)
+        if tokens := min(dynamic_chunk(seq.pending, budget), builder.tokens_that_fit(seq)):
+            builder.add(seq, tokens)
+    return builder.plan(handoff=ready)

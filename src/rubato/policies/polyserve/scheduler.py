@@ -10,9 +10,8 @@ from typing import ClassVar
 from rubato.core.events import Event
 from rubato.core.interfaces import LatencyModel, SeqView, View
 from rubato.core.plan import Plan, Shape
-from rubato.core.request import HandoffReason
-from rubato.policy_kit.batch_builder import BatchBuilder, decode_first, decodes_only
-from rubato.policy_kit.prefill_queue import Prompt, dynamic_chunk, prefill_chunks
+from rubato.policy_kit.batch_builder import decode_first, decodes_only
+from rubato.policy_kit.prefill_queue import nearest_due_first
 
 
 @dataclass
@@ -32,31 +31,10 @@ class Scheduler:
 
     def plan(self, view: View) -> Plan:
         if view.role.phase == "prefill":
-            return self._prefill(view)
+            return nearest_due_first(view, self.budget, prompt_due, lambda seq: by_deadline(seq, view.now)[0])
         if view.role.phase == "decode":
             return decodes_only(view)
         return self._mixed(view)
-
-    def _prefill(self, view: View) -> Plan:
-        """Nearest deadline first, begun or not (`prefill_chunks`). One that has not begun starts only if the KV of all
-        of it is free beside what the begun ones have still to take."""
-        builder, limits = BatchBuilder(view), view.limits
-        ready: dict[str, HandoffReason] = {s.id: "prefilled" for s in view.running if s.pending == 1}
-        begun = view.prefilling
-        owed = sum(limits.blocks(s.length) - s.blocks for s in begun)
-        seqs = sorted((*begun, *view.waiting), key=lambda s: by_deadline(s, view.now))
-        prompts = [Prompt(prompt_due(s), s.pending, s.cached) for s in seqs]
-        chunks, _ = prefill_chunks(prompts, view.now, self.budget, limits.max_num_batched_tokens, view.latency)
-        for seq, tokens in zip(seqs, chunks, strict=False):
-            new = seq.id not in builder.running
-            if builder.tokens_that_fit(seq) < tokens or (new and builder.missing_blocks(seq, seq.pending) + owed > 0):
-                break
-            builder.add(seq, tokens)
-        if not builder.work and begun:  # none may start, and the nearest deadline is of one that has not begun
-            seq = min(begun, key=lambda s: by_deadline(s, view.now))
-            if tokens := min(dynamic_chunk(seq.pending, self.budget), builder.tokens_that_fit(seq)):
-                builder.add(seq, tokens)
-        return builder.plan(handoff=ready)
 
     def _mixed(self, view: View) -> Plan:
         """Every decode, and a chunk that keeps the step within the TPOT even at the prompt's end (continuous

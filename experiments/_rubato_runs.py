@@ -1,0 +1,47 @@
+"""What the figures of our own policy have in common: SLOs-Serve's scenarios on one replica, under what a server knows.
+
+Output lengths are learnt while running (`conditional_mean`) and `max_tokens` says nothing of them, steps are off by 5 %
+and latency models go on learning. Every system serves the same requests, seed by seed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from experiments._rate_search import RateSearch, shares_of
+from rubato.fleet.cluster_options import PolicyChoice
+from rubato.planning.request_source import ScenarioSource
+from rubato.simulation.run_spec import Hardware, RunSpec, conditional_mean, packaged_hardware
+from rubato.simulation.simulate import simulate
+from rubato.workloads import scenarios
+
+NOISE = 0.05
+MOST_TOKENS = {"reasoning": 12_000}  # that every request may have
+USUALLY, CONTEXT = 2048, 32_768  # for others; models' contexts are stretched, so that none is refused for that
+GRID, BRACKET = 1.04, 0.05
+
+
+class ScenarioTried(RateSearch):
+    """Runs of one of SLOs-Serve's scenarios on one replica. broken: (policy, rate) -> the share of requests whose first
+    token was in time, and a later one was not."""
+
+    def __init__(self, scenario: str, seed: int, count: int) -> None:
+        super().__init__(GRID, BRACKET)
+        self.scenario, self.seed = scenario, seed
+        self.broken: dict[tuple[str, float], float] = {}
+        self._load = ScenarioSource(f"slos-serve-{scenario}", hardware(scenario), count=count).make(seed)
+
+    def run(self, choice: str, rate: float) -> dict[str, float]:
+        spec = RunSpec(
+            hardware(self.scenario), PolicyChoice.parse(choice), 1, lengths=conditional_mean, learns=True, noise=NOISE,
+            stated_max_tokens=MOST_TOKENS.get(self.scenario, USUALLY),
+        )  # fmt: skip
+        records = simulate(self._load.rescaled(rate), spec, self.seed, causes=False).records
+        broken = [not r.verdict.met and not r.best_effort for r in records]
+        self.broken[choice, rate] = sum(broken) / len(broken)
+        return shares_of(records)
+
+
+@cache
+def hardware(scenario: str) -> Hardware:
+    return packaged_hardware(scenarios.get(f"slos-serve-{scenario}").profile, max_model_len=CONTEXT)

@@ -1,0 +1,120 @@
+"""Our own policy on a fleet: PolyServe's eight data sets, beside all that `polyserve_goodput` measured.
+
+20 replicas, 10 on data sets of short prompts; KV moves at 50 GB/s. 90 % of all requests in SLO, 95 % of all, 90 % of
+each tier. The others' rates are those of the figure `polyserve-goodput`, which runs the same requests and seeds and
+tunes every system for every measure; only ours is run here, in its default settings, which choose prefill and decode
+apart. The rules of its router were chosen on seed 1 of the same data sets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import Found
+from experiments._polyserve_runs import REPLICAS
+from experiments._rate_search import MEASURES
+from experiments.polyserve_goodput import FEWER, HOST, LARGE, LEAST, SEEDS, SETS, measured
+from rubato.measure.confidence import Estimate, over_seeds
+from rubato.planning.jobs import Job
+from rubato.planning.sweep import markdown
+
+SOURCE = "ours; data sets and tiers of PolyServe, §5.1"
+SECONDS = 3300.0
+
+OURS = "rubato"
+OTHERS = Path(__file__).parents[1] / "docs" / "figures" / "polyserve-goodput.json"
+UNTAUGHT = "untaught"  # in names of systems that learn lengths from the start of the run only
+
+
+def jobs(small: bool) -> list[Job]:
+    if small:
+        return [Job("mooncake-synthetic", measured, ("mooncake-synthetic", OURS, (OURS,), (1,), 0.6, 4, 0.2))]
+    made = []
+    for data in sorted(SETS, key=lambda data: data in LARGE):  # these take as long as all others
+        seeds, replicas = (SEEDS[:1], FEWER) if data in LARGE else (SEEDS, REPLICAS)
+        made.append(Job(data, measured, (data, OURS, (OURS,), seeds, 3.0, replicas)))
+    return made
+
+
+class Table:
+    """Goodput (requests/s) of ours and of the others, by data set and measure."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.ours = {v["data"]: v for v in values}
+        others = json.loads(OTHERS.read_text(encoding="utf-8"))["data"]
+        self.others = [v for v in others if v["data"] in self.ours and UNTAUGHT not in v["name"]]
+
+    def goodput(self, value: Any, measure: str) -> Any:
+        """A replica's, by seed."""
+        return np.maximum(value["measures"][measure]["goodput"], LEAST * value["optimum"]) / value["replicas"]
+
+    def best(self, data: str, measure: str) -> Any:
+        """Of the others the one whose mean over seeds is the largest, of those run on all seeds of ours."""
+        seeds = self.ours[data]["seeds"]
+        own = [v for v in self.others if v["data"] == data and v["seeds"][: len(seeds)] == seeds]
+        return max(own, key=lambda v: float(np.mean(self.goodput(v, measure))))
+
+    def ratios(self, data: str, measure: str) -> Any:
+        """By seed."""
+        best = self.goodput(self.best(data, measure), measure)
+        ours = self.goodput(self.ours[data], measure)
+        return ours / best[: len(ours)]
+
+    def mean(self, measure: str) -> Estimate:
+        """Geometric mean over data sets, by seed: of those with one, that one in each."""
+        logs = np.broadcast_arrays(*[np.log(self.ratios(data, measure)) for data in self.ours])
+        return over_seeds([float(x) for x in np.mean(logs, axis=0)]).exp()
+
+    def least(self, measure: str) -> Estimate:
+        each = [over_seeds([float(x) for x in np.log(self.ratios(data, measure))]).exp() for data in self.ours]
+        return min(each, key=lambda ratio: ratio.value)
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    table = Table(values)
+    estimates = {}
+    for measure, name in zip(MEASURES, ("90", "95", "each"), strict=True):
+        estimates[f"fleet-{name}"] = table.mean(measure)
+        estimates[f"least-{name}"] = table.least(measure)
+    given = {"replicas": [FEWER if data in LARGE else REPLICAS for data in SETS], "measures": MEASURES, "host": HOST}
+    return Found(estimates, list(values), SEEDS[:1] if small else SEEDS, "deadline", given)
+
+
+def tables(data: Sequence[Any]) -> str:
+    """Losses first: ours over the best of the others, ascending."""
+    table = Table(data)
+    parts = []
+    for measure in MEASURES:
+        rows = [
+            ["data set", "over the best other", "which is", "ours, requests/s a replica", "worst tier of ours, of its"]
+        ]
+        for name in sorted(table.ours, key=lambda name: float(np.mean(np.log(table.ratios(name, measure))))):
+            best, ratios = table.best(name, measure), table.ratios(name, measure)
+            tiers = [min(v["measures"][measure]["tiers"].values(), default=0.0) for v in (table.ours[name], best)]
+            rows.append([
+                name, " ".join(f"{ratio:.2f}" for ratio in ratios), f"`{best['measures'][measure]['setting']}`",
+                f"{float(np.mean(table.goodput(table.ours[name], measure))):.3g}",
+                f"{100 * tiers[0]:.0f} %, {100 * tiers[1]:.0f} %",
+            ])  # fmt: skip
+        parts.append(f"{measure}, by seed:\n\n{markdown(rows)}")
+    return "\n\n".join(parts)
+
+
+def draw(data: Sequence[Any], axes: Any) -> None:
+    """Ours over the best of the others, by data set and measure."""
+    table = Table(data)
+    names = list(table.ours)
+    for at, measure in enumerate(MEASURES):
+        axes.plot(
+            [float(np.exp(np.mean(np.log(table.ratios(name, measure))))) for name in names],
+            np.arange(len(names)) + 0.2 * (at - 1), "o", label=measure,
+        )  # fmt: skip
+    axes.axvline(1.0, color="gray")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("rubato's requests/s over the best other's")
+    axes.legend()

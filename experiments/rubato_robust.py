@@ -1,0 +1,179 @@
+"""What our own policy promises and keeps: at 0.8 to 3 times capacity, with a model that is wrong, and with slow bursts.
+
+A request is promised when its first token is in time and it was not declined before; a promise is broken when a later
+token is late. Conditions: steps off by 5 %; beside that a latency model that says 15 % too little, or too much, and
+learns nothing (`Fixed`-like: the scenarios' profiles do not learn); and bursts, one in 400 steps on average, of five
+steps three times as long. Lengths are learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from experiments import Found
+from experiments._rubato_runs import MOST_TOKENS, NOISE, USUALLY, hardware
+from rubato.core.events import Demoted, Event
+from rubato.core.interfaces import LatencyModel, Line
+from rubato.core.plan import Shape
+from rubato.fleet.cluster_options import PolicyChoice
+from rubato.latency.model_wrapper import ModelWrapper
+from rubato.measure.confidence import Estimate
+from rubato.measure.records import Record
+from rubato.planning.jobs import Job
+from rubato.planning.request_source import ScenarioSource
+from rubato.planning.sweep import markdown
+from rubato.simulation.run_spec import RunSpec, conditional_mean
+from rubato.simulation.simulate import simulate
+
+SOURCE = "ours"
+SECONDS = 1700.0
+
+CAPACITY = {"chatbot": 4.65, "coder": 2.0, "summarizer": 3.35, "mixed": 5.3}  # requests/s that attain 90 %, about
+MULTIPLES = (0.8, 1.0, 1.5, 3.0)
+CONDITIONS = ("plain", "too fast", "too slow", "bursts")
+POLICIES = ("rubato", "slos_serve", "edf:max_ttft_share=1,safety_margin=0")
+COUNT, SEEDS = 3000, (1,)
+EVERY, LENGTH, FACTOR = 400, 5, 3.0  # steps from burst to burst, of a burst, and how many times as long these are
+WRONG = {"too fast": 0.85, "too slow": 1.15}
+
+
+@dataclass(frozen=True)
+class Scaled(ModelWrapper):
+    """A model that says so many times what another says."""
+
+    factor: float = 1.0
+
+    def step_time(self, shape: Shape) -> float:
+        return self.factor * self.model.step_time(shape)
+
+    def seconds_of(self, *features: int) -> float:
+        return self.factor * self.model.seconds_of(*features)
+
+    def line(self, seqs: int, kv: int) -> Line | None:
+        return None
+
+    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
+        return self.model.largest_chunk(seconds / self.factor, base, cached, most)
+
+
+@dataclass(frozen=True)
+class Bursts(ModelWrapper):
+    """The truth of a machine that is slow now and then: asked once a step."""
+
+    rng: np.random.Generator = field(default_factory=np.random.default_rng)
+    left: list[int] = field(default_factory=lambda: [0])
+
+    def step_time(self, shape: Shape) -> float:
+        return self._factor() * self.model.step_time(shape)
+
+    def seconds_of(self, *features: int) -> float:
+        return self._factor() * self.model.seconds_of(*features)
+
+    def line(self, seqs: int, kv: int) -> Line | None:
+        return None
+
+    def _factor(self) -> float:
+        if not self.left[0] and self.rng.random() < 1.0 / EVERY:
+            self.left[0] = LENGTH
+        self.left[0] = max(0, self.left[0] - 1)
+        return FACTOR if self.left[0] else 1.0
+
+
+def jobs(small: bool) -> list[Job]:
+    count, seeds = (30, (1,)) if small else (COUNT, SEEDS)
+    scenarios, policies = (("coder",), POLICIES[:2]) if small else (tuple(CAPACITY), POLICIES)
+    return [
+        Job(f"{scenario} {condition} {policy} {seed}", measured, (scenario, condition, policy, seed, count))
+        for scenario in scenarios for condition in CONDITIONS for policy in policies for seed in seeds
+    ]  # fmt: skip
+
+
+def measured(scenario: str, condition: str, policy: str, seed: int, count: int) -> list[dict[str, Any]]:
+    """At each multiple of the capacity."""
+    return [tried(scenario, condition, policy, seed, count, multiple) for multiple in MULTIPLES]
+
+
+def tried(scenario: str, condition: str, policy: str, seed: int, count: int, multiple: float) -> dict[str, Any]:
+    machine = hardware(scenario)
+    load = ScenarioSource(f"slos-serve-{scenario}", machine, count=count).make(seed)
+    load = load.rescaled(CAPACITY[scenario] * multiple)
+    believed: LatencyModel = machine.model
+    if condition in WRONG:
+        believed = Scaled(machine.model, WRONG[condition])
+    if condition == "bursts":
+        machine = replace(machine, model=Bursts(machine.model, np.random.default_rng(seed)))
+    declined: dict[str, float] = {}
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Demoted):
+            declined.setdefault(event.id, event.at)
+
+    spec = RunSpec(
+        machine, PolicyChoice.parse(policy), 1, lengths=conditional_mean, learns=True, noise=NOISE, believed=believed,
+        stated_max_tokens=MOST_TOKENS.get(scenario, USUALLY),
+    )  # fmt: skip
+    records = simulate(load, spec, seed, causes=False, listen=listen).records
+    ttfts = {a.tier: load.slo(a).ttft or np.inf for a in load.arrivals}
+    met = {r.id: r.verdict.met and not r.best_effort for r in records}
+    promised = [r for r in records if in_time(r, ttfts) and declined.get(r.id, np.inf) > r.at + (r.verdict.ttft or 0.0)]
+    tiers = {tier: float(np.mean([met[r.id] for r in records if r.tier == tier])) for tier in ttfts}
+    longest = sorted(records, key=lambda r: r.output)[-(len(records) // 10) :]
+    demoted = [r for r in records if r.best_effort]
+    return {
+        "scenario": scenario, "condition": condition, "policy": policy, "seed": seed, "multiple": multiple,
+        "attained": float(np.mean(list(met.values()))), "tiers": tiers,
+        "longest": float(np.mean([met[r.id] for r in longest])),
+        "broken": sum(not met[r.id] for r in promised) / len(records),
+        "unfinished": sum(r.outcome != "completed" for r in records),
+        "demoted": len(demoted) / len(records),
+        "demoted_e2e": max([r.verdict.e2e or 0.0 for r in demoted], default=0.0),
+        "seconds": records[-1].at,
+    }  # fmt: skip
+
+
+def in_time(record: Record, ttfts: Mapping[str, float]) -> bool:
+    return record.verdict.ttft is not None and record.verdict.ttft <= ttfts[record.tier]
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    runs = [run for own in values for run in own]
+    ours = [run for run in runs if run["policy"] == "rubato"]
+    estimates = {}
+    for condition in CONDITIONS:
+        own = [run for run in ours if run["condition"] == condition]
+        estimates[f"broken-{condition.replace(' ', '-')}"] = Estimate.exact(100.0 * max(r["broken"] for r in own))
+    plain = [run for run in ours if run["condition"] == "plain"]
+    behind = [run["attained"] - min(run["tiers"].values()) for run in plain]
+    estimates["worst-tier"] = Estimate.exact(100.0 * max(behind))
+    estimates["longest-outputs"] = Estimate.exact(100.0 * max(run["attained"] - run["longest"] for run in plain))
+    estimates["unfinished"] = Estimate.exact(sum(run["unfinished"] for run in ours))
+    given = {
+        "capacity": CAPACITY, "count": COUNT, "noise": NOISE, "lengths": "conditional_mean",
+        "bursts": [EVERY, LENGTH, FACTOR],
+    }  # fmt: skip
+    return Found(estimates, runs, SEEDS[:1] if small else SEEDS, "deadline", given)
+
+
+def tables(data: Sequence[Any]) -> str:
+    """Attained and broken by scenario, condition and multiple; means over seeds."""
+    parts = []
+    for policy in dict.fromkeys(run["policy"] for run in data):
+        rows = [["scenario", "condition", *(f"{m:g} ×: attained, broken" for m in MULTIPLES)]]
+        for scenario in dict.fromkeys(run["scenario"] for run in data):
+            for condition in CONDITIONS:
+                cells = []
+                for multiple in MULTIPLES:
+                    own = [
+                        run for run in data
+                        if (run["policy"], run["scenario"], run["condition"], run["multiple"])
+                        == (policy, scenario, condition, multiple)
+                    ]  # fmt: skip
+                    attained, broken = (100.0 * float(np.mean([r[k] for r in own])) for k in ("attained", "broken"))
+                    cells.append(f"{attained:.1f}, {broken:.2f}")
+                rows.append([scenario, condition, *cells])
+        parts.append(f"`{policy}`, %:\n\n{markdown(rows)}")
+    return "\n\n".join(parts)

@@ -1,0 +1,11 @@
+"""Ours: one queue for the fleet, deadlines decide each step, and what is promised is kept.
+
+docs/rubato.md says what it does, when to use it and where it loses.
+"""
+
+from rubato.policies.rubato.router import Router
+from rubato.policies.rubato.scheduler import Scheduler
+
+__all__ = ["SOURCE", "Router", "Scheduler"]
+
+SOURCE = "ours; EDF (Liu and Layland 1973), Moore and Hodgson (1968), bins by TPOT from PolyServe"

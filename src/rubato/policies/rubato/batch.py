@@ -1,0 +1,193 @@
+"""What a step computes, once it is clear which prompts are to be served.
+
+Decodes that are due before the next step could end are in it; of the others as many as the prompts can spare; then
+prompts by deadline, as much as the step's length allows; then the decodes left out; then best effort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rubato.core.interfaces import SeqView, View
+from rubato.core.plan import Plan
+from rubato.policies.rubato.requests import ARRIVAL, Parts
+from rubato.policies.rubato.supply import DecodeSteps, Job
+from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end
+
+SPARE = 0.5  # of the time that prompts can spare, taken by decodes that could wait: with none, Coder loses 15 points
+LEAST = 1.2  # times the seconds of a single token: no step is planned shorter
+ONE_MORE = 1.5  # of these seconds, within which another step cannot be squeezed in before a deadline
+TURN, TURN_TOKENS = 16, 64  # one step in so many, at least, gives the oldest best effort so much of its prompt
+
+
+class StepBatch:
+    """kept: the prompts to be served, by deadline. oldest: best effort that has turns."""
+
+    def __init__(
+        self, view: View, steps: DecodeSteps, parts: Parts, kept: Sequence[Job], oldest: SeqView | None
+    ) -> None:
+        self._view, self._steps, self._parts, self._kept, self._oldest = view, steps, parts, kept, oldest
+        self._builder = BatchBuilder(view)
+        parts.held.sort(key=ARRIVAL)
+        self._victims = [s for s in parts.held if s is not oldest and s.own_blocks]
+
+    def seconds(self) -> float:
+        """As the latency model predicts it; 0 of an empty one."""
+        builder = self._builder
+        return self._view.latency.step_time(builder.shape) if builder.work else 0.0
+
+    def plan(self, demote: Sequence[str], drop: dict[str, str]) -> Plan:
+        self._builder.fold_decodes()
+        return self._builder.plan(demote=demote, drop=drop)
+
+    def fill(self, longest: float, laxity: float, turn: int) -> bool:
+        """longest: seconds that the step may take for the prompts; laxity: that these can spare. turn: steps since the
+        oldest best effort had its turn, this one included. Whether it has one now."""
+        builder, decodes, latency = self._builder, self._steps.decodes, self._view.latency
+        count, bound = self._decodes_and_length(longest, laxity)
+        bound /= self._steps.slower  # in the model's own seconds from here on
+        self._add_decodes([job.seq for job in decodes[:count]])
+        pressed = bool(self._kept) and count < len(decodes)
+        had_turn = (not pressed or turn >= TURN) and self._give_turn()
+        for job in self._kept:
+            if job.id not in builder.running and not self._make_room(
+                job.seq, job.pending + self._view.limits.block_size
+            ):
+                continue
+            if (added := self._add_chunk(job.seq, bound)) is not None and not added:
+                break
+        if pressed:
+            for job in decodes[count:]:
+                if latency.step_time(builder.shape.plus(1, job.cached)) > bound:
+                    break
+                if job.seq not in builder.preempted and builder.tokens_that_fit(job.seq):
+                    builder.add(job.seq, 1)
+        self._add_best_effort(bound)
+        if not builder.work:
+            self._add_anything()
+        return had_turn
+
+    # ----------------------------------------------------------------- how long, and how many decodes
+
+    def _decodes_and_length(self, longest: float, laxity: float) -> tuple[int, float]:
+        """How many decodes, those due first, are in the step whatever prompts there are; and its seconds at most."""
+        steps = self._steps
+        all_, now = len(steps.decodes), steps.now
+        hard = steps.within(steps.first_due() - now)
+        bound = max(min(longest, hard), LEAST * steps.base)
+        if not self._kept:
+            return (all_ if steps.full <= bound else steps.most_within(all_, bound)), bound
+        following = min(steps.full, longest)
+
+        def urgent(seconds: float) -> int:
+            """Decodes due before the step after one of so many seconds would end."""
+            return steps.due_by(now + (seconds + following) * (1.0 + steps.doubt) + steps.reserve)
+
+        spared = SPARE * max(0.0, laxity) / max(steps.each, 1e-9)
+        count = min(all_, int(min(1e9, urgent(bound) + spared)))
+        if steps.seconds(count) > bound:
+            count = steps.most_within(count, bound)
+        first = self._kept[0]
+        left, whole = steps.within(first.due - now), steps.seconds_with(count, first)
+        if whole <= left:
+            if left < bound:
+                bound = left
+            elif bound < whole <= hard and whole + ONE_MORE * steps.base > left:
+                bound = whole + 1e-6  # a step more would be too late for it
+            return count, bound
+        fewest, most = urgent(left), min(left, max(bound, min(longest, hard)))
+        if steps.seconds_with(fewest, first) <= most:  # with fewer decodes it is in time
+            while fewest < count and steps.seconds_with(fewest + 1, first) <= most:
+                fewest += 1
+            return min(fewest, count), most
+        return count, bound
+
+    # ----------------------------------------------------------------- what is in it
+
+    def _make_room(self, seq: SeqView, tokens: int) -> bool:
+        """Preempt best effort, the youngest first, until there is KV for so many tokens more. Whether there is."""
+        builder, victims = self._builder, self._victims
+        while victims and builder.lacks(seq, tokens):
+            if (victim := victims.pop()) is not seq:
+                builder.preempt(victim)
+        return not builder.lacks(seq, tokens)
+
+    def _add_decodes(self, chosen: Sequence[SeqView]) -> None:
+        """A token of each; where KV lacks even so, the decode due last gives up its own."""
+        builder = self._builder
+        if builder.add_decodes(chosen):
+            return
+        last = [job.seq for job in self._steps.decodes]
+        for seq in chosen:
+            while seq not in builder.preempted and not self._make_room(seq, 1) and last[-1] is not seq:
+                builder.preempt(last.pop())
+            if seq not in builder.preempted and builder.tokens_that_fit(seq):
+                builder.add(seq, 1)
+
+    def _add_chunk(self, seq: SeqView, bound: float) -> bool | None:
+        """As much of a prompt as the step has time for. Whether that is all that the engine would take of it; None: it
+        takes nothing."""
+        builder = self._builder
+        most = 0 if seq in builder.preempted else builder.tokens_that_fit(seq)
+        if not most:
+            return None
+        tokens = self._view.latency.largest_chunk(bound, builder.shape, seq.cached, most)
+        if tokens:
+            builder.add(seq, tokens)
+        return tokens == most
+
+    def _give_turn(self) -> bool:
+        """Some tokens of the oldest best effort, whose KV is kept free."""
+        oldest, builder = self._oldest, self._builder
+        if oldest is None or oldest in builder.preempted or oldest.id in builder.work:
+            return False
+        if oldest.id not in builder.running and not self._make_room(
+            oldest, oldest.pending + self._view.limits.block_size
+        ):
+            return False
+        tokens = min(oldest.pending, TURN_TOKENS)
+        self._make_room(oldest, tokens)
+        tokens = min(tokens, builder.tokens_that_fit(oldest))
+        if tokens:
+            builder.add(oldest, tokens)
+        return tokens > 0
+
+    def _add_best_effort(self, bound: float) -> None:
+        """What is left of the step: those that hold KV, oldest first; and, where no prompt is waited for, those that
+        have room until their end beside all others."""
+        view, builder, parts, block = self._view, self._builder, self._parts, self._view.limits.block_size
+        if not (parts.held or parts.queued) or view.latency.step_time(builder.shape.plus(1, 0)) > bound:
+            return
+        for seq in parts.held:
+            if seq.id not in builder.work:
+                self._add_chunk(seq, bound)
+        if self._kept or builder.preempted or not parts.queued:
+            return
+        here = [*(job.seq for job in self._steps.decodes), *parts.held]
+        free = view.kv_total - sum([s.blocks for s in view.moving]) - sum([blocks_at_end(s, block) for s in here])
+        for seq in parts.queued:
+            if seq.id in builder.work:
+                continue
+            free -= blocks_at_end(seq, block)
+            if free < 0 or builder.lacks(seq, seq.pending + block) or self._add_chunk(seq, bound) is None:
+                return
+            if seq.id not in builder.work:
+                return
+
+    def _add_anything(self) -> None:
+        """A replica with work must do something: the first of all, with KV from the last if need be."""
+        builder, parts = self._builder, self._parts
+        rest = sorted([*parts.held, *parts.queued], key=ARRIVAL)
+        order = [*(job.seq for job in (*self._steps.decodes, *self._kept)), *rest, *(job.seq for job in parts.prompts)]
+        able = [s for s in dict.fromkeys(order) if s not in builder.preempted]
+        if not able:
+            return
+        first = able[0]
+        tokens = min(first.pending, TURN_TOKENS)
+        for victim in able[:0:-1]:
+            if not builder.lacks(first, tokens):
+                break
+            if victim.own_blocks and victim.id in builder.running:
+                builder.preempt(victim)
+        if tokens := min(tokens, builder.tokens_that_fit(first)):
+            builder.add(first, tokens)

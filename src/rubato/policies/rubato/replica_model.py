@@ -1,0 +1,179 @@
+"""What the router knows of a request and of a replica: the prompts and residents there, and what more would fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from rubato.core.interfaces import View
+from rubato.policies.rubato.prompt import Prompt
+from rubato.policy_kit.batch_builder import remaining_output
+from rubato.policy_kit.kv_forecast import KVForecast
+from rubato.policy_kit.step_table import StepTable
+
+PREFILL = -1  # the group of the prefill replicas; tiers are counted from 0
+
+# Seconds by which steps may be late before a prompt behind them is: half a step of 2,048 tokens.
+MARGIN = 0.02
+# Seconds in which a prompt is to begin at the replica it is sent to. Sent later, it may go where room turns up first,
+# and behind those that come meanwhile and are due earlier; 0.05 and 0.2 hold as much.
+AHEAD = 0.1
+
+
+@dataclass(slots=True)
+class Seat:
+    """Where a request decodes, or will. tier: its own, None for best effort in the pool. share: how much of a replica
+    of its tier it takes."""
+
+    replica: Replica
+    tier: int | None
+    share: float
+
+
+class Replica:
+    """group: the tier it serves, `PREFILL`, or None in the pool. residents: how many of each tier decode here, those
+    whose prompt is under way elsewhere included. prompts: those to be prefilled here for others. pace: how many times
+    the seconds of the fastest replica a prompt takes."""
+
+    def __init__(self, view: View, index: int, tiers: int, steps: StepTable) -> None:
+        self.id = view.id
+        self.index = index
+        self.view = view
+        self.steps = steps
+        self.group: int | None = None
+        self.role = view.role
+        self.residents = [0] * tiers
+        self.forecast = KVForecast()
+        self.prompts: dict[str, Prompt] = {}
+        self.pace = 1.0
+        self.given = 0  # tokens of best effort placed here since it was last shown
+        self._load: float | None = None
+        self._line: list[tuple[float, float, float, float]] | None = None
+
+    @property
+    def empty(self) -> bool:
+        return not (len(self.forecast) or self.prompts)
+
+    @property
+    def others(self) -> int:
+        """Residents of no tier."""
+        return len(self.forecast) - sum(self.residents)
+
+    def look(self, view: View) -> None:
+        """This is what it shows now. Residents that have outlived what was predicted are predicted again."""
+        self.view = view
+        self.given = 0
+        self._line = None
+        self.steps.renew(view.now)
+        if late := self.forecast.overdue(view.steps):
+            known = view.known
+            for id in late:
+                seq = known.get(id)
+                self.forecast.add(id, seq.length if seq else 1, remaining_output(seq) if seq else 1.0, view.steps)
+            self._load = None
+
+    def wait(self) -> float:
+        """Seconds until the step in flight ends."""
+        return max(0.0, self.view.busy_until - self.view.now)
+
+    # ----------------------------------------------------------------- decodes
+
+    @property
+    def load(self) -> float:
+        """Seconds of a step of its decodes, at their fullest."""
+        if self._load is None:
+            count = len(self.forecast)
+            self._load = self.steps.decodes(count, self.forecast.peak(self.view.steps)) if count else 0.0
+        return self._load
+
+    def add(self, id: str, tier: int | None, length: int, left: float) -> None:
+        self.forecast.add(id, length, left, self.view.steps)
+        if tier is not None:
+            self.residents[tier] += 1
+        self._load = None
+
+    def drop(self, id: str, tier: int | None) -> None:
+        self.forecast.drop(id)
+        if tier is not None:
+            self.residents[tier] -= 1
+        self._load = None
+
+    def has_seat(self, length: int, left: float, tpot: float = inf) -> bool:
+        """Whether one more, of so many tokens and with so many to come, finds KV, and a step within `tpot` seconds, at
+        every time to come."""
+        count = len(self.forecast) + 1
+        if count > self.view.limits.max_num_seqs:
+            return False
+        peak = int(length + left)
+        if count > 1:
+            peak = self.forecast.peak_with(length, left, self.view.steps)
+        return peak <= self.capacity and self.steps.decodes(count, peak) <= tpot
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of KV."""
+        return self.view.kv_total * self.view.limits.block_size
+
+    def fullness(self, tpot: float) -> float:
+        """How much of it is taken, were steps to take up to `tpot` seconds: of a step, of KV, or of places."""
+        count = len(self.forecast)
+        if not count:
+            return 0.0
+        least = self.steps.decodes(1, 1)
+        step = (self.load - least) / max(0.001, tpot - least)
+        kv = self.forecast.peak(self.view.steps) / self.capacity
+        return max(step, kv, count / self.view.limits.max_num_seqs)
+
+    def share(self, length: float, left: float, tpot: float) -> float:
+        """How much of this replica one resident takes, were the others of its tier, too: of a step, or of KV."""
+        steps, limits = self.steps, self.view.limits
+        least, some = steps.decodes(1, 1), steps.decodes(64, 4096)
+        room = max(0.001, tpot - least)
+        each = max((some - least) / 64 / room, 1.0 / limits.max_num_seqs)
+        token = max((steps.decodes(64, 208896) - some) / 204800 / room, 1.0 / self.capacity)
+        return each + token * (length + left / 2.0)
+
+    # ----------------------------------------------------------------- prompts
+
+    def takes(self, prompt: Prompt) -> float | None:
+        """Seconds of work that is here, if it could be prefilled here by deadline, beginning soon; None if not, or if
+        it or one that is here would be late. What is late already cannot be made late."""
+        now, by = self.view.now, prompt.order if prompt.until < inf else inf
+        at = begins = now + self.wait()
+        own, placed = prompt.work * self.pace, False
+        for order, due, seconds, least in self._waiting_line():
+            if not placed and order > by:
+                begins, placed = at, True
+                at += own
+            at += seconds if at + seconds <= due else least  # in few steps, where it is urgent
+            if at + MARGIN > due >= at - own * placed:
+                return None
+        if not placed:
+            begins = at
+        slack = MARGIN if self._line else 0.0
+        late = prompt.until < inf and begins + prompt.alone * self.pace + slack > prompt.due
+        return None if late or begins - now > AHEAD else at - own * placed - now
+
+    def _waiting_line(self) -> list[tuple[float, float, float, float]]:
+        """Prompts here in order, as (order, due, seconds to come, at least), without what the step in flight does.
+        Those that are promised nothing run last, and count as first: nothing more is sent until they are through."""
+        if self._line is None:
+            known, line = self.view.known, []
+            for id, prompt in self.prompts.items():
+                seq = known.get(id)
+                left = prompt.tokens if seq is None else max(0, seq.pending - seq.in_flight)
+                if left > 1 or seq is None:
+                    order, due = (prompt.order, prompt.due) if prompt.until < inf else (-inf, inf)
+                    part = self.pace * left / prompt.tokens
+                    line.append((order, due, prompt.work * part, prompt.alone * part))
+            line.sort()
+            self._line = line
+        return self._line
+
+    def queue(self, prompt: Prompt) -> None:
+        self.prompts[prompt.seq.id] = prompt
+        self._line = None
+
+    def unqueue(self, id: str) -> Prompt | None:
+        self._line = None
+        return self.prompts.pop(id, None)

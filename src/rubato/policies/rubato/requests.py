@@ -1,0 +1,246 @@
+"""What a replica's requests are to the policy: decodes and prompts that can still be in time, by deadline; the rest is
+best effort, to its end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import exp, inf, sqrt
+from operator import attrgetter
+
+import numpy as np
+
+from rubato.core.interfaces import SeqView, View
+from rubato.core.plan import Shape
+from rubato.core.request import Request
+from rubato.policies.rubato.supply import Job
+from rubato.policy_kit.batch_builder import remaining_output
+from rubato.policy_kit.kv_survival import Resident
+
+MEMORY = 256  # requests over which losses fade
+SLOWLY = 150.0  # requests of a tier that all are lost, until that alone weighs as if it lost all others too
+FARTHEST = 0.6  # how far behind, at most: a tier that cannot be served must not starve all others
+FORGOTTEN = 0.05  # a tier offered less than this, after fading, is dropped: a client may name any
+RECENT = 64  # requests whose time to spare says how long a step may be
+LATE_ARRIVALS = 0.03  # share of those that may lose their TTFT to a step that is under way when they come
+E2E_DECODE = 0.5  # share of an e2e SLO that is for the decode, the rest for waiting and the prompt
+PACE_UP = 0.85  # of its TPOT, in which a decode that is to get further ahead has its next token
+ARRIVAL = attrgetter("request.arrival")
+
+
+@dataclass(slots=True)
+class _Known:
+    """expected: output tokens in all, as predicted by its first one (0: nothing was). tpot: the tightest of `stage` and
+    of what follows it without a prompt. job: as it waits, good until then."""
+
+    tier: str
+    kind: str
+    expected: float = 0.0
+    tpot: float = inf
+    stage: int = -1
+    job: Job | None = None
+    until: float = -inf
+
+
+@dataclass(slots=True)
+class Parts:
+    """decodes, prompts: that can be in time, by deadline. held, queued: best effort, with KV and without, the second
+    in the view's order. late: of these, those that are so from now on."""
+
+    decodes: list[Job] = field(default_factory=list)
+    prompts: list[Job] = field(default_factory=list)
+    held: list[SeqView] = field(default_factory=list)
+    queued: list[SeqView] = field(default_factory=list)
+    late: list[SeqView] = field(default_factory=list)
+
+
+class TierLosses:
+    """How many requests of each tier were lost of late, and what a tier's prompts therefore weigh when some are to be
+    left out: less, the more it loses beyond others, and the longer that goes on."""
+
+    def __init__(self, fairness: float) -> None:
+        self._fairness = fairness
+        self._tiers: dict[str, tuple[float, float, float]] = {}  # offered, of these lost, how far behind for how long
+
+    def count(self, tier: str, lost: bool) -> None:
+        """A request has ended in time, or is lost. All tiers fade with each, so that they compare."""
+        fade = 1.0 - 1.0 / MEMORY
+        self._tiers = {name: (o * fade, n * fade, b) for name, (o, n, b) in self._tiers.items() if o > FORGOTTEN}
+        offered, before, behind = self._tiers.get(tier, (0.0, 0.0, 0.0))
+        behind += (lost - self._mean()) / SLOWLY
+        self._tiers[tier] = offered + 1.0, before + lost, max(-FARTHEST, min(FARTHEST, behind))
+
+    def share(self) -> float:
+        return self._mean()
+
+    def _mean(self) -> float:
+        offered = sum([o for o, _, _ in self._tiers.values()])
+        return sum([n for _, n, _ in self._tiers.values()]) / offered if offered else 0.0
+
+    def weights(self) -> Mapping[str, float]:
+        """By tier; those not named weigh 1."""
+        if not self._fairness or len(self._tiers) < 2:
+            return {}
+        mean, fairness = self._mean(), self._fairness
+        return {tier: exp(fairness * (mean - n / o - behind)) for tier, (o, n, behind) in self._tiers.items()}
+
+
+class Requests:
+    """patience: seconds in which a prompt without a TTFT is due, and after which the oldest best effort has turns."""
+
+    def __init__(self, patience: float, fairness: float) -> None:
+        self._patience = patience
+        self._known: dict[str, _Known] = {}
+        self._given_up: set[str] = set()  # best effort to their ends: not looked at again
+        self._spare: deque[float] = deque(maxlen=RECENT)  # TTFT less the seconds of the prompt alone
+        self._oldest = ""
+        self.losses = TierLosses(fairness)
+        self.shortest_step = inf  # seconds: the longest step that is no danger to what arrives meanwhile
+
+    def left(self, id: str, finished: bool) -> tuple[str, float]:
+        """A request has left the replica: its class, and the output tokens first predicted for it, 0 if unknown. One
+        that was given up has been counted as lost."""
+        known = self._known.pop(id, None)
+        if id in self._given_up:
+            self._given_up.discard(id)
+        elif known is not None and finished:
+            self.losses.count(known.tier, False)
+        return ("", 0.0) if known is None else (known.kind, known.expected)
+
+    def parts(self, view: View, cushion: float = 0.0) -> Parts:
+        parts, now, given_up, all_ = Parts(), view.now, self._given_up, self._known
+        for seq in view.running:
+            if seq.id in given_up:
+                parts.held.append(seq)
+            else:
+                self._sort_in(view, seq, parts, parts.held, parts.decodes)
+        prompts, queued = parts.prompts, parts.queued
+        for seq in view.waiting:
+            id = seq.id
+            if id in given_up:
+                queued.append(seq)
+                continue
+            known = all_.get(id)
+            job = known.job if known is not None and now < known.until else None
+            if job is not None and seq.cached == job.cached and seq.length - job.cached == job.pending:
+                prompts.append(job)
+                continue
+            self._sort_in(view, seq, parts, queued, prompts)
+        if cushion:
+            parts.decodes = [_ahead(job, now, cushion) for job in parts.decodes]
+        parts.decodes.sort()
+        prompts.sort()
+        return parts
+
+    def oldest(self, view: View, parts: Parts) -> SeqView | None:
+        """The best effort that has been here longest, once it is longer than `patience`; the same until it ends."""
+        if not (parts.held or parts.queued):
+            return None
+        if self._oldest in self._given_up and (seq := view.known.get(self._oldest)) is not None:
+            return seq
+        oldest = min([*parts.held, *parts.queued], key=ARRIVAL)
+        if view.now < oldest.request.arrival + self._patience:
+            return None
+        self._oldest = oldest.id
+        return oldest
+
+    def resident(self, seq: SeqView) -> Resident:
+        """As `KVSurvival` counts it, up to the end of its last stage."""
+        known, stages = self._known.get(seq.id), seq.request.stages
+        output, later = seq.length, 0
+        for i, stage in enumerate(stages):
+            if i <= seq.stage:
+                output -= stage.prompt
+            else:
+                later += stage.prompt
+        expected = known.expected if known is not None else 0.0
+        if not (expected and output) and (predicted := seq.predicted) is not None:
+            expected = output + predicted  # anew until its first token: by then more may be known of its class
+            if known is not None:
+                known.expected = expected
+        most = max(seq.request.sampling.max_tokens, output + 1)
+        kind = class_of(seq.request)
+        return Resident(kind, output, expected or output + remaining_output(seq), most, seq.length + later)
+
+    def _sort_in(self, view: View, seq: SeqView, parts: Parts, best_effort: list[SeqView], single: list[Job]) -> None:
+        """best_effort, single: where it belongs if it cannot be in time, and if it has one token pending. (One that
+        waits is a prompt even then, however much of it a prefix cache holds: it has to be let in.)"""
+        known = self._known.get(seq.id)
+        if known is None:
+            if seq.best_effort:
+                self._given_up.add(seq.id)
+                best_effort.append(seq)
+                return
+            known = self._meet(view, seq)
+        cached = seq.cached
+        pending = seq.length - cached
+        due, tpot, until = self._times(view, seq, known, pending)
+        alone = view.latency.step_time(Shape().plus(pending, cached)) if pending > 1 else 0.0
+        if due < view.now + alone or seq.missed:
+            self._given_up.add(seq.id)
+            self.losses.count(known.tier, True)
+            best_effort.append(seq)
+            parts.late.append(seq)
+            return
+        job = Job(due, seq.request.arrival, seq.id, tpot, pending, cached, seq)
+        if pending == 1:
+            single.append(job)
+        else:
+            parts.prompts.append(job)
+            known.job, known.until = job, min(until, due - alone)
+
+    def _meet(self, view: View, seq: SeqView) -> _Known:
+        known = self._known[seq.id] = _Known(seq.request.tier, class_of(seq.request))
+        ttft = seq.request.stages[0].slo.ttft
+        if ttft is not None:
+            self._spare.append(ttft - view.latency.step_time(Shape().plus(seq.pending, seq.cached)))
+            spare = np.array([s for s in self._spare if s > 0.0] or [inf])
+            low, high = 1e-3, 1.0
+            for _ in range(10):  # what comes at random in a step of s seconds, with t to spare, is in time by t / s
+                middle = sqrt(low * high)
+                enough = float(np.minimum(1.0, spare / middle).mean()) >= 1.0 - LATE_ARRIVALS
+                low, high = (middle, high) if enough else (low, middle)
+            self.shortest_step = low
+        return known
+
+    def _times(self, view: View, seq: SeqView, known: _Known, pending: int) -> tuple[float, float, float]:
+        """When its next token is due, the seconds from there to the one after it, and until when that is so if nothing
+        comes out."""
+        if known.stage != seq.stage:
+            known.stage, known.tpot = seq.stage, _tightest_tpot(seq)
+        due, tpot, now = seq.due, known.tpot, view.now
+        e2e = seq.request.stages[seq.stage].slo.e2e
+        if e2e is not None:
+            left = remaining_output(seq)
+            steady = E2E_DECODE * e2e / (left + seq.output)
+            end = seq.request.arrival + seq.tool_seconds + e2e
+            early = end - (left - 1.0) * steady
+            until = inf if early >= due else early - steady
+            return max(min(due, early), min(due, now + steady)), min(tpot, steady), until
+        if due == inf and (pending > 1 or not seq.output):
+            soon, due = min(tpot, self._patience), seq.stage_start + self._patience
+            return max(due, now + soon), tpot, due - soon
+        return due, tpot, inf
+
+
+def class_of(request: Request) -> str:
+    """As length predictors tell requests apart."""
+    return request.app or request.tier
+
+
+def _ahead(job: Job, now: float, cushion: float) -> Job:
+    """A decode that is to stay so many seconds ahead; one that is not gets there by and by."""
+    soon = now + PACE_UP * job.tpot
+    return job._replace(due=max(job.due - cushion, min(job.due, soon)))
+
+
+def _tightest_tpot(seq: SeqView) -> float:
+    """Of its stage and the stages that follow without a prompt."""
+    stages = seq.request.stages
+    tpot = stages[seq.stage].slo.tpot or inf
+    for stage in stages[seq.stage + 1 :]:
+        if stage.prompt:
+            break
+        tpot = min(tpot, stage.slo.tpot or inf)
+    return tpot

@@ -1,0 +1,188 @@
+"""The time that decodes leave to prompts, as far as steps are predicted and as far as predictions have been right."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf, sqrt
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rubato.core.interfaces import SeqView, View
+from rubato.core.plan import Shape
+from rubato.policy_kit.batch_builder import remaining_output
+
+MEMORY = 256  # steps over which measured errors fade
+UNSURE = 16  # steps before they count
+CUSHION = 0.5  # of the worst burst of late, that decodes stay ahead: with all of it twice as many prompts are late
+BURST = 8  # steps in a row of which a burst is looked for
+FADE = 0.5 ** (1 / 1024)  # how fast it is forgotten, a step
+WORST = 1.0  # the largest error of one step that is counted: a pause of the machine says nothing of the next step
+PACE = 0.95  # share of the time that decodes may take for good: with all of it, lengths that grow tip it over
+POINTS = 24  # deadlines at which what decodes are owed is worked out; between them it is interpolated
+
+Array = NDArray[np.float64]
+
+
+class Job(NamedTuple):
+    """A request whose next token can still be in time: when it is due, the seconds between tokens after it, tokens
+    pending and in KV. Sorts by deadline."""
+
+    due: float
+    arrival: float
+    id: str
+    tpot: float
+    pending: int
+    cached: int
+    seq: SeqView
+
+
+class StepErrors:
+    """How far steps were off what was predicted for them, as seen from one plan to the next while something runs."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._mean = 0.0
+        self._square = 0.0
+        self._asked = (0.0, 0.0)  # when the last plan was made, and the seconds predicted for it
+        self._excess: deque[float] = deque([0.0] * BURST, BURST)  # seconds beyond what was predicted, of the last steps
+        self._burst = 0.0
+
+    def planned(self, now: float, seconds: float) -> None:
+        """A step begins; 0 seconds: none does."""
+        self._asked = now, seconds
+
+    def learn(self, view: View) -> None:
+        """The next plan is asked for."""
+        at, seconds = self._asked
+        if seconds and view.running and view.now > at:
+            error = min((view.now - at) / seconds - 1.0, WORST)
+            self._steps += 1
+            rate = 1.0 / min(MEMORY, self._steps)
+            self._mean += (error - self._mean) * rate
+            self._square += ((error - self._mean) ** 2 - self._square) * rate
+            self._excess.append(view.now - at - seconds * self.slower)
+            self._burst = max(self._burst * FADE, sum(self._excess))
+
+    def cushion(self, step: float, doubt: float) -> float:
+        """Seconds that decodes should be ahead of their deadlines: what the worst burst of late has cost, beyond what
+        is kept for every step of `step` seconds (`doubt`) anyway."""
+        return max(0.0, CUSHION * self._burst - doubt * step * sqrt(BURST))
+
+    @property
+    def slower(self) -> float:
+        """What steps take over what is predicted, on average; 1 if they take less."""
+        return 1.0 + (max(0.0, self._mean) if self._steps >= UNSURE else 0.0)
+
+    def spread(self, told: float) -> float:
+        """Their standard deviation, relative; `told`, what the latency model says of itself, if that is more."""
+        return max(sqrt(self._square) if self._steps >= UNSURE else 0.0, told)
+
+
+class DecodeSteps:
+    """Seconds of steps with these decodes, which come by deadline. doubt: relative, what one step may take beyond what
+    is predicted; reserve: seconds kept before a deadline; slower: of `StepErrors`."""
+
+    def __init__(self, view: View, decodes: Sequence[Job], doubt: float, reserve: float, slower: float) -> None:
+        self.now, self.decodes, self.doubt, self.reserve, self.slower = view.now, decodes, doubt, reserve, slower
+        self._step_time = view.latency.step_time
+        self._kv = list(accumulate([job.cached + 1 for job in decodes], initial=0))
+        self._due = np.array([job.due for job in decodes])
+        count = len(decodes)
+        self.base = slower * self._step_time(Shape(1, 1, 1))
+        self.full = self.seconds(count)  # of all decodes
+        self.unit = max(self.full, 2.0 * self.base)
+        self.each = max(0.0, self.full - self.base) / count if count else 0.0  # seconds of one decode more
+
+    def within(self, seconds: float) -> float:
+        """The longest step, as predicted, that surely ends by then."""
+        return (seconds - self.reserve) / (1.0 + self.doubt)
+
+    def seconds(self, count: int) -> float:
+        """Of a step with the first so many decodes."""
+        return self.slower * self._step_time(Shape(count, count, self._kv[count])) if count else 0.0
+
+    def seconds_with(self, count: int, job: Job) -> float:
+        """Of these and all of a prompt."""
+        return self.slower * self._step_time(Shape(count, count, self._kv[count]).plus(job.pending, job.cached))
+
+    def seconds_more(self, job: Job) -> float:
+        """What a prompt adds to a step with all decodes."""
+        return self.seconds_with(len(self.decodes), job) - (self.full or self.base)
+
+    def most_within(self, count: int, bound: float) -> int:
+        """How many of the first so many decodes end within the bound; 1 at least."""
+        low, high = 1, count
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.seconds(middle) <= bound else (low, middle - 1)
+        return low
+
+    def due_by(self, time: float) -> int:
+        """How many decodes are due before then."""
+        return int(np.searchsorted(self._due, time))
+
+    def first_due(self) -> float:
+        return self.decodes[0].due if self.decodes else inf
+
+    def owed(self, span: Array) -> tuple[Array, Array]:
+        """Within each of these spans from now, ascending: tokens of the decode that needs most, and of all."""
+        if not self.decodes:
+            return np.zeros(len(span)), np.zeros(len(span))
+        first = self._due - self.now
+        tpot = np.array([min(job.tpot, 1e6) for job in self.decodes])
+        left = np.array([remaining_output(job.seq) for job in self.decodes])
+        at = span if len(span) <= POINTS else np.linspace(span[0], span[-1], POINTS)
+        each = np.clip(np.floor((at[:, None] - first) / tpot) + 1.0, 0.0, left)
+        most, all_ = each.max(axis=1), each.sum(axis=1)
+        if at is span:
+            return most, all_
+        return np.interp(span, at, most), np.interp(span, at, all_)
+
+
+class DecodePace:
+    """Whether decodes can go on together: in steps as long as the tightest TPOT, each takes part in as many as its own
+    TPOT asks for."""
+
+    def __init__(self, view: View, jobs: Sequence[Job], slower: float) -> None:
+        self._step_time, self._slower = view.latency.step_time, slower
+        self._most = min(view.limits.max_num_seqs, view.limits.max_num_batched_tokens)
+        self._tightest, self._rate, self._kv = inf, 0.0, 0.0  # tokens a second, and tokens of KV read a second
+        for job in jobs:
+            self.add(job)
+
+    def fits(self, job: Job) -> bool:
+        """Whether one more can join. The first always may."""
+        tightest, rate = min(self._tightest, job.tpot), 1.0 / job.tpot
+        if tightest == inf or not self._rate:
+            return True
+        seqs = round((self._rate + rate) * tightest)
+        kv = round((self._kv + rate * (job.cached + job.pending)) * tightest)
+        return seqs <= self._most and self._slower * self._step_time(Shape(seqs, seqs, kv)) <= PACE * tightest
+
+    def add(self, job: Job) -> None:
+        self._tightest = min(self._tightest, job.tpot)
+        self._rate += 1.0 / job.tpot
+        self._kv += (job.cached + job.pending) / job.tpot
+
+
+def left_out(seconds: Sequence[float], weights: Sequence[float], room: Array) -> set[int]:
+    """Indices of jobs, given by deadline, that are set aside so that all others are in time; `room`: seconds up to each
+    deadline. Whenever one would be late, the heaviest so far goes (Moore 1968, in Hodgson's form)."""
+    if (np.cumsum(seconds) <= room).all():
+        return set()
+    gone: set[int] = set()
+    heap: list[tuple[float, int]] = []
+    total = 0.0
+    for i, limit in enumerate(room.tolist()):
+        heapq.heappush(heap, (-weights[i], i))
+        total += seconds[i]
+        while heap and total > limit:
+            _, heaviest = heapq.heappop(heap)
+            gone.add(heaviest)
+            total -= seconds[heaviest]
+    return gone

@@ -1,0 +1,121 @@
+"""KV memory to come when output lengths are not known: each resident counts by the chance that it is still there.
+
+The chance comes from how long finished requests were, over what was first predicted for them. With exact predictions
+that ratio is always 1 and the forecast is the peak of the residents' sum; with a mean it is the expected sum.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rubato.core.interfaces import View
+
+POINTS = 24  # steps from now at which KV is forecast; 48 decide no differently
+ENOUGH = 8  # finished requests before their ratios count; until then predictions are taken as exact
+TAIL = 5.0  # how fast the chance fades beyond the longest ratio seen: by a factor of e for each fifth more
+CLASSES, ALL = 256, ""  # classes that are remembered, the latest; and the name of all together
+LAST_BLOCK = 0.55  # of a resident's last block that is empty, on average, and some for rounding
+
+Array = NDArray[np.float64]
+
+
+class OutputRatios:
+    """Output tokens over those first predicted, of the last requests of each class that finished."""
+
+    def __init__(self, last: int = 256) -> None:
+        self._last = last
+        self._classes: OrderedDict[str, tuple[deque[float], list[float]]] = OrderedDict()  # by time, ascending
+
+    def add(self, kind: str, ratio: float) -> None:
+        """One of a class has finished."""
+        for name in (kind, ALL):
+            by_time, ascending = self._classes.setdefault(name, (deque(maxlen=self._last), []))
+            if len(by_time) == self._last:
+                ascending.remove(by_time[0])
+            by_time.append(ratio)
+            insort(ascending, ratio)
+            self._classes.move_to_end(name)
+        if len(self._classes) > CLASSES:
+            self._classes.popitem(last=False)
+
+    def of(self, kind: str) -> Sequence[float]:
+        """Of its class, ascending; of all while too few of it are known; 1 alone while that is so of all."""
+        for name in (kind, ALL):
+            _, ascending = self._classes.get(name, ((), ()))
+            if len(ascending) >= ENOUGH:
+                return ascending
+        return (1.0,)
+
+
+class Resident(NamedTuple):
+    """kind: its class. output: tokens out, in all stages. expected, most: of these in all, as first predicted, and as
+    it may ask for. length: tokens in KV when it ends, less those of its output that are still to come."""
+
+    kind: str
+    output: int
+    expected: float
+    most: int
+    length: int
+
+
+class KVSurvival:
+    """KV blocks that residents are expected to hold, at `POINTS` steps from now on. All that may be counted are given
+    at once; `add` says which are. Every resident in every step: those that sit out only hold theirs for longer."""
+
+    def __init__(self, view: View, ratios: OutputRatios, residents: Sequence[Resident]) -> None:
+        self._free = view.kv_total - sum([s.blocks for s in view.moving])
+        self._sum: Array = np.zeros(POINTS)
+        output, expected, most, length = np.array([r[1:] for r in residents], dtype=np.float64).T
+        expected = np.maximum(expected, 1.0)
+        rows: dict[str, list[int]] = {}
+        for i, resident in enumerate(residents):
+            rows.setdefault(resident.kind, []).append(i)
+        longest = np.empty(len(residents))
+        curves: dict[str, SurvivalCurve] = {}
+        for kind, own in rows.items():
+            curve = curves[kind] = SurvivalCurve(ratios.of(kind), (output[own] / expected[own])[output[own] > 0.0])
+            longest[own] = np.minimum(expected[own] * curve.longest, most[own]) - output[own]
+        ahead = np.linspace(0.0, max(1.0, float(longest.max())), POINTS)
+        self._blocks: Array = (length[:, None] + ahead) / view.limits.block_size + LAST_BLOCK
+        for kind, own in rows.items():
+            out, all_ = output[own][:, None], expected[own][:, None]
+            stays = curves[kind].at((out + ahead) / all_) / curves[kind].at(out / all_)
+            stays[ahead > (most[own] - output[own])[:, None]] = 0.0  # a prediction may have been far too short
+            self._blocks[own] *= stays
+
+    def cost(self, i: int) -> float:
+        """Block steps of a resident, up to a factor that is the same for all."""
+        return float(self._blocks[i].sum())
+
+    def fits(self, i: int, share: float = 1.0) -> bool:
+        """Whether one more never takes all together beyond this share of the memory there is."""
+        return bool((self._sum + self._blocks[i]).max() <= share * self._free)
+
+    def add(self, which: slice) -> None:
+        self._sum = self._sum + self._blocks[which].sum(axis=0)
+
+
+class SurvivalCurve:
+    """The share of requests whose output is at least so many times what was predicted (Kaplan and Meier 1958).
+
+    ended: that ratio of requests that finished, ascending. so_far: of those that run: while a server fills, what has
+    finished is short, and these say so."""
+
+    def __init__(self, ended: Sequence[float], so_far: Array) -> None:
+        self._ended = np.array(ended)
+        self.longest = float(self._ended[-1])
+        longer = len(self._ended) - np.arange(len(self._ended))
+        longer += len(so_far) - np.searchsorted(np.sort(so_far), self._ended, side="left")
+        self._after = np.concatenate(([1.0], np.cumprod(1.0 - 1.0 / (longer + 0.5))))
+
+    def at(self, ratio: Array) -> Array:
+        """At these ratios; never 0, and falling fast beyond the longest known."""
+        share = self._after[np.searchsorted(self._ended, ratio - 1e-9, side="left")]
+        beyond: Array = share * np.exp(-TAIL * np.maximum(0.0, ratio - self.longest))
+        return np.maximum(beyond, 1e-12)
