@@ -18,6 +18,7 @@ from rubato.core.interfaces import View
 
 POINTS = 24  # steps from now at which KV is forecast; 48 decide no differently
 ENOUGH = 8  # finished requests before their ratios count; until then predictions are taken as exact
+SENSELESS = 10.0  # times what was predicted: nothing was known of its class then, and it says nothing of others
 TAIL = 5.0  # how fast the chance fades beyond the longest ratio seen: by a factor of e for each fifth more
 CLASSES, ALL = 256, ""  # classes that are remembered, the latest; and the name of all together
 LAST_BLOCK = 0.55  # of a resident's last block that is empty, on average, and some for rounding
@@ -34,6 +35,8 @@ class OutputRatios:
 
     def add(self, kind: str, ratio: float) -> None:
         """One of a class has finished."""
+        if ratio > SENSELESS:
+            return
         for name in (kind, ALL):
             by_time, ascending = self._classes.setdefault(name, (deque(maxlen=self._last), []))
             if len(by_time) == self._last:

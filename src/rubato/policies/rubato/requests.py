@@ -16,7 +16,7 @@ from rubato.core.plan import Shape
 from rubato.core.request import Request
 from rubato.policies.rubato.supply import Job
 from rubato.policy_kit.batch_builder import remaining_output
-from rubato.policy_kit.kv_survival import Resident
+from rubato.policy_kit.kv_survival import SENSELESS, Resident
 
 MEMORY = 256  # requests over which losses fade
 SLOWLY = 150.0  # requests of a tier that all are lost, until that alone weighs as if it lost all others too
@@ -155,8 +155,9 @@ class Requests:
             else:
                 later += stage.prompt
         expected = known.expected if known is not None else 0.0
-        if not (expected and output) and (predicted := seq.predicted) is not None:
-            expected = output + predicted  # anew until its first token: by then more may be known of its class
+        unsure = not output or output > SENSELESS * expected  # by its first token more may be known of its class
+        if unsure and (predicted := seq.predicted) is not None:
+            expected = output + predicted
             if known is not None:
                 known.expected = expected
         most = max(seq.request.sampling.max_tokens, output + 1)

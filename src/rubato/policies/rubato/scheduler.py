@@ -56,7 +56,7 @@ class Scheduler:
     risk: float = 3.0
     deadline_reserve: float = 0.001
     patience: float = 4.0
-    fairness: float = 10.0
+    fairness: float = 5.0
     _requests: Requests = field(init=False, repr=False)
     _errors: StepErrors = field(default_factory=StepErrors, init=False, repr=False)
     _ratios: OutputRatios = field(default_factory=OutputRatios, init=False, repr=False)
@@ -177,7 +177,7 @@ class Scheduler:
         fit = set()
         for i in sorted(weights, key=lambda i: weights[i]):
             job = fresh[i - len(held)]
-            kept_free = min(MOST_KEPT_FREE, price * max(0.0, costs[i] / mean - 1.0))
+            kept_free = min(MOST_KEPT_FREE, price * max(0.0, weights[i] / mean - 1.0))
             if forecast.fits(i, 1.0 - kept_free) and pace.fits(job):
                 forecast.add(slice(i, i + 1))
                 pace.add(job)
