@@ -30,7 +30,7 @@ from rubato.simulation.run_spec import RunSpec, conditional_mean
 from rubato.simulation.simulate import simulate
 
 SOURCE = "ours"
-SECONDS = 1700.0
+SECONDS = 1480.0
 
 CAPACITY = {"chatbot": 4.65, "coder": 2.0, "summarizer": 3.35, "mixed": 5.3}  # requests/s that attain 90 %, about
 MULTIPLES = (0.8, 1.0, 1.5, 3.0)
