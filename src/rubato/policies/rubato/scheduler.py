@@ -84,7 +84,7 @@ class Scheduler:
             return prefill_step(view)
         if view.role.phase == "decode":
             return decodes_only(view)
-        if view.role.tier:  # the router's mode is co
+        if view.role.kind == "tier":  # the router's mode is co
             return self._polyserve.plan(view)
         self._errors.learn(view)
         doubt = self.risk * self._errors.spread(view.latency.spread)
