@@ -1,10 +1,8 @@
-"""Our own policy on one replica, beside all others tuned: SLOs-Serve's six scenarios and PolyServe's mixes of TPOTs.
+"""Our own policy on one replica, beside all others tuned: SLOs-Serve's six scenarios.
 
 90 % of all requests offered, 95 % of all, 90 % of each tier. Lengths are learnt, steps are off by 5 %. Each system is
-tuned for each measure on requests of one seed and measured on others. On PolyServe's data sets a tenth of the requests
-asks for 20 ms a token and costs several times what others do, so that "90 % of all" can be had by giving up that tier:
-90 % of each tier is what counts there. `adaserve`, `vllm_spec` and `smart_spec` need a drafter, `ascendra`
-and `distserve` two replicas: they are in other figures.
+tuned for each measure on requests of one seed and measured on others. `adaserve`, `vllm_spec` and `smart_spec` need a
+drafter, `ascendra` and `distserve` two replicas.
 """
 
 from __future__ import annotations
@@ -16,24 +14,21 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments import _polyserve_runs as polyserve
 from experiments._guest import beside, held
-from experiments._polyserve_runs import Tried
-from experiments._rate_search import MEASURES, RateSearch
+from experiments._rate_search import MEASURES
 from experiments._rubato_runs import GRID, NOISE, ScenarioTried
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
-SOURCE = "ours; scenarios of SLOs-Serve, §6.1, and PolyServe, §5.1"
-SECONDS = 9000.0
+SOURCE = "ours; scenarios of SLOs-Serve, §6.1"
+SECONDS = 3370.0
 
 OURS = "rubato"
 STARTS = {"chatbot": 4.5, "coder": 1.8, "summarizer": 3.0, "mixed": 4.8, "toolllm": 0.22, "reasoning": 0.8}
-SETS = ("sharegpt", "uniform-512-512", "splitwise", "mooncake-conversation", "mooncake-toolagent")
 COUNT, LONGEST, FEWER = 1000, "reasoning", 300  # requests of a run; of those that live for minutes
 SEEDS, TUNED_ON = (1, 2, 3, 4, 5, 6), 0
-FEW_SEEDS = (1, 2)  # of mixes of TPOTs, and of the longest
+FEW_SEEDS = (1, 2)  # of these
 LEAST = 0.05  # of the start, what counts where no rate was found
 ALL, NINETY_FIVE, EACH = MEASURES
 
@@ -52,26 +47,21 @@ SYSTEMS: Mapping[str, tuple[str, ...]] = {
     "sa": ("sa",),
 }  # fmt: skip
 REASONING = (OURS, "slos_serve")  # hundreds of requests run at once there, and a run takes a minute
-NOT_POLYSERVE = ("prefill_first", "sa", "sarathi")  # co_chunk is Sarathi's step as PolyServe has it
 
 
 def jobs(small: bool, policy: str | None = None) -> list[Job]:
     if small:
         return [
-            Job(f"coder {name}", measured, ("coder", name, settings(name)[:1], (1,), 20, False))
+            Job(f"coder {name}", measured, ("coder", name, settings(name)[:1], (1,), 20))
             for name in beside(("slos_serve", OURS), policy)
-        ] + [Job(f"splitwise {name}", measured, ("splitwise", name, (name,), (1,), 20, True)) for name in (OURS, "edf")]
+        ]
     names = beside(tuple(SYSTEMS), policy)
     made = [
-        Job(f"{scenario} {name}", measured, (scenario, name, settings(name), SEEDS, COUNT, False))
+        Job(f"{scenario} {name}", measured, (scenario, name, settings(name), SEEDS, COUNT))
         for scenario in STARTS for name in names if scenario != LONGEST
     ]  # fmt: skip
-    made += [
-        Job(f"{data} {name}", measured, (data, name, settings(name), FEW_SEEDS, COUNT, True))
-        for data in SETS for name in names if name not in NOT_POLYSERVE
-    ]  # fmt: skip
     return made + [
-        Job(f"{LONGEST} {name}", measured, (LONGEST, name, settings(name), FEW_SEEDS, FEWER, False))
+        Job(f"{LONGEST} {name}", measured, (LONGEST, name, settings(name), FEW_SEEDS, FEWER))
         for name in beside(REASONING, policy)
     ]
 
@@ -80,21 +70,11 @@ def settings(name: str) -> Sequence[str]:
     return SYSTEMS.get(name, (name,))
 
 
-def search(load: str, seed: int, count: int, mixed_tpots: bool) -> RateSearch:
-    if not mixed_tpots:
-        return ScenarioTried(load, seed, count)
-    stays = count / max(1, polyserve.coming_in(load, "constant", 1, 1.0))
-    stays = max(stays, polyserve.COUNTED if count >= COUNT else 0.0)
-    return Tried(load, "constant", seed, stays, 1, min(polyserve.BEFORE, stays))
-
-
-def measured(
-    load: str, name: str, choices: Sequence[str], seeds: Sequence[int], count: int, mixed_tpots: bool
-) -> dict[str, Any]:
+def measured(load: str, name: str, choices: Sequence[str], seeds: Sequence[int], count: int) -> dict[str, Any]:
     """By measure: the setting that was best on the tuning's requests, and what it holds on each seed."""
-    start = 0.5 * polyserve.best_rate(load, "constant", "co") if mixed_tpots else STARTS[load]
-    tuning = search(load, TUNED_ON, count, mixed_tpots)
-    used = [search(load, seed, count, mixed_tpots) for seed in seeds]
+    start = STARTS[load]
+    tuning = ScenarioTried(load, TUNED_ON, count)
+    used = [ScenarioTried(load, seed, count) for seed in seeds]
     found: dict[str, Any] = {}
     for measure in MEASURES:
         tuned, choice = tuning.best(choices, start, measure) if len(choices) > 1 else (start, choices[0])
@@ -104,11 +84,9 @@ def measured(
         found[measure] = {
             "setting": choice, "goodput": rates, "tiers": {t: float(np.mean([s[t] for s in shares])) for t in tiers},
         }  # fmt: skip
-    broken = [each.broken for each in used if isinstance(each, ScenarioTried)]
     return {
         "load": load, "name": name, "seeds": list(seeds), "start": start, "measures": found,
         "tried": [each.listed() for each in (tuning, *used)],
-        "broken": [sorted([choice, rate, share] for (choice, rate), share in own.items()) for own in broken],
     }  # fmt: skip
 
 
@@ -150,17 +128,13 @@ class Table:
 
 def found(values: Sequence[Any], small: bool) -> Found:
     table = Table(values)
-    scenarios = [load for load in table.loads if load in STARTS and load != LONGEST]
-    mixes = [load for load in table.loads if load not in STARTS]
+    scenarios = [load for load in table.loads if load != LONGEST]
     estimates = {}
     for measure, name in zip(MEASURES, ("90", "95", "each"), strict=True):
         estimates[f"scenarios-{name}"] = table.mean(scenarios, measure)
-        estimates[f"mixes-{name}"] = table.mean(mixes, measure)
         estimates[f"least-scenario-{name}"] = min(
-            (table.ratio(load, measure) for load in table.loads if load in STARTS), key=lambda ratio: ratio.value
+            (table.ratio(load, measure) for load in table.loads), key=lambda ratio: ratio.value
         )
-    broken = [share for v in values if v["name"] == OURS for own in v["broken"] for _, _, share in own]
-    estimates["broken"] = Estimate.exact(100.0 * max(broken))
     given = {
         "systems": {name: list(own) for name, own in SYSTEMS.items()}, "count": COUNT, "noise": NOISE, "grid": GRID,
         "lengths": "conditional_mean",
