@@ -18,7 +18,7 @@ import numpy as np
 from experiments import Found
 from experiments._polyserve_runs import REPLICAS
 from experiments._rate_search import MEASURES
-from experiments.polyserve_goodput import FEWER, HOST, LARGE, LEAST, SEEDS, SETS, measured
+from experiments.polyserve_goodput import FEWER, HOST, LARGE, LEAST, SEEDS, SETS, UNTAUGHT, measured
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
@@ -28,7 +28,6 @@ SECONDS = 3300.0
 
 OURS = "rubato"
 OTHERS = Path(__file__).parents[1] / "docs" / "figures" / "polyserve-goodput.json"
-UNTAUGHT = "untaught"  # in names of systems that learn lengths from the start of the run only
 
 
 def jobs(small: bool) -> list[Job]:

@@ -1,8 +1,8 @@
 """What our own policy promises and keeps: at 0.8 to 3 times capacity, with a model that is wrong, and with slow bursts.
 
 A request is promised when its first token is in time and it was not declined before; a promise is broken when a later
-token is late. Conditions: steps off by 5 %; beside that a latency model that says 15 % too little, or too much, and
-learns nothing (`Fixed`-like: the scenarios' profiles do not learn); and bursts, one in 400 steps on average, of five
+token is late. Conditions: steps off by 5 %; beside that a latency model that says 15 % too little, or too much, for
+ever (the scenarios' profiles do not learn); and bursts, one in 400 steps on average, of five
 steps three times as long. Lengths are learnt.
 """
 

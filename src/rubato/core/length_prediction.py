@@ -108,7 +108,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
-def _class_of(request: Request) -> str:
+def class_of(request: Request) -> str:
+    """By which requests' output lengths are told apart: their app, or their tier where they name none."""
     return request.app or request.tier
 
 
@@ -128,7 +129,7 @@ class RunningMean:
         self._sums: dict[str, tuple[int, int]] = {}
 
     def remaining(self, request: Request, output: int) -> float | None:
-        if (own := self._stated.get(_class_of(request))) is not None:
+        if (own := self._stated.get(class_of(request))) is not None:
             return max(1.0, min(own.mean, request.sampling.max_tokens) - output)
         count, total = self._sums.get(request.app, (0, 0))
         if count < self._least:
@@ -193,7 +194,7 @@ class _Seen:
         self.all = _Lengths()
 
     def add(self, request: Request, output: int) -> None:
-        name = _class_of(request)
+        name = class_of(request)
         lengths = self._classes.setdefault(name, _Lengths())
         self._classes.move_to_end(name)
         if len(self._classes) > CLASSES:
@@ -202,7 +203,7 @@ class _Seen:
         self.all.add(output)
 
     def like(self, request: Request) -> _Lengths:
-        own = self._classes.get(_class_of(request))
+        own = self._classes.get(class_of(request))
         return self.all if own is None or len(own) < self._least else own
 
 
@@ -216,7 +217,7 @@ class ConditionalMean:
         self._stated = stated(classes)
 
     def remaining(self, request: Request, output: int) -> float | None:
-        if (own := self._stated.get(_class_of(request))) is not None:
+        if (own := self._stated.get(class_of(request))) is not None:
             return max(1.0, min(own.mean_beyond(output) or 0.0, request.sampling.max_tokens) - output)
         if not len(self._seen.all):
             return None
@@ -243,7 +244,7 @@ class Gaussian:
         self._key = rng.bytes(16)
 
     def remaining(self, request: Request, output: int) -> float | None:
-        of = self._stated.get(_class_of(request))
+        of = self._stated.get(class_of(request))
         if of is None:
             lengths = self._seen.like(request)
             if not len(lengths):

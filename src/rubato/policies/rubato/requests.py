@@ -12,8 +12,8 @@ from operator import attrgetter
 import numpy as np
 
 from rubato.core.interfaces import SeqView, View
+from rubato.core.length_prediction import class_of
 from rubato.core.plan import Shape
-from rubato.core.request import Request
 from rubato.policies.rubato.supply import Job
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_survival import SENSELESS, Resident
@@ -68,13 +68,11 @@ class TierLosses:
         fade = 1.0 - 1.0 / MEMORY
         self._tiers = {name: (o * fade, n * fade, b) for name, (o, n, b) in self._tiers.items() if o > FORGOTTEN}
         offered, before, behind = self._tiers.get(tier, (0.0, 0.0, 0.0))
-        behind += (lost - self._mean()) / SLOWLY
+        behind += (lost - self.share()) / SLOWLY
         self._tiers[tier] = offered + 1.0, before + lost, max(-FARTHEST, min(FARTHEST, behind))
 
     def share(self) -> float:
-        return self._mean()
-
-    def _mean(self) -> float:
+        """Of all requests of late, those that were lost."""
         offered = sum([o for o, _, _ in self._tiers.values()])
         return sum([n for _, n, _ in self._tiers.values()]) / offered if offered else 0.0
 
@@ -82,7 +80,7 @@ class TierLosses:
         """By tier; those not named weigh 1."""
         if not self._fairness or len(self._tiers) < 2:
             return {}
-        mean, fairness = self._mean(), self._fairness
+        mean, fairness = self.share(), self._fairness
         return {tier: exp(fairness * (mean - n / o - behind)) for tier, (o, n, behind) in self._tiers.items()}
 
 
@@ -223,11 +221,6 @@ class Requests:
             soon, due = min(tpot, self._patience), seq.stage_start + self._patience
             return max(due, now + soon), tpot, due - soon
         return due, tpot, inf
-
-
-def class_of(request: Request) -> str:
-    """As length predictors tell requests apart."""
-    return request.app or request.tier
 
 
 def _ahead(job: Job, now: float, cushion: float) -> Job:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import ceil, exp, inf
 from typing import ClassVar
 
@@ -87,12 +86,10 @@ class Router:
             self._apart = self.mode == "pd"
         if self.mode == "pd":
             self.needs = self.needs | {"kv_transfer"}  # type: ignore[misc]  # of this one alone
-        self.tiers = tuple(self.tiers)
-        if not self.tiers or not all(a < b for a, b in pairwise((0.0, *self.tiers, inf))):
-            raise ValueError(f"tiers are {self.tiers!r}: give TPOTs in seconds, above 0 and ascending")
         if not 0.0 < self.best_effort <= 1.0:
             raise ValueError(f"best_effort is {self.best_effort!r}: give a share of the fleet, above 0 and up to 1")
-        self._together = polyserve.Router(tiers=self.tiers)
+        self._together = polyserve.Router(tiers=self.tiers)  # it checks them
+        self.tiers = self._together.tiers
         self._tier_loss = [0.0] * len(self.tiers)
         self._need = [0.0] * len(self.tiers)
 

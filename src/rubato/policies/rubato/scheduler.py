@@ -15,7 +15,7 @@ then on. The oldest of these has memory kept for it and gets a turn, so that non
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
@@ -96,8 +96,9 @@ class Scheduler:
         if drop:
             parts.queued = [s for s in parts.queued if s.id not in drop]
             parts.held = [s for s in parts.held if s.id not in drop]
-        kept, longest, laxity = self._in_time(view, steps, parts.prompts)
-        kept = self._with_room(view, steps, kept, oldest)
+        tiers = self._requests.losses.weights()
+        kept, longest, laxity = self._in_time(view, steps, parts.prompts, tiers)
+        kept = self._with_room(view, steps, kept, oldest, tiers)
         batch = StepBatch(view, steps, parts, kept, oldest)
         self._turn = 0 if batch.fill(longest, laxity, self._turn + 1) else self._turn + 1
         self._errors.planned(view.now, batch.seconds())
@@ -105,8 +106,11 @@ class Scheduler:
 
     # ----------------------------------------------------------------- time
 
-    def _in_time(self, view: View, steps: DecodeSteps, prompts: Sequence[Job]) -> tuple[list[Job], float, float]:
-        """The prompts that can be in time together; the longest step for that; seconds that all of them can spare."""
+    def _in_time(
+        self, view: View, steps: DecodeSteps, prompts: Sequence[Job], tiers: Mapping[str, float]
+    ) -> tuple[list[Job], float, float]:
+        """The prompts that can be in time together; the longest step for that; seconds that all of them can spare.
+        tiers: what their prompts weigh (`TierLosses`)."""
         ladder = [steps.unit * rung for rung in LADDER]
         shortest = self._requests.shortest_step
         if shortest < ladder[0]:
@@ -115,7 +119,6 @@ class Scheduler:
             return [], ladder[0], inf
         prompts = prompts[:DECIDED]
         seconds = [steps.seconds_more(job) for job in prompts]
-        tiers = self._requests.losses.weights()
         weights = [s * tiers.get(job.seq.request.tier, 1.0) for s, job in zip(seconds, prompts, strict=True)]
         gone, longest, room = self._fewest_left_out(steps, ladder, prompts, seconds, weights)
         if not gone:  # all have time: prefill as much as decodes and what arrives can bear
@@ -153,7 +156,9 @@ class Scheduler:
 
     # ----------------------------------------------------------------- room
 
-    def _with_room(self, view: View, steps: DecodeSteps, kept: list[Job], oldest: SeqView | None) -> list[Job]:
+    def _with_room(
+        self, view: View, steps: DecodeSteps, kept: list[Job], oldest: SeqView | None, tiers: Mapping[str, float]
+    ) -> list[Job]:
         """Of these prompts, those that have begun, and those that may: what holds least KV for least time first."""
         running = view.running_ids
         fresh = [job for job in kept if job.id not in running]
@@ -169,7 +174,6 @@ class Scheduler:
         costs = [forecast.cost(i) for i in range(len(residents))]
         mean = sum(costs) / len(costs)
         price = PRICE * self._requests.losses.share()
-        tiers = self._requests.losses.weights()
         weights = {
             i: costs[i] * tiers.get(fresh[i - len(held)].seq.request.tier, 1.0)
             for i in range(len(held), len(residents))
