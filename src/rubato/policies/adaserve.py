@@ -25,11 +25,11 @@ from typing import ClassVar
 
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
-from rubato.core.plan import Plan, Shape
-from rubato.policy_kit.acceptance import PRIOR, Offered
+from rubato.core.plan import Plan
+from rubato.policy_kit.acceptance import Offered
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, remaining_output, run_in_order
 from rubato.policy_kit.draft_tree import adaptive, select
-from rubato.policy_kit.draft_value import drafting, fastest, with_nodes, worth
+from rubato.policy_kit.draft_value import depth_that_pays, drafting, fastest, with_nodes, worth
 
 SOURCE = "AdaServe: SLO-customized speculative decoding (2025)"
 
@@ -94,21 +94,9 @@ class Scheduler:
         """The depth, at most this one, whose drafts bring the most tokens per second if they are as good as those so
         far; `depth` itself where drafting costs nothing; None where no drafts pay."""
         n, kv = max(1, len(decodes)), sum([s.cached for s in decodes])
-        best, least = None, view.latency.step_time(with_nodes(Shape(), n, kv, 0)) / n
-        if view.latency.step_time(with_nodes(drafting((depth, width), n), n, kv, 0)) <= least * n:
-            return depth, width
-        unseen = [PRIOR**d for d in range(1, depth + 1)]
-        chances = [self._offered.chances(s.request, depth) for s in decodes] or [unseen]
-        likely: list[float] = []
-        for d in range(1, depth + 1):
-            likely += [own[d - 1] for own in chances]
-            likely.sort(reverse=True)
-            if d < self.min_depth:
-                continue
-            token = fastest(view.latency, drafting((d, width), n), n, kv, likely).token
-            if token <= least:
-                best, least = (d, width), token
-        return best
+        chances = [self._offered.chances(s.request, depth) for s in decodes]
+        best = depth_that_pays(view.latency, n, kv, chances, width, self.min_depth, depth)
+        return (best, width) if best else None
 
     def _chosen(
         self, view: View, decodes: Sequence[SeqView], prompts: Sequence[SeqView], draft: Draft | None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape, later_draft_tokens
+from rubato.policy_kit.acceptance import PRIOR
 
 
 class Paying(NamedTuple):
@@ -53,6 +54,32 @@ def worth(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Seq
         for nodes, tokens in _grid(decodes, likely)
     )
     return min(tried)[1]
+
+
+def depth_that_pays(
+    latency: LatencyModel, decodes: int, kv: int, chances: Sequence[Sequence[float]], width: int, least: int, most: int
+) -> int:
+    """The depth of trees, from `least` to `most`, that brings the most tokens per second; `most` where drafting costs
+    nothing, 0 where no drafts pay.
+
+    chances: of each of the `decodes` sequences, which have `kv` tokens in KV together, the chance by depth that one of
+    a tree's nodes there comes out (`acceptance.Offered`); of none, one of which nothing is known is reckoned with.
+    """
+    chances = chances or [[PRIOR**depth for depth in range(1, most + 1)]]
+    plain = latency.step_time(with_nodes(Shape(), decodes, kv, 0))
+    if latency.step_time(with_nodes(drafting((most, width), decodes), decodes, kv, 0)) <= plain:
+        return most
+    best, lowest = 0, plain / decodes
+    likely: list[float] = []
+    for depth in range(1, most + 1):
+        likely += [own[depth - 1] for own in chances]
+        likely.sort(reverse=True)
+        if depth < least:
+            continue
+        token = fastest(latency, drafting((depth, width), decodes), decodes, kv, likely).token
+        if token <= lowest:
+            best, lowest = depth, token
+    return best
 
 
 def _grid(decodes: int, likely: Sequence[float]) -> Iterator[tuple[int, float]]:

@@ -6,13 +6,15 @@ prompts by deadline, as much as the step's length allows; then the decodes left 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
+from rubato.policies.rubato.drafts import nodes_to_verify
 from rubato.policies.rubato.requests import ARRIVAL, Parts
 from rubato.policies.rubato.supply import DecodeSteps, Job
 from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end
+from rubato.policy_kit.draft_value import drafting, with_nodes
 
 SPARE = 0.5  # of the time that prompts can spare, taken by decodes that could wait: with none, Coder loses 15 points
 LEAST = 1.2  # times the seconds of a single token: no step is planned shorter
@@ -46,7 +48,7 @@ class StepBatch:
         builder, decodes, latency = self._builder, self._steps.decodes, self._view.latency
         count, bound = self._decodes_and_length(longest, laxity)
         bound /= self._steps.slower  # in the model's own seconds from here on
-        self._add_decodes([job.seq for job in decodes[:count]])
+        self._add_decodes(decodes[:count], bound, longest)
         pressed = bool(self._kept) and count < len(decodes)
         had_turn = (not pressed or turn >= TURN) and self._give_turn()
         for job in self._kept:
@@ -54,14 +56,14 @@ class StepBatch:
                 job.seq, job.pending + self._view.limits.block_size
             ):
                 continue
-            if (added := self._add_chunk(job.seq, bound)) is not None and not added:
+            if (added := self._add_chunk(job.seq, bound, self._steps.entry.draft)) is not None and not added:
                 break
         if pressed:
             for job in decodes[count:]:
                 if latency.step_time(builder.shape.plus(1, job.cached)) > bound:
                     break
                 if job.seq not in builder.preempted and builder.tokens_that_fit(job.seq):
-                    builder.add(job.seq, 1)
+                    builder.add(job.seq, 1, (), self._steps.entry.draft)
         self._add_best_effort(bound)
         if not builder.work:
             self._add_anything()
@@ -75,8 +77,11 @@ class StepBatch:
         all_, now = len(steps.decodes), steps.now
         hard = steps.within(steps.first_due() - now)
         bound = max(min(longest, hard), LEAST * steps.base)
+        behind = steps.entry.draft is not None and bound < steps.full
+        if behind:  # the step that brings most tokens a second: shorter ones, or some decodes alone, end in delay for all
+            bound = hard = steps.full
         if not self._kept:
-            return (all_ if steps.full <= bound else steps.most_within(all_, bound)), bound
+            return (all_ if steps.least(all_) <= bound else steps.most_within(all_, bound)), bound
         following = min(steps.full, longest)
 
         def urgent(seconds: float) -> int:
@@ -84,8 +89,8 @@ class StepBatch:
             return steps.due_by(now + (seconds + following) * (1.0 + steps.doubt) + steps.reserve)
 
         spared = SPARE * max(0.0, laxity) / max(steps.each, 1e-9)
-        count = min(all_, int(min(1e9, urgent(bound) + spared)))
-        if steps.seconds(count) > bound:
+        count = all_ if behind else min(all_, int(min(1e9, urgent(bound) + spared)))
+        if steps.least(count) > bound:
             count = steps.most_within(count, bound)
         first = self._kept[0]
         left, whole = steps.within(first.due - now), steps.seconds_with(count, first)
@@ -112,28 +117,53 @@ class StepBatch:
                 builder.preempt(victim)
         return not builder.lacks(seq, tokens)
 
-    def _add_decodes(self, chosen: Sequence[SeqView]) -> None:
-        """A token of each; where KV lacks even so, the decode due last gives up its own."""
-        builder = self._builder
-        if builder.add_decodes(chosen):
+    def _add_decodes(self, jobs: Sequence[Job], bound: float, longest: float) -> None:
+        """A token of each, and what it verifies; where KV lacks even so, the decode due last gives up its own."""
+        builder, chosen = self._builder, [job.seq for job in jobs]
+        nodes, draft = self._verified(jobs, bound, longest)
+        if not nodes and builder.add_decodes(chosen, {seq.id: draft for seq in chosen} if draft else {}):
             return
         last = [job.seq for job in self._steps.decodes]
         for seq in chosen:
             while seq not in builder.preempted and not self._make_room(seq, 1) and last[-1] is not seq:
                 builder.preempt(last.pop())
             if seq not in builder.preempted and builder.tokens_that_fit(seq):
-                builder.add(seq, 1)
+                own = nodes.get(seq.id, ())
+                builder.add(seq, 1, own[: builder.verifiable(seq, len(own))], draft)
 
-    def _add_chunk(self, seq: SeqView, bound: float) -> bool | None:
-        """As much of a prompt as the step has time for. Whether that is all that the engine would take of it; None: it
-        takes nothing."""
+    def _verified(
+        self, jobs: Sequence[Job], bound: float, longest: float
+    ) -> tuple[Mapping[str, tuple[int, ...]], tuple[int, int] | None]:
+        """Nodes that these decodes verify, by id, as far as the step has time and KV for them; and what they draft."""
+        steps, builder, count = self._steps, self._builder, len(jobs)
+        draft, most = steps.entry.draft, round(steps.entry.nodes * count)
+        if draft is None or not count:
+            return {}, None
+        kv, step_time = sum([job.cached for job in jobs]), self._view.latency.step_time
+        drafts = drafting(draft, count)
+        bound *= 1.0 + 1e-9
+        if step_time(with_nodes(drafts, count, kv, 0)) > bound:
+            return {}, None
+        if builder.kv_left < 2 * count + most // self._view.limits.block_size:
+            return {}, draft
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = step_time(with_nodes(drafts, count, kv, middle)) <= bound
+            low, high = (middle, high) if fits else (low, middle - 1)
+        end = steps.now + (min(bound, longest) + min(steps.full, longest)) * (1.0 + steps.doubt) + steps.reserve
+        return nodes_to_verify(jobs, end, low), draft
+
+    def _add_chunk(self, seq: SeqView, bound: float, draft: tuple[int, int] | None = None) -> bool | None:
+        """As much of a prompt as the step has time for, and what to draft at its end. Whether that is all that the
+        engine would take of it; None: it takes nothing."""
         builder = self._builder
         most = 0 if seq in builder.preempted else builder.tokens_that_fit(seq)
         if not most:
             return None
         tokens = self._view.latency.largest_chunk(bound, builder.shape, seq.cached, most)
         if tokens:
-            builder.add(seq, tokens)
+            builder.add(seq, tokens, (), draft if tokens == seq.pending else None)
         return tokens == most
 
     def _give_turn(self) -> bool:

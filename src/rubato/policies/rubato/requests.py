@@ -14,7 +14,7 @@ import numpy as np
 from rubato.core.interfaces import SeqView, View
 from rubato.core.length_prediction import class_of
 from rubato.core.plan import Shape
-from rubato.policies.rubato.supply import Job
+from rubato.policies.rubato.supply import Entry, Job
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_survival import SENSELESS, Resident
 
@@ -26,6 +26,8 @@ RECENT = 64  # requests whose time to spare says how long a step may be
 LATE_ARRIVALS = 0.03  # share of those that may lose their TTFT to a step that is under way when they come
 E2E_DECODE = 0.5  # share of an e2e SLO that is for the decode, the rest for waiting and the prompt
 PACE_UP = 0.85  # of its TPOT, in which a decode that is to get further ahead has its next token
+PACE_UP_DRAFTED = 1.15  # the same of the time that its tokens are worth: shorter steps bring fewer tokens a second
+SOONER = 0.5  # of the time that a prompt has, at most, by which it is due sooner
 ARRIVAL = attrgetter("request.arrival")
 
 
@@ -53,6 +55,19 @@ class Parts:
     held: list[SeqView] = field(default_factory=list)
     queued: list[SeqView] = field(default_factory=list)
     late: list[SeqView] = field(default_factory=list)
+
+    def in_order(self, now: float, cushion: float, entry: Entry) -> None:
+        """Decodes and prompts by deadline. cushion: seconds that decodes stay ahead; with drafts, whose luck varies,
+        more of it, and prompts are due sooner by what is more."""
+        if cushion or entry.draft is not None:
+            self.decodes = [_ahead(job, now, cushion + entry.unlucky(job.tpot), entry.tokens) for job in self.decodes]
+        if entry.draft is not None:
+            self.prompts = [
+                job._replace(due=job.due - min(entry.unlucky(job.tpot), SOONER * (job.due - job.arrival)))
+                for job in self.prompts
+            ]
+        self.decodes.sort()
+        self.prompts.sort()
 
 
 class TierLosses:
@@ -106,7 +121,8 @@ class Requests:
             self.losses.count(known.tier, False)
         return ("", 0.0) if known is None else (known.kind, known.expected)
 
-    def parts(self, view: View, cushion: float = 0.0) -> Parts:
+    def parts(self, view: View) -> Parts:
+        """What is here; `Parts.in_order` must be called before decodes and prompts are used."""
         parts, now, given_up, all_ = Parts(), view.now, self._given_up, self._known
         for seq in view.running:
             if seq.id in given_up:
@@ -125,10 +141,6 @@ class Requests:
                 prompts.append(job)
                 continue
             self._sort_in(view, seq, parts, queued, prompts)
-        if cushion:
-            parts.decodes = [_ahead(job, now, cushion) for job in parts.decodes]
-        parts.decodes.sort()
-        prompts.sort()
         return parts
 
     def oldest(self, view: View, parts: Parts) -> SeqView | None:
@@ -223,9 +235,10 @@ class Requests:
         return due, tpot, inf
 
 
-def _ahead(job: Job, now: float, cushion: float) -> Job:
-    """A decode that is to stay so many seconds ahead; one that is not gets there by and by."""
-    soon = now + PACE_UP * job.tpot
+def _ahead(job: Job, now: float, cushion: float, tokens: float) -> Job:
+    """A decode that is to stay so many seconds ahead, at so many tokens a step; one that is not gets there by and
+    by."""
+    soon = now + (PACE_UP if tokens == 1.0 else PACE_UP_DRAFTED) * job.tpot * tokens
     return job._replace(due=max(job.due - cushion, min(job.due, soon)))
 
 

@@ -27,6 +27,7 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
 from rubato.policies import polyserve
 from rubato.policies.rubato.batch import StepBatch
+from rubato.policies.rubato.drafts import Drafts
 from rubato.policies.rubato.prefill_step import prefill_step
 from rubato.policies.rubato.requests import Requests
 from rubato.policies.rubato.supply import Array, DecodePace, DecodeSteps, Job, StepErrors, left_out
@@ -52,13 +53,14 @@ class Scheduler:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
-    uses: ClassVar[frozenset[str]] = frozenset({"handoff", "kv_transfer"})
+    uses: ClassVar[frozenset[str]] = frozenset({"draft", "tree", "handoff", "kv_transfer"})
     risk: float = 3.0
     deadline_reserve: float = 0.001
     patience: float = 4.0
     fairness: float = 5.0
     _requests: Requests = field(init=False, repr=False)
     _errors: StepErrors = field(default_factory=StepErrors, init=False, repr=False)
+    _drafts: Drafts = field(default_factory=Drafts, init=False, repr=False)
     _ratios: OutputRatios = field(default_factory=OutputRatios, init=False, repr=False)
     _polyserve: polyserve.Scheduler = field(default_factory=polyserve.Scheduler, init=False, repr=False)
     _turn: int = field(default=0, init=False)  # steps since the oldest best effort had one
@@ -89,8 +91,10 @@ class Scheduler:
         self._errors.learn(view)
         doubt = self.risk * self._errors.spread(view.latency.spread)
         step = view.latency.step_time(view.decodes) if view.decodes.seqs else 0.0
-        parts = self._requests.parts(view, self._errors.cushion(step, doubt))
-        steps = DecodeSteps(view, parts.decodes, doubt, self.deadline_reserve, self._errors.slower)
+        parts = self._requests.parts(view)
+        entry = self._drafts.entry(view, parts.decodes)
+        parts.in_order(view.now, self._errors.cushion(step, doubt), entry)
+        steps = DecodeSteps(view, parts.decodes, doubt, self.deadline_reserve, self._errors.slower, entry)
         oldest = self._requests.oldest(view, parts)
         drop = {s.id: "rejected-slo-infeasible" for s in parts.late if refusable(s)}
         if drop:
@@ -170,7 +174,7 @@ class Scheduler:
         residents = [resident(seq) for seq in held] + [resident(job.seq) for job in fresh]
         forecast = KVSurvival(view, self._ratios, residents)
         forecast.add(slice(0, len(held)))
-        pace = DecodePace(view, begun, steps.slower)
+        pace = DecodePace(view, begun, steps.slower, steps.entry)
         costs = [forecast.cost(i) for i in range(len(residents))]
         mean = sum(costs) / len(costs)
         price = PRICE * self._requests.losses.share()

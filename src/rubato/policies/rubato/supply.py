@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
 from rubato.policy_kit.batch_builder import remaining_output
+from rubato.policy_kit.draft_value import drafting, with_nodes
 
 MEMORY = 256  # steps over which measured errors fade
 UNSURE = 16  # steps before they count
 CUSHION = 0.5  # of the worst burst of late, that decodes stay ahead: with all of it twice as many prompts are late
 BURST = 8  # steps in a row of which a burst is looked for
+UNLUCKY = 12  # steps without luck in a row that decodes with drafts are ahead for: with 4 more promises break
 FADE = 0.5 ** (1 / 1024)  # how fast it is forgotten, a step
 WORST = 1.0  # the largest error of one step that is counted: a pause of the machine says nothing of the next step
 PACE = 0.95  # share of the time that decodes may take for good: with all of it, lengths that grow tip it over
@@ -39,6 +41,29 @@ class Job(NamedTuple):
     pending: int
     cached: int
     seq: SeqView
+
+
+class Entry(NamedTuple):
+    """What a decode has in a step. draft: (depth, width) of the tree that is drafted at its end, None: plain decoding.
+    nodes: of the last one, verified; tokens: out; both on average. seconds: predicted of a step of all."""
+
+    draft: tuple[int, int] | None = None
+    nodes: float = 0.0
+    tokens: float = 1.0
+    seconds: float = 0.0
+
+    def shape(self, seqs: int, kv: int) -> Shape:
+        """A step of so many, which have so much KV together, their next token counted."""
+        if self.draft is None:
+            return Shape(seqs, seqs, kv)
+        return with_nodes(drafting(self.draft, seqs), seqs, kv - seqs, round(self.nodes * seqs))
+
+    def unlucky(self, tpot: float) -> float:
+        """Seconds by which a decode falls behind in steps without luck, which bring a single token each."""
+        return UNLUCKY * max(0.0, self.seconds - tpot)
+
+
+PLAIN = Entry()
 
 
 class StepErrors:
@@ -87,7 +112,10 @@ class DecodeSteps:
     """Seconds of steps with these decodes, which come by deadline. doubt: relative, what one step may take beyond what
     is predicted; reserve: seconds kept before a deadline; slower: of `StepErrors`."""
 
-    def __init__(self, view: View, decodes: Sequence[Job], doubt: float, reserve: float, slower: float) -> None:
+    def __init__(
+        self, view: View, decodes: Sequence[Job], doubt: float, reserve: float, slower: float, entry: Entry = PLAIN
+    ) -> None:
+        self.entry = entry
         self.now, self.decodes, self.doubt, self.reserve, self.slower = view.now, decodes, doubt, reserve, slower
         self._step_time = view.latency.step_time
         self._kv = list(accumulate([job.cached + 1 for job in decodes], initial=0))
@@ -104,22 +132,27 @@ class DecodeSteps:
 
     def seconds(self, count: int) -> float:
         """Of a step with the first so many decodes."""
+        return self.slower * self._step_time(self.entry.shape(count, self._kv[count])) if count else 0.0
+
+    def least(self, count: int) -> float:
+        """Of the same without drafts."""
         return self.slower * self._step_time(Shape(count, count, self._kv[count])) if count else 0.0
 
     def seconds_with(self, count: int, job: Job) -> float:
         """Of these and all of a prompt."""
-        return self.slower * self._step_time(Shape(count, count, self._kv[count]).plus(job.pending, job.cached))
+        shape = self.entry.shape(count, self._kv[count]) if count else Shape()
+        return self.slower * self._step_time(shape.plus(job.pending, job.cached))
 
     def seconds_more(self, job: Job) -> float:
         """What a prompt adds to a step with all decodes."""
         return self.seconds_with(len(self.decodes), job) - (self.full or self.base)
 
     def most_within(self, count: int, bound: float) -> int:
-        """How many of the first so many decodes end within the bound; 1 at least."""
+        """How many of the first so many decodes end within the bound, without drafts; 1 at least."""
         low, high = 1, count
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.seconds(middle) <= bound else (low, middle - 1)
+            low, high = (middle, high) if self.least(middle) <= bound else (low, middle - 1)
         return low
 
     def due_by(self, time: float) -> int:
@@ -130,12 +163,13 @@ class DecodeSteps:
         return self.decodes[0].due if self.decodes else inf
 
     def owed(self, span: Array) -> tuple[Array, Array]:
-        """Within each of these spans from now, ascending: tokens of the decode that needs most, and of all."""
+        """Within each of these spans from now, ascending: entries of the decode that needs most, and of all."""
         if not self.decodes:
             return np.zeros(len(span)), np.zeros(len(span))
         first = self._due - self.now
-        tpot = np.array([min(job.tpot, 1e6) for job in self.decodes])
-        left = np.array([remaining_output(job.seq) for job in self.decodes])
+        brings = self.entry.tokens
+        tpot = brings * np.array([min(job.tpot, 1e6) for job in self.decodes])
+        left = np.array([remaining_output(job.seq) for job in self.decodes]) / brings
         at = span if len(span) <= POINTS else np.linspace(span[0], span[-1], POINTS)
         each = np.clip(np.floor((at[:, None] - first) / tpot) + 1.0, 0.0, left)
         most, all_ = each.max(axis=1), each.sum(axis=1)
@@ -148,8 +182,8 @@ class DecodePace:
     """Whether decodes can go on together: in steps as long as the tightest TPOT, each takes part in as many as its own
     TPOT asks for."""
 
-    def __init__(self, view: View, jobs: Sequence[Job], slower: float) -> None:
-        self._step_time, self._slower = view.latency.step_time, slower
+    def __init__(self, view: View, jobs: Sequence[Job], slower: float, entry: Entry = PLAIN) -> None:
+        self._step_time, self._slower, self._entry = view.latency.step_time, slower, entry
         self._most = min(view.limits.max_num_seqs, view.limits.max_num_batched_tokens)
         self._tightest, self._rate, self._kv = inf, 0.0, 0.0  # tokens a second, and tokens of KV read a second
         for job in jobs:
@@ -162,7 +196,8 @@ class DecodePace:
             return True
         seqs = round((self._rate + rate) * tightest)
         kv = round((self._kv + rate * (job.cached + job.pending)) * tightest)
-        return seqs <= self._most and self._slower * self._step_time(Shape(seqs, seqs, kv)) <= PACE * tightest
+        period = tightest * self._entry.tokens
+        return seqs <= self._most and self._slower * self._step_time(self._entry.shape(seqs, kv)) <= PACE * period
 
     def add(self, job: Job) -> None:
         self._tightest = min(self._tightest, job.tpot)
