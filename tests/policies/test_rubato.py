@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,15 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rubato.core.events import Demoted, Finished, Tokens
+from rubato.core.plan import Tree
 from rubato.latency.roofline import Model
+from rubato.policies.rubato.drafts import Drafts, nodes_to_verify
 from rubato.policies.rubato.requests import TierLosses
-from rubato.policies.rubato.supply import DecodeSteps, Job, StepErrors, left_out
+from rubato.policies.rubato.supply import PLAIN, DecodeSteps, Job, StepErrors, left_out
 from rubato.policy_kit.kv_survival import ENOUGH, KVSurvival, OutputRatios, Resident, SurvivalCurve
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import run_spec, view
+from tests.doubles import Seq, run_spec, view
 from tests.policies.slos_serve.test_guarantee import promised
+from tests.policies.test_adaserve import CHAIN, Drafting, drafted
+from tests.policies.test_adaserve import seen as drafting_view
 from tests.policies.test_properties import Load
 from tests.policies.test_tables import decode, load, prompt, seen, work
 
@@ -237,6 +242,54 @@ def test_a_tier_that_loses_more_is_left_out_less() -> None:
     for i in range(5000):
         losses.count(f"tier {i}", False)
     assert len(losses._tiers) < 1000  # a client may name any
+
+
+# ----------------------------------------------------------------- drafts
+
+
+def job(seq: Seq) -> Job:
+    return Job(seq.due, 0.0, seq.id, seq.request.stages[0].slo.tpot or 0.0, 1, seq.cached, seq)
+
+
+def test_nodes_go_to_decodes_that_are_due_again_too_soon_then_to_the_likeliest() -> None:
+    """Until 0.1 s `near` is due at 0.02, 0.06 and 0.1: it needs two tokens beside its own, `far` none."""
+    near = drafted("near", CHAIN, tpot=0.04, due=0.02)
+    far = drafted("far", Tree((-1, 0), (0.95, 0.92)), tpot=0.04, due=9.0)
+    jobs = [job(near), job(far)]
+    assert nodes_to_verify(jobs, 0.1, 2) == {"near": (0, 1)}
+    assert nodes_to_verify(jobs, 0.1, 4) == {"near": (0, 1, 2), "far": (0,)}  # 0.9 and 0.8 are not two tokens yet
+    assert nodes_to_verify(jobs, 0.01, 2) == {"far": (0, 1)}
+    assert nodes_to_verify(jobs, 0.1, 0) == {}
+
+
+def test_an_entry_verifies_as_much_as_pays_and_brings_what_its_trees_promise() -> None:
+    """10 ms, 1 ms a token, 1 ms a draft step, two of which pay: of 0.9, 0.8, 0.3 and 0.1 the last does not."""
+    running = [drafted("a", CHAIN, tpot=0.04, due=9.0)]
+    shown = drafting_view(running, latency=Drafting(per_draft=0.001))
+    entry = Drafts().entry(shown, [job(s) for s in running])
+    assert (entry.draft, entry.nodes, entry.tokens) == ((2, 3), 3.0, pytest.approx(3.0))
+    steps = DecodeSteps(shown, [job(s) for s in running], 0.0, 0.0, 1.0, entry)
+    assert steps.full == pytest.approx(entry.seconds) == pytest.approx(0.016)
+    assert steps.least(1) == pytest.approx(0.011)
+    most, _ = steps.owed(np.array([9.0, 9.0 + 3.1 * 0.04]))
+    assert list(most) == [1.0, pytest.approx(5 / 3)]  # entries: one, then all that its five tokens to come take
+    assert Drafts().entry(replace(shown, supports=frozenset()), [job(s) for s in running]) == PLAIN
+
+
+def test_no_step_with_drafts_is_shorter_than_one_of_all_decodes_and_their_nodes() -> None:
+    near, far = drafted("near", CHAIN, tpot=0.02, due=0.012), drafted("far", CHAIN, tpot=0.02, due=0.02)
+    for supports, width in ((frozenset({"draft", "tree"}), 3), (frozenset({"draft"}), 1)):
+        shown = replace(drafting_view([near, far], (prompt("p", 40, ttft=5.0),)), supports=supports)
+        plan = load("rubato").plan(shown)
+        assert {w.seq: len(w.verify) for w in plan.work if w.seq != "p"} == {"near": 2, "far": 2}
+        assert {w.draft[1] for w in plan.work if w.draft is not None} == {width}
+
+
+def test_nodes_take_no_kv_that_decodes_need() -> None:
+    running = [drafted("a", CHAIN, tpot=0.04, due=9.0), drafted("b", CHAIN, tpot=0.04, due=9.0)]
+    plan = load("rubato").plan(drafting_view(running, kv_free=2))
+    assert {w.seq: w.verify for w in plan.work} == {"a": (), "b": ()}
+    assert not plan.preempt
 
 
 def test_settings_that_cannot_be_are_named() -> None:

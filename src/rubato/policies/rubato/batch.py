@@ -78,7 +78,7 @@ class StepBatch:
         hard = steps.within(steps.first_due() - now)
         bound = max(min(longest, hard), LEAST * steps.base)
         behind = steps.entry.draft is not None and bound < steps.full
-        if behind:  # the step that brings most tokens a second: shorter ones, or some decodes alone, end in delay for all
+        if behind:  # the step that brings most tokens a second: shorter ones, or fewer decodes, end in delay for all
             bound = hard = steps.full
         if not self._kept:
             return (all_ if steps.least(all_) <= bound else steps.most_within(all_, bound)), bound
