@@ -123,12 +123,23 @@ def test_a_prompt_is_placed_with_a_seat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("supports", "count", "apart"),
-    [(["kv_transfer"], 4, True), (["kv_transfer"], 3, False), ([], 8, False)],
+    ("supports", "count", "phases", "places"),
+    [
+        (["kv_transfer"], 4, {"prefill", "decode"}, {"a": "r0", "b": "r0"}),
+        (["kv_transfer"], 3, set(), {"a": "r0", "b": "r1"}),
+        ([], 8, {"both"}, {"a": "r0", "b": "r0"}),
+        ([], 1, set(), {"a": "r0", "b": "r0"}),
+    ],
 )
-def test_mode_auto(supports: list[str], count: int, apart: bool) -> None:
-    dispatch = made("auto").place(shown(asked("a")), fleet(count, supports=frozenset(supports)), 0.0)
-    assert ("prefill" in {role.phase for role in dispatch.assign.values()}) is apart
+def test_mode_auto(supports: list[str], count: int, phases: set[str], places: dict[str, str]) -> None:
+    """Fewer than four replicas are not divided: each serves all tiers."""
+    router = made("auto")
+    assert {role.kind for role in router.roles([f"r{i}" for i in range(count)]).values()} == (
+        {"best_effort"} if count >= 4 else {""}
+    )
+    dispatch = router.place(shown(asked("a"), asked("b")), fleet(count, supports=frozenset(supports)), 0.0)
+    assert {role.phase for role in dispatch.assign.values()} == phases
+    assert dispatch.place == places
 
 
 @pytest.mark.parametrize(

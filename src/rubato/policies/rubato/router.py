@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from rubato.core.events import Event, Finished, HandedOff, Left, Lost, Placed, Transferred
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.plan import Role
+from rubato.core.plan import ANY, Role
 from rubato.core.request import Handoff
-from rubato.policies import polyserve
+from rubato.policies import least_loaded, polyserve
 from rubato.policies.rubato.prefill_step import BUDGET, PATIENCE, seconds_in_turns
 from rubato.policies.rubato.prompt import Prompt, promised, unpromised
 from rubato.policies.rubato.replica_model import PREFILL, Replica, Seat
@@ -38,7 +38,7 @@ HOST_ROOM = 0.1
 # Seconds over which the work placed is a mean; as many replicas are kept for prefill as that takes. By the work that
 # comes in, some of which is given up later, too many are kept: mooncake-toolagent loses 2 points, sharegpt 7.
 RATE_SECONDS = 5.0
-LEAST_APART = 4  # replicas from which on mode auto keeps prompts and decodes apart: with fewer each is too large a part
+LEAST = 4  # replicas from which on mode auto divides them: with fewer each is too large a part of the fleet
 SPARE = 0.1  # part of the fleet that stays idle before best effort gets the pool: a claim waits for the step there
 POOL_TOKENS = 4096  # of best effort that may wait at a replica of the pool: what is recalled has begun in vain
 CREDIT = 2.0  # seconds for which best effort's share may be saved up: more would come at once
@@ -49,11 +49,11 @@ SOON = 1e-5  # seconds from now at which the router is asked again at the earlie
 
 @dataclass
 class Router:
-    """mode: "pd" for prefill and decode replicas, "co" for PolyServe's way to run prompts beside decodes, "auto": the
-    first where KV can move and there are at least `LEAST_APART` replicas at the start, else the second. A replica that
-    is alone decides itself. tiers: TPOTs in seconds, ascending; a request belongs to the loosest that is no looser than
-    its own. best_effort: the share of the fleet's time that goes to best effort, and to what was too late, where no
-    replica is free (pd).
+    """mode: "pd" for prefill and decode replicas, "co" for PolyServe's way to run prompts beside decodes, "auto": with
+    fewer than `LEAST` replicas at the start each serves all tiers, and a request goes to the least loaded; else pd
+    where KV can move, co where not. tiers: TPOTs in seconds, ascending; a request belongs to the loosest that is no
+    looser than its own. best_effort: the share of the fleet's time that goes to best effort, and to what was too late,
+    where no replica is free (pd).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"recall", "step_times"})
@@ -62,7 +62,8 @@ class Router:
     tiers: Sequence[float] = (0.02, 0.03, 0.05, 0.1)
     best_effort: float = 0.02
     _together: polyserve.Router = field(init=False, repr=False)
-    _apart: bool | None = field(init=False, repr=False, default=None)  # None: not decided
+    _each: least_loaded.Router = field(init=False, repr=False, default_factory=least_loaded.Router)
+    _decided: str = field(init=False, repr=False, default="")  # "pd", "co", "each"; "" not yet
     _replicas: dict[str, Replica] = field(init=False, repr=False, default_factory=dict)
     _tables: dict[tuple[int, int], StepTable] = field(init=False, repr=False, default_factory=dict)
     _queue: dict[str, Prompt] = field(init=False, repr=False, default_factory=dict)
@@ -83,7 +84,7 @@ class Router:
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}: give {', '.join(MODES)}")
         if self.mode != "auto":
-            self._apart = self.mode == "pd"
+            self._decided = self.mode
         if self.mode == "pd":
             self.needs = self.needs | {"kv_transfer"}  # type: ignore[misc]  # of this one alone
         if not 0.0 < self.best_effort <= 1.0:
@@ -94,7 +95,9 @@ class Router:
         self._need = [0.0] * len(self.tiers)
 
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
-        """All are in the pool at first."""
+        """All are in the pool at first; few are not divided."""
+        if self.mode == "auto" and len(replicas) < LEAST:
+            return dict.fromkeys(replicas, ANY)
         if self.mode == "pd" and len(replicas) < 2:
             raise ValueError("rubato in mode pd needs at least 2 replicas, to prefill and to decode: there is 1")
         return dict.fromkeys(replicas, POOL_ROLE)
@@ -102,8 +105,9 @@ class Router:
     # ----------------------------------------------------------------- what happens
 
     def observe(self, events: Sequence[Event]) -> None:
-        if not self._apart:
+        if self._decided == "co":
             self._together.observe(events)
+        if self._decided != "pd":
             return
         for event in events:
             if isinstance(event, HandedOff) and event.request.handoff and event.request.handoff.reason == "prefilled":
@@ -163,12 +167,12 @@ class Router:
     # ----------------------------------------------------------------- what goes where
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        if self._apart is None and len(fleet) > 1:
+        if not self._decided and len(fleet) > 1:
             movable = all("kv_transfer" in view.supports for view in fleet)
-            self._apart = movable and len(fleet) >= LEAST_APART
-        if self._apart is None:  # it sees all that waits, too
-            return Dispatch({seq.id: fleet[0].id for seq in held})
-        if not self._apart:
+            self._decided = "each" if len(fleet) < LEAST else "pd" if movable else "co"
+        if self._decided in ("", "each"):
+            return self._each.place(held, fleet, now)
+        if self._decided == "co":
             return self._together.place(held, fleet, now)
         replicas = self._look(fleet, now)
         turn = Turn(held, replicas, now)
