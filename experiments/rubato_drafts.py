@@ -30,7 +30,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload, scenarios
 
 SOURCE = "ours; streams and models of AdaServe, §6"
-SECONDS = 3000.0
+SECONDS = 2000.0
 
 TTFT = 2.0
 RATES = {"llama": (4.0, 5.0, 6.0), "qwen": (5.0, 6.5, 8.0)}
