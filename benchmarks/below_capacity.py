@@ -1,11 +1,12 @@
-"""What a policy costs below capacity, and gains near it, live: the bundled model over HTTP, the demo's three tiers.
+"""What policies cost below capacity, and gain near and above it, live: the bundled model over HTTP, the demo's tiers.
 
-    python benchmarks/below_capacity.py [--policy edf] [--times 0.5,0.8,1.0] [--seeds 3] [--seconds 40] [--json FILE]
+    python benchmarks/below_capacity.py [--policies edf rubato] [--times 0.5,0.8,1.0] [--seeds 3] [--seconds 40]
+        [--json FILE]
 
 The rate at which `vllm` attains 90 % is tried on the real server. Shares of it (`--times`) are offered: the same
-requests at the same times to `vllm` and to the policy, each in a server of its own, the first of the two in turn.
-Reported for each share: attainment, mean end-to-end latency and P99 of TTFT of either, with a 95 % interval over seeds,
-and the ratio of the mean latencies (policy / vllm, seed by seed). Keep the machine quiet.
+requests at the same times to `vllm` and to each policy, each in a server of its own, in an order that turns with the
+seed. Reported for each share and policy: attainment, mean end-to-end latency, mean TTFT and its P99, with a 95 %
+interval over seeds, and the ratios of the means (policy / vllm, seed by seed). Keep the machine quiet.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def row(policy: str, times: float, seed: int, run: BenchResult) -> dict[str, Any
         "met": demo.met(run),
         "offered": len(run.records),
         "mean_e2e": mean([v.e2e for v in verdicts if v.e2e is not None]),
+        "mean_ttft": mean([v.ttft for v in verdicts if v.ttft is not None]),
         "ttft_p99": float(np.quantile([v.ttft for v in verdicts if v.ttft is not None], 0.99)),
         "problems": list(run.problems),
     }
@@ -51,35 +53,35 @@ def shown(estimate: Estimate) -> str:
     return f"{estimate.value:.2f} {estimate.interval('{:.2f}'.format)}"
 
 
-def told(rows: Sequence[Mapping[str, Any]], policy: str) -> str:
+def told(rows: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> str:
     lines = [
-        f"| times the rate | attained, `vllm` | attained, `{policy}` | mean e2e, `vllm`, s | `{policy}`, s | ratio "
-        f"| P99 of TTFT, `vllm`, s | `{policy}`, s |",
+        "| times the rate | policy | attained | mean e2e, s | over `vllm`'s | mean TTFT, s | over `vllm`'s |"
+        " P99 of TTFT, s |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for times in dict.fromkeys(r["times"] for r in rows):
-        base, ours = ([r for r in rows if r["times"] == times and r["policy"] == p] for p in (VLLM.label, policy))
-        attained = [
-            percent(attainment_over_seeds([r["met"] for r in own], [r["offered"] for r in own])) for own in (base, ours)
-        ]
-        e2e, ttft = (
-            [shown(over_seeds([r[key] for r in own])) for own in (base, ours)] for key in ("mean_e2e", "ttft_p99")
-        )
-        ratio = shown(over_seeds([b["mean_e2e"] / a["mean_e2e"] for a, b in zip(base, ours, strict=True)]))
-        lines.append(f"| {times:g} | {' | '.join(attained)} | {' | '.join(e2e)} | {ratio} | {' | '.join(ttft)} |")
+        base = [r for r in rows if r["times"] == times and r["policy"] == VLLM.label]
+        for policy in (VLLM.label, *policies):
+            own = [r for r in rows if r["times"] == times and r["policy"] == policy]
+            cells = [percent(attainment_over_seeds([r["met"] for r in own], [r["offered"] for r in own]))]
+            for key in ("mean_e2e", "mean_ttft"):
+                cells.append(shown(over_seeds([r[key] for r in own])))
+                cells.append(shown(over_seeds([b[key] / a[key] for a, b in zip(base, own, strict=True)])))
+            cells.append(shown(over_seeds([r["ttft_p99"] for r in own])))
+            lines.append(f"| {times:g} | `{policy}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", default="edf")
+    parser.add_argument("--policies", nargs="+", default=["edf", "rubato"])
     parser.add_argument("--times", default="0.5,0.8,1.0", help="shares of the rate that vllm holds")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--rate", type=float, help="requests/s that vllm holds (default: found)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    ours = PolicyChoice.parse(args.policy)
+    choices = [VLLM, *map(PolicyChoice.parse, args.policies)]
     with tempfile.TemporaryDirectory() as folder:
         stage = demo.Stage(Path(folder), str(bundled_model.ensure()), 0, Progress("each policy"))
         warm = stage.warm_up(args.seconds)
@@ -92,10 +94,11 @@ def main() -> None:
         rows = []
         for seed in range(1, args.seeds + 1):
             for times in map(float, args.times.split(",")):
-                for choice in (VLLM, ours) if seed % 2 else (ours, VLLM):
+                turn = seed % len(choices)
+                for choice in choices[turn:] + choices[:turn]:
                     rows.append(row(choice.label, times, seed, run(choice, times * rate, args.seconds, seed)))
                     print(json.dumps(rows[-1]), flush=True)
-    print("\n" + told(rows, ours.label))
+    print("\n" + told(rows, [choice.label for choice in choices[1:]]))
     if args.json:
         slos = {tier: dataclasses.asdict(slo) for tier, slo in warm.slos.items()}
         whole = {"holds": rate, "scale": warm.scale, "slos": slos, "seconds": args.seconds, "runs": rows}
