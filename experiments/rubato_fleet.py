@@ -60,8 +60,9 @@ class Table:
     def __init__(self, values: Sequence[Any]) -> None:
         self.ours = {v["data"]: v for v in values if v["name"] == OURS}
         others = json.loads(OTHERS.read_text(encoding="utf-8"))["data"]
-        self.others = [v for v in others if v["data"] not in LARGE and UNTAUGHT not in v["name"]]
-        self.others += [v for v in values if v["name"] != OURS]
+        self.others = [v for v in values if v["name"] != OURS]
+        here = {v["data"] for v in self.others}
+        self.others += [v for v in others if v["data"] not in here and UNTAUGHT not in v["name"]]
 
     def goodput(self, value: Any, measure: str) -> Any:
         """A replica's, by seed."""
