@@ -239,6 +239,25 @@ def test_the_engine_chooses_them_for_bfloat16_in_units(bundled_folder: Path, eng
     assert not native.suits(replace(config, head_dim=80), torch.bfloat16, CPU, 16)
 
 
+def test_a_model_has_memory_for_the_threads_it_is_told_whatever_pytorch_has_now(twin: Callable[[str], Path]) -> None:
+    """Another engine of the process may be at its trial on one thread just then."""
+    folder = twin("qwen3-mixed")
+    config, before = load_config(folder), torch.get_num_threads()
+    weights = load_weights(folder, config, torch.bfloat16, CPU)
+    try:
+        torch.set_num_threads(1)
+        model = Model(config, weights, 4, 16, threads=2)
+        assert model.native is not None
+        assert model.native.scratch.shape[0] == 2
+        model.use_threads(1)
+        model.use_threads(2)
+        assert (model.native.threads, torch.get_num_threads()) == (2, 2)
+        with pytest.raises(ValueError, match="3 threads: this model has memory for 1 to 2"):
+            model.use_threads(3)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("name", ["bundled", "qwen3-mixed"])
 def test_without_llvm_the_plain_path_gives_the_same_logits(
     name: str, bundled_folder: Path, twin: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -230,11 +230,13 @@ class Engine:
 
     # ----------------------------------------------------------------- on the engine's own thread
 
+    @property
+    def _most_threads(self) -> int:
+        return self._threads if isinstance(self._threads, int) else THREADS
+
     def _set_threads(self) -> None:
-        if self._threads != "auto":
-            torch.set_num_threads(self._threads)
-        elif self._device.type == "cpu":
-            torch.set_num_threads(THREADS)
+        torch.set_num_threads(self._most_threads)
+        if self._threads == "auto" and self._device.type == "cpu":
             self._free = FreeCores(THREADS, self._clock, TakenCores(self._clock).now, len(usable()))
 
     @torch.inference_mode()
@@ -243,7 +245,9 @@ class Engine:
         if self._model is None:
             weights = load_weights(self._folder, self._config, self._dtype, self._device)
             spare = 0 if self._drafter is None else SPARE * self._limits.max_num_seqs
-            self._model = Model(self._config, weights, self._limits.kv_blocks, self._limits.block_size, spare)
+            torch.set_num_threads(self._most_threads)  # another engine's loading may have changed it meanwhile
+            limits = self._limits
+            self._model = Model(self._config, weights, limits.kv_blocks, limits.block_size, spare, self._most_threads)
             log.info(
                 "%s: %s. Products: %s. Attention: %s. Threads: %d%s",
                 self.model_name,

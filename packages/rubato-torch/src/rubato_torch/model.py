@@ -28,27 +28,33 @@ class Model:
     that a step writes both at once and reads both at once. Where the native kernels suit, they do all but the matrix
     products, and kv is (layers, blocks, ...) as they lay it out."""
 
-    def __init__(self, config: Config, weights: Weights, blocks: int, block: int, spare: int = 0) -> None:
+    def __init__(
+        self, config: Config, weights: Weights, blocks: int, block: int, spare: int = 0, threads: int | None = None
+    ) -> None:
         """spare: blocks beyond these that the native kernels may lay candidates in; without them trees that branch are
-        PyTorch's."""
+        PyTorch's. threads: the most that a step may run on; None: PyTorch's at this moment, which is right only where
+        no other engine of the process may change it meanwhile."""
+        self.most_threads = torch.get_num_threads() if threads is None else threads
         self.config = config
         self.weights = weights
         dtype, device = weights.embed.dtype, weights.embed.device
         self.native: native.Native | None = None
         if native.suits(config, dtype, device, block):
-            self.native = native.Native(config, weights.cos, weights.sin, torch.get_num_threads())
+            self.native = native.Native(config, weights.cos, weights.sin, self.most_threads)
             self.kv = self.native.kv(blocks + spare, block)
         else:
             shape = (config.layers, blocks, block, 2, config.kv_heads, config.head_dim)
             self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.block = block
         self.spare = range(blocks, blocks + spare)
-        self.threads = torch.get_num_threads()
+        self.threads = self.most_threads
         self.windows = frozenset(config.windows)
 
     def use_threads(self, count: int) -> None:
-        """Run further steps on so many threads, at most those there were at first; to be called on the thread that
-        runs them."""
+        """Run further steps on so many threads; to be called on the thread that runs them. Raises ValueError for more
+        than `most_threads`: the kernels have scratch memory for no more."""
+        if not 1 <= count <= self.most_threads:
+            raise ValueError(f"{count} threads: this model has memory for 1 to {self.most_threads}")
         if count != self.threads:
             self.threads = count
             torch.set_num_threads(count)
