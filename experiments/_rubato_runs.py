@@ -6,7 +6,10 @@ and latency models go on learning. Every system serves the same requests, seed b
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from experiments._rate_search import RateSearch, shares_of
 from rubato.fleet.cluster_options import PolicyChoice
@@ -35,6 +38,13 @@ class ScenarioTried(RateSearch):
             stated_max_tokens=MOST_TOKENS.get(self.scenario, USUALLY),
         )  # fmt: skip
         return shares_of(simulate(self._load.rescaled(rate), spec, self.seed, causes=False).records)
+
+
+def recorded(figure: str) -> list[Any]:
+    """What the jobs of another figure returned in its last full run."""
+    path = Path(__file__).parents[1] / "docs" / "figures" / f"{figure}.json"
+    found: list[Any] = json.loads(path.read_bytes())["data"]
+    return found
 
 
 @cache

@@ -39,27 +39,39 @@ def jobs(small: bool) -> list[Job]:
     ]  # fmt: skip
 
 
+class Window:
+    """Requests at one load; those from `first` to `last` are counted. enough: replicas for whom no load is too much."""
+
+    def __init__(self, load: float, seed: int, stays: float, fill: float) -> None:
+        self.rate = load * REPLICAS * runs.best_rate(DATA, HOST, "co")
+        self.enough = max(6, round(ROOM * load * REPLICAS))
+        busy = max(1, round(load * REPLICAS))
+        count = runs.coming_in(DATA, HOST, busy, stays)
+        self.first = runs.coming_in(DATA, HOST, busy, fill)
+        self._offered = runs.offered(DATA, HOST, count, seed, busy, fill).rescaled(self.rate)
+        self.last = min(self.first + count, len(self._offered.arrivals) - 1)
+        self.start, self.end = (self._offered.arrivals[i].at for i in (self.first, self.last))
+
+    def attained(self, choice: str, replicas: int, listen: Any = None) -> float:
+        ran = runs.served(self._offered, DATA, HOST, choice, replicas, listen=listen)
+        return share(ran.records[self.first : self.last])
+
+    def paid(self, choice: str) -> tuple[float, float]:
+        """Replica-seconds a request in SLO, the pool's apart, and the share in SLO, with more replicas than needed."""
+        roles = FleetRoles()
+        attained = self.attained(choice, self.enough, roles)
+        spent = sum(spent for role, spent in roles.seconds(self.start, self.end).items() if role != POOL)
+        return spent / (attained * (self.last - self.first)), attained
+
+
 def measured(load: float, seed: int, stays: float, fill: float, choices: Sequence[str]) -> dict[str, Any]:
     """cost: replica-seconds a request in SLO, so that one that is given up saves nothing; attained: share in SLO."""
-    rate = load * REPLICAS * runs.best_rate(DATA, HOST, "co")
-    enough = max(6, round(ROOM * load * REPLICAS))
-    busy = max(1, round(load * REPLICAS))
-    first = runs.coming_in(DATA, HOST, busy, fill)
-    count = runs.coming_in(DATA, HOST, busy, stays)
-    offered = runs.offered(DATA, HOST, count, seed, busy, fill).rescaled(rate)
-    last = min(first + count, len(offered.arrivals) - 1)
-    start, end = offered.arrivals[first].at, offered.arrivals[last].at
-
-    def attained(choice: str, replicas: int, listen: Any = None) -> float:
-        return share(runs.served(offered, DATA, HOST, choice, replicas, listen=listen).records[first:last])
-
+    window = Window(load, seed, stays, fill)
+    attained, enough, rate = window.attained, window.enough, window.rate
     cost: dict[str, float] = {}
     shares: dict[str, float] = {}
     for mode in MODES:
-        roles = FleetRoles()
-        shares[mode] = attained(OURS[mode], enough, roles)
-        paid = sum(spent for role, spent in roles.seconds(start, end).items() if role != POOL)
-        cost[mode] = paid / (shares[mode] * (last - first))
+        cost[mode], shares[mode] = window.paid(OURS[mode])
     fewest, best = 2 * enough, ""
     for choice in choices:
         if attained(choice, fewest - 1) < TARGET:
@@ -72,7 +84,8 @@ def measured(load: float, seed: int, stays: float, fill: float, choices: Sequenc
     if not best:
         raise ValueError(f"no setting of co_chunk attains {TARGET:g} with {fewest - 1} replicas at {rate:.4g}/s")
     shares["co_chunk"] = attained(best, fewest)
-    cost["co_chunk"] = fewest * (end - start) / (shares["co_chunk"] * (last - first))
+    spent = fewest * (window.end - window.start)
+    cost["co_chunk"] = spent / (shares["co_chunk"] * (window.last - window.first))
     return {"load": load, "seed": seed, "rate": rate, "cost": cost, "attained": shares,
             "replicas": fewest, "setting": best}  # fmt: skip
 

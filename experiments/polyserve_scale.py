@@ -43,9 +43,10 @@ def jobs(small: bool) -> list[Job]:
 
 
 def measured(name: str, size: int, seed: int, stays: float, fill: float) -> dict[str, Any]:
+    """name: one of `SYSTEMS`, or a policy."""
     best = size * runs.best_rate(DATA, HOST, mode_of(name))
     tried = Tried(DATA, HOST, seed, stays, size, fill)
-    rate, choice = tried.best(SYSTEMS[name], 0.6 * best, ALL, coarse=2)
+    rate, choice = tried.best(SYSTEMS.get(name, (name,)), 0.6 * best, ALL, coarse=2)
     return {"name": name, "size": size, "seed": seed, "each": rate / size, "setting": choice, "tried": tried.listed()}
 
 

@@ -10,11 +10,9 @@ learnt; all are run here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +21,9 @@ from experiments import Found, polyserve_cost, polyserve_scale
 from experiments import _polyserve_runs as runs
 from experiments import ascendra_capacity as ascendra
 from experiments import polyserve_goodput as goodput
-from experiments._fleet_roles import FleetRoles
 from experiments._guest import held
-from experiments._rate_search import MEASURES, RateSearch, share, shares_of
+from experiments._rate_search import MEASURES, RateSearch, shares_of
+from experiments._rubato_runs import recorded
 from rubato.engines.simulated import Link
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
@@ -40,10 +38,9 @@ SOURCE = "ours; loads of PolyServe, §5.3 to §5.5, and Ascendra, §8.2"
 SECONDS = 1500.0
 
 OURS = "rubato"
-FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 ALL, *_ = MEASURES
 
-LONG_SEEDS, COUNT, START, REPLICAS = (1, 2, 3), 600, 1.0, 4
+LONG_SEEDS, COUNT, START, REPLICAS = (1,), 600, 1.0, 4
 LONGEST_PROMPT, TTFT_TIMES, LEAST_TTFT = 30_000, 3.0, 1.0
 TPOTS = {0.02: 0.05, 0.03: 0.075, 0.05: 0.1, 0.1: 0.15}  # of PolyServe's, seconds
 LONG_LINK = Link(kv_bytes=327_680, bandwidth=50e9)  # 80 layers, 8 KV heads of 128, 2 bytes
@@ -68,7 +65,7 @@ def jobs(small: bool) -> list[Job]:
             *(Job(f"long {name} seed=1", long_prompts, (name, 1, 100)) for name in (OURS, "sarathi")),
         ]
     return [
-        Job("flip", goodput.measured, ("flip", OURS, (OURS,), goodput.SEEDS)),
+        Job("flip", goodput.measured, ("flip", OURS, (OURS,), goodput.SEEDS[:1])),
         *(Job(f"scale {n}", scaled, (n, polyserve_scale.STAYS, runs.BEFORE)) for n in polyserve_scale.SIZES),
         *(
             Job(f"cost {load} seed={seed}", costs, (load, seed, polyserve_cost.STAYS, runs.BEFORE))
@@ -78,34 +75,21 @@ def jobs(small: bool) -> list[Job]:
         *(
             Job(f"ascendra {case} seed={seed}", on_few, (case, seed, ascendra.DURATION, ascendra.TOLERANCE))
             for case in ascendra.CASES
-            for seed in ascendra.SEEDS
+            for seed in ascendra.SEEDS[:1]
         ),
         *(Job(f"long {name} seed={seed}", long_prompts, (name, seed, COUNT)) for seed in LONG_SEEDS for name in LONG),
     ]
 
 
 def scaled(size: int, stays: float, fill: float) -> dict[str, Any]:
-    """Requests/s of a replica in a fleet of so many, as `polyserve_scale` finds it."""
-    best = size * runs.best_rate(polyserve_scale.DATA, polyserve_scale.HOST, "co")
-    tried = runs.Tried(polyserve_scale.DATA, polyserve_scale.HOST, 1, stays, size, fill)
-    rate, _ = tried.best((OURS,), 0.6 * best, ALL, coarse=2)
-    return {"load": "scale", "size": size, "seed": 1, "each": rate / size}
+    """Requests/s of a replica in a fleet of so many."""
+    return {"load": "scale", **polyserve_scale.measured(OURS, size, 1, stays, fill)}
 
 
 def costs(load: float, seed: int, stays: float, fill: float) -> dict[str, Any]:
-    """Replica-seconds a request in SLO with more replicas than needed, as `polyserve_cost` counts them."""
-    data, host = polyserve_cost.DATA, polyserve_cost.HOST
-    enough = max(6, round(polyserve_cost.ROOM * load * runs.REPLICAS))
-    busy = max(1, round(load * runs.REPLICAS))
-    first, count = runs.coming_in(data, host, busy, fill), runs.coming_in(data, host, busy, stays)
-    rate = load * runs.REPLICAS * runs.best_rate(data, host, "co")
-    offered = runs.offered(data, host, count, seed, busy, fill).rescaled(rate)
-    last = min(first + count, len(offered.arrivals) - 1)
-    roles = FleetRoles()
-    attained = share(runs.served(offered, data, host, OURS, enough, listen=roles).records[first:last])
-    spent = roles.seconds(offered.arrivals[first].at, offered.arrivals[last].at)
-    paid = sum(seconds for role, seconds in spent.items() if role != polyserve_cost.POOL)
-    return {"load": "cost", "of": load, "seed": seed, "cost": paid / (attained * (last - first)), "attained": attained}
+    """Replica-seconds a request in SLO with more replicas than needed."""
+    cost, attained = polyserve_cost.Window(load, seed, stays, fill).paid(OURS)
+    return {"load": "cost", "of": load, "seed": seed, "cost": cost, "attained": attained}
 
 
 def on_few(case: str, seed: int, duration: float, tolerance: float) -> dict[str, Any]:
@@ -157,11 +141,6 @@ def long_prompts(name: str, seed: int, count: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------- beside the others
 
 
-def others(figure: str) -> list[Any]:
-    found: list[Any] = json.loads((FIGURES / f"{figure}.json").read_text(encoding="utf-8"))["data"]
-    return found
-
-
 def ratio(ours: Mapping[int, float], by_name: Mapping[str, Mapping[int, float]]) -> tuple[str, Estimate]:
     """The best of the others, of those run on all seeds of ours, in the mean over seeds; ours over it, by seed."""
     own = {name: rates for name, rates in by_name.items() if rates.keys() >= ours.keys()}
@@ -177,10 +156,10 @@ def rows_of(values: Sequence[Any]) -> list[tuple[str, float, str, Estimate]]:
             ours = dict(zip(value["seeds"], value["measures"][measure]["goodput"], strict=True))
             by_name = {
                 v["name"]: dict(zip(v["seeds"], v["measures"][measure]["goodput"], strict=True))
-                for v in others("polyserve-flip")
+                for v in recorded("polyserve-flip")
             }
             rows.append((f"flip, {measure}", float(np.mean(list(ours.values()))), *ratio(ours, by_name)))
-    scale = others("polyserve-scale")
+    scale = recorded("polyserve-scale")
     for value in (v for v in values if v.get("load") == "scale"):
         by_name = {v["name"]: {v["seed"]: v["each"]} for v in scale if v["size"] == value["size"]}
         best, found = ratio({1: value["each"]}, by_name)
@@ -188,13 +167,13 @@ def rows_of(values: Sequence[Any]) -> list[tuple[str, float, str, Estimate]]:
     for load in sorted({v["of"] for v in values if v.get("load") == "cost"}):
         paid = {v["seed"]: 1.0 / v["cost"] for v in values if v.get("load") == "cost" and v["of"] == load}
         by_name = {}
-        for value in others("polyserve-cost"):
+        for value in recorded("polyserve-cost"):
             for name, cost in value["cost"].items():
                 if value["load"] == load:
                     by_name.setdefault(name, {})[value["seed"]] = 1.0 / cost
         best, found = ratio(paid, by_name)
         rows.append((f"cost at {load}, requests a replica-second", float(np.mean(list(paid.values()))), best, found))
-    capacity = others("ascendra-capacity")
+    capacity = recorded("ascendra-capacity")
     for case in dict.fromkeys(v["case"] for v in values if v.get("load") == "ascendra"):
         ours = {v["seed"]: v["rate"] for v in values if v.get("load") == "ascendra" and v["case"] == case}
         by_name = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
@@ -149,11 +150,7 @@ class DecodeSteps:
 
     def most_within(self, count: int, bound: float) -> int:
         """How many of the first so many decodes end within the bound, without drafts; 1 at least."""
-        low, high = 1, count
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.least(middle) <= bound else (low, middle - 1)
-        return low
+        return max(1, bisect_right(range(count + 1), bound, key=self.least) - 1)
 
     def due_by(self, time: float) -> int:
         """How many decodes are due before then."""
