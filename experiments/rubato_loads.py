@@ -35,7 +35,7 @@ from rubato.workloads import Workload, scenarios
 from rubato.workloads.generate import BEST_EFFORT
 
 SOURCE = "ours; loads of PolyServe, §5.3 to §5.5, and Ascendra, §8.2"
-SECONDS = 1500.0
+SECONDS = 780.0
 
 OURS = "rubato"
 ALL, *_ = MEASURES
@@ -206,7 +206,8 @@ def tables(values: Sequence[Any]) -> str:
     """Losses first."""
     rows = [["load", "ours over the best other", "which is", "ours, requests/s where nothing else is said"]]
     for what, ours, best, times in sorted(rows_of(values), key=lambda row: row[3].value):
-        rows.append([what, f"{times.value:.2f} [{times.low:.2f}, {times.high:.2f}]", f"`{best}`", f"{ours:.3g}"])
+        within = f"[{times.low:.2f}, {times.high:.2f}]" if times.low else "(one seed)"
+        rows.append([what, f"{times.value:.2f} {within}", f"`{best}`", f"{ours:.3g}"])
     return markdown(rows)
 
 
