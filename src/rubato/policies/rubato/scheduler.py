@@ -37,7 +37,7 @@ from rubato.policy_kit.prefill_jobs import refusable
 
 LADDER = (1.25, 1.75, 2.5, 3.5, 5.0)  # lengths of a step that are tried, in steps of all decodes
 AVERAGE = 0.5  # of `risk`: over the many steps up to a deadline errors cancel out
-AHEAD = 0.5  # of the time that decodes are ahead, which a step may take when all prompts have time
+AHEAD = 0.75  # of the time that decodes are ahead, which a step may take when all prompts have time
 # Memory left free by a prompt that costs twice what others do, where every request is lost; and at most. With fewer
 # losses less: ChatBot gains 2 points by it, others nothing.
 PRICE, MOST_KEPT_FREE = 0.3, 0.3
@@ -103,6 +103,7 @@ class Scheduler:
         tiers = self._requests.losses.weights()
         kept, longest, laxity = self._in_time(view, steps, parts.prompts, tiers)
         kept = self._with_room(view, steps, kept, oldest, tiers)
+        self._requests.with_prompts = bool(kept)
         batch = StepBatch(view, steps, parts, kept, oldest)
         self._turn = 0 if batch.fill(longest, laxity, self._turn + 1) else self._turn + 1
         self._errors.planned(view.now, batch.seconds())
@@ -127,7 +128,7 @@ class Scheduler:
         gone, longest, room = self._fewest_left_out(steps, ladder, prompts, seconds, weights)
         if not gone:  # all have time: prefill as much as decodes and what arrives can bear
             ahead = steps.within(steps.first_due() - view.now)
-            longest = max(longest, min(ladder[-1], shortest, AHEAD * ahead))
+            longest = max(longest, min(shortest, AHEAD * ahead))
         kept, total, laxity = [], 0.0, inf
         for i, job in enumerate(prompts):
             if i not in gone:
