@@ -1,9 +1,11 @@
-"""What our own policy promises and keeps: at 0.8 to 3 times capacity, with a model that is wrong, and with slow bursts.
+"""What our own policy promises and keeps: at 0.8 to 3 times capacity, with a model that is wrong, and with slow bursts;
+and what it costs below capacity.
 
 A request is promised when its first token is in time and it was not declined before; a promise is broken when a later
 token is late. Conditions: steps off by 5 %; beside that a latency model that says 15 % too little, or too much, for
 ever (the scenarios' profiles do not learn); and bursts, one in 400 steps on average, of five
-steps three times as long. Lengths are learnt.
+steps three times as long. Lengths are learnt. Below capacity: mean TTFT and e2e beside those of `vllm`, in the setting
+that holds most, at shares of the rate that it holds (`rubato-replica`); one's seeds with the other's, seed by seed.
 """
 
 from __future__ import annotations
@@ -15,19 +17,20 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments._rubato_runs import MOST_TOKENS, NOISE, USUALLY, hardware
+from experiments._rubato_runs import MOST_TOKENS, NOISE, USUALLY, hardware, recorded
 from rubato.core.events import Demoted, Event
 from rubato.core.interfaces import LatencyModel, Line
 from rubato.core.plan import Shape
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.model_wrapper import ModelWrapper
-from rubato.measure.confidence import Estimate
+from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record
 from rubato.planning.jobs import Job
 from rubato.planning.request_source import ScenarioSource
 from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import RunSpec, conditional_mean
 from rubato.simulation.simulate import simulate
+from rubato.workloads import Workload
 
 SOURCE = "ours"
 SECONDS = 1480.0
@@ -39,6 +42,7 @@ POLICIES = ("rubato", "slos_serve", "edf:max_ttft_share=1,safety_margin=0")
 COUNT, SEEDS = 3000, (1,)
 EVERY, LENGTH, FACTOR = 400, 5, 3.0  # steps from burst to burst, of a burst, and how many times as long these are
 WRONG = {"too fast": 0.85, "too slow": 1.15}
+SHARES, BELOW_COUNT, BELOW_SEEDS = (0.5, 0.7), 1000, (1, 2, 3, 4, 5, 6)
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,12 @@ class Bursts(ModelWrapper):
 def jobs(small: bool) -> list[Job]:
     count, seeds = (30, (1,)) if small else (COUNT, SEEDS)
     scenarios, policies = (("coder",), POLICIES[:2]) if small else (tuple(CAPACITY), POLICIES)
+    uncrowded = (BELOW_SEEDS[:2], count) if small else (BELOW_SEEDS, BELOW_COUNT)
     return [
         Job(f"{scenario} {condition} {policy} {seed}", measured, (scenario, condition, policy, seed, count))
         for scenario in scenarios for condition in CONDITIONS for policy in policies for seed in seeds
+    ] + [
+        Job(f"{scenario} below", below, (scenario, *uncrowded)) for scenario in scenarios
     ]  # fmt: skip
 
 
@@ -135,12 +142,42 @@ def tried(scenario: str, condition: str, policy: str, seed: int, count: int, mul
     }  # fmt: skip
 
 
+def below(scenario: str, seeds: Sequence[int], count: int) -> list[dict[str, Any]]:
+    """By share of what `vllm` holds: the means of ours over its own, by seed, and what attains of each."""
+    named = {(v["load"], v["name"]): v["measures"]["90 % of all"] for v in recorded("rubato-replica")}
+    vllm = named[scenario, "vllm"]
+    cells = []
+    for share in SHARES:
+        pairs = []
+        for seed in seeds:
+            load = ScenarioSource(f"slos-serve-{scenario}", hardware(scenario), count=count).make(seed)
+            load = load.rescaled(share * float(np.mean(vllm["goodput"])))
+            pairs.append([means(load, scenario, policy, seed) for policy in ("rubato", vllm["setting"])])
+        e2e, ttft, attained = np.moveaxis(np.array(pairs), 2, 0)  # each by seed, and by policy
+        cells.append({
+            "scenario": scenario, "share": share, "e2e": (e2e[:, 0] / e2e[:, 1]).tolist(),
+            "ttft": (ttft[:, 0] / ttft[:, 1]).tolist(), "attained": attained.mean(axis=0).tolist(),
+        })  # fmt: skip
+    return cells
+
+
+def means(load: Workload, scenario: str, policy: str, seed: int) -> Any:
+    """Mean e2e and TTFT, and what attains."""
+    spec = RunSpec(
+        hardware(scenario), PolicyChoice.parse(policy), 1, lengths=conditional_mean, learns=True, noise=NOISE,
+        stated_max_tokens=MOST_TOKENS.get(scenario, USUALLY),
+    )  # fmt: skip
+    verdicts = [r.verdict for r in simulate(load, spec, seed, causes=False).records]
+    return np.mean([(v.e2e or 0.0, v.ttft or 0.0, v.met) for v in verdicts], axis=0)
+
+
 def in_time(record: Record, ttfts: Mapping[str, float]) -> bool:
     return record.verdict.ttft is not None and record.verdict.ttft <= ttfts[record.tier]
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
-    runs = [run for own in values for run in own]
+    cells = [cell for own in values for cell in own if "share" in cell]
+    runs = [run for own in values for run in own if "share" not in run]
     ours = [run for run in runs if run["policy"] == "rubato"]
     estimates = {}
     for condition in CONDITIONS:
@@ -151,16 +188,19 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates["worst-tier"] = Estimate.exact(100.0 * max(behind))
     estimates["longest-outputs"] = Estimate.exact(100.0 * max(run["attained"] - run["longest"] for run in plain))
     estimates["unfinished"] = Estimate.exact(sum(run["unfinished"] for run in ours))
+    for name in ("e2e", "ttft"):
+        estimates[f"below-{name}"] = max([over_seeds(cell[name]) for cell in cells], key=lambda each: each.value)
     given = {
         "capacity": CAPACITY, "count": COUNT, "noise": NOISE, "lengths": "conditional_mean",
         "bursts": [EVERY, LENGTH, FACTOR],
     }  # fmt: skip
-    return Found(estimates, runs, SEEDS[:1] if small else SEEDS, "deadline", given)
+    return Found(estimates, [*runs, *cells], SEEDS[:1] if small else SEEDS, "deadline", given)
 
 
 def tables(data: Sequence[Any]) -> str:
-    """Attained and broken by scenario, condition and multiple; means over seeds."""
+    """Attained and broken by scenario, condition and multiple; means over seeds. What it costs below capacity."""
     parts = []
+    cells, data = [v for v in data if "share" in v], [v for v in data if "share" not in v]
     for policy in dict.fromkeys(run["policy"] for run in data):
         rows = [["scenario", "condition", *(f"{m:g} ×: attained, broken" for m in MULTIPLES)]]
         for scenario in dict.fromkeys(run["scenario"] for run in data):
@@ -176,4 +216,12 @@ def tables(data: Sequence[Any]) -> str:
                     cells.append(f"{attained:.1f}, {broken:.2f}")
                 rows.append([scenario, condition, *cells])
         parts.append(f"`{policy}`, %:\n\n{markdown(rows)}")
+    rows = [["scenario", "share of `vllm`'s rate", "mean TTFT over `vllm`'s", "mean e2e", "attained, `vllm`'s"]]
+    for cell in sorted(cells, key=lambda cell: -float(np.mean(cell["ttft"]))):
+        ratios = [over_seeds(cell[name]) for name in ("ttft", "e2e")]
+        rows.append([
+            cell["scenario"], f"{cell['share']:g}", *(f"{r.value:.3f} [{r.low:.3f}, {r.high:.3f}]" for r in ratios),
+            ", ".join(f"{100.0 * share:.1f} %" for share in cell["attained"]),
+        ])  # fmt: skip
+    parts.append(f"Below capacity:\n\n{markdown(rows)}")
     return "\n\n".join(parts)
