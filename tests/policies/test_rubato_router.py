@@ -125,14 +125,16 @@ def test_a_prompt_is_placed_with_a_seat() -> None:
 @pytest.mark.parametrize(
     ("supports", "count", "phases", "places"),
     [
-        (["kv_transfer"], 4, {"prefill", "decode"}, {"a": "r0", "b": "r0"}),
+        (["kv_transfer"], 8, {"prefill", "decode"}, {"a": "r0", "b": "r0"}),
+        (["kv_transfer"], 7, {"both"}, {"a": "r0", "b": "r0"}),
+        (["kv_transfer"], 4, {"both"}, {"a": "r0", "b": "r0"}),
         (["kv_transfer"], 3, set(), {"a": "r0", "b": "r1"}),
         ([], 8, {"both"}, {"a": "r0", "b": "r0"}),
         ([], 1, set(), {"a": "r0", "b": "r0"}),
     ],
 )
 def test_mode_auto(supports: list[str], count: int, phases: set[str], places: dict[str, str]) -> None:
-    """Fewer than four replicas are not divided: each serves all tiers."""
+    """Of fewer than four replicas each serves all tiers; from eight on some prefill for others, where KV can move."""
     router = made("auto")
     assert {role.kind for role in router.roles([f"r{i}" for i in range(count)]).values()} == (
         {"best_effort"} if count >= 4 else {""}
