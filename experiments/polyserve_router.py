@@ -1,4 +1,4 @@
-"""PolyServe's router: requests that it places in a CPU second, by the size of the fleet (§5.6).
+"""PolyServe's router, and ours: requests placed in a CPU second, by the size of the fleet (§5.6).
 
 Splitwise's lengths at 0.85 of the optimum, each replica busy, through the real cluster: all that it does for a request
 is counted (arrival, placement, first token, hand-off, end), the replicas' own steps are not. With prefill and decode
@@ -32,9 +32,10 @@ FLEETS, ROUNDS, COUNT = (5, 20, 100), 3, 4000
 SYSTEMS = {
     "co": OURS["co"],
     "pd": OURS["pd"],
+    "rubato": "rubato@rubato:mode=pd",
     "least_loaded": "co_chunk:budget=2048@least_loaded",
 }
-PLACEMENTS = {"co": 1, "pd": 2, "least_loaded": 1}  # of a request
+PLACEMENTS = {"co": 1, "pd": 2, "rubato": 2, "least_loaded": 1}  # of a request
 
 
 def jobs(small: bool) -> list[Job]:
@@ -71,7 +72,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
 
     most = max(v["fleet"] for each in values for v in each)
     estimates: dict[str, Estimate] = {}
-    for mode in ("co", "pd"):
+    for mode in ("co", "pd", "rubato"):
         estimates |= {f"{mode}-20": placed(mode, 20), f"{mode}-100": placed(mode, most)}
         estimates |= {f"{mode}-p99-20": p99(mode, 20), f"{mode}-p99-100": p99(mode, most)}
     settings = {"data": DATA, "load": LOAD, "systems": SYSTEMS, "requests": COUNT}

@@ -5,9 +5,10 @@ mean TPOT as there: the others' numbers are those of the figures `polyserve-flip
 and `ascendra-capacity`, on the same requests and seeds, ours is in its default settings. `long`: Mooncake's
 conversations up to 30,000 tokens on 4 replicas of Llama-3.1-70B (4 A100 each), TPOTs of 50 to 150 ms, a TTFT of three
 times the time of the prompt alone and 1 s at least (our choice), KV moving at 50 GB/s, steps off by 5 %, lengths
-learnt; all are run here, ours in its default settings and, as the others, in the best of some. `single`: three of
-PolyServe's data sets on one replica, all run here, each tuned on other requests. There the tightest of four tiers is a
-tenth of the requests: who gives it up attains 90 % of all, so that 90 % of each tier is the measure.
+learnt; ours in its default settings and, as the others, in the best of some. `loose`: SLOs-Serve's Mixed on 8 replicas
+of OPT-13B, KV moving as fast. `single`: three of PolyServe's data sets on one replica, each system tuned on other
+requests; there the tightest of four tiers is a tenth of the requests: giving it up is enough for 90 % of all, so that
+90 % of each tier is the measure. Of these three loads all systems are run here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,11 +27,12 @@ from experiments import ascendra_capacity as ascendra
 from experiments import polyserve_goodput as goodput
 from experiments._guest import held
 from experiments._rate_search import MEASURES, RateSearch, shares_of
-from experiments._rubato_runs import recorded
+from experiments._rubato_runs import hardware, recorded
 from rubato.engines.simulated import Link
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
+from rubato.planning.request_source import ScenarioSource
 from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import Hardware, RunSpec, conditional_mean, packaged_hardware
 from rubato.simulation.simulate import simulate
@@ -56,6 +59,12 @@ LONG: Mapping[str, tuple[str, ...]] = {
     "co_chunk": tuple(f"co_chunk:budget={b}@least_loaded" for b in (512, 1024, 2048)),
     "distserve": tuple(f"distserve@minimal:prefill={n},decode={REPLICAS - n}" for n in (1, 2, 3)),
 }
+LOOSE, LOOSE_REPLICAS, LOOSE_COUNT, LOOSE_START = "mixed", 8, 1000, 40.0
+LOOSE_LINK = Link(kv_bytes=819_200, bandwidth=50e9)  # of OPT-13B: 40 layers, 40 KV heads of 128, 2 bytes
+ON_LOOSE: Mapping[str, tuple[str, ...]] = {
+    **{name: LONG[name] for name in (OURS, "edf", "polyserve", "sarathi")},
+    "slos_serve": ("slos_serve", "slos_serve:max_batch_seconds=0.1"),
+}
 SINGLE = ("mooncake-conversation", "sharegpt", "uniform-4096-1024")
 ON_ONE: Mapping[str, tuple[str, ...]] = {
     OURS: (OURS,),
@@ -74,7 +83,8 @@ def jobs(small: bool) -> list[Job]:
             Job("scale 8", scaled, (8, 0.3, 0.1)),
             Job("cost 0.2 seed=1", costs, (0.2, 1, 0.3, 0.1)),
             *(Job(f"ascendra {case} seed=31", on_few, (case, 31, 20.0, 0.5)) for case in ascendra.CASES),
-            *(Job(f"long {name} seed=1", long_prompts, (name, 1, 100)) for name in (OURS, TUNED, "sarathi")),
+            *(Job(f"long {name} seed=1", searched, ("long", name, 1, 100)) for name in (OURS, TUNED, "sarathi")),
+            *(Job(f"loose {name} seed=1", searched, ("loose", name, 1, 100)) for name in (OURS, "sarathi")),
             *(Job(f"single {name}", single, (SINGLE[0], name, 0.5, 0.2)) for name in (OURS, "sarathi")),
         ]
     return [
@@ -90,7 +100,16 @@ def jobs(small: bool) -> list[Job]:
             for case in ascendra.CASES
             for seed in ascendra.SEEDS[:1]
         ),
-        *(Job(f"long {name} seed={seed}", long_prompts, (name, seed, COUNT)) for seed in LONG_SEEDS for name in LONG),
+        *(
+            Job(f"long {name} seed={seed}", searched, ("long", name, seed, COUNT))
+            for seed in LONG_SEEDS
+            for name in LONG
+        ),
+        *(
+            Job(f"loose {name} seed={seed}", searched, ("loose", name, seed, LOOSE_COUNT))
+            for seed in LONG_SEEDS
+            for name in ON_LOOSE
+        ),
         *(
             Job(f"single {data} {name}", single, (data, name, runs.COUNTED, runs.BEFORE))
             for data in SINGLE
@@ -148,12 +167,30 @@ class LongPrompts(RateSearch):
         return shares_of(simulate(self._load.rescaled(rate), spec, self.seed, times=False, causes=False).records)
 
 
-def long_prompts(name: str, seed: int, count: int) -> dict[str, Any]:
+class LooseTiers(RateSearch):
+    """Runs of the load `loose`."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        super().__init__(1.04, 0.05)
+        self.seed = seed
+        self._load = ScenarioSource(f"slos-serve-{LOOSE}", hardware(LOOSE), count=count).make(seed)
+
+    def run(self, choice: str, rate: float) -> dict[str, float]:
+        spec = RunSpec(
+            hardware(LOOSE), PolicyChoice.parse(choice), LOOSE_REPLICAS, lengths=conditional_mean, noise=runs.NOISE,
+            learns=True, link=LOOSE_LINK, stated_max_tokens=2048,
+        )  # fmt: skip
+        return shares_of(simulate(self._load.rescaled(rate), spec, self.seed, times=False, causes=False).records)
+
+
+def searched(load: str, name: str, seed: int, count: int) -> dict[str, Any]:
     """What a policy holds, by measure, at the best of its settings on these requests."""
-    tried, rates = LongPrompts(seed, count), {}
+    tried: RateSearch = LongPrompts(seed, count) if load == "long" else LooseTiers(seed, count)
+    choices, start = (LONG[name], START) if load == "long" else (ON_LOOSE[name], LOOSE_START)
+    rates = {}
     for measure in MEASURES:
-        rates[measure] = held(partial(lambda measure: tried.best(LONG[name], START, measure)[0], measure))
-    return {"load": "long", "name": name, "seed": seed, "rates": rates, "tried": tried.listed()}
+        rates[measure] = held(partial(lambda measure: tried.best(choices, start, measure)[0], measure))
+    return {"load": load, "name": name, "seed": seed, "rates": rates, "tried": tried.listed()}
 
 
 def single(data: str, name: str, stays: float, fill: float) -> dict[str, Any]:
@@ -204,12 +241,12 @@ def rows_of(values: Sequence[Any]) -> list[tuple[str, float, str, Estimate]]:
             if value["case"] == case:
                 by_name.setdefault(value["name"], {})[value["seed"]] = value["capacity"]
         rows.append((f"Ascendra, {case}", float(np.mean(list(ours.values()))), *ratio(ours, by_name)))
-    for measure in MEASURES:
+    for load, measure in product(("long", "loose"), MEASURES):
         by_name = {}
-        for value in (v for v in values if v.get("load") == "long"):
+        for value in (v for v in values if v.get("load") == load):
             by_name.setdefault(value["name"], {})[value["seed"]] = max(value["rates"][measure], 1e-3)
-        settings = {f"long, {measure}": by_name.pop(OURS), f"long, tuned, {measure}": by_name.pop(TUNED)}
-        for what, ours in settings.items():
+        tuned = {f"{load}, tuned, {measure}": by_name.pop(TUNED)} if TUNED in by_name else {}
+        for what, ours in ({f"{load}, {measure}": by_name.pop(OURS)} | tuned).items():
             rows.append((what, float(np.mean(list(ours.values()))), *ratio(ours, by_name)))
     for data in dict.fromkeys(v["data"] for v in values if v.get("load") == "single"):
         for measure in MEASURES:
@@ -227,7 +264,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates = {}
     for name, begins in (
         ("flip", "flip, 90 % of all"), ("scale", ""), ("cost", "cost"), ("ascendra", "Ascendra"), ("long", "long, 9"),
-        ("long-tuned", "long, tuned"),
+        ("long-tuned", "long, tuned"), ("loose", "loose"),
     ):  # fmt: skip
         own = [row[3] for row in rows if (row[0].startswith(begins) if begins else "replicas, a" in row[0])]
         estimates[name] = min(own, key=lambda estimate: estimate.value)

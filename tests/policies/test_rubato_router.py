@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 
 from rubato.core.events import Event, Finished, HandedOff, Left, Placed
 from rubato.core.interfaces import Dispatch, View
-from rubato.core.plan import Limits, Role
+from rubato.core.plan import ANY, Limits, Role
 from rubato.core.request import SLO, Handoff, Request, Stage
 from rubato.policies.rubato import Router, Scheduler
 from rubato.policies.rubato.prefill_step import prefill_step
 from rubato.policies.rubato.prompt import Prompt
 from rubato.policies.rubato.replica_model import AHEAD, PREFILL, Replica
+from rubato.policies.rubato.router import SEEN, prompts_gain
 from rubato.policy_kit.step_table import StepTable
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
@@ -36,7 +38,9 @@ MODES = st.sampled_from(["co", "pd", "auto"])
 @few
 @given(load=loads(), mode=MODES, replicas=st.integers(2, 5))
 def test_every_request_ends(load: Load, mode: str, replicas: int) -> None:
-    events = run(load, "rubato", replicas=replicas, router_settings={"mode": mode, "tiers": list(TIERS)})
+    """In mode auto also where the division is undone, of 4 replicas in co and of 5 in pd, after two requests."""
+    with mock.patch.multiple("rubato.policies.rubato.router", SEEN=2, DIVIDED=5):
+        events = run(load, "rubato", replicas=replicas, router_settings={"mode": mode, "tiers": list(TIERS)})
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
 
 
@@ -57,7 +61,7 @@ class Strict(Router):
 
 @few
 @given(
-    mode=st.sampled_from(["co", "pd"]),
+    mode=MODES,
     slos=st.lists(st.sampled_from([SLO(), SLO(0.5, 0.1), SLO(0.05, 0.02), SLO(tpot=0.05), SLO(e2e=1.0)]), min_size=1),
     gone=st.lists(st.tuples(TIMES, st.integers(0, 2)), max_size=2),
     broken=st.lists(st.tuples(TIMES, st.integers(0, 2)), max_size=2),
@@ -68,21 +72,22 @@ def test_every_request_ends_where_replicas_are_lost(
     cancelled: list[tuple[float, int]],
 ) -> None:  # fmt: skip
     """`serve` checks that each ends once, and that no KV is left. With one replica left, KV that only this one holds
-    finds no other, and is refused in the end."""
+    finds no other, and is refused in the end. In mode auto pd is given up after three requests."""
     requests = [Request(f"q{i}", (Stage(8 + 4 * i, slo),), 0.01 * i) for i, slo in enumerate(slos[:12])]
     requests = [replace(r, sampling=replace(r.sampling, max_tokens=10)) for r in requests]
     acts: Any = [(at, vanishes(i)) for at, i in gone] + [(at, breaks(i)) for at, i in broken]
     router = Strict(mode=mode, tiers=TIERS)
-    events = serve(
-        "simulated", router, requests, replicas=3, scheduler=Scheduler, limits=SMALL, host=Elsewhere, engine=Breaks,
-        link=LINK, acts=[*acts, *((at, cancels(f"q{i}")) for at, i in cancelled)],
-    )  # fmt: skip
+    with mock.patch.multiple("rubato.policies.rubato.router", SEEN=3, DIFFER=2, DIVIDED=2, PAYS=9.0):
+        events = serve(
+            "simulated", router, requests, replicas=3, scheduler=Scheduler, limits=SMALL, host=Elsewhere, engine=Breaks,
+            link=LINK, acts=[*acts, *((at, cancels(f"q{i}")) for at, i in cancelled)],
+        )  # fmt: skip
     if not (gone or broken or cancelled):
         assert {e.outcome for e in events if isinstance(e, Finished)} == {"completed"}
     assert not any((router._queue, router._parked, router._seats, router._prefills, router._moving))
     for replica in router._replicas.values():
         assert (sum(replica.residents), len(replica.forecast), replica.prompts) == (0, 0, {})
-    assert max(map(abs, router._need)) < 1e-9
+    assert max(map(abs, router._need)) < 1e-9 or router._decided == "each"
 
 
 # --------------------------------------------------------------------------- its rules, one by one
@@ -142,6 +147,26 @@ def test_mode_auto(supports: list[str], count: int, phases: set[str], places: di
     dispatch = router.place(shown(asked("a"), asked("b")), fleet(count, supports=frozenset(supports)), 0.0)
     assert {role.phase for role in dispatch.assign.values()} == phases
     assert dispatch.place == places
+
+
+def test_mode_auto_undoes_the_division_where_it_gains_nothing() -> None:
+    """By the first requests' TPOTs: of steps that take 2.1 ms at least, those of 3 and 50 ms leave prompts 0.3 and
+    0.958 of the time in replicas of their own, and 0.3 of all where both are in one."""
+    tight, loose = asked("t", tpot=0.003), [asked(f"l{i}", tpot=0.05) for i in range(SEEN)]
+    assert prompts_gain([0.003, 0.05], fleet(4)) == pytest.approx((0.3 + 0.958) / 2 / 0.3)
+    router = made("auto")
+    assert "tier" in {role.kind for role in router.place(shown(*loose[1:], tight), fleet(4), 0.0).assign.values()}
+    router = made("auto")
+    router.place(shown(*loose[:-1]), fleet(4), 0.0)
+    coming = replace(asked("m"), handoff=Handoff("r0", "prefilled", 0.0, cached=20))
+    views = [*fleet(3), replica("r3", moving=shown(coming))]
+    views = [replace(view, role=Role("both", "0.05", kind="tier")) for view in views]
+    dispatch = router.place(shown(loose[-1]), views, 0.1)
+    assert dispatch.assign == {"r0": ANY, "r1": ANY, "r2": ANY}
+    assert dispatch.place == {loose[-1].id: "r0"}
+    waits = router.place(shown(tight), views[-1:], 0.2)
+    assert not waits.place
+    assert waits.wake_at is not None
 
 
 @pytest.mark.parametrize(

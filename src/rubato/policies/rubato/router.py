@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from rubato.core.events import Event, Finished, HandedOff, Left, Lost, Placed, Transferred
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.plan import ANY, Role
+from rubato.core.plan import ANY, Role, Shape
 from rubato.core.request import Handoff
 from rubato.policies import least_loaded, polyserve
 from rubato.policies.rubato.prefill_step import BUDGET, PATIENCE, seconds_in_turns
@@ -42,6 +42,11 @@ RATE_SECONDS = 5.0
 # is too large a part of a smaller fleet. On 6, mooncake-conversation at 90 % of all: co 1.8 requests/s a replica, pd
 # 0.9; on 8 co 1.7, pd 1.9. On 2, splitwise: co none, each alike 10.
 DIFFER, DIVIDED = 4, 8
+# Requests by whose TPOTs mode auto decides whether replicas are to differ; and how many times as much of their time
+# prompts must then get. slos-serve-mixed (1.2) at 5/s a replica: each alike 0.98 in time on 4 and all on 10, co 0.76
+# and 0.95, pd 0.59 and 0.93; uniform-4096-1024 with its TPOTs doubled (1.3): no difference; half as long again (1.6):
+# each alike holds three quarters of what co does.
+SEEN, PAYS = 64, 1.4
 SPARE = 0.1  # part of the fleet that stays idle before best effort gets the pool: a claim waits for the step there
 POOL_TOKENS = 4096  # of best effort that may wait at a replica of the pool: what is recalled has begun in vain
 CREDIT = 2.0  # seconds for which best effort's share may be saved up: more would come at once
@@ -54,9 +59,10 @@ SOON = 1e-5  # seconds from now at which the router is asked again at the earlie
 class Router:
     """mode: "pd" for prefill and decode replicas, "co" for PolyServe's way to run prompts beside decodes, "auto": with
     fewer than `DIFFER` replicas at the start each serves all tiers, and a request goes to the least loaded; else pd
-    where there are `DIVIDED` and KV can move, co where not. tiers: TPOTs in seconds, ascending; a request belongs to
-    the loosest that is no looser than its own. best_effort: the share of the fleet's time that goes to best effort, and
-    to what was too late, where no replica is free (pd).
+    where there are `DIVIDED` and KV can move, co where not, until `SEEN` requests have come: if their TPOTs are loose,
+    or much alike (`prompts_gain`), each serves all tiers from then on. tiers: TPOTs in seconds, ascending; a request
+    belongs to the loosest that is no looser than its own. best_effort: the share of the fleet's time that goes to best
+    effort, and to what was too late, where no replica is free (pd).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"recall", "step_times"})
@@ -67,6 +73,7 @@ class Router:
     _together: polyserve.Router = field(init=False, repr=False)
     _each: least_loaded.Router = field(init=False, repr=False, default_factory=least_loaded.Router)
     _decided: str = field(init=False, repr=False, default="")  # "pd", "co", "each"; "" not yet
+    _tpots: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # of the first requests, by id
     _replicas: dict[str, Replica] = field(init=False, repr=False, default_factory=dict)
     _tables: dict[tuple[int, int], StepTable] = field(init=False, repr=False, default_factory=dict)
     _queue: dict[str, Prompt] = field(init=False, repr=False, default_factory=dict)
@@ -173,8 +180,14 @@ class Router:
         if not self._decided and len(fleet) > 1:
             apart = len(fleet) >= DIVIDED and all("kv_transfer" in view.supports for view in fleet)
             self._decided = "each" if len(fleet) < DIFFER else "pd" if apart else "co"
+        if self.mode == "auto" and self._decided in ("pd", "co") and len(self._tpots) < SEEN:
+            self._tpots |= {seq.id: seq.request.stages[0].slo.tpot or inf for seq in held if not seq.best_effort}
+            if len(self._tpots) >= SEEN and prompts_gain(list(self._tpots.values()), fleet) < PAYS:
+                self._decided = "each"
+                for known in (self._replicas, self._queue, self._prefills, self._seats, self._parked, self._moving):
+                    known.clear()
         if self._decided in ("", "each"):
-            return self._each.place(held, fleet, now)
+            return self._place_anywhere(held, fleet, now)
         if self._decided == "co":
             return self._together.place(held, fleet, now)
         replicas = self._look(fleet, now)
@@ -209,6 +222,14 @@ class Router:
             assign=self._assigned(turn),
             why=turn.why,
         )
+
+    def _place_anywhere(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+        """Each replica serves all; one of another role does once no KV is on its way to it."""
+        able = [view for view in fleet if view.role == ANY or not self._decided or not _kv_comes(view)]
+        if not able:
+            return Dispatch(wake_at=now + AGAIN)
+        assign = {view.id: ANY for view in able if self._decided and view.role != ANY}
+        return self._each.place(held, able, now)._replace(assign=assign)
 
     def _to_the_last(self, held: Sequence[SeqView], turn: Turn) -> Dispatch:
         """One replica is left: it takes all but KV, which only it may hold."""
@@ -491,6 +512,18 @@ class Router:
         elif group is not None:
             replica.role = Role("decode", f"{self.tiers[group]:g}", kind="tier")
         turn.roles[replica.id] = replica.role
+
+
+def prompts_gain(tpots: Sequence[float], fleet: Sequence[View]) -> float:
+    """How many times as much of a replica's time prompts get where each replica has one of these TPOTs, and steps as
+    long, as where all have steps of the tightest one: a step costs a part that no token in it can share."""
+    least = min([view.latency.step_time(Shape(1, 1, 1)) for view in fleet])
+    left = [1.0 - least / tpot for tpot in tpots if tpot > least]
+    return sum(left) / len(left) / min(left) if left else 1.0
+
+
+def _kv_comes(view: View) -> bool:
+    return any((h := seq.request.handoff) is not None and h.cached and h.source != view.id for seq in view.moving)
 
 
 def _fullest(replicas: Sequence[Replica], prompt: Prompt, tpot: float, besides: Replica | None) -> Replica | None:
