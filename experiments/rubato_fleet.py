@@ -38,7 +38,7 @@ def jobs(small: bool) -> list[Job]:
     made = [Job(data, measured, (data, OURS, (OURS,), SEEDS, 3.0, REPLICAS)) for data in SETS if data not in LARGE]
     return made + [
         Job(f"{data} {name}", measured, (data, name, choices, (), COUNTED / TUNING, REPLICAS, 2.0 * BEFORE))
-        for data in LARGE
+        for data in reversed(LARGE)
         for name, choices in {OURS: (OURS,), **found_best(data)}.items()
     ]
 

@@ -25,6 +25,7 @@ BURST = 8  # steps in a row of which a burst is looked for
 UNLUCKY = 12  # steps without luck in a row that decodes with drafts are ahead for: with 4 more promises break
 FADE = 0.5 ** (1 / 1024)  # how fast it is forgotten, a step
 WORST = 1.0  # the largest error of one step that is counted: a pause of the machine says nothing of the next step
+PAUSE = 2.0  # the same where bursts are looked for, which are of several steps
 PACE = 0.95  # share of the time that decodes may take for good: with all of it, lengths that grow tip it over
 POINTS = 24  # deadlines at which what decodes are owed is worked out; between them it is interpolated
 
@@ -91,7 +92,8 @@ class StepErrors:
             rate = 1.0 / min(MEMORY, self._steps)
             self._mean += (error - self._mean) * rate
             self._square += ((error - self._mean) ** 2 - self._square) * rate
-            self._excess.append(view.now - at - seconds * self.slower)
+            if self._steps > UNSURE:  # until then steps are off because the model is
+                self._excess.append(min(view.now - at - seconds * self.slower, PAUSE * seconds))
             self._burst = max(self._burst * FADE, sum(self._excess))
 
     def cushion(self, step: float, doubt: float) -> float:
