@@ -23,7 +23,7 @@ SLOWLY = 150.0  # requests of a tier that all are lost, until that alone weighs 
 FARTHEST = 0.6  # how far behind, at most: a tier that cannot be served must not starve all others
 FORGOTTEN = 0.05  # a tier offered less than this, after fading, is dropped: a client may name any
 RECENT = 64  # requests whose time to spare says how long a step may be
-LATE_ARRIVALS = 0.05  # share of those that may lose their TTFT to a step that is under way when they come
+LATE_ARRIVALS = 0.03  # share of those that may lose their TTFT to a step that is under way when they come
 E2E_DECODE = 0.5  # share of an e2e SLO that is for the decode, the rest for waiting and the prompt
 PACE_UP = 0.85  # of its TPOT, in which a decode that is to get further ahead has its next token
 PACE_UP_DRAFTED = 1.15  # the same of the time that its tokens are worth: shorter steps bring fewer tokens a second
@@ -211,9 +211,11 @@ class Requests:
             self._spare.append(ttft - view.latency.step_time(Shape().plus(seq.pending, seq.cached)))
             spare = np.array([s for s in self._spare if s > 0.0] or [inf])
             low, high = 1e-3, 1.0
-            for _ in range(10):  # what comes at random in a step of s seconds, with t to spare, is in time by t / s
+            # What comes at random in a step of s seconds, with t to spare, is in time by t / s. Where few come in one,
+            # few wait for others besides: squared.
+            for _ in range(10):
                 middle = sqrt(low * high)
-                enough = self._delayed * (1.0 - float(np.minimum(1.0, spare / middle).mean())) <= LATE_ARRIVALS
+                enough = self._delayed**2 * (1.0 - float(np.minimum(1.0, spare / middle).mean())) <= LATE_ARRIVALS
                 low, high = (middle, high) if enough else (low, middle)
             self.shortest_step = low
         return known

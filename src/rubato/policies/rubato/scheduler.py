@@ -128,7 +128,7 @@ class Scheduler:
         gone, longest, room = self._fewest_left_out(steps, ladder, prompts, seconds, weights)
         if not gone:  # all have time: prefill as much as decodes and what arrives can bear
             ahead = steps.within(steps.first_due() - view.now)
-            longest = max(longest, min(shortest, AHEAD * ahead))
+            longest = max(longest, min(ladder[-1], shortest, AHEAD * ahead))
         kept, total, laxity = [], 0.0, inf
         for i, job in enumerate(prompts):
             if i not in gone:
