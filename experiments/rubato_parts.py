@@ -26,7 +26,7 @@ from rubato.policies.rubato import batch, prefill_step, replica_model, requests,
 from rubato.policy_kit import kv_survival
 
 SOURCE = "ours"
-SECONDS = 900.0
+SECONDS = 500.0
 
 OURS, WHOLE = "rubato", "nothing"
 SCENARIOS, MULTIPLES, COUNT, SEEDS = ("chatbot", "coder", "summarizer", "mixed"), (0.8, 1.0), 1000, (1, 2)
@@ -41,7 +41,6 @@ REPLICA: Mapping[str, Patches] = {
     "memory": ((kv_survival.KVSurvival, "fits", lambda *_: True),),
     "outputs may be longer than predicted": ((kv_survival.OutputRatios, "add", lambda *_: None),),
     "costly prompts leave memory free": ((scheduler, "PRICE", 0.0),),
-    "decodes keep their pace": ((supply.DecodePace, "fits", lambda *_: True),),
     "errors of steps are measured": (
         (supply.StepErrors, "spread", lambda _, told: 0.0), (supply.StepErrors, "cushion", lambda *_: 0.0),
     ),

@@ -6,7 +6,7 @@
    heaviest are left until the others are (Moore and Hodgson), for several lengths of a step; the shortest one that
    leaves fewest is taken.
 2. Room. A prompt begins when the KV that all are expected to hold together never exceeds what there is
-   (`KVSurvival`), and when all decodes together can keep their pace.
+   (`KVSurvival`).
 3. The step (`batch`).
 
 No request is given up before it is sure: one that could not be in time even alone, or was late, is best effort from
@@ -30,7 +30,7 @@ from rubato.policies.rubato.batch import StepBatch
 from rubato.policies.rubato.drafts import Drafts
 from rubato.policies.rubato.prefill_step import prefill_step
 from rubato.policies.rubato.requests import Requests
-from rubato.policies.rubato.supply import Array, DecodePace, DecodeSteps, Job, StepErrors, left_out
+from rubato.policies.rubato.supply import Array, DecodeSteps, Job, StepErrors, left_out
 from rubato.policy_kit.batch_builder import decodes_only
 from rubato.policy_kit.kv_survival import KVSurvival, OutputRatios
 from rubato.policy_kit.prefill_jobs import refusable
@@ -102,7 +102,7 @@ class Scheduler:
             parts.held = [s for s in parts.held if s.id not in drop]
         tiers = self._requests.losses.weights()
         kept, longest, laxity = self._in_time(view, steps, parts.prompts, tiers)
-        kept = self._with_room(view, steps, kept, oldest, tiers)
+        kept = self._with_room(view, steps.decodes, kept, oldest, tiers)
         self._requests.with_prompts = bool(kept)
         batch = StepBatch(view, steps, parts, kept, oldest)
         self._turn = 0 if batch.fill(longest, laxity, self._turn + 1) else self._turn + 1
@@ -162,20 +162,19 @@ class Scheduler:
     # ----------------------------------------------------------------- room
 
     def _with_room(
-        self, view: View, steps: DecodeSteps, kept: list[Job], oldest: SeqView | None, tiers: Mapping[str, float]
+        self, view: View, decodes: Sequence[Job], kept: list[Job], oldest: SeqView | None, tiers: Mapping[str, float]
     ) -> list[Job]:
         """Of these prompts, those that have begun, and those that may: what holds least KV for least time first."""
         running = view.running_ids
         fresh = [job for job in kept if job.id not in running]
         if not fresh:
             return kept
-        begun = [*steps.decodes, *(job for job in kept if job.id in running)]
+        begun = [*decodes, *(job for job in kept if job.id in running)]
         held = [job.seq for job in begun] + ([oldest] if oldest is not None else [])
         resident = self._requests.resident
         residents = [resident(seq) for seq in held] + [resident(job.seq) for job in fresh]
         forecast = KVSurvival(view, self._ratios, residents)
         forecast.add(slice(0, len(held)))
-        pace = DecodePace(view, begun, steps.slower, steps.entry)
         costs = [forecast.cost(i) for i in range(len(residents))]
         mean = sum(costs) / len(costs)
         price = PRICE * self._requests.losses.share()
@@ -187,8 +186,7 @@ class Scheduler:
         for i in sorted(weights, key=lambda i: weights[i]):
             job = fresh[i - len(held)]
             kept_free = min(MOST_KEPT_FREE, price * max(0.0, weights[i] / mean - 1.0))
-            if forecast.fits(i, 1.0 - kept_free) and pace.fits(job):
+            if forecast.fits(i, 1.0 - kept_free):
                 forecast.add(slice(i, i + 1))
-                pace.add(job)
                 fit.add(job.id)
         return [job for job in kept if job.id in running or job.id in fit]

@@ -26,7 +26,6 @@ UNLUCKY = 12  # steps without luck in a row that decodes with drafts are ahead f
 FADE = 0.5 ** (1 / 1024)  # how fast it is forgotten, a step
 WORST = 1.0  # the largest error of one step that is counted: a pause of the machine says nothing of the next step
 PAUSE = 2.0  # the same where bursts are looked for, which are of several steps
-PACE = 0.95  # share of the time that decodes may take for good: with all of it, lengths that grow tip it over
 POINTS = 24  # deadlines at which what decodes are owed is worked out; between them it is interpolated
 
 Array = NDArray[np.float64]
@@ -175,33 +174,6 @@ class DecodeSteps:
         if at is span:
             return most, all_
         return np.interp(span, at, most), np.interp(span, at, all_)
-
-
-class DecodePace:
-    """Whether decodes can go on together: in steps as long as the tightest TPOT, each takes part in as many as its own
-    TPOT asks for."""
-
-    def __init__(self, view: View, jobs: Sequence[Job], slower: float, entry: Entry = PLAIN) -> None:
-        self._step_time, self._slower, self._entry = view.latency.step_time, slower, entry
-        self._most = min(view.limits.max_num_seqs, view.limits.max_num_batched_tokens)
-        self._tightest, self._rate, self._kv = inf, 0.0, 0.0  # tokens a second, and tokens of KV read a second
-        for job in jobs:
-            self.add(job)
-
-    def fits(self, job: Job) -> bool:
-        """Whether one more can join. The first always may."""
-        tightest, rate = min(self._tightest, job.tpot), 1.0 / job.tpot
-        if tightest == inf or not self._rate:
-            return True
-        seqs = round((self._rate + rate) * tightest)
-        kv = round((self._kv + rate * (job.cached + job.pending)) * tightest)
-        period = tightest * self._entry.tokens
-        return seqs <= self._most and self._slower * self._step_time(self._entry.shape(seqs, kv)) <= PACE * period
-
-    def add(self, job: Job) -> None:
-        self._tightest = min(self._tightest, job.tpot)
-        self._rate += 1.0 / job.tpot
-        self._kv += (job.cached + job.pending) / job.tpot
 
 
 def left_out(seconds: Sequence[float], weights: Sequence[float], room: Array) -> set[int]:
