@@ -220,6 +220,7 @@ def test_a_fleet_keeps_its_number_and_waits_longer_after_each_loss() -> None:
     assert fleet.scale((), three[:2], 0, 1000.0).add == 1  # type: ignore[arg-type]
 
 
+@pytest.mark.full  # a node that is killed, below, kills all of these at once
 def test_what_killed_servers_served_goes_on_elsewhere(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """An actor, then a server, then a guard is killed; another comes in its place, and nothing is left of any."""
     monkeypatch.setattr(ray_servers, "STEADY", 0.0)  # no waiting after the second
