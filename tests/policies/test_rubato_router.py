@@ -150,23 +150,45 @@ def test_mode_auto(supports: list[str], count: int, phases: set[str], places: di
 
 
 def test_mode_auto_undoes_the_division_where_it_gains_nothing() -> None:
-    """By the first requests' TPOTs: of steps that take 2.1 ms at least, those of 3 and 50 ms leave prompts 0.3 and
-    0.958 of the time in replicas of their own, and 0.3 of all where both are in one."""
-    tight, loose = asked("t", tpot=0.003), [asked(f"l{i}", tpot=0.05) for i in range(SEEN)]
+    """By the tiers of the first requests: a step takes 2.1 ms at least, so that those of 3 and 50 ms leave prompts 0.3
+    and 0.958 of the time in replicas of their own, and 0.3 of all where both are in one."""
+    loose = [asked(f"l{i}", tpot=0.06) for i in range(SEEN)]
     assert prompts_gain([0.003, 0.05], fleet(4)) == pytest.approx((0.3 + 0.958) / 2 / 0.3)
-    router = made("auto")
-    assert "tier" in {role.kind for role in router.place(shown(*loose[1:], tight), fleet(4), 0.0).assign.values()}
-    router = made("auto")
-    router.place(shown(*loose[:-1]), fleet(4), 0.0)
     coming = replace(asked("m"), handoff=Handoff("r0", "prefilled", 0.0, cached=20))
     views = [*fleet(3), replica("r3", moving=shown(coming))]
     views = [replace(view, role=Role("both", "0.05", kind="tier")) for view in views]
+    router = Router(mode="auto", tiers=(0.003, 0.05))
+    router.place(shown(*loose[:-1]), fleet(4), 0.0)
     dispatch = router.place(shown(loose[-1]), views, 0.1)
     assert dispatch.assign == {"r0": ANY, "r1": ANY, "r2": ANY}
     assert dispatch.place == {loose[-1].id: "r0"}
-    waits = router.place(shown(tight), views[-1:], 0.2)
+    waits = router.place(shown(asked("w")), views[-1:], 0.2)
     assert not waits.place
     assert waits.wake_at is not None
+
+
+@pytest.mark.parametrize(
+    ("others", "undone"),
+    [
+        ([asked(f"t{i}", tpot=0.003) for i in range(SEEN // 10)], False),
+        ([asked(f"t{i}", tpot=0.003) for i in range(SEEN // 40)], True),  # too few to decide
+        ([asked(f"t{i}", tpot=0.001) for i in range(SEEN // 10)], True),  # in no tier
+        ([asked(f"t{i}", tpot=0.02) for i in range(SEEN // 10)], True),  # 0.9 of the time is left
+    ],
+)
+def test_what_undoes_the_division(others: list[Request], undone: bool) -> None:
+    router = Router(mode="auto", tiers=(0.003, 0.02, 0.05))
+    loose = [asked(f"l{i}", tpot=0.06) for i in range(SEEN)]
+    router.place(shown(*others, *loose), fleet(4), 0.0)
+    assert (router._decided == "each") is undone
+
+
+def test_an_e2e_slo_undoes_no_division() -> None:
+    """Which tier it belongs to depends on the time that is left."""
+    router = made("auto")
+    requests = [request(f"e{i}", 20, ttft=None, tpot=None, e2e=5.0) for i in range(2 * SEEN)]
+    router.place(shown(*requests), fleet(4), 0.0)
+    assert router._decided == "co"
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,12 @@ RATE_SECONDS = 5.0
 # is too large a part of a smaller fleet. On 6, mooncake-conversation at 90 % of all: co 1.8 requests/s a replica, pd
 # 0.9; on 8 co 1.7, pd 1.9. On 2, splitwise: co none, each alike 10.
 DIFFER, DIVIDED = 4, 8
-# Requests by whose TPOTs mode auto decides whether replicas are to differ; and how many times as much of their time
-# prompts must then get. On 4 replicas each alike holds, of what co does: slos-serve-mixed (1.2) 1.3 times, at 5/s a
-# replica 0.98 in time and not 0.76; uniform-4096-1024 with TPOTs half as long again (1.6) 0.75 times, doubled (1.3) as
-# much; the 70B model of the figure `rubato-loads` (1.7) 1.2 to 1.8 times; mooncake-conversation with TPOTs a quarter
-# longer (1.85) 0.7 times. So neither side of the line is always right between 1.5 and 1.8: below it less is lost.
-SEEN, PAYS = 64, 1.8
+# Requests by whose tiers mode auto decides whether replicas are to differ; how many times as much of their time prompts
+# must then get; and the part of the requests that a tier must have to count as the tightest. On 4 replicas each alike
+# holds, of what co does: slos-serve-mixed (1.2) 1.3 times, at 5/s a replica 0.98 in time and not 0.76;
+# uniform-4096-1024 with TPOTs doubled (1.6) as much, half as long again (1.4) 0.75 times; the 70B model of the figure
+# `rubato-loads` (1.5) 1.2 to 1.8 times; mooncake-conversation with TPOTs a quarter longer (2.7) 0.7 times.
+SEEN, PAYS, TIGHTEST = 256, 1.8, 1 / 32
 SPARE = 0.1  # part of the fleet that stays idle before best effort gets the pool: a claim waits for the step there
 POOL_TOKENS = 4096  # of best effort that may wait at a replica of the pool: what is recalled has begun in vain
 CREDIT = 2.0  # seconds for which best effort's share may be saved up: more would come at once
@@ -60,10 +60,10 @@ SOON = 1e-5  # seconds from now at which the router is asked again at the earlie
 class Router:
     """mode: "pd" for prefill and decode replicas, "co" for PolyServe's way to run prompts beside decodes, "auto": with
     fewer than `DIFFER` replicas at the start each serves all tiers, and a request goes to the least loaded; else pd
-    where there are `DIVIDED` and KV can move, co where not, until `SEEN` requests have come: if their TPOTs are loose,
-    or much alike (`prompts_gain`), each serves all tiers from then on. tiers: TPOTs in seconds, ascending; a request
-    belongs to the loosest that is no looser than its own. best_effort: the share of the fleet's time that goes to best
-    effort, and to what was too late, where no replica is free (pd).
+    where there are `DIVIDED` and KV can move, co where not, until `SEEN` requests have come: if their tiers are loose,
+    or much alike (`prompts_gain`), each serves all tiers from then on, for good. tiers: TPOTs in seconds, ascending; a
+    request belongs to the loosest that is no looser than its own. best_effort: the share of the fleet's time that goes
+    to best effort, and to what was too late, where no replica is free (pd).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"recall", "step_times"})
@@ -182,7 +182,7 @@ class Router:
             apart = len(fleet) >= DIVIDED and all("kv_transfer" in view.supports for view in fleet)
             self._decided = "each" if len(fleet) < DIFFER else "pd" if apart else "co"
         if self.mode == "auto" and self._decided in ("pd", "co") and len(self._tpots) < SEEN:
-            self._tpots |= {seq.id: seq.request.stages[0].slo.tpot or inf for seq in held if not seq.best_effort}
+            self._tpots |= {seq.id: tpot for seq in held if (tpot := self._tier_tpot(seq)) is not None}
             if len(self._tpots) >= SEEN and prompts_gain(list(self._tpots.values()), fleet) < PAYS:
                 self._decided = "each"
                 for known in (self._replicas, self._queue, self._prefills, self._seats, self._parked, self._moving):
@@ -223,6 +223,14 @@ class Router:
             assign=self._assigned(turn),
             why=turn.why,
         )
+
+    def _tier_tpot(self, seq: SeqView) -> float | None:
+        """The TPOT of its tier, inf if it asks for none; None if it is in no tier, or its e2e SLO says in which."""
+        slo = seq.request.stages[0].slo
+        if seq.best_effort or (slo.tpot is None and slo.e2e is not None):
+            return None
+        tpot = slo.tpot or inf
+        return max([tier for tier in self.tiers if tier <= tpot * (1.0 + 1e-9)], default=None) if tpot < inf else inf
 
     def _place_anywhere(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         """Each replica serves all; one of another role does once no KV is on its way to it."""
@@ -517,10 +525,10 @@ class Router:
 
 def prompts_gain(tpots: Sequence[float], fleet: Sequence[View]) -> float:
     """How many times as much of a replica's time prompts get where each replica has one of these TPOTs, and steps as
-    long, as where all have steps of the tightest one: a step costs a part that no token in it can share."""
+    long, as where all have steps of the tightest: a step costs a part that no token in it can share."""
     least = min([view.latency.step_time(Shape(1, 1, 1)) for view in fleet])
-    left = [1.0 - least / tpot for tpot in tpots if tpot > least]
-    return sum(left) / len(left) / min(left) if left else 1.0
+    left = sorted([1.0 - least / tpot for tpot in tpots if tpot > least])
+    return sum(left) / len(left) / left[int(len(left) * TIGHTEST)] if left else 1.0
 
 
 def _kv_comes(view: View) -> bool:
