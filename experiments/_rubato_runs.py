@@ -7,16 +7,18 @@ and latency models go on learning. Every system serves the same requests, seed b
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from experiments._rate_search import RateSearch, shares_of
 from rubato.fleet.cluster_options import PolicyChoice
+from rubato.measure.records import Record
 from rubato.planning.request_source import ScenarioSource
 from rubato.simulation.run_spec import Hardware, RunSpec, conditional_mean, packaged_hardware
 from rubato.simulation.simulate import simulate
-from rubato.workloads import scenarios
+from rubato.workloads import Workload, scenarios
 
 NOISE = 0.05
 MOST_TOKENS = {"reasoning": 12_000}  # that every request may have
@@ -33,11 +35,16 @@ class ScenarioTried(RateSearch):
         self._load = ScenarioSource(f"slos-serve-{scenario}", hardware(scenario), count=count).make(seed)
 
     def run(self, choice: str, rate: float) -> dict[str, float]:
-        spec = RunSpec(
-            hardware(self.scenario), PolicyChoice.parse(choice), 1, lengths=conditional_mean, learns=True, noise=NOISE,
-            stated_max_tokens=MOST_TOKENS.get(self.scenario, USUALLY),
-        )  # fmt: skip
-        return shares_of(simulate(self._load.rescaled(rate), spec, self.seed, causes=False).records)
+        return shares_of(served(self._load.rescaled(rate), self.scenario, choice, self.seed))
+
+
+def served(load: Workload, scenario: str, choice: str, seed: int) -> Sequence[Record]:
+    """These requests of a scenario on one replica."""
+    spec = RunSpec(
+        hardware(scenario), PolicyChoice.parse(choice), 1, lengths=conditional_mean, learns=True, noise=NOISE,
+        stated_max_tokens=MOST_TOKENS.get(scenario, USUALLY),
+    )  # fmt: skip
+    return simulate(load, spec, seed, causes=False).records
 
 
 def recorded(figure: str) -> list[Any]:

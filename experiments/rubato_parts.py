@@ -124,8 +124,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
         "least-of-replica": min(replica.values(), key=lambda each: each.value),
         "least-of-fleet": min(fleet.values(), key=lambda each: each.value),
     }
-    seeds = SEEDS
-    return Found(estimates, list(values), seeds, "deadline", {"multiples": MULTIPLES, "count": COUNT})
+    return Found(estimates, list(values), SEEDS, "deadline", {"multiples": MULTIPLES, "count": COUNT})
 
 
 def tables(values: Sequence[Any]) -> str:

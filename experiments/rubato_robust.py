@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments._rubato_runs import MOST_TOKENS, NOISE, USUALLY, hardware, recorded
+from experiments._rubato_runs import MOST_TOKENS, NOISE, USUALLY, hardware, recorded, served
 from rubato.core.events import Demoted, Event
 from rubato.core.interfaces import LatencyModel, Line
 from rubato.core.plan import Shape
@@ -166,11 +166,7 @@ def below(scenario: str, seeds: Sequence[int], count: int) -> list[dict[str, Any
 
 def means(load: Workload, scenario: str, policy: str, seed: int) -> Any:
     """Mean e2e and TTFT, and what attains."""
-    spec = RunSpec(
-        hardware(scenario), PolicyChoice.parse(policy), 1, lengths=conditional_mean, learns=True, noise=NOISE,
-        stated_max_tokens=MOST_TOKENS.get(scenario, USUALLY),
-    )  # fmt: skip
-    verdicts = [r.verdict for r in simulate(load, spec, seed, causes=False).records]
+    verdicts = [r.verdict for r in served(load, scenario, policy, seed)]
     return np.mean([(v.e2e or 0.0, v.ttft or 0.0, v.met) for v in verdicts], axis=0)
 
 

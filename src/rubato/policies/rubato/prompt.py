@@ -31,6 +31,11 @@ class Prompt:
     work: float
 
 
+def tier_of(tpot: float, tiers: Sequence[float]) -> int:
+    """The loosest tier that is no looser; -1 where none is."""
+    return bisect_right(tiers, tpot * (1.0 + 1e-9)) - 1
+
+
 def promised(
     seq: SeqView, tiers: Sequence[float], fleet: Sequence[View], now: float, token_moves: float
 ) -> Prompt | None:
@@ -42,7 +47,7 @@ def promised(
     alone = min([prefill_time(view.latency, seq.pending, 0, most) for (_, most), view in kinds.items()])
     tier = len(tiers) - 1
     if slo.tpot is not None:
-        tier = bisect_right(tiers, slo.tpot * (1.0 + 1e-9)) - 1
+        tier = tier_of(slo.tpot, tiers)
     if slo.e2e is not None:
         end = seq.request.arrival + slo.e2e + seq.tool_seconds
         while tier > 0 and min(last, end - left * tiers[tier]) - alone < now:

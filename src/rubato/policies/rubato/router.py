@@ -13,7 +13,7 @@ from rubato.core.plan import ANY, Role, Shape
 from rubato.core.request import Handoff
 from rubato.policies import least_loaded, polyserve
 from rubato.policies.rubato.prefill_step import BUDGET, PATIENCE, seconds_in_turns
-from rubato.policies.rubato.prompt import Prompt, promised, unpromised
+from rubato.policies.rubato.prompt import Prompt, promised, tier_of, unpromised
 from rubato.policies.rubato.replica_model import PREFILL, Replica, Seat
 from rubato.policies.rubato.turn import Turn
 from rubato.policy_kit.batch_builder import remaining_output
@@ -229,8 +229,10 @@ class Router:
         slo = seq.request.stages[0].slo
         if seq.best_effort or (slo.tpot is None and slo.e2e is not None):
             return None
-        tpot = slo.tpot or inf
-        return max([tier for tier in self.tiers if tier <= tpot * (1.0 + 1e-9)], default=None) if tpot < inf else inf
+        if slo.tpot is None:
+            return inf
+        tier = tier_of(slo.tpot, self.tiers)
+        return self.tiers[tier] if tier >= 0 else None
 
     def _place_anywhere(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         """Each replica serves all; one of another role does once no KV is on its way to it."""
