@@ -14,7 +14,7 @@ from rubato.latency.profiles import kernel_profiles
 from tools.packaged_profiles import PACKAGED
 
 WANTED = {
-    "llama-3.1-8b-h200", "llama-3.1-8b-a100", "mistral-7b-a100", "opt-13b-a100", "opt-13b-2xa100-40g",
+    "llama-3.1-8b-h200", "llama-3.1-8b-a100", "mistral-7b-a100", "opt-13b-a100", "opt-13b-2xa100-40g", "opt-13b-h100",
     "llama-2-7b-a100-40g", "qwen2.5-1.5b-a100-40g", "qwen-14b-a100", "qwen2.5-32b-2xa100", "llama-3.1-70b-4xa100",
     "opt-125m-a100-40g", "llama-3.2-1b-a100", "qwen2.5-0.5b-a100", "qwen2.5-7b-2xv100", "smollm2-135m-cpu",
 }  # fmt: skip

@@ -51,6 +51,7 @@ class GPU:
 GIB = 2.0**30
 GPUS = {
     "h200": GPU("h200_sxm", "0.24.0", 141 * GIB, 4.8e12, 989e12),
+    "h100": GPU("h100_sxm", "0.24.0", 80 * GIB, 3.35e12, 989e12),
     "a100": GPU("a100_sxm", "0.14.0", 80 * GIB, 2.039e12, 312e12),
     # NVIDIA's datasheet: HBM2 at 1555 GB/s where the 80 GB card has HBM2e at 2039; the same compute.
     "a100-40g": GPU("a100_sxm", "0.14.0", 40 * GIB, 1.555e12, 312e12, measured_bandwidth=2.039e12),

@@ -39,7 +39,7 @@ MODELS: Mapping[str, Known] = {
     "qwen2.5-7b": Known("Qwen2.5-7B", Dims(28, 3584, 28, 4, 128, 18944, 152064)),
     "qwen2.5-32b": Known("Qwen2.5-32B", Dims(64, 5120, 40, 8, 128, 27648, 152064)),
 }
-TITLES = {"h200": "H200 SXM 141 GB", "a100": "A100 SXM 80 GB", "a100-40g": "A100 SXM 40 GB"}
+TITLES = {"h200": "H200 SXM 141 GB", "h100": "H100 SXM 80 GB", "a100": "A100 SXM 80 GB", "a100-40g": "A100 SXM 40 GB"}
 DRAFTERS = ("opt-125m", "llama-3.2-1b", "qwen2.5-0.5b")
 
 VLLM_2024 = (
@@ -53,9 +53,15 @@ A100_FACTORS: Mapping[str, Factor] = {
     "prefill_gemm": Factor(1.2, VIDUR),
     "context_attention": Factor(1.4, VIDUR),
 }
-H200_FACTORS: Mapping[str, Factor] = {
-    name: Factor(1.0, "no independent H200 measurement was found") for name in A100_FACTORS
-}
+
+
+def _factors(gpu: str) -> Mapping[str, Factor]:
+    """Of the A100's kernels; nothing is known of the others'."""
+    if gpu.startswith("a100"):
+        return A100_FACTORS
+    return {name: Factor(1.0, f"no independent {gpu.upper()} measurement was found") for name in A100_FACTORS}
+
+
 PROVENANCE = (
     "kernel times: NVIDIA aiconfigurator-core 0.12.0 (Apache-2.0), systems/data/{system}, vLLM {version}; "
     "norms, activations and context worked out as rubato.latency.profiles.aiconfigurator says"
@@ -96,7 +102,7 @@ def composed(name: str, model: Known, gpu: str, gpus: int, host: Host = VLLM_HOS
         max_model_len=model.context,
         data={"model": "components", **tables},
         host_term=host,
-        factors=H200_FACTORS if gpu == "h200" else A100_FACTORS,
+        factors=_factors(gpu),
         provenance=provenance,
         dims=model.dims,
     )
