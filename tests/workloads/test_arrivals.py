@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 
 from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson, Replay, offered, on_off, parse
+from rubato.workloads.scenarios import CODE_STAND_IN
 
-PROCESSES = [Poisson(), Gamma(3.0), Bursts(6.0, 40.0), on_off(10.0, 30.0, 0.2), Replay((0.0, 1.0, 1.5, 7.0)), AtOnce()]
+UNEVEN = Bursts(3.0, 40.0, spread=1.0, hold=20.0)
+PROCESSES = [
+    Poisson(), Gamma(3.0), Bursts(6.0, 40.0), UNEVEN, on_off(10.0, 30.0, 0.2), Replay((0.0, 1.0, 1.5, 7.0)), AtOnce(),
+]  # fmt: skip
 
 
 def times(process, rate=2.0, n=20_000, seed=0):
@@ -51,6 +55,32 @@ def test_bursts_are_as_uneven_as_azures_code_trace():
         assert counts.var() / counts.mean() == pytest.approx(spread, rel=0.2)
 
 
+def test_bursts_of_unequal_rates_have_the_mean_rate_and_the_bursts_size():
+    at = times(UNEVEN, n=400_000)
+    assert len(at) / at[-1] == pytest.approx(2.0, rel=0.05)
+    assert times(UNEVEN, rate=4.0).tolist() == (times(UNEVEN) / 2.0).tolist()
+    alike = times(Bursts(3.0, 40.0, spread=0.0, hold=20.0), n=400_000)
+    assert alike.tolist() == times(Bursts(3.0, 40.0), n=400_000).tolist()
+
+    def unevenness(at):  # of the requests that come within the same second
+        counts = np.bincount(at.astype(int))
+        low, high = np.quantile(np.repeat(counts, counts), (0.1, 0.9))
+        return high / low
+
+    assert unevenness(at) > 1.5 * unevenness(alike)
+
+
+def test_requests_meet_rates_as_uneven_as_in_azures_code_trace():
+    at = times(CODE_STAND_IN, rate=2.567, n=200_000)
+    for window, low, high in ((1.0, 1.95, 16.75), (20.0, 0.99, 7.5)):
+        counts = np.bincount((at / window).astype(int))
+        own = np.quantile(np.repeat(counts, counts), (0.1, 0.97)) / (2.567 * window)
+        assert own == pytest.approx([low, high], rel=0.25)
+    for window, spread in ((0.1, 2.5), (1.0, 13.2), (10.0, 71.6), (60.0, 164.0)):
+        counts = np.bincount((at / window).astype(int))
+        assert counts.var() / counts.mean() == pytest.approx(spread, rel=0.25)
+
+
 def test_on_off_keeps_its_seconds_and_its_share():
     at = times(on_off(10.0, 30.0, 0.2))
     assert len(at) / at[-1] == pytest.approx(2.0, rel=0.05)
@@ -71,10 +101,22 @@ def test_a_replay_is_stretched_by_one_factor_and_begins_again():
     assert trace.rate == 0.5
     assert times(trace, rate=0.5, n=6).tolist() == [0.0, 1.0, 1.5, 6.0, 8.0, 9.0]
     assert times(trace, rate=2.0, n=6).tolist() == [0.0, 0.25, 0.375, 1.5, 2.0, 2.25]
+    later = trace.beginning_at(2)
+    assert later.rate == pytest.approx(3 / 7.5)
+    assert np.diff(later.seconds).tolist() == [4.5, 2.0, 1.0]
+    assert trace.beginning_at(0) == trace
 
 
 @pytest.mark.parametrize(
-    "words", ["poisson", "gamma:cv=3", "bursts:peak=6,size=130", "piecewise:0=1,60=3,90=1,360=0", "at-once"]
+    "words",
+    [
+        "poisson",
+        "gamma:cv=3",
+        "bursts:peak=6,size=130",
+        "bursts:peak=3,size=150,spread=1,hold=30",
+        "piecewise:0=1,60=3,90=1,360=0",
+        "at-once",
+    ],
 )
 def test_words_and_processes_are_each_others(words):
     assert str(parse(words)) == words
@@ -93,6 +135,8 @@ def test_on_off_in_words():
         ("gamma:cv=much", "could not convert"),
         ("poisson:cv=2", "poisson:cv=2"),
         ("bursts:peak=1,size=9", "give 1 or more, above 1"),
+        ("bursts:peak=2,size=9,spread=-1", "give 0 or more, and 1 or more"),
+        ("bursts:peak=2,size=9,spread=1,hold=0", "give 0 or more, and 1 or more"),
         ("piecewise:0=1", "piecewise"),
         ("piecewise:5=1,9=0", "ascending, the first 0"),
         ("piecewise:0=0,9=0", "at least one positive"),

@@ -52,18 +52,28 @@ class Gamma:
 @dataclass(frozen=True, slots=True)
 class Bursts:
     """Poisson bursts of `size` requests on average at `peak` times the mean rate, and nothing between them; how long
-    bursts and pauses last is exponential (an interrupted Poisson process). Stretched with the rate, as a trace is."""
+    bursts and pauses last is exponential (an interrupted Poisson process). Stretched with the rate, as a trace is.
+
+    spread: of the rate within bursts, the coefficient of variation of a gamma from which it is drawn anew after every
+    `hold` requests on average; 0: bursts are all alike."""
 
     peak: float
     size: float
+    spread: float = 0.0
+    hold: float = 50.0
 
     def __post_init__(self) -> None:
         if not 1.0 < self.peak < math.inf or not 1.0 <= self.size < math.inf:
             raise ValueError(f"bursts of {self.size} requests at {self.peak} times the rate: give 1 or more, above 1")
+        if not 0.0 <= self.spread < math.inf or not 1.0 <= self.hold < math.inf:
+            raise ValueError(
+                f"bursts whose rate has a spread of {self.spread} and holds for {self.hold} requests: give 0 or more, "
+                "and 1 or more"
+            )
 
     def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
-        within, between = rng.spawn(2)
-        busy = np.cumsum(within.exponential(size=n)) / self.peak  # mean gaps of 1, the time of pauses left out
+        within, between, levels = rng.spawn(3)
+        busy = self._busy(np.cumsum(within.exponential(size=n)), levels)
         length = self.size / self.peak
         lasts = between.exponential(size=(16, 2))
         while lasts[:, 0].sum() * length < busy[-1]:
@@ -73,8 +83,22 @@ class Bursts:
         times: Floats = (busy + pauses[np.searchsorted(ends, busy)]) / rate
         return times
 
+    def _busy(self, unit: Floats, rng: np.random.Generator) -> Floats:
+        """Arrivals of a Poisson process of rate 1 at the rates of bursts, in mean gaps, the time of pauses left out."""
+        if self.spread == 0.0:
+            return unit / self.peak
+        drawn = np.zeros((0, 2))  # how long a rate holds, and the rate
+        while (drawn[:, 0] * drawn[:, 1]).sum() <= unit[-1]:
+            lasts, rates = rng.exponential(size=64), rng.gamma(self.spread**-2, self.spread**2, size=64)
+            more = np.column_stack((lasts * self.hold / self.peak, rates * self.peak))
+            drawn = np.concatenate((drawn, more))
+        expected = np.concatenate(([0.0], np.cumsum(drawn[:, 0] * drawn[:, 1])))
+        busy: Floats = np.interp(unit, expected, np.concatenate(([0.0], np.cumsum(drawn[:, 0]))))
+        return busy
+
     def __str__(self) -> str:
-        return f"bursts:peak={self.peak:g},size={self.size:g}"
+        more = f",spread={self.spread:g},hold={self.hold:g}" if self.spread else ""
+        return f"bursts:peak={self.peak:g},size={self.size:g}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +154,12 @@ class Replay:
     def rate(self) -> float:
         """Requests/s of the trace itself."""
         return (len(self.seconds) - 1) / (self.seconds[-1] - self.seconds[0])
+
+    def beginning_at(self, index: int) -> Replay:
+        """The same arrivals from number `index` on, and then from the first."""
+        own = np.array(self.seconds)
+        again = own[:index] + (own[-1] - own[0]) + 1.0 / self.rate
+        return Replay(tuple(np.concatenate((own[index:], again)).tolist()))
 
     def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
         own = np.array(self.seconds) - self.seconds[0]
