@@ -5,12 +5,13 @@ A module has a docstring (its first line says what is shown), `SOURCE`, `SECONDS
     def jobs(small: bool) -> list[Cell]: ...                                  # what to run, `rubato.planning.jobs`
     def found(values: Sequence[Any], small: bool) -> Found: ...                # from what the jobs returned, in order
 
-and may have `ALONE = True`, for a figure that measures time and must run its jobs one at a time, `draw(data, axes)`,
-its picture, and `tables(data)`, Markdown for the page below its claims. `jobs` may take `trace` as well, the path of a
-recorded stream to offer, or `policy`, one more system to run beside those in it (`mine.py:setting=value`), under the
-same requests, seeds and judge; no claim reads its numbers. `claims.yaml` names each figure's claims and what they are
-held against; a figure gives one estimate for each, no more and no fewer. Adding a figure is one module and its claims;
-modules without claims of their own help the others. `SECONDS` are the CPU seconds of the recorded run, rounded.
+and may have `then(values, small)`, further jobs that follow from what those returned, `ALONE = True`, for a figure
+that measures time and must run its jobs one at a time, `draw(data, axes)`, its picture, and `tables(data)`, Markdown
+for the page below its claims. `jobs` (and `then`) may take `trace` as well, the path of a recorded stream to offer, or
+`policy`, one more system to run beside those in it (`mine.py:setting=value`), under the same requests, seeds and judge;
+no claim reads its numbers. `claims.yaml` names each figure's claims and what they are held against; a figure gives one
+estimate for each, no more and no fewer. Adding a figure is one module and its claims; modules without claims of their
+own help the others. `SECONDS` are the CPU seconds of the recorded run, rounded.
 """
 
 from __future__ import annotations
@@ -144,8 +145,13 @@ def run(
         recorded |= {"policy": policy} | ({"policy_content": _digest(file)} if file.is_file() else {})
     if getattr(figure, "ALONE", False):
         how["workers"] = 1
-    todo = figure.jobs(small, **given)
-    done = jobs.run(todo, head={"figure": name, "small": small, **recorded}, about=name, **how)
+    with jobs.opened(head={"figure": name, "small": small, **recorded}, **how) as runner:
+        runner.about = name
+        values = runner.run(figure.jobs(small, **given))
+        then = getattr(figure, "then", None)
+        if then is not None:
+            runner.run(then(values, small, **given))
+        done = runner.done()
     found = figure.found(done.values, small)
     known = claims().get(name, {})
     if found.estimates.keys() != known.keys():
@@ -178,8 +184,10 @@ def _check_takes(name: str, option: str) -> None:
         raise ValueError(f"figure {name!r} takes no {option}: leave out --{option} ({', '.join(takers)} take one)")
 
 
-def _digest(file: Path) -> str:
-    return blake2b(file.read_bytes(), digest_size=8).hexdigest()
+def _digest(path: Path) -> str:
+    """Of a file, or of all files of a folder."""
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    return blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 
 def _judged(claim: Claim, ours: Estimate) -> dict[str, Any]:

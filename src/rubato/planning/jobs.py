@@ -86,9 +86,7 @@ class JobResults:
 
 def run(jobs: Sequence[Job], *, about: str = "jobs", **how: Any) -> JobResults:
     """Run the jobs that the file does not hold yet; results are in the order of the jobs. `how`: as `opened` takes it.
-    Raises as `opened` and `JobRunner.run`, and ValueError for keys that are not unique."""
-    if len({job.key for job in jobs}) != len(jobs):
-        raise ValueError("two jobs have the same key: each needs its own")
+    Raises as `opened` and `JobRunner.run`."""
     with opened(**how) as runner:
         runner.about = about
         runner.run(jobs)
@@ -137,8 +135,10 @@ class JobRunner:
         self._bar = bar
 
     def run(self, jobs: Sequence[Job]) -> list[Any]:
-        """The jobs' values, in their order; what has run does not run again. Raises what a job raises; the file holds
-        what had finished by then."""
+        """The jobs' values, in their order; what has run does not run again. Raises what a job raises, the file holds
+        what had finished by then, and ValueError for keys that are not unique."""
+        if len({job.key for job in jobs}) != len(jobs):
+            raise ValueError("two jobs have the same key: each needs its own")
         missing = [job for job in jobs if job.key not in self._results]
         self._asked |= dict.fromkeys(job.key for job in jobs)
         self._bar.desc, self._bar.total = f"{self.about}: ", len(self._asked)
