@@ -40,7 +40,9 @@ def shares_of(records: Sequence[Record]) -> dict[str, float]:
 class RateSearch:
     """Runs of one workload at several rates, each done once, at powers of `grid`, so that measures share runs. bracket:
     how far apart (relative) rates on either side of what is sought may be. known: (policy, rate) -> the share that
-    attained, in all, in the worst tier, and by tier."""
+    attained, in all, in the worst tier, and by tier. measures: what may be asked of a run, and which share it is of."""
+
+    measures: Mapping[str, tuple[str, float]] = MEASURES
 
     def __init__(self, grid: float, bracket: float) -> None:
         self.grid, self.bracket = grid, bracket
@@ -59,7 +61,7 @@ class RateSearch:
 
     def attained(self, choice: str, measure: str) -> Callable[[float], float]:
         """Of a rate: the share asked for over what it has to be, so that 1 is enough."""
-        of, target = MEASURES[measure]
+        of, target = self.measures[measure]
         return lambda rate: self.shares(choice, rate)[of] / target
 
     def best(self, choices: Sequence[str], start: float, measure: str, coarse: int = 4) -> tuple[float, str]:

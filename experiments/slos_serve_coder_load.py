@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments import Found
-from experiments.slos_serve_capacity import FULL, SMALL, hardware, load
+from experiments._slos_serve_runs import FULL, SMALL, hardware, load
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record

@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments import Found
 from experiments._recording_slos_serve import PromiseLog
-from experiments.slos_serve_capacity import FULL, SMALL, Scale, hardware, load
+from experiments._slos_serve_runs import FULL, SMALL, Scale, hardware, load
 from rubato.core.plan import Sample, Shape
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine

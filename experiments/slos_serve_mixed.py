@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments.slos_serve_capacity import FULL, SMALL, hardware, load
+from experiments._slos_serve_runs import FULL, SMALL, hardware, load
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import e2e_p99

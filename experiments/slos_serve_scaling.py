@@ -1,7 +1,7 @@
 """Capacity of one to four replicas under SLOs-Serve and its router, at 90 % attainment (Fig. 13).
 
 The paper's model for it, OPT-7B, one A100-40G a replica; ToolLLM has its own. Beside it, on four replicas: `slos_serve`
-under routers that are not SLO-aware, and `sarathi`. Output lengths are known, as in the paper. Ratios are
+under routers that are not SLO-aware, and `sarathi`. Output lengths are known and the judge is the paper's; ratios are
 paired by seed. Coder and ToolLLM come in bursts that a higher rate makes shorter: the same requests for every fleet, so
 that all see as many bursts. Chat comes evenly: as many requests a replica, so that runs last as long.
 
@@ -19,22 +19,19 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments.slos_serve_capacity import with_outputs
+from experiments import _slos_serve_runs as runs
+from experiments._slos_serve_runs import FULL, PAPERS, SMALL_SEARCH, CapacitySearch, Scale
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.planning import capacity
-from rubato.planning.feasibility import feasible_only
 from rubato.planning.jobs import Job
-from rubato.planning.request_source import ScenarioSource
-from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths, packaged_hardware
+from rubato.simulation.run_spec import RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload
-from rubato.workloads.resample import Stretch
+from rubato.workloads.scenarios import CODE_STAND_IN
 
 SOURCE = "SLOs-Serve, Fig. 13 and §6.2"
-SECONDS = 2800.0
+SECONDS = 900.0
 
-TARGET = 0.9
 REPLICAS = (1, 2, 3, 4)
 MOST = REPLICAS[-1]
 OURS, TURNS, SARATHI = "slos_serve", "slos_serve@round_robin", "sarathi@least_loaded"
@@ -43,7 +40,7 @@ BESIDE = (TURNS, "slos_serve@least_loaded", SARATHI)
 
 @dataclass(frozen=True)
 class Case:
-    """count: requests of a run; each: of each replica, else in all. start: requests/s of a replica to begin with."""
+    """count: requests of a run, of each replica (`each`) or in all. start: requests/s of a replica to begin with."""
 
     profile: str
     count: int
@@ -53,30 +50,14 @@ class Case:
 
 OPT = "opt-6.7b-a100-40g"
 CASES = {
-    "chatbot": Case(OPT, 200, True, 3.0),
-    "coder": Case(OPT, 700, False, 2.5),
-    "toolllm": Case("llama-2-7b-a100-40g", 250, False, 0.25),
+    "chatbot": Case(OPT, 500, True, 3.0),
+    "coder": Case(OPT, 1200, False, 1.5),
+    "toolllm": Case("llama-2-7b-a100-40g", 600, False, 0.15),
 }
 
 
-@dataclass(frozen=True)
-class Scale:
-    """count: requests of a run, where not the case's. output: of a stage at most. limits: of the engine, where not the
-    profile's."""
-
-    seeds: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-    tolerance: float = 0.1
-    count: int = 0
-    output: int = 1 << 20
-    limits: tuple[tuple[str, int], ...] = ()
-
-
-FULL = Scale()
-SMALL = Scale((1,), 0.9, 20, 2, (("max_num_seqs", 1),))
-
-
 def jobs(small: bool) -> list[Job]:
-    scale = SMALL if small else FULL
+    scale = SMALL_SEARCH if small else FULL
     fleets = [*((OURS, n) for n in REPLICAS), *((system, MOST) for system in BESIDE)]
     return [
         *(Job(f"{case} same", same, (case, scale)) for case in CASES),
@@ -89,66 +70,40 @@ def jobs(small: bool) -> list[Job]:
     ]
 
 
-@dataclass(frozen=True)
-class Able:
-    """The scenario's requests, each stage's output cut, without those that the model's context does not hold."""
-
-    scenario: ScenarioSource
-    output: int
-
-    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
-        made = with_outputs(self.scenario.make(seed, stretch), lambda output: min(output, self.output))
-        return feasible_only(made, self.scenario.hardware)
-
-    def busiest(self, seed: int, seconds: float) -> Stretch:
-        return self.scenario.busiest(seed, seconds)
-
-    def describe(self) -> dict[str, Any]:
-        return {**self.scenario.describe(), "output": self.output}
-
-
 def search(case: str, system: str, replicas: int, seed: int, scale: Scale) -> dict[str, Any]:
     """The capacity of so many replicas, requests/s."""
-    source, setting = _asked(case, system, replicas, scale)
-    start = CASES[case].start * replicas
-    found = capacity.search(source, setting, seed, (TARGET,), scale.tolerance, start)
-    bracketed = found["capacity"][str(TARGET)]
-    return {"case": case, "system": system, "replicas": replicas, **found, "capacity": bracketed}
+    own = CASES[case]
+    machine = runs.hardware(case, scale, own.profile)
+    tried = CapacitySearch(_load(case, replicas, seed, scale), machine, seed, replicas)
+    rate = tried.capacity(system, PAPERS, own.start, runs.FAR if scale.count else runs.NEAR)
+    seconds, p99 = tried.lasted(system, rate)
+    return {
+        "case": case, "system": system, "replicas": replicas, "seed": seed, "capacity": rate * replicas,
+        "tried": tried.shares_tried(), "seconds": seconds, "e2e_p99": p99,
+    }  # fmt: skip
 
 
-def crossed(tried: Sequence[tuple[float, float]], bracketed: float) -> float:
-    """Where attainment crosses the target in the last bracket, whose middle the search gives, taken as a line there:
-    else rates of one sequence of brackets would be equal, or a whole step apart."""
-    low, above = max((rate, share) for rate, share in tried if rate <= bracketed)
-    high, below = min((rate, share) for rate, share in tried if rate > bracketed)
-    return float(low * (high / low) ** ((above - TARGET) / (above - below)))
+def _load(case: str, replicas: int, seed: int, scale: Scale) -> Workload:
+    own = CASES[case]
+    arrivals = CODE_STAND_IN if runs.PATTERNS[case] == "code" else None
+    return runs.load(case, seed, scale, own.profile, own.count * (replicas if own.each else 1), arrivals)
 
 
 def same(case: str, scale: Scale) -> dict[str, Any]:
     """Requests that one replica does not serve alike under every router, at the rate where searches begin."""
-    runs = []
+    tokens = []
+    load = _load(case, 1, 0, scale).rescaled(CASES[case].start)
     for system in (OURS, *BESIDE[:2]):
-        source, setting = _asked(case, system, 1, scale)
-        load = source.make(0).rescaled(CASES[case].start)
-        runs.append([(r.id, r.times, r.verdict.met) for r in simulate(load, setting, causes=False).records])
-    return {"case": case, "differ": sum(len(set(each)) > 1 for each in zip(*runs, strict=True))}
-
-
-def _asked(case: str, system: str, replicas: int, scale: Scale) -> tuple[Able, RunSpec]:
-    own = CASES[case]
-    machine: Hardware = packaged_hardware(own.profile, **dict(scale.limits))
-    count = scale.count or own.count * (replicas if own.each else 1)
-    source = Able(ScenarioSource(f"slos-serve-{case}", machine, count=count), scale.output)
-    return source, RunSpec(machine, PolicyChoice.parse(system), replicas, lengths=oracle_lengths)
+        spec = RunSpec(
+            runs.hardware(case, scale, CASES[case].profile), PolicyChoice.parse(system), lengths=oracle_lengths
+        )
+        tokens.append([(r.id, r.times, r.verdict.met) for r in simulate(load, spec, causes=False).records])
+    return {"case": case, "differ": sum(len(set(each)) > 1 for each in zip(*tokens, strict=True))}
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
-    scale = SMALL if small else FULL
-    rates = {
-        (v["case"], v["system"], v["replicas"], v["seed"]): crossed(v["tried"], v["capacity"])
-        for v in values
-        if "capacity" in v
-    }
+    scale = SMALL_SEARCH if small else FULL
+    rates = {(v["case"], v["system"], v["replicas"], v["seed"]): v["capacity"] for v in values if "capacity" in v}
 
     def over(case: str, system: str, replicas: int, other: str, others: int) -> Estimate:
         pairs = [(rates[case, system, replicas, seed], rates[case, other, others, seed]) for seed in scale.seeds]
@@ -161,21 +116,17 @@ def found(values: Sequence[Any], small: bool) -> Found:
             name = system.replace("slos_serve@", "").replace("@least_loaded", "").replace("_", "-")
             estimates[f"{case}-over-{name}"] = over(case, OURS, MOST, system, MOST)
     settings = {
-        "target": TARGET, "tolerance": scale.tolerance, "lengths": "oracle",
+        "target": PAPERS, "lengths": "oracle",
         "counts": {name: scale.count or case.count for name, case in CASES.items()},
         "profiles": {name: case.profile for name, case in CASES.items()},
     }  # fmt: skip
-    return Found(estimates, list(values), scale.seeds, "deadline", settings)
+    return Found(estimates, list(values), scale.seeds, "windowed", settings)
 
 
 def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
     for case in CASES:
         rates = {
-            n: [
-                crossed(v["tried"], v["capacity"])
-                for v in data
-                if (v["case"], v.get("system"), v.get("replicas")) == (case, OURS, n)
-            ]
+            n: [v["capacity"] for v in data if (v["case"], v.get("system"), v.get("replicas")) == (case, OURS, n)]
             for n in REPLICAS
         }
         axes.plot(REPLICAS, [np.mean(rates[n]) / np.mean(rates[1]) for n in REPLICAS], "o-", label=case)

@@ -92,6 +92,25 @@ def test_a_figure_with_other_claims_is_an_error(monkeypatch: pytest.MonkeyPatch)
         experiments.run("slos-serve-toy", small=True, workers=1)
 
 
+def test_what_a_figure_runs_may_follow_from_what_its_first_jobs_returned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    toy, given = experiments.load("slos-serve-toy"), []
+
+    def then(values: list[Any], small: bool) -> list[Any]:
+        given.append((len(values), small))
+        return [replace(job, key=f"{job.key} again") for job in toy.jobs(small)]
+
+    monkeypatch.setattr(toy, "then", then, raising=False)
+    was = toy.found
+    monkeypatch.setattr(toy, "found", lambda values, small: was(values[3:], small))
+    file = tmp_path / "toy.jsonl"
+    assert failed(experiments.run("slos-serve-toy", workers=1, file=file)) == []
+    assert given == [(3, False)]
+    assert len(file.read_text().splitlines()) == 1 + 6
+    assert "6 of 6 jobs were in the file already" in experiments.run("slos-serve-toy", workers=1, file=file)["notes"][0]
+
+
 def test_a_figure_of_a_recorded_stream(tmp_path: Path) -> None:
     trace = tmp_path / "stream.csv"
     rows = [f"{0.4 * i},{('coding,1.2', 'chat,-50', 'summarization,-150')[i % 3]},40,20" for i in range(12)]
@@ -100,7 +119,10 @@ def test_a_figure_of_a_recorded_stream(tmp_path: Path) -> None:
     assert data["trace"] == "stream.csv"
     assert {v["requests"] for v in data["data"]} == {12}
     assert set(data["data"][0]["systems"]["adaserve"]["by_tier"]) == {"code", "chat", "summary"}
-    with pytest.raises(ValueError, match=r"'adaserve-urgent' takes no trace: .*adaserve-rate, adaserve-scale take one"):
+    with pytest.raises(
+        ValueError,
+        match=r"'adaserve-urgent' takes no trace: .*adaserve-rate, adaserve-scale, slos-serve-arrivals.* take one",
+    ):
         experiments.run("adaserve-urgent", small=True, trace=trace)
 
 
@@ -364,7 +386,8 @@ def test_the_page_says_which_systems_have_fewer_seeds_and_what_has_one() -> None
 
 
 def test_the_page_says_which_runs_are_too_short() -> None:
-    data = json.loads((ROOT / "docs" / "figures" / "slos-serve-scaling.json").read_bytes())
+    data = json.loads((ROOT / "docs" / "figures" / "slos-serve-coder-load.json").read_bytes())
+    data["data"] = [{**value, "seconds": 4.9 * value["e2e_p99"]} for value in data["data"]]
     runs = [{"seconds": 50.0, "e2e_p99": 10.0}, {"seconds": 49.0, "e2e_p99": 10.0}, {"seconds": 20.0, "e2e_p99": 10.0}]
     assert too_short(runs[:1]) == too_short([{}]) == ""
     assert "2 of 3 runs are too short" in too_short(runs)

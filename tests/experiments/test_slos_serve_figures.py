@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import exp, log
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from experiments import _slos_serve_runs as runs
 from experiments import claims
+from experiments import slos_serve_arrivals as arrivals
 from experiments import slos_serve_capacity as capacity
+from experiments import slos_serve_disaggregation as disaggregation
+from experiments._executed_batches import Replica, executed
+from experiments._rate_search import RateSearch
 from experiments._recording_slos_serve import PromiseLog, Scheduler
-from experiments.slos_serve_capacity import Rates, RateTrials, verdicts
+from experiments._slos_serve_runs import PAPERS, CapacitySearch, verdicts
+from experiments.slos_serve_capacity import Rates
 from experiments.slos_serve_coder_load import here
 from experiments.slos_serve_margin import NOISES, RATES, found, kept
 from rubato.core.events import Verdict
 from rubato.core.request import SLO
+from rubato.latency.affine import Model
 from rubato.measure.records import BenchResult, Record
-from rubato.workloads import Arrival, Workload
+from rubato.simulation.run_spec import Hardware
+from rubato.workloads import Arrival, Workload, scenarios
 from tests.policies.test_tables import prompt, seen
 
+SCALE = runs.SMALL
 TWO = SLO(ttft=1.0, tpot=0.1)
 
 
@@ -41,84 +53,220 @@ def test_the_papers_judge_sees_a_pause_of_what_a_decode_is_ahead() -> None:
     assert (verdicts(late, "deadline"), verdicts(late, "windowed")) == ([False], [False])
 
 
-SCALE = capacity.SMALL
+class Tried(CapacitySearch):
+    """Each setting attains 95 % up to one rate and all up to another, else half."""
+
+    def __init__(self, holds: Mapping[str, tuple[float, float]]) -> None:
+        RateSearch.__init__(self, runs.GRID, runs.GRID - 1.0 + 1e-6)
+        self.holds, self.asked = holds, list[tuple[str, float]]()
+
+    def run(self, choice: str, rate: float) -> dict[str, float]:
+        self.asked.append((choice, rate))
+        most, all_ = self.holds[choice]
+        share = 1.0 if rate <= all_ else 0.95 if rate <= most else 0.5
+        return {"windowed": share, "deadline": share}
 
 
-def test_a_system_has_the_setting_that_holds_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 16 tokens a batch no prompt is in time at any rate."""
-    settings = (("vllm:budget=16", 1), ("vllm:budget=2048", 1), ("vllm:budget=17", 1))
-    monkeypatch.setitem(capacity.SYSTEMS, "three", capacity.System(settings))
-    assert capacity.tuned("chatbot", "three", "deadline", 0.9, replace(SCALE, tuned=3), {}) == settings[1]
-    assert capacity.tuned("chatbot", "three", "deadline", 0.9, replace(SCALE, tuned=1), {}) == settings[0]
+HOLDS = {"a": (3.0, 2.0), "b": (3.05, 1.0), "c": (3.5, 0.1), "d": (1.0, 0.5), "e": (0.0, 0.0)}
 
 
-def value(scenario: str, system: str, seed: int, rate: float) -> dict[str, Any]:
-    rates = {
-        name: dict.fromkeys(map(str, capacity.TARGETS), own) for name, own in (("setting", system), ("capacity", rate))
-    }
-    return {"scenario": scenario, "system": system, "seed": seed, "found": dict.fromkeys(capacity.JUDGES, rates)}
+@pytest.mark.parametrize(("target", "best", "rate"), [(PAPERS, "c", 3.5), (capacity.STRICT, "a", 2.0)])
+@pytest.mark.parametrize("order", [tuple(HOLDS), tuple(HOLDS)[::-1]])
+@pytest.mark.parametrize("start", [0.3, 2.9, 30.0])
+def test_a_setting_is_tuned_for_its_target_from_any_start(
+    target: str, best: str, rate: float, order: tuple[str, ...], start: float
+) -> None:
+    tried = Tried(HOLDS)
+    assert tried.tuned(order, target, start) == (best, pytest.approx(rate, rel=0.09))
+
+
+def test_a_setting_that_holds_less_costs_one_run() -> None:
+    tried = Tried(HOLDS)
+    tried.tuned(("c", "d", "a", "e"), PAPERS, 2.0)
+    assert [sum(choice == own for choice, _ in tried.asked) for own in ("d", "a", "e")] == [1, 1, 1]
+
+
+def test_targets_share_runs_and_a_near_start_takes_few() -> None:
+    tried = Tried(HOLDS)
+    rates = [tried.capacity("a", target, 2.9) for target in (PAPERS, runs.OURS)]
+    assert rates[0] == rates[1] == pytest.approx(3.0, rel=0.09)
+    assert len(tried.asked) <= 4
+    assert tried.capacity("e", PAPERS, 1.0) == 0.0
+
+
+def test_the_capacity_of_a_replica_and_of_pools_is_a_replicas() -> None:
+    """A run lasts by its own rate, and is the longer the fewer replicas are asked."""
+    machine = runs.hardware("chatbot", runs.SMALL)
+    search = CapacitySearch(runs.load("chatbot", 1, runs.SMALL), machine, 1, replicas=3)
+    for choice, replicas in (("sarathi@least_loaded", 3), ("distserve@distserve:prefill=1,decode=1", 2)):
+        search.run(choice, 2.0)
+        assert search.lasted(choice, 2.0)[0] == pytest.approx(8 / (2.0 * replicas))
+    assert search.unfinished == search.differ == 0
+
+
+def value(case: str, system: str, seed: int, rate: float, arrivals: str = "stand-in") -> dict[str, Any]:
+    rates = dict.fromkeys(capacity.CASES[case].targets, rate)
+    return {
+        "case": case, "system": system, "seed": seed, "rates": rates, "arrivals": arrivals, "seconds": 50.0,
+        "e2e_p99": 9.0, "unfinished": 0, "differ": 0,
+    }  # fmt: skip
+
+
+def values(own: Mapping[str, float], seeds: Sequence[int] = (1, 2)) -> list[dict[str, Any]]:
+    """Every system at its rate, else 1, wherever it runs."""
+    return [
+        value(case, name, seed, own.get(name, 1.0))
+        for name, system in capacity.SYSTEMS.items() for case in system.cases for seed in seeds
+    ]  # fmt: skip
 
 
 def test_ratios_are_to_the_best_baseline_seed_by_seed() -> None:
-    own = {"slos_serve": (4.0, 9.0), "slos_serve+drafts": (8.0, 8.0), "vllm": (2.0, 3.0), "sarathi": (1.0, 1.0)}
-    rates = Rates([value("chatbot", s, seed, r) for s, all_ in own.items() for seed, r in enumerate(all_)])
-    assert rates.best("chatbot", ("vllm", "sarathi"), "deadline", 0.9) == "vllm"
-    ratio = rates.ratio("chatbot", ("vllm", "sarathi"), "deadline", 0.9)
+    own = {
+        "slos_serve": (4.0, 9.0),
+        "slos_serve+drafts": (8.0, 8.0),
+        "prefill_first": (2.0, 3.0),
+        "sarathi": (1.0, 1.0),
+    }
+    rates = Rates([value("chatbot-13b", s, seed, r) for s, all_ in own.items() for seed, r in enumerate(all_)])
+    two = capacity.PAPERS_TWO
+    assert rates.best("chatbot-13b", two, PAPERS) == "prefill_first"
+    ratio = rates.ratio(["chatbot-13b"], two, ours="slos_serve")
     assert ratio.value == pytest.approx(exp((log(2.0) + log(3.0)) / 2))
     assert ratio.low < 2.0 < 3.0 < ratio.high
-    assert rates.mean_ratio(("sarathi",), "windowed", 0.98, drafting=False).value == pytest.approx(6.0)
-    assert rates.mean_ratio(("sarathi",), "windowed", 0.98).value == pytest.approx(8.0)
+    assert rates.ratio(["chatbot-13b"], ("sarathi",), ours="slos_serve").value == pytest.approx(6.0)
+    assert rates.ratio(["chatbot-13b"], ("sarathi",)).value == pytest.approx(8.0)  # as published: it drafts
 
 
-class Tried(RateTrials):
-    """Attains 95 % up to one rate and all up to another, else half."""
-
-    def __init__(self, most: float, all_: float) -> None:
-        self.most, self.all, self.asked, self._start = most, all_, set[float](), 3.0
-
-    def attained(self, rate: float) -> dict[str, float]:
-        self.asked.add(rate)
-        return {"deadline": 1.0 if rate <= self.all else 0.95 if rate <= self.most else 0.5}
-
-
-def test_a_setting_is_tuned_for_its_target_and_a_better_one_must_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 90 % the second holds more, if not by the tolerance; the third does; at 98 % the first. The last never does,
-    which one run tells; of the fifth none does."""
-    holds = ((3.0, 2.0), (3.05, 1.0), (3.5, 0.0), (1.0, 0.5), (0.0, 0.0))
-    settings = tuple((f"vllm:budget={16 + i}", 1) for i in range(len(holds)))
-    monkeypatch.setitem(capacity.SYSTEMS, "five", capacity.System(settings))
-    for target, best in ((0.9, 2), (0.98, 0)):
-        known = {setting: Tried(*rates) for setting, rates in zip(settings, holds, strict=True)}
-        scale = capacity.Scale(seeds=(99,))
-        assert capacity.tuned("chatbot", "five", "deadline", target, scale, dict(known)) == settings[best]
-        assert [len(known[s].asked) for s in settings[3:]] == [1, 1]
-        assert len(known[settings[1]].asked) == 1
-        worst_first = capacity.System(settings[::-1])
-        monkeypatch.setitem(capacity.SYSTEMS, "reversed", worst_first)
-        assert capacity.tuned("chatbot", "reversed", "deadline", target, scale, dict(known)) == settings[best]
+def test_a_scenario_counts_once_however_many_models_it_has() -> None:
+    one = {"slos_serve": 3.0, "slos_serve+drafts": 3.0, "sarathi": 1.5}
+    made = [v if v["case"] != "toolllm" else {**v, "rates": dict.fromkeys(v["rates"], 1.5)} for v in values(one)]
+    estimates = capacity.found(made, True).estimates
+    assert estimates["chatbot"].value == estimates["coder"].value == pytest.approx(2.0)
+    assert estimates["toolllm"].value == pytest.approx(1.0)
+    assert estimates["five"].value == estimates["five-one-replica"].value == pytest.approx(2.0 ** (4 / 5))
+    assert estimates["six"].value == pytest.approx(2.0 ** (5 / 6))
+    assert estimates["chatbot-routing"].value == pytest.approx(1.0)
 
 
 def test_edf_is_held_against_by_itself_and_no_baseline() -> None:
-    """It holds more than `vllm`, which stays the best of the baselines."""
-    own = dict.fromkeys(capacity.SYSTEMS, 1.0) | {"slos_serve": 6.0, "edf": 4.0, "vllm": 3.0}
-    values = [
-        [value(scenario, s, seed, rate) | {"unfinished": 0, "differ": 0} for seed in (1, 2)]
-        for s, rate in own.items()
-        for scenario in capacity.SYSTEMS[s].scenarios
-    ]
-    estimates = capacity.found(values, True).estimates
-    assert estimates["mixed-90-edf"].value == pytest.approx(1.5)
-    assert estimates["toolllm-98-edf-windowed"].value == pytest.approx(1.5)
-    assert estimates["mixed-90"].value == pytest.approx(2.0)
+    """It holds more than `prefill_first`, which stays the better of the paper's two."""
+    own = {"slos_serve": 6.0, "slos_serve+drafts": 6.0, "edf": 4.0, "prefill_first": 3.0}
+    estimates = capacity.found(values(own), True).estimates
+    assert estimates["mean-edf"].value == estimates["toolllm-edf-deadline"].value == pytest.approx(1.5)
+    assert estimates["mixed-13b"].value == pytest.approx(2.0)
     assert estimates.keys() == claims()["slos-serve-capacity"].keys()
+    assert estimates["short-runs"].value == 0
 
 
-def test_tables_hold_rates_a_gpu() -> None:
-    data = [value("chatbot", s, 1, r) for s, r in (("slos_serve", 4.0), ("vllm", 3.0), ("vllm_spec", 5.0))]
+def test_runs_are_short_whose_arrivals_do_not_last_five_times_a_request() -> None:
+    made = values({})
+    made[0]["seconds"] = 44.0
+    assert capacity.found(made, True).estimates["short-runs"].value == 1
+
+
+def test_tables_hold_rates_a_gpu_and_the_traces_arrivals_apart() -> None:
+    data = [
+        value("chatbot-13b", s, 1, r) for s, r in (("slos_serve+drafts", 4.0), ("sarathi", 3.0), ("prefill_first", 1.0))
+    ]
+    data += [{**v, "arrivals": "azure", "rates": dict.fromkeys(v["rates"], 6.0)} for v in data]
     text = capacity.tables(data)
-    assert text.count("| chatbot") == 4  # two judges, with and without speculation
     assert "| 2 " in text  # OPT-13B's replica is two GPUs
+    assert [line.count("| azure ") for line in text.split("\n") if "| azure " in line] == [1, 1, 1]  # a line a target
+    assert "1.33" in text
     assert "summarizer" not in text
+
+
+def test_what_is_measured_follows_from_what_was_tuned(tmp_path: Path) -> None:
+    for name in ("azure_conv.csv", "azure_code.csv"):
+        (tmp_path / name).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    found = {PAPERS: ("sarathi:budget=0", 2.0)}
+    tuning = [{"case": case, "system": "sarathi", "tuned": found} for case in ("chatbot-13b", "coder-13b", "mixed-13b")]
+    plain = capacity.then(tuning, False)
+    assert [job.key for job in plain[:3]] == [f"chatbot-13b sarathi seed={seed}" for seed in (1, 2, 3)]
+    more = capacity.then(tuning, False, trace=str(tmp_path))
+    assert more[: len(plain)] == plain
+    added = [(job.key, Path(job.given[-1]).name) for job in more[len(plain) :]]
+    assert added[0] == ("chatbot-13b sarathi azure seed=1", "azure_conv.csv")
+    assert added[-1] == ("coder-13b sarathi azure seed=3", "azure_code.csv")
+    assert len(added) == 6  # Mixed has no trace
+
+
+TRACE = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:00.0,100,10
+2023-11-16 18:17:01.0,100,10
+2023-11-16 18:17:01.5,100,10
+2023-11-16 18:17:05.0,100,10
+"""
+
+
+def test_azures_traces_are_known_by_their_names(tmp_path: Path) -> None:
+    code = tmp_path / "AzureLLMInferenceTrace_code.csv"
+    code.write_text(TRACE)
+    assert runs.trace_files(code) == runs.trace_files(tmp_path) == {"code": code}
+    (tmp_path / "azure_code.csv").write_text(TRACE)
+    with pytest.raises(ValueError, match=r"several Azure traces of 'code'"):
+        runs.trace_files(tmp_path)
+    other = tmp_path / "mooncake.jsonl"
+    other.write_text("")
+    with pytest.raises(ValueError, match=r"is no Azure trace and holds none"):
+        runs.trace_files(other)
+
+
+def test_a_scenarios_lengths_come_at_the_traces_times_from_another_place_by_seed(tmp_path: Path) -> None:
+    file = tmp_path / "azure_code.csv"
+    file.write_text(TRACE)
+    scale = replace(runs.SMALL, count=4)
+    loads = [runs.load("coder", seed, scale, arrivals=runs.replayed(str(file), seed)) for seed in (0, 5)]
+    gaps = [np.diff([a.at for a in load.arrivals]) for load in loads]
+    assert gaps[0] / gaps[0][0] == pytest.approx([1.0, 0.5, 3.5])
+    assert gaps[1] / gaps[1][0] == pytest.approx([1.0, 5 / 3 / 3.5, 1 / 3.5])  # from the third on; 5/3 s: a mean gap
+    plain = runs.load("coder", 0, scale)
+    assert [a.prompt_tokens for a in plain.arrivals] == [a.prompt_tokens for a in loads[0].arrivals]
+    search = CapacitySearch(loads[0], runs.hardware("coder", scale), 0)
+    assert search._load.rescaled(2.0).duration == pytest.approx(2.0)  # four requests at two a second
+
+
+def test_how_bursty_arrivals_are() -> None:
+    """Ten bursts of ten in a second each, ten seconds apart."""
+    times = np.array([10.0 * burst + 0.1 * i for burst in range(10) for i in range(10)])
+    own = arrivals.measures(times)
+    assert own["requests"] == 100
+    assert own["seconds"] == pytest.approx(90.9)
+    assert own["met"][0] == pytest.approx([9.09] * 6, abs=0.01)  # all of a burst within one second
+    assert own["spread"][arrivals.WINDOWS.index(1.0)] == pytest.approx(9.0, abs=0.1)
+    assert own["spread"][arrivals.WINDOWS.index(10.0)] == pytest.approx(0.0, abs=0.1)
+
+
+def test_recorded_and_read_traces_are_measured_alike(tmp_path: Path) -> None:
+    file = tmp_path / "azure_code.csv"
+    file.write_text(TRACE)
+    assert arrivals.recorded("code", "")["cv"] == arrivals.RECORDED["code"]["cv"]
+    assert arrivals.recorded("code", str(file))["requests"] == 4
+
+
+def test_the_ideal_ratio_and_the_bound_are_the_papers_equations() -> None:
+    """A machine of 1,000 tokens/s and an overhead of 10 ms; 763 prompt and 266 output tokens, TPOT 100 ms."""
+    machine = Hardware(
+        "1,000 tokens/s", Model(k=(1e-3, 1e-3), b=(0.009, 0.009)), runs.hardware("chatbot", SCALE).limits
+    )
+    share = 1.0 - 0.01 / 0.1
+    prompt, output, found = disaggregation._demand(machine, "chatbot")
+    assert (prompt, output, found) == (pytest.approx(763, rel=0.01), pytest.approx(266, rel=0.01), pytest.approx(share))
+    assert disaggregation.ideal(machine, "chatbot") == pytest.approx(share * prompt / output)
+    fastest = 2048 / (2048e-3 + 0.009)
+    assert disaggregation.bound(machine, "chatbot", 2, 1) == pytest.approx(
+        fastest * min(2 / prompt, share / output) / 3
+    )
+
+
+def test_batches_are_those_that_a_replica_ran() -> None:
+    samples = executed(Replica("opt-6.7b-a100-40g", "chatbot", 2.0), "sarathi:budget=256", 6, 1)
+    assert max(s.shape.tokens for s in samples) == 256
+    prompts = sum(s.shape.tokens - (s.shape.seqs - s.shape.chunks) for s in samples)
+    load = scenarios.make("slos-serve-chatbot", 2.0, count=6, seed=1, prefill=lambda tokens: 1.0)
+    assert prompts == sum(a.prompt_tokens for a in load.arrivals)
+    assert all(s.seconds > 0.0 for s in samples)
 
 
 def test_who_is_here_has_arrived_and_not_had_its_last_token() -> None:

@@ -8,21 +8,15 @@ import pytest
 
 from experiments import slos_serve_planning as planning
 from experiments import slos_serve_scaling as scaling
+from experiments._slos_serve_runs import FULL
 
 
-def test_the_crossing_is_a_line_in_the_last_bracket() -> None:
-    tried = [(1.0, 1.0), (2.0, 0.95), (4.0, 0.85), (8.0, 0.91)]
-    assert scaling.crossed(tried, 8.0**0.5) == pytest.approx(2.0 * 2.0**0.5)
-    assert scaling.crossed([(2.0, 0.9), (4.0, 0.5)], 8.0**0.5) == pytest.approx(2.0)
-
-
-def test_small_runs_have_short_outputs_and_nobody_infeasible() -> None:
-    source, setting = scaling._asked("toolllm", scaling.OURS, 2, scaling.SMALL)
-    load = source.make(1)
-    assert setting.replicas == 2
-    assert 0 < len(load.arrivals) <= scaling.SMALL.count
-    assert all(part.output <= scaling.SMALL.output for a in load.arrivals for part in a.parts)
-    assert all(a.prompt_tokens + a.output_tokens <= setting.hardware.limits.max_model_len for a in load.arrivals)
+def test_chat_comes_to_each_replica_and_bursts_to_all() -> None:
+    counts = {
+        (case, n): len(scaling._load(case, n, 1, FULL).arrivals) for case in scaling.CASES for n in (1, 4)
+    }  # fmt: skip
+    assert counts["chatbot", 4] == 4 * counts["chatbot", 1]
+    assert counts["coder", 4] == counts["coder", 1]
 
 
 @pytest.mark.parametrize(("running", "new"), [(10, 10), (100, 10), (500, 1)])

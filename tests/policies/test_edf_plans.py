@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given, settings
 
-from experiments import slos_serve_capacity
+from experiments import _slos_serve_runs
 from rubato.core.events import Event, Finished, Verdict
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Plan
@@ -198,10 +198,10 @@ def test_runs_on_a_replica_are_those_of_the_reference(load: Load) -> None:
 def test_overloaded_scenarios_are_those_of_the_reference(
     scenario: str, rate: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale = replace(slos_serve_capacity.FULL, count=count)
-    load = slos_serve_capacity.load(scenario, 1, scale).rescaled(rate)
+    scale = replace(_slos_serve_runs.FULL, count=count)
+    load = _slos_serve_runs.load(scenario, 1, scale).rescaled(rate)
     made = in_a_run(monkeypatch)
-    machine = slos_serve_capacity.hardware(scenario, scale)
+    machine = _slos_serve_runs.hardware(scenario, scale)
     simulate(load, RunSpec(machine, PolicyChoice.parse("edf"), 1, lengths=oracle_lengths), 1, causes=False)
     assert sum(both.plans for both in made) > count
     assert [both.differ for both in made if both.differ] == []

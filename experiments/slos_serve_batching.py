@@ -1,0 +1,89 @@
+"""Throughput and latency of the batches that SLOs-Serve executes, by their tokens (Fig. 2).
+
+OPT-7B on an A100 of 40 GB and OPT-13B on an H100, as in the paper; each point is a batch with both prefill and decode
+tokens. The paper shows an image without numbers and says of it that larger batches have more throughput, at the cost of
+latency: here the quarter of the batches with the most tokens against that with the fewest. Scenario and rates are ours:
+Mixed, at about 0.9 of what a replica holds. Step times are those of the profiles, which are of single kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments import Found
+from experiments._executed_batches import Replica, executed
+from rubato.measure.confidence import over_seeds
+from rubato.planning.jobs import Job
+from rubato.planning.sweep import markdown
+
+SOURCE = "SLOs-Serve, Fig. 2 and §2.2"
+SECONDS = 10.0
+
+REPLICAS = {
+    "opt-7b-a100": Replica("opt-6.7b-a100-40g", "mixed", 3.0),
+    "opt-13b-h100": Replica("opt-13b-h100", "mixed", 5.0),
+}
+POLICY = "slos_serve"
+SEEDS, COUNT, FEW = (1, 2, 3), 300, 20
+POINTS = 300  # of a replica that the picture has, of the first seed
+
+
+def jobs(small: bool) -> list[Job]:
+    seeds, count = (SEEDS[:1], FEW) if small else (SEEDS, COUNT)
+    return [Job(f"{name} seed={seed}", measured, (name, count, seed)) for name in REPLICAS for seed in seeds]
+
+
+def measured(name: str, count: int, seed: int) -> dict[str, Any]:
+    """Means of the quarters of its batches, from the fewest tokens to the most; some of them for the picture."""
+    samples = executed(REPLICAS[name], POLICY, count, seed)
+    mixed = [(s.shape.tokens, s.seconds) for s in samples if s.shape.chunks and s.shape.seqs > s.shape.chunks]
+    mixed.sort()
+    quarters = [np.array(part) for part in np.array_split(np.array(mixed), 4)]
+    step = max(1, len(mixed) // POINTS)
+    return {
+        "replica": name, "seed": seed, "batches": len(mixed),
+        "tokens": [float(q[:, 0].mean()) for q in quarters],
+        "seconds": [float(q[:, 1].mean()) for q in quarters],
+        "throughput": [float(q[:, 0].sum() / q[:, 1].sum()) for q in quarters],
+        "points": [[int(tokens), round(seconds, 5)] for tokens, seconds in mixed[::step]] if seed == SEEDS[0] else [],
+    }  # fmt: skip
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    estimates = {}
+    for name in REPLICAS:
+        own = [v for v in values if v["replica"] == name]
+        for measure, of in (("throughput", "throughput"), ("latency", "seconds")):
+            estimates[f"{name}-{measure}"] = over_seeds([v[of][-1] / v[of][0] for v in own])
+    settings = {
+        "policy": POLICY, "count": FEW if small else COUNT,
+        "replicas": {name: [own.profile, own.scenario, own.rate] for name, own in REPLICAS.items()},
+    }  # fmt: skip
+    return Found(estimates, list(values), sorted({v["seed"] for v in values}), "none", settings)
+
+
+def tables(data: Sequence[Mapping[str, Any]]) -> str:
+    """Each quarter's mean tokens, latency and throughput; means of the seeds."""
+    rows = [["replica", "quarter", "tokens", "ms", "tokens/s"]]
+    for name in REPLICAS:
+        own = [v for v in data if v["replica"] == name]
+        for i, quarter in enumerate(("fewest tokens", "second", "third", "most tokens")):
+            mean = {key: np.mean([v[key][i] for v in own]) for key in ("tokens", "seconds", "throughput")}
+            rows.append([
+                name, quarter, f"{mean['tokens']:.0f}", f"{1e3 * mean['seconds']:.1f}", f"{mean['throughput']:.0f}",
+            ])  # fmt: skip
+    return f"Batches with prefill and decode tokens, by their tokens:\n\n{markdown(rows)}"
+
+
+def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
+    """A point a batch: its latency and its throughput."""
+    for value in data:
+        if value["points"]:
+            tokens, seconds = np.array(value["points"]).T
+            axes.plot(1e3 * seconds, tokens / seconds, ".", markersize=3, label=value["replica"])
+    axes.set_xlabel("latency of a batch (ms)")
+    axes.set_ylabel("throughput (tokens/s)")
+    axes.legend()
