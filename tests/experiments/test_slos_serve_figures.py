@@ -24,6 +24,7 @@ from experiments.slos_serve_capacity import Rates
 from experiments.slos_serve_coder_load import here
 from experiments.slos_serve_margin import NOISES, RATES, found, kept
 from rubato.core.events import Verdict
+from rubato.core.plan import Shape
 from rubato.core.request import SLO
 from rubato.latency.affine import Model
 from rubato.measure.records import BenchResult, Record
@@ -156,6 +157,18 @@ def test_edf_is_held_against_by_itself_and_no_baseline() -> None:
     assert estimates["mixed-13b"].value == pytest.approx(2.0)
     assert estimates.keys() == claims()["slos-serve-capacity"].keys()
     assert estimates["short-runs"].value == 0
+
+
+def test_no_scheduler_keeps_more_of_reasoning_than_its_decodes_allow() -> None:
+    """Less the tenth that need not be served, a step of all that decode at once lasts the TPOT at most."""
+    machine, load = runs.hardware("reasoning", runs.FULL), runs.load("reasoning", 0, runs.FULL)
+    output = float(np.mean([a.output_tokens for a in load.arrivals]))
+    kv = float(np.mean([a.prompt_tokens for a in load.arrivals])) + output / 2
+    at_once = 0.9 * capacity.most_by_decodes() * output * 0.05  # Little's law, each for `output` tokens of 50 ms
+    for more, fits in ((0.95, True), (1.15, False)):
+        n = int(more * min(at_once, machine.limits.max_num_seqs))
+        within = n <= machine.limits.max_num_seqs and machine.model.step_time(Shape(n, n, int(n * kv))) <= 0.05
+        assert within is fits
 
 
 def test_runs_are_short_whose_arrivals_do_not_last_five_times_a_request() -> None:
