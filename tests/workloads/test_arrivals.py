@@ -7,8 +7,10 @@ from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson,
 from rubato.workloads.scenarios import CODE_STAND_IN
 
 UNEVEN = Bursts(3.0, 40.0, spread=1.0, hold=20.0)
+TOGETHER = Bursts(3.0, 40.0, together=1.25)
 PROCESSES = [
-    Poisson(), Gamma(3.0), Bursts(6.0, 40.0), UNEVEN, on_off(10.0, 30.0, 0.2), Replay((0.0, 1.0, 1.5, 7.0)), AtOnce(),
+    Poisson(), Gamma(3.0), Bursts(6.0, 40.0), UNEVEN, TOGETHER, on_off(10.0, 30.0, 0.2),
+    Replay((0.0, 1.0, 1.5, 7.0)), AtOnce(),
 ]  # fmt: skip
 
 
@@ -70,13 +72,20 @@ def test_bursts_of_unequal_rates_have_the_mean_rate_and_the_bursts_size():
     assert unevenness(at) > 1.5 * unevenness(alike)
 
 
+def test_some_requests_of_bursts_come_at_the_same_moment():
+    at = times(TOGETHER, n=400_000)
+    assert len(at) / at[-1] == pytest.approx(2.0, rel=0.05)
+    assert (np.diff(at) == 0.0).mean() == pytest.approx(1.0 - 1.0 / 1.25, rel=0.02)
+    assert len(at) / (np.diff(at) > 2.0).sum() == pytest.approx(40.0 / np.exp(-2.0 / 10.0), rel=0.1)  # most pauses
+
+
 def test_requests_meet_rates_as_uneven_as_in_azures_code_trace():
     at = times(CODE_STAND_IN, rate=2.567, n=200_000)
     for window, low, high in ((1.0, 1.95, 16.75), (20.0, 0.99, 7.5)):
         counts = np.bincount((at / window).astype(int))
         own = np.quantile(np.repeat(counts, counts), (0.1, 0.97)) / (2.567 * window)
         assert own == pytest.approx([low, high], rel=0.25)
-    for window, spread in ((0.1, 2.5), (1.0, 13.2), (10.0, 71.6), (60.0, 164.0)):
+    for window, spread in ((0.01, 1.92), (0.1, 2.5), (1.0, 13.2), (10.0, 71.6), (60.0, 164.0)):
         counts = np.bincount((at / window).astype(int))
         assert counts.var() / counts.mean() == pytest.approx(spread, rel=0.25)
 
@@ -113,7 +122,7 @@ def test_a_replay_is_stretched_by_one_factor_and_begins_again():
         "poisson",
         "gamma:cv=3",
         "bursts:peak=6,size=130",
-        "bursts:peak=3,size=150,spread=1,hold=30",
+        "bursts:peak=3,size=150,spread=1,hold=20,together=1.4",
         "piecewise:0=1,60=3,90=1,360=0",
         "at-once",
     ],
@@ -137,6 +146,7 @@ def test_on_off_in_words():
         ("bursts:peak=1,size=9", "give 1 or more, above 1"),
         ("bursts:peak=2,size=9,spread=-1", "give 0 or more, and 1 or more"),
         ("bursts:peak=2,size=9,spread=1,hold=0", "give 0 or more, and 1 or more"),
+        ("bursts:peak=2,size=9,together=10", "give from 1 to their size"),
         ("piecewise:0=1", "piecewise"),
         ("piecewise:5=1,9=0", "ascending, the first 0"),
         ("piecewise:0=0,9=0", "at least one positive"),

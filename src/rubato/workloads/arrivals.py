@@ -55,12 +55,14 @@ class Bursts:
     bursts and pauses last is exponential (an interrupted Poisson process). Stretched with the rate, as a trace is.
 
     spread: of the rate within bursts, the coefficient of variation of a gamma from which it is drawn anew after every
-    `hold` requests on average; 0: bursts are all alike."""
+    `hold` requests on average; 0: bursts are all alike. together: how many come at the same
+    moment, on average (geometric)."""
 
     peak: float
     size: float
     spread: float = 0.0
     hold: float = 50.0
+    together: float = 1.0
 
     def __post_init__(self) -> None:
         if not 1.0 < self.peak < math.inf or not 1.0 <= self.size < math.inf:
@@ -70,10 +72,15 @@ class Bursts:
                 f"bursts whose rate has a spread of {self.spread} and holds for {self.hold} requests: give 0 or more, "
                 "and 1 or more"
             )
+        if not 1.0 <= self.together <= self.size:
+            raise ValueError(f"bursts of which {self.together} requests come together: give from 1 to their size")
 
     def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
-        within, between, levels = rng.spawn(3)
-        busy = self._busy(np.cumsum(within.exponential(size=n)), levels)
+        within, between, levels, groups = rng.spawn(4)
+        gaps = within.exponential(size=n)
+        if self.together > 1.0:
+            gaps *= self.together * (groups.random(n) < 1.0 / self.together)  # else it comes with the one before
+        busy = self._busy(np.cumsum(gaps), levels)
         length = self.size / self.peak
         lasts = between.exponential(size=(16, 2))
         while lasts[:, 0].sum() * length < busy[-1]:
@@ -98,6 +105,7 @@ class Bursts:
 
     def __str__(self) -> str:
         more = f",spread={self.spread:g},hold={self.hold:g}" if self.spread else ""
+        more += f",together={self.together:g}" if self.together > 1.0 else ""
         return f"bursts:peak={self.peak:g},size={self.size:g}{more}"
 
 
