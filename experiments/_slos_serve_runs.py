@@ -8,8 +8,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments._guest import held
 from experiments._rate_search import RateSearch
+from rubato.core.plan import Shape
 from rubato.engines import simulated
 from rubato.engines.simulated import Drafter
 from rubato.fleet.cluster_options import PolicyChoice
@@ -17,7 +20,7 @@ from rubato.measure.records import BenchResult, rejudged
 from rubato.planning import capacity
 from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths, packaged_hardware
 from rubato.simulation.simulate import simulate
-from rubato.workloads import Workload, scenarios, traces
+from rubato.workloads import Arrival, Workload, scenarios, traces
 from rubato.workloads.arrivals import Process
 
 ALPHA = 0.7  # how often a drafted token is right: the paper does not print it (ours)
@@ -185,6 +188,29 @@ def verdicts(run: BenchResult, slo_rule: str) -> list[bool]:
 
 
 def fluid_rate(load: Workload, machine: Hardware) -> float:
-    """Requests/s a replica that step times would allow: where a search begins."""
-    spec = RunSpec(machine, PolicyChoice("vllm"))
-    return capacity.estimate(load, spec)
+    """Requests/s a replica that step times would allow, were there no bursts: prompts in full batches, and as many
+    decodes at once as KV holds and a step of the tightest TPOT."""
+    prompt, output = (float(np.mean([own(a) for a in load.arrivals])) for own in (_prompt, _output))
+    limits = machine.limits
+    batch = limits.max_num_batched_tokens
+    prefill = prompt / batch * machine.model.step_time(Shape().plus(batch, 0))
+    return 1.0 / (prefill + output / decode_rate(load, machine))
+
+
+def decode_rate(load: Workload, machine: Hardware) -> float:
+    """Tokens/s that requests of this workload decode at most, each at its mean KV, in steps of the tightest TPOT."""
+    kv = float(np.mean([_prompt(a) + _output(a) / 2 for a in load.arrivals]))
+    slos = [slo for a in load.arrivals for slo in (load.slo(a), *(part.slo for part in a.parts)) if slo is not None]
+    tightest = min((slo.tpot for slo in slos if slo.tpot is not None), default=np.inf)
+    limits = machine.limits
+    places = max(1, min(limits.max_num_seqs, int(limits.kv_blocks * limits.block_size / kv)))
+    steps = [(n, machine.model.step_time(Shape(n, n, int(n * kv)))) for n in range(1, places + 1)]
+    return max(n / seconds for n, seconds in steps if seconds <= tightest or n == 1)
+
+
+def _prompt(arrival: Arrival) -> int:
+    return arrival.prompt_tokens
+
+
+def _output(arrival: Arrival) -> int:
+    return arrival.output_tokens

@@ -22,7 +22,6 @@ from experiments import Found
 from experiments import _slos_serve_runs as runs
 from experiments._guest import beside, drafts
 from experiments._slos_serve_runs import FULL, OURS, PAPERS, SMALL_SEARCH, CapacitySearch, Scale, hardware
-from rubato.core.plan import Shape
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import LONG
 from rubato.planning.jobs import Job
@@ -40,19 +39,21 @@ STAND_IN, AZURE = "stand-in", "azure"
 
 @dataclass(frozen=True)
 class Case:
-    """count: requests of a run, so that arrivals last 5 times as long as a request takes (p99). title: in claims."""
+    """count: requests of a run: arrivals last 5 times as long as a request takes (p99). tuning: of the tuning's,
+    where fewer will do."""
 
     scenario: str
     count: int
     profile: str = ""  # the scenario's
     replicas: int = 1
     targets: tuple[str, ...] = (PAPERS, OURS)
+    tuning: int = 0
 
 
 OPT_7B, OPT_30B = "opt-6.7b-a100-40g", "opt-30b-4xa100-40g"
 LONGEST = "reasoning"
 CASES = {
-    LONGEST: Case("reasoning", 2000),  # first: it takes as long as several others
+    LONGEST: Case("reasoning", 2000, tuning=400),  # first: it takes as long as several others
     "chatbot-7b-x4": Case("chatbot", 2400, OPT_7B, 4),
     "summarizer-7b-x4": Case("summarizer", 2400, OPT_7B, 4),
     "coder-7b-x4": Case("coder", 2400, OPT_7B, 4),
@@ -108,7 +109,7 @@ FOUR = (*FOUR_UNDRAFTED, "summarizer-7b-x4")
 OPT_ONE = tuple(case for case in ONE if case not in UNDRAFTED)
 SYSTEMS = {
     PLAIN: System(
-        (PLAIN, *(f"{PLAIN}:max_batch_seconds={longest}" for longest in (0.1, 0.02))), (*ONE, *FOUR_UNDRAFTED)
+        (*(f"{PLAIN}:max_batch_seconds={longest}" for longest in (0.02, 0.1)), PLAIN), (*ONE, *FOUR_UNDRAFTED)
     ),
     DRAFTING: System((PLAIN, f"{PLAIN}:max_batch_seconds=0.1"), OF_OPT, drafts=True),
     EDF: System(  # step times are known exactly here: no safety; longer steps; a smaller cushion
@@ -178,7 +179,8 @@ def search_of(case: str, system: str, seed: int, scale: Scale, trace: str = "") 
     """Runs of a case under one seed, and a rate to begin with. trace: a file whose arrivals are offered."""
     own = CASES[case]
     machine = hardware(own.scenario, scale, own.profile)
-    made = runs.load(own.scenario, seed, scale, own.profile, own.count, arrivals_of(own.scenario, seed, trace))
+    count = own.tuning if seed == TUNING and own.tuning else own.count
+    made = runs.load(own.scenario, seed, scale, own.profile, count, arrivals_of(own.scenario, seed, trace))
     search = CapacitySearch(made, machine, seed, own.replicas, of_name(system).drafts)
     return search, runs.fluid_rate(made, machine)
 
@@ -319,16 +321,11 @@ def found(values: Sequence[Any], small: bool) -> Found:
 
 
 def most_by_decodes() -> float:
-    """Requests/s of Reasoning of which any scheduler can keep 90 %: as many decode at once as makes a step last as long
-    as the TPOT of thinking, at their mean KV; prompts cost nothing, and one request in ten is not served at all."""
-    machine = hardware(LONGEST, FULL)
+    """Requests/s of Reasoning of which any scheduler can keep 90 %: prompts cost nothing, and one request in ten is not
+    served at all."""
     made = runs.load(LONGEST, TUNING, FULL)
     output = float(np.mean([a.output_tokens for a in made.arrivals]))
-    kv = float(np.mean([a.prompt_tokens for a in made.arrivals])) + output / 2
-    tightest = min(part.slo.tpot for part in made.arrivals[0].parts if part.slo is not None and part.slo.tpot)
-    places = min(machine.limits.max_num_seqs, int(machine.limits.kv_blocks * machine.limits.block_size / kv))
-    steps = [(n, machine.model.step_time(Shape(n, n, int(n * kv)))) for n in range(1, places + 1)]
-    return max(n / seconds for n, seconds in steps if seconds <= tightest) / output / 0.9
+    return runs.decode_rate(made, hardware(LONGEST, FULL)) / output / 0.9
 
 
 NOTE = """\

@@ -1,5 +1,7 @@
 """Arrival processes have the rate and the burstiness asked for, and more of them begin with the fewer."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -77,6 +79,11 @@ def test_some_requests_of_bursts_come_at_the_same_moment():
     assert len(at) / at[-1] == pytest.approx(2.0, rel=0.05)
     assert (np.diff(at) == 0.0).mean() == pytest.approx(1.0 - 1.0 / 1.25, rel=0.02)
     assert len(at) / (np.diff(at) > 2.0).sum() == pytest.approx(40.0 / np.exp(-2.0 / 10.0), rel=0.1)  # most pauses
+    near = times(replace(TOGETHER, apart=0.02), n=400_000)
+    assert len(near) / near[-1] == pytest.approx(2.0, rel=0.05)
+    gaps = np.diff(near)
+    assert (gaps == 0.0).sum() == 0
+    assert (gaps < 0.02).mean() == pytest.approx(0.2 * (1 - np.exp(-2.0)) + 0.8 * 0.09, rel=0.1)  # at 2/s: 10 ms apart
 
 
 def test_requests_meet_rates_as_uneven_as_in_azures_code_trace():
@@ -122,7 +129,7 @@ def test_a_replay_is_stretched_by_one_factor_and_begins_again():
         "poisson",
         "gamma:cv=3",
         "bursts:peak=6,size=130",
-        "bursts:peak=3,size=150,spread=1,hold=20,together=1.4",
+        "bursts:peak=3,size=150,spread=1,hold=20,together=1.4,apart=0.007",
         "piecewise:0=1,60=3,90=1,360=0",
         "at-once",
     ],
@@ -147,6 +154,7 @@ def test_on_off_in_words():
         ("bursts:peak=2,size=9,spread=-1", "give 0 or more, and 1 or more"),
         ("bursts:peak=2,size=9,spread=1,hold=0", "give 0 or more, and 1 or more"),
         ("bursts:peak=2,size=9,together=10", "give from 1 to their size"),
+        ("bursts:peak=2,size=9,together=2,apart=0.5", "and less than a gap within bursts"),
         ("piecewise:0=1", "piecewise"),
         ("piecewise:5=1,9=0", "ascending, the first 0"),
         ("piecewise:0=0,9=0", "at least one positive"),

@@ -55,14 +55,15 @@ class Bursts:
     bursts and pauses last is exponential (an interrupted Poisson process). Stretched with the rate, as a trace is.
 
     spread: of the rate within bursts, the coefficient of variation of a gamma from which it is drawn anew after every
-    `hold` requests on average; 0: bursts are all alike. together: how many come at the same
-    moment, on average (geometric)."""
+    `hold` requests on average; 0: bursts are all alike. together: how many come at about
+    the same moment, on average (geometric), and apart: how far apart these are, of the mean gap between requests."""
 
     peak: float
     size: float
     spread: float = 0.0
     hold: float = 50.0
     together: float = 1.0
+    apart: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1.0 < self.peak < math.inf or not 1.0 <= self.size < math.inf:
@@ -72,14 +73,18 @@ class Bursts:
                 f"bursts whose rate has a spread of {self.spread} and holds for {self.hold} requests: give 0 or more, "
                 "and 1 or more"
             )
-        if not 1.0 <= self.together <= self.size:
-            raise ValueError(f"bursts of which {self.together} requests come together: give from 1 to their size")
+        if not 1.0 <= self.together <= self.size or not 0.0 <= self.apart * self.peak < 1.0:
+            raise ValueError(
+                f"bursts of which {self.together} requests come together, {self.apart} mean gaps apart: give from 1 to "
+                "their size, and less than a gap within bursts"
+            )
 
     def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
         within, between, levels, groups = rng.spawn(4)
         gaps = within.exponential(size=n)
-        if self.together > 1.0:
-            gaps *= self.together * (groups.random(n) < 1.0 / self.together)  # else it comes with the one before
+        if self.together > 1.0:  # some come with the one before
+            share, apart = 1.0 / self.together, self.apart * self.peak
+            gaps *= np.where(groups.random(n) < share, (1.0 - (1.0 - share) * apart) / share, apart)
         busy = self._busy(np.cumsum(gaps), levels)
         length = self.size / self.peak
         lasts = between.exponential(size=(16, 2))
@@ -105,7 +110,7 @@ class Bursts:
 
     def __str__(self) -> str:
         more = f",spread={self.spread:g},hold={self.hold:g}" if self.spread else ""
-        more += f",together={self.together:g}" if self.together > 1.0 else ""
+        more += f",together={self.together:g},apart={self.apart:g}" if self.together > 1.0 else ""
         return f"bursts:peak={self.peak:g},size={self.size:g}{more}"
 
 
