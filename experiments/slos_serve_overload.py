@@ -3,8 +3,8 @@
 A chat in three tiers on one replica (Llama-3.1-8B, H200, ChatBot's lengths): gold, low, and batch without an SLO. For a
 minute gold and low are offered at twice their capacity under SLOs-Serve, gold alone at less than 70 % of its own, then
 a tenth of that; capacity is the rate at which 90 % attain. Uncontended is the same gold without the others. SLOs-Serve
-has `tier_values`, a `tier_reserve` for the worthiest tier and a bound on `max_waiting`; beside it run the same without
-a reserve, and the baselines. Attainment is over all requests offered with an SLO.
+runs with and without `tier_values` (gold worth four), the baselines beside it. Attainment is over all requests offered
+with an SLO.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ SEEDS = 3
 RATES = {"gold": 13.0, "low": 37.0, "batch": 1.0}  # requests/s while it lasts
 SLOS = {"gold": SLO(1.0, 0.03), "low": SLO(3.0, 0.06), "batch": SLO()}
 HIGH, AFTER, LOW = 60.0, 60.0, 0.1  # seconds of overload, seconds after it, and how much comes then
-BACKLOG = 64
 LOGGED = "experiments._recording_slos_serve"  # records requests promised, also where given up later
-KEEPS = {"tier_values": {"gold": 4.0}, "tier_reserve": 0.6, "max_waiting": BACKLOG}
+KEEPS = {"tier_values": {"gold": 4.0}}
 POLICIES = {
     "slos_serve": PolicyChoice("slos_serve", KEEPS),
-    "slos_serve, no reserve": PolicyChoice("slos_serve", {**KEEPS, "tier_reserve": 0.0}),
+    "slos_serve, no values": PolicyChoice("slos_serve"),
     "sarathi": PolicyChoice("sarathi"),
     "sarathi, 2048": PolicyChoice("sarathi", {"budget": 2048}),
     "vllm": PolicyChoice("vllm"),
@@ -134,8 +133,6 @@ def play(policy: str, tiers: Sequence[str], scale: Scale, seed: int) -> dict[str
         "promised_attained": share(kept),
         "best_effort": len(begun),
         "best_effort_completed": sum(r.outcome == "completed" for r in begun) / max(1, len(begun)),
-        "refused": sum(r.outcome == "refused" for r in records),
-        "in_flight": in_flight(records),
         "seconds": scale.high,  # of the load that is in question
         "e2e_p99": e2e_p99(run),
         "seconds_after": max((_end(r) for r in records if r.outcome == "completed"), default=0.0) - scale.high,
@@ -150,13 +147,6 @@ def _end(record: Record) -> float:
     return record.at + (record.verdict.e2e or 0.0)
 
 
-def in_flight(records: Sequence[Record]) -> int:
-    """The most requests at once that had come, were not refused, and had not ended."""
-    there = [r for r in records if r.verdict.e2e is not None]
-    changes = sorted([(r.at, 1) for r in there] + [(_end(r), -1) for r in there])
-    return int(np.cumsum([change for _, change in changes]).max(initial=0))
-
-
 def found(values: Sequence[Any], small: bool) -> Found:
     scale = scale_of(small)
 
@@ -168,7 +158,6 @@ def found(values: Sequence[Any], small: bool) -> Found:
 
     ours, alone, sarathi = of("slos_serve"), of("slos_serve", ("gold",)), [of("sarathi"), of("sarathi, 2048")]
     best = [max(v["all"] for v in each) for each in zip(*sarathi, strict=True)]
-    bound = BACKLOG + hardware().limits.max_num_seqs
     estimates = {
         "gold-beyond": held("gold"),
         "half-of-all": held("gold", "low"),
@@ -178,7 +167,6 @@ def found(values: Sequence[Any], small: bool) -> Found:
         "promised-attained": Estimate.exact(min(v["promised_attained"] for v in ours)),
         "all-over-sarathi": over_seeds([v["all"] - b for v, b in zip(ours, best, strict=True)]),
         "best-effort-completed": Estimate.exact(min(v["best_effort_completed"] for v in ours)),
-        "in-flight": Estimate.exact(max(v["in_flight"] for v in ours) / bound),
         "seconds-after": Estimate.exact(max(v["seconds_after"] for v in ours) / (scale.after + 30.0)),
     }
     settings = {"profile": PROFILE, "rates": RATES, "keeps": KEEPS, "seconds": [scale.high, scale.after], "after": LOW}

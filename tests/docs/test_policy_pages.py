@@ -114,7 +114,7 @@ def test_values_are_accepted_and_refused_as_stated(row: Row) -> None:
         wrong: list[object] = ["neither"] if row.allowed else []
     else:
         opens, low, high, closes = interval.groups()
-        step = 1 if isinstance(row.default, int) or row.name == "max_waiting" else 0.001
+        step = 1 if isinstance(row.default, int) else 0.001
         wrong = []
         for text, inward, closed in ((low, step, opens == "["), (high, -step, closes == "]")):
             if (bound := float(text)) < inf:

@@ -44,8 +44,8 @@ def test_a_setting_that_is_no_finite_number_is_named(
 
 
 def test_a_router_is_asked_as_well_for_what_its_policy_is_given() -> None:
-    with pytest.raises(PolicyError, match="setting tier_reserve is nan"):
-        router_for("slos_serve", "auto", {}, {"tier_reserve": nan})
+    with pytest.raises(PolicyError, match="setting max_hops is nan"):
+        router_for("slos_serve", "auto", {}, {"max_hops": nan})
     with pytest.raises(PolicyError, match="setting temperature is inf"):
         router_for("vllm", "sa", {"temperature": inf})
 

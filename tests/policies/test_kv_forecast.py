@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.policy_kit.kv_forecast import STRETCHES, WIDTH, KVForecast
+from rubato.policy_kit.kv_forecast import STRETCHES, WIDTH, KVForecast, PeakKV
 
 LONGEST = STRETCHES // 2 * WIDTH  # within which no end is cut
 
@@ -70,3 +70,17 @@ def test_who_is_overdue_is_told_once_and_counts_when_added_again() -> None:
     forecast.drop("a")
     assert forecast.peak(WIDTH) == 0
     assert len(forecast) == 0
+
+
+def test_residents_that_end_at_different_times_hold_less_than_all_their_ends() -> None:
+    """10 tokens and 30 to come, 20 and 10: 20 + 30 when the second ends, 40 when the first does; not 70."""
+    assert PeakKV([4, 3], [30.0, 10.0], 10).with_() == 5
+    assert PeakKV([4], [30.0], 10).with_() == 4
+    assert PeakKV([4], [30.0], 10).with_([3], [10.0]) == 5
+    assert PeakKV([], [], 10).with_() == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), max_size=8))
+def test_the_peak_is_what_step_after_step_comes_to(seqs: list[tuple[int, int]]) -> None:
+    peak = PeakKV([has + left for has, left in seqs], [left for _, left in seqs], 1)
+    assert peak.with_() == max((sum(has + k for has, left in seqs if left >= k) for k in range(1, 51)), default=0)

@@ -1,18 +1,21 @@
 """How much KV a replica will come to hold as its residents grow: asked before one more is placed there.
 
-Each resident grows by a token a step and leaves at its predicted end (PolyServe, §4.5). In steps counted from the
-replica's first, a resident that had `length` tokens at step s has length + (T - s) at any step T before its end, so
-that its share of the sum changes with T alone. The sums are kept for stretches of `WIDTH` steps, each at its last step:
-placing or leaving is one addition over them, the largest sum to come one maximum.
+Each resident grows by a token a step and leaves at its predicted end (PolyServe, §4.5). `PeakKV` is made for one
+question, `KVForecast` kept from step to step: in steps counted from the replica's first, a resident that had `length`
+tokens at step s has length + (T - s) at any step T before its end, so that its share of the sum changes with T alone.
+The sums are kept for stretches of `WIDTH` steps, each at its last step: placing or leaving is one addition over them,
+the largest sum to come one maximum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 import numpy as np
 
 WIDTH = 16  # steps of a stretch; a resident counts for up to so many tokens too many
+PEAKS = 4  # ends that are looked at, of `PeakKV`
 STRETCHES = 512  # kept at a time; what ends later counts as ending in the last
 
 
@@ -102,3 +105,24 @@ class KVForecast:
         until = max(0, self._stretch(end) + 1)  # 0: it ended before the first
         self._sums[:until] += times * (base + self._first + self._after[:until])
         self._used = max(self._used, until)
+
+
+class PeakKV:
+    """The most KV, in blocks, that residents will hold together if each has a token in every step until it ends: that
+    is just before one of them does. Less than what all hold at their ends, for these are at different times."""
+
+    def __init__(self, final: Sequence[int], left: Sequence[float], block: int) -> None:
+        """final: blocks that each holds at its end. left: tokens to come of each. block: tokens of a block."""
+        self._final, self._left = np.array(final, dtype=np.float64), np.array(left, dtype=np.float64)
+        self._block = block
+
+    def with_(self, final: Sequence[int] = (), left: Sequence[float] = ()) -> int:
+        """With these beside. Counted in whole blocks at the `PEAKS` ends at which they have most tokens."""
+        final_, left_ = np.append(self._final, final), np.append(self._left, left)
+        last = np.argsort(-left_)  # the last to end first
+        final_, left_ = final_[last], left_[last]
+        tokens = (final_ - left_ / self._block).cumsum() + left_ / self._block * np.arange(1, len(last) + 1)
+        ends = np.argsort(-tokens)[:PEAKS]
+        to_come = np.floor((left_ - left_[ends, None]).clip(0.0) / self._block)
+        there = np.arange(len(last)) <= ends[:, None]  # those before have ended
+        return int(((final_ - to_come) * there).sum(axis=1).max(initial=0.0))

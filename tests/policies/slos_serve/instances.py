@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from math import inf
 
@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rubato.policies.slos_serve import dynamic_program
-from rubato.policies.slos_serve.admission import AdmissionLimits, grids_to_try
-from rubato.policies.slos_serve.token_budget import Demand, Grid, rows
+from rubato.policies.slos_serve.admission import AdmissionLimits, Grid, grids_to_try
+from rubato.policies.slos_serve.demand import Demand
 from tests.policies.slos_serve import reference
 from tests.policies.slos_serve.reference import CLOSE
 
@@ -35,29 +35,26 @@ def on_one_grid(grid: Grid, demands: Sequence[Demand]) -> bool:
 def alone(grid: Grid, demand: Demand) -> bool:
     """No batch is longer than its TPOT from its due token on, and one ends by then."""
     k = reference.index(grid, demand.due)
-    return k >= 1.0 and dynamic_program.seconds_after(grid.rows, k) <= demand.tpot * (1.0 + CLOSE)
+    [after] = dynamic_program.seconds_after(np.array(grid), np.array([k]))
+    return k >= 1.0 and bool(after <= demand.tpot * (1.0 + CLOSE))
 
 
 def tried(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> list[Grid]:
     """The grids that admission tries."""
-    grids, sizes = grids_to_try(rows(forced), rows(new, in_order_given=True), limits)
-    return [Grid.of(grid[:size]) for grid, size in zip(grids, sizes.tolist(), strict=True)]
+    return list(grids_to_try(forced, new, limits))
 
 
 def brute_force(
-    forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits, holds: Holds = on_one_grid,
-    over: Callable[[Sequence[Demand]], Iterable[Grid]] | None = None,
-) -> float | None:  # fmt: skip
-    """The largest value of any subset that fits on a grid; None when not even the forced do. over: the grids to try for
-    a subset, all that admission tries if not given."""
+    forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits, holds: Holds = on_one_grid
+) -> float | None:
+    """The largest value of any subset that fits on a grid that admission tries; None when not even the forced do."""
     every = tried(forced, new, limits)
     best = None
     for size in range(len(new) + 1):
         for some in combinations(new, size):
             if sum(d.memory for d in some) > limits.memory or size > limits.seats:
                 continue
-            on = every if over is None else over([*forced, *some])
-            if any(reference.holds(g, forced) and holds(g, [*forced, *some]) for g in on):
+            if any(reference.holds(g, forced) and holds(g, [*forced, *some]) for g in every):
                 best = max(best or 0.0, sum(d.value for d in some))
     return best
 

@@ -17,8 +17,8 @@ from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency.roofline import Model
 from rubato.policies import PolicyError, load
 from rubato.policies.slos_serve import Scheduler
+from rubato.policies.slos_serve.demand import Demand
 from rubato.policies.slos_serve.speculation import PLAIN, Drafts, SpeculationPlan
-from rubato.policies.slos_serve.token_budget import Demand
 from rubato.policy_kit.acceptance import Accepted
 from rubato.replica.plan_check import spelled_out
 from rubato.simulation.run_spec import oracle_lengths
@@ -132,8 +132,8 @@ class Recording:
 
     needs = Scheduler.needs
 
-    def __init__(self, prior: float, even: bool) -> None:
-        self.inner = Scheduler(steady_tokens=even)
+    def __init__(self, prior: float) -> None:
+        self.inner = Scheduler()
         self.inner._drafts.accepted.prior = prior
         self.promised: set[str] = set()
         self.verified = self.beyond = 0
@@ -152,10 +152,10 @@ class Recording:
         return plan
 
 
-def played(load: Load, model: Model, alpha: float, even: bool = False) -> tuple[Recording, set[str]]:
+def played(load: Load, model: Model, alpha: float) -> tuple[Recording, set[str]]:
     drafter = Drafter(Acceptance(alpha))
     spec = run_spec(model, load.limits, "slos_serve", lengths=oracle_lengths, learns=False, drafter=drafter)
-    scheduler = Recording(alpha, even)
+    scheduler = Recording(alpha)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rubato.fleet.build.load", lambda name, settings: scheduler)
         ends = {e.id: e for e in simulate_events(load.requests, load.truth, spec) if isinstance(e, Finished)}
@@ -186,11 +186,7 @@ def test_a_tpot_below_any_step_is_held_by_drafts_alone() -> None:
     truth: dict[str, tuple[int, ...]] = {r.id: (60,) for r in requests}
     limits = replace(LIMITS, kv_blocks=400, max_model_len=400)
     model = Model(k1=(0.0, 1e-4), k2=(1e-3, 1e-3), b=(0.02, 0.002))
-    for alpha, even, attained in (
-        (1.0, False, 2),
-        (0.0, False, 0),
-        (1.0, True, 0),
-    ):  # no entries a TPOT apart
-        scheduler, met = played(Load(requests, truth, limits), model, alpha, even)
+    for alpha, attained in ((1.0, 2), (0.0, 0)):
+        scheduler, met = played(Load(requests, truth, limits), model, alpha)
         assert len(met) == attained == len(scheduler.promised)
         assert (scheduler.verified > 0) == (attained > 0)

@@ -10,9 +10,8 @@ from rubato.core.events import Finished
 from rubato.core.plan import Limits
 from rubato.core.request import MOST, SLO, Request, Sampling, Stage
 from rubato.latency.affine import Model
-from rubato.policies.slos_serve import batch_order, token_budget
-from rubato.policies.slos_serve.dynamic_program import Floats
-from rubato.policies.slos_serve.token_budget import Demand, Grid
+from rubato.policies.slos_serve import admission, dynamic_program
+from rubato.policies.slos_serve.dynamic_program import Floats, Line
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
 from tests.doubles import run_spec
@@ -46,11 +45,13 @@ def test_the_longest_times_fail_nobody() -> None:
 @few
 @given(load=loads(EXTREME))
 def test_what_is_left_of_a_grid_is_always_a_number(load: Load) -> None:
-    def room(grid: Grid, jobs: list[Demand]) -> Floats:
-        left = token_budget.room(grid, jobs)
-        assert np.isfinite(left).all()  # else the step, and with it the requests of `run`, would fail
+    def line(grid: Floats, forced: Floats) -> Line:
+        left = made(grid, forced)
+        assert np.isfinite(left[3]).all()  # else the step, and with it the requests of `run`, would fail
         return left
 
+    made = admission.demand_line
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_order, "room", room)
+        patch.setattr(admission, "demand_line", line)
+        patch.setattr(dynamic_program, "demand_line", line)
         run(load, "slos_serve")

@@ -1,4 +1,4 @@
-"""Requests that `slos_serve` admits are in time: step times by tokens alone, lengths known, KV for all of them."""
+"""Requests that `slos_serve` admits are in time: step times by tokens alone, lengths known, KV for all ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rubato.core.plan import Limits, Plan, Sample, Shape
 from rubato.core.request import SLO, OnDecline, Request, Sampling, Stage
 from rubato.latency import affine, components, profiles
 from rubato.latency.roofline import Model
-from rubato.policies.slos_serve import Scheduler, scheduler, starvation
+from rubato.policies.slos_serve import Scheduler, demand, scheduler
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
@@ -47,7 +47,7 @@ def kinds(draw: st.DrawFn, tpots: list[float]) -> tuple[tuple[Stage, ...], tuple
 
 @st.composite
 def promised(draw: st.DrawFn) -> tuple[Load, Model]:
-    """Requests with TTFT and TPOTs, many alike and at once; batches, memory and places that are scarce."""
+    """Requests with TTFT and TPOTs, many alike and at once; batches and places that are scarce."""
     tpots = draw(st.sampled_from([[0.02], [0.02, 0.04], [0.02, 0.03, 0.07], [0.05, 0.1]]))
     alike = draw(st.lists(kinds(tpots), min_size=1, max_size=3))
     gap = st.sampled_from(draw(st.sampled_from([[0.0], [0.0, 0.0, 0.1], [0.001, 0.02, 0.0371]])))
@@ -67,7 +67,7 @@ def promised(draw: st.DrawFn) -> tuple[Load, Model]:
         max_num_seqs=draw(st.sampled_from([3, 64, 64, 64, 64])),
         max_num_batched_tokens=draw(st.sampled_from([16, 40, 512, 512, 512])),
         max_model_len=400,
-        kv_blocks=-(-largest // block) * draw(st.sampled_from([1, 3, 20, 20, 20, 20])),
+        kv_blocks=-(-largest // block) * 20,
         block_size=block,
         max_running=draw(st.sampled_from([None, None, None, None, 3])),
     )
@@ -113,18 +113,17 @@ def test_no_admitted_request_misses(case: tuple[Load, Model]) -> None:
 @given(
     promised(),
     st.sampled_from([0.009, 0.011, 0.014, 0.02, 0.2]),
-    st.booleans(),
     st.sampled_from([0.25, 1.0, 4.0]),
 )
-def test_nor_does_one_in_short_or_even_batches_or_beside_one_that_has_waited_for_long(
-    case: tuple[Load, Model], longest: float, even: bool, patience: float
+def test_nor_does_one_in_short_batches_or_beside_one_that_has_waited_for_long(
+    case: tuple[Load, Model], longest: float, patience: float
 ) -> None:
     """`max_batch_seconds`: where a batch does not hold all decodes they take turns."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "BEST_EFFORT_PATIENCE", patience)
-        patch.setattr(starvation, "BEST_EFFORT_PATIENCE", patience)
-        patch.setattr(starvation, "BEST_EFFORT_INTERVAL", patience / 16)
-        admitted, met = played(*case, max_batch_seconds=longest, steady_tokens=even)
+        patch.setattr(scheduler, "PATIENCE", patience)
+        patch.setattr(demand, "PATIENCE", patience)
+        patch.setattr(scheduler, "TURN", patience / 16)
+        admitted, met = played(*case, max_batch_seconds=longest)
     assert admitted <= met
 
 
@@ -139,7 +138,7 @@ LARGE = Limits(max_num_seqs=64, max_num_batched_tokens=40, max_model_len=400, kv
 def test_prompts_done_early_take_no_token_of_others_to_be_even() -> None:
     """Four prompts in three batches of 40, each: the first ones have tokens long before they are due."""
     load = alike(4, Stage(150, SLO(0.15, 0.02)), 8, LARGE)
-    admitted, met = played(load, MODELS["fixed"], steady_tokens=True)
+    admitted, met = played(load, MODELS["fixed"])
     assert len(admitted) == 4
     assert admitted == met
 

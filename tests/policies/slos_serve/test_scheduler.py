@@ -7,26 +7,16 @@ from itertools import pairwise
 from math import inf
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rubato import policies
 from rubato.core.events import Demoted, Finished, Tokens
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Plan, Shape
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Scheduler
-from rubato.policies.slos_serve.demand import (
-    BatchCapacity,
-    catch_up,
-    peak_kv_tokens,
-    prefill_token_weight,
-    prompt_stage,
-    tightest_tpot,
-)
-from rubato.policies.slos_serve.token_budget import Demand
+from rubato.policies.slos_serve.batch_capacity import BatchCapacity
+from rubato.policies.slos_serve.demand import Demand, DemandReader, prefill_token_weight, prompt_stage, tightest_tpot
 from rubato.policy_kit.batch_builder import blocks_at_end
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
@@ -111,34 +101,6 @@ def test_values_decide_whom_to_admit() -> None:
     assert plan(seen([*short, long], []), tier_values={"gold": 3.0}).demote == ("a", "b")
 
 
-def test_a_reserve_is_kept_for_those_worth_most() -> None:
-    """40 blocks: 250 + 16 tokens take 27, more than half of them."""
-    low = prompt("low", 250, ttft=2.0)
-    gold = replace(low, request=replace(low.request, tier="gold"))
-    settings = {"tier_values": {"gold": 2.0}, "tier_reserve": 0.5}
-    assert plan(seen([low], []), **settings).demote == ("low",)
-    assert not plan(seen([gold], []), **settings).demote
-    assert not plan(seen([low], []), tier_reserve=0.5).demote  # no request is worth more
-
-
-def test_without_a_promise_no_more_wait_than_the_backlog_the_youngest_are_refused() -> None:
-    late = [replace(prompt(f"late{i}", 95, ttft=0.1), request=request(f"late{i}", 95, ttft=0.1, arrival=0.01 * i))
-            for i in range(3)]  # fmt: skip
-    patient = prompt("patient", 95)
-    begun = replace(prompt("begun", 95), length=99, output=4)  # preempted: it has had tokens
-    made = plan(seen([*late, patient, begun], []), max_waiting=2)
-    assert made.demote == ("late0", "late1")
-    assert made.drop == {"late2": "rejected-saturated"}
-    assert "late0" in work(made)  # and does not wait
-    assert not plan(seen([*late, patient, begun], []), max_waiting=3).drop
-
-
-def test_who_starts_at_once_needs_no_backlog() -> None:
-    made = plan(seen([prompt("a", 30), prompt("b", 30), prompt("c", 60)], []), max_waiting=0)
-    assert work(made) == {"a": 30, "b": 30, "c": 40}
-    assert not made.drop
-
-
 def test_one_token_has_no_pace() -> None:
     """No batch is as short as 5 ms, but no request waits for a second token."""
     asked = prompt("a", 30, ttft=0.1, tpot=0.005, refuse=True)
@@ -158,35 +120,6 @@ def test_who_is_declined_does_not_shorten_batches() -> None:
         assert sum(work(made).values()) == 100
 
 
-def test_decisions_wait_for_the_threshold_or_the_timeout() -> None:
-    scheduler = Scheduler(decision_threshold=2, decision_interval=0.5)
-    running = [decode("r", tpot=0.1, due=2.0)]
-    scheduler.plan(seen([], running, now=0.9))
-    new = replace(prompt("a", 20, ttft=2.0), due=2.9)
-    assert "a" not in work(scheduler.plan(seen([new], running, now=0.91)))
-    assert set(scheduler.promised) == {"r"}
-    other = replace(prompt("b", 20, ttft=2.0), due=2.9)
-    assert {"a", "b"} <= work(scheduler.plan(seen([new, other], running, now=0.92))).keys()
-    late = Scheduler(decision_threshold=2, decision_interval=0.5)
-    late.plan(seen([], running, now=0.1))
-    assert "a" in work(late.plan(seen([new], running, now=0.7)))
-
-
-def test_a_round_that_is_not_decided_yet_waits_with_its_kv() -> None:
-    stages = (Stage(20, SLO(1.0, 0.1), "tool"), Stage(20, SLO(1.0, 0.1)))
-    asked = Request("a", stages, 0.0, sampling=Sampling(max_tokens=8))
-    first = Seq(asked, length=22, cached=21, blocks=3, output=2, due=1.2)
-    second = replace(first, length=42, cached=21, stage=1, stage_start=0.5, output=0, due=1.5)
-    scheduler = Scheduler(decision_threshold=2, decision_interval=9.0)
-    scheduler.plan(seen([], [first, decode("r", tpot=0.1, due=2.0)], now=0.4))
-    for now in (0.5, 0.51, 0.52):
-        made = scheduler.plan(seen([], [second, decode("r", tpot=0.1, due=2.0)], now=now))
-        assert "a" not in work(made)
-        assert set(scheduler.promised) == {"r"}
-    another = replace(prompt("b", 20, ttft=1.0), due=1.5)
-    assert {"a", "b"} <= work(scheduler.plan(seen([another], [second], now=0.53))).keys()
-
-
 def test_a_declined_request_that_fits_after_all_is_promoted() -> None:
     made = plan(seen([prompt("a", 30, ttft=0.2, demoted=True)], []))
     assert made.promote == ("a",)
@@ -195,10 +128,14 @@ def test_a_declined_request_that_fits_after_all_is_promoted() -> None:
 
 
 def test_a_decode_behind_counts_in_the_next_tighter_tier() -> None:
-    demands = [Demand("behind", 0.001, 1, 0.1), Demand("tight", 0.05, 1, 0.05), Demand("late", -1.0, 1, 0.05)]
-    behind, tight, late = catch_up(demands, 0.02)
+    seqs = [
+        decode("behind", tpot=0.1, due=0.001),
+        decode("tight", tpot=0.05, due=0.05),
+        decode("late", tpot=0.05, due=-1),
+    ]
+    behind, tight, late = DemandReader(0.0, 10).demands(seqs, 0.02)
     assert (behind.due, behind.tpot) == (0.0, 0.05)
-    assert tight is demands[1]
+    assert (tight.due, tight.tpot) == (0.05, 0.05)
     assert (late.due, late.tpot) == (0.0, pytest.approx(0.04))
 
 
@@ -248,9 +185,9 @@ def test_the_oldest_without_a_promise_is_counted_as_promised_in_time() -> None:
 
 
 def test_the_oldest_without_a_promise_has_to_wait_for_memory_that_is_promised() -> None:
-    """Of 40 blocks the promised decode takes 31 in the end; the patient prompt has room now, not all of it."""
+    """Of 40 blocks the promised decode takes 31 in the end; the patient prompt has room now, not to its own end."""
     promised = replace(decode("p", tpot=0.05, due=0.05), predicted=280.0)
-    for predicted, starts in ((60.0, False), (10.0, True)):
+    for predicted, starts in ((270.0, False), (10.0, True)):
         seq = Seq(request("patient", 70, arrival=-5.0), 70, 0, 0, 0, stage_start=-5.0)
         made = plan(seen([replace(seq, predicted=predicted)], [promised], kv_free=38))
         assert ("patient" in work(made)) == starts
@@ -260,38 +197,20 @@ def test_the_oldest_without_a_promise_has_to_wait_for_memory_that_is_promised() 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"decision_threshold": 0}, "at least 1 request"),
-        ({"decision_interval": inf}, "decision_interval is inf"),
         ({"safety_margin": -0.1}, "0 or more"),
         ({"max_batch_seconds": 0.0}, "seconds, more than 0"),
-        ({"tier_reserve": 1.0}, "give a share"),
-        ({"max_waiting": -1}, "requests, 0 or more"),
-        ({"tier_values": {"gold": 0}}, "a number above 0"),
-        ({"tier_values": {"gold": True}}, "a number above 0"),
-        ({"tier_values": None}, "numbers by tier"),
-        ({"tier_values": ["gold"]}, "numbers by tier"),
+        ({"max_hops": -1}, "0 hops or more"),
+        ({"tier_values": {"gold": 0}}, "numbers above 0 by tier"),
+        ({"tier_values": {"gold": True}}, "numbers above 0 by tier"),
+        ({"tier_values": None}, "numbers above 0 by tier"),
+        ({"tier_values": ["gold"]}, "numbers above 0 by tier"),
         ({"safety_margin": "10%"}, "safety_margin is '10%'"),
         ({"safety_margin": inf}, "safety_margin is inf"),
-        ({"max_waiting": "x"}, "max_waiting is 'x'"),
-        ({"max_waiting": 1.5}, "a whole number of requests"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], says: str) -> None:
     with pytest.raises(PolicyError, match=says):
         policies.load("slos_serve", settings)
-
-
-def test_who_could_be_in_time_in_smaller_batches_is_not_given_up() -> None:
-    """30 tokens take 15 ms, 40, the most in a batch, 19: a prompt of 88 takes 45 ms in three, 51 in full ones."""
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=40, max_model_len=500, kv_blocks=100, block_size=16)
-    for ttft, served in ((0.0455, True), (0.0445, False)):
-        stage = Stage(88, SLO(ttft, 0.1))
-        one = Request("a", (stage,), 0.0, on_decline="refuse", sampling=Sampling(max_tokens=3))
-        spec = run_spec(Roofline(k1=(0.0001, 0.0004), b=(0.012, 0.003)), limits, "slos_serve", learns=False)
-        (end,) = [e for e in simulate_events([one], {"a": (3,)}, spec) if isinstance(e, Finished)]
-        assert (end.outcome, end.best_effort, end.verdict.met) == (
-            ("completed", False, True) if served else ("refused", False, False)
-        )
 
 
 def test_a_promise_that_cannot_be_kept_any_more_ends_as_its_client_asked() -> None:
@@ -315,23 +234,6 @@ def test_kv_models_are_asked_for_full_lengths() -> None:
 
     assert admitted(0.0) == 8
     assert admitted(0.0002) < 8
-
-
-def test_decodes_that_end_at_different_times_hold_less_than_all_their_ends() -> None:
-    """10 tokens and 30 to come, 20 and 10: 20 + 30 when the second ends, 40 when the first does; not 70."""
-    long, short = Demand("a", 1.0, 1, 0.1, memory=4, left=30.0), Demand("b", 1.0, 1, 0.1, memory=3, left=10.0)
-    assert peak_kv_tokens([long, short], 10) == 50
-    assert peak_kv_tokens([long], 10) == 40
-    assert peak_kv_tokens([], 10) == 0
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), max_size=8))
-def test_the_peak_is_what_step_after_step_comes_to(seqs: list[tuple[int, int]]) -> None:
-    demands = [Demand(str(i), 1.0, 1, 0.1, memory=has + left, left=left) for i, (has, left) in enumerate(seqs)]
-    steps = range(1, 51)
-    assert peak_kv_tokens(demands, 1) == max(
-        (sum(has + k for has, left in seqs if left >= k) for k in steps), default=0
-    )
 
 
 # --------------------------------------------------------------------------- decodes of long contexts
@@ -415,11 +317,14 @@ def test_who_cannot_wait_for_the_next_batch_comes_before_decodes_that_are_ahead_
     assert work(served.plan(replace(shown, **more))) == {"new": 6, "o": 1, "m": 1}
 
 
-def test_even_decodes_have_a_token_a_tpot_however_far_ahead() -> None:
-    """10 ms and 1 ms a token: the prompt's 95 would hold up for 106 ms a decode that is to have a token every 50."""
-    running = [replace(decode("d", tpot=0.05, due=1.0), output=11)]
-    assert sum(work(plan(seen([prompt("a", 95, ttft=1.0)], running))).values()) > 40
-    assert work(plan(seen([prompt("a", 95, ttft=1.0)], running), steady_tokens=True)) == {"d": 1, "a": 39}
+def test_decodes_keep_their_pace_in_each_window_of_ten_however_far_ahead() -> None:
+    """10 ms and 1 ms a token: the prompt's 95 would hold up a decode for 106 ms. It has a token every 50 from the
+    start of its window on, that is now; not if four of these are out already."""
+    for output, taken in ((11, {"d": 1, "a": 39}), (15, {"a": 95, "d": 1})):
+        served = SpelledOut("slos_serve")
+        served.plan(seen([], [replace(decode("d", tpot=0.05, due=1.0), output=11)]))
+        running = [replace(decode("d", tpot=0.05, due=1.0), output=output)]
+        assert work(served.plan(seen([prompt("a", 95, ttft=1.0)], running))) == taken
 
 
 @pytest.mark.parametrize(("tpot", "taken"), [(1.0, "mnoabcdefghi"), (0.025, "abcdefghijkl")])

@@ -29,7 +29,7 @@ def test_expected_tokens() -> None:
 def test_nothing_is_drafted_where_nothing_is_accepted() -> None:
     found = best_lengths([Tier(0.03, 10, 0.0)], time2bs)
     assert found is not None
-    assert (found.verified, found.seconds, found.prefill) == ((1,), 0.03, 270)
+    assert found == ((1,), 0.03, pytest.approx(270 / 0.03))
 
 
 def test_a_tight_tier_is_held_by_drafts_alone() -> None:
@@ -49,10 +49,7 @@ def test_a_loose_tier_takes_the_smallest_length_that_keeps_up() -> None:
 
 def test_decodes_that_do_not_fit() -> None:
     assert best_lengths([Tier(0.025, 2000, 0.0)], time2bs) is None
-    with pytest.raises(ValueError, match="no tier decodes"):
-        best_lengths([], time2bs)
-    with pytest.raises(ValueError, match="acceptance in"):
-        best_lengths([Tier(0.03, 1, 1.5)], time2bs)
+    assert best_lengths([], time2bs) is None
 
 
 tiers = st.builds(
@@ -70,7 +67,7 @@ def test_no_lengths_are_better(tiers: list[Tier]) -> None:
     best = -1.0
     for lengths in product(range(1, most + 1), repeat=len(tiers)):
         seconds = min(t.tpot * expected(t.acceptance, n) for t, n in zip(tiers, lengths, strict=True))
-        cost = sum(t.count * n for t, n in zip(tiers, lengths, strict=True))
+        cost = sum(t.requests * n for t, n in zip(tiers, lengths, strict=True))
         left = time2bs(seconds, max(lengths) - 1) - cost
         if left >= 0:
             best = max(best, left / seconds)

@@ -1,41 +1,84 @@
-"""Admission (SLOs-Serve, §3.2.1): the set of new requests of the largest value that leaves all in time.
+"""Admission (SLOs-Serve, §3.2.1 and Algorithm 2): the set of new requests of the largest value that leaves all in time.
 
-A dynamic programme over the new requests in order of deadline, on one grid of batches. A state is how many were
-accepted of each class, a TPOT with a value; of two sets with the same counts the one with the larger prefill budget is
-as good for all that follows, unless it takes more memory: per state the Pareto front of budget and memory is kept.
-Counts by class give the value, so no front over values is needed. Grids are tried one after the other: the tightest
-TPOT admitted decides how long batches are, and a deadline may fall just before a batch's end. `dynamic_program` does
-it.
+Batches lie end to end, each as long as the tightest TPOT among those that decode by then: a grid. A batch counts for
+the first deadline at or after its end, so a deadline d is met by the first `index(d)` batches, and what remains of the
+time goes on into the next interval. A request demands its pending tokens by its next due token (one token of a decode:
+there is no difference), then one a TPOT.
+
+Served earliest deadline first, one token a batch for each decode and prefill in any chunks, all are in time if and only
+if for each k what is due within k batches is no more than these k hold. Only if is plain. The other way: take the first
+k that fails and the last batch b < k not full of tokens due by k. All prefill due by k was done with it, and each
+decode that still owed a token due by k got one in it; so fewer decodes than a batch holds are left, each has a place in
+all of b+1..k, and no more tokens due in there than that, since two of its tokens are never due by the same batch. It
+holds again when the first batch has ended, early or not: no deadline loses a batch by that. `demand_line` keeps the
+bound with decodes as straight lines, never below their stairs, so that counts suffice to add them up.
+
+The programme takes the new requests in order of deadline. A state is how many were accepted of each class, a TPOT with
+a value: counts give the value, and of two sets with the same counts the one with the larger prefill budget is as good
+for all that follows. Where memory does not hold the set, the one of it that takes most for its value is left out, and
+the programme runs again. Grids are tried one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import floor, inf
+from typing import NamedTuple
 
 import numpy as np
 
-from rubato.policies.slos_serve import dynamic_program, grid_building
-from rubato.policies.slos_serve.dynamic_program import Floats, Ints
-from rubato.policies.slos_serve.token_budget import Demand, Grid, rows
+from rubato.policies.slos_serve.demand import Demand, peak_kv, rows
+from rubato.policies.slos_serve.dynamic_program import CLOSE, EPS, best_subset, demand_line
+
+SHORT = 2  # deadlines of new requests for which the first batch may be a short one, the earliest
+
+
+class Phase(NamedTuple):
+    """So many `batches` (inf: for ever) of at most `seconds` and `tokens`."""
+
+    batches: float
+    seconds: float
+    tokens: float
+
+
+class Grid(tuple[Phase, ...]):
+    """Batches laid end to end: phases, each of shorter batches than the one before, the last without end. Before the
+    longest there may be one short batch, for a prompt that is due at its end."""
+
+    __slots__ = ()
+
+    @property
+    def leads(self) -> bool:
+        """Whether the first batch is such a short one."""
+        return len(self) > 1 and self[0].seconds < self[1].seconds
+
+    def step(self) -> Grid:
+        """What remains after the first batch."""
+        left = self[0].batches - 1
+        return Grid((self[0]._replace(batches=left), *self[1:])) if left else Grid(self[1:])
+
+    def room(self, demands: Sequence[Demand]) -> float:
+        """Tokens that these, served anyway, leave of it for others, the least by any batch by which something of theirs
+        is due; negative: they do not fit. Jobs due at 0 are late already: they are due with the first batch."""
+        return float(demand_line(np.array(self), rows(demands))[3].min(initial=inf))
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
     """What admission has to work with. longest: seconds of a batch while no TPOT is tighter. capacity: tokens of a
-    batch of so many seconds; beside: of one in which no more than so many decode (None: unknown). memory, seats: KV
-    blocks, and places in a batch, that the forced leave."""
+    batch of so many seconds; beside: of one in which no more than so many decode (None: unknown). memory: KV blocks
+    there are, each of `block` tokens. seats: places in a batch that the forced leave."""
 
     longest: float
-    capacity: Callable[[float], int]
+    capacity: Callable[[float], float]
     memory: int
     seats: int
     beside: Callable[[float, int], float] | None = None
+    block: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(NamedTuple):
     """accepted: indices into the new. grid: the one on which they and the forced are all in time."""
 
     accepted: tuple[int, ...]
@@ -46,84 +89,70 @@ class Admitted:
 def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Admitted | None:
     """The best set of `new` to add to `forced`. None: not even the forced are in time on any of the grids.
 
-    Equal deadlines are decided in the order given. The grid is made for the accepted alone where they all are in time
-    on that one, too: declined requests then do not shorten batches, whose rest best effort lives on.
+    Memory is counted by its forecast peak (§3.2.1 has the sum of what each holds at its end, which they never hold
+    together). Equal deadlines are decided in the order given.
     """
-    served = rows(forced)
-    found = _best(served, new, limits)
-    if found is None or len(found.accepted) == len(new):
-        return found
-    again = _best(served, [new[i] for i in found.accepted], limits)
-    if again is None or len(again.accepted) < len(found.accepted):
-        return found
-    return replace(found, grid=again.grid)
-
-
-def _best(served: Floats, new: Sequence[Demand], limits: AdmissionLimits) -> Admitted | None:
-    """As `admit`, on a grid that may be laid for some that are declined. served: rows of the forced."""
     assert all(d.due < inf for d in new), "every new request has a deadline, if one of ours"
-    asked = rows(new, in_order_given=True)
-    grids, sizes = grids_to_try(served, asked, limits)
-    most = ceiling(new, limits.memory, limits.seats)
-    at, value, accepted = dynamic_program.best_set(grids, sizes, served, asked, limits.memory, limits.seats, most)
-    return Admitted(tuple(sorted(accepted.tolist())), Grid.of(grids[at, : sizes[at]]), value) if at >= 0 else None
-
-
-def admit_first(
-    forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits, others: AdmissionLimits, most: float
-) -> Admitted | None:
-    """As `admit`, but those worth `most` go first, and the rest only where `others` hold all of them: what is left
-    between the two is for those worth most that have not come yet."""
-    top = [i for i, d in enumerate(new) if d.value >= most]
-    rest = [i for i, d in enumerate(new) if d.value < most]
-    first = admit(forced, [new[i] for i in top], limits)
-    if first is None:
+    served, most, peak = rows(forced), sum(d.value for d in new), peak_kv(forced, limits.block)
+    best: Admitted | None = None
+    for grid in grids_to_try(forced, new, limits):
+        able = list(range(len(new)))
+        while True:
+            asked = rows([new[i] for i in able], in_order_given=True)
+            chosen = best_subset(np.array(grid), served, asked, limits.seats)
+            accepted = [able[i] for i in chosen or ()]
+            more = [new[i].memory for i in accepted], [new[i].left for i in accepted]
+            if not accepted or peak.with_(*more) <= limits.memory:
+                break
+            able.remove(max(accepted, key=lambda i: new[i].memory / new[i].value))
+        value = sum(new[i].value for i in accepted)
+        if chosen is not None and (best is None or value > best.value + EPS):
+            best = Admitted(tuple(sorted(accepted)), grid, value)
+        if best is not None and best.value >= most - EPS:
+            return best
+    if best is None:
         return None
-    accepted = [top[i] for i in first.accepted]
-    taken = [new[i] for i in accepted]
-    left = replace(others, memory=others.memory - sum(d.memory for d in taken), seats=others.seats - len(taken))
-    second = admit([*forced, *taken], [new[i] for i in rest], left)
-    if second is None:
-        return replace(first, accepted=tuple(accepted))
-    return Admitted((*accepted, *(rest[i] for i in second.accepted)), second.grid, first.value + second.value)
+    again = admit(forced, [new[i] for i in best.accepted], limits)  # those that are declined do not shorten batches
+    return best if again is None or again.value < best.value - EPS else best._replace(grid=again.grid)
 
 
-def ceiling(new: Sequence[Demand], memory: int, seats: int) -> float:
-    """No set is worth more, whatever the grid: as many as memory and places hold, highest worth per block first, the
-    last one in part where values differ."""
-    order = sorted(new, key=lambda d: d.memory / d.value)
-    value, memory = 0.0, max(memory, 0)
-    for demand in order[:seats]:
-        if demand.memory > memory:
-            same = all(d.value == demand.value for d in new)
-            return value if same else value + demand.value * memory / demand.memory
-        memory -= demand.memory
-        value += demand.value
-    return value if len(new) <= seats else sum(sorted((d.value for d in new), reverse=True)[:seats])
+def grids_to_try(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Iterator[Grid]:
+    """Of batches of the longest, and with a short batch first, in which those that are ahead are left out where all
+    would last too long; each for the TPOTs of all, and without those of the new that are tightest."""
+    first: dict[float, float] = {}  # TPOT -> when the first that is served anyway is due
+    for d in forced:
+        if d.due < first.get(d.tpot, inf):
+            first[d.tpot] = d.due
+    of_new = {d.tpot: min(o.due for o in new if o.tpot == d.tpot) for d in new if d.tpot < limits.longest}
+    tpots = sorted(tpot for tpot, due in of_new.items() if due < first.get(tpot, inf))
+    for lead in (None, *_short(forced, new, limits)):
+        for tightest in range(len(tpots) + 1):
+            more = {tpot: of_new[tpot] for tpot in tpots[tightest:]}
+            yield _lay(sorted((due, tpot) for tpot, due in (first | more).items()), lead, limits)
 
 
-def first_grid(forced: Sequence[Demand], limits: AdmissionLimits) -> Grid:
-    """The first grid that is tried where none is new, whether the forced are in time there or not."""
-    grids, sizes = grids_to_try(rows(forced), rows(()), limits)
-    return Grid.of(grids[0, : sizes[0]])
+def _lay(decodes: Sequence[tuple[float, float]], lead: Phase | None, limits: AdmissionLimits) -> Grid:
+    """Batches of at most the longest, then of each TPOT, from the last batch that ends before its request is due.
+    decodes: (due, tpot), in order."""
+    phases, begin, seconds = [], 0.0, limits.longest
+    if lead is not None:
+        phases, begin = [lead], lead.seconds
+    for due, tpot in decodes:
+        if tpot < seconds:
+            count = max(0.0, float(floor((due - begin) / seconds + CLOSE)))
+            if count:
+                phases.append(Phase(count, seconds, limits.capacity(seconds)))
+                begin += count * seconds
+            seconds = tpot
+    return Grid([*phases, Phase(inf, seconds, limits.capacity(seconds))])
 
 
-def grids_to_try(forced: Floats, new: Floats, limits: AdmissionLimits) -> tuple[Floats, Ints]:
-    """The grids to try, each once, and how many phases each has (`grid_building.build_grids`): of batches of the
-    longest, then of those that fit one of the first deadlines without a rest (a short prompt is due before a long batch
-    would have ended), then with a short batch first, in which those that are ahead are left out where all would last
-    too long."""
-    longest, capacity = limits.longest, limits.capacity
-    starts = [(longest, float(capacity(longest)), 0.0, 0.0)]
-    for fit in grid_building.fits(forced, new, longest).tolist():
-        if fit < longest and (tokens := capacity(fit)):
-            starts.append((fit, float(tokens), 0.0, 0.0))
-    if limits.beside is not None:
-        for end, decodes in grid_building.short(forced, new, longest).tolist():
-            if beside := limits.beside(end, int(decodes)):
-                starts.append((*starts[0][:2], end, beside))
-    tpots = {*forced[:, dynamic_program.TPOT].tolist(), *new[:, dynamic_program.TPOT].tolist()} - {inf}
-    spans = [(tpot, float(capacity(tpot)) if tpot < longest else 0.0) for tpot in tpots]
-    return grid_building.build_grids(
-        forced, new, np.array(starts), np.array(spans, dtype=np.float64).reshape(len(spans), 2)
-    )
+def _short(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Iterator[Phase]:
+    """Short first batches, until one of the first prompts is due, beside the decodes that are due before the batch
+    after it ends. None where two tokens of one would be due in it."""
+    longest = limits.longest
+    for end in sorted({d.due for d in new if 0.0 < d.due < longest})[:SHORT]:
+        two = any(d.due < end and d.tpot < end for d in forced)
+        beside = 0.0 if two or limits.beside is None else limits.beside(end, sum(d.due < end + longest for d in forced))
+        if beside:
+            yield Phase(1.0, end, beside)

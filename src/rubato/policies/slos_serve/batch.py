@@ -1,15 +1,98 @@
-"""The next batch: entries by deadline, as far as its time goes; the rest is for best effort."""
+"""The next batch: how long it is, what is in it by deadline as far as its time goes, and the rest for best effort."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
 from rubato.core.interfaces import SeqView, View
-from rubato.core.plan import Shape
 from rubato.core.request import NOTHING
-from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end
+from rubato.policies.slos_serve.admission import Grid
+from rubato.policies.slos_serve.batch_capacity import BatchCapacity
+from rubato.policies.slos_serve.demand import Demand
+from rubato.policies.slos_serve.speculation import Drafts
+from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end, make_room
+
+DRAFT_FREELY_BELOW_KV_SHARE = 0.5  # share of memory: while less is promised, decodes need not hurry
+
+
+@dataclass
+class BatchOrder:
+    """The admitted in order of deadline, and what all of them can spare of the batch's tokens: that is for decodes left
+    out of the last batches, and drafts beyond those planned.
+
+    seqs: the admitted, and `demands` what they demand, one each. weight: what a token of prefill counts. entries: the
+    demands, with what is verified in each entry. skipped: ids of decodes that the last batches went without, the
+    longest wait first.
+    """
+
+    view: View
+    grid: Grid
+    seqs: Sequence[SeqView]
+    demands: Sequence[Demand]
+    drafts: Drafts
+    margin: float
+    weight: float
+    skipped: Collection[str] = ()
+    entries: dict[str, Demand] = field(init=False)
+    order: list[SeqView] = field(init=False)
+    _left: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.entries = {d.id: d for d in self.drafts.in_force.entries(self.demands, self.drafts.drafted)}
+        self.order = sorted(self.seqs, key=lambda s: (self.entries[s.id].due, s.request.arrival))
+
+    def _spend(self, tokens: float) -> bool:
+        """Take so many tokens of the batch, if they can be spared; returns whether."""
+        if self._left is None:
+            self._left = self.grid.room([self.entries[s.id] for s in self.order])
+        if tokens > self._left:
+            return False
+        self._left -= max(0.0, tokens)
+        return True
+
+    def bounds(self) -> tuple[float, int]:
+        """Seconds of the batch, and how many tokens to draft for each: as planned; or, once memory fills, as makes
+        decodes end soonest, as far as all others can spare what that takes, which admits others. In a short batch for a
+        prompt, for which those ahead wait, no more than planned."""
+        first, planned = self.grid[0], self.drafts.in_force.steps
+        if not self.drafts.able or self.grid.leads:
+            return first.seconds, planned
+        decodes = [s for s in self.seqs if s.pending == 1]
+        roomy = sum(d.memory for d in self.demands) < DRAFT_FREELY_BELOW_KV_SHARE * self.view.kv_total
+        capacity = BatchCapacity(self.view, self.seqs, self.demands, self.margin, self.weight)
+        need = sum(self.entries[s.id].tokens for s in decodes)
+        for depth in range(0 if roomy else self.drafts.fastest(self.view, decodes), planned, -1):
+            tokens = capacity.tokens(first.seconds, depth)
+            if tokens >= need and self._spend(first.tokens - tokens):
+                return first.seconds, depth
+        return first.seconds, planned
+
+    def in_order(self) -> tuple[list[SeqView], dict[str, int]]:
+        """In order of deadline, but decodes that are ahead come before prompts due sooner, as far as their tokens can
+        be spared, first those left out before: where a batch does not hold all ahead they take turns. But all come
+        after those that cannot wait for the next batch: where kernels make a prompt's first tokens cost more than the
+        others, fewer fit than were counted. And how many drafted tokens to verify for each: what was planned on, or all
+        there are where they can be spared, counted as those of a prompt: they share the context that is read."""
+        entries, order, grid, drafted = self.entries, self.order, self.grid, self.drafts.drafted
+        if not grid.leads and (self.skipped or not drafted):
+            soon = grid[0].seconds + grid.step()[0].seconds
+            urgent = bisect_left(order, soon, key=lambda s: entries[s.id].due)
+            able = {s.id: s for s in order[urgent:] if s.pending == 1}
+            first = [*(id for id in self.skipped if id in able), *(() if drafted else able)]
+            turn = {id: able[id] for id in dict.fromkeys(first) if self._spend(entries[id].tokens)}
+            order = [*order[:urgent], *turn.values(), *(s for s in order[urgent:] if s.id not in turn)]
+        verified: dict[str, int] = {}
+        for seq in order if drafted else ():
+            there = drafted.get(seq.id, 0) if seq.pending == 1 else 0
+            planned = min(there, entries[seq.id].verified - 1)
+            if more := there - planned:
+                planned += more if self._spend(more * self.weight) else 0
+            if planned:
+                verified[seq.id] = planned
+        return order, verified
 
 
 class BatchFiller:
@@ -25,38 +108,10 @@ class BatchFiller:
         drafts: Mapping[str, tuple[int, int]] = NOTHING,
     ) -> None:  # fmt: skip
         self.builder = BatchBuilder(view, steps=max((depth for depth, _ in drafts.values()), default=0))
-        self._drafted = drafted
-        self._drafts = drafts
-        self._bound = bound
-        self._model = view.latency
-        self._victims = list(victims)
+        self._drafted, self._drafts = drafted, drafts
+        self._bound, self._model = bound, view.latency
+        self.victims = list(victims)
         self._full = False  # no further token ends in time
-
-    @property
-    def empty(self) -> bool:
-        return not (self.builder.work or self.builder.decode)
-
-    def decodes(self, order: Sequence[SeqView]) -> bool:
-        """`fill` in one go where all that run are in `order`, and the decodes among them come first and fit: the same
-        batch. False, and nothing done, where not."""
-        builder, many = self.builder, self.builder.decodes
-        if self._drafted or builder.shape.spec_steps:
-            return False
-        first = order[: many.seqs]
-        if any(s.pending > 1 for s in first) or not self._model.step_time(many) <= self._bound:
-            return False
-        if not all(s.id in builder.running for s in first) or not builder.decode_all():
-            return False
-        self.fill(order[many.seqs :])
-        return True
-
-    def left_out(self, order: Sequence[SeqView], before: Sequence[str]) -> list[str]:
-        """Ids of decodes that are not in the batch, first those that were not in the one before either."""
-        builder = self.builder
-        if builder.decode:
-            return []
-        out = {s.id: None for s in order if s.pending == 1 and s.id not in builder.work}
-        return list({id: None for id in before if id in out} | out)
 
     def fill(self, order: Iterable[SeqView]) -> None:
         """Their pending tokens, in this order: each decode's and its drafted ones, as much of each prefill as fits."""
@@ -65,22 +120,7 @@ class BatchFiller:
                 self._decodes(list(seqs))
             else:
                 for seq in seqs:
-                    self.chunk(seq)
-
-    def chunk(self, seq: SeqView) -> None:
-        """As much of it as fits."""
-        builder = self.builder
-        if self._full:
-            return
-        self._make_room(seq, min(seq.pending, builder.tokens_left))
-        most = builder.tokens_that_fit(seq)
-        if most:
-            tokens = self._model.largest_chunk(self._bound, builder.shape, seq.cached, most)
-            self._full = tokens < most
-            if tokens == 0 and self.empty:
-                tokens = 1
-            if tokens:
-                self._add(seq, tokens)
+                    self._chunk(seq)
 
     def add_best_effort(self, order: Sequence[SeqView], free: int, block: int) -> None:
         """Best effort, oldest first, in what is left; the younger give up KV for the older. One starts when `free`
@@ -92,72 +132,46 @@ class BatchFiller:
             if seq in builder.preempted:
                 continue
             if seq.id in builder.running:
-                older, self._victims = self._split(seq)
+                if seq in self.victims:
+                    self.victims = self.victims[self.victims.index(seq) + 1 :]
                 self.fill([seq])
-                self._victims = [*older, *self._victims]
-            elif (
-                not builder.preempted
-                and (need := blocks_at_end(seq, block)) <= free
-                and not builder.lacks(seq, seq.pending)
-            ):
-                free -= need
-                self.chunk(seq)
+            elif not (builder.preempted or blocks_at_end(seq, block) > free or builder.lacks(seq, seq.pending)):
+                free -= blocks_at_end(seq, block)
+                self._chunk(seq)
 
-    def run_at_least(self, seq: SeqView, others: Sequence[SeqView]) -> None:
-        """Some of it, though `others` lose their KV for it, the last one first."""
-        self._victims = [s for s in others if s not in self.builder.preempted]
-        self.chunk(seq)
-
-    def _split(self, seq: SeqView) -> tuple[list[SeqView], list[SeqView]]:
-        """The victims up to this one, and those after it."""
-        at = self._victims.index(seq) + 1 if seq in self._victims else len(self._victims)
-        return self._victims[:at], self._victims[at:]
+    def _chunk(self, seq: SeqView) -> None:
+        """As much of it as fits."""
+        builder = self.builder
+        if self._full:
+            return
+        make_room(builder, seq, min(seq.pending, builder.tokens_left), self.victims[::-1])
+        if most := builder.tokens_that_fit(seq):
+            tokens = self._model.largest_chunk(self._bound, builder.shape, seq.cached, most)
+            self._full = tokens < most
+            if tokens := tokens or int(not builder.work):
+                self._add(seq, tokens)
 
     def _decodes(self, seqs: Sequence[SeqView]) -> None:
-        builder, model = self.builder, self._model
-        before = builder.shape
-        kv = sum([s.cached for s in seqs]) + len(seqs)
-        together = before._replace(tokens=before.tokens + len(seqs), seqs=before.seqs + len(seqs), kv=before.kv + kv)
-        if self._drafted:
-            together = before
-            for seq in seqs:
-                together = together.plus(1 + self._drafted.get(seq.id, 0), seq.cached)
-        all_fit = model.step_time(together) <= self._bound
+        builder, model, before = self.builder, self._model, self.builder.shape
         if not self._drafted:
-            fitting = len(seqs) if all_fit else max(self._fitting(seqs), 1 if self.empty else 0)
-            if builder.add_decodes(seqs[:fitting], self._drafts):
+            kv = list(accumulate((s.cached + 1 for s in seqs), initial=before.kv))
+            together = range(1, len(seqs) + 1)
+            fitting = bisect_right(together, self._bound, key=lambda n: model.step_time(
+                before._replace(tokens=before.tokens + n, seqs=before.seqs + n, kv=kv[n])
+            ))  # fmt: skip
+            if builder.add_decodes(seqs[: max(fitting, not builder.work)], self._drafts):
                 return
-        shape: Shape = before
         for seq in seqs:
-            self._make_room(seq, 1)
+            make_room(builder, seq, 1, self.victims[::-1])
             if builder.tokens_that_fit(seq) == 0:
                 continue
-            tokens = 1 + builder.verifiable(seq, self._drafted.get(seq.id, 0))
-            if not all_fit:
-                while tokens > 1 and model.step_time(shape.plus(tokens, seq.cached)) > self._bound:
-                    tokens -= 1
-                shape = shape.plus(tokens, seq.cached)
-                if not self.empty and model.step_time(shape) > self._bound:
-                    return
-            self._add(seq, 1, tokens - 1)
-
-    def _fitting(self, seqs: Sequence[SeqView]) -> int:
-        """How many of these decodes, in this order, end in time."""
-        before, model = self.builder.shape, self._model
-        kv = list(accumulate((s.cached + 1 for s in seqs), initial=before.kv))
-
-        def seconds(n: int) -> float:
-            return model.step_time(before._replace(tokens=before.tokens + n, seqs=before.seqs + n, kv=kv[n]))
-
-        return bisect_right(range(1, len(seqs) + 1), self._bound, key=seconds)
+            verified = builder.verifiable(seq, self._drafted.get(seq.id, 0))
+            while verified and model.step_time(builder.shape.plus(1 + verified, seq.cached)) > self._bound:
+                verified -= 1
+            if builder.work and model.step_time(builder.shape.plus(1 + verified, seq.cached)) > self._bound:
+                return
+            self._add(seq, 1, verified)
 
     def _add(self, seq: SeqView, tokens: int, verified: int = 0) -> None:
         draft = self._drafts.get(seq.id) if tokens == seq.pending else None
         self.builder.add(seq, tokens, tuple(range(verified)), draft)
-
-    def _make_room(self, seq: SeqView, tokens: int) -> None:
-        builder = self.builder
-        while self._victims and tokens and builder.lacks(seq, tokens):
-            victim = self._victims.pop()
-            if victim is not seq:
-                builder.preempt(victim)
