@@ -52,6 +52,7 @@ from rubato_torch import Engine, bundled_model
 from rubato_torch.drafters import Drafter
 from rubato_torch.drafters.model import ModelDrafter
 from rubato_torch.drafters.suffix import SuffixDrafter
+from rubato_torch.tokenizer import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.engines.conftest import write_tokenizer
@@ -259,7 +260,7 @@ async def serve(device: str, drafters: dict[str, Make], seeds: int, seconds: flo
         if name != "none":
             systems |= {f"{policy}, {name}": (policy, make) for policy in ("adaserve", "vllm_spec:n=4")}
     plain = await started("vllm:budget=1024", None, device)
-    text = plain.hosts["0"].engine.text if hasattr(plain, "hosts") else Engine(bundled_model.ensure(), kv_gib=0.1).text
+    text = Text(bundled_model.ensure())
     await unloaded(plain, text, 4, 1)
     capacity, _ = await unloaded(plain, text, 8, 2)
     _, tpot = await unloaded(plain, text, 1, 3)
