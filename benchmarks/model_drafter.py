@@ -66,7 +66,7 @@ SIZES = {
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4},
 }
 TREES = ((4, 1), (4, 3))
-PROMPT, STEPS, WARM = 256, 30, 6
+PROMPT, STEPS, WARM = 256, 20, 4
 LOADS, SECONDS, AT_ONCE = (0.6, 1.0), 12.0, 8
 
 
