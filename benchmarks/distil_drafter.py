@@ -23,14 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from speculation_speed import OWN
+from transformers import AutoModelForCausalLM
 
 from rubato.workloads.prompts import fresh_text
 from rubato_torch import bundled_model
 from rubato_torch.tokenizer import Text
-from transformers import AutoModelForCausalLM
 
 NEW = 128  # tokens of an answer
 SEED = 90_000
@@ -45,7 +44,7 @@ def answers(target: Any, text: Text, seconds: float, batch: int, device: str) ->
     names = [*OWN, ""]  # "": no prompt
     while time.monotonic() - began < seconds:
         name = names[len(found) % len(names)]
-        prompts = [(1,)] * batch
+        prompts: list[tuple[int, ...]] = [(1,)] * batch
         if name:
             prompts = [
                 text.chat([{"role": "user", "content": fresh_text(name, OWN[name], rng, seen)}]) for _ in range(batch)
@@ -55,8 +54,8 @@ def answers(target: Any, text: Text, seconds: float, batch: int, device: str) ->
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         with torch.inference_mode():
             out = target.generate(
-                ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=NEW, min_new_tokens=NEW,
-                pad_token_id=0,
+                ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=NEW,
+                min_new_tokens=NEW, pad_token_id=0,
             )  # fmt: skip
         found.append((torch.cat((mask, torch.ones_like(out[:, width:])), 1).mul(out + 1).cpu(), width))
     return found
@@ -80,7 +79,9 @@ def of_both(target: Any, draft: Any, ids: torch.Tensor, mask: torch.Tensor, widt
     return want, got
 
 
-def trained(target: Any, draft: Any, data: list[tuple[torch.Tensor, int]], args: argparse.Namespace) -> dict[str, float]:
+def trained(
+    target: Any, draft: Any, data: list[tuple[torch.Tensor, int]], args: argparse.Namespace
+) -> dict[str, float]:
     held = max(1, int(HELD_OUT * len(data[0][0])))
     parts = [p for name, p in draft.named_parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parts, lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)

@@ -1,16 +1,18 @@
 """A model as drafter on the embedded engine: whether outputs stay as they are, what its steps take, and how it serves.
 
-    python benchmarks/model_drafter.py [--parts lossless,steps,serve] [--device cuda] [--drafter NAME=SETTING ...]
-        [--random SHAPE] [--json FILE]
+    python benchmarks/model_drafter.py [--parts lossless,steps,speed,serve] [--device cuda] [--drafter NAME=SETTING ...]
+        [--random TARGET,DRAFT] [--json FILE]
 
 Drafters, by default: `suffix`; `layers`, the target's layers 0 and 29 as they are; `self`, the target's checkpoint once
 more, which shows the mechanics at their best and the cost at its worst. --drafter distilled=FOLDER adds a checkpoint,
 --drafter skip=0:11:29 layers of the target.
 
 - lossless: mixed requests, random plans of chains and trees, sequences that lose their KV: float32 outputs against
-  those of each request alone without drafts, on this device, and in the file `--truth`, made on another by --make-truth.
+  those of each request alone without drafts, on this device and in the file `--truth`, made on another by --make-truth.
 - steps: seconds of a step with 1, 8 and 32 sequences of some 300 tokens, in the engine's own dtype: plain, with drafts
   that are not verified, and verified whole; of these the drafter's, and accepted tokens a verification.
+- speed: tokens/s of so many clients one after the other, against those without drafts in the same round (as in
+  `speculation_speed.py`, the latency model learning what drafting takes), and accepted tokens a verification by class.
 - serve: requests of our own as `adaserve_live.py` offers them, at 0.6 and 1.0 of what 8 clients are served without
   drafts: attained, tokens/s while all ran, and accepted tokens a verification, by system.
 
@@ -36,7 +38,7 @@ from typing import Any
 
 import torch
 from adaserve_live import TPOT, offers, requests, unloaded
-from speculation_speed import Served
+from speculation_speed import PLAIN, Served, drawn, prompts, served, show, size
 
 from rubato.core.clock import WallClock
 from rubato.core.events import Event, Finished, Tokens
@@ -50,8 +52,8 @@ from rubato.latency import affine
 from rubato.latency.with_drafter import Learnt
 from rubato_torch import Engine, bundled_model
 from rubato_torch.drafters import Drafter
-from rubato_torch.drafters.model import ModelDrafter
 from rubato_torch.drafters.suffix import SuffixDrafter
+from rubato_torch.model_drafter import ModelDrafter
 from rubato_torch.tokenizer import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -65,6 +67,7 @@ SIZES = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4},
 }
+VOCAB = 128256
 TREES = ((4, 1), (4, 3))
 PROMPT, STEPS, WARM = 256, 20, 4
 LOADS, SECONDS, AT_ONCE = (0.6, 1.0), 12.0, 8
@@ -79,8 +82,9 @@ def random_folder(size: str, to: Path, device: str) -> Path:
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
     dim, kv = hidden // heads, max(1, heads // 3 if size == "3b" else heads // 4)
     config = {
-        "architectures": ["LlamaForCausalLM"], **shape, "num_key_value_heads": kv, "head_dim": dim, "vocab_size": 128256,
-        "max_position_embeddings": 2048, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+        "architectures": ["LlamaForCausalLM"], **shape, "num_key_value_heads": kv, "head_dim": dim,
+        "vocab_size": VOCAB, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5, "rope_theta": 5e5,
     }  # fmt: skip
     (to / "config.json").write_text(json.dumps(config))
     write_tokenizer(to)
@@ -88,7 +92,7 @@ def random_folder(size: str, to: Path, device: str) -> Path:
     def drawn(*size: int) -> torch.Tensor:
         return (torch.randn(size, device=device, dtype=torch.bfloat16) * 0.02).cpu()
 
-    tensors = {"model.embed_tokens.weight": drawn(128256, hidden), "model.norm.weight": torch.ones(hidden).bfloat16()}
+    tensors = {"model.embed_tokens.weight": drawn(VOCAB, hidden), "model.norm.weight": torch.ones(hidden).bfloat16()}
     for i in range(shape["num_hidden_layers"]):
         at, inner = f"model.layers.{i}", shape["intermediate_size"]
         for name, rows, columns in (
@@ -121,7 +125,9 @@ def lossless(folder: Path, device: str, drafters: dict[str, Make], truth: Path |
     found: dict[str, Any] = {}
     if truth is not None and truth.is_file():
         other = json.loads(truth.read_text())
-        found["alone, as on the other device"] = f"{sum(other[id] == ids for id, ids in expected.items())} of {len(asked)}"
+        found["alone, as on the other device"] = (
+            f"{sum(other[id] == ids for id, ids in expected.items())} of {len(asked)}"
+        )
     for dtype in ("float32", "bfloat16"):
         for name, make in drafters.items():
             engine = Engine(folder, dtype=dtype, device=device, kv_gib=0.2, max_num_seqs=16, drafter=make())
@@ -192,9 +198,7 @@ def timed(stepper: Stepper, draft: tuple[int, int] | None, verify: bool) -> dict
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def steps(
-    folder: Path, device: str, drafters: dict[str, Make], counts: Sequence[int], kv_gib: float
-) -> dict[str, Any]:
+def steps(folder: Path, device: str, drafters: dict[str, Make], counts: Sequence[int], kv_gib: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, make in drafters.items():
         for count in counts:
@@ -251,6 +255,29 @@ async def replayed(cluster: Cluster, offered: Sequence[tuple[float, Request]], r
     }
 
 
+async def speed(
+    device: str, drafters: dict[str, Make], counts: Sequence[int], rounds: int, policies: Sequence[str]
+) -> list[dict[str, Any]]:
+    clusters = {PLAIN: await started(PLAIN, None, device)}
+    for name, make in drafters.items():
+        for policy in policies if name != "none" else ():
+            clusters[f"{policy}, {name}"] = await started(policy, make(), device)
+    text, systems, rows = Text(bundled_model.ensure()), list(clusters), list[dict[str, Any]]()
+    sources = prompts(None, 5)
+    for cluster in clusters.values():
+        await served(cluster, drawn(sources, text, 6, "warm")[0], 2)  # latency models begin with a guess
+    for clients in counts:
+        for turn in range(rounds):
+            asked, classes = drawn(sources, text, size(clients), f"{clients}-{turn}")
+            for name in [systems[(turn + i) % len(systems)] for i in range(len(systems))]:
+                found = await served(clusters[name], asked, clients)
+                rows.append({"clients": clients, "round": turn, "system": name, **found.figures(classes)})
+        show(rows, clients, systems)
+    for cluster in clusters.values():
+        await cluster.close()
+    return rows
+
+
 async def serve(device: str, drafters: dict[str, Make], seeds: int, seconds: float) -> dict[str, Any]:
     import adaserve_live
 
@@ -303,9 +330,10 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--drafter", action="append", default=[])
     parser.add_argument("--only", action="store_true", help="no drafters but those given, and none")
-    parser.add_argument("--counts", default="1,8,32")
+    parser.add_argument("--counts", default="1,8,32", help="sequences of `steps`, clients of `speed`")
+    parser.add_argument("--policies", default="adaserve;vllm_spec:n=4", help="of `speed`")
     parser.add_argument("--random", help="two names of SIZES: of the target and of the draft model")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1, help="of `serve`, rounds of `speed`")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--truth", type=Path)
     parser.add_argument("--make-truth", type=Path)
@@ -340,6 +368,8 @@ def main() -> None:
                 found[part] = lossless(folder, args.device, makes, args.truth)
             elif part == "steps":
                 found[part] = steps(folder, args.device, makes, counts, 0.7)
+            elif part == "speed":
+                found[part] = asyncio.run(speed(args.device, makes, counts, args.seeds, args.policies.split(";")))
             else:
                 found[part] = asyncio.run(serve(args.device, makes, args.seeds, args.seconds))
     print(f"done ({time.monotonic() - began:.0f} s)", flush=True)

@@ -427,7 +427,9 @@ def test_drafts_are_learnt_from_their_own_seconds() -> None:
     target = Linear(0.02, 0.0005)
 
     def drafting(shape: Shape) -> float:
-        return 0.003 * shape.spec_steps + 0.0001 * (shape.tokens + shape.draft_tokens) + 1e-7 * shape.kv * shape.spec_steps
+        return (
+            0.003 * shape.spec_steps + 0.0001 * (shape.tokens + shape.draft_tokens) + 1e-7 * shape.kv * shape.spec_steps
+        )
 
     model, rng = Learnt(affine.Model()), random.Random(2)
     for step in range(400):

@@ -47,7 +47,7 @@ BATCHES_IN_FLIGHT, LEAST_IN_FLIGHT = 4, 256
 # What drafts real tokens, by name: module and class. Imported when an engine is built, for PyTorch comes with them.
 DRAFTERS = {
     "suffix": ("rubato_torch.drafters.suffix", "SuffixDrafter"),
-    "model": ("rubato_torch.drafters.model", "ModelDrafter"),
+    "model": ("rubato_torch.model_drafter", "ModelDrafter"),
 }
 
 

@@ -102,7 +102,8 @@ class Drafted(_WithDrafts):
 class DraftTime(FittedModel):
     """What all draft steps of a batch take together, `T = max_2(k·(tokens + draft_tokens) + b·spec_steps) +
     a·kv·spec_steps`: seconds per token (k) and step (b) of each plane, and per KV token and step (a). It learns online
-    as the models of whole steps do. The defaults are a low guess to begin with: drafts that are not tried teach nothing."""
+    as the models of whole steps do. The defaults are a low guess to begin with: drafts that are not tried teach
+    nothing."""
 
     KIND: ClassVar = "draft_time"
     TITLE: ClassVar = "a model of draft steps"

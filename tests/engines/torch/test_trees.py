@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,19 +18,17 @@ pytest.importorskip("transformers")
 
 from rubato.core.plan import KV, Batch, Entry, Tree  # noqa: E402
 from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
-from rubato_torch import Engine  # noqa: E402
 from rubato_torch.cpu import llvm_jit  # noqa: E402
 from rubato_torch.drafters import Draft, Wanted  # noqa: E402
-from rubato_torch.model import Model, bytes_per_token  # noqa: E402
+from rubato_torch.model import Model  # noqa: E402
 from rubato_torch.model_config import load_config  # noqa: E402
 from rubato_torch.sampling import choose  # noqa: E402
 from rubato_torch.sequence import Sequence as Running  # noqa: E402
 from rubato_torch.trees import Candidates, Walk, accept, check_draft  # noqa: E402
 from rubato_torch.weights import load_weights  # noqa: E402
-from tests.engines.driver import Driver, started_behind_replica  # noqa: E402
+from tests.engines.driver import Driver  # noqa: E402
 from tests.engines.torch.harness import (  # noqa: E402
     BLOCK,
-    BLOCKS,
     DEEP,
     GO_ON,
     NEW,

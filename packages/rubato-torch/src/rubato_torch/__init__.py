@@ -28,10 +28,11 @@ with extra("torch", "the embedded engine"):
 
 from rubato_torch.batch_tensors import Packed
 from rubato_torch.cpu import llvm_jit, matmul_backends
-from rubato_torch.drafters import Drafter, OfTarget, Wanted
+from rubato_torch.drafters import Drafter, Wanted
 from rubato_torch.free_cores import FreeCores
 from rubato_torch.model import Model, bytes_per_token
 from rubato_torch.model_config import Config, ids_of, load_config, read_json
+from rubato_torch.model_drafter import OfTarget
 from rubato_torch.model_folder import folder_of
 from rubato_torch.sequence import Sequence as Running
 from rubato_torch.tokenizer import Text
@@ -240,6 +241,10 @@ class Engine:
 
     def _set_threads(self) -> None:
         torch.set_num_threads(self._most_threads)
+        if self._device.type == "cuda":
+            # cuDNN's attention, which PyTorch prefers on Hopper, plans anew for each length: a decode has a new one
+            # every step. On an H200 steps of lengths not seen before took 50 to 80 ms, others 8 to 14.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         if self._threads == "auto" and self._device.type == "cpu":
             self._free = FreeCores(THREADS, self._clock, TakenCores(self._clock).now, len(usable()))
 

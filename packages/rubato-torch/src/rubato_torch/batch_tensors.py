@@ -68,7 +68,7 @@ def pack(
     sequence.
 
     An entry of fewer tokens than candidates runs the last ones alone: the KV of those before them is there, from an
-    earlier batch (`drafters.model`, which runs a tree layer by layer)."""
+    earlier batch (`model_drafter`, which runs a tree layer by layer)."""
     trees = sorted((e for e in batch.entries if e.verify and candidates[e.seq].branch), key=lambda e: e.start + e.count)
     branching = {e.seq for e in trees}
     single = sorted((e for e in batch.entries if e.count == 1 and e.seq not in branching), key=lambda e: e.start)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
-from rubato.core.plan import Limits, Tree
-
-if TYPE_CHECKING:
-    from rubato_torch.model import Model
-    from rubato_torch.model_config import Config
+from rubato.core.plan import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +44,4 @@ class Drafter(Protocol):
 
     def forget(self, seq: str) -> None:
         """The sequence has ended, or goes on elsewhere. It may be one that nothing was drafted for."""
-        ...
-
-
-@runtime_checkable
-class OfTarget(Drafter, Protocol):
-    """One that runs a model beside the target's, or parts of the target."""
-
-    def attach(self, config: Config, folder: Path, limits: Limits) -> None:
-        """Called when the engine is made: the target's configuration, its folder, and its bounds. Raises ValueError for
-        a target that it cannot draft for."""
-        ...
-
-    def prepare(self, target: Model) -> None:
-        """Called on the engine's own thread at each start, and after a failed step: load weights, forget sequences."""
-        ...
-
-    def release(self) -> None:
-        """The engine is closed: give back weights and memory."""
         ...

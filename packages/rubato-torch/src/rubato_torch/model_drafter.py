@@ -22,12 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from rubato.core.plan import Batch, Entry, Limits, Tree
-from rubato_torch.drafters import NO_DRAFT, Draft, Wanted
+from rubato_torch.drafters import NO_DRAFT, Draft, Drafter, Wanted
 from rubato_torch.drafters.calibration import REFIT, Calibration
 from rubato_torch.model import Model, bytes_per_token
 from rubato_torch.model_config import Config, load_config
@@ -44,8 +45,26 @@ SPARE = 2  # blocks for each sequence of a batch, for its tree: 32 nodes at 16 t
 log = logging.getLogger(__name__)
 
 
+@runtime_checkable
+class OfTarget(Drafter, Protocol):
+    """One that runs a model beside the target's, or parts of the target."""
+
+    def attach(self, config: Config, folder: Path, limits: Limits) -> None:
+        """Called when the engine is made: the target's configuration, its folder, and its bounds. Raises ValueError for
+        a target that it cannot draft for."""
+        ...
+
+    def prepare(self, target: Model) -> None:
+        """Called on the engine's own thread at each start, and after a failed step: load weights, forget sequences."""
+        ...
+
+    def release(self) -> None:
+        """The engine is closed: give back weights and memory."""
+        ...
+
+
 class ModelDrafter:
-    """A `drafters.OfTarget` that runs a model.
+    """An `OfTarget` that runs a model.
 
     checkpoint: a smaller model of the target's vocabulary, as `Engine` takes one (a Hugging Face folder, a GGUF file or
     "bundled"), in the engine's dtype on its device. layers: numbers of the target's own layers instead, in the order in
@@ -227,7 +246,8 @@ class ModelDrafter:
             row += rows
 
     def _grow(self, read: _Read, tokens: int, busy: Mapping[str, _Beam]) -> bool:
-        """Blocks for so many tokens of a sequence, from others that do not draft now if need be; whether it has them."""
+        """Blocks for so many tokens of a sequence, from others that do not draft now if need be; whether they are
+        there."""
         assert self._limits is not None
         lacking = self._limits.blocks(tokens) - len(read.blocks)
         while len(self._free) < lacking:
