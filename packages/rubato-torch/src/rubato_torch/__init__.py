@@ -242,8 +242,8 @@ class Engine:
     def _set_threads(self) -> None:
         torch.set_num_threads(self._most_threads)
         if self._device.type == "cuda":
-            # cuDNN's attention, which PyTorch prefers on Hopper, plans anew for each length: a decode has a new one
-            # every step. On an H200 steps of lengths not seen before took 50 to 80 ms, others 8 to 14.
+            # cuDNN's attention, which PyTorch prefers on Hopper, plans anew for each length of KV (PyTorch's pull
+            # request 155958), and decodes have new ones in every step: it took 50 to 80 ms of a step on an H200.
             torch.backends.cuda.enable_cudnn_sdp(False)
         if self._threads == "auto" and self._device.type == "cpu":
             self._free = FreeCores(THREADS, self._clock, TakenCores(self._clock).now, len(usable()))

@@ -1,4 +1,4 @@
-"""A model as drafter: beam search over a smaller checkpoint, or over some of the target's own layers (AdaServe, §5.1).
+"""A model as drafter: beam search over a smaller checkpoint, or over some of the target's own layers (AdaServe, §4.3).
 
 One forward pass per depth serves all sequences that draft. The first runs the tokens that came out since a sequence's
 last draft (and a part of its prompt, as long as the drafter has not seen all of it); each later one the last layer of
