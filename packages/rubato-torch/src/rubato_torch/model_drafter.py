@@ -6,8 +6,9 @@ every tree, whose nodes see their sequence and their ancestors by the masks of v
 product of the model's softmax along it; of what may follow a layer the `width` most probable nodes are the next.
 
 The paper takes these products as they are. Of a draft model that is surer than it is right (an untrained one, above
-all) that makes a policy verify what never comes out: with 2 layers of 30 it took seven eighths of the throughput. So,
-after the first verified nodes, a tree says for each step the share of such steps that was right (`calibration`).
+all) that makes a policy verify what never comes out: `adaserve` with 2 layers of 30 served 14 tokens/s, a server
+without drafts 101. So, after the first verified nodes, a tree says for each step the share of such steps that was right
+(`calibration`).
 
 The drafter's KV lies in blocks of its own, as many as the target's and some for trees, in its own shape: `layers` of 30
 take `layers` / 30 of `kv_gib`, beside it. It holds committed tokens; that of a tree is given back with the draft. Where
