@@ -34,6 +34,7 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency import affine
+from rubato.latency.with_drafter import Learnt
 from rubato.measure.confidence import over_seeds
 from rubato.policies import load
 from rubato.workloads import traces
@@ -122,8 +123,9 @@ def engine_with(drafter: SuffixDrafter | None, seqs: int = 32) -> Engine:
 
 async def cluster_of(policy: str, store: int, seqs: int = 32) -> Cluster:
     choice = PolicyChoice.parse(policy)
+    latency = Learnt(affine.Model()) if "draft" in load(choice.policy).needs else affine.Model()
     cluster = local_cluster(
-        [engine(choice.policy, store, seqs)], [affine.Model()], WallClock(),
+        [engine(choice.policy, store, seqs)], [latency], WallClock(),
         ClusterOptions(choice, ReplicaOptions(slo_rule="mean")),
     )  # fmt: skip
     await cluster.start()

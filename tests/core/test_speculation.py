@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency import affine
-from rubato.latency.with_drafter import Drafted
+from rubato.latency.with_drafter import Drafted, Learnt, without_drafts
 from rubato.policy_kit.batch_builder import BatchBuilder
 from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
@@ -418,6 +419,33 @@ def test_a_target_learns_what_its_own_part_of_a_step_took() -> None:
     model.update(Sample(shape._replace(spec_steps=1), 0.05))
     model.update(Sample(shape, 0.04))
     assert target.seen == [Sample(shape, pytest.approx(0.045)), Sample(shape, 0.04)]
+
+
+def test_drafts_are_learnt_from_their_own_seconds() -> None:
+    """Also where every step drafts alike for a while, so that whole steps could not tell the two parts apart; and the
+    target's part is what is left."""
+    target = Linear(0.02, 0.0005)
+
+    def drafting(shape: Shape) -> float:
+        return (
+            0.003 * shape.spec_steps + 0.0001 * (shape.tokens + shape.draft_tokens) + 1e-7 * shape.kv * shape.spec_steps
+        )
+
+    model, rng = Learnt(affine.Model()), random.Random(2)
+    for step in range(400):
+        seqs = rng.randint(1, 16)
+        depth, width = (4, 2) if step < 200 else (rng.randint(1, 8), rng.randint(1, 3))
+        shape = Shape().with_entries([(1 + depth, rng.randint(10, 900)) for _ in range(seqs)], [(depth, width)] * seqs)
+        mine = drafting(shape)
+        model.update(Sample(shape, mine + target.step_time(without_drafts(shape)), mine))
+        if step == 199:
+            assert model.step_time(shape) - model.step_time(without_drafts(shape)) == pytest.approx(mine, rel=0.1)
+    for depth, width, seqs in ((1, 1, 4), (8, 3, 12), (2, 2, 1)):
+        shape = Shape().with_entries([(1 + depth, 300)] * seqs, [(depth, width)] * seqs)
+        plain = without_drafts(shape)
+        assert model.step_time(shape) - model.step_time(plain) == pytest.approx(drafting(shape), rel=0.15)
+        assert model.step_time(plain) == pytest.approx(target.step_time(plain), rel=0.1)
+    assert model.largest_chunk(0.1, shape, 0, 4000) < model.largest_chunk(0.1, plain, 0, 4000)
 
 
 class Recorder(Linear):

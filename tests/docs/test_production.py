@@ -31,6 +31,9 @@ STATES = {need: state for need, state, _ in ROWS}
 
 # Of each need, what there is: KIND:NAME as `there` has it.
 EVIDENCE = {
+    "a GPU run": """
+        page:measurements/model-drafter-h200.json
+        test:engines/torch/test_model_drafter.py::greedy_output_is_the_same""",
     "prefill and decode on vLLM servers of their own": """
         src:fleet/server_kv.py src:engines/vllm/kv_transfer.py
         test:fleet/test_server_kv.py::a_prompt_is_prefilled_at_one_server_and_decoded_at_another
@@ -217,9 +220,10 @@ def builds_and_clusters() -> list[str]:
 
 
 def runs_on_gpus() -> list[str]:
-    """Measured results, kept or in progress, that name CUDA or a GPU's maker."""
-    kept = (ROOT / "docs" / "measurements").glob("*.json")
-    return [file.name for file in kept if re.search(r"cuda|nvidia", file.read_text(encoding="utf-8"), re.I)]
+    """Measured results of serving that name CUDA or a GPU's maker."""
+    kept = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "docs" / "measurements").glob("*.json")}
+    on_gpus = [name for name, text in kept.items() if re.search(r"cuda|nvidia", text, re.I)]
+    return [name for name in on_gpus if re.search(r"tokens/s|requests/s|attained", kept[name])]
 
 
 def versions_beside_one() -> list[str]:

@@ -29,7 +29,7 @@ from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import profiles
 from rubato.latency.model_base import completed
 from rubato.latency.model_kinds import MODELS
-from rubato.latency.with_drafter import Drafted
+from rubato.latency.with_drafter import Drafted, Learnt
 from rubato.policies import default_lengths, load, router_for
 from rubato.policy_kit.fair_share import FairShare
 
@@ -45,7 +45,10 @@ SIMULATED = {
 # With `max_in_flight: auto`: batches that run or wait, at a replica or in the router; and the fewest requests.
 BATCHES_IN_FLIGHT, LEAST_IN_FLIGHT = 4, 256
 # What drafts real tokens, by name: module and class. Imported when an engine is built, for PyTorch comes with them.
-DRAFTERS = {"suffix": ("rubato_torch.drafters.suffix", "SuffixDrafter")}
+DRAFTERS = {
+    "suffix": ("rubato_torch.drafters.suffix", "SuffixDrafter"),
+    "model": ("rubato_torch.model_drafter", "ModelDrafter"),
+}
 
 
 def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
@@ -181,10 +184,11 @@ def link_of(config: Config) -> Link:
 
 
 def believed_of(config: Config) -> LatencyModel:
-    """What a scheduler believes of its engine's step times. For one that runs a model, its measured steps, from which
-    it learns, include drafting: `suffix` takes some 40 us a tree."""
+    """What a scheduler believes of its engine's step times. Of an engine that runs a model and has a drafter it learns
+    what drafting takes, as the engine measures it, beside the rest of a step."""
     if not _is_simulated(config):
-        return latency_of(config)
+        believed = latency_of(config)
+        return believed if config.engine.settings.get("drafter") is None else Learnt(believed)
     model, drafter = latency_of(config), drafter_of(config)
     return model if drafter is None or drafter.latency is None else Drafted(model, drafter.latency)
 

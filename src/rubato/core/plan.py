@@ -127,10 +127,11 @@ NO_BATCH = Shape()
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured step: what ran and the seconds it took."""
+    """One measured step: what ran and the seconds it took; of these, those of the drafter, where the engine says so."""
 
     shape: Shape
     seconds: float
+    drafting: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,10 +269,12 @@ class Emitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per sequence that sampled, what came out. `seconds`: the engine's own measure of the step, in its clock."""
+    """Per sequence that sampled, what came out. `seconds`: the engine's own measure of the step, in its clock;
+    `drafting`: those of them that the drafter took (0: none, or not told)."""
 
     emitted: Mapping[str, Emitted]
     seconds: float
+    drafting: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,8 @@ class LocalHost:
         now = self.clock.now()
         events = replica.commit(batch, result, now)
         self._outbox += [Stepped(now, self.id, batch.shape, result.seconds), *events]
-        self.latency.update(Sample(batch.shape, result.seconds))  # last: no event is lost where this fails
+        # last: no event is lost where this fails
+        self.latency.update(Sample(batch.shape, result.seconds, result.drafting))
 
     async def _wait(self, until: float | None) -> None:
         """Until something is submitted or cancelled, or `until` comes."""

@@ -6,17 +6,23 @@ drafter), each further one the last layer of every sequence's tree: a token of a
 over steps and sequences, at least one of each sequence in the batch. This is never too little, except for prompts with
 only their last part in the batch; where all in it have trees of one depth and width, the steps are those of the
 simulated engine.
+
+Of a live engine with a drafter both parts are learnt, each from its own measured seconds (`Sample.drafting`): `Learnt`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Sample, Shape
+from rubato.latency.fitted_model import FittedModel
 from rubato.latency.model_wrapper import ModelWrapper
-from rubato.latency.roofline_fit import largest
+from rubato.latency.roofline_fit import Array, Coefficients, fit_planes, largest
 
 LEAST = 1e-6  # seconds: what a step without its drafts took at least
 
@@ -35,11 +41,8 @@ def later_step(seqs: int, tokens: int, kv: int) -> Shape:
 
 
 @dataclass(frozen=True)
-class Drafted(ModelWrapper):
-    """model: of the target alone; drafter: of one of its steps, which never learns. Without draft steps the target's
-    model answers."""
-
-    drafter: LatencyModel
+class _WithDrafts(ModelWrapper):
+    """model: of the target alone. Without draft steps it answers."""
 
     def step_time(self, shape: Shape) -> float:
         if not shape.spec_steps:
@@ -66,10 +69,23 @@ class Drafted(ModelWrapper):
         self.model.update(self._without(sample))
 
     def _without(self, sample: Sample) -> Sample:
+        """The target's part of a step."""
         shape = sample.shape
         if not shape.spec_steps:
             return sample
-        return Sample(without_drafts(shape), max(LEAST, sample.seconds - self._drafting(shape)))
+        drafting = sample.drafting or self._drafting(shape)
+        return Sample(without_drafts(shape), max(LEAST, sample.seconds - drafting))
+
+    def _drafting(self, shape: Shape) -> float:
+        """Seconds of the draft steps."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what drafting takes")
+
+
+@dataclass(frozen=True)
+class Drafted(_WithDrafts):
+    """drafter: of one of its steps, which never learns."""
+
+    drafter: LatencyModel
 
     def _drafting(self, shape: Shape) -> float:
         seconds = self.drafter.step_time(without_drafts(shape))
@@ -80,3 +96,72 @@ class Drafted(ModelWrapper):
             if larger:
                 seconds += larger * self.drafter.step_time(later_step(shape.seqs, tokens + 1, shape.kv))
         return seconds
+
+
+@dataclass(slots=True)
+class DraftTime(FittedModel):
+    """What all draft steps of a batch take together, `T = max_2(k·(tokens + draft_tokens) + b·spec_steps) +
+    a·kv·spec_steps`: seconds per token (k) and step (b) of each plane, and per KV token and step (a). It learns online
+    as the models of whole steps do. The defaults are a low guess to begin with: drafts that are not tried teach
+    nothing."""
+
+    KIND: ClassVar = "draft_time"
+    TITLE: ClassVar = "a model of draft steps"
+    SETTINGS: ClassVar = ("k", "b", "a")
+    GUESSED: ClassVar = ("k", "b")
+    MIN_SAMPLES: ClassVar = 6
+    COLUMNS: ClassVar = 2
+    k: tuple[float, float] = (0.0, 1e-6)
+    b: tuple[float, float] = (1e-4, 0.0)
+    a: float = 0.0
+
+    def _check(self) -> None:
+        self._check_numbers(("k", "b"), 2)
+        self._check_numbers(("a",))
+        if max(*self.k, *self.b) <= 0.0:
+            raise ValueError("draft_time k and b are all 0: give one a positive value")
+
+    def features(self, shape: Shape) -> tuple[float, ...]:
+        return (shape.tokens + shape.draft_tokens, shape.spec_steps, shape.kv * shape.spec_steps)
+
+    def step_time(self, shape: Shape) -> float:
+        """Seconds of the draft steps of a batch; 0 where there are none."""
+        steps = shape.spec_steps
+        if not steps:
+            return 0.0
+        tokens = shape.tokens + shape.draft_tokens
+        (k, k_), (b, b_) = self.k, self.b
+        return self.online.factor * (max(k * tokens + b * steps, k_ * tokens + b_ * steps) + self.a * shape.kv * steps)
+
+    def _solve(self, rows: Array, samples: Sequence[Sample]) -> None:
+        self._take(fit_planes(rows[:, :2], rows[:, 2:-1], rows[:, -1]))
+
+    def _refit(self) -> Coefficients | None:
+        return self.online.refit(Coefficients(np.array([self.k, self.b]).T.copy(), np.array([self.a])), 0.0)
+
+    def _take(self, found: Coefficients) -> None:
+        (k, b), (k_, b_) = found.planes.tolist()
+        self.k, self.b, self.a = (k, k_), (b, b_), float(found.shared[0])
+
+
+@dataclass(frozen=True)
+class Learnt(_WithDrafts):
+    """Of an engine that measures what drafting takes in each step: both parts learn."""
+
+    drafter: DraftTime = field(default_factory=DraftTime)
+
+    def fit(self, samples: Sequence[Sample]) -> None:
+        """Both, the drafter where enough of the samples say what drafting took. Raises as they do."""
+        drafts = [Sample(s.shape, s.drafting) for s in samples if s.shape.spec_steps and s.drafting > 0.0]
+        if len(drafts) >= self.drafter.MIN_SAMPLES:
+            self.drafter.fit(drafts)
+        super().fit(samples)
+
+    def update(self, sample: Sample) -> None:
+        """Both learn."""
+        if sample.shape.spec_steps and sample.drafting > 0.0:
+            self.drafter.update(Sample(sample.shape, sample.drafting))
+        super().update(sample)
+
+    def _drafting(self, shape: Shape) -> float:
+        return self.drafter.step_time(shape)

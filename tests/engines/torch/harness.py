@@ -20,7 +20,10 @@ from rubato_torch.drafters import Draft, Wanted
 from rubato_torch.tokenizer import Text
 from tests import integrity
 
+BLOCK, BLOCKS = 4, 64
 DEEP, WIDE = 4, 3
+NEW = 20
+GO_ON = Sampling(max_tokens=NEW, ignore_eos=True)
 CHUNKS = (1, 3, 8, 50)
 
 
@@ -221,6 +224,14 @@ def some_nodes(rng: random.Random, tree: Tree | None) -> tuple[int, ...]:
             nodes.append(node)
             open_ += [child for child, parent in enumerate(tree.parents) if parent == node]
     return tuple(nodes)
+
+
+def asked(count: int, sampling: Sampling = GO_ON, seed: int = 5) -> list[Request]:
+    rng = random.Random(seed)
+    prompts = [tuple(rng.randrange(256) for _ in range(rng.randint(3, 40))) for _ in range(count)]
+    return [
+        Request(f"r{i}", (Stage(len(ids), token_ids=ids),), 0.0, sampling=sampling) for i, ids in enumerate(prompts)
+    ]
 
 
 def mixed_requests(text: Text, count: int, sampling: Sampling, seed: int = 1) -> list[Request]:

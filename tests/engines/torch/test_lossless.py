@@ -22,6 +22,7 @@ from rubato_torch.drafters import Drafter  # noqa: E402
 from rubato_torch.drafters.suffix import SuffixDrafter  # noqa: E402
 from rubato_torch.model import bytes_per_token  # noqa: E402
 from rubato_torch.model_config import load_config  # noqa: E402
+from rubato_torch.model_drafter import ModelDrafter  # noqa: E402
 from tests.engines.driver import Driver, started_behind_replica  # noqa: E402
 from tests.engines.torch.harness import DEEP, WIDE, Harness, Toy, mixed_requests, some_nodes  # noqa: E402
 
@@ -79,6 +80,7 @@ def planned(view: View, rng: random.Random) -> Plan:
     [
         pytest.param(lambda truth: SuffixDrafter(), 200, id="suffix"),
         pytest.param(lambda truth: Toy(random.Random(3), 0.9, truth), 800, id="knows-the-output"),
+        pytest.param(lambda truth: ModelDrafter(layers=list(range(30))), 800, id="the-target-as-draft-model"),
     ],
 )
 def test_greedy_output_is_that_of_each_alone(drafter: Callable[[Truth], Drafter], accepted: int, alone: Alone) -> None:

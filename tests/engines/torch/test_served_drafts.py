@@ -20,7 +20,7 @@ from rubato.config.schema import ConfigError, load  # noqa: E402
 from rubato.core.clock import VirtualClock, WallClock  # noqa: E402
 from rubato.core.events import Event, Tokens  # noqa: E402
 from rubato.latency.affine import Model  # noqa: E402
-from rubato.latency.with_drafter import Drafted  # noqa: E402
+from rubato.latency.with_drafter import Drafted, Learnt  # noqa: E402
 from rubato.serving.app import create_app  # noqa: E402
 from rubato.serving.serve import build, service_of  # noqa: E402
 from rubato.serving.tenants import Tenants, tiers_of  # noqa: E402
@@ -99,6 +99,8 @@ def test_answers_are_the_same_with_a_drafter(twin: Callable[[str], Path]) -> Non
         ("vllm_spec", "suffix"),
         ({"kind": "adaserve", "verify_tokens": 64}, "suffix"),
         ("slos_serve", {"name": "suffix", "store_tokens": 1000}),
+        ("vllm_spec", {"name": "model", "layers": [0, 1, 2]}),
+        ("adaserve", {"name": "model", "checkpoint": str(folder)}),
     ):
         found, events, metrics = answers(folder, policy=policy, drafter=drafter)
         assert found == plain
@@ -141,6 +143,7 @@ def test_what_is_wrong_with_a_drafter(twin: Callable[[str], Path], settings: dic
         assert word in str(error.value)
 
 
-def test_schedulers_learn_the_time_of_drafts_with_that_of_the_step() -> None:
-    assert believed_of(load({"engine": {"kind": "torch", "drafter": "suffix"}})) == Model()
+def test_schedulers_learn_the_time_of_drafts_beside_that_of_the_step() -> None:
+    assert believed_of(load({"engine": "torch"})) == Model()
+    assert believed_of(load({"engine": {"kind": "torch", "drafter": "suffix"}})) == Learnt(Model())
     assert isinstance(believed_of(load({"engine": "simulated"}, ["engine.drafter=opt-125m-a100-40g"])), Drafted)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,57 +18,28 @@ pytest.importorskip("transformers")
 
 from rubato.core.plan import KV, Batch, Entry, Tree  # noqa: E402
 from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
-from rubato_torch import Engine  # noqa: E402
 from rubato_torch.cpu import llvm_jit  # noqa: E402
 from rubato_torch.drafters import Draft, Wanted  # noqa: E402
-from rubato_torch.model import Model, bytes_per_token  # noqa: E402
+from rubato_torch.model import Model  # noqa: E402
 from rubato_torch.model_config import load_config  # noqa: E402
 from rubato_torch.sampling import choose  # noqa: E402
 from rubato_torch.sequence import Sequence as Running  # noqa: E402
 from rubato_torch.trees import Candidates, Walk, accept, check_draft  # noqa: E402
 from rubato_torch.weights import load_weights  # noqa: E402
-from tests.engines.driver import Driver, started_behind_replica  # noqa: E402
-from tests.engines.torch.harness import DEEP, WIDE, Harness, Toy, random_tree  # noqa: E402
+from tests.engines.driver import Driver  # noqa: E402
+from tests.engines.torch.harness import (  # noqa: E402
+    BLOCK,
+    DEEP,
+    GO_ON,
+    NEW,
+    WIDE,
+    Harness,
+    Toy,
+    asked,
+    random_tree,
+)
 
-BLOCK, BLOCKS = 4, 64
-NEW = 20
-GO_ON = Sampling(max_tokens=NEW, ignore_eos=True)
 needs_kernels = pytest.mark.skipif(not llvm_jit.available(), reason="no LLVM kernels on this platform")
-
-
-@pytest.fixture
-def harness(twin: Callable[[str], Path]) -> Iterator[Callable[..., Harness]]:
-    """Builds a harness on a twin: `harness("qwen3", drafter, seed)`."""
-    made: list[Harness] = []
-
-    def build(
-        name: str,
-        drafter: Toy | None,
-        seed: int = 1,
-        *,
-        cache: bool = False,
-        dtype: str = "float32",
-        block: int = BLOCK,
-    ) -> Harness:
-        per_block = block * bytes_per_token(load_config(twin(name)), getattr(torch, dtype))
-        size = BLOCKS * BLOCK // block * per_block / 2**30
-        engine = Engine(twin(name), dtype=dtype, device="cpu", block_size=block, kv_gib=size, drafter=drafter)
-        replica, loop = started_behind_replica(engine, cache)
-        made.append(Harness(engine, replica, loop, random.Random(seed)))
-        return made[-1]
-
-    yield build
-    for one in made:
-        one.loop.run_until_complete(one.engine.close())
-        one.loop.close()
-
-
-def asked(count: int, sampling: Sampling = GO_ON, seed: int = 5) -> list[Request]:
-    rng = random.Random(seed)
-    prompts = [tuple(rng.randrange(256) for _ in range(rng.randint(3, 40))) for _ in range(count)]
-    return [
-        Request(f"r{i}", (Stage(len(ids), token_ids=ids),), 0.0, sampling=sampling) for i, ids in enumerate(prompts)
-    ]
 
 
 def both(

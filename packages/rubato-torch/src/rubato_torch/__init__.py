@@ -26,13 +26,14 @@ with extra("torch", "the embedded engine"):
     import tokenizers  # type: ignore[import-untyped]  # noqa: F401
     import torch
 
-from rubato_torch import gguf
 from rubato_torch.batch_tensors import Packed
 from rubato_torch.cpu import llvm_jit, matmul_backends
 from rubato_torch.drafters import Drafter, Wanted
 from rubato_torch.free_cores import FreeCores
 from rubato_torch.model import Model, bytes_per_token
 from rubato_torch.model_config import Config, ids_of, load_config, read_json
+from rubato_torch.model_drafter import OfTarget
+from rubato_torch.model_folder import folder_of
 from rubato_torch.sequence import Sequence as Running
 from rubato_torch.tokenizer import Text
 from rubato_torch.trees import Candidates, Walk, accept, check_draft
@@ -91,7 +92,7 @@ class Engine:
         if threads != "auto" and (type(threads) is not int or threads < 1):
             raise ValueError(f"threads is {threads!r}: give a whole number, 1 or more, or auto")
         llvm_jit.masked()  # raises for an unknown mask, before the weights are loaded
-        self._folder, self.model_name = _model(model)
+        self._folder, self.model_name = folder_of(model)
         config = load_config(self._folder)
         self._limits = _limits(
             config, self._dtype, kv_gib, max_num_seqs, max_num_batched_tokens, max_model_len, block_size
@@ -109,6 +110,8 @@ class Engine:
         self._forgotten: list[str] = []  # sequences that the drafter, on its own thread, is still to forget
         if drafter is not None:
             self.supports = self.supports | {"draft", "tree"}
+        if isinstance(drafter, OfTarget):
+            drafter.attach(self._config, self._folder, self._limits)
 
     @property
     def limits(self) -> Limits:
@@ -201,6 +204,8 @@ class Engine:
         self._model = None
         self.forget(list(self._seqs))
         self._forget_drafts()
+        if isinstance(self._drafter, OfTarget):
+            self._drafter.release()
 
     @property
     def _kv_form(self) -> str:
@@ -236,6 +241,10 @@ class Engine:
 
     def _set_threads(self) -> None:
         torch.set_num_threads(self._most_threads)
+        if self._device.type == "cuda":
+            # cuDNN's attention, which PyTorch prefers on Hopper, plans anew for each length of KV (PyTorch's pull
+            # request 155958), and decodes have new ones in every step: it took 50 to 80 ms of a step on an H200.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         if self._threads == "auto" and self._device.type == "cpu":
             self._free = FreeCores(THREADS, self._clock, TakenCores(self._clock).now, len(usable()))
 
@@ -259,6 +268,8 @@ class Engine:
             )
         self._model.kv.zero_()  # touches every page now, not in the first steps; and nothing of a failed step remains
         self._model.warm_up()
+        if isinstance(self._drafter, OfTarget):
+            self._drafter.prepare(self._model)
 
     @torch.inference_mode()
     def _read_kv(self, blocks: tuple[int, ...], tokens: int) -> KV:
@@ -294,9 +305,11 @@ class Engine:
                     self._compact(walks, packed)
             elif self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # the step is over when its KV is written
+        drafting = self._clock.now()
         if self._drafter is not None:
             self._draft(batch, emitted, self._drafter)
-        return StepResult(emitted, self._clock.now() - began)
+        ended = self._clock.now()
+        return StepResult(emitted, ended - began, ended - drafting if self._drafter is not None else 0.0)
 
     def _compact(self, walks: Sequence[Walk], packed: Packed) -> None:
         """Bring the KV of accepted candidates to the front, behind the pending tokens', and tell the drafter. What lies
@@ -342,19 +355,6 @@ class Engine:
     def _forget_drafts(self) -> None:
         while self._forgotten and self._drafter is not None:
             self._drafter.forget(self._forgotten.pop(0))
-
-
-def _model(model: str | Path) -> tuple[Path, str]:
-    """The Hugging Face folder to read, and the model's name."""
-    if str(model) == "bundled":
-        # not above: `python -m rubato_torch.bundled_model` would warn
-        from rubato_torch import bundled_model
-
-        return bundled_model.ensure(), bundled_model.NAME
-    path = Path(model)
-    if path.is_file():
-        return gguf.ensure(path), path.resolve().stem
-    return path, path.resolve().name
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

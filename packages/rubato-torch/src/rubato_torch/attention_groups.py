@@ -96,7 +96,8 @@ class Grouping:
         return Seen(decodes, (*chunks, *self._trees(trees, row, candidates)))
 
     def _span(self, e: Entry) -> _Span:
-        before = 0 if self.window is None else max(0, e.start + 1 - self.window) // self.block
+        first = min(e.start, e.start + e.count - len(e.verify))  # its first token's position, or less
+        before = 0 if self.window is None else max(0, first + 1 - self.window) // self.block
         blocks = e.blocks[before : (e.start + e.count - 1) // self.block + 1]
         return _Span(blocks, e.start - before * self.block, e.count)
 
@@ -176,18 +177,19 @@ def _of_similar_length(spans: Sequence[_Span]) -> Iterator[tuple[int, int]]:
 
 def _hidden_in_tree(tree: Candidates, span: _Span, window: int | None) -> NDArray[np.bool_]:
     """(span.count, span.end): whether a row does not see the token in a column. Rows are the pending tokens, the first
-    of them in column `span.start`, then the candidates, which see their ancestors alone; a candidate's position is its
-    depth behind the last pending token, wherever its KV lies, and windows reckon with positions."""
+    of them in column `span.start`, then the candidates, which see their ancestors alone, but for those that are in KV
+    already; a candidate's position is its depth behind the last pending token, wherever its KV lies, and windows reckon
+    with positions."""
     end = span.end - len(tree.nodes)
     positions = np.concatenate((np.arange(end), end - 1 + np.array(tree.depths)))
     at = positions[span.start :, None]
     hidden: NDArray[np.bool_] = positions > at
-    nodes = hidden[end - span.start :, end:]
-    nodes[:] = True
+    nodes = np.ones((len(tree.nodes), len(tree.nodes)), np.bool_)
     for i, parent in enumerate(tree.parents):
         if parent >= 0:
             nodes[i] = nodes[parent]
         nodes[i, i] = False
+    hidden[max(0, end - span.start) :, end:] = nodes[max(0, span.start - end) :]
     if window is not None:
         hidden |= positions <= at - window
     return hidden

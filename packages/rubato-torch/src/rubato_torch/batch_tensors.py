@@ -65,14 +65,17 @@ def pack(
 ) -> Packed:
     """Lay the batch out; `tokens` holds every token id so far of each sequence in it, `windows` the different ones
     that the model's layers have, `candidates` what the entries with nodes to verify run of them, `spare` blocks of no
-    sequence."""
-    single = sorted((e for e in batch.entries if e.count == 1), key=lambda e: e.start)
+    sequence.
+
+    An entry of fewer tokens than candidates runs the last ones alone: the KV of those before them is there, from an
+    earlier batch (`model_drafter`, which runs a tree layer by layer)."""
     trees = sorted((e for e in batch.entries if e.verify and candidates[e.seq].branch), key=lambda e: e.start + e.count)
     branching = {e.seq for e in trees}
+    single = sorted((e for e in batch.entries if e.count == 1 and e.seq not in branching), key=lambda e: e.start)
     many = [e for e in batch.entries if e.count > 1 and e.seq not in branching]
     found: list[_Path] = []
     free = list(spare)
-    for e in trees if for_native else ():
+    for e in trees if for_native and spare else ():
         found += _paths_of(e, candidates[e.seq], block, free)
     in_paths = {path.entry.seq for path in found}
     masked = [e for e in trees if e.seq not in in_paths]
@@ -116,17 +119,18 @@ class _Rows:
     def add(self, e: Entry, tokens: Sequence[int], candidates: Candidates | None, block: int) -> None:
         self.firsts[e.seq] = len(self.ids)
         end = e.start + e.count - len(e.verify)
+        there = max(0, e.start - end)  # candidates in KV
         self.ids += tokens[e.start : end]
         self.positions += range(e.start, end)
         slots = _slots(e, block)
         self.slots += slots
         if candidates is not None:
-            self.ids += candidates.tokens
-            self.positions += [end - 1 + depth for depth in candidates.depths]
+            self.ids += candidates.tokens[there:]
+            self.positions += [end - 1 + depth for depth in candidates.depths[there:]]
             self.front[e.seq] = slots[-len(e.verify) :]
             self.kept[e.seq] = slots[-len(e.verify) :]
         if e.sample:
-            self.sampled += range(len(self.ids) - 1 - len(e.verify), len(self.ids))
+            self.sampled += range(len(self.ids) - min(e.count, 1 + len(e.verify)), len(self.ids))
 
 
 @dataclass(frozen=True, slots=True)

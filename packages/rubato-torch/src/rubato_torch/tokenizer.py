@@ -22,6 +22,12 @@ from tokenizers import Tokenizer  # type: ignore[import-untyped]
 from rubato_torch.model_config import read_json
 
 
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Every token of the folder's tokenizer and its id; {} where it has no tokenizer.json."""
+    path = folder / "tokenizer.json"
+    return dict(Tokenizer.from_file(str(path)).get_vocab()) if path.is_file() else {}
+
+
 class Text:
     """A model folder's tokenizer. Raises FileNotFoundError without tokenizer.json, ValueError for a kind of
     tokenizer whose tokens cannot be turned into bytes one by one."""

@@ -17,6 +17,9 @@ class Draft:
     tokens: tuple[int, ...]
 
 
+NO_DRAFT = Draft(Tree((), ()), ())
+
+
 class Wanted(NamedTuple):
     """One sequence that a draft is wanted for, at most `depth` tokens deep and `width` nodes in a layer."""
 

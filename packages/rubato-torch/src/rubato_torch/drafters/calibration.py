@@ -23,7 +23,7 @@ class Calibration:
 
     edges: of bins of probability, from 0 to 1. shares: the share right in each bin before anything is verified, rising.
     A bin's counts begin with `WEIGHT` nodes of that share, so that a few hundred nodes outweigh the table. Isotonic
-    regression over bins, linear between their middles.
+    regression over bins, linear between their middles. observed: nodes so far.
     """
 
     def __init__(self, edges: Sequence[float], shares: Sequence[float]) -> None:
@@ -31,7 +31,7 @@ class Calibration:
         self._middles = (0.0, *((low + high) / 2.0 for low, high in pairwise(edges)), 1.0)
         self._nodes = [float(WEIGHT) for _ in shares]
         self._right = [WEIGHT * share for share in shares]
-        self._observed = 0
+        self.observed = 0
         self._shares = self._fit()
 
     def __call__(self, step: float) -> float:
@@ -46,8 +46,8 @@ class Calibration:
         i = min(bisect_right(self._edges, step), len(self._nodes)) - 1
         self._nodes[i] += 1.0
         self._right[i] += right
-        self._observed += 1
-        if self._observed % REFIT == 0:
+        self.observed += 1
+        if self.observed % REFIT == 0:
             self._shares = self._fit()
 
     def _fit(self) -> list[float]:

@@ -14,13 +14,12 @@ from heapq import nlargest
 from operator import itemgetter
 
 from rubato.core.plan import Tree
-from rubato_torch.drafters import Draft, Wanted
+from rubato_torch.drafters import NO_DRAFT, Draft, Wanted
 from rubato_torch.drafters.calibration import Calibration
 
 MAX_CONTEXT_TOKENS = 6  # tokens of the longest context
 MOST = 8  # next tokens of a context that count, the most frequent
 END = -1  # no token: where a text ends
-NONE = Draft(Tree((), ()), ())
 
 
 class Context:
@@ -218,7 +217,7 @@ class _Sequence:
         self.tenant = tenant
         self.output = output  # where its output begins: with the token before its first draft
         self.counts = Counts()
-        self.draft = NONE
+        self.draft = NO_DRAFT
         self.steps: list[float] = []
 
 
@@ -249,7 +248,7 @@ class SuffixDrafter:
         for node in tried:
             if draft.tree.parents[node] in right:
                 self.calibration.observe(known.steps[node], node in right)
-        known.draft = NONE
+        known.draft = NO_DRAFT
 
     def forget(self, seq: str) -> None:
         known = self._seqs.pop(seq, None)
