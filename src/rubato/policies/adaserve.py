@@ -50,13 +50,15 @@ Draft = tuple[int, int]
 
 class _Load(NamedTuple):
     """decodes, prompts: that run, and are in this step. starting: prompts that wait, and may begin. rest: the others,
-    those that would have to run fastest first, then by arrival. late: those whose TTFT has passed."""
+    first those that would have to run fastest, then by arrival. demoted, refused: ids of those whose TTFT has passed.
+    """
 
     decodes: Sequence[SeqView]
     prompts: Sequence[SeqView]
     starting: Sequence[SeqView]
     rest: Sequence[SeqView] = ()
-    late: Sequence[SeqView] = ()
+    demoted: Sequence[str] = ()
+    refused: Sequence[str] = ()
 
 
 @dataclass
@@ -105,9 +107,8 @@ class Scheduler:
         run_in_order(builder, [*load.decodes, *load.prompts], lambda seq: chosen.get(seq.id, ()), draft)
         admit_in_order(builder, load.starting, draft)
         self._follow(builder, load.decodes, chosen, draft)
-        drop = {s.id: "rejected-slo-infeasible" for s in load.late if refusable(s)}
-        self._fill(builder, load, [s for s in load.rest if s.id not in drop], chosen, draft)
-        return builder.plan(demote=[s.id for s in load.late if s.id not in drop], drop=drop)
+        self._fill(builder, load, chosen, draft)
+        return builder.plan(demote=load.demoted, drop=dict.fromkeys(load.refused, "rejected-slo-infeasible"))
 
     # ----------------------------------------------------------------- whom a step serves
 
@@ -117,6 +118,7 @@ class Scheduler:
             return _Load([s for s in running if s.pending == 1], [s for s in running if s.pending > 1], waiting)
         asking = [s for s in (*running, *waiting) if not s.best_effort]
         late = [s for s in asking if s.first_token_at is None and s.due < view.now]
+        refused = {s.id for s in late if refusable(s)}
         out = {s.id for s in late}
         pace = {s.id: pace_of(s, view.now) for s in asking if s.id not in out}
         trees = [s.draft.paths for s in running if s.draft is not None and s.pending == 1]
@@ -124,23 +126,28 @@ class Scheduler:
         able = sorted([s for s in running if s.id in pace], key=lambda s: pace[s.id], reverse=True)
         served = able[: together.most(able, [pace[s.id] for s in able])]
         kept = {s.id for s in served}
-        starting, refused = list[SeqView](), 0.0
+        starting, tight = list[SeqView](), -1.0
         for seq in sorted([s for s in waiting if s.id in pace], key=DUE):
             if sum([s.pending for s in starting]) >= self.prefill_chunk:
                 break
-            if pace[seq.id] > refused:  # where one was too much, so is one of a tighter pace
+            if pace[seq.id] > tight:  # where one was too much, so is one of a tighter pace
                 joined = [*served, seq]
                 if served and not together.can(joined, [pace[s.id] for s in joined], SAFETY):
-                    refused = pace[seq.id]
+                    tight = pace[seq.id]
                 else:
                     starting, served = [*starting, seq], joined
-        rest = [s for s in able if s.id not in kept]
-        rest += sorted([s for s in (*running, *waiting) if s.id not in pace], key=ARRIVAL)
+        others = [s for s in (*running, *waiting) if s.id not in pace and s.id not in refused]
+        kept |= {s.id for s in starting}
+        others += [
+            s for s in waiting if s.id in pace and s.id not in kept and (s.first_token_at is not None or s.due == inf)
+        ]
+        rest = [*(s for s in able if s.id not in kept), *sorted(others, key=ARRIVAL)]
         strict = [s for s in running if s.id in kept]
         decodes, prompts = [s for s in strict if s.pending == 1], [s for s in strict if s.pending > 1]
         if not strict:
-            decodes = [s for s in running if s.pending == 1]
-        return _Load(decodes, sorted(prompts, key=DUE), starting, [s for s in rest if s not in decodes], late)
+            decodes = [s for s in rest if s.pending == 1 and s.id in view.running_ids]
+            rest = [s for s in rest if s not in decodes]
+        return _Load(decodes, sorted(prompts, key=DUE), starting, rest, sorted(out - refused), sorted(refused))
 
     def _make_room(self, builder: BatchBuilder, load: _Load, chosen: Mapping[str, Sequence[int]]) -> None:
         """KV that those served lack comes from the youngest of the rest that hold some; the oldest keeps its own."""
@@ -154,12 +161,9 @@ class Scheduler:
                 builder.preempt(seq)
 
     def _follow(
-        self,
-        builder: BatchBuilder,
-        decodes: Sequence[SeqView],
-        chosen: Mapping[str, Sequence[int]],
+        self, builder: BatchBuilder, decodes: Sequence[SeqView], chosen: Mapping[str, Sequence[int]],
         draft: Draft | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Learn the share of prompts in the time."""
         self._drafted, seconds, alone = draft, builder.view.latency.step_time(builder.shape), 0.0
         if decodes:
@@ -170,15 +174,15 @@ class Scheduler:
         self._prompts += (share - self._prompts) * min(1.0, seconds / MEMORY)
 
     def _fill(
-        self, builder: BatchBuilder, load: _Load, rest: Sequence[SeqView], chosen: Mapping[str, Sequence[int]],
-        draft: Draft | None,
-    ) -> None:  # fmt: skip
+        self, builder: BatchBuilder, load: _Load, chosen: Mapping[str, Sequence[int]], draft: Draft | None
+    ) -> None:
         """The rest: in the time until the first of those served would be late with what it can expect, and in turns."""
-        view, until, least = builder.view, inf, inf
+        view, rest, until, least = builder.view, load.rest, inf, inf
         for seq in load.decodes:
             expected = [seq.draft.paths[node] for node in chosen.get(seq.id, ())] if seq.draft is not None else []
             until, least = min(until, time_for(seq, 1.0 + sum(expected), view.now)), min([least, *expected])
-        oldest = min(rest, key=ARRIVAL, default=None) if self._steps % TURN == 0 else None
+        turn = self._steps % TURN == 0 or not builder.work
+        oldest = min(rest, key=ARRIVAL, default=None) if turn else None
         if oldest is not None:
             victims = [*sorted(rest, key=ARRIVAL)[:0:-1], *load.prompts[::-1], *load.decodes[::-1]]
             make_room(builder, oldest, min(oldest.pending, TURN_TOKENS), victims)
@@ -186,8 +190,8 @@ class Scheduler:
             fits = seq is oldest or seq.id in builder.running or not builder.lacks(seq, seq.pending)
             tokens = builder.tokens_that_fit(seq) if fits and seq not in builder.preempted else 0
             if tokens and until < inf:
-                turn = min(tokens, TURN_TOKENS) if seq is oldest else 0
-                tokens = max(turn, view.latency.largest_chunk(until - view.now, builder.shape, seq.cached, tokens))
+                least_of = min(tokens, TURN_TOKENS) if seq is oldest else 0
+                tokens = max(least_of, view.latency.largest_chunk(until - view.now, builder.shape, seq.cached, tokens))
             if tokens:
                 paths = seq.draft.paths if seq.pending == 1 and seq.draft is not None else ()
                 nodes = tuple([node for node, f in enumerate(paths) if f >= least])  # as likely as those chosen
@@ -201,21 +205,19 @@ class Scheduler:
     # ----------------------------------------------------------------- what it drafts and verifies
 
     def _draft(self, view: View, decodes: Sequence[SeqView]) -> Draft | None:
-        """(depth, width) of the next trees; None where nothing is to be drafted."""
+        """(depth, width) of the next trees; None where nothing is to be drafted. Depths that may pay are the last one's
+        neighbours, all where nothing was drafted last."""
         n = max(1, len(decodes))
         verify = self.verify_tokens or n * (self.max_depth + 1)  # or whatever any tree may need
         bounds = self.min_depth, self.max_depth, self.max_width if "tree" in view.supports else 1
         depth, width = adaptive(n, verify, self.draft_tokens, 0, 0, *bounds)
         if self.verify_tokens:
             return (depth, width) if verify > n else None
-        return self._fastest(view, decodes, depth, width)
-
-    def _fastest(self, view: View, decodes: Sequence[SeqView], depth: int, width: int) -> Draft | None:
-        """The depth, at most this one, whose drafts bring the most tokens per second if they are as good as those so
-        far; `depth` itself where drafting costs nothing; None where no drafts pay."""
-        n, kv = max(1, len(decodes)), sum([s.cached for s in decodes])
+        least, kv = self.min_depth, sum([s.cached for s in decodes])
+        if self._drafted is not None:
+            least, depth = max(least, min(depth, self._drafted[0]) - 1), min(depth, self._drafted[0] + 1)
         chances = [self._offered.chances(s.request, depth) for s in decodes]
-        best = depth_that_pays(view.latency, n, kv, chances, width, self.min_depth, depth)
+        best = depth_that_pays(view.latency, n, kv, chances, width, least, depth)
         return (best, width) if best else None
 
     def _chosen(
@@ -237,7 +239,7 @@ class Scheduler:
         if nodes < 1:
             return {}
         end = view.now + view.latency.step_time(with_nodes(beside, n, kv, nodes))
-        needed = [tokens_needed(s, end, view.now) for s in decodes]
+        needed = self._needed(decodes, end, view.now)
         if not self.verify_tokens:
             brings = [1.0 + (sum(tree.paths) if tree is not None else 0.0) for tree in trees]
             needed = [need if need <= whole else 0.0 for need, whole in zip(needed, brings, strict=True)]
@@ -245,10 +247,14 @@ class Scheduler:
         found = select(trees, needed, n + nodes, deepest + 1)
         return _within(view, decodes, found, kv_free)
 
+    def _needed(self, decodes: Sequence[SeqView], end: float, now: float) -> list[float]:
+        """Tokens that each needs from the step that ends then."""
+        return [tokens_needed(s, end, now) for s in decodes]
+
     def _beside(self, view: View, prompts: Sequence[SeqView]) -> tuple[int, int]:
         """Tokens of prompts that run in this step, and the KV blocks that these and the decodes' next tokens leave."""
         left, free = self.prefill_chunk, view.kv_free - view.decode_blocks
-        for seq in (*prompts, *view.waiting):
+        for seq in prompts:
             tokens = min(seq.pending, left)
             blocks = max(0, view.limits.blocks(seq.cached + tokens) - seq.blocks)
             if not tokens or blocks > free:
