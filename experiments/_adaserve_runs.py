@@ -90,7 +90,8 @@ MODELS = {
     ),
 }  # fmt: skip
 
-OURS, NO_NEEDS, KNEE = "adaserve", "adaserve, needs 0", "adaserve, the paper's"
+OURS, NO_NEEDS, KNEE, KNEE_NO_NEEDS = "adaserve", "adaserve, needs 0", "adaserve, the paper's", "the paper's, needs 0"
+NEEDLESS = "experiments._needless_adaserve"
 BUDGETS = (256, 512, 1024, 2048)
 PAPER = ("vllm", "sarathi", "chains of 4", "chains of 6", "chains of 8")  # of which the paper takes the best
 TUNED = (*PAPER, "chains of 2", "smart_spec", "priority", "edf")
@@ -99,11 +100,11 @@ TUNED = (*PAPER, "chains of 2", "smart_spec", "priority", "edf")
 def choice(model: str, system: str) -> str:
     """The policy that a system of ours is, with its settings; another's name is its policy."""
     of = MODELS[model]
-    if system == KNEE:
+    name = {NO_NEEDS: NEEDLESS, KNEE_NO_NEEDS: NEEDLESS, KNEE: OURS}.get(system, system)
+    if system in (KNEE, KNEE_NO_NEEDS):
         knee = 1 + hardware(model).model.knee(Shape().plus(1, 512))
-        return f"adaserve:verify_tokens={knee},{of.artifact}"
-    name = {OURS: "adaserve", NO_NEEDS: "experiments._needless_adaserve"}.get(system)
-    return system if name is None else f"{name}:{of.ours}" if of.ours else name
+        return f"{name}:verify_tokens={knee},{of.artifact}"
+    return f"{name}:{of.ours}" if of.ours and name in (OURS, NEEDLESS) else name
 
 
 @lru_cache
