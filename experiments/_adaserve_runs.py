@@ -217,14 +217,15 @@ ALWAYS = ("chains of 2", "chains of 4", "smart_spec", "edf")
 
 def tuned(runs: Sequence[Run], budgets: Sequence[int] = BUDGETS, families: Sequence[str] = TUNED) -> dict[str, Any]:
     """Of each family of baselines, by judge, the settings with which it attains most in the mean over `runs`. `tried`:
-    all shares. Chains of 6 and 8 run with the budgets that are best for chains of 4."""
+    all shares. Of equals the largest budget, which starts prompts soonest. Chains of 6 and 8 run with the budgets that
+    are best for chains of 4."""
     tried: dict[str, dict[str, float]] = {}
 
     def best(policies: Sequence[str]) -> dict[str, str]:
         for policy in policies:
             each = [run(policy)["share"] for run in runs]
             tried[policy] = {judge: float(np.mean([share[judge] for share in each])) for judge in JUDGES}
-        return {judge: max(policies, key=lambda policy: tried[policy][judge]) for judge in JUDGES}
+        return {judge: max(reversed(policies), key=lambda policy: tried[policy][judge]) for judge in JUDGES}
 
     found: dict[str, dict[str, str]] = {}
     for name in families:
