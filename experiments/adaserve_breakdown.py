@@ -22,7 +22,7 @@ from rubato.planning.sweep import markdown
 from rubato.workloads import scenarios
 
 SOURCE = "AdaServe, §6.3 and Fig. 15"
-SECONDS = 26.0
+SECONDS = 15.0
 ALONE = True
 RATE, OUTPUT = 3.6, 128
 SEEDS = (1, 2, 3)

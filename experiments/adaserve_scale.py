@@ -18,7 +18,7 @@ from rubato.planning.jobs import Job
 from rubato.workloads import Workload
 
 SOURCE = "AdaServe, §6.2 and Fig. 11"
-SECONDS = 510.0
+SECONDS = 116.0
 RATE = 4.0
 
 

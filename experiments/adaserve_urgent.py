@@ -17,7 +17,7 @@ from rubato.planning.jobs import Job
 from rubato.workloads import Workload, scenarios
 
 SOURCE = "AdaServe, §6.2 and Fig. 10"
-SECONDS = 310.0
+SECONDS = 126.0
 RATE = 4.0
 
 
