@@ -1,8 +1,9 @@
 """Where AdaServe's time goes: drafting, verification with prefill, and selection on the CPU (Fig. 15).
 
-3.6 requests/s, 128 output tokens, else as `adaserve-rate`, 120 s. Drafting and verification are simulated step times,
-verification with the prompts that run beside; selection is CPU time measured here: what each request needs, how many
-nodes pay (the paper's B is fixed) and Algorithm 2. The whole plan, with the batch it builds, stands beside.
+3.6 requests/s, 128 output tokens, unequal acceptance, 120 s, else as `adaserve-rate`. Drafting and verification are
+simulated step times, verification with the prompts that run beside; selection is CPU time measured here: what each
+request needs, how many nodes pay (the paper's B is fixed) and Algorithm 2. The whole plan, which also decides who is
+served and builds the batch, stands beside.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments import Found
-from experiments._adaserve_runs import ALPHA, MODELS, OURS, choice, hardware, served
+from experiments._adaserve_runs import JUDGE, MODELS, OURS, REAL, choice, hardware, served, with_ttft
 from experiments._timed_adaserve import Scheduler
-from rubato.core.events import Stepped
+from rubato.core.events import Event, Stepped
 from rubato.latency.with_drafter import without_drafts
 from rubato.measure.confidence import over_seeds
 from rubato.planning.jobs import Job
@@ -21,7 +22,7 @@ from rubato.planning.sweep import markdown
 from rubato.workloads import scenarios
 
 SOURCE = "AdaServe, §6.3 and Fig. 15"
-SECONDS = 26.0
+SECONDS = 15.0
 ALONE = True
 RATE, OUTPUT = 3.6, 128
 SEEDS = (1, 2, 3)
@@ -38,15 +39,20 @@ def spent(model: str, seconds: float, seed: int) -> dict[str, Any]:
     """Seconds of each part, and of all steps."""
     of = MODELS[model]
     kinds = scenarios.categories(of.unloaded, output=OUTPUT)
-    load = scenarios.make(of.scenario, RATE, duration=seconds, seed=seed, kinds=kinds)
+    load = with_ttft(scenarios.make(of.scenario, RATE, duration=seconds, seed=seed, kinds=kinds))
     Scheduler.spent.update(plan=0.0, selection=0.0)
-    run = served(model, choice(model, OURS).replace("adaserve", TIMED, 1), load, ALPHA, seed)
-    steps = [event for event in run.events if isinstance(event, Stepped)]
+    steps: list[Stepped] = []
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Stepped):
+            steps.append(event)
+
+    run = served(model, choice(model, OURS).replace("adaserve", TIMED, 1), load, REAL, seed, hear)
     target = hardware(model).model
     verification = sum(target.step_time(without_drafts(step.shape)) for step in steps)
     drafting = sum(step.seconds for step in steps) - verification
     parts = {"drafting": drafting, "verification": verification, **Scheduler.spent}
-    return {"model": model, "seed": seed, "steps": len(steps), "share": run.share, "parts": parts}
+    return {"model": model, "seed": seed, "steps": len(steps), "share": run.summary()["share"][JUDGE], "parts": parts}
 
 
 def _percent(value: Any, part: str) -> float:
@@ -61,7 +67,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
         own = [v for v in values if v["model"] == model] or values  # a small run has one model
         for part in PARTS[:3]:
             estimates[f"{model}-{part}"] = over_seeds([_percent(v, part) for v in own])
-    settings = {"rate": RATE, "output": OUTPUT, "alpha": ALPHA}
+    settings = {"rate": RATE, "output": OUTPUT, "acceptance": REAL}
     return Found(estimates, list(values), sorted({v["seed"] for v in values}), "mean", settings)
 
 

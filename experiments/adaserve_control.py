@@ -1,9 +1,10 @@
 """AdaServe's adaptive depth and width against every fixed one, by load: is control worth having?
 
-Llama-3.1-70B as in `adaserve-rate`, at three rates, 90 s. Fixed (d, w): every tree that is drafted has this depth and
-width, whatever the load. Adaptive: as deep as pays by the latency model, as wide as equation 9 has it; and equations 8
-and 9 alone, with the artifact's bounds and B at the model's knee. In all but the last, how many nodes are
-verified, and whether trees are drafted at all, goes by what pays.
+Llama-3.1-70B as in `adaserve-rate`, unequal acceptance, a TTFT of 2 s, at two rates, 30 s. Fixed (d, w): every tree
+that is drafted has this depth and width, whatever the load. Adaptive: as deep as pays by the latency model, as wide as
+equation 9 has it; and the paper's, equations 8 and 9 with the artifact's bounds and B at the model's knee. In all but
+the last, how many nodes are verified, whether trees are drafted at all, and overload goes by what pays. The paper's
+also without SLO-customised selection (needs 0).
 """
 
 from __future__ import annotations
@@ -14,20 +15,19 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments._adaserve_runs import ALPHA, KNEE, OURS, choice, offered, served
+from experiments._adaserve_runs import JUDGE, KNEE, KNEE_NO_NEEDS, OURS, REAL, SEEDS, choice, offered, served
 from rubato.measure.confidence import over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "AdaServe, §5.2 (adaptive control)"
-SECONDS = 560.0
+SECONDS = 134.0
 MODEL = "llama"
-RATES = (2.6, 4.8, 6.0)
-DEPTHS, WIDTHS = (1, 2, 4, 6, 8), (1, 2, 3, 4)
-SEEDS = (1, 2)
+RATES = (4.8, 6.4)
+DEPTHS, WIDTHS = (1, 2, 4, 8), (1, 3)
 PLENTY = 1 << 14  # draft tokens of a step, so that every width fits
-EQUATIONS = "equations 8 and 9"
-ADAPTIVE = (OURS, EQUATIONS)
+EQUATIONS, ALIKE = "equations 8 and 9", "equations 8 and 9, needs 0"
+ADAPTIVE = (OURS, EQUATIONS, ALIKE)
 
 
 def fixed(depth: int, width: int) -> str:
@@ -36,7 +36,8 @@ def fixed(depth: int, width: int) -> str:
 
 def policies(small: bool) -> dict[str, str]:
     depths, widths = (DEPTHS[1:3], WIDTHS[:1]) if small else (DEPTHS, WIDTHS)
-    return {OURS: choice(MODEL, OURS), EQUATIONS: choice(MODEL, KNEE)} | {
+    adaptive = {OURS: choice(MODEL, OURS), EQUATIONS: choice(MODEL, KNEE), ALIKE: choice(MODEL, KNEE_NO_NEEDS)}
+    return adaptive | {
         fixed(d, w): f"adaserve:min_depth={d},max_depth={d},max_width={w},draft_tokens={PLENTY}"
         for d in depths
         for w in widths
@@ -44,7 +45,7 @@ def policies(small: bool) -> dict[str, str]:
 
 
 def jobs(small: bool) -> list[Job]:
-    rates, seeds, seconds = (RATES[1:2], SEEDS[:1], 2.0) if small else (RATES, SEEDS, 90.0)
+    rates, seeds, seconds = (RATES[:1], SEEDS[:1], 2.0) if small else (RATES, SEEDS, 30.0)
     return [
         Job(f"{name} {rate} seed={seed}", measured, (name, policy, rate, seconds, seed))
         for rate in rates
@@ -54,8 +55,9 @@ def jobs(small: bool) -> list[Job]:
 
 
 def measured(name: str, policy: str, rate: float, seconds: float, seed: int) -> dict[str, Any]:
-    run = served(MODEL, policy, offered(MODEL, rate, seconds, seed), ALPHA, seed)
-    return {"name": name, "rate": rate, "seed": seed, **run.summary()}
+    run = served(MODEL, policy, offered(MODEL, rate, seconds, seed), REAL, seed).summary()
+    kept = {"share": run["share"][JUDGE], "goodput": run["goodput"][JUDGE], "accepted": run["accepted"]}
+    return {"name": name, "rate": rate, "seed": seed, **kept}
 
 
 def _by_rate(values: Sequence[Any], seed: int) -> dict[float, dict[str, float]]:
@@ -92,6 +94,9 @@ def found(values: Sequence[Any], small: bool) -> Found:
         estimates[f"{word}-rank"] = over_seeds(
             [float(np.mean([rank(shares, name) for shares in of.values()])) for of in each]
         )
+    estimates["equations-selection"] = over_seeds(
+        [float(np.mean([100.0 * (shares[EQUATIONS] - shares[ALIKE]) for shares in of.values()])) for of in each]
+    )
     return Found(estimates, list(values), seeds, "mean", {"policies": policies(small)})
 
 

@@ -9,8 +9,8 @@ import pytest
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Plan, Shape, Tree
 from rubato.policies import PolicyError
-from rubato.policies.adaserve import tokens_needed
 from rubato.policy_kit.draft_value import fastest, worth
+from rubato.policy_kit.paces import tokens_needed
 from tests.doubles import Linear, Seq, view
 from tests.policies.test_tables import LIMITS, decode, load, prompt
 
@@ -76,12 +76,21 @@ def test_who_needs_most_comes_first() -> None:
     assert verified(plan) == {"a": (0, 1, 2), "b": (0,)}
 
 
+def test_who_lacks_most_comes_first_though_no_step_can_bring_it() -> None:
+    """Both lack more than the 5 tokens that a chain of 4 can bring: 6 and 20. By what a step can bring they would tie,
+    and the one that started first would take all three nodes."""
+    six, twenty = drafted("a", CHAIN, tpot=0.01), drafted("b", CHAIN, tpot=0.003)
+    plan = load("adaserve", {"verify_tokens": 5}).plan(seen([six, twenty], now=0.05, latency=Linear(0.01, 0.0)))
+    assert verified(plan) == {"b": (0, 1, 2)}
+
+
 def test_who_needs_more_than_its_tree_brings_takes_nothing_before_others() -> None:
     """A step takes three nodes. `late` needs 2.3 tokens, which its tree brings; `lost` needs 27, and by the paper is
-    the first to be served."""
+    the first to be served. Ours gives up its root, too: `late` has a node more."""
     lost, late = drafted("a", FIG5[0], tpot=0.001), drafted("b", FIG5[1], tpot=0.02)
     now = seen([lost, late], now=0.016, latency=Linear(0.01, 0.0), limits=replace(LIMITS, max_num_batched_tokens=5))
-    assert verified(load("adaserve").plan(now)) == {"b": (0, 1, 2)}
+    plan = load("adaserve").plan(now)
+    assert (verified(plan), {work.seq for work in plan.work}) == ({"b": (0, 1, 2, 3)}, {"b"})
     assert verified(load("adaserve", {"verify_tokens": 5}).plan(now)) == {"a": (0, 2, 4)}
 
 
@@ -152,8 +161,8 @@ def test_nodes_take_only_free_kv() -> None:
 def test_a_prompt_that_cannot_start_takes_no_kv_from_nodes() -> None:
     """Six blocks are free: a prompt of 90 tokens waits for more, one of 50 leaves one."""
     for tokens, work in [(90, {"r": 5}), (50, {"r": 5, "p": 50}), (60, {"r": 1, "p": 60})]:
-        running = [drafted("r", CHAIN, 20)]
-        plan = load("adaserve").plan(seen(running, (prompt("p", tokens),), latency=Linear(0.01, 0.0), kv_free=6))
+        running, waiting = [drafted("r", CHAIN, 20, tpot=1.0)], (prompt("p", tokens, ttft=1.0),)
+        plan = load("adaserve").plan(seen(running, waiting, latency=Linear(0.01, 0.0), kv_free=6))
         assert {w.seq: w.tokens + len(w.verify) for w in plan.work} == work
 
 
@@ -211,3 +220,50 @@ def test_where_chains_alone_are_verified_trees_have_one_leaf() -> None:
     for supports, width in ((frozenset({"draft", "tree"}), 3), (frozenset({"draft"}), 1)):
         plan = load("adaserve", {"verify_tokens": 512}).plan(replace(shown, supports=supports))
         assert [w.draft[1] for w in plan.work if w.draft is not None] == [width]
+
+
+def begun(id: str, **slo: float) -> Seq:
+    """A decode whose first token came at 0."""
+    seq = drafted(id, None, **slo)
+    seq.output = 1
+    return seq
+
+
+def served(plan: Plan) -> set[str]:
+    return {work.seq for work in plan.work}
+
+
+def test_prompts_begin_only_where_all_can_go_on_together() -> None:
+    """A step takes 10 ms and 2 a token: with six decodes of 27 ms each 22 ms, which is as much as they may take if a
+    fifth more has to fit. A seventh would be too much, a prompt with a loose TPOT too; beside two both may begin. One
+    whose TTFT has passed is best effort, or refused if it asked for that."""
+    costly = Drafting(0.01, 0.002, per_draft=1.0)
+    running = [begun(f"r{i}", tpot=0.027) for i in range(6)]
+    tight, loose = prompt("t", 20, ttft=1.0, tpot=0.027), prompt("l", 20, ttft=1.5, tpot=0.3)
+    policy = load("adaserve")
+    assert served(policy.plan(seen(running, (tight,), latency=costly))) == {s.id for s in running}
+    assert served(policy.plan(seen(running[:5], (tight, loose), latency=costly))) == {*(s.id for s in running[:5]), "t"}
+    assert served(policy.plan(seen(running[:2], (tight, loose), latency=costly))) >= {"t", "l"}
+    assert policy.plan(seen(running, (tight,), latency=costly, now=1.1)).demote == ("t",)
+    refused = prompt("x", 20, ttft=1.0, refuse=True)
+    assert load("adaserve").plan(seen(running, (refused,), now=1.1)).drop == {"x": "rejected-slo-infeasible"}
+
+
+def test_who_would_have_to_run_fastest_gives_up_its_root() -> None:
+    """Three decodes take 16 ms together and two 14: `a` and `b` may take 15 a token, and `a` is behind. Where a step
+    takes 5 ms all go on."""
+    behind, even, loose = begun("a", tpot=0.015), begun("b", tpot=0.015), begun("c", tpot=1.0)
+    behind.first_token_at = -0.01
+    shown = [behind, even, loose]
+    assert served(load("adaserve").plan(seen(shown, latency=Drafting(0.01, 0.002, per_draft=1.0)))) == {"b", "c"}
+    assert served(load("adaserve").plan(seen(shown, latency=Drafting(0.005, 0.0)))) == {"a", "b", "c"}
+
+
+def test_best_effort_gets_the_time_that_is_left_and_turns() -> None:
+    """The next token of a strict decode is due in 12 ms: one of best effort fits beside it if a step takes 9 ms and 1 a
+    token, none if it takes 10.5 and 1. Then one step in 16 is the turn of the oldest."""
+    policy = load("adaserve")
+    shown = [begun("s", tpot=0.012), begun("o"), begun("p")]
+    assert served(policy.plan(seen(shown, latency=Drafting(0.009, 0.001)))) == {"s", "o", "p"}
+    slow = seen(shown, latency=Drafting(0.0105, 0.001, per_draft=1.0))
+    assert [own for own in (served(policy.plan(slow)) for _ in range(32)) if own != {"s"}] == [{"s", "o"}] * 2

@@ -27,11 +27,12 @@ def select(
 ) -> list[tuple[int, ...]]:
     """Algorithm 2's selection: of each request, the ids of the nodes to verify, parents before their children.
 
-    trees: candidates, None of a request without. needed: A_cap, tokens a request needs from this step, its root's
-    included: requests with the largest need come first, and take nodes until 1 + Σ f reaches it (SLO-customised
-    selection). most_nodes: n_max, nodes that one may hold then, root included. What is left of the budget (B, in nodes,
-    roots included) goes to the most probable nodes of all (throughput-optimised selection). With more requests than
-    budget each keeps its root, and nothing is verified.
+    trees: candidates, None of a request without. needed: A, tokens a request needs from this step, its root's included:
+    requests with the largest need come first, whether a step can bring as much or not (line 9), and take nodes until
+    1 + Σ f reaches it (SLO-customised selection); with n_max the depth and the root, A_cap would stop none earlier.
+    most_nodes: n_max, nodes that one may hold then, root included. What is left of the budget (B, in nodes, roots
+    included) goes to the most probable nodes of all (throughput-optimised selection). With more requests than budget
+    each keeps its root, and nothing is verified.
 
     f may be wrong, then so are the expected tokens; but if it rises along a path, a node is chosen without its parent.
     Raises ValueError unless there are as many `needed` as trees, and for a `most_nodes` below 1.

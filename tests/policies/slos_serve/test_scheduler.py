@@ -17,6 +17,7 @@ from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.batch_capacity import BatchCapacity
 from rubato.policies.slos_serve.demand import Demand, DemandReader, prefill_token_weight, prompt_stage, tightest_tpot
+from rubato.policies.slos_serve.scheduler import ASKED
 from rubato.policy_kit.batch_builder import blocks_at_end
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
@@ -82,6 +83,15 @@ def test_whose_output_does_not_fit_in_memory_is_declined() -> None:
     assert made.demote == ("b",)
     longer = replace(prompt("b", 250, ttft=9.0), predicted=20.0)
     assert not plan(seen([prompt("a", 100, ttft=2.0), longer], [])).demote
+
+
+def test_none_of_a_burst_runs_before_it_is_decided() -> None:
+    """Those due last wait for the next step: run as best effort they could not be refused any more."""
+    burst = [prompt(f"q{i:02}", 2, ttft=2.0 + i, refuse=True) for i in range(ASKED + 3)]
+    made = plan(seen(burst, []))
+    assert work(made)
+    last = {f"q{i:02}" for i in range(ASKED, ASKED + 3)}
+    assert not last & {*work(made), *made.drop, *made.demote}
 
 
 def test_best_effort_gives_up_its_kv_first() -> None:

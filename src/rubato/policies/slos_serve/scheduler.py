@@ -34,9 +34,8 @@ from rubato.policy_kit.batch_builder import blocks_at_end, prefill_time
 from rubato.policy_kit.compiled import warn_if_plain
 
 DECLINED = "rejected-slo-infeasible"
-NUMBERS = (int, float)
 TIMEOUT = 0.1  # seconds after which it decides again, whatever is new (Algorithm 1)
-ASKED = 12  # requests decided in one admission; the others, due later, in the next step
+ASKED = 12  # requests decided in one admission; the others, due later, wait for the next step
 RETRIED = 8  # declined requests looked at again in one admission
 TURN = PATIENCE / 16  # seconds a token of the oldest best-effort request, once it is behind
 
@@ -97,11 +96,11 @@ class Scheduler:
     def __post_init__(self) -> None:
         warn_if_plain("slos_serve", "a few times slower")
         if self.safety_margin is not None and not (
-            type(self.safety_margin) in NUMBERS and 0.0 <= self.safety_margin < inf
+            type(self.safety_margin) in (int, float) and 0.0 <= self.safety_margin < inf
         ):
             raise ValueError(f"safety_margin is {self.safety_margin!r}: give a share like 0.1, 0 or more, or none")
         values = self.tier_values.values() if isinstance(self.tier_values, Mapping) else [self.tier_values]
-        if wrong := [v for v in values if not (type(v) in NUMBERS and 0.0 < v < inf)]:
+        if wrong := [v for v in values if not (type(v) in (int, float) and 0.0 < v < inf)]:
             raise ValueError(f"tier_values has {wrong[0]!r}: give numbers above 0 by tier, like {{gold: 4}}")
         if not 0.0 < self.max_batch_seconds < inf or not 0 <= self.max_draft < LONGEST or self.max_hops < 0:
             raise ValueError(
@@ -288,12 +287,13 @@ class Scheduler:
 
     def _filled(self, turn: Turn, grid: Grid, demands: dict[str, Demand], oldest: SeqView | None) -> Plan:
         view, block, kept = turn.view, turn.view.limits.block_size, turn.admitted
-        rest = sorted([*turn.best_effort, *turn.undecided], key=_arrival)
+        rest = sorted(turn.best_effort, key=_arrival)
         if oldest is not None and self._turn[2] < inf:
             demands[oldest.id] = self._as_admitted(oldest, turn.reader)
             kept = [*(s for s in kept if s is not oldest), oldest]
             rest = [s for s in rest if s is not oldest]
-        holders = [s for s in rest if s.id in view.running_ids]
+        undecided = [s for s in turn.undecided if s.id in view.running_ids]  # they keep their KV, and wait
+        holders = [*undecided, *(s for s in rest if s.id in view.running_ids)]
         margin, weight, first = self._margin(view), turn.reader.weight, grid[0]
         batch = BatchOrder(view, grid, kept, [demands[s.id] for s in kept], self._drafts, margin, weight, self._skipped)
         bound, most = batch.bounds()
@@ -306,7 +306,8 @@ class Scheduler:
             held = sum(demands[s.id].memory for s in kept) + sum(blocks_at_end(s, block) for s in holders)
             filler.add_best_effort(rest, view.kv_total - held - sum(s.blocks for s in view.moving), block)
         if not builder.work:  # for lack of memory: the admitted first, the oldest after them
-            able = [s for s in [*sorted(batch.order, key=lambda s: s is oldest), *rest] if s not in builder.preempted]
+            line = [*sorted(batch.order, key=lambda s: s is oldest), *undecided, *rest]
+            able = [s for s in line if s not in builder.preempted]
             filler.victims = [s for s in able[1:] if s.id in view.running_ids]
             filler.fill(able[:1])
         out = {s.id for s in order if s.pending == 1 and s is not oldest and s.id not in builder.work}

@@ -1,0 +1,104 @@
+"""What an SLO asks of the steps to come: tokens by the next one's end, a pace until the request ends; and which
+requests can go on together, each at its pace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+
+from rubato.core.interfaces import LatencyModel, SeqView
+from rubato.policy_kit.acceptance import PRIOR
+from rubato.policy_kit.batch_builder import remaining_output
+from rubato.policy_kit.draft_value import drafting, with_nodes
+
+
+def tokens_needed(seq: SeqView, end: float, now: float) -> float:
+    """A(r): tokens that it must get from the step that ends then, its own next one among them (AdaServe, section 3)."""
+    if seq.best_effort:
+        return 0.0
+    slo, most = seq.request.stages[seq.stage].slo, 0.0
+    if slo.tpot is not None and seq.first_token_at is not None:
+        most = (end - seq.first_token_at) / slo.tpot - (seq.output - 1)
+    if slo.e2e is not None:
+        left = seq.request.arrival + seq.tool_seconds + slo.e2e - now
+        most = max(most, remaining_output(seq) * (end - now) / left if left > 0.0 else inf)
+    return most
+
+
+def time_for(seq: SeqView, tokens: float, now: float) -> float:
+    """When the step that brings it so many tokens must have ended at the latest: `tokens_needed`, the other way."""
+    if seq.best_effort:
+        return inf
+    slo, time = seq.request.stages[seq.stage].slo, inf
+    if slo.tpot is not None and seq.first_token_at is not None:
+        time = seq.first_token_at + slo.tpot * (seq.output - 1 + tokens)
+    if slo.e2e is not None:
+        end = seq.request.arrival + seq.tool_seconds + slo.e2e
+        time = min(time, now + (end - now) * tokens / remaining_output(seq))
+    return time
+
+
+def pace_of(seq: SeqView, now: float) -> float:
+    """Seconds that each of its tokens to come may take on average, its lead or lag spread over them; inf where nothing
+    asks for a pace, 0 where it is too late for any."""
+    slo, left = seq.request.stages[seq.stage].slo, remaining_output(seq)
+    pace = inf if slo.tpot is None else slo.tpot
+    if slo.tpot is not None and seq.first_token_at is not None:
+        pace = (seq.first_token_at + slo.tpot * (seq.output - 1 + left) - now) / left
+    if slo.e2e is not None:
+        pace = min(pace, (seq.request.arrival + seq.tool_seconds + slo.e2e - now) / left)
+    return max(pace, 0.0)
+
+
+class Together:
+    """Which sequences can go on together, each at its pace.
+
+    There must be a step, as long as s seconds, in which one whose tokens may take p seconds each gets s / p of them, on
+    average. The shortest is found by lengthening a step of the roots by the nodes that this asks for, until it asks for
+    no more.
+
+    draft: (depth, width) of the trees, None: nothing is drafted. trees: path probabilities of those there are now; each
+    sequence is reckoned to get an even share of what the most probable nodes of all bring. stretch: how many times as
+    long steps are for other work.
+    """
+
+    def __init__(
+        self, latency: LatencyModel, draft: tuple[int, int] | None, trees: Sequence[Sequence[float]], stretch: float
+    ) -> None:
+        self._latency, self._draft, self._stretch = latency, draft, stretch
+        if draft is None:
+            trees = []
+        elif not trees:
+            trees = [[PRIOR**depth for depth in range(1, draft[0] + 1)]]
+        n = max(1, len(trees))
+        likely = np.sort(np.concatenate([[], *trees]))[::-1]
+        self._brings = 1.0 + np.concatenate([[0.0], np.cumsum(likely)[n - 1 :: n] / n])  # tokens, by nodes of each
+
+    def can(self, seqs: Sequence[SeqView], paces: Sequence[float], safety: float = 1.0) -> bool:
+        """Whether these can (at least one). paces: `pace_of` each. safety: with steps so many times as long."""
+        n, kv = len(seqs), sum([s.length for s in seqs])
+        base, asked = drafting(self._draft, n), np.array(paces) + 1e-9
+        seconds, nodes = 0.0, 0
+        while True:
+            step = self._latency.step_time(with_nodes(base, n, kv, nodes)) * self._stretch * safety
+            if step <= seconds:
+                return True
+            seconds = step
+            each = np.searchsorted(self._brings, seconds / asked - 1e-9)
+            if int(each.max()) == len(self._brings):
+                return False
+            nodes = int(each.sum())
+
+    def most(self, seqs: Sequence[SeqView], paces: Sequence[float]) -> int:
+        """How many of these, from the first on, can; the first in any case."""
+        low, high = min(1, len(seqs)), len(seqs)
+        middle = high
+        while low < high:
+            if self.can(seqs[:middle], paces[:middle]):
+                low = middle
+            else:
+                high = middle - 1
+            middle = (low + high + 1) // 2
+        return low
