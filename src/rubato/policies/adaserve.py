@@ -3,7 +3,7 @@
 Reproduced (AdaServe, sections 3 to 5.2): a step verifies B tokens, of all decodes. Beam search drafts a tree for
 each, whose depth and width fall with the number of requests (equations 8 and 9). From the trees, a step takes the nodes
 that each request's TPOT needs by the step's end, then the most probable of all (`policy_kit.draft_tree`, Algorithm 2).
-Prompts run beside, first come, first served, in chunks.
+Prompts run beside, in chunks.
 
 Ours, where the paper is silent. B ("determined based on hardware profiling"): as many nodes as bring the most tokens
 per second by the latency model: below its knee, where a node costs nothing, all that were drafted, and none where none
@@ -12,7 +12,7 @@ tokens per second, if they are as good as those so far, or are left out. A reque
 will likely bring is counted as needing nothing: it would be served first and still be late.
 
 Overload, ours too: those that run go on together only while there is a step in which each gets what its pace asks for
-(`policy_kit.paces.Together`); who would have to run fastest gives up its place in the step, root and all. Prompts
+(`policy_kit.paces.Together`); the one that would have to run fastest gives up its place, root and all. Prompts
 begin, by deadline, only where the same holds with them; one whose TTFT has passed is best effort, or refused if it
 asked for that, as with `edf`. These and best effort get the time that is left, and the oldest a turn in any case.
 
@@ -110,7 +110,7 @@ class Scheduler:
         self._fill(builder, load, chosen, draft)
         return builder.plan(demote=load.demoted, drop=dict.fromkeys(load.refused, "rejected-slo-infeasible"))
 
-    # ----------------------------------------------------------------- whom a step serves
+    # ----------------------------------------------------------------- which requests a step serves
 
     def _load(self, view: View) -> _Load:
         running, waiting = view.running, view.waiting
