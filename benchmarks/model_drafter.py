@@ -57,7 +57,7 @@ from rubato_torch.model_drafter import ModelDrafter
 from rubato_torch.tokenizer import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.engines.conftest import write_tokenizer
+from tests.engines.byte_tokenizer import write_tokenizer
 from tests.engines.driver import Driver, started_behind_replica
 from tests.engines.torch.harness import Harness, mixed_requests
 

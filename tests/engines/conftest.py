@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rubato_torch import Engine, bundled_model  # noqa: E402
+from tests.engines.byte_tokenizer import write_tokenizer  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 
 WINDOW = 9  # of the twins that have one: shorter than most prompts
@@ -87,18 +88,6 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[name]
 
     return make
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A token for every byte, and beyond them <s>, </s>."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 @pytest.fixture(scope="session")

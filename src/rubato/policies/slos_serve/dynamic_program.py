@@ -3,8 +3,7 @@
 `admission` is its interface, and says what it means. Compiled when first imported, a second, then loaded.
 
 A grid is an array of rows (count, seconds, tokens), the last without end; those served anyway, `forced`, and the `new`
-are rows (due, tokens, tpot, verified, memory, value), the forced in order of `due`, the new as given. Sums are taken in
-the order of the rows.
+are rows (due, tokens, tpot, verified, memory, value), the forced in order of `due`, the new as given.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def index(grid: Floats, due: Floats) -> Floats:
     """How many batches have ended by then, by each."""
     ended, begin = np.zeros(len(due)), 0.0
     for count, seconds, _ in grid:
-        ended += np.clip(np.floor((due - begin) / seconds + CLOSE), 0.0, count)
+        ended += np.minimum(np.maximum(np.floor((due - begin) / seconds + CLOSE), 0.0), count)
         begin += count * seconds
     return ended
 
@@ -38,7 +37,7 @@ def summed(grid: Floats, k: Floats, column: int) -> Floats:
     """A column's sum over the first k batches."""
     total, begin = np.zeros(len(k)), 0.0
     for row in grid:
-        total += np.clip(k - begin, 0.0, row[0]) * row[column]
+        total += np.minimum(np.maximum(k - begin, 0.0), row[0]) * row[column]
         begin += row[0]
     return total
 
@@ -54,13 +53,13 @@ def seconds_after(grid: Floats, k: Floats) -> Floats:
 def rounding_allowance(grid: Floats, tpots: Floats) -> Floats:
     """How far a decode's stairs rise above the line of slope 1/tpot that begins at a due token, in tokens: nothing
     where batches divide the TPOT, and each other, else less than what it needs in a batch."""
-    lengths = grid[1:, SECONDS] if len(grid) > 1 and grid[0, SECONDS] < grid[1, SECONDS] else grid[:, SECONDS]
-    known = {}  # no stairs begin before a short first batch's end
+    lengths = grid[int(len(grid) > 1 and grid[0, SECONDS] < grid[1, SECONDS]) :, SECONDS].tolist()
+    known = {inf: 0.0}  # no stairs begin before a short first batch's end
     for tpot in set(tpots.tolist()) - {inf}:
-        shorter = lengths[lengths <= tpot * (1.0 + CLOSE)]
-        ratios = np.append(tpot, shorter[:-1]) / shorter if len(shorter) else shorter
-        known[tpot] = 0.0 if np.all(np.abs(ratios - np.round(ratios)) <= EPS) else shorter[0] / tpot
-    return np.array([known.get(tpot, 0.0) for tpot in tpots.tolist()])
+        shorter = [seconds for seconds in lengths if seconds <= tpot * (1.0 + CLOSE)]
+        ratios = [before / seconds for before, seconds in zip([tpot, *shorter], shorter, strict=False)]
+        known[tpot] = shorter[0] / tpot if any(abs(ratio - round(ratio)) > EPS for ratio in ratios) else 0.0
+    return np.array([known[tpot] for tpot in tpots.tolist()])
 
 
 def demand_line(grid: Floats, forced: Floats) -> Line:
@@ -71,11 +70,12 @@ def demand_line(grid: Floats, forced: Floats) -> Line:
     k, rate = index(grid, due), verified / tpot
     k[due <= 0.0] = min(1.0, k[due > 0.0].min(initial=1.0))  # not after those due before any batch ends: none fits
     owed = (pending + rounding_allowance(grid, tpot) * verified - rate * summed(grid, k, SECONDS)).cumsum()
-    last = np.append(k[1:] != k[:-1], True)[: len(k)]
+    last = np.ones(len(k), dtype=bool)
+    last[:-1] = k[1:] != k[:-1]
     at, owed, rates = k[last], owed[last], rate.cumsum()[last]
     room = summed(grid, at, TOKENS) - owed - rates * summed(grid, at, SECONDS)
     slope = float(grid[-1, TOKENS] / grid[-1, SECONDS] - rate.sum())
-    return at, np.append(0.0, owed), np.append(0.0, rates), room, slope
+    return at, np.concatenate(([0.0], owed)), np.concatenate(([0.0], rates)), room, slope
 
 
 def best_subset(grid: Floats, forced: Floats, new: Floats, seats: int) -> list[int] | None:
