@@ -122,7 +122,7 @@ def test_nor_does_one_in_short_batches_or_beside_one_that_has_waited_for_long(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "PATIENCE", patience)
         patch.setattr(demand, "PATIENCE", patience)
-        patch.setattr(scheduler, "TURN", patience / 16)
+        patch.setattr(scheduler, "PATIENT_PACE", patience / 16)
         admitted, met = played(*case, max_batch_seconds=longest)
     assert admitted <= met
 

@@ -37,11 +37,11 @@ DECLINED = "rejected-slo-infeasible"
 TIMEOUT = 0.1  # seconds after which it decides again, whatever is new (Algorithm 1)
 ASKED = 12  # requests decided in one admission; the others, due later, wait for the next step
 RETRIED = 8  # declined requests looked at again in one admission
-TURN = PATIENCE / 16  # seconds a token of the oldest best-effort request, once it is behind
+PATIENT_PACE = PATIENCE / 16  # seconds a token of the oldest best-effort request, once it is behind
 
 
 @dataclass
-class Turn:
+class Step:
     """One plan in the making: the requests there by how they are served, and what is decided of them."""
 
     view: View
@@ -90,7 +90,7 @@ class Scheduler:
     _weight: float = field(default=1.0, init=False)
     _windows: dict[str, Window] = field(default_factory=dict, init=False)
     _skipped: list[str] = field(default_factory=list, init=False)  # decodes left out of the last batches, in turn
-    _turn: tuple[str, int, float] = field(default=("", 0, inf), init=False)  # the oldest: id, length, when due
+    _claim: tuple[str, int, float] = field(default=("", 0, inf), init=False)  # the oldest: id, length, when due
     _drafts: Drafts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,28 +134,28 @@ class Scheduler:
                 self._drafts.lag.observe(event)
 
     def plan(self, view: View) -> Plan:
-        turn = self._classify(view)
-        if turn.reader.weight != self._weight:  # the grid counts tokens as they were
-            self._weight, self._grid = turn.reader.weight, None
-        oldest = self._oldest(turn)
-        demands = self._demands(turn)
+        step = self._classify(view)
+        if step.reader.weight != self._weight:  # the grid counts tokens as they were
+            self._weight, self._grid = step.reader.weight, None
+        oldest = self._oldest(step)
+        demands = self._demands(step)
         grid, entries = self._grid, self._drafts.in_force.entries(demands, self._drafts.drafted)
-        is_time = turn.undecided or self._finished or view.now - self._decided >= TIMEOUT
+        is_time = step.undecided or self._finished or view.now - self._decided >= TIMEOUT
         if grid is None or is_time or any(0.0 < d.due < grid[0].seconds for d in entries):
-            grid, demands = self._decide(turn, demands, oldest)
+            grid, demands = self._decide(step, demands, oldest)
         elif grid.room(entries) < -EPS:  # prompts done early decode early
-            demands = self._demands(turn, paced=False)
-        self._undecided = frozenset(s.id for s in turn.undecided)
-        self._give_up(turn)
-        plan = self._filled(turn, grid, {d.id: d for d in demands}, oldest)
+            demands = self._demands(step, paced=False)
+        self._undecided = frozenset(s.id for s in step.undecided)
+        self._give_up(step)
+        plan = self._filled(step, grid, {d.id: d for d in demands}, oldest)
         self._grid = grid.step() if plan.work or plan.decode_all else grid
         return plan
 
-    def _classify(self, view: View) -> Turn:
+    def _classify(self, view: View) -> Step:
         """The admitted, those still to be decided, and best effort."""
         self._windows = windows(view, self._windows)
         self._drafts.look(view)
-        turn = Turn(view, DemandReader(
+        step = Step(view, DemandReader(
             max(view.now, view.busy_until), view.limits.block_size, self.tier_values, self._windows,
             prefill_token_weight(view), self._drafts.chance,
         ))  # fmt: skip
@@ -166,71 +166,71 @@ class Scheduler:
                 # one that runs though none is recorded comes from elsewhere, admitted there
                 known = before.get(seq.id, round_ if runs and seq.id not in self._undecided else None)
                 if seq.best_effort:
-                    turn.best_effort.append(seq)
+                    step.best_effort.append(seq)
                 elif known == round_:
                     self._promised[seq.id] = round_
-                    turn.admitted.append(seq)
+                    step.admitted.append(seq)
                 else:  # new, or back from a tool
-                    turn.undecided.append(seq)
-        return turn
+                    step.undecided.append(seq)
+        return step
 
     def _margin(self, view: View) -> float:
         return view.latency.spread if self.safety_margin is None else self.safety_margin
 
-    def _demands(self, turn: Turn, paced: bool = True) -> list[Demand]:
+    def _demands(self, step: Step, paced: bool = True) -> list[Demand]:
         """Of the admitted."""
-        decodes = turn.view.decodes
+        decodes = step.view.decodes
         alone = Shape(1, 1, decodes.kv // decodes.seqs) if decodes.seqs else Shape()
-        soonest = turn.view.latency.step_time(alone) * (1.0 + self._margin(turn.view)) if decodes.seqs else 0.0
-        return turn.reader.demands(turn.admitted, soonest, paced)
+        soonest = step.view.latency.step_time(alone) * (1.0 + self._margin(step.view)) if decodes.seqs else 0.0
+        return step.reader.demands(step.admitted, soonest, paced)
 
-    def _oldest(self, turn: Turn) -> SeqView | None:
+    def _oldest(self, step: Step) -> SeqView | None:
         """The oldest of best effort, or of those that nothing bounds, once it is behind: it is planned as if it were
         admitted, so that none starves. The same one until it ends."""
-        id, length, due = self._turn
-        unbound = [s for s in turn.admitted if s.due == inf and tightest_tpot(s) == inf]
-        able = [*turn.best_effort, *unbound]
+        id, length, due = self._claim
+        unbound = [s for s in step.admitted if s.due == inf and tightest_tpot(s) == inf]
+        able = [*step.best_effort, *unbound]
         oldest = next((s for s in able if s.id == id), None)
         if oldest is None:
-            behind = [s for s in able if turn.reader.now > s.stage_start + PATIENCE + s.output * TURN]
+            behind = [s for s in able if step.reader.now > s.stage_start + PATIENCE + s.output * PATIENT_PACE]
             oldest, length, due = min(behind, key=_arrival, default=None), 0, inf
         held = oldest.length if oldest is not None else 0
-        self._turn = (oldest.id, held, due + (held - length) * TURN) if oldest is not None else ("", 0, inf)
+        self._claim = (oldest.id, held, due + (held - length) * PATIENT_PACE) if oldest is not None else ("", 0, inf)
         return oldest
 
     def _as_admitted(self, oldest: SeqView, reader: DemandReader) -> Demand:
-        return reader.demand(oldest)._replace(due=max(self._turn[2] - reader.now, 0.0), tpot=TURN)
+        return reader.demand(oldest)._replace(due=max(self._claim[2] - reader.now, 0.0), tpot=PATIENT_PACE)
 
-    def _decide(self, turn: Turn, demands: list[Demand], oldest: SeqView | None) -> tuple[Grid, list[Demand]]:
+    def _decide(self, step: Step, demands: list[Demand], oldest: SeqView | None) -> tuple[Grid, list[Demand]]:
         """Admit those that can be in time beside the admitted, and lay the grid for all of them. Returns it, and what
         the admitted demand: by deadlines alone where their paces cannot all be kept."""
-        view, reader = turn.view, turn.reader
+        view, reader = step.view, step.reader
         able = [
-            s for s in turn.best_effort if s.demoted and s is not oldest and not s.missed and reader.now < s.due < inf
+            s for s in step.best_effort if s.demoted and s is not oldest and not s.missed and reader.now < s.due < inf
         ]
         again = heapq.nsmallest(RETRIED, able, key=lambda s: (s.pending, _arrival(s)))  # could be in time after all
         values = self.tier_values
         asked = heapq.nsmallest(
-            ASKED, [*turn.undecided, *again], key=lambda s: (-values.get(s.request.tier, 1.0), s.due, _arrival(s))
+            ASKED, [*step.undecided, *again], key=lambda s: (-values.get(s.request.tier, 1.0), s.due, _arrival(s))
         )
         asked.sort(key=lambda s: (s.due, _arrival(s)))
         new = [reader.demand(s) for s in asked]
         forced = demands
         if oldest is not None:
-            if self._turn[2] == inf:
-                self._turn = (*self._turn[:2], reader.now + 0.5 * PATIENCE)
+            if self._claim[2] == inf:
+                self._claim = (*self._claim[:2], reader.now + 0.5 * PATIENCE)
             forced = [*(d for d in demands if d.id != oldest.id), self._as_admitted(oldest, reader)]
-        capacity = BatchCapacity(view, [*turn.admitted, *asked], [*forced, *new], self._margin(view), reader.weight)
-        later = [s for s in turn.undecided if s not in asked and s.id in view.running_ids]  # they keep their KV
+        capacity = BatchCapacity(view, [*step.admitted, *asked], [*forced, *new], self._margin(view), reader.weight)
+        later = [s for s in step.undecided if s not in asked and s.id in view.running_ids]  # they keep their KV
         memory = view.kv_total - sum(s.blocks for s in [*view.moving, *later])
         choose = partial(self._choose, view, capacity, memory)
         fits = oldest is None or peak_kv(forced, view.limits.block_size).with_() <= memory
         found, speculation = choose(forced, new) if fits else (None, PLAIN)
         if found is None and oldest is not None:  # it has to wait until others end; none is added meanwhile
-            self._turn = (*self._turn[:2], inf)
+            self._claim = (*self._claim[:2], inf)
             found, speculation = choose(demands, [])
         if found is None:
-            demands = self._demands(turn, paced=False)
+            demands = self._demands(step, paced=False)
             found, speculation = choose(demands, [])
         if found is None:
             shortest = min([d.tpot for d in demands], default=inf)
@@ -239,16 +239,16 @@ class Scheduler:
         else:
             self._drafts.in_force = speculation
         accepted = {new[i].id for i in found.accepted}
-        turn.undecided = [s for s in turn.undecided if s not in asked]
+        step.undecided = [s for s in step.undecided if s not in asked]
         for seq in asked:
             if seq.id in accepted:
                 self._promised[seq.id] = prompt_stage(seq)
-                turn.admitted.append(seq)
+                step.admitted.append(seq)
                 if seq.demoted:
-                    turn.best_effort.remove(seq)
-                    turn.promote.append(seq.id)
+                    step.best_effort.remove(seq)
+                    step.promote.append(seq.id)
             elif not seq.demoted:
-                turn.decline(seq, self.max_hops)
+                step.decline(seq, self.max_hops)
         self._decided, self._finished = view.now, False
         return found.grid, [*demands, *(d for d in new if d.id in accepted)]
 
@@ -275,26 +275,26 @@ class Scheduler:
         """Seconds of a batch that neither a TPOT nor the engine bounds."""
         return max(self.max_batch_seconds, 2.0 * capacity.seconds(1))
 
-    def _give_up(self, turn: Turn) -> None:
+    def _give_up(self, step: Step) -> None:
         """Decline each whose prompt cannot be done in time any more, even alone."""
-        view, now, most = turn.view, turn.reader.now, turn.view.limits.max_num_batched_tokens
-        for seq in [s for s in turn.admitted if s.pending > 1 and s.due < inf and s.id not in turn.promote]:
+        view, now, most = step.view, step.reader.now, step.view.limits.max_num_batched_tokens
+        for seq in [s for s in step.admitted if s.pending > 1 and s.due < inf and s.id not in step.promote]:
             equal = -(-seq.pending // -(-seq.pending // most))  # step times are convex
             if seq.due + TOLERANCE < now + prefill_time(view.latency, seq.pending, seq.cached, equal):
-                turn.admitted.remove(seq)
+                step.admitted.remove(seq)
                 self._promised.pop(seq.id, None)
-                turn.decline(seq, -1)
+                step.decline(seq, -1)
 
-    def _filled(self, turn: Turn, grid: Grid, demands: dict[str, Demand], oldest: SeqView | None) -> Plan:
-        view, block, kept = turn.view, turn.view.limits.block_size, turn.admitted
-        rest = sorted(turn.best_effort, key=_arrival)
-        if oldest is not None and self._turn[2] < inf:
-            demands[oldest.id] = self._as_admitted(oldest, turn.reader)
+    def _filled(self, step: Step, grid: Grid, demands: dict[str, Demand], oldest: SeqView | None) -> Plan:
+        view, block, kept = step.view, step.view.limits.block_size, step.admitted
+        rest = sorted(step.best_effort, key=_arrival)
+        if oldest is not None and self._claim[2] < inf:
+            demands[oldest.id] = self._as_admitted(oldest, step.reader)
             kept = [*(s for s in kept if s is not oldest), oldest]
             rest = [s for s in rest if s is not oldest]
-        undecided = [s for s in turn.undecided if s.id in view.running_ids]  # they keep their KV, and wait
+        undecided = [s for s in step.undecided if s.id in view.running_ids]  # they keep their KV, and wait
         holders = [*undecided, *(s for s in rest if s.id in view.running_ids)]
-        margin, weight, first = self._margin(view), turn.reader.weight, grid[0]
+        margin, weight, first = self._margin(view), step.reader.weight, grid[0]
         batch = BatchOrder(view, grid, kept, [demands[s.id] for s in kept], self._drafts, margin, weight, self._skipped)
         bound, most = batch.bounds()
         drafts, late = self._drafts.to_draft(view, batch.order, most, first.tokens / weight, bound)
@@ -315,7 +315,7 @@ class Scheduler:
         self._drafts.lag.remember(builder.work.values(), batch.order)
         if not drafts and not verified:
             builder.fold_decodes()
-        return builder.plan(demote=turn.demote, promote=turn.promote, drop=turn.drop, handoff=turn.handoff)
+        return builder.plan(demote=step.demote, promote=step.promote, drop=step.drop, handoff=step.handoff)
 
 
 def _arrival(seq: SeqView) -> tuple[float, str]:
