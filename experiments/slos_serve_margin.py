@@ -29,7 +29,7 @@ from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
 
 SOURCE = "ours; SLOs-Serve, §4.1, plans by predicted times"
-SECONDS = 380.0
+SECONDS = 150.0
 
 POLICY = "experiments._recording_slos_serve"
 RATES = {"chatbot": 5.0, "coder": 2.2, "mixed": 6.0}  # requests/s, 1.2 to 1.3 times what it holds

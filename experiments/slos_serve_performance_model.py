@@ -21,7 +21,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "SLOs-Serve, Fig. 10(b), §3.1.1 and §6.5"
-SECONDS = 30.0
+SECONDS = 45.0
 
 REPLICAS = {
     "opt-7b": Replica("opt-6.7b-a100-40g", "mixed", 3.0),

@@ -321,9 +321,9 @@ def test_any_router_can_be_given_the_setting() -> None:
     roles = load_router("minimal", {"prefix_affinity": True, "prefill": 1, "decode": 1})
     assert isinstance(roles, Assigner)
     assert [role.phase for role in roles.roles(["a", "b"]).values()] == ["prefill", "decode"]
-    auto = router_for("slos_serve", "auto", {"prefix_affinity": True}, {"safety_margin": 0.3})
+    auto = router_for("slos_serve", "auto", {"prefix_affinity": True}, {"max_hops": 2})
     assert isinstance(auto, PrefixAffinity)
-    assert auto.safety_margin == 0.3
+    assert auto.max_hops == 2
     choice = PolicyChoice.parse("edf@least_loaded:prefix_affinity=true")
     assert (choice.router_settings, choice.label) == (
         {"prefix_affinity": True}, "edf@least_loaded:prefix_affinity=True",

@@ -162,17 +162,10 @@ def test_the_fair_share_is_there_exactly_with_tenants() -> None:
     assert fair_share_of(load({"tenants": tenants})) == FairShare({"a": 3.0, "b": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("override", "part"),
-    [
-        ("policy={name: slos_serve, tier_values: {interactve: 4}}", "policy"),
-        ("router={name: slos_serve, tier_values: {interactve: 4}}", "router"),
-    ],
-)
-def test_settings_that_speak_of_a_tier_that_is_not_there(tmp_path: Path, override: str, part: str) -> None:
-    path = tmp_path / "rubato.yaml"
+def test_settings_that_speak_of_a_tier_that_is_not_there(tmp_path: Path) -> None:
+    path, override = tmp_path / "rubato.yaml", "policy={name: slos_serve, tier_values: {interactve: 4}}"
     path.write_text(YAML)
-    with pytest.raises(ConfigError, match=f"{part}: its settings name 'interactve', .*did you mean 'interactive'"):
+    with pytest.raises(ConfigError, match="policy: its settings name 'interactve', .*did you mean 'interactive'"):
         build(load(path, [override]), VirtualClock())
     build(load(path, [override.replace("interactve", "interactive")]), VirtualClock())
 

@@ -514,7 +514,7 @@ def test_a_client_that_leaves_takes_its_request_with_it() -> None:
     gateway(scenario)
 
 
-@pytest.mark.parametrize(("policy", "router"), [("polyserve", "auto"), ("slos_serve", "auto"), ("ascendra", "auto")])
+@pytest.mark.parametrize(("policy", "router"), [("polyserve", "auto"), ("ascendra", "auto")])
 def test_a_router_that_needs_step_times_is_refused_without_them_and_may_be_told_them(policy: str, router: str) -> None:
     async def scenario(fleet: Fleet) -> None:
         assert (await fleet.complete(service_tier="chat")).status_code == 200

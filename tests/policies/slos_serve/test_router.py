@@ -65,15 +65,15 @@ def test_a_declined_request_goes_to_the_next_replica() -> None:
 
 def test_when_all_have_declined_it_the_backup_decides() -> None:
     views = fleet([prompt("x", 60)], [prompt("y", 9)], [prompt("z", 99)])
-    assert place([declined("r1", 3)], views) == Dispatch({"a": "r1"}, demote=["a"])  # the fewest tokens pending
+    assert place([declined("r1", 3)], views) == Dispatch({"a": "r2"}, demote=["a"])
     assert place([declined("r0", 2)], views, max_hops=1) == Dispatch({"a": "r1"}, demote=["a"])
     assert place([declined("r1", 3)], views, backup="refuse").reject == {"a": "rejected-slo-infeasible"}
     assert place([declined("r1", 3, refuse=True)], views).reject == {"a": "rejected-slo-infeasible"}
 
 
 def test_best_effort_goes_to_the_least_loaded() -> None:
-    views = fleet([prompt("x", 60)], [prompt("y", 10)], [prompt("z", 30)])
-    assert place([request(id, 15) for id in "abc"], views).place == {"a": "r1", "b": "r1", "c": "r2"}
+    views = fleet([prompt("x", 60), prompt("w", 60)], [prompt("y", 10)], [prompt("z", 30)])
+    assert place([request(id, 15) for id in "abc"], views).place == {"a": "r1", "b": "r2", "c": "r0"}
 
 
 @pytest.mark.parametrize(

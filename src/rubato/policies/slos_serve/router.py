@@ -19,8 +19,8 @@ BACKUPS = ("best_effort", "refuse")
 @dataclass
 class Router:
     """max_hops: replicas that a request is handed on to after the first, as in the scheduler. backup: what becomes of a
-    request that all of them decline: "best_effort" on the replica with the fewest tokens pending, unless its client
-    asked to be refused, or "refuse"."""
+    request that all of them decline: "best_effort" on the next one in turn, unless its client asked to be refused, or
+    "refuse". What asks for best effort goes where the fewest requests are."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     max_hops: int = Scheduler.max_hops
@@ -37,25 +37,23 @@ class Router:
         pass
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        pending = {view.id: view.pending for view in fleet}
+        here = {view.id: view.count for view in fleet}
         place, reject, demote = {}, {}, []
         for seq in held:
             handoff = seq.request.handoff
-            if handoff is not None and handoff.reason == "declined" and not seq.best_effort:
+            if seq.best_effort:
+                to = min(fleet, key=lambda view: here[view.id])
+            elif handoff is not None and handoff.reason == "declined":
                 if handoff.hops > min(self.max_hops, len(fleet) - 1):
                     if "refuse" in (self.backup, seq.request.on_decline):
                         reject[seq.id] = DECLINED
                         continue
                     demote.append(seq.id)
-                    to = min(fleet, key=lambda view: pending[view.id])
-                else:
-                    at = next((i for i, view in enumerate(fleet) if view.id == handoff.source), -1)
-                    to = fleet[(at + 1) % len(fleet)]
-            elif seq.best_effort:
-                to = min(fleet, key=lambda view: pending[view.id])
+                at = next((i for i, view in enumerate(fleet) if view.id == handoff.source), -1)
+                to = fleet[(at + 1) % len(fleet)]
             else:
                 to = fleet[self._landed % len(fleet)]
                 self._landed += 1
             place[seq.id] = to.id
-            pending[to.id] += seq.pending
+            here[to.id] += 1
         return Dispatch(place, reject, demote)
