@@ -165,7 +165,7 @@ def test_the_fair_share_is_there_exactly_with_tenants() -> None:
 def test_settings_that_speak_of_a_tier_that_is_not_there(tmp_path: Path) -> None:
     path, override = tmp_path / "rubato.yaml", "policy={name: slos_serve, tier_values: {interactve: 4}}"
     path.write_text(YAML)
-    with pytest.raises(ConfigError, match="policy: its settings name 'interactve', .*did you mean 'interactive'"):
+    with pytest.raises(ConfigError, match=r"policy: its settings name 'interactve', .*did you mean 'interactive'"):
         build(load(path, [override]), VirtualClock())
     build(load(path, [override.replace("interactve", "interactive")]), VirtualClock())
 
