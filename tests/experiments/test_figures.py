@@ -246,7 +246,7 @@ def test_a_full_run_says_its_time_goes_on_and_leaves_nothing_behind(
         assert main(words) == 2
     assert kept.exists()
     assert main(words) == 0
-    assert "about 1 s of one core; if interrupted, the same command goes on" in capsys.readouterr().err
+    assert "about 0.4 s of one core; if interrupted, the same command goes on" in capsys.readouterr().err
     assert "3 of 3 jobs were in the file already" in json.loads(out.read_text())["notes"][0]
     assert not kept.exists()
 
