@@ -68,6 +68,7 @@ class Gateway:
         limits = made.scheduler.rubato.limits
         self.mirror = Mirror("r0", limits, affine.Model(), frozenset(), 0.0)
         self.events: list[Any] = []
+        self.handed_on: list[str] = []  # ids of those that would go on at another replica
         self.gaps = 0
 
     def hear(self) -> None:
@@ -86,6 +87,7 @@ class Gateway:
         self.mirror.take(report)
         self.events += [*report.events, *report.gave_up]
         for id, reason, at, cached in report.gave_up:
+            self.handed_on.append(id)
             if (request := self.mirror.moved(id, reason, at, cached)) is not None:
                 self.mirror.fold(HandedOff(at, id, request))
 
@@ -170,8 +172,9 @@ def test_what_gateways_fold_is_what_the_scheduler_shows_after_every_step(
         made.step()
         gateway.hear()
         assert not list(gateway.differences())
-    ends = [event.id for event in gateway.events if isinstance(event, Finished)]
+    ends = [*(event.id for event in gateway.events if isinstance(event, Finished)), *gateway.handed_on]
     assert len(ends) == len(set(ends)) == offered
+    assert all(id.startswith("chatcmpl-") for id in gateway.handed_on)  # others came by no gateway, and stay
     assert gateway.mirror.empty
     assert gateway.gaps == 0
     assert preempted > 0 or seed != 0
