@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments._executed_batches import Replica, executed
+from experiments._executed_batches import Replica, executed, jobs_of
 from rubato.measure.confidence import over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
@@ -35,8 +35,7 @@ SIZES = (0, 32, 64, 128, 256, 384, EDGE, 768, 1024, 1536, 2048)  # tokens, of th
 
 
 def jobs(small: bool) -> list[Job]:
-    seeds, count = (SEEDS[:1], FEW) if small else (SEEDS, COUNT)
-    return [Job(f"{name} seed={seed}", measured, (name, count, seed)) for name in POLICIES for seed in seeds]
+    return jobs_of(POLICIES, measured, SEEDS, COUNT, FEW, small)
 
 
 def measured(name: str, count: int, seed: int) -> dict[str, Any]:

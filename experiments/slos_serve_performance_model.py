@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments._executed_batches import Replica, executed
+from experiments._executed_batches import Replica, executed, jobs_of
 from rubato.latency.fit import blank, error_report
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
@@ -38,8 +38,7 @@ POINTS = 200  # of a replica that the picture has, of the first seed
 
 
 def jobs(small: bool) -> list[Job]:
-    seeds, count = (SEEDS[:1], FEW) if small else (SEEDS, COUNT)
-    return [Job(f"{name} seed={seed}", measured, (name, count, seed)) for name in REPLICAS for seed in seeds]
+    return jobs_of(REPLICAS, measured, SEEDS, COUNT, FEW, small)
 
 
 def measured(name: str, count: int, seed: int) -> dict[str, Any]:

@@ -62,9 +62,12 @@ class BatchOrder:
             return first.seconds, planned
         decodes = [s for s in self.seqs if s.pending == 1]
         roomy = sum(d.memory for d in self.demands) < DRAFT_FREELY_BELOW_KV_SHARE * self.view.kv_total
+        fastest = 0 if roomy else self.drafts.fastest(self.view, decodes)
+        if fastest <= planned:
+            return first.seconds, planned
         capacity = BatchCapacity(self.view, self.seqs, self.demands, self.margin, self.weight)
         need = sum(self.entries[s.id].tokens for s in decodes)
-        for depth in range(0 if roomy else self.drafts.fastest(self.view, decodes), planned, -1):
+        for depth in range(fastest, planned, -1):
             tokens = capacity.tokens(first.seconds, depth)
             if tokens >= need and self._spend(first.tokens - tokens):
                 return first.seconds, depth
@@ -88,8 +91,8 @@ class BatchOrder:
         for seq in order if drafted else ():
             there = drafted.get(seq.id, 0) if seq.pending == 1 else 0
             planned = min(there, entries[seq.id].verified - 1)
-            if more := there - planned:
-                planned += more if self._spend(more * self.weight) else 0
+            if there > planned and self._spend((there - planned) * self.weight):
+                planned = there
             if planned:
                 verified[seq.id] = planned
         return order, verified

@@ -179,5 +179,4 @@ class Drafts:
         if not seqs or not self.able:
             return 0
         chances = [[self.accepted.mean(s.request) ** depth for depth in range(1, self.most + 1)] for s in seqs]
-        kv = sum(s.length for s in seqs)
-        return depth_that_pays(view.latency, len(seqs), kv, chances, 1, 1, self.most)
+        return depth_that_pays(view.latency, len(seqs), sum(s.length for s in seqs), chances, 1, 1, self.most)
