@@ -70,13 +70,26 @@ def test_what_trees_offer_is_learned_by_class_and_depth_from_all_of_their_nodes(
     assert offered.chances(code, 2) == pytest.approx([PRIOR, PRIOR**2])
     offered.see(code, Tree((-1, -1, 0), (0.6, 0.2, 0.4)))
     offered.see(code, Tree((-1,), (0.4,)))
-    # 0.8 and 0.4 at depth 1, 0.4 at depth 2; deeper it falls as from 1 to 2
-    assert offered.chances(code, 4) == pytest.approx([0.6, 0.4, 0.4 * 2 / 3, 0.4 * 4 / 9])
-    assert offered.chances(code, 1) == pytest.approx([0.6])
+    # 0.8 and 0.4 at depth 1, 0.4 at depth 2, beside what is reckoned with before; deeper it falls as from 1 to 2
+    first, second = (WEIGHT * PRIOR + 0.8 + 0.4) / (WEIGHT + 2), (WEIGHT * PRIOR**2 + 0.4) / (WEIGHT + 1)
+    third = second**2 / first
+    assert offered.chances(code, 4) == pytest.approx([first, second, third, third * second / first])
+    assert offered.chances(code, 1) == pytest.approx([first])
     assert offered.chances(chat, 1) == [PRIOR]
+    offered.see(code, Tree((-1, 0, 1), (0.8, 0.8, 0.8)))
+    first, second = (first * (WEIGHT + 2) + 0.8) / (WEIGHT + 3), (second * (WEIGHT + 1) + 0.8) / (WEIGHT + 2)
+    assert offered.chances(code, 3) == pytest.approx([first, second, (WEIGHT * third + 0.8) / (WEIGHT + 1)])
     offered.see(chat, Tree((), ()))
-    offered.see(chat, Tree((-1,), (0.0,)))
-    assert offered.chances(chat, 3) == [0.0, 0.0, 0.0]
+    assert offered.chances(chat, 1) == [PRIOR]
+
+
+def test_one_unlucky_tree_says_little_and_many_say_it_all() -> None:
+    offered, one = Offered(), request("a")
+    offered.see(one, Tree((-1,), (0.0,)))
+    assert offered.chances(one, 1)[0] == pytest.approx(PRIOR * WEIGHT / (WEIGHT + 1))
+    for _ in range(1000):
+        offered.see(one, Tree((-1,), (0.0,)))
+    assert offered.chances(one, 1)[0] < 0.01
 
 
 def test_trees_of_long_ago_are_forgotten() -> None:

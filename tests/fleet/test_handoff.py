@@ -117,6 +117,15 @@ def test_one_that_waits_goes_without_kv_and_leaves_its_group() -> None:
     assert again.request.handoff == Handoff("r0", "offloaded", 0.6, hops=2)
 
 
+def test_a_servers_failures_are_counted_apart_from_what_schedulers_hand_on() -> None:
+    """A server's retries are bounded by the first, the replicas that may decline by the second."""
+    handoff, counts = None, []
+    for reason in ("declined", "declined", "failed", "declined", "failed"):
+        handoff = Handoff.after(handoff, "r0", reason, 0.5)
+        counts.append((handoff.hops, handoff.failures))
+    assert counts == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2)]
+
+
 def test_slots_of_what_moves_are_taken() -> None:
     r = replica(max_running=2)
     for id in "abc":

@@ -16,7 +16,7 @@ from rubato.core.events import Assigned, Event, Finished, HandedOff, Offered, Pl
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
-from rubato.core.request import SLO, Progress, Request, Sampling, Stage
+from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.call import Calls, CannotContinueError, name_of_try
@@ -241,7 +241,7 @@ def test_a_response_ends_whose_server_is_lost_between_its_last_token_and_its_las
 
 
 class MostFree:
-    """A router: each request to the replica with most KV free."""
+    """A router: each request to the replica with most KV free, and not the one that has just handed it off."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
@@ -249,8 +249,11 @@ class MostFree:
         pass
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        most = max(fleet, key=lambda view: view.kv_free)
-        return Dispatch({seq.id: most.id for seq in held})
+        def best(seq: SeqView) -> View:
+            source = seq.request.handoff.source if seq.request.handoff is not None else ""
+            return max(fleet, key=lambda view: (view.id != source, view.kv_free))
+
+        return Dispatch({seq.id: best(seq).id for seq in held})
 
 
 def used(share: str, more: str = "") -> str:
@@ -361,3 +364,19 @@ def test_metrics_that_do_not_come_hold_nothing_up() -> None:
         assert not cluster.hosts
 
     without_link([used("0.5")], scenario)
+
+
+def test_what_schedulers_handed_on_uses_up_none_of_the_retries_after_a_failure() -> None:
+    async def scenario(cluster: Cluster, calls: Calls, servers: list[StubServer]) -> None:
+        ends = list[Finished]()
+        cluster.listen(lambda event: ends.append(event) if isinstance(event, Finished) else None)
+        servers[0].broken = 500
+        request = replace(offered(1, 200.0, 1.0)[0], handoff=Handoff("elsewhere", "declined", 0.0, hops=9))
+        calls[request.id] = MemoryCall(request)
+        cluster.offer(replace(request, arrival=cluster.clock.now()))
+        while cluster.in_flight:
+            await cluster.clock.sleep_until(cluster.clock.now() + 0.1, ARRIVAL)
+        assert [end.outcome for end in ends] == ["completed"]
+        assert [len(server.bodies) for server in servers] == [1, 1]
+
+    without_link([used("0.1"), used("0.5")], scenario)

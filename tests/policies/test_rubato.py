@@ -290,10 +290,12 @@ def test_nodes_go_to_decodes_that_are_due_again_too_soon_then_to_the_likeliest()
 
 
 def test_an_entry_verifies_as_much_as_pays_and_brings_what_its_trees_promise() -> None:
-    """10 ms, 1 ms a token, 1 ms a draft step, two of which pay: of 0.9, 0.8, 0.3 and 0.1 the last does not."""
+    """10 ms, 1 ms a token, 1 ms a draft step, two of which pay once such trees are known: of 0.9, 0.8, 0.3 and 0.1 the
+    last does not."""
     running = [drafted("a", CHAIN, tpot=0.04, due=9.0)]
-    shown = drafting_view(running, latency=Drafting(per_draft=0.001))
-    entry = Drafts().entry(shown, [job(s) for s in running])
+    shown, drafts = drafting_view(running, latency=Drafting(per_draft=0.001)), Drafts()
+    for _ in range(200):
+        entry = drafts.entry(shown, [job(s) for s in running])
     assert (entry.draft, entry.nodes, entry.tokens) == ((2, 3), 3.0, pytest.approx(3.0))
     steps = DecodeSteps(shown, [job(s) for s in running], 0.0, 0.0, 1.0, entry)
     assert steps.full == pytest.approx(entry.seconds) == pytest.approx(0.016)

@@ -135,9 +135,9 @@ class Handoff:
     """Why a replica gave up a request that is to go on at another, at time `at`.
 
     reason: the scheduler's ("prefilled", "declined", "offloaded"), "recalled" by the router, or "failed" where a server
-    failed at it. cached: tokens whose KV
-    goes along, held by `source` until it has left; 0: the request alone moves, and is prefilled again. hops: how often
-    it has been handed off so far, this time included.
+    failed at it. cached: tokens whose KV goes along, held by `source` until it has left; 0: the request alone moves,
+    and is prefilled again. hops: how often it has been handed off so far, this time included; failures: how many of
+    these were because a server failed.
     """
 
     source: str
@@ -145,6 +145,13 @@ class Handoff:
     at: float
     cached: int = 0
     hops: int = 1
+    failures: int = 0
+
+    @classmethod
+    def after(cls, before: Handoff | None, source: str, reason: HandoffReason, at: float, cached: int = 0) -> Handoff:
+        """The next of a request that was handed off as `before` says, or (None) never."""
+        hops, failures = (before.hops, before.failures) if before is not None else (0, 0)
+        return cls(source, reason, at, cached, hops + 1, failures + (reason == "failed"))
 
 
 @dataclass(frozen=True, slots=True)

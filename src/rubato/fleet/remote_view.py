@@ -216,8 +216,7 @@ class Mirror:
         seq = self.known(id)
         if seq is None:
             return None
-        before = seq.request.handoff
-        handoff = Handoff(self.id, reason, at, cached, before.hops + 1 if before else 1)
+        handoff = Handoff.after(seq.request.handoff, self.id, reason, at, cached)
         return replace(self._with_progress(seq), group="", handoff=handoff)
 
     def known(self, id: str) -> Seq | None:

@@ -412,8 +412,8 @@ class ServerHost(ServerWatch, KVBetweenServers):
         e2e = request.stages[0].slo.e2e
         if e2e is not None and now > request.arrival + e2e:
             return "its deadline has passed"
-        if request.handoff.hops > retries:
-            return f"it was tried {retries + 1 if retries == 1 else retries} times"
+        if request.handoff.failures > retries:
+            return f"it was tried {request.handoff.failures} times"
         if call.begun:
             try:
                 call.sent(request.progress)

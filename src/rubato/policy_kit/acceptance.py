@@ -10,7 +10,7 @@ from rubato.core.interfaces import SeqView
 from rubato.core.plan import Tree
 from rubato.core.request import Request
 
-PRIOR, WEIGHT = 0.7, 10.0  # chance that a drafted token is right before any was tried, and how many tries that is worth
+PRIOR, WEIGHT = 0.7, 10.0  # chance that a drafted token is right before any was tried; tries, or trees, it is worth
 MEMORY = 2000.0  # tries of a class that are remembered
 TREES = 500.0  # trees of a class that are remembered
 
@@ -56,7 +56,8 @@ class Accepted:
 @dataclass
 class Offered:
     """By class and depth: the chance that one of a drafted tree's nodes there comes out, the sum of their path
-    probabilities. `TREES` trees of a class are remembered.
+    probabilities. What was reckoned with before the first tree so deep is worth `WEIGHT` trees: one unlucky tree must
+    not end drafting. `TREES` trees of a class are remembered.
 
     Learned from all that was drafted. Of the nodes that a policy verifies, because they are likely, more turn out right
     than the next tree's will: `Accepted` would promise too much of deep trees.
@@ -72,8 +73,9 @@ class Offered:
         sums = [0.0] * max(depths)
         for depth, path in zip(depths, tree.paths, strict=True):
             sums[depth - 1] += path
+        before = self.chances(request, len(sums))
         layers = self._layers.setdefault(class_of(request), [])
-        layers += [(0.0, 0.0)] * (len(sums) - len(layers))
+        layers += [(chance, WEIGHT) for chance in before[len(layers) :]]
         for i, chance in enumerate(sums):
             mean, trees = layers[i]
             layers[i] = mean + (chance - mean) / (trees + 1.0), min(TREES, trees + 1.0)

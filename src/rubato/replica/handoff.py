@@ -81,7 +81,6 @@ def hand_back(replica: ReplicaState, now: float) -> list[Event]:
 
 def hand_off(replica: ReplicaState, seq: Seq, reason: HandoffReason, now: float, *, with_kv: bool) -> Event:
     """It goes on at another replica."""
-    before = seq.request.handoff
     runs = seq.id in replica.running
     if not runs:
         cause: Cause = "preemption" if seq.started else "queue"
@@ -102,6 +101,6 @@ def hand_off(replica: ReplicaState, seq: Seq, reason: HandoffReason, now: float,
     output = seq.total_output
     if replica.output_ids is not None and seq.token_ids is not None:
         seq.token_ids += replica.output_ids(len(seq.token_ids), output)
-    handoff = Handoff(replica.id, reason, now, cached, before.hops + 1 if before else 1)
+    handoff = Handoff.after(seq.request.handoff, replica.id, reason, now, cached)
     progress = seq.progress(delays) if output > 0 or seq.demoted or delays else None
     return HandedOff(now, seq.id, replace(seq.request, group="", progress=progress, handoff=handoff))

@@ -30,7 +30,7 @@ Instance = tuple[list[Demand], list[Demand], AdmissionLimits]
 
 @given(instances(values=True))
 def test_the_set_of_the_greatest_value_is_admitted(instance: Instance) -> None:
-    """Where memory is scarce it is one that fits, chosen by what each takes for its value."""
+    """Where memory is scarce it is one that fits, worth no less than any that fits alone."""
     forced, new, limits = instance
     found, best = admit(forced, new, limits), brute_force(forced, new, limits)
     assert (found is None) == (best is None)
@@ -40,6 +40,8 @@ def test_the_set_of_the_greatest_value_is_admitted(instance: Instance) -> None:
         assert sum(d.memory for d in chosen) <= limits.memory
         assert len(chosen) <= limits.seats
         assert found.value == best or sum(d.memory for d in new) > limits.memory
+        alone = [brute_force(forced, [one], limits) for one in new if one.memory <= limits.memory]
+        assert found.value >= max([value for value in alone if value is not None], default=0.0)
         assert on_one_grid(found.grid, chosen) or not chosen
         assert token_by_token(found.grid, [*forced, *chosen])
 
@@ -69,6 +71,16 @@ def test_memory_is_for_those_that_take_least_of_it() -> None:
     found = admit([], new, AdmissionLimits(20.0, capacity, 8, 100))
     assert found is not None
     assert found.accepted == (1, 2, 3)
+
+
+def test_memory_is_for_one_that_is_worth_more_than_those_that_take_least_of_it() -> None:
+    gold, standard, vast = (Demand(*d) for d in (
+        ("g", 20.0, 2, 15.0, 10, 9.0), ("s", 20.0, 2, 15.0, 1, 1.0), ("v", 20.0, 2, 15.0, 11, 50.0)
+    ))  # fmt: skip
+    for new, taken in (((gold, standard), 9.0), ((gold, standard, vast), 9.0), ((standard, standard), 2.0)):
+        found = admit([], new, AdmissionLimits(20.0, capacity, 10, 100))
+        assert found is not None
+        assert found.value == taken
 
 
 def test_memory_is_counted_by_what_is_held_together() -> None:

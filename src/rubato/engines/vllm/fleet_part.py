@@ -132,8 +132,7 @@ class FleetPart:
             self.leaving[id] = seq
         if self._fair is not None:
             self._fair.finished(id, "cancelled", len(seq.times_of_stage()), now)
-        before = seq.request.handoff
-        moved = Handoff(NAME, reason, now, cached, before.hops + 1 if before else 1)
+        moved = Handoff.after(seq.request.handoff, NAME, reason, now, cached)
         self._to_observe(HandedOff(now, id, replace(seq.request, handoff=moved)))
         self._gateways.hand_off(seq, reason, now, cached)
 

@@ -16,7 +16,7 @@ bound with decodes as straight lines, never below their stairs, so that counts s
 The programme takes the new requests in order of deadline. A state is how many were accepted of each class, a TPOT with
 a value: counts give the value, and of two sets with the same counts the one with the larger prefill budget is as good
 for all that follows. Where memory does not hold the set, the one of it that takes most for its value is left out, and
-the programme runs again. Grids are tried one after the other.
+the programme runs again: there the set is not always the best. Grids are tried one after the other.
 """
 
 from __future__ import annotations
@@ -87,27 +87,32 @@ class Admitted(NamedTuple):
 
 
 def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Admitted | None:
-    """The best set of `new` to add to `forced`. None: not even the forced are in time on any of the grids.
-
-    Memory is counted by its forecast peak (§3.2.1 has the sum of what each holds at its end, which they never hold
-    together). Equal deadlines are decided in the order given.
+    """The set of `new` to add to `forced`, the best but where memory is short. None: not even the forced are in time on
+    any of the grids. Memory is counted by its forecast peak (§3.2.1 has the sum of what each holds at its end, which
+    they never hold together). Equal deadlines are decided in the order given.
     """
     assert all(d.due < inf for d in new), "every new request has a deadline, if one of ours"
     served, most, peak = rows(forced), sum(d.value for d in new), peak_kv(forced, limits.block)
     best: Admitted | None = None
+    least: list[Callable[[int], tuple[float, ...]]] = [lambda i: (new[i].memory / new[i].value,)]
+    if len({d.value for d in new}) > 1:  # then that may leave out one worth more than all others
+        least.append(lambda i: (peak.with_([new[i].memory], [new[i].left]) > limits.memory, -new[i].value))
     for grid in grids_to_try(forced, new, limits):
-        able = list(range(len(new)))
-        while True:
-            asked = rows([new[i] for i in able], in_order_given=True)
-            chosen = best_subset(np.array(grid), served, asked, limits.seats)
-            accepted = [able[i] for i in chosen or ()]
-            more = [new[i].memory for i in accepted], [new[i].left for i in accepted]
-            if not accepted or peak.with_(*more) <= limits.memory:
+        for worst in least:
+            able = list(range(len(new)))
+            while True:
+                asked = rows([new[i] for i in able], in_order_given=True)
+                chosen = best_subset(np.array(grid), served, asked, limits.seats)
+                accepted = [able[i] for i in chosen or ()]
+                more = [new[i].memory for i in accepted], [new[i].left for i in accepted]
+                if not accepted or peak.with_(*more) <= limits.memory:
+                    break
+                able.remove(max(accepted, key=worst))
+            value = sum(new[i].value for i in accepted)
+            if chosen is not None and (best is None or value > best.value + EPS):
+                best = Admitted(tuple(sorted(accepted)), grid, value)
+            if len(able) == len(new):
                 break
-            able.remove(max(accepted, key=lambda i: new[i].memory / new[i].value))
-        value = sum(new[i].value for i in accepted)
-        if chosen is not None and (best is None or value > best.value + EPS):
-            best = Admitted(tuple(sorted(accepted)), grid, value)
         if best is not None and best.value >= most - EPS:
             return best
     if best is None:

@@ -24,8 +24,7 @@ class BatchOrder:
     out of the last batches, and drafts beyond those planned.
 
     seqs: the admitted, and `demands` what they demand, one each. weight: what a token of prefill counts. entries: the
-    demands, with what is verified in each entry. skipped: ids of decodes that the last batches went without, the
-    longest wait first.
+    demands, with what is verified in each entry. skipped: ids of decodes that wait, the longest wait first.
     """
 
     view: View

@@ -14,13 +14,12 @@ from rubato.policies.slos_serve.demand import Demand, peak_kv
 class BatchCapacity:
     """Of batches with these requests; margin: steps take this share longer than the view's latency model says.
 
-    A roofline sees tokens only, and this is its time2bs. For a model that sees KV, contexts or sequences it is a lower
-    bound of a batch with all decodes: they hold as much KV as they ever will (`PeakKV`), and what else is in the batch
-    is one chunk on top of the longest context of a prompt, or of any that may draft. Where not all of them fit, batches
-    hold some in turn: their share of the KV, and the longest once more, for a batch is left when the next one does not
-    fit; in one batch alone (`beside`) they are the longest. weight: what a token of a chunk counts. The smaller of two
-    counts: of a batch of all decodes and a chunk, and of a chunk alone; step times being convex, whatever lies between
-    fits too. steps: draft steps at its end."""
+    A roofline sees tokens only, and this is its time2bs. For others it is a lower bound, of a batch with all decodes:
+    they hold as much KV as they ever will (`PeakKV`), and what else is in the batch is one chunk on top of the longest
+    context of a prompt, or of any that may draft. Where not all of them fit, batches hold some in turn: their share of
+    the KV, and the longest once more, for a batch is left when the next one does not fit; in one batch alone
+    (`beside`) they are the longest. weight: what a token of a chunk counts. The smaller of two counts: of a batch of
+    all decodes and a chunk, and of a chunk alone; step times are convex, so what lies between fits too."""
 
     def __init__(
         self, view: View, seqs: Iterable[SeqView], demands: Sequence[Demand], margin: float, weight: float = 1.0
@@ -37,7 +36,7 @@ class BatchCapacity:
         self._known: dict[tuple[float, int], int] = {}
 
     def seconds(self, tokens: int, steps: int = 0) -> float:
-        """That a batch of as many takes at most."""
+        """That a batch of as many takes at most, `steps` draft steps at its end."""
         decodes = min(tokens, self._decodes)
         shape = self._shape(decodes, steps)
         if tokens > decodes:
