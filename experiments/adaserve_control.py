@@ -5,6 +5,9 @@ that is drafted has this depth and width, whatever the load. Adaptive: as deep a
 equation 9 has it; and the paper's, equations 8 and 9 with the artifact's bounds and B at the model's knee. In all but
 the last, how many nodes are verified, whether trees are drafted at all, and overload goes by what pays. The paper's
 also without SLO-customised selection (needs 0).
+
+Beside it, how often needs change what is selected, and the chunk of prompts: 6.0 requests/s, 45 s, on seeds that chose
+nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import numpy as np
 
 from experiments import Found
 from experiments._adaserve_runs import JUDGE, KNEE, KNEE_NO_NEEDS, OURS, REAL, SEEDS, choice, offered, served
+from experiments._counting_adaserve import Scheduler as Counting
 from rubato.measure.confidence import over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
@@ -28,6 +32,9 @@ DEPTHS, WIDTHS = (1, 2, 4, 8), (1, 3)
 PLENTY = 1 << 14  # draft tokens of a step, so that every width fits
 EQUATIONS, ALIKE = "equations 8 and 9", "equations 8 and 9, needs 0"
 ADAPTIVE = (OURS, EQUATIONS, ALIKE)
+NUMBERS = ("changed", "steps", "moved", "nodes", "lacking", "entries")
+COUNTING = "experiments._counting_adaserve"
+CHUNK, CHUNKS, CHUNK_RATE, CHUNK_SEEDS = 256, (128, 256, 512, 1024), 6.0, (6, 7, 8, 9, 10, 11)
 
 
 def fixed(depth: int, width: int) -> str:
@@ -46,11 +53,20 @@ def policies(small: bool) -> dict[str, str]:
 
 def jobs(small: bool) -> list[Job]:
     rates, seeds, seconds = (RATES[:1], SEEDS[:1], 2.0) if small else (RATES, SEEDS, 30.0)
+    chunks, chunk_seeds, longer = (CHUNKS[1:3], CHUNK_SEEDS[:1], 2.0) if small else (CHUNKS, CHUNK_SEEDS, 45.0)
     return [
-        Job(f"{name} {rate} seed={seed}", measured, (name, policy, rate, seconds, seed))
-        for rate in rates
-        for seed in seeds
-        for name, policy in policies(small).items()
+        *(
+            Job(f"{name} {rate} seed={seed}", measured, (name, policy, rate, seconds, seed))
+            for rate in rates
+            for seed in seeds
+            for name, policy in policies(small).items()
+        ),
+        *(Job(f"needs {rate} seed={seed}", counted, (rate, seconds, seed)) for rate in rates for seed in seeds),
+        *(
+            Job(f"chunk {chunk} seed={seed}", of_chunk, (chunk, longer, seed))
+            for chunk in chunks
+            for seed in chunk_seeds
+        ),
     ]
 
 
@@ -58,6 +74,18 @@ def measured(name: str, policy: str, rate: float, seconds: float, seed: int) -> 
     run = served(MODEL, policy, offered(MODEL, rate, seconds, seed), REAL, seed).summary()
     kept = {"share": run["share"][JUDGE], "goodput": run["goodput"][JUDGE], "accepted": run["accepted"]}
     return {"name": name, "rate": rate, "seed": seed, **kept}
+
+
+def counted(rate: float, seconds: float, seed: int) -> dict[str, Any]:
+    """What needs change in the selection."""
+    Counting.counts.clear()
+    served(MODEL, COUNTING, offered(MODEL, rate, seconds, seed), REAL, seed)
+    return {"rate": rate, "seed": seed, "counts": dict(Counting.counts)}
+
+
+def of_chunk(chunk: int, seconds: float, seed: int) -> dict[str, Any]:
+    """Ours with so many prompt tokens a step."""
+    return measured("", f"adaserve:prefill_chunk={chunk}", CHUNK_RATE, seconds, seed) | {"chunk": chunk}
 
 
 def _by_rate(values: Sequence[Any], seed: int) -> dict[float, dict[str, float]]:
@@ -82,9 +110,21 @@ def _single(of: Mapping[float, Mapping[str, float]], name: str) -> float:
     return _behind(means, name)
 
 
+def controlled(values: Sequence[Any]) -> list[Any]:
+    """Without the runs of chunks, and of what needs change."""
+    return [v for v in values if "chunk" not in v and "counts" not in v]
+
+
+def chunk_shares(values: Sequence[Any]) -> dict[int, list[float]]:
+    """Chunk -> share attained, by seed."""
+    own = [v for v in values if "chunk" in v]
+    return {chunk: [v["share"] for v in own if v["chunk"] == chunk] for chunk in dict.fromkeys(v["chunk"] for v in own)}
+
+
 def found(values: Sequence[Any], small: bool) -> Found:
-    seeds = sorted({v["seed"] for v in values})
-    each = [_by_rate(values, seed) for seed in seeds]
+    own = controlled(values)
+    seeds = sorted({v["seed"] for v in own})
+    each = [_by_rate(own, seed) for seed in seeds]
     estimates = {}
     for name, word in ((OURS, "adaptive"), (EQUATIONS, "equations")):
         for rate in RATES:
@@ -97,10 +137,29 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates["equations-selection"] = over_seeds(
         [float(np.mean([100.0 * (shares[EQUATIONS] - shares[ALIKE]) for shares in of.values()])) for of in each]
     )
-    return Found(estimates, list(values), seeds, "mean", {"policies": policies(small)})
+    chunks = chunk_shares(values)
+    other = max((c for c in chunks if c != CHUNK), key=lambda c: float(np.mean(chunks[c])))
+    for name, less in (("chunk", other), ("chunk-artifact", CHUNKS[-1])):
+        pairs = zip(chunks[CHUNK], chunks.get(less, chunks[other]), strict=True)
+        estimates[name] = over_seeds([100.0 * (a - b) for a, b in pairs])
+    return Found(estimates, list(values), seeds, "mean", {"policies": policies(small), "chunk_seeds": CHUNK_SEEDS})
 
 
 def tables(data: Any) -> str:
+    parts = [_of_depths(controlled(data))]
+    rows = [["requests/s", "steps in which needs change the nodes, %", "nodes that are others, %",
+             "entries that need more than one token, %"]]  # fmt: skip
+    counts = [v for v in data if "counts" in v]
+    for rate in dict.fromkeys(v["rate"] for v in counts):
+        of = {name: sum(v["counts"].get(name, 0) for v in counts if v["rate"] == rate) for name in NUMBERS}
+        shares = [100.0 * of[part] / of[whole] for part, whole in (NUMBERS[:2], NUMBERS[2:4], NUMBERS[4:])]
+        rows.append([f"{rate:g}", *(f"{share:.2f}" for share in shares)])
+    rows_of_chunks = [["tokens of prompts a step", "in SLO"]]
+    rows_of_chunks += [[str(chunk), f"{np.mean(own):.3f}"] for chunk, own in chunk_shares(data).items()]
+    return "\n\n".join([*parts, markdown(rows), markdown(rows_of_chunks)])
+
+
+def _of_depths(data: Any) -> str:
     rates = list(dict.fromkeys(v["rate"] for v in data))
     rows = [["depth x width", *(f"{rate:g} requests/s" for rate in rates), "mean", "goodput", "accepted"]]
     mean: Callable[[Sequence[float]], float] = lambda own: float(np.mean(own))  # noqa: E731
@@ -117,6 +176,7 @@ def tables(data: Any) -> str:
 
 def draw(data: Any, axes: Any) -> None:
     """Share attained by rate, adaptive ones bold."""
+    data = controlled(data)
     rates = sorted({v["rate"] for v in data})
     for name in dict.fromkeys(v["name"] for v in data):
         own = [np.mean([v["share"] for v in data if (v["name"], v["rate"]) == (name, rate)]) for rate in rates]
