@@ -42,7 +42,7 @@ from rubato.planning.sweep import markdown
 from rubato.workloads import Workload, scenarios
 
 SOURCE = "AdaServe, §6.3, Fig. 13 and 14"
-SECONDS = 441.0
+SECONDS = 690.0
 
 SECONDS_OF_RUN, RATE = 360.0, 1445 / 360
 RATES = (RATE, 1.25 * RATE)

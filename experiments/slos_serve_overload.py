@@ -32,7 +32,7 @@ from rubato.workloads.request_kinds import Kind
 from rubato.workloads.scenarios import get
 
 SOURCE = "ours; soft admission as in SLOs-Serve, §3.2"
-SECONDS = 230.0
+SECONDS = 140.0
 
 PROFILE = "llama-3.1-8b-h200"
 SEEDS = 3

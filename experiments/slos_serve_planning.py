@@ -29,7 +29,7 @@ from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths, packag
 from rubato.simulation.simulate import gc_paused, simulate_events
 
 SOURCE = "SLOs-Serve, Fig. 15 and §6.4"
-SECONDS = 370.0
+SECONDS = 507.0
 ALONE = True
 
 PROFILE, POLICY = "llama-3.1-8b-h200", "experiments._timed_slos_serve"
