@@ -373,4 +373,5 @@ def draw(data: Sequence[Any], axes: Any) -> None:
             axes.bar(j + 0.14 * (i - 2.5), height, 0.13, color=f"C{i}", label="" if j else system)
     axes.set_xticks(range(len(CASES)), list(CASES), rotation=60, fontsize=7)
     axes.set_ylabel("capacity at 90 %, of the largest")
-    axes.legend(frameon=False, fontsize=7)
+    axes.set_ylim(0.0, 1.2)  # room for the legend
+    axes.legend(frameon=False, fontsize=7, ncols=3, loc="upper center")
