@@ -24,7 +24,7 @@ from rubato.planning.sweep import markdown
 from rubato.workloads import scenarios
 
 SOURCE = "ours, on SLOs-Serve, Fig. 9"
-SECONDS = 390.0
+SECONDS = 550.0
 
 HOSTS = (0.5, 1.5)
 STEP = Shape(1, 1, 100)
