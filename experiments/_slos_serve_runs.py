@@ -22,6 +22,7 @@ from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths, packag
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload, scenarios, traces
 from rubato.workloads.arrivals import Process
+from rubato.workloads.scenarios import CODE_STAND_IN
 
 ALPHA = 0.7  # how often a drafted token is right: the paper does not print it (ours)
 OPT = ("chatbot", "coder", "summarizer", "mixed")  # scenarios whose model has a drafter
@@ -89,6 +90,11 @@ def with_outputs(load: Workload, change: Callable[[int], int]) -> Workload:
 PATTERNS = {  # Table 2; Mixed's is ours
     "chatbot": "conv", "summarizer": "conv", "reasoning": "conv", "mixed": "conv", "coder": "code", "toolllm": "code",
 }  # fmt: skip
+
+
+def stand_in(scenario: str) -> Process | None:
+    """Arrivals as uneven as Azure's; None where the scenario's own are (figure `slos-serve-arrivals`)."""
+    return CODE_STAND_IN if PATTERNS[scenario] == "code" else None
 
 
 def trace_files(path: str | Path) -> dict[str, Path]:

@@ -24,7 +24,6 @@ from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload, scenarios
-from rubato.workloads.scenarios import CODE_STAND_IN
 
 SOURCE = "SLOs-Serve, Fig. 14 and §6.3"
 SECONDS = 2741.0
@@ -82,8 +81,7 @@ def search(scenario: str, step: str, seed: int, scale: Scale) -> dict[str, Any]:
 
 
 def _load(scenario: str, seed: int, scale: Scale) -> Workload:
-    arrivals = CODE_STAND_IN if runs.PATTERNS[scenario] == "code" else None
-    return runs.load(scenario, seed, scale, count=COUNTS[scenario] * REPLICAS, arrivals=arrivals)
+    return runs.load(scenario, seed, scale, count=COUNTS[scenario] * REPLICAS, arrivals=runs.stand_in(scenario))
 
 
 @dataclass(frozen=True)

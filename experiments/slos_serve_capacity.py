@@ -26,8 +26,6 @@ from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import LONG
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
-from rubato.workloads.arrivals import Process
-from rubato.workloads.scenarios import CODE_STAND_IN
 
 SOURCE = "SLOs-Serve, Fig. 1, Fig. 9 and §6.1"
 SECONDS = 7450.0
@@ -180,16 +178,10 @@ def search_of(case: str, system: str, seed: int, scale: Scale, trace: str = "") 
     own = CASES[case]
     machine = hardware(own.scenario, scale, own.profile)
     count = own.tuning if seed == TUNING and own.tuning else own.count
-    made = runs.load(own.scenario, seed, scale, own.profile, count, arrivals_of(own.scenario, seed, trace))
+    arrivals = runs.replayed(trace, seed) if trace else runs.stand_in(own.scenario)
+    made = runs.load(own.scenario, seed, scale, own.profile, count, arrivals)
     search = CapacitySearch(made, machine, seed, own.replicas, of_name(system).drafts)
     return search, runs.fluid_rate(made, machine)
-
-
-def arrivals_of(scenario: str, seed: int, trace: str) -> Process | None:
-    """None: the scenario's."""
-    if trace:
-        return runs.replayed(trace, seed)
-    return CODE_STAND_IN if runs.PATTERNS[scenario] == "code" else None
 
 
 def tuned(case: str, system: str, scale: Scale, targets: Sequence[str] = ()) -> dict[str, Any]:

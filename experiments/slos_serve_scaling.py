@@ -27,7 +27,6 @@ from rubato.planning.jobs import Job
 from rubato.simulation.run_spec import RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload
-from rubato.workloads.scenarios import CODE_STAND_IN
 
 SOURCE = "SLOs-Serve, Fig. 13 and §6.2"
 SECONDS = 900.0
@@ -85,8 +84,7 @@ def search(case: str, system: str, replicas: int, seed: int, scale: Scale) -> di
 
 def _load(case: str, replicas: int, seed: int, scale: Scale) -> Workload:
     own = CASES[case]
-    arrivals = CODE_STAND_IN if runs.PATTERNS[case] == "code" else None
-    return runs.load(case, seed, scale, own.profile, own.count * (replicas if own.each else 1), arrivals)
+    return runs.load(case, seed, scale, own.profile, own.count * (replicas if own.each else 1), runs.stand_in(case))
 
 
 def same(case: str, scale: Scale) -> dict[str, Any]:
