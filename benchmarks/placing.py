@@ -32,7 +32,7 @@ from rubato.simulation.run_spec import RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate_requests
 
 ROUTERS = "least_loaded,minimal,round_robin"
-PROFILE, POLICY, BUDGET = "llama-3.1-8b-h200", "sarathi", {"budget": 2048}
+PROFILE, POLICY, BUDGET = "llama-3.1-8b-h200@vllm-2024", "sarathi", {"budget": 2048}
 LONGEST_IN, LONGEST_OUT = 8192, 2048  # tokens, uniform from 1
 PROMISE = SLO(ttft=1.0, tpot=0.05)
 REPLICA_RATE = 1.25  # requests/s of a replica: 20 sequences at a time, of about 12 s each

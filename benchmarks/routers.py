@@ -28,7 +28,7 @@ from rubato.workloads.workload import HASH_BLOCK, Arrival, Workload
 
 PLAIN = ("least_loaded", "power_of_two", "round_robin", "lmetric")
 ROUTERS = [router + setting for router in PLAIN for setting in ("", ":prefix_affinity=true")]
-PROFILE, REPLICAS, SYSTEM_PROMPTS = "llama-3.1-8b-a100", 8, 100
+PROFILE, REPLICAS, SYSTEM_PROMPTS = "llama-3.1-8b-a100@vllm-2024", 8, 100
 PROMISE = SLO(ttft=0.5, tpot=0.05)
 
 

@@ -35,7 +35,7 @@ SOURCE = "ours"
 SECONDS = 62.0
 ALONE = True
 
-PROFILE = "llama-3.1-8b-h200"
+PROFILE = "llama-3.1-8b-h200@vllm-2024"
 SITUATIONS = ("kept", "late", "kv", "refuse")
 COUNTS, SMALL = (100, 1000, 2000, 5000), (50, 200)
 SLOPE_FROM = 1000

@@ -137,7 +137,7 @@ def on_few(case: str, seed: int, duration: float, tolerance: float) -> dict[str,
 
 @lru_cache
 def large() -> Hardware:
-    return packaged_hardware("llama-3.1-70b-4xa100", max_model_len=LONGEST_PROMPT + 2048)
+    return packaged_hardware("llama-3.1-70b-4xa100@vllm-2024", max_model_len=LONGEST_PROMPT + 2048)
 
 
 class LongPrompts(RateSearch):

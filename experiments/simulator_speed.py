@@ -43,7 +43,7 @@ SOURCE = "ours; bars from prototypes, 14,000 to 35,000 requests/s counting and 5
 SECONDS = 430.0
 ALONE = True
 
-PROFILE = "llama-3.1-8b-h200"
+PROFILE = "llama-3.1-8b-h200@vllm-2024"
 LONGEST_IN, LONGEST_OUT = 8192, 2048
 PROMISE = SLO(ttft=1.0, tpot=0.05)
 LOAD, ATTAINED = 0.8, 0.9

@@ -22,7 +22,7 @@ from rubato.planning.sweep import markdown
 SOURCE = "SLOs-Serve, Fig. 10(a) and §6.1"
 SECONDS = 26.0
 
-PROFILE, SCENARIO, RATE = "opt-6.7b-a100-40g", "summarizer", 3.0
+PROFILE, SCENARIO, RATE = "opt-6.7b-a100-40g@vllm-2024", "summarizer", 3.0
 EDGE = 512  # tokens
 POLICIES = {  # and whether the engine drafts
     "slos-serve": ("slos_serve", True),

@@ -23,8 +23,8 @@ SOURCE = "SLOs-Serve, Fig. 2 and §2.2"
 SECONDS = 10.0
 
 REPLICAS = {
-    "opt-7b-a100": Replica("opt-6.7b-a100-40g", "mixed", 3.0),
-    "opt-13b-h100": Replica("opt-13b-h100", "mixed", 5.0),
+    "opt-7b-a100": Replica("opt-6.7b-a100-40g@vllm-2024", "mixed", 3.0),
+    "opt-13b-h100": Replica("opt-13b-h100@vllm-2024", "mixed", 5.0),
 }
 POLICY = "slos_serve"
 SEEDS, COUNT, FEW = (1, 2, 3), 300, 20

@@ -48,7 +48,7 @@ class Case:
     tuning: int = 0
 
 
-OPT_7B, OPT_30B = "opt-6.7b-a100-40g", "opt-30b-4xa100-40g"
+OPT_7B, OPT_30B = "opt-6.7b-a100-40g@vllm-2024", "opt-30b-4xa100-40g@vllm-2024"
 LONGEST = "reasoning"
 CASES = {
     LONGEST: Case("reasoning", 1600, tuning=400),  # first: it takes as long as several others

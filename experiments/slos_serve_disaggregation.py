@@ -28,7 +28,7 @@ from rubato.workloads.lengths import mean, of
 SOURCE = "SLOs-Serve, Fig. 4, §2.3 and Appendix A"
 SECONDS = 140.0
 
-PROFILE = "opt-13b-h100"
+PROFILE = "opt-13b-h100@vllm-2024"
 RATIOS = ((1, 1), (2, 1), (1, 2))  # prefill and decode devices
 SCENARIOS = ("chatbot", "coder", "summarizer")
 SEEDS, COUNT, FEW = (1, 2, 3), 1500, 30

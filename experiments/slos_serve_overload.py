@@ -34,7 +34,7 @@ from rubato.workloads.scenarios import get
 SOURCE = "ours; soft admission as in SLOs-Serve, §3.2"
 SECONDS = 140.0
 
-PROFILE = "llama-3.1-8b-h200"
+PROFILE = "llama-3.1-8b-h200@vllm-2024"
 SEEDS = 3
 RATES = {"gold": 13.0, "low": 37.0, "batch": 1.0}  # requests/s while it lasts
 SLOS = {"gold": SLO(1.0, 0.03), "low": SLO(3.0, 0.06), "batch": SLO()}

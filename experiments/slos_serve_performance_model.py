@@ -24,12 +24,12 @@ SOURCE = "SLOs-Serve, Fig. 10(b), §3.1.1 and §6.5"
 SECONDS = 45.0
 
 REPLICAS = {
-    "opt-7b": Replica("opt-6.7b-a100-40g", "mixed", 3.0),
-    "opt-7b-drafts": Replica("opt-6.7b-a100-40g", "mixed", 3.0, drafts=True),
-    "opt-13b-tp2": Replica("opt-13b-2xa100-40g", "mixed", 3.2),
-    "opt-30b-tp4": Replica("opt-30b-4xa100-40g", "mixed", 3.0),
-    "opt-13b-h100": Replica("opt-13b-h100", "mixed", 5.0),
-    "toolllama-7b": Replica("llama-2-7b-a100-40g", "toolllm", 0.18),
+    "opt-7b": Replica("opt-6.7b-a100-40g@vllm-2024", "mixed", 3.0),
+    "opt-7b-drafts": Replica("opt-6.7b-a100-40g@vllm-2024", "mixed", 3.0, drafts=True),
+    "opt-13b-tp2": Replica("opt-13b-2xa100-40g@vllm-2024", "mixed", 3.2),
+    "opt-30b-tp4": Replica("opt-30b-4xa100-40g@vllm-2024", "mixed", 3.0),
+    "opt-13b-h100": Replica("opt-13b-h100@vllm-2024", "mixed", 5.0),
+    "toolllama-7b": Replica("llama-2-7b-a100-40g@vllm-2024", "toolllm", 0.18),
 }
 POLICY, NOISE = "slos_serve", 0.05
 MODELS = ("roofline", "affine")

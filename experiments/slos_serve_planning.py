@@ -32,7 +32,7 @@ SOURCE = "SLOs-Serve, Fig. 15 and §6.4"
 SECONDS = 507.0
 ALONE = True
 
-PROFILE, POLICY = "llama-3.1-8b-h200", "experiments._timed_slos_serve"
+PROFILE, POLICY = "llama-3.1-8b-h200@vllm-2024", "experiments._timed_slos_serve"
 RUNNING, NEW = (10, 100, 500), (1, 10, 50)
 TPOTS = {1: (0.1,), 3: (0.05, 0.1, 0.2)}  # seconds, by how many tiers there are
 SLOWDOWN = 5.0  # TTFT of a burst's, of the prefill alone

@@ -47,11 +47,11 @@ class Case:
     start: float
 
 
-OPT = "opt-6.7b-a100-40g"
+OPT = "opt-6.7b-a100-40g@vllm-2024"
 CASES = {
     "chatbot": Case(OPT, 500, True, 3.0),
     "coder": Case(OPT, 1200, False, 1.5),
-    "toolllm": Case("llama-2-7b-a100-40g", 600, False, 0.15),
+    "toolllm": Case("llama-2-7b-a100-40g@vllm-2024", 600, False, 0.15),
 }
 
 

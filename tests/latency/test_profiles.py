@@ -11,6 +11,7 @@ from rubato.core.plan import Limits, Shape
 from rubato.latency import profiles
 from rubato.latency.components import Model
 from rubato.latency.profiles import kernel_profiles
+from rubato.simulation.run_spec import packaged_hardware
 from tools.packaged_profiles import PACKAGED
 
 WANTED = {
@@ -87,6 +88,27 @@ def test_host_and_factors_can_be_set() -> None:
     drafter = profiles.load("opt-125m-a100-40g")
     assert drafter.host_term is not None
     assert drafter.host_term.host == 0.0
+
+
+def test_a_host_term_of_a_profile_is_named_behind_it(tmp_path: Path) -> None:
+    drafters = {kernel_profiles.name_of(model, "a100", 1) for model in ("llama-3.2-1b", "qwen2.5-0.5b")}
+    for name in {kernel_profiles.name_of(*which) for which in PACKAGED} - drafters - {"opt-125m-a100-40g"}:
+        named, zero = profiles.load(f"{name}@vllm-2024"), profiles.load(name, host=0.0, host_per_seq=0.0)
+        assert named.name == f"{name}@vllm-2024"
+        shape = decodes(10, 500)
+        assert isinstance(model := named.model(), Model)
+        assert (model.host, model.host_per_seq) == (4.4e-3, 5.8e-5)
+        assert model.step_time(shape) - zero.model().step_time(shape) == pytest.approx(4.4e-3 + 10 * 5.8e-5, rel=0.05)
+    own = tmp_path / "mine@home.json"
+    own.write_bytes(orjson.dumps(profiles.load("opt-13b-a100").to_json()))
+    assert profiles.load(f"{own}@vllm-2024").host_term == profiles.load("opt-13b-a100@vllm-2024").host_term
+    assert packaged_hardware("opt-13b-a100@vllm-2024").name == "opt-13b-a100@vllm-2024"
+    with pytest.raises(ValueError, match=r"profile 'opt-13b-a100' has no host term 'vllm-2042': it has .*vllm-2024"):
+        profiles.load("opt-13b-a100@vllm-2042")
+    with pytest.raises(ValueError, match="profile 'opt-13b-a100' has no host term ''"):
+        profiles.load("opt-13b-a100@")
+    with pytest.raises(ValueError, match="profile 'opt-125m-a100-40g' has no host term 'vllm-2024': it has none"):
+        profiles.load("opt-125m-a100-40g@vllm-2024")
 
 
 def test_limits_follow_the_kv() -> None:

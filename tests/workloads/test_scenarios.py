@@ -140,7 +140,7 @@ def test_adaserve_categories():
     assert [shares[app] / DRAWS for app in ("code", "chat", "summary")] == pytest.approx([0.6, 0.2, 0.2], abs=0.015)
     assert {a.output_tokens for a in load.arrivals} == {256}
     assert load.tiers == {"code": SLO(tpot=1.2 * 0.03), "chat": SLO(tpot=0.05), "summary": SLO(tpot=0.15)}
-    assert load.profile == "llama-3.1-70b-4xa100"
+    assert load.profile == "llama-3.1-70b-4xa100@vllm-2024"
 
 
 @pytest.mark.parametrize("period", [0, 1])

@@ -17,7 +17,10 @@ from rubato.measure import goodput
 from rubato.simulation.simulate import simulate
 
 # Beyond what either policy holds.
-DIFFER = "rubato simulate --profile opt-13b-2xa100-40g --scenario slos-serve-mixed --rate 6 --duration 60 --policy edf"
+DIFFER = (
+    "rubato simulate --profile opt-13b-2xa100-40g@vllm-2024 --scenario slos-serve-mixed --rate 6 --duration 60 "
+    "--policy edf"
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:

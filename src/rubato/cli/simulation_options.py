@@ -30,7 +30,9 @@ from rubato.workloads.workload import check_rate
 def replica(parser: argparse.ArgumentParser) -> None:
     """Options that say what a replica is, beside those of its configuration."""
     options = parser.add_argument_group("a replica")
-    options.add_argument("--profile", help="packaged hardware profile, or FILE.json: step times, KV capacity, GPUs")
+    options.add_argument(
+        "--profile", help="hardware profile, NAME, FILE.json or NAME@HOST_TERM: step times, KV capacity, GPUs"
+    )
     options.add_argument("--max-num-seqs", type=int, help="sequences in a batch")
     options.add_argument("--max-num-batched-tokens", type=int, help="tokens in a batch")
     options.add_argument("--kv-tokens", type=int, help="KV capacity in tokens")

@@ -167,7 +167,8 @@ def _drafter_named(asked: object) -> tuple[str | None, dict[str, Any]]:
 
 
 def _is_profile(name: str) -> bool:
-    return name in profiles.names() or name.endswith(".json")
+    profile, _ = profiles.named(name)
+    return profile in profiles.names() or profile.endswith(".json")
 
 
 def _is_simulated(config: Config) -> bool:

@@ -26,7 +26,8 @@ from rubato.workloads.workload import Workload, check_rate
 class Scenario:
     """kinds: the mix it begins with. changes: what it becomes later, from the expected requests and seconds of the run.
 
-    profile: the hardware profile of the paper's model, "" where it has several. about: one line, with its source.
+    profile: the hardware profile of the paper's model, "" where it has several; its host term is that of vLLM in 2024,
+    when the papers measured. about: one line, with its source.
     """
 
     about: str
@@ -51,7 +52,7 @@ CODE_STAND_IN = Bursts(3.0, 150.0, spread=1.0, hold=20.0, together=1.4, apart=0.
 
 
 def _slos_serve() -> dict[str, Scenario]:
-    opt, context = "opt-13b-2xa100-40g", 2048
+    opt, context = "opt-13b-2xa100-40g@vllm-2024", 2048
     chat = Kind("chat", LOOSE_TPOT, log_normal(763, 424, 1591), log_normal(266, 160, 619), ttft_slowdown=LOOSE)
     code = Kind("code", TIGHT_TPOT, log_normal(847, 617, 2010), log_normal(26, 47, 232), ttft_slowdown=LOOSE)
     report = Kind("summary", LOOSE_TPOT, log_normal(1333, 444, 1946), log_normal(202, 234, 1508), ttft_slowdown=TIGHT)
@@ -77,11 +78,11 @@ def _slos_serve() -> dict[str, Scenario]:
         },
         "slos-serve-toolllm": Scenario(
             "SLOs-Serve ToolLLM: rounds at TTFT 3x, TPOT 50 ms, the last at 100 ms",
-            (tools,), CODE_ARRIVALS, "llama-2-7b-a100-40g",
+            (tools,), CODE_ARRIVALS, "llama-2-7b-a100-40g@vllm-2024",
         ),
         "slos-serve-reasoning": Scenario(
             "SLOs-Serve Reasoning: TTFT 3x, thinking at 50 ms, response at 100 ms",
-            (reasoning,), CHAT_ARRIVALS, "qwen2.5-1.5b-a100-40g",
+            (reasoning,), CHAT_ARRIVALS, "qwen2.5-1.5b-a100-40g@vllm-2024",
         ),
     }  # fmt: skip
 
@@ -92,7 +93,7 @@ TTFTS = (0.3, 0.5, 1.0)
 TPOTS = (0.02, 0.03, 0.05, 0.1)
 SHARES = (0.1, 0.2, 0.3, 0.4)
 QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
-H200 = "llama-3.1-8b-h200"
+H200 = "llama-3.1-8b-h200@vllm-2024"
 TABLE: Mapping[str, tuple[Lengths, Lengths]] = {
     "uniform-4096-1024": (Uniform(1, 8192), Uniform(1, 2048)),
     "uniform-512-512": (Uniform(1, 1024), Uniform(1, 1024)),
@@ -143,8 +144,8 @@ def _polyserve() -> dict[str, Scenario]:
 # --------------------------------------------------------------------------- AdaServe (paper §6, Table 2)
 
 MODELS = {  # profile, and unloaded seconds per token as the authors' artifact has them
-    "llama70b": ("llama-3.1-70b-4xa100", 0.030),
-    "qwen32b": ("qwen2.5-32b-2xa100", 0.028),
+    "llama70b": ("llama-3.1-70b-4xa100@vllm-2024", 0.030),
+    "qwen32b": ("qwen2.5-32b-2xa100@vllm-2024", 0.028),
 }
 
 
@@ -209,14 +210,14 @@ def _ascendra() -> dict[str, Scenario]:
         ("ShareGPT4", "chat", SHAREGPT4, (1.0, 1.0, 1.5)),
         ("LongBench", "summary", longbench, (2.5, 2.5, 3.0)),
     ):
-        for profile, ttft in zip(("mistral-7b-a100", "llama-3.1-8b-a100", "qwen-14b-a100"), ttfts, strict=True):
+        for model, ttft in zip(("mistral-7b", "llama-3.1-8b", "qwen-14b"), ttfts, strict=True):
             kind, context = Kind(app, SLO(ttft=ttft, tpot=0.15), *lengths), None
-            if profile == "qwen-14b-a100":
+            if model == "qwen-14b":
                 context = QWEN_14B_CONTEXT
                 kind = within(replace(kind, prompt=replace(lengths[0], most=context - SHORTEST_ANSWER)), context)
             about = f"Ascendra: {data} (lengths assumed), TTFT {ttft:g} s, TBT 150 ms"
-            name = f"ascendra-{data.lower()}-{profile.partition('-')[0]}"
-            made[name] = Scenario(about, (kind,), Poisson(), profile, max_model_len=context)
+            name = f"ascendra-{data.lower()}-{model.partition('-')[0]}"
+            made[name] = Scenario(about, (kind,), Poisson(), f"{model}-a100@vllm-2024", max_model_len=context)
     return made
 
 

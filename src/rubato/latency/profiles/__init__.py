@@ -2,7 +2,8 @@
 
 The packaged ones are kernel tables of NVIDIA's aiconfigurator, put together by `rubato.latency.components`, but for
 `qwen2.5-7b-2xv100` (the SA paper's coefficients) and `smollm2-135m-cpu` (measured on our engine). `rubato profile`
-makes more.
+makes more. `NAME@vllm-2024` is a profile with another of the host terms that it holds, the time of a step outside the
+device in another engine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from rubato.core.did_you_mean import nearest
 from rubato.latency.profiles.profile import Factor, Host, Profile, parsed, positive, read
 
-__all__ = ["POLYSERVE_HOST", "Factor", "Host", "Profile", "load", "names"]
+__all__ = ["POLYSERVE_HOST", "Factor", "Host", "Profile", "load", "named", "names"]
 
 _DATA = resources.files("rubato.latency.profiles") / "data"
 POLYSERVE_HOST = 10.2e-3  # seconds a step: the paper's 15 ms at batch 1 less the 4.8 ms that the kernels sum to
@@ -23,6 +24,14 @@ POLYSERVE_HOST = 10.2e-3  # seconds a step: the paper's 15 ms at batch 1 less th
 def names() -> list[str]:
     """Of the packaged profiles."""
     return sorted(entry.name.removesuffix(".json") for entry in _DATA.iterdir() if entry.name.endswith(".json"))
+
+
+def named(name: str) -> tuple[str, str]:
+    """A profile's name, or the path of its file, and after `@` the name of a host term of it ("" = its own)."""
+    if name.endswith(".json") or "@" not in name:
+        return name, ""
+    profile, _, term = name.rpartition("@")
+    return profile, term
 
 
 def load(
@@ -34,20 +43,24 @@ def load(
     kv_tokens: int | None = None,
     **factors: float,
 ) -> Profile:
-    """A packaged profile by name, or one of your own by the path of its file (it ends in .json).
+    """A packaged profile by name, or one of your own by the path of its file (it ends in .json); with `@HOST_TERM`
+    behind either, that of the host terms it holds.
 
     host, host_per_seq: seconds of every step and of each sequence in it, instead of the profile's; host_scale: times
     both (0.5 and 1.5 say how much a result hangs on them). kv_tokens: instead of the profile's. factors: by name, such
-    as prefill_gemm=1.0, instead of the profile's. Raises ValueError for an unknown name or factor, a host term or a
-    factor for a profile of whole steps, and a profile without KV capacity.
+    as prefill_gemm=1.0, instead of the profile's. Raises ValueError for an unknown name, host term or factor, a host
+    setting or a factor for a profile of whole steps, and a profile without KV capacity.
     """
-    path = Path(name) if name.endswith(".json") else Path(str(_DATA / f"{name}.json"))
-    if not name.endswith(".json") and name not in names():
-        raise ValueError(f"no profile {name!r}{nearest(name, names())}")
+    base, host_name = named(name)
+    path = Path(base) if base.endswith(".json") else Path(str(_DATA / f"{base}.json"))
+    if not base.endswith(".json") and base not in names():
+        raise ValueError(f"no profile {base!r}{nearest(base, names())}")
     data = read(path)
     if kv_tokens is not None:
         data["kv_tokens"] = kv_tokens
     profile = parsed(data, f"profile {name!r}")
+    if base != name:
+        profile = profile.with_host(host_name)
     for factor in factors:
         if factor not in profile.factors:
             raise ValueError(f"profile {name!r} has no factor {factor!r}{nearest(factor, profile.factors)}")
@@ -59,10 +72,10 @@ def load(
         return profile
     given = host is not None or host_per_seq is not None
     scale = positive("host_scale", host_scale)
-    base = positive("host", term.host if host is None else host)
+    step = positive("host", term.host if host is None else host)
     per = positive("host_per_seq", term.host_per_seq if host_per_seq is None else host_per_seq)
     return replace(
         profile,
-        host_term=Host(scale * base, scale * per, "given" if given else term.source),
+        host_term=Host(scale * step, scale * per, "given" if given else term.source),
         factors={**profile.factors, **own},
     )

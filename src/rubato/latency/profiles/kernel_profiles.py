@@ -46,6 +46,7 @@ VLLM_2024 = (
     "vLLM (2024) with OPT-13B on one A100: what its steps took beyond their kernels, 4.4 ms + 0.058 ms a sequence"
 )
 VLLM_HOST = Host(4.4e-3, 5.8e-5, VLLM_2024)
+HOST_TERMS: Mapping[str, Host] = {"vllm-2024": VLLM_HOST}  # of every profile but drafters', after `@` in its name
 DRAFT_HOST = Host(0.0, 0.0, "none: a drafter runs within its target's step, whose profile has the host's time")
 VIDUR = "Vidur's A100 measurements of the same kernels beside these tables"
 A100_FACTORS: Mapping[str, Factor] = {
@@ -105,6 +106,7 @@ def composed(name: str, model: Known, gpu: str, gpus: int, host: Host = VLLM_HOS
         factors=_factors(gpu),
         provenance=provenance,
         dims=model.dims,
+        host_terms={} if host is DRAFT_HOST else HOST_TERMS,
     )
 
 

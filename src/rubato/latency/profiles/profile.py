@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ class Factor:
 class Profile:
     """gpus: over which one replica is split (TP). kv_tokens: KV that fits beside the weights. max_model_len: of one
     sequence. data: a latency model's `to_dict`, or kernel tables; those have a host term and factors beside them, while
-    whole steps (host_term None) have the host's time in them. dims: of the model, where they are known."""
+    whole steps (host_term None) have the host's time in them. dims: of the model, where they are known. host_terms: by
+    name, host terms that may stand in the place of host_term (`load("NAME@vllm-2024")`)."""
 
     name: str
     about: str
@@ -54,6 +55,14 @@ class Profile:
     factors: Mapping[str, Factor]
     provenance: str
     dims: Dims | None = None
+    host_terms: Mapping[str, Host] = field(default_factory=dict)
+
+    def with_host(self, term: str) -> Profile:
+        """With the host term of that name, which its own name then says. Raises ValueError for one that is not here."""
+        if term not in self.host_terms:
+            known = f"has {', '.join(sorted(self.host_terms))}" if self.host_terms else "has none to choose from"
+            raise ValueError(f"profile {self.name!r} has no host term {term!r}: it {known}")
+        return replace(self, name=f"{self.name}@{term}", host_term=self.host_terms[term])
 
     def model(self) -> LatencyModel:
         """A latency model of one's own: what one replica learns no other sees. Kernel tables are shared, they are large
@@ -110,10 +119,15 @@ def parsed(data: Mapping[str, Any], where: str) -> Profile:
     try:
         host, dims = fields.pop("host_term"), fields.pop("dims")
         factors = {name: Factor(**factor) for name, factor in fields.pop("factors").items()}
+        hosts = {name: Host(**term) for name, term in fields.pop("host_terms", {}).items()}
         return Profile(
-            **fields, factors=factors, host_term=Host(**host) if host else None, dims=Dims(**dims) if dims else None
+            **fields,
+            factors=factors,
+            host_term=Host(**host) if host else None,
+            dims=Dims(**dims) if dims else None,
+            host_terms=hosts,
         )
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{where} is not a whole profile ({error})") from error
 
 
