@@ -11,7 +11,8 @@ for the page below its claims. `jobs` (and `then`) may take `trace` as well, the
 `policy`, one more system to run beside those in it (`mine.py:setting=value`), under the same requests, seeds and judge;
 no claim reads its numbers. `claims.yaml` names each figure's claims and what they are held against; a figure gives one
 estimate for each, no more and no fewer. Adding a figure is one module and its claims; modules without claims of their
-own help the others. `SECONDS` are the CPU seconds of the recorded run, rounded.
+own help the others. `SECONDS` are the CPU seconds of the recorded run, rounded. A run's commit, command and the code of its
+policies stand in its JSON (`provenance`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, Literal, Protocol, cast
 
 import yaml
 
+from experiments import provenance
 from rubato.core.did_you_mean import nearest
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate
@@ -145,14 +147,15 @@ def run(
         recorded |= {"policy": policy} | ({"policy_content": _digest(file)} if file.is_file() else {})
     if getattr(figure, "ALONE", False):
         how["workers"] = 1
+    origin = provenance.origin([name, *(["--small"] if small else []), *(f"--{o} {v}" for o, v in given.items())])
     with jobs.opened(head={"figure": name, "small": small, **recorded}, **how) as runner:
         runner.about = name
-        values = runner.run(figure.jobs(small, **given))
+        values = provenance.values(runner.run([provenance.recorded(job) for job in figure.jobs(small, **given)]))
         then = getattr(figure, "then", None)
         if then is not None:
-            runner.run(then(values, small, **given))
+            runner.run([provenance.recorded(job) for job in then(values, small, **given)])
         done = runner.done()
-    found = figure.found(done.values, small)
+    found = figure.found(provenance.values(done.values), small)
     known = claims().get(name, {})
     if found.estimates.keys() != known.keys():
         odd = sorted(found.estimates.keys() ^ known.keys())
@@ -164,6 +167,8 @@ def run(
         "source": figure.SOURCE,
         "small": small,
         **recorded,
+        **origin,
+        "code": provenance.code(done.values),
         "claims": [_judged(claim, found.estimates[name]) for name, claim in known.items()],
         "seeds": list(found.seeds),
         "slo_rule": found.slo_rule,

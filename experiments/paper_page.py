@@ -19,7 +19,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 import experiments
-from experiments import Claim
+from experiments import Claim, provenance
 from rubato.measure.confidence import Estimate
 from rubato.planning.capacity import too_short
 
@@ -30,6 +30,7 @@ PAPERS = {"SLOs-Serve": "slos-serve", "PolyServe": "polyserve", "Ascendra": "asc
           "AdaServe": "adaserve"}  # fmt: skip
 OUR_POLICY = "rubato"  # the page of our own policy's figures, whose names begin so
 SIMULATOR = "simulator"
+NAMED = 4  # modules that a page names of those that have changed
 NOT_RUN = "not run"
 VERDICTS = ("misses", "inconclusive", NOT_RUN, "holds")
 HOW = """A claim *holds* when all of our 95 % interval over seeds fulfils it, *misses* when none of it does,
@@ -64,6 +65,10 @@ class _Run(BaseModel):
     slo_rule: str
     cpu: float
     seeds: list[int]
+    commit: str
+    date: str
+    command: str
+    code: dict[str, str]
     claims: list[_Claim]
     data: Any
 
@@ -141,7 +146,7 @@ def pages(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         _check(run)
     ran = {run["figure"]: run for run in runs}
     rows = {figure: _rows(figure, own, ran.get(figure)) for figure, own in known.items()}
-    made = {INDEX: _index([row for own in rows.values() for row in own])}
+    made = {INDEX: _index([row for own in rows.values() for row in own], list(ran.values()))}
     for title, page in (*PAPERS.items(), ("Our own policy", OUR_POLICY), ("The simulator", SIMULATOR)):
         figures = [figure for figure in known if page_of(figure) == page]
         own = [row for figure in sorted(figures) for row in rows[figure]]
@@ -170,14 +175,14 @@ def _estimate(claim: Mapping[str, Any]) -> Estimate:
 # --------------------------------------------------------------------------- the index
 
 
-def _index(rows: Sequence[_Row]) -> str:
+def _index(rows: Sequence[_Row], runs: Sequence[Mapping[str, Any]]) -> str:
     """In the order of papers, and in that of a paper's sections."""
     order = list(PAPERS.values())
     rows = [row for row in rows if page_of(row.figure) in order]
     rows = sorted(rows, key=lambda row: (order.index(page_of(row.figure)), row.section))
     papers = [row for row in rows if row.claim.kind == "paper"]
     bars = [row for row in rows if row.claim.headline and row.claim.kind == "ours" and row.verdict != "holds"]
-    parts = [f"# Papers beside ours\n\n{_summary(papers)}\n\n{HOW.format(up='')}\n{WRITTEN}\n"]
+    parts = [f"# Papers beside ours\n\n{_summary(papers)}\n\n{_older(runs)}{HOW.format(up='')}\n{WRITTEN}\n"]
     misses, unsure = ([row for row in papers if row.verdict == verdict] for verdict in VERDICTS[:2])
     parts.append(f"## Papers' claims that miss\n\n{_listed(misses, linked=True)}\n")
     parts.append(f"## Papers' claims that are inconclusive\n\n{_listed(unsure, linked=True)}\n")
@@ -202,6 +207,17 @@ def _summary(papers: Sequence[_Row]) -> str:
 
 Our own bars and checks stand on each paper's page; those of [our policy](papers/{OUR_POLICY}.md) and of the simulator \
 on [their own](papers/{SIMULATOR}.md)."""
+
+
+def _older(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Names the figures whose policies have changed since they ran."""
+    old = sorted(run["figure"] for run in runs if provenance.changed(run))
+    links = ", ".join(f"[{figure}](papers/{page_of(figure)}.md#{figure})" for figure in old)
+    return (
+        f"**{len(old)} of {len(runs)} figures are older than the policies that they measure:** {links}.\n\n"
+        if old
+        else ""
+    )
 
 
 def _listed(rows: Iterable[_Row], linked: bool = False) -> str:
@@ -261,10 +277,22 @@ def _figure(name: str, run: Mapping[str, Any] | None, rows: Sequence[_Row]) -> s
     tables = getattr(figure, "tables", None)
     more = "" if tables is None else f"\n{_unpadded(tables(run['data']))}\n"
     cpu = float(f"{run['cpu']:.3g}")
-    how = f"{seeds(run)}, {run['slo_rule']} rule, {cpu:,g} CPU seconds."
+    how = f"{seeds(run)}, {run['slo_rule']} rule, {cpu:,g} CPU seconds. {_origin(run)}"
     short = too_short(run["data"]) if isinstance(run["data"], list) else ""
     warning = f"**Short runs.** {short}.\n\n" if short else ""
     return f"## {name}\n\n{about} {how}\n\n{warning}{compact(table)}\n{more}"
+
+
+def _origin(run: Mapping[str, Any]) -> str:
+    """Of which day and code it is, and what of the policies in it is another now."""
+    commit = run["commit"][:7] + ("+" if run["commit"].endswith("+") else "")
+    said = f"Of {run['date']}, commit `{commit}`: `{run['command']}`."
+    changed = provenance.changed(run)
+    if not changed:
+        return said
+    more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
+    named = ", ".join(f"`{module}`" for module in changed[:NAMED])
+    return f"{said} **Older than its code**: {named}{more} changed since then."
 
 
 def seeds(run: Mapping[str, Any]) -> str:
