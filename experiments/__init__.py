@@ -11,8 +11,8 @@ for the page below its claims. `jobs` (and `then`) may take `trace` as well, the
 `policy`, one more system to run beside those in it (`mine.py:setting=value`), under the same requests, seeds and judge;
 no claim reads its numbers. `claims.yaml` names each figure's claims and what they are held against; a figure gives one
 estimate for each, no more and no fewer. Adding a figure is one module and its claims; modules without claims of their
-own help the others. `SECONDS` are the CPU seconds of the recorded run, rounded. A run's commit, command and the code of its
-policies stand in its JSON (`provenance`).
+own help the others. `SECONDS` are the CPU seconds of the recorded run, rounded. Commit, command and code of
+the policies that ran stand in a run's JSON (`provenance`).
 """
 
 from __future__ import annotations
