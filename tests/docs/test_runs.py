@@ -58,6 +58,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("trace.csv").write_text("t_s,input_tokens,output_tokens\n" + "".join(f"{i},300,20\n" for i in range(20)))
     Path("slos.yaml").write_text(blocks("choosing-an-slo.md", "tiers:")[0])
     Path("my_policy.py").write_text(fenced("policies.md", "python")[0])
+    Path("loads").mkdir()
     shutil.copy(ROOT / "tests" / "latency" / "serving_iterations.csv", "steps.csv")
     return tmp_path
 

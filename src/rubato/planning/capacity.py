@@ -125,13 +125,17 @@ class NoCapacity(ValueError):
     """The target is attained at no rate tried."""
 
 
+class AlwaysAttained(ValueError):
+    """The target is attained at all rates tried."""
+
+
 def crossing(
     attained: Callable[[float], float], target: float, start: float, tolerance: float, factor: float = FACTOR
 ) -> float:
     """The rate at which `attained` (of a rate) falls below `target`: the middle of a bracket no wider than `tolerance`.
 
     factor: between rates tried until one holds and one does not; small where runs far beyond the capacity take
-    long. Raises ValueError when all `TRIES` rates attain the target, NoCapacity when none of them does.
+    long. Raises AlwaysAttained when all `TRIES` rates attain the target, NoCapacity when none of them does.
     """
     low = high = start
     up = attained(start) >= target
@@ -141,7 +145,7 @@ def crossing(
             break
     else:
         rate = high if up else low
-        kind = ValueError if up else NoCapacity
+        kind = AlwaysAttained if up else NoCapacity
         raise kind(
             f"attainment is {100 * attained(rate):.1f} % at {rate:.4g} requests/s and {100 * attained(start):.1f} % at "
             f"{start:.4g}: no capacity at {100 * target:g} % between them; offer more requests, or give another --start"

@@ -100,7 +100,8 @@ _filed = lru_cache(maxsize=8)(read)
 class TraceSource(RequestSource):
     """A recorded trace, `factor` times as much of it. A request's tier is the trace's, or drawn by the kinds' shares.
 
-    drawn: as of a file. A stretch is cut out, then multiplied; it begins on a full minute, so copies stay inside it.
+    drawn: as of a file. unloaded: seconds per token, of which a trace's own SLOs are multiples, where there are no
+    kinds. A stretch is cut out, then multiplied; it begins on a full minute, so copies stay inside it.
     """
 
     path: str
@@ -109,6 +110,7 @@ class TraceSource(RequestSource):
     seconds: float | None = None
     count: int | None = None
     drawn: bool = True
+    unloaded: float | None = None
 
     def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
         return _traced(self, seed, stretch)
@@ -131,7 +133,7 @@ def _traced(trace: TraceSource, seed: int, stretch: Stretch | None) -> Workload:
     name = Path(trace.path).name.partition(".")[0]
     length = None if stretch is None else stretch[1] - stretch[0]
     more = replace(whole, offers=tuple(multiplied(offers, trace.factor, seed, end=length)))
-    made = traces.make(name, more, trace.kinds, seed=seed, texts=False)
+    made = traces.make(name, more, trace.kinds, seed=seed, unloaded=trace.unloaded, texts=False)
     if stretch is not None:
         made = replace(made, rate=len(made.arrivals) / (end - start), duration=end - start)
     return bootstrapped(made, seed) if trace.drawn and seed else made

@@ -1,0 +1,100 @@
+"""The capacities of one policy on one load under one seed, by several measures that share runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments._guest import held
+from experiments._held_out_loads import LoadSource
+from experiments._rate_search import MEASURES
+from rubato.planning import feasibility
+from rubato.planning.capacity import AlwaysAttained, crossing, e2e_p99, estimate
+from rubato.simulation.run_spec import RunSpec
+from rubato.simulation.simulate import simulate
+from rubato.workloads import Workload
+
+TOLERANCE = 0.02  # relative width of a search's last bracket
+FIRST, SECOND, EACH = MEASURES
+AS_STATED = f"{FIRST}, no TTFT bound"
+# Why a load has no capacity by a measure:
+INFEASIBLE = "beyond any fleet, by requests that an idle replica would miss"
+ALWAYS = "attained at every rate tried: too few requests to fill the replicas"
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Requests offered and met by tier; seconds of arrivals, and the p99 of e2e (s)."""
+
+    offered: Counter[str]
+    met: Counter[str]
+    seconds: float
+    e2e_p99: float
+
+    def share(self, of: str) -> float:
+        """That attained of what was offered: of "all", or of the "worst" tier."""
+        if of == "worst":
+            return min(self.met[tier] / count for tier, count in self.offered.items())
+        return self.met.total() / self.offered.total()
+
+
+class _Runs:
+    """Runs of one load at several rates, each done once."""
+
+    def __init__(self, load: Workload, spec: RunSpec, seed: int) -> None:
+        self.load, self.spec, self.seed = load, spec, seed
+        self.done: dict[float, _Run] = {}
+
+    def at(self, rate: float) -> _Run:
+        if rate not in self.done:
+            run = simulate(self.load.rescaled(rate), self.spec, self.seed, times=False, causes=False)
+            offered = Counter(record.tier for record in run.records)
+            met = Counter(record.tier for record in run.records if record.verdict.met)
+            self.done[rate] = _Run(offered, met, run.workload.duration, e2e_p99(run))
+        return self.done[rate]
+
+    def capacity(self, of: str, target: float) -> float | str:
+        """Requests/s, 0 where it is attained at no rate tried; or why there is none (`INFEASIBLE`, `ALWAYS`). Drafts
+        may be faster than a token a step, so with a drafter it is tried whatever an idle replica does without."""
+        if self.spec.drafter is None and self._feasible(of) < target:
+            return INFEASIBLE
+        first = estimate(self.load, self.spec)
+        try:
+            return held(lambda: crossing(lambda rate: self.at(rate).share(of), target, first, TOLERANCE))
+        except AlwaysAttained:
+            return ALWAYS
+
+    def _feasible(self, of: str) -> float:
+        """The largest share that any fleet attains."""
+        found = feasibility.assess(self.load, self.spec.hardware, self.spec.slo_rule)
+        if of == "all":
+            return 1.0 - found.share
+        offered = Counter(one.tier for one in self.load.arrivals)
+        return min(1.0 - found.infeasible.get(tier, 0) / count for tier, count in offered.items())
+
+
+def search(name: str, source: LoadSource, spec: RunSpec, seed: int) -> dict[str, Any]:
+    """Capacities (requests/s of the fleet, or why there is none) by measure, what is attained at the load's own rate,
+    and every run made; `seconds` and `e2e_p99` as `capacity.too_short` takes them."""
+    load = source.make(seed)
+    runs = _Runs(load, spec, seed)
+    found = {measure: runs.capacity(*asked) for measure, asked in MEASURES.items()}
+    if source.ttft is not None:
+        plain = _Runs(replace(source, ttft=None).make(seed), spec, seed)
+        found[AS_STATED] = plain.capacity(*MEASURES[FIRST])
+    own = runs.at(load.rate)
+    about = first if isinstance(first := found[FIRST], float) and first else load.rate
+    near = runs.done[min(runs.done, key=lambda rate: abs(rate - about))]
+    return {
+        "load": name,
+        "policy": spec.choice.label,
+        "seed": seed,
+        "requests": len(load.arrivals),
+        "rate": load.rate,
+        "capacity": found,
+        "own_rate": {"offered": dict(own.offered), "met": dict(own.met), "worst": own.share("worst")},
+        "tried": sorted((rate, run.share("all"), run.share("worst")) for rate, run in runs.done.items()),
+        "seconds": near.seconds,
+        "e2e_p99": near.e2e_p99,
+    }

@@ -1,0 +1,204 @@
+"""What `held-out` found on one load: estimates over seeds and ratios paired by seed, as JSON and as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from math import ceil, inf, log
+from pathlib import Path
+from typing import Any
+
+from experiments._held_out_loads import Load
+from experiments._held_out_search import ALWAYS, FIRST, INFEASIBLE
+from rubato.measure.confidence import ONE_SEED, Estimate, attainment_over_seeds, over_seeds
+from rubato.planning import feasibility
+from rubato.planning.capacity import number, too_short
+from rubato.planning.sweep import markdown, percent
+from rubato.simulation.run_spec import RunSpec
+from rubato.workloads.resample import BLOCK
+
+FEW_BLOCKS = 5  # of which a bootstrap says little
+
+Value = Mapping[str, Any]  # what `_held_out_search.search` returns, read back from JSON
+
+
+def digest(file: Path) -> str:
+    return blake2b(file.read_bytes(), digest_size=8).hexdigest()
+
+
+def result(load: Load, specs: Sequence[RunSpec], values: Sequence[Value], notes: Sequence[str]) -> dict[str, Any]:
+    """A load's part of the JSON. values: of each policy and seed; notes: on what did not run."""
+    labels = [spec.choice.label for spec in specs]
+    by_policy = {label: [value for value in values if value["policy"] == label] for label in labels}
+    own = load.own
+    infeasible = feasibility.assess(own, specs[0].hardware, specs[0].slo_rule)
+    rows = [_row(label, by_policy) for label in labels]
+    rows.sort(key=lambda row: -_height(by_policy[row["policy"]], FIRST))
+    return {
+        "profile": load.machine.name,
+        "replicas": specs[0].replicas,
+        "slo_rule": specs[0].slo_rule,
+        "requests": len(own.arrivals),
+        "seconds": own.duration,
+        "rate": own.rate,
+        "tiers": dict(Counter(one.tier for one in own.arrivals)),
+        "slos": load.slos,
+        "ttft_bound": load.source.ttft,
+        "ttft_bound_says": load.bound,
+        "times_own_rate": load.recorded,
+        "infeasible": dict(infeasible.infeasible),
+        "policies": rows,
+        "searches": values,
+        "notes": [
+            *load.notes,
+            *([f"without drafts, {infeasible.text}"] if infeasible.count and specs[0].drafter else []),
+            *([infeasible.text] if infeasible.count and not specs[0].drafter else []),
+            *_reasons(values),
+            *notes,
+            *_few(load, values),
+        ],
+    }
+
+
+def _row(label: str, by_policy: Mapping[str, Sequence[Value]]) -> dict[str, Any]:
+    own = by_policy[label]
+    return {
+        "policy": label,
+        "capacity": {measure: _capacity(measure, label, by_policy) for measure in own[0]["capacity"]},
+        "own_rate": {tier: _attained(own, tier) for tier in ("all", *own[0]["own_rate"]["offered"])},
+        "own_rate_worst_tier": over_seeds([value["own_rate"]["worst"] for value in own]),
+    }
+
+
+def _capacity(measure: str, label: str, by_policy: Mapping[str, Sequence[Value]]) -> dict[str, Any]:
+    """rate: requests/s of the fleet; times_own: in own rates of the load. without: by seed, why there is no capacity,
+    and then both are None; a ratio also where a rate is 0."""
+    found = {name: _rates(own, measure) for name, own in by_policy.items()}
+    own = [value["rate"] for value in by_policy[label]]
+    others = [name for name in by_policy if name != label]
+    best = max(others, key=lambda name: _height(by_policy[name], measure), default=None)
+    rates = found[label]
+    capacities = {str(value["seed"]): value["capacity"][measure] for value in by_policy[label]}
+    return {
+        "without": {seed: why for seed, why in capacities.items() if isinstance(why, str)},
+        "rate": None if rates is None else _not_negative(over_seeds(rates)),
+        "times_own": None
+        if rates is None
+        else _not_negative(over_seeds([a / b for a, b in zip(rates, own, strict=True)])),
+        "against_edf": None if label == "edf" else _ratio(rates, found["edf"]),
+        "best_other": best,
+        "against_best_other": None if best is None else _ratio(rates, found[best]),
+    }
+
+
+def _rates(own: Sequence[Value], measure: str) -> list[float] | None:
+    found = [value["capacity"][measure] for value in own]
+    return None if any(isinstance(one, str) for one in found) else found
+
+
+def _height(own: Sequence[Value], measure: str) -> float:
+    """For order: the mean rate (requests/s); above all where no rate is too much, below all where any is."""
+    found = [value["capacity"][measure] for value in own]
+    if INFEASIBLE in found:
+        return -inf
+    return inf if ALWAYS in found else sum(found) / len(found)
+
+
+def _not_negative(found: Estimate) -> Estimate:
+    return replace(found, low=max(0.0, found.low))
+
+
+def _ratio(rates: Sequence[float] | None, others: Sequence[float] | None) -> Estimate | None:
+    """The geometric mean of the ratios, seed by seed."""
+    if rates is None or others is None or not all(rates) or not all(others):
+        return None
+    return over_seeds([log(a / b) for a, b in zip(rates, others, strict=True)]).exp()
+
+
+def _attained(own: Sequence[Value], tier: str) -> Estimate:
+    def counts(kind: str) -> list[int]:
+        each: list[Mapping[str, int]] = [value["own_rate"][kind] for value in own]
+        return [sum(one.values()) if tier == "all" else one.get(tier, 0) for one in each]
+
+    met, offered = counts("met"), counts("offered")
+    if len(own) < 2:
+        return over_seeds([met[0] / offered[0]])
+    return attainment_over_seeds(met, offered)
+
+
+def _reasons(values: Sequence[Value]) -> list[str]:
+    """A note for each measure and reason for which there is no capacity, and for what attains at no rate."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for value in values:
+        for measure, capacity in value["capacity"].items():
+            if capacity in (INFEASIBLE, ALWAYS) or capacity == 0.0:
+                why = capacity or "attained at no rate tried (counts as 0)"
+                found.setdefault((measure, why), []).append(f"{value['policy']} under seed {value['seed']}")
+    every = len(values)
+    return [
+        f"{measure!r} of {'all policies and seeds' if len(where) == every else ', '.join(where)} is {why}"
+        for (measure, why), where in found.items()
+    ]
+
+
+def _few(load: Load, values: Sequence[Value]) -> list[str]:
+    """Notes on runs that are too short, seeds that say little, one seed."""
+    short = too_short(values)
+    blocks = ceil(load.own.duration / BLOCK)
+    few = (
+        f"it lasts {load.own.duration:.0f} s, blocks of {BLOCK:g} s to draw from: {blocks} (fewer than {FEW_BLOCKS}), "
+        "so that seeds differ by little more than where they begin, and intervals are too narrow"
+    )
+    seeds = {value["seed"] for value in values}
+    return [
+        *([f"{short}; take a longer load"] if short else []),
+        *([few] if blocks < FEW_BLOCKS and seeds != {0} else []),
+        *([ONE_SEED] if len(seeds) < 2 else []),
+    ]
+
+
+# --------------------------------------------------------------------------- the table
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """A load's heading, what was offered to what, the table, and its notes; Markdown."""
+    tiers = ", ".join(f"{tier} {count}" for tier, count in found["tiers"].items())
+    about = (
+        f"{found['requests']} requests in {found['seconds']:.0f} s, {found['rate']:.3g}/s ({tiers}); {found['slos']}; "
+        f"rule {found['slo_rule']!r}; {found['ttft_bound_says']}. Replicas: {found['replicas']} of {found['profile']}. "
+        f"{_unit(found)}, ratios of {FIRST!r}. Settings of policies are as given, not tuned."
+    )
+    notes = [f"Note: {note}." for note in found["notes"]]
+    return "\n\n".join([f"## {found['load']}", about, markdown(_rows(found)), *notes])
+
+
+def _unit(found: Mapping[str, Any]) -> str:
+    return "Rates are multiples of the trace's own" if found["times_own_rate"] else "Rates are requests/s of the fleet"
+
+
+def _rows(found: Mapping[str, Any]) -> list[list[str]]:
+    measures = list(found["policies"][0]["capacity"])
+    rows = [["policy", *measures, "attained at its own rate", "against edf", "against the best other"]]
+    for row in found["policies"]:
+        capacity = row["capacity"]
+        rates = [_cell(capacity[measure], found["times_own_rate"]) for measure in measures]
+        first = capacity[FIRST]
+        best = _shown(first["against_best_other"], "×")
+        own = row["own_rate"]["all"]
+        rows.append([
+            row["policy"], *rates, percent(own) if own.high < inf else f"{100 * own.value:.1f} % (one seed)",
+            _shown(first["against_edf"], "×"), best if best == "-" else f"{best} ({first['best_other']})",
+        ])  # fmt: skip
+    return rows
+
+
+def _cell(capacity: Mapping[str, Any], times_own: bool) -> str:
+    if ALWAYS in capacity["without"].values() and INFEASIBLE not in capacity["without"].values():
+        return "no limit"
+    return _shown(capacity["times_own"], "×") if times_own else _shown(capacity["rate"])
+
+
+def _shown(estimate: Estimate | None, unit: str = "") -> str:
+    return "-" if estimate is None else number(estimate, unit)
