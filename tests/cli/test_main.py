@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,26 @@ def test_arrivals_in_words_texts_and_slo_scale(tmp_path: Path) -> None:
     assert all(a.messages for a in read(path).arrivals)
 
 
+def test_a_closed_loop_is_made_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made, records, out = tmp_path / "w.jsonl", tmp_path / "r.jsonl", tmp_path / "out.json"
+    assert main(["workload", "-o", str(made), "--count", "12", "--concurrency", "3"]) == 0
+    assert "12 requests in a closed loop of 3" in capsys.readouterr().out
+    assert {a.at for a in read(made).arrivals} == {0.0}
+    assert main(["simulate", "--workload", str(made), *FAST, "--records", str(records), "--json", str(out)]) == 0
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    ends = sorted(row["at"] + row["verdict"]["e2e"] for row in rows)
+    assert sorted(row["at"] for row in rows) == pytest.approx([0.0] * 3 + ends[:9])
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["workload"]["duration"] == pytest.approx(ends[-1])
+    assert run["tiers"][-1]["attained_rps"] == pytest.approx(run["tiers"][-1]["met"] / ends[-1])
+    words = ["simulate", "--workload", str(made), *FAST]
+    assert main([*words, "--rate", "2"]) == 2
+    assert "is a closed loop of 3 requests: their ends set its rate" in capsys.readouterr().err
+    assert main([*words, "--concurrency", "1", "--records", str(records)]) == 0
+    alone = [json.loads(line) for line in records.read_text().splitlines()]
+    assert all(a["times"][-1] == b["at"] for a, b in pairwise(alone))
+
+
 def test_scenarios_are_listed_with_their_mean_lengths(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["workload", "--list"]) == 0
     rows = {line.split()[0]: line.split()[1:3] for line in capsys.readouterr().out.splitlines()}
@@ -149,6 +170,8 @@ def test_scenarios_are_listed_with_their_mean_lengths(capsys: pytest.CaptureFixt
         (["--duration", "0", "-o", "x"], "--duration 0.0: give seconds above 0"),
         (["--trace", "t.csv", "--duration", "0", "-o", "x"], "--duration 0.0: give seconds above 0"),
         (["--duration", "nan", "-o", "x"], "--duration nan: give seconds above 0"),
+        (["--concurrency", "4", "-o", "x"], "say how many by --count"),
+        (["--concurrency", "0", "--count", "4", "-o", "x"], "concurrency is 0: give 1 or more"),
         (["--rate", "2"], "name the file to write: -o FILE"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 
 import orjson
@@ -415,6 +416,32 @@ def test_requests_are_sent_on_time_to_a_server_that_answers_none_and_latency_cou
         assert record.outcome == "completed"
         assert record.verdict.ttft >= last - record.at - 1e-3
     assert [r.verdict.met for r in run.records][:5] == [False] * 5  # at least 0.25 s late for a TTFT of 0.2 s
+
+
+def test_a_closed_loop_keeps_its_concurrency_in_flight_and_latency_counts_from_the_offer():
+    """The server answers none of the first three until all three are there: fewer in flight would wait for ever."""
+    closed = dataclasses.replace(load(*["waits_for_all"] * 3, *["good"] * 4, gap=0.0001), concurrency=3)
+    run, server = offer(closed, opens_at=3, timeout=20.0)
+    assert server.arrived == 7
+    assert {r.outcome for r in run.records} == {"completed"}
+    offered = [r.at for r in run.records]
+    ends = [r.at + r.verdict.e2e for r in run.records]
+    assert min(offered[3:]) >= min(ends[:3])
+    assert all(sum(a <= at < b for a, b in zip(offered, ends, strict=True)) <= 3 for at in offered)
+    assert run.seconds >= max(ends)
+    assert all(r.sent >= r.at for r in run.records)
+
+
+def test_a_turn_is_sent_so_long_after_the_one_before_and_never_after_one_that_failed():
+    first = load("good", "good", "broken", "good", "good")
+    follows = {"r1": ("r0", 0.05), "r3": ("r2", 0.0), "r4": ("r3", 0.0)}
+    turns = [dataclasses.replace(a, after=b, gap=g) for a in first.arrivals for b, g in [follows.get(a.id, ("", 0.0))]]
+    run, server = offer(dataclasses.replace(first, arrivals=tuple(turns)))
+    assert server.arrived == 3
+    one, two, _, *never = run.records
+    assert two.at >= one.times[-1] + 0.05
+    assert two.verdict.ttft == pytest.approx(two.times[0] - two.at)
+    assert {(r.outcome, r.reason, r.sent) for r in never} == {("failed", "not offered: an earlier turn failed", None)}
 
 
 def test_a_client_that_cannot_keep_its_schedule_says_so():

@@ -23,7 +23,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("name the file to write: -o FILE")
     made = workload_options.asked(args, args.seed)
     workload_file.write(made, args.out)
-    print(f"{args.out}: {len(made.arrivals)} requests in {made.duration:g} s")
+    how = f"in {made.duration:g} s" if made.concurrency is None else f"in a closed loop of {made.concurrency}"
+    print(f"{args.out}: {len(made.arrivals)} requests {how}")
     for name in ("empty", "skipped", "best_effort", "max_model_len"):
         if name in made.notes:
             print(f"  {made.notes[name]}")

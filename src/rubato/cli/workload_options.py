@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 from rubato.cli import common_options
 from rubato.core.slo import SLO_RULES
 from rubato.workloads import scenarios, traces, workload_file
-from rubato.workloads.arrivals import Process, parse
+from rubato.workloads.arrivals import AtOnce, Process, parse
 from rubato.workloads.generate import Prefill, make
 from rubato.workloads.prompts import with_texts
 from rubato.workloads.workload import Workload
@@ -43,6 +44,13 @@ def add(parser: argparse.ArgumentParser, file: bool = True) -> None:
         "piecewise:0=1,60=3,90=1,360=0, at-once, trace (default: the trace's, the scenario's, or poisson)",
     )
     parser.add_argument("--rate", type=float, help="requests per second (default 1, or the trace's own)")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="closed loop: N requests in flight, the next as one ends, as fast as that goes unless --rate, --arrivals "
+        "or a trace say when each comes at the earliest",
+    )
     parser.add_argument("--duration", type=float, help="seconds of arrivals (default 60, or all of the trace)")
     parser.add_argument("--count", type=int, help="number of requests, in place of --duration")
     parser.add_argument("--seed", type=int, default=0)
@@ -96,9 +104,13 @@ def asked(args: argparse.Namespace, seed: int) -> Workload:
     if args.duration is not None and not 0.0 < args.duration < inf:
         raise ValueError(f"--duration {args.duration}: give seconds above 0")
     process = None if args.arrivals in (None, "trace") else parse(args.arrivals)
+    if args.concurrency is not None and args.arrivals is None and args.rate is None and not args.arrivals_from:
+        if args.count is None:
+            raise ValueError("--concurrency offers requests as fast as others end: say how many by --count")
+        process = AtOnce()
     if args.scenario:
-        return _scaled(args, _scenario(args, seed, process))
-    return _scaled(args, _trace(args, seed, process) if args.arrivals_from else _mix(args, seed, process))
+        return _adjusted(args, _scenario(args, seed, process))
+    return _adjusted(args, _trace(args, seed, process) if args.arrivals_from else _mix(args, seed, process))
 
 
 def from_file(args: argparse.Namespace) -> Workload:
@@ -106,11 +118,14 @@ def from_file(args: argparse.Namespace) -> Workload:
     if args.kinds or args.arrivals_from or args.scenario:
         raise ValueError("--workload says everything: leave out --kinds, --trace and --scenario")
     made = workload_file.read(args.workload)
-    made = _scaled(args, made if args.rate is None else made.rescaled(args.rate))
+    made = _adjusted(args, made if args.rate is None else made.rescaled(args.rate))
     return with_texts(made) if args.texts else made
 
 
-def _scaled(args: argparse.Namespace, made: Workload) -> Workload:
+def _adjusted(args: argparse.Namespace, made: Workload) -> Workload:
+    """With the factor on its SLOs, and as a closed loop, if these are asked for."""
+    if args.concurrency is not None:
+        made = replace(made, concurrency=args.concurrency)
     return made if args.slo_scale is None else made.with_slo_scale(args.slo_scale)
 
 

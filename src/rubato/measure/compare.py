@@ -144,9 +144,13 @@ def compare(a: Sequence[SavedRun], b: Sequence[SavedRun]) -> ComparisonReport:
     rules = {run.slo_rule for run in (*a, *b)}
     if len(rules) != 1:
         raise ValueError(f"the runs are judged by different rules ({', '.join(sorted(rules))}): compare under one")
-    alike = Counter(run.fingerprint for run in a) == Counter(run.fingerprint for run in b)
+    alike = Counter((run.fingerprint, run.duration) for run in a) == Counter(
+        (run.fingerprint, run.duration) for run in b
+    )
     notes: list[str] = []
-    if not alike and {run.fingerprint for run in a} & {run.fingerprint for run in b}:
+    if not alike and Counter(run.fingerprint for run in a) == Counter(run.fingerprint for run in b):
+        notes.append("the requests are the same but came as others ended: they are not paired")
+    elif not alike and {run.fingerprint for run in a} & {run.fingerprint for run in b}:
         notes.append("some workloads are the same and some are not: give files of the same seeds to have them paired")
     for run in (*a, *b):
         if not run.valid:

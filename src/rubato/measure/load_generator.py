@@ -1,8 +1,15 @@
-"""Open-loop load over HTTP: every request is sent at its scheduled time, whatever became of those before it.
+"""Load over HTTP: open loop, unless the workload says otherwise; every request is sent at its scheduled time, whatever
+became of those before it.
 
 Latency counts from the scheduled arrival, so a server that stalls is charged for the requests that pile up meanwhile
-(no coordinated omission). A client that cannot keep the schedule itself would charge the server for its own lateness:
-then the run says so in `BenchResult.problems`, and its numbers must not be used.
+(no coordinated omission). In a closed loop (`Workload.concurrency`), and for requests that go on from others
+(`Arrival.after`), it counts from the instant at which a request was to be offered, which comes later where the server
+is slow: while it stalls it is offered less, and the requests that users would have sent meanwhile are in no percentile
+and no attainment. So a closed loop tells what a server does for so many users who wait for it, such as its throughput;
+not what arrival rate it sustains, nor how long those wait who come whatever others do.
+
+A client that cannot keep the schedule itself would charge the server for its own lateness: then the run says so in
+`BenchResult.problems`, and its numbers must not be used.
 
 Works with any OpenAI-compatible server that streams (`http_client`); token counts are the server's usage when it sends
 usage with each chunk (`continuous_usage_stats`, vLLM's name). With usage at the end only, its tokens are spread evenly
@@ -16,6 +23,7 @@ import asyncio
 import contextlib
 import errno
 from collections.abc import AsyncIterator, Sequence
+from math import inf
 from typing import Any
 
 import aiohttp
@@ -27,8 +35,9 @@ from rubato.core.request import Request
 from rubato.core.slo import judge
 from rubato.measure.goodput import Bounds
 from rubato.measure.http_client import BenchError, Endpoint, ResponseStream, authorised, list_models, stream_request, v1
-from rubato.measure.records import BenchResult, ClientLoad, Record, stages, versions
+from rubato.measure.records import BenchResult, ClientLoad, Record, as_offered, not_offered, stages, versions
 from rubato.workloads import Arrival, Workload, prompts
+from rubato.workloads.offering import Offering
 
 BEAT = 0.02  # seconds between two looks at how late the event loop's timers fire
 # Idle connections are dropped before the server does (uvicorn after 5 s): reusing one in that instant fails.
@@ -71,10 +80,19 @@ async def run(
         loop = asyncio.get_running_loop()
         before, start = process_cpu_time(), loop.time()
         with tqdm(total=len(bodies), unit="req", mininterval=0.5, disable=not progress, desc=label) as bar:
-            answers, lags = await _offer(session, target.url, workload, bodies, timeout, bar)
+            calls = _Calls(session, target.url, bodies, timeout, bar, loop.time() + 2 * BEAT)
+            offering = workload.offering()
+            async with _lags() as lags:
+                await (_offer(calls, workload) if offering is None else _offer_in_turn(calls, offering))
         wall, cpu = loop.time() - start, process_cpu_time() - before
-    offered = zip(workload.arrivals, workload.requests(), answers, strict=True)
-    records = tuple(_record(arrival, request, answer, slo_rule) for arrival, request, answer in offered)
+    answers, dropped = calls.answers, {} if offering is None else offering.dropped
+    offered = zip(workload.requests(), workload.arrivals, answers, strict=True)
+    records = tuple(
+        not_offered(arrival, *dropped[arrival.id], slo_rule)
+        if arrival.id in dropped
+        else _record(*as_offered(request, arrival, calls.came.get(arrival.id, arrival.at)), answer, slo_rule)
+        for request, arrival, answer in offered
+    )
     client = _client(records, lags, wall, cpu, delay_bound(workload) if max_delay is None else max_delay)
     return BenchResult(
         label,
@@ -87,6 +105,7 @@ async def run(
         settings=target.described() | {"timeout": timeout, "warmup": warmup},
         versions=versions("aiohttp", "numpy", "orjson"),
         goodput=goodput,
+        paced_seconds=None if offering is None else calls.last_end,
     )
 
 
@@ -114,25 +133,63 @@ async def _prepare(session: aiohttp.ClientSession, target: Endpoint, workload: W
 # --------------------------------------------------------------------------- sending
 
 
-async def _offer(
-    session: aiohttp.ClientSession, url: str, workload: Workload, bodies: Sequence[bytes], patience: float, bar: Any
-) -> tuple[list[ResponseStream], list[float]]:
-    """Send every request at its time; the answers in the workload's order, and the event loop's lags in seconds."""
-    loop = asyncio.get_running_loop()
-    answers = [ResponseStream() for _ in bodies]
-    start = loop.time() + 2 * BEAT
+class _Calls:
+    """The requests of one workload to one server. start: of the workload, by the loop's clock; came: when a request was
+    to be offered, in seconds from then, where its workload does not say; last_end: of those that have ended."""
 
-    async def one(arrival: Arrival, body: bytes, answer: ResponseStream) -> None:
-        await stream_request(session, url, body, answer, start, start + arrival.at + patience)
-        bar.update()
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, bodies: Sequence[bytes], patience: float, bar: Any, start: float
+    ) -> None:
+        self.answers = [ResponseStream() for _ in bodies]
+        self.start = start
+        self.came: dict[str, float] = {}
+        self.last_end = 0.0
+        self._session, self._url, self._bodies = session, url, bodies
+        self._patience, self._bar = patience, bar
 
-    async with _lags() as lags, asyncio.TaskGroup() as group:
-        for arrival, body, answer in zip(workload.arrivals, bodies, answers, strict=True):
-            wait = start + arrival.at - loop.time()
+    def now(self) -> float:
+        """Seconds from the workload's start."""
+        return asyncio.get_running_loop().time() - self.start
+
+    async def call(self, place: int, at: float) -> None:
+        """Send the request that stands at `place`, which was to come `at` seconds, and follow it to its end."""
+        give_up = self.start + at + self._patience
+        await stream_request(self._session, self._url, self._bodies[place], self.answers[place], self.start, give_up)
+        self.last_end = self.now()
+        self._bar.update()
+
+
+async def _offer(calls: _Calls, workload: Workload) -> None:
+    """Send every request at its time."""
+    async with asyncio.TaskGroup() as group:
+        for place, arrival in enumerate(workload.arrivals):
+            wait = arrival.at - calls.now()
             if wait > 0:
                 await asyncio.sleep(wait)
-            group.create_task(one(arrival, body, answer))
-    return answers, lags
+            group.create_task(calls.call(place, arrival.at))
+
+
+async def _offer_in_turn(calls: _Calls, offering: Offering) -> None:
+    """Send requests as ends of others say."""
+    places = {request.id: place for place, request in enumerate(offering.requests)}
+    some_end = asyncio.Event()
+
+    async def one(id: str, at: float) -> None:
+        place = places[id]
+        await calls.call(place, at)
+        offering.ended(id, calls.now(), calls.answers[place].outcome)
+        some_end.set()
+
+    async with asyncio.TaskGroup() as group:
+        while offering.left:
+            for request in offering.due(calls.now()):
+                calls.came[request.id] = request.arrival
+                group.create_task(one(request.id, request.arrival))
+            some_end.clear()
+            with contextlib.suppress(TimeoutError):
+                next_at = None if offering.next_at == inf else calls.start + offering.next_at
+                async with asyncio.timeout_at(next_at):
+                    await some_end.wait()
 
 
 @contextlib.asynccontextmanager
@@ -165,7 +222,7 @@ async def _lags() -> AsyncIterator[list[float]]:
 # --------------------------------------------------------------------------- afterwards
 
 
-def _record(arrival: Arrival, request: Request, answer: ResponseStream, slo_rule: str) -> Record:
+def _record(request: Request, arrival: Arrival, answer: ResponseStream, slo_rule: str) -> Record:
     return Record(
         id=arrival.id,
         tier=arrival.tier,

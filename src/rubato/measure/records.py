@@ -1,8 +1,9 @@
 """Records of a run: one per request, and summaries by tier.
 
 Attainment is always met / offered: a refused, failed or cancelled request is a miss. Latencies count from the
-*scheduled* arrival; their percentiles are over the requests that have the measure (TTFT: a first token came out; TPOT:
-two tokens; e2e: completed).
+*scheduled* arrival (of a request whose time follows from how others end: from when it was to be offered); their
+percentiles are over the requests that have the measure (TTFT: a first token came out; TPOT: two tokens; e2e:
+completed).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import orjson
 
 from rubato.core.events import Verdict
-from rubato.core.request import Outcome
+from rubato.core.request import Outcome, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.measure.confidence import ALL, RequestOutcome, proportion, wilson
 from rubato.measure.goodput import Bounds
@@ -31,9 +32,10 @@ from rubato.workloads import Arrival, Workload
 class Record:
     """One request's fate. Times in seconds from the workload's start; tokens[i] output tokens were out by times[i].
 
-    at: scheduled arrival; sent: when the client began to send (None in simulation). asked, output: tokens asked for
-    and received. counted: token counts are the server's usage (else one token was assumed per non-empty chunk).
-    best_effort: the tier served was best effort. reason: of a refusal or failure. server: the server's own verdict.
+    at: scheduled arrival, or, where that follows from how others end, when it was to be offered; sent: when the client
+    began to send (None in simulation). asked, output: tokens asked for and received. counted: token counts are the
+    server's usage (else one token was assumed per non-empty chunk). best_effort: the tier served was best effort.
+    reason: of a refusal or failure. server: the server's own verdict.
     """
 
     id: str
@@ -72,7 +74,8 @@ class ClientLoad:
 class BenchResult:
     """One policy under one workload, once. problems: sentences, each a reason not to trust the numbers; notes: what a
     reader should know besides. client is None for a simulated run. goodput: bounds beside the tiers' SLOs.
-    replica_seconds: what the fleet cost, where that is known: of simulated runs."""
+    replica_seconds: what the fleet cost, where that is known: of simulated runs. paced_seconds: until the last end, of
+    a run whose requests' times follow from how others ended; None of any other."""
 
     label: str
     workload: Workload
@@ -85,6 +88,13 @@ class BenchResult:
     versions: Mapping[str, str] = field(default_factory=dict)
     goodput: Bounds | None = None
     replica_seconds: ReplicaSeconds | None = None
+    paced_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Over which rates are taken: those in which the workload offers requests; where that depends on the run, until
+        the last has ended."""
+        return self.workload.duration if self.paced_seconds is None else self.paced_seconds
 
     @property
     def valid(self) -> bool:
@@ -96,6 +106,12 @@ class BenchResult:
             raise ValueError(f"run {self.label!r} was given no goodput bounds")
         v = record.verdict
         return self.goodput.kept(record.outcome, v.ttft, v.tpot, v.e2e)
+
+
+def not_offered(arrival: Arrival, at: float, why: str, slo_rule: str) -> Record:
+    """Of a request that never came, as was known `at`: offered work that was missed."""
+    verdict = Verdict(False, slo_rule, "failed")
+    return Record(arrival.id, arrival.tier, arrival.app, at, "failed", verdict, arrival.output_tokens, 0, reason=why)
 
 
 def stages(arrival: Arrival, times: Sequence[float], tokens: Sequence[int]) -> list[StageTimes]:
@@ -119,11 +135,20 @@ def stages(arrival: Arrival, times: Sequence[float], tokens: Sequence[int]) -> l
 def rejudged(run: BenchResult, slo_rule: str) -> BenchResult:
     """The same run by another judging rule (`slo.SLO_RULES`)."""
     offered = zip(run.workload.requests(), run.workload.arrivals, run.records, strict=True)
-    records = tuple(
-        replace(r, verdict=judge(request, stages(arrival, r.times, r.tokens), r.outcome, slo_rule))
-        for request, arrival, r in offered
-    )
+    records = tuple(replace(r, verdict=_judged(request, arrival, r, slo_rule)) for request, arrival, r in offered)
     return replace(run, records=records, slo_rule=slo_rule)
+
+
+def _judged(request: Request, arrival: Arrival, r: Record, slo_rule: str) -> Verdict:
+    request, arrival = as_offered(request, arrival, r.at)
+    return judge(request, stages(arrival, r.times, r.tokens), r.outcome, slo_rule)
+
+
+def as_offered(request: Request, arrival: Arrival, at: float) -> tuple[Request, Arrival]:
+    """With the time at which it came, which a workload does not know where that follows from the run."""
+    if arrival.at == at:
+        return request, arrival
+    return replace(request, arrival=at), replace(arrival, at=at)
 
 
 # --------------------------------------------------------------------------- summaries
@@ -161,19 +186,19 @@ class TierSummary:
 
 
 def summarise(runs: BenchResult | Sequence[BenchResult]) -> tuple[TierSummary, ...]:
-    """A row per tier and one for "all", pooling the runs given (rounds of one policy). Rates are over the seconds in
-    which requests were offered; None for a workload that offers all at once. Raises ValueError for mixed judges."""
+    """A row per tier and one for "all", pooling the runs given (rounds of one policy). Rates are over
+    `BenchResult.seconds`; None for a workload that offers all at once. Raises ValueError for mixed judges."""
     pooled = [runs] if isinstance(runs, BenchResult) else list(runs)
     if len({run.slo_rule for run in pooled}) != 1:
         raise ValueError("runs to pool must exist and be judged by one rule: use rejudged()")
     if len({run.goodput for run in pooled}) != 1:
         raise ValueError("runs to pool must have the same goodput bounds")
-    seconds = sum(run.workload.duration for run in pooled)
+    seconds = sum(run.seconds for run in pooled)
     durations: dict[str, float] = {}
     kept: list[tuple[str, Record]] = []  # each with its workload
     for run in pooled:
         key = fingerprint(run.workload)
-        durations[key] = run.workload.duration
+        durations[key] = max(run.seconds, durations.get(key, 0.0))
         kept += [(key, record) for record in run.records]
     tiers = list(dict.fromkeys(tier for run in pooled for tier in run.workload.tiers))
     by_tier = {tier: [(key, record) for key, record in kept if record.tier == tier] for tier in tiers}
@@ -236,9 +261,12 @@ def fingerprint(workload: Workload) -> str:
         [
             [a.id, a.at, a.tier, a.prompt_tokens, a.output_tokens, a.messages]
             + ([a.slo, a.parts, a.blocks] if a.slo or a.parts or a.blocks else [])
+            + ([a.after, a.gap] if a.after else [])
             for a in workload.arrivals
         ],
     ]
+    if workload.concurrency is not None:
+        content.append([workload.concurrency])
     return hashlib.blake2b(orjson.dumps(content), digest_size=8).hexdigest()
 
 

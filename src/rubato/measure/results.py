@@ -34,7 +34,8 @@ def dumps(runs: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]] 
         {
             "format": FORMAT,
             "attainment": f"met / offered; interval: {INTERVAL}",
-            "attained_rps": "requests attained per second, over the seconds in which requests were offered",
+            "attained_rps": "requests attained per second, over the seconds in which requests were offered; where "
+            "their times follow from how others end, until the last has ended",
             "goodput_tokens_per_s": "output tokens of attained requests per second, over the same seconds",
             "policies": {label: summarise(own) for label, own in by_label.items()},
             "runs": [run_json(run) for run in runs],
@@ -56,7 +57,7 @@ def run_json(run: BenchResult, requests: bool = True) -> dict[str, Any]:
             "name": load.name,
             "seed": load.seed,
             "rate": load.rate,
-            "duration": load.duration,
+            "duration": run.seconds,
             "requests": len(load.arrivals),
             "fingerprint": fingerprint(load),
             "tiers": {name: asdict(slo) for name, slo in load.tiers.items()},
@@ -128,7 +129,9 @@ def table(runs: Sequence[BenchResult]) -> str:
         for line in lines
     ]
     text.insert(1, "  ".join("-" * w for w in widths))
-    foot = [f"Judged by the {runs[0].slo_rule} rule from scheduled arrivals. Times in ms. Interval: {INTERVAL_SHORT}."]
+    paced = any(run.paced_seconds is not None for run in runs)
+    since = "when requests were to be offered" if paced else "scheduled arrivals"
+    foot = [f"Judged by the {runs[0].slo_rule} rule from {since}. Times in ms. Interval: {INTERVAL_SHORT}."]
     for label, own in by_label.items():
         total = summarise(own)[-1]
         if total.attained_rps is not None and total.goodput_tokens_per_s is not None:

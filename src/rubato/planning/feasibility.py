@@ -58,7 +58,10 @@ def assess(load: Workload, hardware: Hardware, slo_rule: str = "deadline") -> Fe
 
 
 def feasible_only(load: Workload, hardware: Hardware, slo_rule: str = "deadline") -> Workload:
-    """The workload without its infeasible requests, at a rate lowered alike. Raises ValueError when none is left."""
+    """The workload without its infeasible requests, at a rate lowered alike. Raises ValueError when none is left,
+    or when others go on from one."""
+    if load.follows:
+        raise ValueError(f"workload {load.name!r} has requests that go on from others: none of them can be left out")
     kept = tuple(one for one, why in _judged(load, hardware, slo_rule) if not why)
     if not kept:
         raise ValueError(f"workload {load.name!r}: {assess(load, hardware, slo_rule).text}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
+from math import inf
 
 from rubato.core.clock import ARRIVAL, Clock, VirtualClock, run_virtual
 from rubato.core.events import Event, Finished, HandedOff, Offered, Tokens
@@ -17,12 +19,13 @@ from rubato.core.timeline import Timeline
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
-from rubato.measure.records import BenchResult, Record
+from rubato.measure.records import BenchResult, Record, not_offered
 from rubato.measure.replica_seconds import ReplicaSecondsMeter
 from rubato.simulation.driver import drive
 from rubato.simulation.run_spec import RunSpec, Truth
 from rubato.simulation.simulated_host import HostOptions
 from rubato.workloads import Arrival, Workload
+from rubato.workloads.offering import Offering
 
 Pauses = Mapping[str, Sequence[float]]  # request id -> seconds of the tool before each stage, where one waits for it
 
@@ -37,7 +40,8 @@ def simulate(
     seed: of the noise in step times. times: keep when each token came out; without, a run of many long requests takes
     less memory. causes: say of each miss why; without, it is faster where many miss. listen: gets every event.
     """
-    spec, requests = spec.for_load(workload), list(workload.requests(spec.stated_max_tokens))
+    spec, offering = spec.for_load(workload), workload.offering(spec.stated_max_tokens)
+    requests = list(workload.requests(spec.stated_max_tokens)) if offering is None else offering
     cost = ReplicaSecondsMeter(f"r{i}" for i in range(spec.replicas))
 
     def follow(event: Event) -> None:
@@ -49,7 +53,14 @@ def simulate(
         requests, workload.truth(), spec, seed, times=times, causes=causes, pauses=workload.pauses(), listen=follow
     )
     # removed from `lines`, which the cluster's cycles hold: else it would stay until the next collection
-    records = tuple(_record(arrival, lines.pop(arrival.id), times) for arrival in workload.arrivals)
+    dropped = {} if offering is None else offering.dropped
+    last = max((line.end.at for line in lines.values() if line.end is not None), default=0.0)
+    records = tuple(
+        not_offered(arrival, *dropped[arrival.id], spec.slo_rule)
+        if arrival.id in dropped
+        else _record(arrival, lines.pop(arrival.id), times)
+        for arrival in workload.arrivals
+    )
     settings = {
         "simulated": True,
         "policy": spec.choice.policy,
@@ -64,15 +75,17 @@ def simulate(
     if spec.autoscaler is not None:
         settings |= {"autoscale": repr(spec.autoscaler()), "start_seconds": spec.start_seconds}
     return BenchResult(
-        spec.choice.label, workload, records, spec.slo_rule, settings=settings, replica_seconds=cost.until_last_end()
-    )
+        spec.choice.label, workload, records, spec.slo_rule, settings=settings, replica_seconds=cost.until_last_end(),
+        paced_seconds=None if offering is None else last,
+    )  # fmt: skip
 
 
 def simulate_events(
-    requests: Sequence[Request], truth: Truth, spec: RunSpec, seed: int = 0, *,
+    requests: Sequence[Request] | Offering, truth: Truth, spec: RunSpec, seed: int = 0, *,
     watch: Callable[[Cluster, Event], None] | None = None, pauses: Pauses = NOTHING,
 ) -> list[Event]:  # fmt: skip
     """Run `requests` (arrivals in virtual seconds) to their ends on the virtual event loop; every event, in order.
+    requests: or an `Offering` that is fresh, where their times follow from the run.
 
     As live, a policy that raises fails the requests that are there, and after several times in a row the replica; what
     comes after the last of `requests` is refused. Raises RuntimeError if some request never ends, and whatever error
@@ -101,10 +114,15 @@ def simulate_events(
         if watch is not None:
             cluster.listen(lambda event: watch(cluster, event))
         await cluster.start()
-        for request in requests:
-            clock.call_at(request.arrival, ARRIVAL, lambda r=request: cluster.offer(r))  # type: ignore[misc]
-        if requests:
-            await clock.sleep_until(max(r.arrival for r in requests), ARRIVAL)
+        if isinstance(requests, Offering):
+            all_offered = asyncio.Event()
+            cluster.listen(offer_in_turn(requests, cluster, clock, all_offered.set))
+            await all_offered.wait()
+        else:
+            for request in requests:
+                clock.call_at(request.arrival, ARRIVAL, lambda r=request: cluster.offer(r))  # type: ignore[misc]
+            if requests:
+                await clock.sleep_until(max(r.arrival for r in requests), ARRIVAL)
         await cluster.drain()
         await cluster.close()
         if cluster.error is not None:
@@ -125,16 +143,50 @@ def run_tools(pauses: Pauses, cluster: Cluster, clock: Clock) -> Callable[[Event
     return follow
 
 
+def offer_in_turn(
+    offering: Offering, cluster: Cluster, clock: Clock, all_offered: Callable[[], None] = lambda: None
+) -> Callable[[Event], None]:
+    """A listener that offers requests as ends of others say, beginning now. all_offered: called when the last has been,
+    or is never to be."""
+    asked = inf  # when the clock calls next
+
+    def ask() -> None:
+        nonlocal asked
+        if not offering.left:
+            all_offered()
+        elif (at := offering.next_at) < asked:
+            asked = at
+            clock.call_at(at, ARRIVAL, offer)
+
+    def offer() -> None:
+        nonlocal asked
+        if clock.now() >= asked:
+            asked = inf
+        for request in offering.due(clock.now()):
+            cluster.offer(request)
+        ask()
+
+    def follow(event: Event) -> None:
+        if isinstance(event, Finished):
+            offering.ended(event.id, event.at, event.outcome)
+            ask()
+
+    ask()
+    return follow
+
+
 def simulate_requests(
-    requests: Iterable[Request], truth: Truth, spec: RunSpec, seed: int = 0, *, times: bool = True,
+    requests: Iterable[Request] | Offering, truth: Truth, spec: RunSpec, seed: int = 0, *, times: bool = True,
     causes: bool = True, pauses: Pauses = NOTHING, listen: Callable[[Event], None] | None = None,
 ) -> dict[str, Timeline]:  # fmt: skip
     """What became of each request, by id, with the times of its tokens if wanted. Like `simulate_events`, but steps
     between two decisions are not run one by one, a policy that raises ends the simulation, and requests may come after
-    the last. requests: a sequence, if some are of one group, or wait for tools. Raises as `driver.drive` does."""
+    the last. requests: a sequence, if some are of one group, or wait for tools; or an `Offering`, as there. Raises as
+    `driver.drive` does."""
     lines: dict[str, Timeline] = {}
     came: dict[str, list[float]] = {}
-    shared = isinstance(requests, Sequence) and any(r.group or r.uses_tools for r in requests)
+    offering, listed = (requests, requests.requests) if isinstance(requests, Offering) else (None, requests)
+    shared = isinstance(listed, Sequence) and any(r.group or r.uses_tools for r in listed)
 
     def ended(event: Finished, stages: Sequence[StageTimes]) -> None:
         came[event.id] = [float(t) for stage in stages for t in stage.tokens]
@@ -161,11 +213,13 @@ def simulate_requests(
             cluster.listen(listen)
         if pauses:
             cluster.listen(run_tools(pauses, cluster, cluster.clock))
+        if offering is not None:
+            cluster.listen(offer_in_turn(offering, cluster, cluster.clock))
 
     counts = not (shared or pauses or spec.prefix_cache)
     host_options = HostOptions(counts, bool(pauses), ended=ended if times else None)
     with gc_paused():
-        drive(requests, truth, spec, host_options, ready, seed=seed, causes=causes)
+        drive(listed if offering is None else (), truth, spec, host_options, ready, seed=seed, causes=causes)
     return lines
 
 
@@ -190,7 +244,7 @@ def _record(arrival: Arrival, line: Timeline, times: bool) -> Record:
         id=arrival.id,
         tier=arrival.tier,
         app=arrival.app,
-        at=arrival.at,
+        at=line.request.arrival,
         outcome=end.outcome,
         verdict=end.verdict,
         asked=arrival.output_tokens,

@@ -52,9 +52,17 @@ def multiplied(
     return sorted(copies, key=attrgetter("at"))
 
 
+def _check_free(load: Workload) -> None:
+    """Raises ValueError for requests whose times follow from how others end: they cannot be cut apart or drawn anew."""
+    if load.paced_by_ends:
+        how = "go on from others" if load.concurrency is None else "are offered in a closed loop"
+        raise ValueError(f"workload {load.name!r} has requests that {how}: no stretch of time can be cut out of it")
+
+
 def bootstrapped(load: Workload, seed: int) -> Workload:
     """A workload of the same length, made of blocks of its time drawn with replacement from a ring (a moving-block
-    bootstrap)."""
+    bootstrap). Raises ValueError, as all here do, for requests whose times follow from how others end."""
+    _check_free(load)
     if not load.duration > 0.0:
         raise ValueError(f"workload {load.name!r} offers all at once: there is no time to resample")
     block = min(BLOCK, load.duration)
@@ -81,6 +89,7 @@ def bootstrapped(load: Workload, seed: int) -> Workload:
 def sampled(load: Workload, share: float) -> Workload:
     """The beginning of each block, a `share` of it, one after another: about as dense at about the same points. All of
     it, if nothing arrives then."""
+    _check_free(load)
     block = min(BLOCK, load.duration)
     kept = block * share
     arrivals = [replace(a, at=a.at // block * kept + a.at % block) for a in load.arrivals if a.at % block < kept]
@@ -93,6 +102,7 @@ def sampled(load: Workload, share: float) -> Workload:
 def busiest(load: Workload, seconds: float) -> Stretch:
     """Begin and end of the stretch of `seconds` with the most tokens (prompt + output); it begins at a multiple of
     `BLOCK`. A shorter workload is its own stretch. Raises ValueError for one whose requests all arrive at once."""
+    _check_free(load)
     if not load.duration > 0.0:
         raise ValueError(f"workload {load.name!r} offers all at once: there is no stretch of time to size a fleet on")
     if load.duration <= seconds:
@@ -114,6 +124,7 @@ def window(load: Workload, stretch: Stretch | None) -> Workload:
     """The requests that arrive in a stretch, times from its beginning; None: all. Raises ValueError when none does."""
     if stretch is None:
         return load
+    _check_free(load)
     start, end = stretch
     kept = tuple(replace(a, at=a.at - start) for a in load.arrivals if inside(a.at, stretch, load.duration))
     if not kept:

@@ -8,13 +8,14 @@ What a policy may not know (`truth`, `pauses`, `acceptances`) stays out of the r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, repeat
 from typing import Any
 
 from rubato.core.request import SLO, Request, Sampling, Stage
+from rubato.workloads.offering import Offering
 
 HASH_BLOCK = 512  # tokens that one id of `Arrival.blocks` stands for, in Mooncake's traces
 
@@ -55,6 +56,8 @@ class Arrival:
     over `parts` where a request has several stages. slo: of this request alone, instead of its tier's. blocks: ids of
     the prompt's blocks of 512 tokens (Mooncake's `hash_ids`): prompts whose ids begin alike begin alike. acceptance:
     the probability that a drafted token is accepted, where speculation is simulated.
+    after: the request that this one goes on from, which stands before it: this one comes `gap` seconds after that one
+    has ended, and at `at` at the earliest; never, if that one did not complete (`offering`).
     """
 
     id: str
@@ -71,6 +74,8 @@ class Arrival:
     blocks: tuple[int, ...] = ()
     tenant: str = "default"
     acceptance: float | None = None
+    after: str = ""
+    gap: float = 0.0
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -84,6 +89,7 @@ class Workload:
 
     rate: requests/s it was made for; duration: seconds over which requests are offered; counted: prompt_tokens are
     exact or by a tokenizer (else by `prompts.estimate`). profile: the hardware profile it is meant for, "" = any.
+    concurrency: of a closed loop, in which so many requests are in flight; `at` is then the earliest time of each.
     """
 
     name: str
@@ -95,8 +101,11 @@ class Workload:
     counted: bool = False
     notes: Mapping[str, Any] = field(default_factory=dict)
     profile: str = ""
+    concurrency: int | None = None
 
     def __post_init__(self) -> None:
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ValueError(f"concurrency is {self.concurrency}: give 1 or more requests in flight, or none")
         if "all" in self.tiers:
             raise ValueError('a tier cannot be called "all": that is the name of the sum over tiers')
         if not math.ulp(self.duration) < FINEST:
@@ -108,13 +117,22 @@ class Workload:
     # ----------------------------------------------------------------- the same requests, otherwise
 
     def rescaled(self, rate: float) -> Workload:
-        """The same requests at `rate` requests/s: only the times change, all by the same factor. Raises ValueError for
-        requests that all come at once."""
+        """The same requests at `rate` requests/s: only the times change, all by the same factor; those that go on from
+        another stay as far behind the first of these, for no rate changes how long tools take. Raises ValueError for
+        requests that all come at once, or in a closed loop."""
         check_rate(rate)
+        if self.concurrency is not None:
+            raise ValueError(
+                f"workload {self.name!r} is a closed loop of {self.concurrency} requests: their ends set its rate, "
+                "there is none to scale"
+            )
         if not self.duration > 0.0:
             raise ValueError(f"workload {self.name!r} offers all at once: it has no rate to scale")
         factor = self.rate / rate
-        arrivals = tuple(replace(a, at=a.at * factor) for a in self.arrivals)
+        if self.follows:
+            arrivals = _moved(self.arrivals, factor)
+        else:
+            arrivals = tuple(replace(a, at=a.at * factor) for a in self.arrivals)
         return replace(self, rate=rate, duration=self.duration * factor, arrivals=arrivals)
 
     def with_slos(self, tiers: Mapping[str, SLO]) -> Workload:
@@ -181,6 +199,24 @@ class Workload:
         later = (Stage(p.prompt, p.slo, p.ends, tool=p.pause > 0.0) for p in rest)
         return (Stage(first.prompt, first.slo, first.ends, ids), *later)
 
+    @property
+    def paced_by_ends(self) -> bool:
+        """Whether the time of some request follows from how others end."""
+        return self.concurrency is not None or any(a.after for a in self.arrivals)
+
+    @property
+    def follows(self) -> dict[str, tuple[str, float]]:
+        """Request id -> the request that it goes on from, and the seconds between, of those that go on from one."""
+        return {a.id: (a.after, a.gap) for a in self.arrivals if a.after}
+
+    def offering(self, stated_max_tokens: int = 0) -> Offering | None:
+        """When each of `requests` comes in a run, where that follows from how others end; None: each at its `at`.
+        Raises ValueError as `Offering` does."""
+        follows = self.follows
+        if not follows and self.concurrency is None:
+            return None
+        return Offering(list(self.requests(stated_max_tokens)), follows, self.concurrency)
+
     def truth(self) -> dict[str, tuple[int, ...]]:
         """Request id -> output tokens of each stage: what the simulated engine knows and no policy does."""
         return {a.id: a.outputs for a in self.arrivals}
@@ -193,6 +229,16 @@ class Workload:
     def acceptances(self) -> dict[str, float]:
         """Request id -> probability that a drafted token is accepted, of the requests that say."""
         return {a.id: a.acceptance for a in self.arrivals if a.acceptance is not None}
+
+
+def _moved(arrivals: Sequence[Arrival], factor: float) -> tuple[Arrival, ...]:
+    """With the times of those that go on from none times `factor`, and all that go on from them as far behind them."""
+    later: dict[str, float] = {}  # by how much each is moved
+    moved: list[Arrival] = []
+    for a in arrivals:
+        later[a.id] = later[a.after] if a.after else a.at * factor - a.at
+        moved.append(replace(a, at=a.at + later[a.id]))
+    return tuple(sorted(moved, key=lambda a: a.at))
 
 
 def _ids(blocks: tuple[int, ...], prompt: int) -> tuple[int, ...]:

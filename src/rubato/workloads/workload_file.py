@@ -1,8 +1,9 @@
 """The workload file: JSON lines, a header and then one request a line, in order of arrival.
 
 The header: format, name, seed, rate (requests/s it was made for), duration (seconds over which requests are offered),
-whether prompt_tokens were counted or estimated, each tier's SLOs in seconds, notes, and a hardware profile if it is
-meant for one. `rubato-workload/1`, which had neither stages nor SLOs of single requests, is still read.
+whether prompt_tokens were counted or estimated, each tier's SLOs in seconds, notes, a hardware profile if it is meant
+for one, and the concurrency if it is a closed loop. `rubato-workload/1`, which had neither stages nor SLOs of single
+requests, is still read.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rubato.core.request import SLO
 from rubato.workloads.workload import HASH_BLOCK, NO_SLO, Arrival, OfferedStage, Workload
 
 FORMAT = "rubato-workload/2"
+DEFAULTS = {"temperature": 0.0, "seed": None, "tenant": "default", "acceptance": None, "after": "", "gap": 0.0}
 
 
 class WorkloadError(ValueError):
@@ -39,6 +41,8 @@ def write(workload: Workload, path: str | Path) -> None:
     }
     if workload.profile:
         header["profile"] = workload.profile
+    if workload.concurrency is not None:
+        header["concurrency"] = workload.concurrency
     with open(path, "wb") as file:
         file.write(orjson.dumps(header) + b"\n")
         for a in workload.arrivals:
@@ -58,7 +62,7 @@ def _row(a: Arrival) -> dict[str, Any]:
         row["slo"] = a.slo.promised
     if a.blocks:
         row["blocks"] = a.blocks
-    for name, default in (("temperature", 0.0), ("seed", None), ("tenant", "default"), ("acceptance", None)):
+    for name, default in DEFAULTS.items():
         if getattr(a, name) != default:
             row[name] = getattr(a, name)
     if len(a.messages) == 1 and a.messages[0][0] == "user":
@@ -94,6 +98,7 @@ class _Header(_Fields):
     prompt_tokens: Literal["counted", "estimated"] = "estimated"
     notes: dict[str, Any] = {}
     profile: str = ""
+    concurrency: Positive | None = None
 
 
 class _Stage(_Fields):
@@ -125,6 +130,8 @@ class _Request(_Fields):
     blocks: tuple[Whole, ...] = ()
     tenant: str = "default"
     acceptance: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    after: str = ""
+    gap: Number = 0.0
 
 
 def read(path: str | Path) -> Workload:
@@ -145,6 +152,12 @@ def read(path: str | Path) -> Workload:
                     raise ValueError(f"id is {row.id!r}, which an earlier line has already: ids must be unique")
                 if arrivals and row.at < arrivals[-1].at:
                     raise ValueError(f"at is {row.at} s, before the line above ({arrivals[-1].at} s): sort by time")
+                if row.after and row.after not in ids:
+                    raise ValueError(
+                        f"after is {row.after!r}, the id of no line above: give that of an earlier request"
+                    )
+                if row.gap and not row.after:
+                    raise ValueError(f"gap is {row.gap} s after no request: say which in `after`")
                 arrivals.append(_arrival(row, header.tiers, slos))
             except ValueError as error:
                 raise WorkloadError(f"{path}, line {number}: {error}") from error
@@ -155,7 +168,7 @@ def read(path: str | Path) -> Workload:
     rate = header.rate or (len(arrivals) / duration if duration else float(len(arrivals)))
     return Workload(
         header.name, header.seed, rate, duration, header.tiers, tuple(arrivals), header.prompt_tokens == "counted",
-        header.notes, header.profile,
+        header.notes, header.profile, header.concurrency,
     )  # fmt: skip
 
 
@@ -192,6 +205,8 @@ def _arrival(row: _Request, tiers: Mapping[str, SLO], slos: dict[SLO, SLO]) -> A
         blocks=row.blocks,
         tenant=row.tenant,
         acceptance=row.acceptance,
+        after=row.after,
+        gap=row.gap,
     )
 
 
