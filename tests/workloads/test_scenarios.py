@@ -191,7 +191,7 @@ def test_every_scenario_is_listed_makes_requests_and_says_what_it_is():
     for name, prompt, output, about in listed:
         load = scenarios.make(name, 2.0, count=3000, seed=1, prefill=prefill)
         assert next(load.requests()).arrival >= 0.0
-        assert about.startswith(("SLOs-Serve", "PolyServe", "AdaServe", "Ascendra", "SA"))
+        assert about.startswith(("SLOs-Serve", "PolyServe", "AdaServe", "Ascendra", "SA", "Agents"))
         assert load.profile == scenarios.get(name).profile != ""
         if not scenarios.get(name).changes(3000, 1500.0):
             assert np.mean([a.prompt_tokens for a in load.arrivals]) == pytest.approx(prompt, rel=0.1)

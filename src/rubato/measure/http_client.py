@@ -191,17 +191,19 @@ class ResponseStream:
 
 
 async def stream_request(
-    session: aiohttp.ClientSession, url: str, body: bytes, answer: ResponseStream, start: float, give_up: float
-) -> None:
+    session: aiohttp.ClientSession, url: str, body: bytes, answer: ResponseStream, start: float, give_up: float,
+    headers: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
     """Send one request and read its stream to the end; whatever happens to it ends up in `answer`.
 
-    start, give_up: seconds of the loop's clock, when the workload began and when to stop waiting.
+    start, give_up: seconds of the loop's clock, when the workload began and when to stop waiting. headers: beside those
+    of the session.
     """
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout_at(give_up):
             answer.sent = loop.time() - start
-            async with session.post(url, data=body) as response:
+            async with session.post(url, data=body, headers=headers) as response:
                 answer.status = response.status
                 if response.status == 200:
                     await _read(response, answer, start)

@@ -35,13 +35,14 @@ from rubato.core.request import Request
 from rubato.core.slo import judge
 from rubato.measure.goodput import Bounds
 from rubato.measure.http_client import BenchError, Endpoint, ResponseStream, authorised, list_models, stream_request, v1
-from rubato.measure.records import BenchResult, ClientLoad, Record, as_offered, not_offered, stages, versions
+from rubato.measure.records import BenchResult, ClientLoad, Record, came, not_offered, stages, versions
 from rubato.workloads import Arrival, Workload, prompts
 from rubato.workloads.offering import Offering
 
 BEAT = 0.02  # seconds between two looks at how late the event loop's timers fire
 # Idle connections are dropped before the server does (uvicorn after 5 s): reusing one in that instant fails.
 KEEP_ALIVE = 2.0
+SESSION_HEADER = "x-session-id"
 WARM = 120.0  # seconds a warm-up request may take
 
 
@@ -71,26 +72,25 @@ async def run(
     requests first, tiers in turn, not counted. max_delay: seconds, instead of `delay_bound`. goodput: bounds beside the
     tiers' SLOs. Raises BenchError when the run cannot begin.
     """
-    bodies = [target.body(a, workload.slo(a)) for a in workload.arrivals]
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
     never = aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None)
     headers = {"content-type": "application/json"} | authorised(target.api_key, target.headers)
     async with aiohttp.ClientSession(connector=connector, timeout=never, headers=headers) as session:
+        calls, offering = _Calls(session, target, workload, timeout), workload.offering()
         await _prepare(session, target, workload, warmup)
         loop = asyncio.get_running_loop()
         before, start = process_cpu_time(), loop.time()
-        with tqdm(total=len(bodies), unit="req", mininterval=0.5, disable=not progress, desc=label) as bar:
-            calls = _Calls(session, target.url, bodies, timeout, bar, loop.time() + 2 * BEAT)
-            offering = workload.offering()
+        with tqdm(total=len(workload.arrivals), unit="req", mininterval=0.5, disable=not progress, desc=label) as bar:
+            calls.start = loop.time() + 2 * BEAT
             async with _lags() as lags:
-                await (_offer(calls, workload) if offering is None else _offer_in_turn(calls, offering))
+                await (_offer(calls, workload, bar) if offering is None else _offer_in_turn(calls, offering, bar))
         wall, cpu = loop.time() - start, process_cpu_time() - before
     answers, dropped = calls.answers, {} if offering is None else offering.dropped
     offered = zip(workload.requests(), workload.arrivals, answers, strict=True)
     records = tuple(
         not_offered(arrival, *dropped[arrival.id], slo_rule)
         if arrival.id in dropped
-        else _record(*as_offered(request, arrival, calls.came.get(arrival.id, arrival.at)), answer, slo_rule)
+        else _record(calls.came.get(request.id, request), arrival, answer, slo_rule)
         for request, arrival, answer in offered
     )
     client = _client(records, lags, wall, cpu, delay_bound(workload) if max_delay is None else max_delay)
@@ -134,57 +134,66 @@ async def _prepare(session: aiohttp.ClientSession, target: Endpoint, workload: W
 
 
 class _Calls:
-    """The requests of one workload to one server. start: of the workload, by the loop's clock; came: when a request was
-    to be offered, in seconds from then, where its workload does not say; last_end: of those that have ended."""
+    """The requests of one workload to one server. start: of the workload, by the loop's clock; came: requests as they
+    were offered, where that follows from the run; last_end: of those that have ended, in seconds from the start."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, bodies: Sequence[bytes], patience: float, bar: Any, start: float
-    ) -> None:
-        self.answers = [ResponseStream() for _ in bodies]
-        self.start = start
-        self.came: dict[str, float] = {}
+    def __init__(self, session: aiohttp.ClientSession, target: Endpoint, load: Workload, patience: float) -> None:
+        """Raises BenchError for a request that cannot be written."""
+        self.answers = [ResponseStream() for _ in load.arrivals]
+        self.start = 0.0
+        self.came: dict[str, Request] = {}
         self.last_end = 0.0
-        self._session, self._url, self._bodies = session, url, bodies
-        self._patience, self._bar = patience, bar
+        self._session, self._target, self._load, self._patience = session, target, load, patience
+        self._bodies = [target.body(a, load.slo(a)) for a in load.arrivals]
 
     def now(self) -> float:
         """Seconds from the workload's start."""
         return asyncio.get_running_loop().time() - self.start
 
-    async def call(self, place: int, at: float) -> None:
-        """Send the request that stands at `place`, which was to come `at` seconds, and follow it to its end."""
+    async def call(self, place: int, at: float, bar: Any) -> None:
+        """Send the request that stands at `place`, which was to come at `at`, and follow it to its end."""
         give_up = self.start + at + self._patience
-        await stream_request(self._session, self._url, self._bodies[place], self.answers[place], self.start, give_up)
+        of = self._load.arrivals[place].session
+        await stream_request(
+            self._session, self._target.url, self._bodies[place], self.answers[place], self.start, give_up,
+            {SESSION_HEADER: of} if of else None,
+        )  # fmt: skip
         self.last_end = self.now()
-        self._bar.update()
+        bar.update()
+
+    def restate(self, place: int, request: Request) -> None:
+        """With what remains of its session, which is known when it is offered."""
+        self.came[request.id] = request
+        arrival, slo = self._load.arrivals[place], request.stages[0].slo
+        if slo != self._load.slo(arrival):
+            self._bodies[place] = self._target.body(arrival, slo)
 
 
-async def _offer(calls: _Calls, workload: Workload) -> None:
+async def _offer(calls: _Calls, workload: Workload, bar: Any) -> None:
     """Send every request at its time."""
     async with asyncio.TaskGroup() as group:
         for place, arrival in enumerate(workload.arrivals):
             wait = arrival.at - calls.now()
             if wait > 0:
                 await asyncio.sleep(wait)
-            group.create_task(calls.call(place, arrival.at))
+            group.create_task(calls.call(place, arrival.at, bar))
 
 
-async def _offer_in_turn(calls: _Calls, offering: Offering) -> None:
+async def _offer_in_turn(calls: _Calls, offering: Offering, bar: Any) -> None:
     """Send requests as ends of others say."""
     places = {request.id: place for place, request in enumerate(offering.requests)}
     some_end = asyncio.Event()
 
-    async def one(id: str, at: float) -> None:
-        place = places[id]
-        await calls.call(place, at)
-        offering.ended(id, calls.now(), calls.answers[place].outcome)
+    async def one(place: int, request: Request) -> None:
+        await calls.call(place, request.arrival, bar)
+        offering.ended(request.id, calls.now(), calls.answers[place].outcome)
         some_end.set()
 
     async with asyncio.TaskGroup() as group:
         while offering.left:
             for request in offering.due(calls.now()):
-                calls.came[request.id] = request.arrival
-                group.create_task(one(request.id, request.arrival))
+                calls.restate(places[request.id], request)
+                group.create_task(one(places[request.id], request))
             some_end.clear()
             with contextlib.suppress(TimeoutError):
                 next_at = None if offering.next_at == inf else calls.start + offering.next_at
@@ -223,6 +232,7 @@ async def _lags() -> AsyncIterator[list[float]]:
 
 
 def _record(request: Request, arrival: Arrival, answer: ResponseStream, slo_rule: str) -> Record:
+    arrival = came(arrival, request.arrival)
     return Record(
         id=arrival.id,
         tier=arrival.tier,

@@ -26,6 +26,7 @@ from rubato.measure.confidence import ALL, RequestOutcome, proportion, wilson
 from rubato.measure.goodput import Bounds
 from rubato.measure.replica_seconds import ReplicaSeconds
 from rubato.workloads import Arrival, Workload
+from rubato.workloads.offering import as_offered
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,21 +135,24 @@ def stages(arrival: Arrival, times: Sequence[float], tokens: Sequence[int]) -> l
 
 def rejudged(run: BenchResult, slo_rule: str) -> BenchResult:
     """The same run by another judging rule (`slo.SLO_RULES`)."""
-    offered = zip(run.workload.requests(), run.workload.arrivals, run.records, strict=True)
-    records = tuple(replace(r, verdict=_judged(request, arrival, r, slo_rule)) for request, arrival, r in offered)
+    sessions = run.workload.session_e2es
+    began: dict[str, float] = {}
+    for r, arrival in zip(run.records, run.workload.arrivals, strict=True):
+        if arrival.session in sessions:
+            began[arrival.session] = min(r.at, began.get(arrival.session, r.at))
+
+    def judged(request: Request, arrival: Arrival, r: Record) -> Verdict:
+        offered = as_offered(request, r.at, began.get(request.session, r.at), sessions)
+        return judge(offered, stages(came(arrival, r.at), r.times, r.tokens), r.outcome, slo_rule)
+
+    each = zip(run.workload.requests(), run.workload.arrivals, run.records, strict=True)
+    records = tuple(replace(r, verdict=judged(request, arrival, r)) for request, arrival, r in each)
     return replace(run, records=records, slo_rule=slo_rule)
 
 
-def _judged(request: Request, arrival: Arrival, r: Record, slo_rule: str) -> Verdict:
-    request, arrival = as_offered(request, arrival, r.at)
-    return judge(request, stages(arrival, r.times, r.tokens), r.outcome, slo_rule)
-
-
-def as_offered(request: Request, arrival: Arrival, at: float) -> tuple[Request, Arrival]:
+def came(arrival: Arrival, at: float) -> Arrival:
     """With the time at which it came, which a workload does not know where that follows from the run."""
-    if arrival.at == at:
-        return request, arrival
-    return replace(request, arrival=at), replace(arrival, at=at)
+    return arrival if arrival.at == at else replace(arrival, at=at)
 
 
 # --------------------------------------------------------------------------- summaries
@@ -240,6 +244,40 @@ def _row(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SessionSummary:
+    """Sessions of runs under one policy. A session is attained if all its turns were: each completed, kept its SLOs and
+    ended within the session's e2e, if it has one. turns: of all sessions. attainment_low, _high: as `TierSummary`."""
+
+    offered: int
+    met: int
+    attainment: float
+    attainment_low: float
+    attainment_high: float
+    turns: int
+
+
+def summarise_sessions(runs: BenchResult | Sequence[BenchResult]) -> SessionSummary | None:
+    """Pooled, over the sessions that were offered; None where no request is of a session."""
+    turns = 0
+    durations: dict[str, float] = {}
+    fates: list[RequestOutcome] = []
+    for run in [runs] if isinstance(runs, BenchResult) else runs:
+        sessions: dict[str, list[Record]] = {}
+        for arrival, record in zip(run.workload.arrivals, run.records, strict=True):
+            if arrival.session:
+                sessions.setdefault(arrival.session, []).append(record)
+        key = fingerprint(run.workload) if sessions else ""
+        durations[key] = max(run.seconds, durations.get(key, 0.0))
+        for own in sessions.values():
+            turns += len(own)
+            fates.append(RequestOutcome(key, min(r.at for r in own), ALL, all(r.verdict.met for r in own)))
+    if not fates:
+        return None
+    met = sum(fate.met for fate in fates)
+    return SessionSummary(len(fates), met, met / len(fates), *proportion(fates, durations), turns)
+
+
 def _goodput(good: int, offered: int, seconds: float) -> dict[str, Any]:
     if not seconds:
         return {"good": good}
@@ -261,7 +299,7 @@ def fingerprint(workload: Workload) -> str:
         [
             [a.id, a.at, a.tier, a.prompt_tokens, a.output_tokens, a.messages]
             + ([a.slo, a.parts, a.blocks] if a.slo or a.parts or a.blocks else [])
-            + ([a.after, a.gap] if a.after else [])
+            + ([a.after, a.gap, a.session, a.session_e2e] if a.after or a.session else [])
             for a in workload.arrivals
         ],
     ]

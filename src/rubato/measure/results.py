@@ -11,10 +11,11 @@ from typing import Any
 import orjson
 
 from rubato.core.request import SLO
-from rubato.measure.records import BenchResult, TierSummary, fingerprint, summarise
+from rubato.measure.records import BenchResult, TierSummary, fingerprint, summarise, summarise_sessions
 from rubato.measure.replica_seconds import ReplicaSeconds
 
 FORMAT = "rubato-results/2"
+BEST_EFFORT = "best effort"
 INTERVAL_SHORT = "95 %, the wider of Wilson's and a moving-block bootstrap"
 INTERVAL = (
     "95 %, on each side the wider of Wilson's, which takes requests as independent, and a moving-block bootstrap over "
@@ -30,6 +31,7 @@ def dumps(runs: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]] 
     by_label: dict[str, list[BenchResult]] = {}
     for run in runs:
         by_label.setdefault(run.label, []).append(run)
+    sessions = {label: found for label, own in by_label.items() if (found := summarise_sessions(own))}
     return as_json(
         {
             "format": FORMAT,
@@ -38,6 +40,7 @@ def dumps(runs: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]] 
             "their times follow from how others end, until the last has ended",
             "goodput_tokens_per_s": "output tokens of attained requests per second, over the same seconds",
             "policies": {label: summarise(own) for label, own in by_label.items()},
+            **({"sessions": sessions} if sessions else {}),
             "runs": [run_json(run) for run in runs],
             "comparisons": comparisons,
         }
@@ -70,6 +73,8 @@ def run_json(run: BenchResult, requests: bool = True) -> dict[str, Any]:
         "settings": dict(run.settings),
         "versions": dict(run.versions),
     }
+    if sessions := summarise_sessions(run):
+        data["sessions"] = asdict(sessions)
     return data | {"requests": _columns(run)} if requests else data
 
 
@@ -119,7 +124,9 @@ def table(runs: Sequence[BenchResult]) -> str:
         by_label.setdefault(run.label, []).append(run)
     lines = [HEAD.split("|")]
     for label, own in by_label.items():
-        slos = own[0].workload.tiers
+        slos = {tier: _promise(slo) for tier, slo in own[0].workload.tiers.items()}
+        timed = {a.tier for a in own[0].workload.arrivals if a.session_e2e is not None}
+        slos |= {tier: f"{slos[tier].replace(BEST_EFFORT, '')} session e2e".lstrip() for tier in timed}
         lines += [[label if i == 0 else "", *_cells(row, slos)] for i, row in enumerate(summarise(own))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [
@@ -138,6 +145,12 @@ def table(runs: Sequence[BenchResult]) -> str:
             foot.append(
                 f"{label}: {total.attained_rps:.2f} attained requests/s, "
                 f"{total.goodput_tokens_per_s:.1f} output tokens/s of attained requests"
+            )
+        if sessions := summarise_sessions(own):
+            low, high = sessions.attainment_low, sessions.attainment_high
+            foot.append(
+                f"{label}: {sessions.met} of {sessions.offered} sessions attained, {100 * sessions.attainment:.1f} % "
+                f"[{100 * low:.1f}, {100 * high:.1f}], of {sessions.turns / sessions.offered:.1f} turns each"
             )
         costs = [run.replica_seconds for run in own if run.replica_seconds is not None]
         if costs:
@@ -170,10 +183,10 @@ def _cost(costs: Sequence[ReplicaSeconds]) -> str:
     return f"{sum(cost.total for cost in costs):.0f} replica-seconds: {', '.join(parts)}"
 
 
-def _cells(row: TierSummary, slos: Mapping[str, SLO]) -> list[str]:
+def _cells(row: TierSummary, slos: Mapping[str, str]) -> list[str]:
     return [
         row.tier,
-        _promise(slos[row.tier]) if row.tier in slos else "",
+        slos.get(row.tier, ""),
         str(row.offered),
         str(row.met),
         f"{100 * row.attainment:.1f} % [{100 * row.attainment_low:.1f}, {100 * row.attainment_high:.1f}]",
@@ -192,5 +205,5 @@ def _ms(seconds: float | None, digits: int = 0) -> str:
 
 def _promise(slo: SLO) -> str:
     if slo.best_effort:
-        return "best effort"
+        return BEST_EFFORT
     return " ".join(f"{name} {1000 * value:.4g}" for name, value in slo.promised.items())

@@ -5,6 +5,11 @@ comes at the instant when one ends. A request that goes on from another (`follow
 has ended. A request's own `arrival` is then the earliest time at which it may come. In both at once, a turn whose time
 has come goes before a request that goes on from none, so that what has begun is carried on.
 
+A session may have a deadline, so many seconds after its first turn came, tools and the user's pauses included: the time
+that somebody waits. Each turn is then offered with an e2e of what remains of it, which is all that can be known before
+the turns to come. (The alternative, shares of the session by what each turn is expected to take, needs a plan of the
+turns, which a client seldom has.)
+
 Whatever the outcome, an end makes room in a closed loop. But what goes on from a request that did not complete is never
 offered, nor what goes on from that: nobody can go on from an answer that there is not. Such requests count as offered
 work that was missed, with a reason of their own (`Offering.dropped`), or refusing the first turn of each session would
@@ -19,25 +24,43 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from rubato.core.request import NOTHING, Outcome, Request
+from rubato.core.request import LEAST, NOTHING, Outcome, Request
 
 Follows = Mapping[str, tuple[str, float]]  # request id -> the request that it goes on from, and seconds after its end
+
+
+def as_offered(request: Request, at: float, began: float, sessions: Mapping[str, float]) -> Request:
+    """A request of a workload as it came, at `at`, in a session that began at `began`: within what remains of that, if
+    the session has a deadline; at least `LEAST` seconds, which no server keeps."""
+    seconds = sessions.get(request.session)
+    if seconds is None:
+        return request if request.arrival == at else replace(request, arrival=at)
+    left = max(LEAST, began + seconds - at)
+    first = request.stages[0]
+    e2e = left if first.slo.e2e is None else min(left, first.slo.e2e)
+    stages = (replace(first, slo=replace(first.slo, e2e=e2e)), *request.stages[1:])
+    return replace(request, arrival=at, stages=stages)
 
 
 class Offering:
     """Requests, each to be offered when `due` says, by a caller that says what has `ended`; for one run.
 
-    requests: ascending in arrival. Raises ValueError for a concurrency below 1, or a request that goes on from one that
-    does not come before it.
+    requests: ascending in arrival. sessions: session -> seconds from the arrival of its first turn to its deadline.
+    Raises ValueError for a concurrency below 1, or a request that goes on from one that does not come before it.
     """
 
-    def __init__(self, requests: Sequence[Request], follows: Follows = NOTHING, concurrency: int | None = None) -> None:
+    def __init__(
+        self, requests: Sequence[Request], follows: Follows = NOTHING, concurrency: int | None = None,
+        sessions: Mapping[str, float] = NOTHING,
+    ) -> None:  # fmt: skip
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: give 1 or more requests in flight, or none for no bound")
         self.requests = requests
         self.left = len(requests)  # neither offered nor dropped yet
         self.dropped: dict[str, tuple[float, str]] = {}  # id -> when that was known, and why
         self._follows = follows
+        self._sessions = sessions
+        self._began: dict[str, float] = {}  # session -> when its first turn came
         self._next: dict[str, list[int]] = defaultdict(list)  # id -> places of the requests that go on from it
         # a closed loop's free places, each since when, ascending; None: there is always one
         self._free = None if concurrency is None else [-inf] * concurrency
@@ -72,7 +95,8 @@ class Offering:
             if self._free is not None:
                 heappop(self._free)
             request = self.requests[place]
-            found.append(request if request.arrival == at else replace(request, arrival=at))
+            began = self._began.setdefault(request.session, at)
+            found.append(as_offered(request, at, began, self._sessions))
         self.left -= len(found)
         return found
 

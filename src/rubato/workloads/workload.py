@@ -57,7 +57,8 @@ class Arrival:
     the prompt's blocks of 512 tokens (Mooncake's `hash_ids`): prompts whose ids begin alike begin alike. acceptance:
     the probability that a drafted token is accepted, where speculation is simulated.
     after: the request that this one goes on from, which stands before it: this one comes `gap` seconds after that one
-    has ended, and at `at` at the earliest; never, if that one did not complete (`offering`).
+    has ended, and at `at` at the earliest; never, if that one did not complete (`offering`). session: whose turn it is.
+    session_e2e: of a session's first turn, seconds from its arrival within which the last turn is to end.
     """
 
     id: str
@@ -76,6 +77,8 @@ class Arrival:
     acceptance: float | None = None
     after: str = ""
     gap: float = 0.0
+    session: str = ""
+    session_e2e: float | None = None
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -161,6 +164,8 @@ class Workload:
             return replace(slo, **{name: factor * s for name, s in slo.promised.items() if what in ("", name)})
 
         def changed(a: Arrival) -> Arrival:
+            if a.session_e2e is not None and what in ("", "e2e"):
+                a = replace(a, session_e2e=factor * a.session_e2e)
             if a.slo is None and not a.parts:
                 return a
             parts = tuple(replace(part, slo=wider(part.slo)) for part in a.parts)
@@ -189,7 +194,7 @@ class Workload:
         for a in self.arrivals:
             most = max(a.output_tokens, stated_max_tokens)
             sampling = sampling_of(most, a.temperature, seed=a.seed, ignore_eos=True)
-            yield Request(a.id, self._stages(a), a.at, a.tier, a.tenant, a.app, sampling)
+            yield Request(a.id, self._stages(a), a.at, a.tier, a.tenant, a.app, sampling, session=a.session)
 
     def _stages(self, a: Arrival) -> tuple[Stage, ...]:
         if not a.parts:
@@ -202,20 +207,24 @@ class Workload:
     @property
     def paced_by_ends(self) -> bool:
         """Whether the time of some request follows from how others end."""
-        return self.concurrency is not None or any(a.after for a in self.arrivals)
+        return self.concurrency is not None or any(a.after or a.session_e2e is not None for a in self.arrivals)
 
     @property
     def follows(self) -> dict[str, tuple[str, float]]:
         """Request id -> the request that it goes on from, and the seconds between, of those that go on from one."""
         return {a.id: (a.after, a.gap) for a in self.arrivals if a.after}
 
+    @property
+    def session_e2es(self) -> dict[str, float]:
+        """Session -> seconds from its first turn's arrival to its deadline, of those that have one."""
+        return {a.session: a.session_e2e for a in self.arrivals if a.session_e2e is not None}
+
     def offering(self, stated_max_tokens: int = 0) -> Offering | None:
         """When each of `requests` comes in a run, where that follows from how others end; None: each at its `at`.
         Raises ValueError as `Offering` does."""
-        follows = self.follows
-        if not follows and self.concurrency is None:
+        if not self.paced_by_ends:
             return None
-        return Offering(list(self.requests(stated_max_tokens)), follows, self.concurrency)
+        return Offering(list(self.requests(stated_max_tokens)), self.follows, self.concurrency, self.session_e2es)
 
     def truth(self) -> dict[str, tuple[int, ...]]:
         """Request id -> output tokens of each stage: what the simulated engine knows and no policy does."""

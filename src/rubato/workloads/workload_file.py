@@ -16,11 +16,14 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rubato.core.did_you_mean import nearest
-from rubato.core.request import SLO
+from rubato.core.request import LEAST, MOST, SLO
 from rubato.workloads.workload import HASH_BLOCK, NO_SLO, Arrival, OfferedStage, Workload
 
 FORMAT = "rubato-workload/2"
-DEFAULTS = {"temperature": 0.0, "seed": None, "tenant": "default", "acceptance": None, "after": "", "gap": 0.0}
+DEFAULTS = {
+    "temperature": 0.0, "seed": None, "tenant": "default", "acceptance": None, "after": "", "gap": 0.0, "session": "",
+    "session_e2e": None,
+}  # fmt: skip
 
 
 class WorkloadError(ValueError):
@@ -132,6 +135,8 @@ class _Request(_Fields):
     acceptance: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     after: str = ""
     gap: Number = 0.0
+    session: str = ""
+    session_e2e: Annotated[float, Field(ge=LEAST, le=MOST)] | None = None
 
 
 def read(path: str | Path) -> Workload:
@@ -144,6 +149,7 @@ def read(path: str | Path) -> Workload:
         header = _parsed(_Header, path, *first)
         arrivals: list[Arrival] = []
         ids: set[str] = set()
+        sessions = {""}
         slos: dict[SLO, SLO] = {}
         for number, line in lines:
             row = _parsed(_Request, path, number, line)
@@ -156,15 +162,18 @@ def read(path: str | Path) -> Workload:
                     raise ValueError(
                         f"after is {row.after!r}, the id of no line above: give that of an earlier request"
                     )
+                if row.session_e2e is not None and row.session in sessions:
+                    raise ValueError("session_e2e stands with a request that is no session's first")
                 if row.gap and not row.after:
                     raise ValueError(f"gap is {row.gap} s after no request: say which in `after`")
                 arrivals.append(_arrival(row, header.tiers, slos))
             except ValueError as error:
                 raise WorkloadError(f"{path}, line {number}: {error}") from error
             ids.add(row.id)
+            sessions.add(row.session)
     if not arrivals:
         raise WorkloadError(f"{path} has a header but no requests")
-    duration = max(header.duration, arrivals[-1].at)
+    duration = max(header.duration, next(a.at for a in reversed(arrivals) if not a.after))
     rate = header.rate or (len(arrivals) / duration if duration else float(len(arrivals)))
     return Workload(
         header.name, header.seed, rate, duration, header.tiers, tuple(arrivals), header.prompt_tokens == "counted",
@@ -207,6 +216,8 @@ def _arrival(row: _Request, tiers: Mapping[str, SLO], slos: dict[SLO, SLO]) -> A
         acceptance=row.acceptance,
         after=row.after,
         gap=row.gap,
+        session=row.session,
+        session_e2e=row.session_e2e,
     )
 
 
