@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from math import inf, log
 from typing import Any
 
@@ -17,7 +18,7 @@ from rubato.core.clock import COMPLETION, Clock
 from rubato.core.did_you_mean import nearest
 from rubato.core.finite_settings import check_finite
 from rubato.core.interfaces import LatencyModel
-from rubato.core.plan import KV, Batch, Emitted, Entry, Limits, Logprob, Shape, StepResult
+from rubato.core.plan import KV, NO_BATCH, Batch, Emitted, Entry, FinishReason, Limits, Logprob, Shape, StepResult, Tree
 from rubato.core.request import Request
 from rubato.core.stop_strings import StopText
 from rubato.engines.simulated.acceptance import Acceptance, Draft, Process
@@ -194,9 +195,23 @@ class Engine:
         if self._drafter is not None and self._drafter.latency is not None:
             shape = without_drafts(shape)
         seconds = self._latency.step_time(shape)
-        emitted = {e.seq: self._emit(self._seqs[e.seq], e) for e in batch.entries if e.sample}
-        if self._drafter is not None:
-            seconds += self._draft(batch, emitted)
+        emitted: dict[str, Emitted] = {}
+        first: list[tuple[int, int]] = []  # the drafter's first step: tokens that it has not seen, prompts among them
+        deep: dict[tuple[int, int], list[int]] = {}  # its later ones: tokens of each sequence, by depth and width
+        for entry in batch.entries:
+            seq = self._seqs[entry.seq]
+            if entry.start + 1 < seq.drafted:  # it was preempted: the drafter begins afresh, too
+                seq.drafted = entry.start
+            if not entry.sample:
+                continue
+            out = emitted[entry.seq] = self._emit(seq, entry)
+            if out.draft is not None and seq.draft is not None:
+                length = entry.start + entry.count - len(entry.verify) + out.tokens
+                first.append((length - seq.drafted, seq.drafted))
+                seq.drafted = length
+                deep.setdefault((seq.draft.depth, seq.draft.width), []).append(length)
+        if first and self._drafter is not None and self._drafter.latency is not None:
+            seconds += _drafting_seconds(self._drafter.latency, first, deep)
         if self._noise:
             seconds *= float(factors(self._rng, self._noise, 1)[0])
         return StepResult(emitted, seconds)
@@ -222,84 +237,75 @@ class Engine:
         self._seqs.clear()
 
     def _emit(self, seq: _Progress, entry: Entry) -> Emitted:
-        """What the step brought: the verified tokens that were right, then one more."""
+        """What the step brings: the verified tokens that are right, then one more; and the draft that is asked for."""
         request = seq.request
-        lengths = self._lengths.get(request.id)
-        if entry.verify:
-            out = self._verified(seq, entry, lengths)
-            seq.draft = None
-        else:
-            token = seq.total + 1
-            ids = (token % IDS,)
-            out = Emitted(1, WORDS[token % len(WORDS)], ids, logprobs=_logprobs(ids[0], request.sampling.logprobs))
-        if request.sampling.stop or request.sampling.stop_ids:
-            out = _stopped(seq, out)
-        seq.output += out.tokens
-        seq.total += out.tokens
-        out = out if out.finish else _ended(seq, out, lengths)
-        return out._replace(text=out.text + seq.stop.flush()) if out.finish and seq.stop else out
+        sampling, lengths = request.sampling, self._lengths.get(request.id)
+        accepted, tried = self._accept(seq, entry, lengths) if entry.verify else ((), 0)
+        tokens, stage_done = len(accepted) + 1, False
+        finish: FinishReason | None = None
+        text, ids = _said((seq.total + 1) % IDS, tokens)
+        logprobs: tuple[Logprob, ...] = ()
+        if sampling.logprobs is not None:
+            logprobs = tuple([lp for id in ids for lp in _logprobs(id, sampling.logprobs)])
+        if sampling.stop or sampling.stop_ids:
+            out = Emitted(tokens, text, ids, logprobs=logprobs, tried=tried, accepted=accepted)
+            tokens, text, ids, finish, _, logprobs, tried, _, accepted = _stopped(seq, out)
+        seq.output += tokens
+        seq.total += tokens
+        if finish is None:
+            finish, stage_done = _end(seq, lengths)
+        if finish is not None and seq.stop is not None:
+            text += seq.stop.flush()
+        tree = None
+        # after the last token of a stage with a prompt the model goes on from another
+        if entry.draft is not None and finish is None and not (stage_done and request.stages[seq.stage].prompt):
+            tree = self._draft(seq, *entry.draft)
+        return Emitted(tokens, text, ids, finish, stage_done, logprobs, tried, tree, accepted)
 
-    def _verified(self, seq: _Progress, entry: Entry, lengths: Sequence[int] | None) -> Emitted:
-        """The accepted ones and one more, cut where the stage or the request ends."""
-        if seq.process is None or seq.draft is None:
+    def _accept(self, seq: _Progress, entry: Entry, lengths: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
+        """The verified nodes that were right, cut where the stage or the request ends, and how many were tried."""
+        draft, seq.draft = seq.draft, None
+        if seq.process is None or draft is None:
             raise ValueError(f"nodes {entry.verify} of sequence {entry.seq!r} are to be verified, and none is there")
-        sampling = seq.request.sampling
-        left = sampling.max_tokens - seq.total
+        left = seq.request.sampling.max_tokens - seq.total
         if lengths is not None:
             left = min(left, lengths[seq.stage] - seq.output)
-        accepted, tried = seq.process.accept(seq.total, seq.draft, entry.verify)
-        if len(accepted) >= left:
-            accepted, tried = accepted[: left - 1], left - 1
-        numbers = range(seq.total + 1, seq.total + len(accepted) + 2)
-        return Emitted(
-            len(numbers),
-            "".join(WORDS[n % len(WORDS)] for n in numbers),
-            tuple(n % IDS for n in numbers),
-            logprobs=tuple(lp for n in numbers for lp in _logprobs(n % IDS, sampling.logprobs)),
-            tried=tried,
-            accepted=accepted,
-        )
+        accepted, tried = seq.process.accept(seq.total, draft, entry.verify)
+        return (accepted, tried) if len(accepted) < left else (accepted[: left - 1], left - 1)
 
-    def _draft(self, batch: Batch, emitted: dict[str, Emitted]) -> float:
-        """Draft what the batch asks for, into `emitted`; the seconds it takes. In its first step the drafter runs all
-        tokens that it has not seen yet, prompts among them."""
-        assert self._drafter is not None
-        for entry in batch.entries:
-            if entry.start + 1 < self._seqs[entry.seq].drafted:  # it was preempted: the drafter begins afresh, too
-                self._seqs[entry.seq].drafted = entry.start
-        first = Shape()  # the drafter's first step; for its later ones, how many draft how deep, and their tokens
-        deep: dict[tuple[int, int], tuple[int, int]] = {}
-        for entry in batch.entries:
-            seq, out = self._seqs[entry.seq], emitted.get(entry.seq)
-            if entry.draft is None or out is None or out.finish:
-                continue
-            if out.stage_done and seq.request.stages[seq.stage].prompt:
-                continue  # its last token is not the one that the model goes on from
-            depth = min(entry.draft[0], seq.request.sampling.max_tokens - seq.total - 1)
-            if depth < 1:
-                continue
-            if seq.process is None:
-                seq.process = self._drafter.acceptance.of(seq.request)
-            seq.draft = seq.process.draft(seq.total, depth, entry.draft[1])
-            emitted[entry.seq] = out._replace(draft=seq.draft.tree)
-            length = entry.start + entry.count - len(entry.verify) + out.tokens
-            first = first.plus(length - seq.drafted, seq.drafted)
-            seq.drafted = length
-            seqs, kv = deep.get((depth, entry.draft[1]), (0, 0))
-            deep[depth, entry.draft[1]] = seqs + 1, kv + length
-        if self._drafter.latency is None or not first.seqs:
-            return 0.0
-        later = [_drafting(deep, step) for step in range(1, max(depth for depth, _ in deep))]
-        return sum(self._drafter.latency.step_time(shape) for shape in (first, *later))
+    def _draft(self, seq: _Progress, depth: int, width: int) -> Tree | None:
+        """Draft what comes next, as far as the request goes; None where nothing does, or nothing drafts."""
+        depth = min(depth, seq.request.sampling.max_tokens - seq.total - 1)
+        if self._drafter is None or depth < 1:
+            return None
+        if seq.process is None:
+            seq.process = self._drafter.acceptance.of(seq.request)
+        seq.draft = seq.process.draft(seq.total, depth, width)
+        return seq.draft.tree
 
 
-def _drafting(deep: Mapping[tuple[int, int], tuple[int, int]], step: int) -> Shape:
+def _drafting_seconds(
+    latency: LatencyModel, first: Sequence[tuple[int, int]], deep: Mapping[tuple[int, int], Sequence[int]]
+) -> float:
+    """What drafting takes. first: (tokens, tokens in the drafter's KV) of each sequence in the first step. deep: their
+    tokens after it, by depth and width."""
+    seconds, later = latency.step_time(NO_BATCH.with_entries(first)), 0.0
+    ends = {depth for depth, _ in deep}
+    for step in range(1, max(ends)):
+        if step == 1 or step in ends:  # else it is like the one before
+            later = latency.step_time(_drafting(deep, step))
+        seconds += later
+    return seconds
+
+
+def _drafting(deep: Mapping[tuple[int, int], Sequence[int]], step: int) -> Shape:
     """The drafter's step number `step`, from 1, of sequences by (depth, width), with their tokens: `Shape.plus` of
     each."""
     tokens = all_ = held = context = square = chunks = chunk_kv = 0
-    for (depth, width), (seqs, kv) in deep.items():
+    for (depth, width), lengths in deep.items():
         if depth <= step:
             continue
+        seqs, kv = len(lengths), sum(lengths)
         tokens += width * seqs
         all_ += seqs
         held += kv + width * seqs
@@ -331,17 +337,24 @@ def _stopped(seq: _Progress, out: Emitted) -> Emitted:
     return out._replace(text=text, finish="stop" if found else None)
 
 
-def _ended(seq: _Progress, out: Emitted, lengths: Sequence[int] | None) -> Emitted:
-    """`out`, already counted in `seq`, marked with the end that it reaches."""
+def _end(seq: _Progress, lengths: Sequence[int] | None) -> tuple[FinishReason | None, bool]:
+    """Whether its tokens so far end the request, or else the stage, which it then leaves."""
     if seq.total >= seq.request.sampling.max_tokens:
-        return out._replace(finish="length")
+        return "length", False
     if lengths is None or seq.output < lengths[seq.stage]:
-        return out
+        return None, False
     if seq.stage + 1 == len(seq.request.stages):
-        return out._replace(finish="stop")
+        return "stop", False
     seq.stage += 1
     seq.output = 0
-    return out._replace(stage_done=True)
+    return None, True
+
+
+@lru_cache(4 * IDS)
+def _said(first: int, tokens: int) -> tuple[str, tuple[int, ...]]:
+    """Text and ids of so many output tokens, of which the first has the id `first`."""
+    ids = tuple([id % IDS for id in range(first, first + tokens)])
+    return "".join([WORDS[id % len(WORDS)] for id in ids]), ids
 
 
 def _logprobs(token: int, wanted: int | None) -> tuple[Logprob, ...]:

@@ -87,27 +87,31 @@ class Process:
         """Of the verified nodes, those that agree with the target from output token `position` on, and how many tokens
         were tried, including the place where all offered ones were wrong."""
         accepted: list[int] = []
+        children, choices, node = draft.children, draft.choices, -1
         while True:
-            node = accepted[-1] if accepted else -1
-            offered = [n for n in draft.children.get(node, ()) if n in verify]
-            if not offered:
-                return tuple(accepted), len(accepted)
-            _, right = self.at(position + len(accepted))
-            for hit in offered:
-                if draft.choices[hit] == right:
-                    accepted.append(hit)
-                    break
+            right: int | None = None  # which choice is, once one was offered
+            for child in children.get(node, ()):
+                if child in verify:
+                    if right is None:
+                        right = self.at(position)[1]
+                    if choices[child] == right:
+                        break
             else:
-                return tuple(accepted), len(accepted) + 1
+                return tuple(accepted), len(accepted) + (right is not None)
+            accepted.append(node := child)
+            position += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A tree, and which of its parent's choices each node is (from 0); the children of each (-1: of the root)."""
+    """A tree, and which of its parent's choices each node is (from 0); the children of each (-1: of the root). depth,
+    width: of the beam search, of which nodes of probability 0 are left out."""
 
     tree: Tree
     choices: tuple[int, ...]
     children: Mapping[int, Sequence[int]]
+    depth: int
+    width: int
 
 
 def _beam(sure: Sequence[float], width: int) -> Draft:
@@ -127,7 +131,7 @@ def _beam(sure: Sequence[float], width: int) -> Draft:
                 parents.append(node)
                 paths.append(path)
                 choices.append(j)
-    return Draft(Tree(tuple(parents), tuple(paths)), tuple(choices), of)
+    return Draft(Tree(tuple(parents), tuple(paths)), tuple(choices), of, len(sure), width)
 
 
 @lru_cache(1024)
