@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def members(found: Any) -> Iterator[str]:
     fields = {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
     rows = []
     for name, member in vars(found).items():
-        told = inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod)
+        told = inspect.isfunction(member) or isinstance(member, property | cached_property | classmethod | staticmethod)
         says = (member.__doc__ or "").strip() or getattr(found, "_is_protocol", False)
         if name.startswith("_") or name in fields or not told or not says:
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from rubato.core.request import NOTHING, HandoffReason
@@ -134,7 +135,7 @@ class Sample:
     drafting: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tree:
     """Candidate tokens after a sequence's last: node i follows node parents[i] < i (-1: the last token itself);
     paths[i]: probability that it and all before it are right, never rising on a path. A chain is a tree of one leaf."""
@@ -142,13 +143,21 @@ class Tree:
     parents: tuple[int, ...]
     paths: tuple[float, ...]
 
-    @property
-    def depths(self) -> list[int]:
+    @cached_property
+    def depths(self) -> Sequence[int]:
         """Of each node: 1 for those that follow the last token itself."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
+
+    @cached_property
+    def layers(self) -> Sequence[float]:
+        """By depth, 1 first: the chance that one of the nodes there is right, the sum of their `paths`."""
+        layers = [0.0] * max(self.depths, default=0)
+        for depth, path in zip(self.depths, self.paths, strict=True):
+            layers[depth - 1] += path
+        return layers
 
 
 def later_draft_tokens(draft: tuple[int, int]) -> int:
@@ -220,13 +229,13 @@ class Entry(NamedTuple):
     draft: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """What an engine runs in one step."""
 
     entries: tuple[Entry, ...] = ()
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
         drafts = [e.draft for e in self.entries if e.draft is not None]
         return NO_BATCH.with_entries([(e.count, e.start) for e in self.entries], drafts)

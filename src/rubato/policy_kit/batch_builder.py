@@ -25,6 +25,7 @@ class BatchBuilder:
             min(limits.max_num_batched_tokens, budget) if budget is not None else limits.max_num_batched_tokens
         )
         self.seqs_left = limits.max_num_seqs
+        self._block = limits.block_size
         self.kv_left = view.kv_free
         self.running = view.running_ids
         most = limits.max_running
@@ -92,7 +93,7 @@ class BatchBuilder:
         """The most tokens of `seq` that still fit (0: none), for a sequence not in the batch yet."""
         if self.seqs_left == 0 or self.lacks_slot(seq):
             return 0
-        by_kv = (seq.blocks + self.kv_left) * self.view.limits.block_size - seq.cached
+        by_kv = (seq.blocks + self.kv_left) * self._block - seq.cached
         return max(0, min(seq.pending, self.tokens_left, by_kv))
 
     def lacks_slot(self, seq: SeqView) -> bool:
@@ -105,7 +106,7 @@ class BatchBuilder:
 
     def missing_blocks(self, seq: SeqView, tokens: int) -> int:
         """How many KV blocks it lacks for so many tokens; below 0: how many would be left."""
-        return blocks_for(seq.cached + tokens, self.view.limits.block_size) - seq.blocks - self.kv_left
+        return self._more_blocks(seq, tokens) - self.kv_left
 
     def verifiable(self, seq: SeqView, drafted: int) -> int:
         """As many of its drafted tokens as fit beside the pending ones, for which the caller has asked
@@ -121,12 +122,19 @@ class BatchBuilder:
         """Put work into the batch: so many of its pending tokens, and beside all of them the nodes of its draft to
         verify, parents with their children, and the (depth, width) of the next one (`Work`). The caller has asked
         `tokens_that_fit`, or `verifiable`."""
-        self.work[seq.id] = Work(seq.id, tokens, verify, draft)
-        count = tokens + len(verify)
-        self.slots_left -= seq.id not in self.running
+        self._put(seq, tokens, verify, draft, self._more_blocks(seq, tokens + len(verify)))
+
+    def _put(
+        self, seq: SeqView, tokens: int, verify: tuple[int, ...], draft: tuple[int, int] | None, blocks: int
+    ) -> None:
+        """`add`. blocks: that it lacks for all of it (`_more_blocks`)."""
+        id, count = seq.id, tokens + len(verify)
+        self.work[id] = Work(id, tokens, verify, draft)
+        self.slots_left -= id not in self.running
         self.tokens_left -= count
         self.seqs_left -= 1
-        self.kv_left -= self._new_blocks(seq, count)
+        if blocks > 0:
+            self.kv_left -= blocks
         self._added.append((count, seq.cached))
         if draft is not None:
             self._drafts.append(draft)
@@ -175,7 +183,7 @@ class BatchBuilder:
         self.slots_left += seq.id not in self.running
         self.tokens_left += count
         self.seqs_left += 1
-        self.kv_left += self._new_blocks(seq, count)
+        self.kv_left += max(0, self._more_blocks(seq, count))
         self._base = shape.minus(count, seq.cached)
         if work.draft is not None:
             self._base = self._base._replace(spec_steps=self._steps, draft_tokens=0)
@@ -205,8 +213,9 @@ class BatchBuilder:
             handoff=handoff or NOTHING,
         )
 
-    def _new_blocks(self, seq: SeqView, tokens: int) -> int:
-        return max(0, blocks_for(seq.cached + tokens, self.view.limits.block_size) - seq.blocks)
+    def _more_blocks(self, seq: SeqView, tokens: int) -> int:
+        """KV blocks for so many tokens beyond those it has; below 0: as many more than it needs."""
+        return blocks_for(seq.cached + tokens, self._block) - seq.blocks
 
 
 def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
@@ -304,18 +313,21 @@ def run_in_order(
     at = 0
     while at < len(order):
         seq = order[at]
-        nodes = verify(seq) if verify is not None else ()
-        tokens = min(seq.pending + len(nodes), builder.tokens_left) if builder.seqs_left else 0
+        at += 1
+        nodes, pending = verify(seq) if verify is not None else (), seq.pending
+        tokens = min(pending + len(nodes), builder.tokens_left) if builder.seqs_left else 0
         if tokens == 0:
-            at += 1
             continue
-        while builder.missing_blocks(seq, tokens) > 0:
+        more = builder._more_blocks(seq, tokens)
+        while more > builder.kv_left:
             last = order.pop()
             builder.preempt(last)
             if last is seq:
                 return
-        _add(builder, seq, tokens, nodes, draft)
-        at += 1
+        if tokens < pending:
+            builder._put(seq, tokens, (), None, more)
+        else:
+            builder._put(seq, pending, tuple(nodes[: tokens - pending]), draft, more)
 
 
 def admit_in_order(builder: BatchBuilder, waiting: Iterable[SeqView], draft: tuple[int, int] | None = None) -> None:

@@ -33,12 +33,12 @@ class DecodePool:
         seq.halt()
         self.kv -= seq._cached
 
-    def accept(self, seq: Seq, times: list[float]) -> None:
-        """More tokens came than the one of its step, at these times; their KV is there."""
+    def accept(self, seq: Seq, tokens: int, at: float) -> None:
+        """So many tokens more than the one of its step came, then; their KV is there."""
         self._want(seq, -1)
-        seq.got_beside(times)
+        seq.got_beside(tokens, at)
         self._want(seq, 1)
-        self.kv += len(times)
+        self.kv += tokens
 
     def _want(self, seq: Seq, more: int) -> None:
         at = -seq._cached % self._block

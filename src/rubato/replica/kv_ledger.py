@@ -67,8 +67,9 @@ class KVCounts:
 
     def accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
         """So many verified tokens were right, and are counted in the sequence."""
-        cached = seq.cached
-        self._free -= blocks_for(cached, self.block_size) - blocks_for(cached - tokens, self.block_size)
+        if tokens:
+            cached = seq.cached
+            self._free -= blocks_for(cached, self.block_size) - blocks_for(cached - tokens, self.block_size)
 
     def _verified(self, run: StepRun) -> int:
         """Blocks of what is verified, beyond those of pending tokens."""

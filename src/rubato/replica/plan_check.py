@@ -111,7 +111,7 @@ def _problems(plan: Plan, view: View) -> Iterable[str]:
 
 
 def _named(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
-    groups: dict[str, Iterable[str]] = {
+    groups: dict[str, Collection[str]] = {
         "work": [w.seq for w in plan.work],
         "preempt": plan.preempt,
         "demote": plan.demote,
@@ -120,6 +120,8 @@ def _named(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
         "handoff": plan.handoff,
     }
     for group, ids in groups.items():
+        if not ids or (len(set(ids)) == len(ids) and known.keys() >= set(ids)):
+            continue
         seen: set[str] = set()
         for id in ids:
             if id not in known:
@@ -151,7 +153,7 @@ def _handoff(
 
 
 def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collection[str]) -> Iterable[str]:
-    limits = view.limits
+    limits, supports = view.limits, view.supports
     gone = {*plan.preempt, *plan.drop, *plan.without_kv}
     free = view.kv_free + sum(known[id].own_blocks for id in gone)
     stay = len(running) - sum(id in running for id in gone)
@@ -167,11 +169,12 @@ def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collect
             yield f"work names {work.seq!r} beside decode_all, which it is among"
         if work.seq in gone:
             yield f"work names {work.seq!r}, which the same plan preempts, drops or hands off"
-        if not 1 <= work.tokens <= seq.pending:
-            yield f"work gives {work.seq!r} {work.tokens} tokens, and it has {seq.pending} pending"
-        count = work.tokens
+        count, pending = work.tokens, seq.pending
+        if not 1 <= count <= pending:
+            yield f"work gives {work.seq!r} {count} tokens, and it has {pending} pending"
         if work.verify or work.draft is not None:
-            yield from _speculation(work, seq, view.supports)
+            if problem := _speculation(work, seq, pending, supports):
+                yield problem
             count += len(work.verify)
         tokens += count
         need += _new_blocks(seq, count, limits.block_size)
@@ -319,20 +322,25 @@ def _new_blocks(seq: SeqView, tokens: int, block: int) -> int:
     return max(0, blocks_for(seq.cached + tokens, block) - seq.blocks)
 
 
-def _speculation(work: Work, seq: SeqView, supports: frozenset[str]) -> Iterable[str]:
-    nodes = set(work.verify)
-    there = len(seq.draft.parents) if seq.draft is not None else 0
+def _speculation(work: Work, seq: SeqView, pending: int, supports: frozenset[str]) -> str:
+    """What is wrong with what it verifies and drafts; "" if nothing is."""
+    id, tokens, verify, draft = work
     if "draft" not in supports:
-        yield f"work of {work.seq!r} drafts or verifies, which this engine cannot"
-    if work.tokens != seq.pending:
-        yield f"work of {work.seq!r} drafts or verifies beside {work.tokens} of {seq.pending} pending tokens: give all"
-    if len(nodes) < len(work.verify) or not all(0 <= node < there for node in nodes):
-        yield f"work verifies nodes {work.verify} of {work.seq!r}, whose tree has {there}: name each once"
-    parents = [seq.draft.parents[node] for node in work.verify] if seq.draft is not None else []
-    if not nodes.issuperset(parent for parent in parents if parent >= 0):
-        yield f"work verifies nodes {work.verify} of {work.seq!r} without their parents"
-    if work.draft is not None and min(work.draft) < 1:
-        yield f"work drafts {work.draft} for {work.seq!r}: give a depth and a width of 1 or more"
-    branches = len(set(parents)) < len(parents) or (work.draft is not None and work.draft[1] > 1)
+        return f"work of {id!r} drafts or verifies, which this engine cannot"
+    if tokens != pending:
+        return f"work of {id!r} drafts or verifies beside {tokens} of {pending} pending tokens: give all"
+    branches = draft is not None and draft[1] > 1
+    if verify:
+        tree = seq.draft.parents if seq.draft is not None else ()
+        nodes = set(verify)
+        if len(nodes) < len(verify) or min(nodes) < 0 or max(nodes) >= len(tree):
+            return f"work verifies nodes {verify} of {id!r}, whose tree has {len(tree)}: name each once"
+        parents = {tree[node] for node in verify}
+        if not parents <= nodes | {-1}:
+            return f"work verifies nodes {verify} of {id!r} without their parents"
+        branches |= len(parents) < len(verify)
+    if draft is not None and min(draft) < 1:
+        return f"work drafts {draft} for {id!r}: give a depth and a width of 1 or more"
     if branches and "tree" not in supports:
-        yield f"work of {work.seq!r} has a tree that branches, and this engine verifies chains only"
+        return f"work of {id!r} has a tree that branches, and this engine verifies chains only"
+    return ""

@@ -299,43 +299,43 @@ class Replica(ReplicaState):
 
     def _emit(self, seq: Seq, out: Emitted, now: float, run: StepRun) -> None:
         """Tokens of one sequence came out."""
+        tokens, text, ids, finish, stage_done, logprobs, tried, draft, accepted = out
         spec = run.speculation.get(seq.id)
-        if spec is not None or out.tokens != 1 or out.accepted:
+        if spec is not None or tokens != 1 or accepted:
             check_emitted(out, seq.id, spec.verify if spec is not None else (), seq.draft)
-        more = out.tokens - 1
+        more = tokens - 1
         if seq.decoding:
             if seq.first_token_at is None:
                 seq.first_token(now)
                 self.renew(seq)
             if more:
-                self.pool.accept(seq, [now] * more)
+                self.pool.accept(seq, more, now)
                 self.renew(seq)
         else:
-            seq.got([now] * out.tokens)
+            seq.got([now] * tokens)
             seq._cached += more
             seq.token_spans.append((self.steps.tick - 1, self.steps.tick))
             self.prefilling.pop(seq.id, None)
             self.pending += 1
         if self.output_ids is None:
             if seq.token_ids is not None:
-                seq.token_ids += out.token_ids
+                seq.token_ids += ids
             if seq.ids is not None:
-                seq.extend(out.token_ids, out.tokens)
+                seq.extend(ids, tokens)
                 seq.learn_keys(self.limits.block_size)
-        seq.draft = out.draft
-        if out.tried:
-            seq.tried += out.tried
+        seq.draft = draft
+        if tried:
+            seq.tried += tried
             seq.accepted += more
         if spec is not None and spec.verify:
             self.learn_ids(seq)
-            self.kv.accepted(seq, more, ended=out.finish is not None)
-        stage_done = out.finish is None and out.stage_done and seq.stage + 1 < len(seq.request.stages)
-        if self.tell_tokens and (out.tokens or out.text):
-            event = Tokens(now, seq.id, out.tokens, out.text, out.token_ids, seq.stage, out.logprobs, stage_done,
-                           out.tried, out.accepted)  # fmt: skip
+            self.kv.accepted(seq, more, ended=finish is not None)
+        stage_done = stage_done and finish is None and seq.stage + 1 < len(seq.request.stages)
+        if self.tell_tokens and (tokens or text):
+            event = Tokens(now, seq.id, tokens, text, ids, seq.stage, logprobs, stage_done, tried, accepted)
             self.events.append(event)
-        if out.finish is not None:
-            self.events.append(self._end(seq, now, "completed", out.finish))
+        if finish is not None:
+            self.events.append(self._end(seq, now, "completed", finish))
         elif stage_done:
             self._end_stage(seq, now)
         elif not seq.decoding:

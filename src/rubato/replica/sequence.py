@@ -313,12 +313,12 @@ class Seq:
             self.times[-1].extend(self.steps.between(self._logged, tick))
             self._logged = tick
 
-    def got_beside(self, times: Sequence[float]) -> None:
-        """More than one token of a decode came in the last step; their KV is there."""
+    def got_beside(self, tokens: int, at: float) -> None:
+        """So many tokens more than one of a decode came in the last step, which ended then; their KV is there."""
         self.settle()
-        self.times[-1].fromlist(list(times))
-        self._output += len(times)
-        self._cached += len(times)
+        self.times[-1].fromlist([at] * tokens)
+        self._output += tokens
+        self._cached += tokens
 
     def next_stage(self, now: float) -> None:
         """This stage is done, and it does not decode: the next begins."""

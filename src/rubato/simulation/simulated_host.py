@@ -18,7 +18,7 @@ from rubato.core.capabilities import cure
 from rubato.core.clock import COMPLETION, PLAN
 from rubato.core.events import Event, Finished, Stepped
 from rubato.core.interfaces import Host, LatencyModel, Scheduler, TransferError, View
-from rubato.core.plan import KV, Emitted, Plan, Recall, Role, Sample
+from rubato.core.plan import KV, NO_BATCH, Emitted, Plan, Recall, Role, Sample
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import NOTHING, Request
 from rubato.core.slo import StageTimes
@@ -111,6 +111,7 @@ class SimulatedHost:
         self._needs_engine: set[str] = set()  # whose tokens have to be looked at one by one
         self._report_this_step = False  # whether the end of the step under way is told
         self._emitted: Mapping[str, Emitted] | None = None  # what the step under way brings, where the engine runs it
+        self._shape = NO_BATCH  # of that step
         self._version = 0
         self._planned = False
         self._repeat_steps = 0  # for how many more steps the last plan stands, unless something happens
@@ -204,8 +205,10 @@ class SimulatedHost:
         if self._ran is not None:
             self._ran(self.id, run)
         last = run.steps - 1
-        told = run.shape(last) if self._report_this_step else None
         emitted, self._emitted = self._emitted, None
+        told = None
+        if self._report_this_step:
+            told = run.shape(last) if emitted is None else self._shape
         looked_at: Sequence[Seq] = ()
         if emitted is None:
             if self._milestones and self._milestones[0][0] <= self._steps.tick:
@@ -312,11 +315,13 @@ class SimulatedHost:
         replica, engine = self.replica, self._engine
         self._repeat_steps = 0
         batch = replica.batch(run)
+        running, place = replica.running, engine.place
         for entry in batch.entries:
-            seq = replica.running[entry.seq]
-            engine.place(seq.request, seq.stage, seq.output, seq.total_output)
+            seq = running[entry.seq]
+            output = seq.output
+            place(seq.request, seq.stage, output, seq.earlier_output + output)
         result = engine.run(batch)
-        self._emitted = {e.seq: result.emitted[e.seq] for e in batch.entries if e.sample}
+        self._emitted, self._shape = result.emitted, batch.shape
         run.ends = [run.begin + result.seconds * self._times.factor(run.tick)]
 
     # ----------------------------------------------------------------- first and last tokens of a stage
