@@ -213,7 +213,10 @@ class Model(ModelBase):
     def seconds_of(
         self, tokens: int, seqs: int, kv: int, chunk_context: int, chunk_sq: int, chunks: int, chunk_kv: int
     ) -> float:
-        time = self._fixed(tokens, seqs)
+        try:  # `_fixed`, without the call
+            time = self._by_tokens[tokens] + self._by_seqs[seqs]
+        except IndexError:
+            time = self._fixed(tokens, seqs)
         decodes = seqs - chunks
         if decodes:
             time += self._decode.time(decodes, kv - chunk_kv)

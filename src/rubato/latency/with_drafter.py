@@ -32,22 +32,15 @@ def without_drafts(shape: Shape) -> Shape:
     return shape._replace(spec_steps=0, draft_tokens=0)
 
 
-def later_step(seqs: int, tokens: int, kv: int) -> Shape:
-    """A draft step after the first: `tokens` nodes, as many of each of `seqs` sequences, on top of `kv` tokens that
-    these have in all. More than one of a sequence are as costly as a chunk of its prompt."""
-    if tokens <= seqs:
-        return Shape(tokens, tokens, kv + tokens)
-    return Shape(tokens, seqs, kv + tokens, tokens * kv // seqs, tokens * tokens // seqs, 0, seqs, kv + tokens)
-
-
 @dataclass(frozen=True)
 class _WithDrafts(ModelWrapper):
     """model: of the target alone. Without draft steps it answers."""
 
     def step_time(self, shape: Shape) -> float:
-        if not shape.spec_steps:
+        tokens, seqs, kv, context, square, steps, chunks, chunk_kv, _ = shape
+        if not steps:
             return self.model.step_time(shape)
-        return self.model.step_time(without_drafts(shape)) + self._drafting(shape)
+        return self.model.seconds_of(tokens, seqs, kv, context, square, chunks, chunk_kv) + self._drafting(shape)
 
     def knee(self, base: Shape) -> int:
         """Of the target: drafts are over when it verifies."""
@@ -88,14 +81,24 @@ class Drafted(_WithDrafts):
     drafter: LatencyModel
 
     def _drafting(self, shape: Shape) -> float:
-        seconds = self.drafter.step_time(without_drafts(shape))
-        later = shape.spec_steps - 1
+        tokens, seqs, kv, context, square, steps, chunks, chunk_kv, drafts = shape
+        seconds = self.drafter.seconds_of(tokens, seqs, kv, context, square, chunks, chunk_kv)
+        later = steps - 1
         if later > 0:
-            tokens, larger = divmod(max(shape.draft_tokens, later * shape.seqs), later)
-            seconds += (later - larger) * self.drafter.step_time(later_step(shape.seqs, tokens, shape.kv))
+            tokens, larger = divmod(max(drafts, later * seqs), later)
+            seconds += (later - larger) * self._later_step(seqs, tokens, kv)
             if larger:
-                seconds += larger * self.drafter.step_time(later_step(shape.seqs, tokens + 1, shape.kv))
+                seconds += larger * self._later_step(seqs, tokens + 1, kv)
         return seconds
+
+    def _later_step(self, seqs: int, tokens: int, kv: int) -> float:
+        """Seconds of a draft step after the first: `tokens` nodes, as many of each of `seqs` sequences, on top of `kv`
+        tokens that these have in all. More than one of a sequence are as costly as a chunk of its prompt."""
+        all_kv = kv + tokens
+        if tokens <= seqs:
+            return self.drafter.seconds_of(tokens, tokens, all_kv, 0, 0, 0, 0)
+        context, square = tokens * kv // seqs, tokens * tokens // seqs
+        return self.drafter.seconds_of(tokens, seqs, all_kv, context, square, seqs, all_kv)
 
 
 @dataclass(slots=True)

@@ -69,14 +69,11 @@ class Offered:
         """A tree drafted for this request."""
         if not tree.paths:
             return
-        depths = tree.depths
-        sums = [0.0] * max(depths)
-        for depth, path in zip(depths, tree.paths, strict=True):
-            sums[depth - 1] += path
-        before = self.chances(request, len(sums))
+        offered = tree.layers
         layers = self._layers.setdefault(class_of(request), [])
-        layers += [(chance, WEIGHT) for chance in before[len(layers) :]]
-        for i, chance in enumerate(sums):
+        if len(layers) < len(offered):
+            layers += [(chance, WEIGHT) for chance in self.chances(request, len(offered))[len(layers) :]]
+        for i, chance in enumerate(offered):
             mean, trees = layers[i]
             layers[i] = mean + (chance - mean) / (trees + 1.0), min(TREES, trees + 1.0)
 

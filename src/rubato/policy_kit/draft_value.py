@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import NamedTuple
 
 from rubato.core.interfaces import LatencyModel
@@ -29,14 +30,17 @@ def with_nodes(base: Shape, decodes: int, kv: int, nodes: int) -> Shape:
     """`base` with so many decodes, which have `kv` tokens in KV together, and `nodes` drafted tokens to verify, spread
     evenly over them."""
     each, more = divmod(nodes, decodes)
-    cached, few = kv // decodes, decodes - more
+    cached, run = kv // decodes, decodes + nodes
+    read = decodes * cached + run
     tokens, seqs, all_kv, context, square, steps, chunks, chunk_kv, drafts = base
-    for count, size in ((few, 1 + each), (more, 2 + each)):  # in place of `Shape.plus`, which is asked too often here
-        tokens, seqs, all_kv = tokens + count * size, seqs + count, all_kv + count * (cached + size)
-        if size > 1:
-            context, square = context + count * size * cached, square + count * size * size
-            chunks, chunk_kv = chunks + count, chunk_kv + count * (cached + size)
-    return Shape(tokens, seqs, all_kv, context, square, steps, chunks, chunk_kv, drafts)
+    if each:  # in place of `Shape.plus`, which is asked too often here
+        context += run * cached
+        square += (decodes - more) * (1 + each) ** 2 + more * (2 + each) ** 2
+        chunks, chunk_kv = chunks + decodes, chunk_kv + read
+    elif more:
+        context, square = context + 2 * more * cached, square + 4 * more
+        chunks, chunk_kv = chunks + more, chunk_kv + more * (cached + 2)
+    return Shape(tokens + run, seqs + decodes, all_kv + read, context, square, steps, chunks, chunk_kv, drafts)
 
 
 def fastest(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float]) -> Paying:
@@ -45,11 +49,12 @@ def fastest(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: S
     likely: the probability of each that it comes out, descending. base: what the step runs beside, its draft steps
     too. decodes: at least 1 sequence, of `kv` tokens in KV together. Tried are numbers that grow by a quarter.
     """
-    tried = (
-        Paying(nodes, latency.step_time(with_nodes(base, decodes, kv, nodes)) / tokens)
-        for nodes, tokens in _grid(decodes, likely)
-    )
-    return min(tried, key=lambda paying: paying.token)
+    best, lowest, step_time = 0, inf, latency.step_time
+    for nodes, tokens in _grid(decodes, likely):
+        token = step_time(with_nodes(base, decodes, kv, nodes)) / tokens
+        if token < lowest:
+            best, lowest = nodes, token
+    return Paying(best, lowest)
 
 
 def worth(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float], token: float) -> int:

@@ -4,6 +4,7 @@ requests can go on together, each at its pace."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from math import inf
 
 import numpy as np
@@ -73,8 +74,9 @@ class Together:
         elif not trees:
             trees = [[PRIOR**depth for depth in range(1, draft[0] + 1)]]
         n = max(1, len(trees))
-        likely = np.sort(np.concatenate([[], *trees]))[::-1]
-        self._brings = 1.0 + np.concatenate([[0.0], np.cumsum(likely)[n - 1 :: n] / n])  # tokens, by nodes of each
+        likely = sorted(chain.from_iterable(trees), reverse=True)
+        expected = list(accumulate(likely))
+        self._brings = np.array([1.0, *[1.0 + tokens / n for tokens in expected[n - 1 :: n]]])  # by nodes of each
 
     def can(self, seqs: Sequence[SeqView], paces: Sequence[float], safety: float = 1.0) -> bool:
         """Whether these can (at least one). paces: `pace_of` each. safety: with steps so many times as long."""
