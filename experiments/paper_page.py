@@ -28,7 +28,8 @@ INDEX = "papers.md"
 # papers, and how the names of their figures and pages begin; what is left over is the simulator's
 PAPERS = {"SLOs-Serve": "slos-serve", "PolyServe": "polyserve", "Ascendra": "ascendra", "SA": "sa",
           "AdaServe": "adaserve"}  # fmt: skip
-OUR_POLICY = "rubato"  # the page of our own policy's figures, whose names begin so
+OUR_POLICY = "rubato"  # the page of our own policy's figures, whose names begin so, and of those of today's baselines
+BASELINES = "baselines"
 SIMULATOR = "simulator"
 NAMED = 4  # modules that a page names of those that have changed
 NOT_RUN = "not run"
@@ -158,6 +159,8 @@ def pages(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def page_of(figure: str) -> str:
     """The name of the page that a figure stands on."""
+    if figure.startswith(f"{BASELINES}-"):
+        return OUR_POLICY
     return next((page for page in (*PAPERS.values(), OUR_POLICY) if figure.startswith(f"{page}-")), SIMULATOR)
 
 

@@ -20,6 +20,9 @@ POLICIES = {
     "ascendra": "ascendra",
     "sa": "sa",
     "adaserve": "adaserve",
+    "scorpio": "scorpio",
+    "qoserve": "qoserve",
+    "lmetric": "lmetric",
 }
 HEADINGS = [
     "What it does",

@@ -1,0 +1,172 @@
+"""QoServe (Niyama): chunks as long as the slack of the tightest decode, prompts by deadline and length, relegation.
+
+The rules are those of the paper, their details and the defaults those of the authors' scheduler
+(microsoft/sarathi-serve, branch `niyama_asplos2026`, `sarathi/core/scheduler/deadline_scheduler.py`).
+
+Dynamic chunking: each step takes every decode, and as many tokens of prompts as are predicted, times `margin`, to end
+before the first decode is due; `min_budget` tokens in all where that has no time left. A request that is ahead of its
+deadlines lends what it has gained; one whose first token was late is due by its TPOT from that token on. Hybrid
+prioritisation: prompts stand by deadline + `alpha` × tokens left to prefill, between earliest deadline first (0) and
+shortest remaining prompt first. An e2e without a TTFT (the paper's TTLT, of non-interactive classes) has its deadline
+where decoding has to begin. Eager relegation: one that comes to its turn, has not begun, and whose own prefill would
+end after its deadline at the throughput of prefill of late, stands behind all others from then on.
+
+Ours: step times are those of the replica's latency model, chunks any number of tokens (theirs of a list of sizes), and
+lengths the predictor's (without one `max_tokens`; theirs: a constant). Relegated is best effort, and refused where the
+client asked for that. The authors preempt none; here a decode that lacks KV takes it from those started after it.
+`reserve_kv`, and turns for best effort (`policy_kit.turns`). Not here: relegating requests with a hint of low priority
+first, which the paper describes and requests do not have; a pace for decodes without a TPOT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import ClassVar
+
+from rubato.core.events import Event
+from rubato.core.interfaces import SeqView, View
+from rubato.core.plan import NO_BATCH, Plan
+from rubato.policy_kit.batch_builder import (
+    BatchBuilder,
+    blocks_at_end,
+    remaining_output,
+    run_in_order,
+    unreserved_blocks,
+)
+from rubato.policy_kit.prefill_jobs import refusable, tpot_of
+from rubato.policy_kit.turns import Turns, add_decodes
+
+SOURCE = "QoServe (ASPLOS 2026), before Niyama: Breaking the Silos of LLM Inference Serving (arXiv 2503.22562)"
+KEEPS = 0.995  # of the throughput of prefill, at each step that prefills
+
+
+@dataclass
+class Scheduler:
+    """alpha: seconds that a token left to prefill counts beside the deadline. margin: a predicted step counts so many
+    times as long. min_budget, max_budget: tokens of a batch, decodes included: at least where decodes have no time to
+    spare, at most where they have. reserve_kv: start a request only when KV for all of it is left
+    (`batch_builder.waiting_that_fit`).
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    alpha: float = 0.008
+    margin: float = 1.2
+    min_budget: int = 128
+    max_budget: int = 2552
+    reserve_kv: bool = False
+    _throughput: float = field(default=0.0, init=False)  # tokens of prefill a second, of late
+    _last: tuple[float, int] = field(default=(0.0, 0), init=False)  # when the last step began, its tokens of prefill
+    _turns: Turns = field(default_factory=Turns, init=False)
+
+    def __post_init__(self) -> None:
+        if self.alpha < 0.0 or self.margin <= 0.0:
+            raise ValueError(f"alpha {self.alpha}, margin {self.margin}: give 0 or more, and a factor above 0")
+        if not 1 <= self.min_budget <= self.max_budget:
+            raise ValueError(
+                f"min_budget {self.min_budget}, max_budget {self.max_budget}: give at least 1 token, and no less"
+            )
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        self._measure(view)
+        decodes = [s for s in view.running if s.pending == 1]
+        queue = self._by_priority(view)
+        builder = BatchBuilder(view)
+        self._turns.give(builder)
+        chunk = self._chunk(view, decodes, queue) - sum(w.tokens for w in builder.work.values())
+        builder.tokens_left = min(builder.tokens_left, len(decodes) + max(0, chunk))
+        add_decodes(builder, sorted(decodes, key=lambda s: (s.best_effort, s.due)))
+        late = self._add_prefills(builder, queue)
+        drop = {s.id: "rejected-slo-infeasible" for s in late if refusable(s)}
+        if not builder.work:
+            run_in_order(builder, view.running)
+        prefill = sum(w.tokens for w in builder.work.values() if w.tokens > 1)
+        self._last = (view.now, prefill)
+        builder.fold_decodes()
+        decoding = not (view.waiting or view.prefilling)
+        return builder.plan(
+            demote=[s.id for s in late if s.id not in drop],
+            drop=drop,
+            repeat_steps=builder.repeat_steps() if decoding else 0,
+        )
+
+    def _measure(self, view: View) -> None:
+        """The throughput of prefill, from the step that has ended; at first, of the largest batch alone."""
+        if not self._throughput:
+            most = min(self.max_budget, view.limits.max_num_batched_tokens)
+            self._throughput = most / view.latency.step_time(NO_BATCH.plus(most, 0))
+        began, tokens = self._last
+        if tokens and view.now > began:
+            self._throughput = KEEPS * self._throughput + (1.0 - KEEPS) * tokens / (view.now - began)
+
+    def _by_priority(self, view: View) -> list[SeqView]:
+        """All that prefill or wait for it; best effort last."""
+
+        def key(seq: SeqView) -> tuple[bool, float, float, str]:
+            place = _prefill_due(view, seq) + self.alpha * seq.pending
+            return seq.best_effort, place, seq.request.arrival, seq.id
+
+        return sorted([*view.prefilling, *view.waiting], key=key)
+
+    def _chunk(self, view: View, decodes: Sequence[SeqView], queue: Sequence[SeqView]) -> int:
+        """Tokens of prefill that end before the first decode is due."""
+        least = max(0, self.min_budget - len(decodes))
+        most = max(least, self.max_budget - len(decodes))
+        slack = min([_decode_due(s) for s in decodes], default=inf) - view.now
+        if slack == inf or not queue:
+            return most
+        if slack <= 0.0:
+            return least
+        return max(least, view.latency.largest_chunk(slack / self.margin, view.decodes, queue[0].cached, most))
+
+    def _add_prefills(self, builder: BatchBuilder, queue: list[SeqView]) -> list[SeqView]:
+        """In this order, what is left of the batch. Returns those relegated now, which go to the end of the queue."""
+        view, running, block = builder.view, builder.running, builder.view.limits.block_size
+        relegated: dict[str, SeqView] = {}
+        here, admitting = len(running), not builder.preempted  # what waits would take the KV just freed
+        left = unreserved_blocks(view) if self.reserve_kv and admitting else 0
+        for seq in queue:  # which grows
+            if not (builder.tokens_left and builder.seqs_left):
+                break
+            if seq.id in builder.work or seq in builder.preempted:
+                continue
+            if seq.id not in running:
+                if seq.id not in relegated and self._is_late(view, seq):
+                    relegated[seq.id] = seq
+                    queue += [] if refusable(seq) else [seq]
+                    continue
+                left -= blocks_at_end(seq, block) if self.reserve_kv else 0
+                lacks = builder.missing_blocks(seq, seq.pending + block * (here + 1)) > 0 or left < 0
+                if not admitting or (lacks and (here or view.moving)):  # alone, it starts whatever is predicted
+                    admitting = False
+                    continue
+                here += 1
+            if tokens := builder.tokens_that_fit(seq):
+                builder.add(seq, tokens)
+        return [*relegated.values()]
+
+    def _is_late(self, view: View, seq: SeqView) -> bool:
+        """Whether one that is to have its first token could not, if it were prefilled now."""
+        if seq.best_effort or seq.first_token_at is not None:
+            return False
+        return view.now + seq.pending / self._throughput > _prefill_due(view, seq)
+
+
+def _prefill_due(view: View, seq: SeqView) -> float:
+    """When its prefill must be done: for its next token, or, with an e2e alone, for all output to follow."""
+    slo = seq.request.stages[seq.stage].slo
+    if slo.e2e is None or slo.ttft is not None or seq.due == inf:
+        return seq.due
+    return seq.due - remaining_output(seq) * view.latency.step_time(view.decodes.plus(1, seq.length))
+
+
+def _decode_due(seq: SeqView) -> float:
+    """When its next token is due, counted from its first where that was late; inf without a TPOT."""
+    tpot, first = tpot_of(seq), seq.first_token_at
+    if tpot == inf:
+        return inf
+    return seq.due if first is None else max(seq.due, first + seq.output * tpot)

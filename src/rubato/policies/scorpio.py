@@ -1,0 +1,178 @@
+"""SCORPIO: prompts by deadline, late ones refused; admission by virtual batch size, loose decodes skip steps by credit.
+
+The rules are those of the paper's TTFT Guard and TPOT Guard, their details and the defaults those of the authors'
+scheduler (MisterBrookT/Scorpio, `vllm/core/scheduler.py`, with `ldf_rej_gate1.3_credit` and 1,024 tokens a batch).
+
+TTFT Guard: those that wait stand by deadline, the least first, and one is refused whose deadline comes before the
+prefill of all that stand before it and its own is done, by `ttft_reserve`. TPOT Guard, admission: the virtual batch
+size (VBS) is the sum over requests of (tightest TPOT / own TPOT); the first that waits starts only if a decode step of
+that size, it included, times `inefficiency`, is shorter than the tightest TPOT; else none behind it starts either.
+TPOT Guard, credits: in each decode step a request earns (tightest TPOT / own TPOT), and it runs when it has one, and
+pays that. Prefill goes before decode, by whole prompts, as in the vLLM that the authors changed.
+
+Ours: step times are those of the replica's latency model, and lengths its predictor's (without one `max_tokens`),
+where the paper trains both (Predictor). Prefill in progress stands before all that wait. Who did not ask to be refused
+becomes best effort and starts after all others. One without a TPOT counts as the loosest here, and the first starts
+whatever is predicted where nothing runs. `mixed`, prompts beside decodes in chunks (which the authors' code can too),
+`reserve_kv`, and turns for best effort (`policy_kit.turns`). Not here: swapping KV to the host.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
+from typing import ClassVar
+
+from rubato.core.events import Event, Finished, HandedOff
+from rubato.core.interfaces import SeqView, View
+from rubato.core.plan import NO_BATCH, Plan, Shape
+from rubato.policy_kit.batch_builder import (
+    BatchBuilder,
+    blocks_at_end,
+    remaining_output,
+    run_in_order,
+    unreserved_blocks,
+)
+from rubato.policy_kit.prefill_jobs import refusable, tpot_of
+from rubato.policy_kit.turns import Turns, add_decodes
+
+SOURCE = (
+    "SCORPIO: Serving the Right Requests at the Right Time for Heterogeneous SLOs in LLM Inference (arXiv 2505.23022)"
+)
+ROUNDING = 1e-9  # of a credit: ten times a tenth is one
+
+
+@dataclass
+class Scheduler:
+    """budget: tokens of a batch with prompts. inefficiency: a predicted decode step counts so many times as long when
+    the next request is admitted. ttft_reserve: seconds by which a predicted first token must be before its deadline.
+    mixed: prompts in chunks beside decodes, instead of whole ones before them. reserve_kv: start a request only when KV
+    for all of it is left (`batch_builder.waiting_that_fit`).
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    budget: int = 1024
+    inefficiency: float = 1.3
+    ttft_reserve: float = 0.05
+    mixed: bool = False
+    reserve_kv: bool = False
+    _credit: dict[str, float] = field(default_factory=dict, init=False)
+    _turns: Turns = field(default_factory=Turns, init=False)
+
+    def __post_init__(self) -> None:
+        if self.budget < 1 or self.inefficiency <= 0.0 or self.ttft_reserve < 0.0:
+            raise ValueError(
+                f"budget {self.budget}, inefficiency {self.inefficiency}, ttft_reserve {self.ttft_reserve}: give at "
+                "least 1 token, a factor above 0, and 0 seconds or more"
+            )
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Finished | HandedOff):
+                self._credit.pop(event.id, None)
+
+    def plan(self, view: View) -> Plan:
+        queue, late = self._guard_ttft(view)
+        drop = {s.id: "rejected-slo-infeasible" for s in late if refusable(s)}
+        queue += sorted([s for s in view.waiting if s.best_effort], key=_arrival)
+        queue += [s for s in late if s.id not in drop]
+        builder = BatchBuilder(view, self.budget)
+        self._turns.give(builder)
+        if self.mixed:
+            self._add_decodes(builder)
+        self._add_prefills(builder, queue)
+        if not builder.work:
+            builder = BatchBuilder(view)
+            self._add_decodes(builder)
+        if not builder.work:
+            run_in_order(builder, view.running)
+        builder.fold_decodes()
+        alike = not view.waiting and len(set(map(tpot_of, view.running))) < 2  # else credits or admission may change it
+        return builder.plan(
+            demote=[s.id for s in late if s.id not in drop], drop=drop,
+            repeat_steps=builder.repeat_steps() if alike else 0,
+        )  # fmt: skip
+
+    def _guard_ttft(self, view: View) -> tuple[list[SeqView], list[SeqView]]:
+        """Of those that wait and are not best effort: the ones that can be in time, by deadline, and the others."""
+        kept: list[SeqView] = []
+        late: list[SeqView] = []
+        before = NO_BATCH.with_entries([(s.pending, s.cached) for s in view.prefilling])
+        for seq in sorted([s for s in view.waiting if not s.best_effort], key=_deadline):
+            together = before.plus(seq.pending, seq.cached)
+            first = view.now + view.latency.step_time(together) + self.ttft_reserve
+            if seq.first_token_at is None and seq.due < first:
+                late.append(seq)
+            else:
+                kept.append(seq)
+                before = together
+        return kept, late
+
+    def _add_decodes(self, builder: BatchBuilder) -> None:
+        """The decodes with the tightest TPOT, and the others that have a credit."""
+        decodes = [s for s in builder.view.running if s.pending == 1]
+        tpots = _bounded([*map(tpot_of, decodes)])
+        tightest = min(tpots, default=inf)
+        chosen = []
+        for seq, tpot in zip(decodes, tpots, strict=True):
+            if tpot > tightest:
+                credit = self._credit.get(seq.id, 0.0) + tightest / tpot
+                runs = credit >= 1.0 - ROUNDING
+                self._credit[seq.id] = credit - runs
+                if not runs:
+                    continue
+            chosen.append(seq)
+        add_decodes(builder, chosen)
+
+    def _add_prefills(self, builder: BatchBuilder, queue: Sequence[SeqView]) -> None:
+        view, block = builder.view, builder.view.limits.block_size
+        for seq in view.prefilling:
+            if seq.id not in builder.work and seq not in builder.preempted and (most := builder.tokens_that_fit(seq)):
+                builder.add(seq, most)
+        if builder.preempted:  # what waits would take the KV just freed
+            return
+        here = [*view.running]
+        left = unreserved_blocks(view) if self.reserve_kv and queue else 0
+        for seq in queue:
+            if seq.id in builder.work:
+                continue
+            tokens = seq.pending
+            if self.mixed or (tokens > builder.tokens_left and not builder.work):  # longer than a batch: alone
+                tokens = min(tokens, builder.tokens_left)
+            left -= blocks_at_end(seq, block) if self.reserve_kv else 0
+            if here or view.moving:  # else it starts whatever is predicted
+                to_grow = seq.pending + block * (len(here) + 1)
+                if left < 0 or builder.missing_blocks(seq, to_grow) > 0 or not self._admits(view, here, seq):
+                    return
+            if tokens == 0 or builder.tokens_that_fit(seq) < tokens:
+                return
+            builder.add(seq, tokens)
+            here.append(seq)
+
+    def _admits(self, view: View, here: Sequence[SeqView], seq: SeqView) -> bool:
+        """Whether decodes of these, and of one more, are predicted to keep the tightest TPOT."""
+        together = [*here, seq]
+        counts = Counter(_bounded([*map(tpot_of, together)]))
+        tightest = min(counts)
+        if tightest == inf:
+            return True
+        size = ceil(sum(count * tightest / tpot for tpot, count in counts.items()) - ROUNDING)
+        length = sum(s.length for s in together) / len(together) + remaining_output(seq) / 2.0
+        step = view.latency.step_time(Shape(size, size, ceil(size * length)))
+        return step * self.inefficiency < tightest
+
+
+def _bounded(tpots: Sequence[float]) -> list[float]:
+    """With the loosest in the place of none (inf); as they are where none has one."""
+    loosest = max([t for t in tpots if t < inf], default=inf)
+    return [min(t, loosest) for t in tpots]
+
+
+def _arrival(seq: SeqView) -> tuple[float, str]:
+    return seq.request.arrival, seq.id
+
+
+def _deadline(seq: SeqView) -> tuple[float, float, str]:
+    return seq.due, seq.request.arrival, seq.id

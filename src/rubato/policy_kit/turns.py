@@ -1,0 +1,58 @@
+"""Turns for what a policy serves last, so that others starve none of it, and decodes that leave it its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from rubato.core.interfaces import SeqView, View
+from rubato.policy_kit.batch_builder import BatchBuilder, make_room
+
+EVERY, TOKENS = 16, 16  # one step in so many gives the oldest so many tokens, as in `edf` and `priority`
+
+
+@dataclass
+class Turns:
+    """Counts the steps in which something waits or prefills."""
+
+    _count: int = 0
+
+    def give(self, builder: BatchBuilder) -> None:
+        """In one step of `EVERY` the oldest without a deadline gets up to `TOKENS` of its tokens before all others, and
+        the KV for them from those started last. Before anything else is put into the batch."""
+        view = builder.view
+        if not (view.waiting or view.prefilling):
+            return
+        self._count += 1
+        if self._count < EVERY or (seq := oldest_without_deadline(view)) is None:
+            return
+        self._count = 0
+        tokens = min(seq.pending, TOKENS, builder.tokens_left)
+        make_room(builder, seq, tokens, reversed(view.running))
+        if tokens := min(tokens, builder.tokens_that_fit(seq)):
+            builder.add(seq, tokens)
+
+
+def oldest_without_deadline(view: View) -> SeqView | None:
+    """Of those that run or wait as best effort, or have no SLO on the next token; by arrival."""
+    last = [s for group in (view.running, view.waiting) for s in group if s.best_effort or s.due == inf]
+    return min(last, key=lambda s: (s.request.arrival, s.id), default=None)
+
+
+def add_decodes(builder: BatchBuilder, decodes: Sequence[SeqView]) -> None:
+    """A token of each, in this order, of those that are not in the batch yet. One that lacks KV takes it from those
+    started after it, the last first, but from the oldest without a deadline, whose turns would else be in vain; where
+    that is not enough it sits the step out."""
+    view = builder.view
+    todo = [s for s in decodes if s.id not in builder.work and s not in builder.preempted]
+    if builder.add_decodes(todo):
+        return
+    oldest = oldest_without_deadline(view)
+    started = {s.id: at for at, s in enumerate(view.running)}
+    for seq in todo:
+        if seq in builder.preempted or not (builder.tokens_left and builder.seqs_left):
+            continue
+        make_room(builder, seq, 1, [s for s in view.running[: started[seq.id] : -1] if s is not oldest])
+        if builder.tokens_that_fit(seq):
+            builder.add(seq, 1)
