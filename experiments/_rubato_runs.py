@@ -27,21 +27,21 @@ GRID, BRACKET = 1.04, 0.05
 
 
 class ScenarioTried(RateSearch):
-    """Runs of one of SLOs-Serve's scenarios on one replica."""
+    """Runs of one of SLOs-Serve's scenarios on one replica, or on several. Rates are those of all replicas."""
 
-    def __init__(self, scenario: str, seed: int, count: int) -> None:
+    def __init__(self, scenario: str, seed: int, count: int, replicas: int = 1) -> None:
         super().__init__(GRID, BRACKET)
-        self.scenario, self.seed = scenario, seed
+        self.scenario, self.seed, self.replicas = scenario, seed, replicas
         self._load = ScenarioSource(f"slos-serve-{scenario}", hardware(scenario), count=count).make(seed)
 
     def run(self, choice: str, rate: float) -> dict[str, float]:
-        return shares_of(served(self._load.rescaled(rate), self.scenario, choice, self.seed))
+        return shares_of(served(self._load.rescaled(rate), self.scenario, choice, self.seed, self.replicas))
 
 
-def served(load: Workload, scenario: str, choice: str, seed: int) -> Sequence[Record]:
-    """These requests of a scenario on one replica."""
+def served(load: Workload, scenario: str, choice: str, seed: int, replicas: int = 1) -> Sequence[Record]:
+    """These requests of a scenario on so many replicas."""
     spec = RunSpec(
-        hardware(scenario), PolicyChoice.parse(choice), 1, lengths=conditional_mean, learns=True, noise=NOISE,
+        hardware(scenario), PolicyChoice.parse(choice), replicas, lengths=conditional_mean, learns=True, noise=NOISE,
         stated_max_tokens=MOST_TOKENS.get(scenario, USUALLY),
     )  # fmt: skip
     return simulate(load, spec, seed, causes=False).records

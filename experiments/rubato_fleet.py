@@ -2,7 +2,8 @@
 
 20 replicas; KV moves at 50 GB/s. 90 % of all requests in SLO, 95 % of all, 90 % of each tier. On five data sets the
 others' rates are those of the figure `polyserve-goodput`, which runs the same requests and seeds and tunes every system
-for every measure; on two of `LARGE` that is 10 replicas and one seed, here as there. On the third, `WIDE`, tiers and
+for every measure; on two of `LARGE` that is 10 replicas and one seed, here as there. Baselines of today (`TODAY`) are
+run here, on the same requests and seeds, tuned for every measure too. On the third, `WIDE`, tiers and
 prefill of ours take too large a part of ten, and all are run here on 20, too: one seed, the 12,000 requests of one mean
 stay, the others at the best of the settings that the other figure found best, splits scaled, on these same requests.
 The means are of eight data sets, that one on 20; what is least is of all nine rows.
@@ -33,16 +34,35 @@ SECONDS = 1720.0
 OURS = "rubato"
 OTHERS = "polyserve-goodput"
 WIDE = LARGE[-1]
+TODAY = {
+    "scorpio": tuple(
+        f"scorpio:mixed=true,budget=512,ttft_reserve=0,reserve_kv=true@{router}"
+        for router in ("least_loaded", "lmetric")
+    ),
+    "qoserve": tuple(f"qoserve:reserve_kv=true@{router}" for router in ("least_loaded", "lmetric")),
+    "lmetric": tuple(f"sarathi:budget={budget},reserve_kv=true@lmetric" for budget in (512, 1024)),
+}
 
 
 def jobs(small: bool) -> list[Job]:
     if small:
         return [Job("mooncake-synthetic", measured, ("mooncake-synthetic", OURS, (OURS,), (1,), 0.6, 4, 0.2))]
-    made = [Job(data, measured, (data, OURS, (OURS,), SEEDS, 3.0, REPLICAS)) for data in SETS if data not in LARGE]
-    made += [Job(data, measured, (data, OURS, (OURS,), SEEDS[:1], 3.0, FEWER)) for data in LARGE]
+    systems = {OURS: (OURS,), **TODAY}
+    made = [
+        Job(f"{data} {name}", measured, (data, name, choices, SEEDS, 3.0, REPLICAS))
+        for data in SETS if data not in LARGE for name, choices in systems.items()
+    ]  # fmt: skip
+    made += [
+        Job(f"{data} {name}", measured, (data, name, choices, SEEDS[:1], 3.0, FEWER))
+        for data in LARGE for name, choices in systems.items()
+    ]  # fmt: skip
     return made + [
-        Job(f"{WIDE} {name}", measured, (WIDE, name, choices, (), COUNTED / TUNING, REPLICAS, 2.0 * BEFORE))
-        for name, choices in {OURS: (OURS,), **found_best(WIDE)}.items()
+        Job(
+            f"{WIDE} {name}, {REPLICAS} replicas",
+            measured,
+            (WIDE, name, own, (), COUNTED / TUNING, REPLICAS, 2 * BEFORE),
+        )
+        for name, own in {**systems, **found_best(WIDE)}.items()
     ]
 
 

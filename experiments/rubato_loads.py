@@ -2,13 +2,13 @@
 
 PolyServe's tier flip, fleets of 8 to 32 replicas and cost; Ascendra's three models on 3 replicas, judged by TTFT and
 mean TPOT as there: the others' numbers are those of the figures `polyserve-flip`, `polyserve-scale`, `polyserve-cost`
-and `ascendra-capacity`, on the same requests and seeds, ours is in its default settings. `long`: Mooncake's
-conversations up to 30,000 tokens on 4 replicas of Llama-3.1-70B (4 A100 each), TPOTs of 50 to 150 ms, a TTFT of three
-times the time of the prompt alone and 1 s at least (our choice), KV moving at 50 GB/s, steps off by 5 %, lengths
-learnt; ours in its default settings and, as the others, in the best of some. `loose`: SLOs-Serve's Mixed on 8 replicas
-of OPT-13B, KV moving as fast. `single`: three of PolyServe's data sets on one replica, each system tuned on other
-requests; there the tightest of four tiers is a tenth of the requests: giving it up is enough for 90 % of all, so that
-90 % of each tier is the measure. Of these three loads all systems are run here.
+and `ascendra-capacity`, on the same requests and seeds, without `scorpio`, `qoserve` and `lmetric`; ours is in its
+default settings. `long`: Mooncake's conversations up to 30,000 tokens on 4 replicas of Llama-3.1-70B (4 A100 each),
+TPOTs of 50 to 150 ms, a TTFT of three times the time of the prompt alone and 1 s at least (our choice), KV moving at 50
+GB/s, steps off by 5 %, lengths learnt; ours in its default settings and, as the others, in the best of some. `loose`:
+SLOs-Serve's Mixed on 8 replicas of OPT-13B, KV moving as fast. `single`: three of PolyServe's data sets on one replica,
+each system tuned on other requests; there the tightest of four tiers is a tenth of the requests: giving it up is enough
+for 90 % of all, so that 90 % of each tier is the measure. Of these three loads all systems are run here.
 """
 
 from __future__ import annotations
@@ -49,20 +49,27 @@ LONG_SEEDS, COUNT, START, REPLICAS = (1,), 600, 1.0, 4
 LONGEST_PROMPT, TTFT_TIMES, LEAST_TTFT = 30_000, 3.0, 1.0
 TPOTS = {0.02: 0.05, 0.03: 0.075, 0.05: 0.1, 0.1: 0.15}  # of PolyServe's, seconds
 LONG_LINK = Link(kv_bytes=327_680, bandwidth=50e9)  # 80 layers, 8 KV heads of 128, 2 bytes
+SCORPIO = "scorpio:mixed=true,budget=512,ttft_reserve=0,reserve_kv=true"
+QOSERVE = "qoserve:reserve_kv=true"
 LONG: Mapping[str, tuple[str, ...]] = {
     OURS: (OURS,),
     TUNED: (OURS, f"{OURS}@least_loaded"),
-    "edf": ("edf@least_loaded", "edf:max_ttft_share=1,safety_margin=0@least_loaded"),
+    "edf": (
+        "edf@least_loaded", "edf:max_ttft_share=1,safety_margin=0@least_loaded",
+        "edf:max_ttft_share=1,safety_margin=0@lmetric",
+    ),
     "slos_serve": ("slos_serve",),
     "polyserve": tuple(f"polyserve@polyserve:mode={mode}" for mode in runs.MODES),
     "sarathi": tuple(f"sarathi:budget={b},reserve_kv=true@least_loaded" for b in (512, 1024, 2048)),
     "co_chunk": tuple(f"co_chunk:budget={b}@least_loaded" for b in (512, 1024, 2048)),
     "distserve": tuple(f"distserve@minimal:prefill={n},decode={REPLICAS - n}" for n in (1, 2, 3)),
-}
+    "scorpio": tuple(f"{SCORPIO}@{router}" for router in ("least_loaded", "lmetric")),
+    "qoserve": tuple(f"{QOSERVE}@{router}" for router in ("least_loaded", "lmetric")),
+}  # fmt: skip
 LOOSE, LOOSE_REPLICAS, LOOSE_COUNT, LOOSE_START = "mixed", 8, 1000, 40.0
 LOOSE_LINK = Link(kv_bytes=819_200, bandwidth=50e9)  # of OPT-13B: 40 layers, 40 KV heads of 128, 2 bytes
 ON_LOOSE: Mapping[str, tuple[str, ...]] = {
-    **{name: LONG[name] for name in (OURS, "edf", "polyserve", "sarathi")},
+    **{name: LONG[name] for name in (OURS, "edf", "polyserve", "sarathi", "scorpio", "qoserve")},
     "slos_serve": ("slos_serve", "slos_serve:max_batch_seconds=0.1"),
 }
 SINGLE = ("mooncake-conversation", "sharegpt", "uniform-4096-1024")
@@ -73,6 +80,8 @@ ON_ONE: Mapping[str, tuple[str, ...]] = {
     "polyserve": (runs.OURS["co"],),
     "sarathi": tuple(f"sarathi:budget={b},reserve_kv=true" for b in (256, 512, 1024)),
     "co_chunk": tuple(f"co_chunk:budget={b}" for b in (512, 1024, 2048)),
+    "scorpio": ("scorpio:ttft_reserve=0,reserve_kv=true", SCORPIO),
+    "qoserve": (QOSERVE, "qoserve:alpha=0.001,reserve_kv=true"),
 }
 
 

@@ -45,6 +45,13 @@ SYSTEMS: Mapping[str, tuple[str, ...]] = {
     "co_chunk": tuple(f"co_chunk:budget={b}" for b in (512, 1024, 2048)),
     "polyserve": ("polyserve@polyserve:mode=co",),
     "sa": ("sa",),
+    "scorpio": (
+        "scorpio:ttft_reserve=0,reserve_kv=true",
+        *(f"scorpio:mixed=true,budget={b},ttft_reserve=0,reserve_kv=true" for b in (256, 512)),
+    ),
+    "qoserve": (
+        "qoserve:reserve_kv=true", "qoserve:alpha=0.001,reserve_kv=true", "qoserve:margin=1,reserve_kv=true",
+    ),
 }  # fmt: skip
 REASONING = (OURS, "slos_serve")  # hundreds of requests run at once there, and a run takes a minute
 
@@ -70,11 +77,13 @@ def settings(name: str) -> Sequence[str]:
     return SYSTEMS.get(name, (name,))
 
 
-def measured(load: str, name: str, choices: Sequence[str], seeds: Sequence[int], count: int) -> dict[str, Any]:
+def measured(
+    load: str, name: str, choices: Sequence[str], seeds: Sequence[int], count: int, replicas: int = 1
+) -> dict[str, Any]:
     """By measure: the setting that was best on the tuning's requests, and what it holds on each seed."""
-    start = STARTS[load]
-    tuning = ScenarioTried(load, TUNED_ON, count)
-    used = [ScenarioTried(load, seed, count) for seed in seeds]
+    start = STARTS[load] * replicas
+    tuning = ScenarioTried(load, TUNED_ON, count, replicas)
+    used = [ScenarioTried(load, seed, count, replicas) for seed in seeds]
     found: dict[str, Any] = {}
     for measure in MEASURES:
         tuned, choice = tuning.best(choices, start, measure) if len(choices) > 1 else (start, choices[0])

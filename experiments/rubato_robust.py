@@ -39,7 +39,10 @@ SECONDS = 1480.0
 CAPACITY = {"chatbot": 4.65, "coder": 2.0, "summarizer": 3.35, "mixed": 5.3}  # requests/s that attain 90 %, about
 MULTIPLES = (0.8, 1.0, 1.5, 3.0)
 CONDITIONS = ("plain", "too fast", "too slow", "bursts")
-POLICIES = ("rubato", "slos_serve", "edf:max_ttft_share=1,safety_margin=0")
+POLICIES = (
+    "rubato", "slos_serve", "edf:max_ttft_share=1,safety_margin=0", "qoserve:reserve_kv=true",
+    "scorpio:mixed=true,budget=512,ttft_reserve=0,reserve_kv=true",
+)  # fmt: skip
 COUNT, SEEDS = 3000, (1,)
 EVERY, LENGTH, FACTOR = 400, 5, 3.0  # steps from burst to burst, of a burst, and how many times as long these are
 WRONG = {"too fast": 0.85, "too slow": 1.15}

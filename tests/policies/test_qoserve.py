@@ -96,8 +96,8 @@ def test_throughput_follows_the_steps_that_prefilled() -> None:
 def test_a_prompt_that_lacks_kv_lets_those_that_run_go_on() -> None:
     begun = prompt("begun", 50, ttft=9.0)
     begun.cached, begun.blocks = 20, 2
-    plan = load("qoserve", PLAIN).plan(seen([prompt("a", 60, ttft=1.0)], [begun], kv_free=5))
-    assert work(plan) == {"begun": 30}
+    plan = load("qoserve", PLAIN).plan(seen([prompt("a", 60, ttft=1.0)], [decode("r"), begun], kv_free=5))
+    assert work(plan) == {"r": 1, "begun": 30}
 
 
 def test_a_decode_takes_kv_from_those_started_after_it() -> None:
