@@ -28,9 +28,9 @@ SECONDS = 1500.0
 
 TODAY = ("scorpio", "qoserve")
 BESIDE = ("vllm", "sarathi", "edf", "slos_serve", OURS)
-COUNT, SEEDS = 300, (1, 2)
+COUNT, SEEDS = 250, (1, 2, 3)
 SMALL = ("sarathi", "edf", OURS, *TODAY)
-FLEET, REPLICAS, FLEET_COUNT = "mixed", 4, 100  # requests of a run, of each replica
+FLEET, REPLICAS, FLEET_COUNT = "mixed", 4, 80  # requests of a run, of each replica
 ROUTERS = {"slos_serve": "slos_serve", "least_loaded": "slos_serve@least_loaded", "lmetric": "slos_serve@lmetric"}
 NAMES = dict(zip(MEASURES, ("90", "95", "each"), strict=True))
 
