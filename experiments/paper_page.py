@@ -28,8 +28,8 @@ INDEX = "papers.md"
 # papers, and how the names of their figures and pages begin; what is left over is the simulator's
 PAPERS = {"SLOs-Serve": "slos-serve", "PolyServe": "polyserve", "Ascendra": "ascendra", "SA": "sa",
           "AdaServe": "adaserve"}  # fmt: skip
-OUR_POLICY = "rubato"  # the page of our own policy's figures, whose names begin so, and of those of today's baselines
-BASELINES = "baselines"
+OUR_POLICY = "rubato"  # the page of our own policy's figures, whose names begin so, and of these:
+OURS_BESIDES = ("baselines-today", "sensitivity")
 SIMULATOR = "simulator"
 NAMED = 4  # modules that a page names of those that have changed
 NOT_RUN = "not run"
@@ -159,7 +159,7 @@ def pages(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def page_of(figure: str) -> str:
     """The name of the page that a figure stands on."""
-    if figure.startswith(f"{BASELINES}-"):
+    if figure in OURS_BESIDES:
         return OUR_POLICY
     return next((page for page in (*PAPERS.values(), OUR_POLICY) if figure.startswith(f"{page}-")), SIMULATOR)
 
