@@ -19,6 +19,8 @@ from rubato.latency.profiles.profile import Profile
 PACKAGED = (
     ("llama-3.1-8b", "h200", 1),
     ("llama-3.1-8b", "a100", 1),
+    ("llama-3.1-8b", "h100", 1),
+    ("llama-3.1-8b", "b200", 1),
     ("mistral-7b", "a100", 1),
     ("opt-6.7b", "a100-40g", 1),
     ("opt-13b", "a100", 1),
@@ -30,6 +32,7 @@ PACKAGED = (
     ("qwen-14b", "a100", 1),
     ("qwen2.5-32b", "a100", 2),
     ("llama-3.1-70b", "a100", 4),
+    ("llama-3.1-70b", "h100", 4),
     ("opt-125m", "a100-40g", 1),
     ("llama-3.2-1b", "a100", 1),
     ("qwen2.5-0.5b", "a100", 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -10,6 +11,7 @@ import pytest
 from rubato.core.plan import Limits, Shape
 from rubato.latency import profiles
 from rubato.latency.components import Model
+from rubato.latency.operation_count import Model as Counted
 from rubato.latency.profiles import kernel_profiles
 from rubato.simulation.run_spec import packaged_hardware
 from tools.packaged_profiles import PACKAGED
@@ -111,6 +113,21 @@ def test_a_host_term_of_a_profile_is_named_behind_it(tmp_path: Path) -> None:
         profiles.load("opt-125m-a100-40g@vllm-2024")
 
 
+def test_quantised_weights_and_kv_are_smaller_and_embeddings_are_not() -> None:
+    plain, fp8 = (kernel_profiles.MODELS[name].dims for name in ("llama-3.1-70b", "llama-3.1-70b-fp8"))
+    fp4 = kernel_profiles.MODELS["llama-3.1-70b-fp4"].dims
+    matrices = plain.layers * plain.layer_weights
+    assert matrices == 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    assert plain.weight_bytes - fp8.weight_bytes == matrices
+    assert plain.weight_bytes - fp4.weight_bytes == 2 * matrices - matrices * 9 // 16
+    assert replace(fp8, kv_size=1).kv_bytes * 2 == fp8.kv_bytes == plain.kv_bytes
+    work = {size: Counted(dims=replace(plain, weight_size=size, kv_size=size)) for size in (1, 2)}
+    decode = decodes(1, 100_000)  # all of it is reading weights and KV
+    assert work[1].times(decode)[0] == pytest.approx(work[2].times(decode)[0] / 2, rel=0.02)
+    with pytest.raises(ValueError, match="weight_size = 0"):
+        replace(plain, weight_size=0)
+
+
 def test_limits_follow_the_kv() -> None:
     profile = profiles.load("opt-13b-2xa100-40g")
     assert profile.gpus == 2
@@ -123,8 +140,8 @@ def test_limits_follow_the_kv() -> None:
 
 
 def test_what_is_asked_wrongly_is_refused_in_words(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no profile 'llama-3.1-8b-h100': did you mean 'llama-3.1-8b-"):
-        profiles.load("llama-3.1-8b-h100")
+    with pytest.raises(ValueError, match=r"no profile 'llama-3.1-8b-h300': did you mean 'llama-3.1-8b-"):
+        profiles.load("llama-3.1-8b-h300")
     with pytest.raises(ValueError, match="no factor 'prefil_gemm': did you mean 'prefill_gemm'"):
         profiles.load("llama-3.1-8b-a100", prefil_gemm=1.0)
     with pytest.raises(ValueError, match="measured whole"):

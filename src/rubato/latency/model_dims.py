@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 class Dims:
     """layers; hidden: width of the residual stream; heads, kv_heads: query heads and (grouped) key/value heads of
     `head` elements each; ffn: width inside the feed-forward block, `gated` with two matrices in and one out; vocab;
-    dtype: bytes per element of weights, activations and KV. `tied`: input and output embedding are one matrix.
+    dtype: bytes per element of weights, activations and KV; weight_size, kv_size: of the layers' matrices (1 in FP8,
+    0.5625 in NVFP4 with its scales) and of KV, where they differ. `tied`: input and output embedding are one matrix.
     Raises ValueError on dimensions that cannot be.
     """
 
@@ -23,10 +24,12 @@ class Dims:
     gated: bool = True
     tied: bool = False
     dtype: int = 2
+    weight_size: float | None = None
+    kv_size: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1 and name not in ("gated", "tied"):
+            if value is not None and value < (0.5 if name == "weight_size" else 1) and name not in ("gated", "tied"):
                 raise ValueError(f"a model with {name} = {value}: give 1 or more")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
@@ -38,11 +41,17 @@ class Dims:
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
+    def layer_bytes(self) -> float:
+        """Of one layer's matrices."""
+        return (self.dtype if self.weight_size is None else self.weight_size) * self.layer_weights
+
+    @property
     def weight_bytes(self) -> int:
         embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
-        return self.dtype * (self.layers * (self.layer_weights + 2 * self.hidden) + self.hidden + embeddings)
+        norms = (2 * self.layers + 1) * self.hidden
+        return int(self.layers * self.layer_bytes) + self.dtype * (norms + embeddings)
 
     @property
     def kv_bytes(self) -> int:
         """Of one token's keys and values, all layers."""
-        return 2 * self.dtype * self.layers * self.kv_heads * self.head
+        return 2 * (self.kv_size or self.dtype) * self.layers * self.kv_heads * self.head

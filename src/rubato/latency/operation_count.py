@@ -113,15 +113,15 @@ class Model(FittedModel):
         ffn = d.hidden + (2 if d.gated else 1) * d.ffn + d.ffn + d.hidden
         through = (d.hidden + queries + 2 * kv) + (queries + d.hidden) + ffn
         m = (
-            d.layers * d.layer_weights + d.hidden * d.vocab,
-            d.layers * through,
-            d.hidden + d.vocab,
-            d.layers * 2 * kv,
-            d.layers * 3 * queries / b,
-            d.layers * 2 * kv,
+            d.layers * d.layer_bytes + d.dtype * d.hidden * d.vocab,
+            d.dtype * d.layers * through,
+            d.dtype * (d.hidden + d.vocab),
+            d.kv_bytes,
+            d.dtype * d.layers * 3 * queries / b,
+            d.kv_bytes,
         )
         f = (2 * d.layers * d.layer_weights, 2 * d.hidden * d.vocab, 4 * d.layers * queries)
         return (
-            tuple(d.dtype * x / self.gpus / self.memory for x in m),
+            tuple(x / self.gpus / self.memory for x in m),
             tuple(x / self.gpus / self.compute for x in f),
         )

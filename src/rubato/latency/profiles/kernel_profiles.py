@@ -11,6 +11,7 @@ from rubato.latency.model_dims import Dims
 from rubato.latency.profiles import aiconfigurator
 from rubato.latency.profiles.profile import Factor, Host, Profile
 
+NVFP4 = 0.5625  # bytes of a weight and its share of a scale
 CONTEXT = 32768  # tokens: what the attention tables reach, for models that could take more
 
 
@@ -26,6 +27,9 @@ class Known:
 MODELS: Mapping[str, Known] = {
     "llama-3.1-8b": Known("Llama-3.1-8B", Dims(32, 4096, 32, 8, 128, 14336, 128256)),
     "llama-3.1-70b": Known("Llama-3.1-70B", Dims(80, 8192, 64, 8, 128, 28672, 128256)),
+    "llama-3.1-8b-fp8": Known("Llama-3.1-8B", Dims(32, 4096, 32, 8, 128, 14336, 128256, weight_size=1)),
+    "llama-3.1-70b-fp8": Known("Llama-3.1-70B", Dims(80, 8192, 64, 8, 128, 28672, 128256, weight_size=1)),
+    "llama-3.1-70b-fp4": Known("Llama-3.1-70B", Dims(80, 8192, 64, 8, 128, 28672, 128256, weight_size=NVFP4)),
     "llama-3.2-1b": Known("Llama-3.2-1B", Dims(16, 2048, 32, 8, 64, 8192, 128256, tied=True)),
     "llama-2-7b": Known("Llama-2-7B (ToolLlama)", Dims(32, 4096, 32, 32, 128, 11008, 32000), 4096),
     "mistral-7b": Known("Mistral-7B", Dims(32, 4096, 32, 8, 128, 14336, 32000)),
@@ -38,8 +42,14 @@ MODELS: Mapping[str, Known] = {
     "qwen2.5-1.5b": Known("Qwen2.5-1.5B (DeepSeek-R1-Distill)", Dims(28, 1536, 12, 2, 128, 8960, 151936)),
     "qwen2.5-7b": Known("Qwen2.5-7B", Dims(28, 3584, 28, 4, 128, 18944, 152064)),
     "qwen2.5-32b": Known("Qwen2.5-32B", Dims(64, 5120, 40, 8, 128, 27648, 152064)),
+    "qwen3-32b": Known("Qwen3-32B", Dims(64, 5120, 64, 8, 128, 25600, 151936)),
+    "qwen3-32b-fp8": Known("Qwen3-32B", Dims(64, 5120, 64, 8, 128, 25600, 151936, weight_size=1)),
 }
-TITLES = {"h200": "H200 SXM 141 GB", "h100": "H100 SXM 80 GB", "a100": "A100 SXM 80 GB", "a100-40g": "A100 SXM 40 GB"}
+TITLES = {
+    "b200": "B200 SXM 180 GB", "h200": "H200 SXM 141 GB", "h100": "H100 SXM 80 GB", "a100": "A100 SXM 80 GB",
+    "a100-40g": "A100 SXM 40 GB",
+}  # fmt: skip
+PRECISIONS = {None: "bfloat16", 1: "FP8", NVFP4: "NVFP4"}  # of weights, by bytes of an element
 DRAFTERS = ("opt-125m", "llama-3.2-1b", "qwen2.5-0.5b")
 
 VLLM_2024 = (
@@ -61,6 +71,11 @@ def _factors(gpu: str) -> Mapping[str, Factor]:
     if gpu.startswith("a100"):
         return A100_FACTORS
     return {name: Factor(1.0, f"no independent {gpu.upper()} measurement was found") for name in A100_FACTORS}
+
+
+def _precision(dims: Dims) -> str:
+    """Of weights, and of KV where it is another."""
+    return PRECISIONS[dims.weight_size] + (" weights and FP8 KV" if dims.kv_size == 1 else "")
 
 
 PROVENANCE = (
@@ -95,7 +110,7 @@ def composed(name: str, model: Known, gpu: str, gpus: int, host: Host = VLLM_HOS
         provenance += f"; of the 80 GB card, what its memory bounds {ratio:.3f} times as long"
     return Profile(
         name=name,
-        about=f"{model.title}, bfloat16, on {gpus} x {TITLES[gpu]}",
+        about=f"{model.title}, {_precision(model.dims)}, on {gpus} x {TITLES[gpu]}",
         gpu=gpu,
         gpus=gpus,
         kv_tokens=aiconfigurator.kv_tokens(model.dims, gpu, gpus),
