@@ -45,7 +45,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload
 
 SOURCE = "aiconfigurator-core 0.12.0, systems/silicon_sample.csv"
-SECONDS = 240.0
+SECONDS = 165.0
 
 DATA = Path(__file__).parent / "silicon_data"
 BUDGET = 8192
@@ -188,17 +188,23 @@ def offered(p: Point, small: bool) -> Workload:
 
 
 def host_terms(own: Sequence[Point], runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Source -> host, host_per_seq in seconds."""
+    """Source -> host, host_per_seq in seconds, by the servers that are fitted."""
     half = fitted_servers(own)
-    terms = {}
-    for source in BENCHMARKS:
-        fitted = [(p, run) for p, run in zip(own, runs, strict=True) if p.source == source and p.profile in half]
-        measured = np.array([p.tpot for p, _ in fitted])
-        kernels = np.array([run["kernels"]["tpot"] for _, run in fitted])
-        share = np.column_stack([np.ones(len(fitted)), [sequences(run) for _, run in fitted]]) / measured[:, None]
-        host, per_seq = nnls(share, (measured - kernels) / measured).tolist()
-        terms[source] = (host, per_seq)
-    return terms
+    return {
+        source: host_term([
+            pair for pair in zip(own, runs, strict=True) if pair[0].source == source and pair[0].profile in half
+        ])
+        for source in BENCHMARKS
+    }  # fmt: skip
+
+
+def host_term(fitted: Sequence[tuple[Point, Mapping[str, Any]]]) -> tuple[float, float]:
+    """By least squares of TPOT's relative errors, neither below 0."""
+    measured = np.array([p.tpot for p, _ in fitted])
+    kernels = np.array([run["kernels"]["tpot"] for _, run in fitted])
+    share = np.column_stack([np.ones(len(fitted)), [sequences(run) for _, run in fitted]]) / measured[:, None]
+    host, per_seq = nnls(share, (measured - kernels) / measured).tolist()
+    return host, per_seq
 
 
 def sequences(run: Mapping[str, Any]) -> float:
@@ -223,7 +229,7 @@ def intakes(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]
 def busy(p: Point) -> float:
     """Kernel seconds of a server for each second that passes, by Little's law: requests/s are concurrency over e2e, and
     each is a prompt in full steps and its share of decode steps."""
-    model, c = kernels(p.profile), p.concurrency
+    model, c = kernel_times(p.profile), p.concurrency
     decode = model.step_time(Shape(c, c, c * (p.isl + p.osl // 2))) / c
     prompts, together = Shape(), BUDGET // p.isl
     for _ in range(together):
@@ -233,7 +239,7 @@ def busy(p: Point) -> float:
 
 
 @cache
-def kernels(profile: str) -> LatencyModel:
+def kernel_times(profile: str) -> LatencyModel:
     return profiles.load(str(DATA / f"{profile}.json"), host=0.0, host_per_seq=0.0).model()
 
 
@@ -268,7 +274,14 @@ def found(values: Sequence[Any], small: bool) -> Found:
     with (DATA / "left_out.json").open(encoding="utf-8") as file:
         left_out = json.load(file)
     unclear = [{**asdict(p), "busy": busy(p)} for p in points() if p.source not in BENCHMARKS]
-    data = {"rows": rows, "host": terms, "intake": intake, "left_out": left_out, "unclear": unclear}
+    servers = {
+        name: host_term(list(pairs))
+        for name, pairs in groupby(zip(own, runs, strict=True), key=lambda pair: pair[0].profile)
+    }
+    data = {
+        "rows": rows, "host": terms, "host_by_server": servers, "intake": intake, "left_out": left_out,
+        "unclear": unclear,
+    }  # fmt: skip
     settings = {
         "policy": "vllm", "max_num_batched_tokens": BUDGET, "benchmarks": {k: asdict(b) for k, b in BENCHMARKS.items()}
     }  # fmt: skip
@@ -359,6 +372,7 @@ def tables(data: Any) -> str:
             percent(p90(np.abs(every))), percent(np.median(every)), percent(np.median(old)),
             percent(np.median([ttft_error(row) for row in low])),
             percent(np.median([steps_ttft_error(row) for row in low])),
+            "{:.2f} ms, {:.0f} µs".format(1e3 * data["host_by_server"][name][0], 1e6 * data["host_by_server"][name][1]),
         ])  # fmt: skip
     shares = [point["busy"] for point in data["unclear"]]
     unclear = f"{len(shares)} of vLLM whose kernels would take {min(shares):.2f} to {max(shares):.2f} of the time"

@@ -75,15 +75,15 @@ def test_decode_steps_of_the_a100_profiles_without_factors() -> None:
 
 def test_host_and_factors_can_be_set() -> None:
     shape = decodes(10, 500)
-    own = profiles.load("llama-3.1-8b-a100")
+    own = profiles.load("llama-3.1-8b-a100@vllm-2024")
     assert (own.host_term.host, own.host_term.host_per_seq) == (4.4e-3, 5.8e-5)  # type: ignore[union-attr]
-    base = profiles.load("llama-3.1-8b-a100", host_scale=0.0).model().step_time(shape)
+    base = profiles.load("llama-3.1-8b-a100@vllm-2024", host_scale=0.0).model().step_time(shape)
     for scale in (0.5, 1.0, 1.5):
-        scaled = profiles.load("llama-3.1-8b-a100", host_scale=scale).model().step_time(shape)
+        scaled = profiles.load("llama-3.1-8b-a100@vllm-2024", host_scale=scale).model().step_time(shape)
         assert scaled - base == pytest.approx(scale * (4.4e-3 + 10 * 5.8e-5), rel=0.05)  # kernels evened out a little
-    later = profiles.load("llama-3.1-8b-a100", host=9.4e-3).model().step_time(shape)
+    later = profiles.load("llama-3.1-8b-a100@vllm-2024", host=9.4e-3).model().step_time(shape)
     assert later - own.model().step_time(shape) == pytest.approx(5e-3)
-    model = profiles.load("llama-3.1-8b-a100", host=0.001, host_per_seq=0.0, prefill_gemm=1.0).model()
+    model = profiles.load("llama-3.1-8b-a100@vllm-2024", host=0.001, host_per_seq=0.0, prefill_gemm=1.0).model()
     assert isinstance(model, Model)
     assert (model.factors.prefill_gemm, model.factors.decode_gemm) == (1.0, 0.9)
     assert model.step_time(shape) - base == pytest.approx(0.001, rel=0.01)
@@ -126,6 +126,15 @@ def test_quantised_weights_and_kv_are_smaller_and_embeddings_are_not() -> None:
     assert work[1].times(decode)[0] == pytest.approx(work[2].times(decode)[0] / 2, rel=0.02)
     with pytest.raises(ValueError, match="weight_size = 0"):
         replace(plain, weight_size=0)
+
+
+def test_the_host_term_of_a_profile_is_that_of_the_newest_vllm_measured_on_its_gpu() -> None:
+    for name, term in {
+        "llama-3.1-8b-a100": "vllm-0.12", "llama-3.1-8b-h100": "vllm-0.12", "llama-3.1-8b-h200": "vllm-2025-async",
+        "llama-3.1-8b-b200": "vllm-2025-async",
+    }.items():  # fmt: skip
+        assert profiles.load(name).host_term == profiles.load(f"{name}@{term}").host_term
+        assert profiles.load(name).host_term == kernel_profiles.HOST_TERMS[term]
 
 
 def test_limits_follow_the_kv() -> None:

@@ -92,7 +92,10 @@ def test_the_knee_is_where_compute_takes_as_long_as_memory(model: LatencyModel, 
 
 def test_the_knees_of_packaged_hardware_are_where_adaserve_has_its_budgets() -> None:
     """The authors verify 512 tokens a step at most with Llama-3.1-70B, on kernels that are slower beyond 128."""
-    knees = {name: profiles.load(name).model().knee(ONE) for name in ("llama-3.1-70b-4xa100", "llama-3.1-8b-h200")}
+    knees = {
+        name: profiles.load(f"{name}@vllm-2024").model().knee(ONE)
+        for name in ("llama-3.1-70b-4xa100", "llama-3.1-8b-h200")
+    }
     assert knees == {"llama-3.1-70b-4xa100": 133, "llama-3.1-8b-h200": 414}
 
 

@@ -55,8 +55,20 @@ DRAFTERS = ("opt-125m", "llama-3.2-1b", "qwen2.5-0.5b")
 VLLM_2024 = (
     "vLLM (2024) with OPT-13B on one A100: what its steps took beyond their kernels, 4.4 ms + 0.058 ms a sequence"
 )
-VLLM_HOST = Host(4.4e-3, 5.8e-5, VLLM_2024)
-HOST_TERMS: Mapping[str, Host] = {"vllm-2024": VLLM_HOST}  # of every profile but drafters', after `@` in its name
+SILICON = "TPOT measured in closed loops beyond kernels, fitted by figure `silicon`"
+# Of every profile but drafters', after `@` in its name.
+HOST_TERMS: Mapping[str, Host] = {
+    "vllm-2024": Host(4.4e-3, 5.8e-5, VLLM_2024),
+    "vllm-0.12": Host(9.5e-4, 7.4e-5, f"vLLM 0.12.0 with Qwen3-32B on H100: {SILICON}"),
+    "vllm-2025-async": Host(
+        1.4e-4, 3.2e-5, f"vLLM of October 2025, asynchronous scheduling, Llama-3.1-70B on H100, H200, B200: {SILICON}"
+    ),
+}
+# The newest vLLM that was measured on a GPU; on an A100 none of them was, and the synchronous one is the slower.
+DEFAULT_HOST = {
+    "b200": "vllm-2025-async", "h200": "vllm-2025-async", "h100": "vllm-0.12", "a100": "vllm-0.12",
+    "a100-40g": "vllm-0.12",
+}  # fmt: skip
 DRAFT_HOST = Host(0.0, 0.0, "none: a drafter runs within its target's step, whose profile has the host's time")
 VIDUR = "Vidur's A100 measurements of the same kernels beside these tables"
 A100_FACTORS: Mapping[str, Factor] = {
@@ -95,13 +107,13 @@ def made(model: str, gpu: str, gpus: int = 1) -> Profile:
         raise ValueError(
             f"the dimensions of {model!r} are not known by name{nearest(model, MODELS)}; give its config.json"
         )
-    host = DRAFT_HOST if model in DRAFTERS else VLLM_HOST
+    host = DRAFT_HOST if model in DRAFTERS else None
     return composed(name_of(model, gpu, gpus), MODELS[model], gpu, gpus, host)
 
 
-def composed(name: str, model: Known, gpu: str, gpus: int, host: Host = VLLM_HOST) -> Profile:
-    """A profile of kernel tables. Raises ImportError without the extra, ValueError for a model that the GPU cannot hold
-    or be split over so many."""
+def composed(name: str, model: Known, gpu: str, gpus: int, host: Host | None = None) -> Profile:
+    """A profile of kernel tables. host: None = that of the newest vLLM that was measured, with all others by name.
+    Raises ImportError without the extra, ValueError for a model that the GPU cannot hold or be split over so many."""
     tables = aiconfigurator.tables(model.dims, gpu, gpus)
     card = aiconfigurator.GPUS[gpu]
     provenance = PROVENANCE.format(system=card.system, version=card.version)
@@ -117,11 +129,11 @@ def composed(name: str, model: Known, gpu: str, gpus: int, host: Host = VLLM_HOS
         kv_bytes_per_token=model.dims.kv_bytes,
         max_model_len=model.context,
         data={"model": "components", **tables},
-        host_term=host,
+        host_term=HOST_TERMS[DEFAULT_HOST[gpu]] if host is None else host,
         factors=_factors(gpu),
         provenance=provenance,
         dims=model.dims,
-        host_terms={} if host is DRAFT_HOST else HOST_TERMS,
+        host_terms=HOST_TERMS if host is None else {},
     )
 
 
