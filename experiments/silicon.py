@@ -1,6 +1,6 @@
 """The simulator against GPUs: TTFT and TPOT of vLLM in closed loops, as they were measured and as they are simulated.
 
-Points of dense models out of aiconfigurator's `silicon_sample.csv` (tools/silicon_points.py): Qwen3-32B in bfloat16 on
+Points of dense models out of aiconfigurator's sample of them (tools/silicon_points.py): Qwen3-32B in bfloat16 on
 H100 under vLLM 0.12.0, and Llama-3.1-70B in FP8 and NVFP4 on H100, H200 and B200, by InferenceMAX in October 2025. Each
 is simulated as it was measured: so many clients, each of which sends a request when its last one has ended, on kernel
 tables of that model, GPU and number of GPUs. Policy `vllm` with 8192 tokens a step (InferenceMAX's setting, and vLLM's
