@@ -28,8 +28,8 @@ from rubato.workloads.workload import Workload, check_rate
 class Scenario:
     """kinds: the mix it begins with. changes: what it becomes later, from the expected requests and seconds of the run.
 
-    profile: the hardware profile of the paper's model, with the host term of vLLM in 2024, when papers measured; "" where
-    it has several. about: one line, with its source.
+    profile: the hardware profile of the paper's model, with the host term of vLLM in 2024, when papers measured; ""
+    where it has several. about: one line, with its source.
     """
 
     about: str
