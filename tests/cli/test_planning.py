@@ -1,4 +1,4 @@
-"""`sweep`, `capacity` and `plan` as a user types them, and what each says when it cannot be."""
+"""`sweep`, `capacity`, `bound` and `plan` as a user types them, and what each says when it cannot be."""
 
 from __future__ import annotations
 
@@ -153,6 +153,28 @@ def test_capacity_per_replica(trace: str, capsysbinary: pytest.CaptureFixture[by
     assert b"| policy" in captured.err
 
 
+def test_a_bound_says_what_is_out_of_reach_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "bound.json"
+    words = ["bound", "--count", "20", "--seeds", "1,2", *REPLICA, *QUIET, "--json", str(out)]
+
+    def bounds(*asked: str) -> tuple[str, dict[str, float]]:
+        assert main([*words, *asked]) == 0
+        data = json.loads(out.read_text())
+        return capsys.readouterr().out, {alike: own["value"] for alike, own in data["bounds"].items()}
+
+    said, shares = bounds("--rate", "40")
+    assert f"| anybody may be dropped     | {100 * shares['anybody']:.1f} %" in said
+    assert f"| every decile of cost alike | {100 * shares['deciles']:.1f} %" in said
+    assert "work of a whole period" in said
+    assert shares["lottery"] <= shares["deciles"] <= shares["anybody"] < 0.9
+    said, rates = bounds("--tolerance", "0.3")
+    assert f"{rates['anybody']:.3g} " in said
+    assert rates["anybody"] < 40.0
+    said, once = bounds("--once", "--rate", "40")  # so few can wait until the last has come
+    assert set(once.values()) == {1.0}
+    assert "nothing: all can be attained" in said
+
+
 def test_plan_on_a_trace(tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     words = ["plan", "--trace", trace, "--scale", "3", "--chat", "300,30", "--least-seeds", "2", "--price", "2"]
@@ -259,6 +281,13 @@ class Scheduler:
         (["sweep", *REPLICA, "--rates", "1", "--policy", "FAULTY"], "replica 'r0', t="),
         (["sweep", *REPLICA, "--rates", "1e-300", "--count", "5"], "not exact to a microsecond any more"),
         (["sweep", *REPLICA, "--rates", "1", "--json", "nowhere/a.json"], "--json nowhere/a.json cannot be written"),
+        (["bound", *REPLICA, "--noise", "0.1"], "a bound is of step times as they are"),
+        (["bound", *REPLICA, "--set", "slo_rule=mean"], "slo_rule 'mean': a bound is worked out for the deadline rule"),
+        (["bound", *REPLICA, *DRAFTER], "a bound is of policies without drafts"),
+        (["bound", *REPLICA, "--target", "1.5"], "target is 1.5: give a share"),
+        (["bound", *REPLICA, "--replicas", "0"], "0 replicas: give 1 or more"),
+        (["bound", "--profile", "llama-2-7b-a100-40g", "--scenario", "slos-serve-toolllm"], "has several stages"),
+        (["bound", "--profile", "qwen2.5-7b-2xv100", "--scenario", "ascendra-sharegpt4-llama"], "give a packaged"),
         (["plan", *REPLICA, "--report", "."], "--report . cannot be written: it is a folder"),
         (["plan", *REPLICA, "--set", "latency.k=abc"], "affine k is 'abc': give numbers"),
         (["plan", *REPLICA, "--set", "latency.a=abc"], "affine a is ['abc']: give numbers"),

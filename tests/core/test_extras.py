@@ -14,6 +14,7 @@ OPTIONAL = (
     "fastapi", "gguf", "httptools", "jinja2", "llvmlite", "matplotlib", "numba", "prometheus_client", "ray",
     "rubato_torch", "safetensors", "scipy", "starlette", "tokenizers", "torch", "uvicorn",
 )  # fmt: skip
+AFFINE = ("--set", "latency={kind: affine, k: [0.0, 1e-4], b: [0.01, 0.0]}", "--set", "engine.kv_blocks=512")
 
 
 def without(code: str, *, libraries: tuple[str, ...] = OPTIONAL, cwd: Path | None = None) -> tuple[str, str]:
@@ -38,6 +39,7 @@ def test_the_sentence_names_the_outermost_extra() -> None:
         (["demo"], "demo"),
         (["profile", "somewhere", "--name", "n", "--out", "n.json"], "torch"),
         (["simulate", "--duration", "1", "--plot", "p.png"], "plot"),
+        (["bound", *AFFINE, "--count", "9", "--seeds", "1", "--workers", "1", "--no-progress"], "bound"),
     ],
     ids=lambda given: given if isinstance(given, str) else given[0],
 )

@@ -23,6 +23,7 @@ VERBS = {
     "workload": "write a workload file, or list the papers' workloads",
     "sweep": "policies at rates under seeds, simulated on all cores; one line a job in a file, resumable",
     "capacity": "the largest rate at which a fleet attains 90 and 98 % of its requests, per replica and per GPU",
+    "bound": "the largest rate, or share of requests attained, that any policy without drafts could reach",
     "plan": "the smallest fleet that attains a share of a trace's requests, what it costs and what binds it",
     "demo": "measure this machine, then serve three tiers of requests, policy against policy",
     "profile": "make a hardware profile: measure a model, or ask kernel tables",

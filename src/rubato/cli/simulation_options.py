@@ -1,4 +1,4 @@
-"""Options of `sweep`, `capacity` and `plan`: the replica, the policies, the requests, and how to run."""
+"""Options of `sweep`, `capacity`, `bound` and `plan`: the replica, the policies, the requests, and how to run."""
 
 from __future__ import annotations
 
@@ -43,20 +43,14 @@ def replica(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--noise", type=float, default=0.0, help="relative spread of step times")
 
 
-def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
+def add(parser: argparse.ArgumentParser, seeds: bool = True, policies: bool = True) -> None:
     replica(parser)
     parser.add_argument("--config", help="YAML file: the replica (latency, engine), policy, router, replicas")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`engine.block_size=16`)"
     )
-    policies = parser.add_argument_group("policies")
-    policies.add_argument(
-        "--policy", action="append", metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
-        help="policy with settings and router, such as co_chunk:budget=256@random; repeat it for several (default: "
-        "the configuration's, or edf)",
-    )  # fmt: skip
-    policies.add_argument("--router", help="router of policies that name none (default: their own, or least_loaded)")
-    policies.add_argument("--slo-rule", choices=SLO_RULES, help="judging rule (default deadline)")
+    if policies:
+        _policies(parser)
     requests = parser.add_argument_group("requests")
     requests.add_argument("--scenario", help="packaged scenario")
     requests.add_argument("--workload", metavar="FILE", help="workload file")
@@ -75,6 +69,17 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
     running.add_argument("--no-progress", action="store_true")
     running.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
     running.add_argument("--report", metavar="FILE", help="write a short Markdown report")
+
+
+def _policies(parser: argparse.ArgumentParser) -> None:
+    options = parser.add_argument_group("policies")
+    options.add_argument(
+        "--policy", action="append", metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
+        help="policy with settings and router, such as co_chunk:budget=256@random; repeat it for several (default: "
+        "the configuration's, or edf)",
+    )  # fmt: skip
+    options.add_argument("--router", help="router of policies that name none (default: their own, or least_loaded)")
+    options.add_argument("--slo-rule", choices=SLO_RULES, help="judging rule (default deadline)")
 
 
 def how(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,48 @@
+"""`rubato bound`."""
+
+from __future__ import annotations
+
+import argparse
+
+from rubato.cli import running, simulation_options
+from rubato.config.schema import load
+from rubato.planning import bound
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    simulation_options.add(parser, policies=False)
+    parser.add_argument("--replicas", type=int, help="default: the configuration's, or 1")
+    parser.add_argument("--rate", type=float, help="requests/s at which shares are asked for (default: rates are)")
+    parser.add_argument("--target", type=float, default=0.9, help="without --rate: share of requests to attain")
+    parser.add_argument("--tolerance", type=float, default=0.01, help="relative width of a search's last bracket")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="requests come once, as in `capacity`, in place of a stream that repeats them",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    machine = simulation_options.hardware(args)
+    config = load(args.config or {}, args.set)
+    if config.slo_rule != "deadline":
+        raise ValueError(f"slo_rule {config.slo_rule!r}: a bound is worked out for the deadline rule")
+    if args.noise:
+        raise ValueError("--noise: a bound is of step times as they are; leave it out")
+    if config.engine.settings.get("drafter") is not None:
+        raise ValueError(
+            "engine.drafter: a bound is of policies without drafts; leave it out (--set engine.drafter=null)"
+        )
+    question = bound.BoundQuestion(
+        simulation_options.source(args, machine),
+        machine,
+        tuple(args.seeds),
+        config.replicas if args.replicas is None else args.replicas,
+        args.rate,
+        args.target,
+        not args.once,
+        args.tolerance,
+    )
+    outcome = bound.run(question, **simulation_options.how(args))
+    running.write_answer(args, "Bound", outcome.text(), outcome.to_json(), outcome.notes)
+    return 0

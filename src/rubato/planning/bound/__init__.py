@@ -1,0 +1,210 @@
+"""`rubato bound`: shares of requests, and rates, that no policy without drafts can exceed, whatever it knows.
+
+A linear programme over the share x of each request that is attained (0 or 1 in one run; what is between is a
+relaxation). Its rows follow from the times of steps alone: nothing is assumed of the policy, its batches, its order,
+its chunks, preemption, or what is known of the future. Why each holds:
+
+1. A step takes at least a fixed part and a sum over its entries (`minorant.py`).
+2. Each step pays the fixed part, and holds the KV of all its entries: at most `kv_blocks` blocks, of at most
+   `max_num_seqs` sequences. So an entry may be charged its blocks (or itself) over that many of it (`work.py`).
+3. Steps can be counted in a second way. Output tokens of one request, and of pieces whose windows do not overlap, come
+   from different steps: steps between two moments are at least the tokens of any such sequence of pieces (`rows.py`).
+   Tokens may be ahead of their deadlines, so "a step per TPOT" would not be valid; this is.
+4. A prompt's steps lie between its arrival and its TTFT; those of later tokens between the earliest moment that the
+   token before could be there and the deadline (deadline rule). Steps of what lies in [a, b] fill at most b - a.
+   Requests that are not attained, and work done twice, only take more.
+5. No edges: requests of a short run can all be put off beyond its last arrival. So they repeat without end, x being the
+   mean over the copies (rows are linear in it), and all that is attained in a period takes at most the period.
+   `endless` False is the bound of one run, which is much looser for a short one.
+6. Alike: requests are in k groups by cost, and what is made largest is the least mean x of a group. With k = 1 anybody
+   may be dropped; with 10 each decile of cost attains the same share; with a group for each request all have the same
+   chance, as in a lottery that knows nothing of the moment (a policy that chooses by moment may exceed the last).
+
+A fleet of n replicas: each step runs on one of them, which has the same limits, so 1 to 3 hold for it, and the rows
+hold summed over replicas with n times the seconds. So the bound is any router's, also where KV moves, and where roles
+only restrict what a replica does.
+
+Not covered: drafts, several stages, requests that wait for others to end, KV that requests share (prefix cache, n > 1),
+step times with noise, other rules than the deadline rule. To stop the programme early only raises the bound. That
+shares fall as rates rise is not proved; rates are searched as if they did, and tests see that they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from rubato.measure.confidence import ONE_SEED, Estimate, over_seeds
+from rubato.measure.records import versions
+from rubato.planning import jobs
+from rubato.planning.bound.programme import ALIKE, Alike, Share, largest_share
+from rubato.planning.bound.work import Work, work_of
+from rubato.planning.capacity import narrowed, number
+from rubato.planning.jobs import Job, JobResults
+from rubato.planning.request_source import RequestSource
+from rubato.planning.sweep import markdown
+from rubato.simulation.run_spec import Hardware
+from rubato.workloads import Workload
+from rubato.workloads.workload import check_rate
+
+FORMAT = "rubato-bound/1"
+NAMES: Mapping[Alike, str] = {
+    "anybody": "anybody may be dropped", "deciles": "every decile of cost alike", "lottery": "everybody alike",
+}  # fmt: skip
+BINDS = {
+    "period": "work of a whole period", "window": "work between two moments", "sequence": "steps one after the other",
+}  # fmt: skip
+FACTOR, TRIES = 1.3, 24  # of a search's first bracket
+
+
+@dataclass(frozen=True)
+class Offered:
+    """What a bound is of: the requests of a workload, at any rate, on n replicas. endless: they repeat end to end, and
+    a rate is that of the stream, requests over period; else they come once, and a rate is what `rubato capacity` calls
+    so, that which the workload was made for."""
+
+    load: Workload
+    machine: Hardware
+    replicas: int = 1
+    endless: bool = True
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"{self.replicas} replicas: give 1 or more")
+
+    def at(self, rate: float) -> Workload:
+        """The requests of one period at `rate` requests/s."""
+        if not self.endless:
+            return self.load.rescaled(rate)
+        times = [a.at for a in self.load.arrivals]
+        if len(times) < 2 or times[-1] <= times[0]:
+            raise ValueError("requests that all come at one instant make no stream: bound them as they come once")
+        return replace(self.load, rate=(len(times) - 1) / (times[-1] - times[0])).rescaled(rate)
+
+    def work(self, rate: float) -> Work:
+        """At `rate` requests/s. Raises ValueError for requests that are not covered."""
+        return work_of(self.at(rate), self.machine, endless=self.endless)
+
+    def share(self, rate: float, alike: Alike, target: float | None = None) -> Share:
+        """At `rate` requests/s; where it is below `target` it need not be the least that could be shown."""
+        return largest_share(self.work(rate), self.replicas, alike, target)
+
+    def rate(self, target: float, alike: Alike, tolerance: float, start: float | None = None) -> float:
+        """Requests/s at which no policy attains `target`: the upper end of a bracket of relative width `tolerance`.
+        start: a guess. Raises ValueError where no bracket is found."""
+        attains = partial(self._attains, target, alike)
+        low = high = start or self.replicas / float(self.work(1.0).cost.mean())
+        up = attains(low)
+        for _ in range(TRIES):
+            low, high = (high, high * FACTOR) if up else (low / FACTOR, low)
+            if attains(high if up else low) is not up:
+                return narrowed(attains, low, high, tolerance)[1]
+        reason = "in time however many come at once: offer more requests" if up else "not even alone"
+        raise ValueError(
+            f"{100 * target:g} % of these requests could be attained {reason} ({(high if up else low):.3g}/s)"
+        )
+
+    def _attains(self, target: float, alike: Alike, rate: float) -> bool:
+        return self.share(rate, alike, target).share >= target
+
+
+# --------------------------------------------------------------------------- `rubato bound`
+
+
+@dataclass(frozen=True)
+class BoundQuestion:
+    """rate: at which shares are asked for; None: the largest rates at which `target` can be attained. endless: as in
+    `Offered`. tolerance: relative width of a search's bracket."""
+
+    source: RequestSource
+    machine: Hardware
+    seeds: tuple[int, ...]
+    replicas: int = 1
+    rate: float | None = None
+    target: float = 0.9
+    endless: bool = True
+    tolerance: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not self.seeds:
+            raise ValueError("a bound needs at least one seed")
+        if self.rate is not None:
+            check_rate(self.rate)
+        if not 0.0 < self.target <= 1.0:
+            raise ValueError(f"target is {self.target}: give a share above 0 and at most 1, such as 0.9")
+        if not 0.0 < self.tolerance < 1.0:
+            raise ValueError(f"tolerance is {self.tolerance}: give a relative width in (0, 1), such as 0.01")
+
+    def jobs(self) -> list[Job]:
+        return [Job(f"{alike} seed={seed}", bounded, (self, seed, alike)) for seed in self.seeds for alike in ALIKE]
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "source": self.source.describe(), "hardware": self.machine.describe(), "replicas": self.replicas,
+            "rate": self.rate, "target": self.target, "endless": self.endless, "tolerance": self.tolerance,
+        }  # fmt: skip
+
+
+def bounded(question: BoundQuestion, seed: int, alike: Alike) -> dict[str, Any]:
+    """Of one seed's requests: the rate, the share there, and what binds."""
+    offered = Offered(question.source.make(seed), question.machine, question.replicas, question.endless)
+    rate = question.rate or offered.rate(question.target, alike, question.tolerance)
+    found = offered.share(rate, alike)
+    return {
+        "alike": alike, "seed": seed, "rate": rate, "share": found.share, "binds": dict(found.binds),
+        "steps": found.steps, "requests": len(offered.load.arrivals),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BoundResult:
+    question: BoundQuestion
+    done: JobResults
+
+    def estimates(self) -> dict[Alike, Estimate]:
+        """Over seeds: of the share at the rate asked for, else of the rate."""
+        what = "rate" if self.question.rate is None else "share"
+        return {alike: over_seeds([v[what] for v in self._of(alike)]) for alike in ALIKE}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        alone = (ONE_SEED,) if len(self.question.seeds) < 2 else ()
+        return (*self.done.notes, *alone)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT, **self.question.describe(), "seeds": self.question.seeds, "slo_rule": "deadline",
+            "bounds": {alike: asdict(e) for alike, e in self.estimates().items()}, "found": self.done.costed(),
+            "wall": self.done.wall, "cpu": self.done.cpu, "notes": self.notes, "versions": versions("numpy"),
+        }  # fmt: skip
+
+    def text(self) -> str:
+        asked, replicas = self.question, self.question.replicas
+        head = f"attained at {asked.rate:g} req/s" if asked.rate else "req/s"
+        rows = [["", head, "what binds", "of it steps as such"]]
+        for alike, found in self.estimates().items():
+            share = f"{100 * found.value:.1f} % {found.interval(lambda end: f'{100 * end:.1f}')}"
+            rows.append([NAMES[alike], share if asked.rate else number(found), *self._reasons(alike)])
+        stream = "repeated end to end" if asked.endless else "once"
+        what = f"{replicas} replica{'s' * (replicas > 1)} of {asked.machine.name}, requests {stream}, deadline rule"
+        goal = "" if asked.rate else f", {100 * asked.target:g} % attained"
+        return f"No policy without drafts exceeds ({what}{goal}):\n\n{markdown(rows)}"
+
+    def _of(self, alike: Alike) -> list[dict[str, Any]]:
+        return [v for v in self.done.values if v["alike"] == alike]
+
+    def _reasons(self, alike: Alike) -> list[str]:
+        """Means over the seeds in which something binds."""
+        bound = [v for v in self._of(alike) if v["binds"]]
+        if not bound:
+            return ["nothing: all can be attained", ""]
+        parts = {kind: sum(v["binds"].get(kind, 0.0) for v in bound) / len(bound) for kind in BINDS}
+        said = [f"{BINDS[kind]} {100 * part:.0f} %" for kind, part in parts.items() if part >= 0.005]
+        return [", ".join(said), f"{100 * sum(v['steps'] for v in bound) / len(bound):.0f} %"]
+
+
+def run(question: BoundQuestion, **how: Any) -> BoundResult:
+    """`how`: as `jobs.run` takes it. Raises ValueError for requests or step times that are not covered."""
+    return BoundResult(question, jobs.run(question.jobs(), head={"bound": question.describe()}, about="bound", **how))
