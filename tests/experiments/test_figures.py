@@ -24,9 +24,9 @@ FULL = sorted((ROOT / "docs" / "figures").glob("*.json"))
 
 # whose parts other tests of this folder try, or which run as another figure does
 LONG = (
-    "adaserve-urgent", "ascendra-capacity", "ascendra-parts", "baselines-today", "rubato-loads", "rubato-parts",
-    "rubato-replica", "rubato-robust", "sa-gain", "simulator-fidelity", "simulator-speed", "slos-serve-ablation",
-    "slos-serve-capacity", "slos-serve-margin", "slos-serve-overload",
+    "adaserve-urgent", "ascendra-capacity", "ascendra-parts", "baselines-today", "bound", "rubato-loads",
+    "rubato-parts", "rubato-replica", "rubato-robust", "sa-gain", "simulator-fidelity", "simulator-speed",
+    "slos-serve-ablation", "slos-serve-capacity", "slos-serve-margin", "slos-serve-overload",
 )  # fmt: skip
 
 
