@@ -8,6 +8,7 @@ import pytest
 from rubato.core.request import SLO
 from rubato.workloads import request_kinds, traces
 from rubato.workloads.arrivals import Poisson, Replay
+from rubato.workloads.resample import multiplied
 from rubato.workloads.traces import Trace, TraceError, TraceRequest
 
 KINDS = [request_kinds.chat(SLO(ttft=1.0), share=3.0), request_kinds.code(SLO(tpot=0.1), tier="editor", share=1.0)]
@@ -94,9 +95,49 @@ def test_mooncakes_blocks_are_kept(tmp_path):
     assert load.tiers == {"default": SLO()}
 
 
+def test_bailians_chats_become_sessions_and_its_blocks_are_found(tmp_path):
+    ids = list(range(80))
+    rows = [  # chat, parent, time, prompt tokens, ids of blocks of 16
+        (7, -1, 61.0, 700, ids[:44]), (9, 7, 63.5, 1030, ids[:65]), (4, 2, 64.0, 20, [3, 5]), (8, 9, 70.0, 9, [1]),
+    ]  # fmt: skip
+    names = ("chat_id", "parent_chat_id", "timestamp", "input_length", "hash_ids")
+    rows = [dict(zip(names, row, strict=True), type="text", turn=1, output_length=5) for row in rows]
+    load = traces.make("b", traces.read(file(tmp_path, "b.jsonl", "\n".join(map(json.dumps, rows)))), texts=False)
+    assert [(a.id, a.at, a.after, a.gap, a.session) for a in load.arrivals] == [
+        ("b-0", 0.0, "", 0.0, "7"), ("b-1", 2.5, "b-0", 0.0, "7"), ("b-2", 3.0, "", 0.0, "4"),
+        ("b-3", 9.0, "b-1", 0.0, "7"),
+    ]  # fmt: skip
+    one, two = load.arrivals[0].blocks, load.arrivals[1].blocks
+    assert (len(one), len(two)) == (2, 3)
+    assert one[0] == two[0]  # 512 tokens alike, then 188 of 512
+    assert len({*one, *two}) == 4
+    with pytest.raises(ValueError, match="no other arrivals fit them"):
+        traces.make("b", traces.read(tmp_path / "b.jsonl"), texts=False, arrivals=Poisson())
+    with pytest.raises(ValueError, match="turns that go on from others: give 1"):
+        multiplied(traces.read(tmp_path / "b.jsonl").offers, 2.0)
+
+
+def test_aiperfs_turns_add_to_what_was_there(tmp_path):
+    rows = [
+        {"session_id": "x", "input_length": 600, "output_length": 40},
+        {"session_id": "y", "timestamp": 1500, "input_length": 10, "output_length": 1},
+        {"session_id": "x", "delay": 250, "input_length": 150, "output_length": 20},
+        {"session_id": "x", "delay": 2000, "input_length": 400, "output_length": 5},
+    ]
+    load = traces.make("a", traces.read(file(tmp_path, "a.jsonl", "\n".join(map(json.dumps, rows)))), texts=False)
+    assert [(a.session, a.at, a.after, a.gap, a.prompt_tokens) for a in load.arrivals] == [
+        ("x", 0.0, "", 0.0, 600), ("x", 0.25, "a-0", 0.25, 790), ("y", 1.5, "", 0.0, 10), ("x", 2.25, "a-1", 2.0, 1210),
+    ]  # fmt: skip
+    first, second, other, third = (a.blocks for a in load.arrivals)
+    assert (len(first), third[:2], len(third)) == (2, first, 3)
+    assert second == first
+    assert not {*other} & {*third}
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ('{"session_id":"a","input_length":3,"output_length":3,"delay":-1}', "line 1: delay is -1: expected ms"),
         ("a,b\n1,2\n", "has the fields a, b: expected one of at, prompt_tokens"),
         ("at,prompt_tokens,output_tokens\n0,50,10\n1,many,3\n", "line 3: prompt_tokens is 'many': expected a whole"),
         ("at,prompt_tokens,output_tokens\n0,0,10\n", "line 2: prompt_tokens is '0': expected a whole"),

@@ -35,6 +35,8 @@ def multiplied(
         raise ValueError(f"scale is {factor}: give how many times the trace's traffic, a positive number")
     if factor == 1.0:
         return list(offers)
+    if any(offer.session for offer in offers):
+        raise ValueError(f"scale is {factor}, but the trace has turns that go on from others: give 1")
     draw = np.random.default_rng([seed, _COPIES])
     last = max((offer.at for offer in offers), default=0.0) if end is None else end
     copies: list[TraceRequest] = []

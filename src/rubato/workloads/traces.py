@@ -8,6 +8,8 @@ CSV, JSON lines or one JSON array, also gzipped; the layout is known by its fiel
 | Azure LLM inference | TIMESTAMP (date and time) | ContextTokens | GeneratedTokens | |
 | seconds | t_s (s) | input_tokens | output_tokens | category (the tier), slo_ratio |
 | Mooncake | timestamp (ms) | input_length | output_length | hash_ids (blocks of 512 tokens) |
+| Bailian | timestamp (s) | input_length | output_length | chat_id, parent_chat_id, hash_ids (blocks of 16 tokens) |
+| aiperf's Mooncake | timestamp (ms, or none) | input_length, of the turn | output_length | session_id, delay (ms) |
 | AdaServe emission | emission_time_ms | input_length | output_length | slo_ratio, prompt (the text) |
 
 slo_ratio: 1.2 = TPOT of 1.2 times the unloaded time per token; -50 = 50 ms. Times count from the first request. A
@@ -35,6 +37,7 @@ import orjson
 from rubato.core.did_you_mean import nearest
 from rubato.core.json_lines import json_object
 from rubato.core.request import LEAST_MS, MOST_MS, SLO
+from rubato.workloads import trace_sessions
 from rubato.workloads.arrivals import Process, Replay
 from rubato.workloads.generate import Prefill, SLOAssignment
 from rubato.workloads.prompts import Count, with_texts
@@ -53,7 +56,8 @@ class TraceRequest:
     """One request of a trace. at: seconds since the first; prompt, output: tokens; tier "" = not said.
 
     tpot: promised seconds per token; tpot_slowdown: the same in times of the unloaded one. blocks: ids of the prompt's
-    blocks of 512 tokens. text: the prompt itself.
+    blocks of 512 tokens. text: the prompt itself. id, after: which request goes on from which, `gap` seconds after it
+    has ended; session: of these; "" where the trace names none.
     """
 
     at: float
@@ -64,6 +68,10 @@ class TraceRequest:
     tpot_slowdown: float | None = None
     blocks: tuple[int, ...] = ()
     text: str = ""
+    id: str = ""
+    after: str = ""
+    session: str = ""
+    gap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +92,22 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Names of a layout's fields, and seconds from its time."""
+    """Names of a layout's fields, and seconds from its time. marks: fields that tell it from another with the same
+    names. block: tokens that one of its `hash_ids` stands for. timed: each request has a time."""
 
     at: str
     prompt: str
     output: str
     seconds: Callable[[Any], float]
     tier: str = "tier"
+    marks: frozenset[str] = frozenset()
+    block: int = HASH_BLOCK
+    timed: bool = True
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """That a row of this layout has."""
+        return self.marks | {self.prompt, self.output} | ({self.at} if self.timed else set())
 
 
 def _date(text: Any) -> float:
@@ -103,11 +120,16 @@ def _ms(value: Any) -> float:
     return float(value) / 1e3
 
 
+_LENGTHS = ("timestamp", "input_length", "output_length")
+BAILIAN = Layout(*_LENGTHS, float, marks=frozenset({"chat_id", "parent_chat_id"}), block=16)
+AIPERF = Layout(*_LENGTHS, _ms, marks=frozenset({"session_id"}), timed=False)
 LAYOUTS = (
     Layout("at", "prompt_tokens", "output_tokens", float),
     Layout("TIMESTAMP", "ContextTokens", "GeneratedTokens", _date),
     Layout("t_s", "input_tokens", "output_tokens", float, tier="category"),
-    Layout("timestamp", "input_length", "output_length", _ms),
+    BAILIAN,
+    AIPERF,
+    Layout(*_LENGTHS, _ms),
     Layout("emission_time_ms", "input_length", "output_length", _ms, tier="category"),
 )
 
@@ -124,17 +146,22 @@ def read(path: str | Path, *, seconds: float | None = None, count: int | None = 
     offers: list[TraceRequest] = []
     skipped: list[str] = []
     layout: Layout | None = None
+    names: dict[tuple[int, ...], int] = {}
     for where, row in _rows(path):
         if not isinstance(row, TraceError):
             layout = layout or _layout(path, row)
         try:
-            offers.append(_offer(f"{path}, {where}", row, layout))
+            offers.append(_offer(f"{path}, {where}", row, layout, names))
         except TraceError as error:
             if not skip:
                 raise
             skipped.append(str(error))
     if not offers:
         raise TraceError(f"{path} holds no requests")
+    if layout is BAILIAN:
+        offers = trace_sessions.of_parents(offers)
+    elif layout is AIPERF:
+        offers = trace_sessions.of_sessions(offers)
     offers.sort(key=lambda offer: offer.at)
     first = offers[0].at
     kept = [replace(o, at=o.at - first) for o in offers if seconds is None or o.at - first < seconds][:count]
@@ -143,8 +170,10 @@ def read(path: str | Path, *, seconds: float | None = None, count: int | None = 
     return Trace(path.name, tuple(kept), tuple(skipped), empty)
 
 
-def _offer(where: str, row: Mapping[str, Any] | TraceError, layout: Layout | None) -> TraceRequest:
-    """The request of one row, at the trace's own time. Raises TraceError naming the field."""
+def _offer(
+    where: str, row: Mapping[str, Any] | TraceError, layout: Layout | None, names: dict[tuple[int, ...], int]
+) -> TraceRequest:
+    """The request of one row, at the trace's own time. names: of blocks so far. Raises TraceError naming the field."""
     if isinstance(row, TraceError):
         raise row
     assert layout is not None
@@ -159,7 +188,8 @@ def _offer(where: str, row: Mapping[str, Any] | TraceError, layout: Layout | Non
             pass
         raise TraceError(f"{where}: {name} is {value!r}: expected {wanted}")
 
-    at = field(layout.at, layout.seconds, "a time", math.isfinite)
+    timed = layout.timed or row.get(layout.at) is not None
+    at = field(layout.at, layout.seconds, "a time", math.isfinite) if timed else 0.0
     prompt = field(layout.prompt, _whole, "a whole number of tokens, 1 or more", lambda n: n >= 1)
     output = field(layout.output, _whole, "a whole number of tokens, 0 or more", lambda n: n >= 0)
     tpot = slowdown = None
@@ -169,11 +199,22 @@ def _offer(where: str, row: Mapping[str, Any] | TraceError, layout: Layout | Non
         tpot, slowdown = (None, ratio) if ratio > 0 else (-ratio / 1e3, None)
     blocks: tuple[int, ...] = ()
     if row.get("hash_ids"):
-        count = -(-prompt // HASH_BLOCK)
-        wanted = f"{count} whole numbers, one for each {HASH_BLOCK} of {prompt} prompt tokens"
+        count = -(-prompt // layout.block)
+        wanted = f"{count} whole numbers, one for each {layout.block} of {prompt} prompt tokens"
         blocks = field("hash_ids", _ids, wanted, lambda ids: len(ids) == count)
+        if layout.block != HASH_BLOCK:
+            blocks = trace_sessions.coarser(blocks, layout.block, names)
     text = field("prompt", lambda t: t, "text", lambda t: isinstance(t, str)) if "prompt" in row else ""
-    return TraceRequest(at, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
+    found = TraceRequest(at, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
+    if layout is BAILIAN:
+        own, parent = (
+            field(name, _whole, "a whole number", lambda n: n >= -1) for name in ("chat_id", "parent_chat_id")
+        )
+        return replace(found, id=str(own), after="" if parent == -1 else str(parent))
+    if layout is AIPERF:
+        delay = field("delay", _ms, "ms, 0 or more", lambda s: 0.0 <= s < math.inf) if row.get("delay") else 0.0
+        return replace(found, id=where, session=str(row["session_id"]), gap=delay)
+    return found
 
 
 def _whole(value: Any) -> int:
@@ -190,7 +231,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 def _layout(path: Path, row: Mapping[str, Any]) -> Layout:
     for layout in LAYOUTS:
-        if {layout.at, layout.prompt, layout.output} <= row.keys():
+        if layout.fields <= row.keys():
             return layout
     wanted = "; ".join(f"{one.at}, {one.prompt}, {one.output}" for one in LAYOUTS)
     raise TraceError(f"{path} has the fields {', '.join(map(str, row))}: expected one of {wanted}")
@@ -268,11 +309,16 @@ def make(
     if not texts and any(offer.text for offer in trace.offers):
         trace = replace(trace, offers=tuple(replace(offer, text="") for offer in trace.offers))
     times = [offer.at for offer in trace.offers]
+    turns = any(offer.session for offer in trace.offers)
+    if arrivals is not None and turns:
+        raise ValueError(f"trace {name!r} has turns that go on from others: no other arrivals fit them")
     if arrivals is not None:
         drawn = arrivals.times(1.0, len(times), np.random.default_rng([seed, _ARRIVALS]))
         times = (drawn - drawn[0]).tolist()
     tiers, row = _by_kinds(trace, kinds, seed, prefill) if kinds else _by_trace(trace, unloaded)
     rows = [row(index, f"{name}-{index}", at) for index, at in enumerate(times)]
+    if turns:
+        rows = list(trace_sessions.linked(name, rows, trace.offers))
     length = times[-1]
     own = (len(rows) - 1) / length if length > 0 else float(len(rows))
     notes: dict[str, Any] = {"trace": trace.name, "arrivals": "trace" if arrivals is None else str(arrivals)}

@@ -1,0 +1,82 @@
+"""Turns of a trace that go on from others, and its blocks where they are of fewer than 512 tokens.
+
+A turn comes at its recorded time, or, if that is later, when the one before has ended and its gap has passed. What the
+trace says lies between the beginnings of two turns includes an answer that took the time of the recorded system, so
+that it is no gap: Bailian's turns have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rubato.workloads.workload import HASH_BLOCK, Arrival
+
+if TYPE_CHECKING:
+    from rubato.workloads.traces import TraceRequest
+
+
+def coarser(ids: Sequence[int], block: int, names: dict[tuple[int, ...], int]) -> tuple[int, ...]:
+    """Ids of blocks of 512 tokens from those of smaller ones: equal where all within are. names: of those so far.
+
+    A prefix that ends within 512 tokens is found up to the last whole ones only.
+    """
+    each = HASH_BLOCK // block
+    runs = (tuple(ids[first : first + each]) for first in range(0, len(ids), each))
+    return tuple(names.setdefault(run, len(names)) for run in runs)
+
+
+def of_parents(offers: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Bailian's: each says which request it goes on from, and a session is all that comes from one. A parent that is
+    not there is as none."""
+    known = {offer.id for offer in offers}
+    after = {offer.id: offer.after for offer in offers if offer.after in known}
+    roots: dict[str, str] = {}
+
+    def root(id: str) -> str:
+        chain = [id]
+        while chain[-1] not in roots and chain[-1] in after and len(chain) <= len(known):
+            chain.append(after[chain[-1]])
+        found = roots.get(chain[-1], chain[-1])
+        roots.update(dict.fromkeys(chain, found))
+        return found
+
+    return [replace(offer, after=after.get(offer.id, ""), session=root(offer.id)) for offer in offers]
+
+
+def of_sessions(offers: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """aiperf's: turns of a session in the file's order, `gap` after the one before. Each says what it adds: its prompt
+    is all before it, answers included, and that. Blocks are the session's own, since those of what is added do not end
+    where blocks of the prompt do."""
+    last: dict[str, TraceRequest] = {}
+    base: dict[str, int] = {}  # session -> id of its first block
+    longest = sum((o.prompt + o.output) // HASH_BLOCK + 1 for o in offers)  # blocks, more than any session has
+    made: list[TraceRequest] = []
+    for offer in offers:
+        before = last.get(offer.session)
+        first = base.setdefault(offer.session, len(base) * longest)
+        prompt, at = offer.prompt, offer.at
+        if before is not None:
+            prompt, at = prompt + before.prompt + before.output, max(at, before.at + offer.gap)
+        blocks = tuple(range(first, first - -prompt // HASH_BLOCK))
+        last[offer.session] = replace(
+            offer, at=at, prompt=prompt, blocks=blocks, after="" if before is None else before.id
+        )  # fmt: skip
+        made.append(last[offer.session])
+    return made
+
+
+def linked(name: str, rows: Sequence[Arrival], offers: Sequence[TraceRequest]) -> tuple[Arrival, ...]:
+    """The arrivals made of a trace's requests, in their order, as turns of its sessions. Raises ValueError for a turn
+    that is recorded before the one that it goes on from."""
+    places: Mapping[str, str] = {offer.id: row.id for offer, row in zip(offers, rows, strict=True) if offer.id}
+    come: set[str] = set()
+    made: list[Arrival] = []
+    for row, offer in zip(rows, offers, strict=True):
+        after = places.get(offer.after, "")
+        if after and after not in come:
+            raise ValueError(f"trace {name!r}: {offer.id} is recorded before {offer.after}, from which it goes on")
+        come.add(row.id)
+        made.append(replace(row, after=after, gap=offer.gap if after else 0.0, session=offer.session))
+    return tuple(made)
