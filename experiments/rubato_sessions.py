@@ -46,9 +46,8 @@ MEASURES = ("sessions", "turns")
 
 
 def jobs(small: bool, policy: str | None = None) -> list[Job]:
-    one, fleet, rates, seeds, turns = REPLICA, list(FLEET), RATES, SEEDS, (TURNS, FLEET_TURNS)
-    if small:
-        one, fleet, rates, seeds, turns = ("vllm", "edf", OURS), SMALL_FLEET, RATES[:1], SEEDS[:1], (8, 24)
+    one, fleet = (("vllm", "edf", OURS), SMALL_FLEET) if small else (REPLICA, list(FLEET))
+    rates, seeds, turns = (RATES[:1], SEEDS[:1], (8, 24)) if small else (RATES, SEEDS, (TURNS, FLEET_TURNS))
     asked = [(1, name, name, rate, turns[0]) for name in beside(one, policy) for rate in rates]
     asked += [(REPLICAS, name, FLEET[name], FLEET_RATE, turns[1]) for name in fleet]
     return [

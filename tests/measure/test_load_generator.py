@@ -34,6 +34,7 @@ class Scripted:
         self.key = None
         self.headers = {}
         self.bodies = []
+        self.sessions = []
         self.arrived = 0
         self.gate = asyncio.Event()
         self.opens_at = 0  # the gate opens when this many requests have arrived
@@ -60,6 +61,7 @@ class Scripted:
             script = "good"  # a warm-up
         else:
             self.bodies.append(body)
+            self.sessions.append(request.headers.get("x-session-id"))
             self.arrived += 1
             if self.arrived == self.opens_at:
                 self.gate.set()
@@ -442,6 +444,24 @@ def test_a_turn_is_sent_so_long_after_the_one_before_and_never_after_one_that_fa
     assert two.at >= one.times[-1] + 0.05
     assert two.verdict.ttft == pytest.approx(two.times[0] - two.at)
     assert {(r.outcome, r.reason, r.sent) for r in never} == {("failed", "not offered: an earlier turn failed", None)}
+
+
+def test_a_server_is_told_the_session_and_what_remains_of_it():
+    one, two = load("good", "good", gap=0.0001, slo=SLO(tpot=30.0)).arrivals
+    turns = (
+        dataclasses.replace(one, session="s", session_e2e=50.0),
+        dataclasses.replace(two, session="s", after="r0", gap=0.1),
+    )
+    run, server = offer(Workload("w", 0, 1.0, 1.0, {"chat": SLO(tpot=30.0)}, turns))
+    (first, second), (a, b) = [body["slo"] for body in server.bodies], run.records
+    assert first == {"tpot_ms": 30000.0, "e2e_ms": 50000.0}
+    assert second["e2e_ms"] == pytest.approx(1e3 * (50.0 - (b.at - a.at)))
+    assert server.sessions == ["s", "s"]
+    assert all(r.verdict.met for r in run.records)
+    late, _ = offer(
+        Workload("w", 0, 1.0, 1.0, {"chat": SLO()}, (dataclasses.replace(turns[0], session_e2e=0.05), turns[1]))
+    )
+    assert late.records[1].verdict.met is False  # it comes when the session's time is over
 
 
 def test_a_client_that_cannot_keep_its_schedule_says_so():

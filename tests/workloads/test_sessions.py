@@ -93,7 +93,13 @@ def test_a_turn_is_offered_with_what_remains_and_one_late_turn_loses_the_session
     run = simulate(load, run_spec(Linear(), LIMITS, "vllm", learns=False))
     assert [r.verdict.met for r in run.records] == [True, True, False]  # the last comes as the session's time ends
     assert (summarise(run)[-1].met, summarise_sessions(run).met) == (2, 0)
-    assert summarise_sessions(simulate(load.with_slo_scale(2.0), run_spec(Linear(), LIMITS, "vllm"))).met == 1
+    in_time = load.with_slo_scale(2.0)
+    assert summarise_sessions(simulate(in_time, run_spec(Linear(), LIMITS, "vllm"))).met == 1
+    first, *later = in_time.arrivals
+    broken = replace(in_time, arrivals=(replace(first, slo=SLO(ttft=0.001)), *later))  # which a turn promises besides
+    run = simulate(broken, run_spec(Linear(), LIMITS, "vllm"))
+    assert [r.verdict.met for r in run.records] == [False, True, True]
+    assert summarise_sessions(run).met == 0
 
 
 def test_sessions_survive_the_file(tmp_path):
