@@ -264,9 +264,10 @@ def summarise_sessions(runs: BenchResult | Sequence[BenchResult]) -> SessionSumm
     fates: list[RequestOutcome] = []
     for run in [runs] if isinstance(runs, BenchResult) else runs:
         sessions: dict[str, list[Record]] = {}
-        for arrival, record in zip(run.workload.arrivals, run.records, strict=True):
-            if arrival.session:
-                sessions.setdefault(arrival.session, []).append(record)
+        of = {arrival.id: arrival.session for arrival in run.workload.arrivals if arrival.session}
+        for record in run.records if of else ():
+            if session := of.get(record.id):
+                sessions.setdefault(session, []).append(record)
         key = fingerprint(run.workload) if sessions else ""
         durations[key] = max(run.seconds, durations.get(key, 0.0))
         for own in sessions.values():

@@ -1,4 +1,4 @@
-"""Turns of a trace that go on from others, and its blocks where they are of fewer than 512 tokens.
+"""A request of a trace; turns that go on from others, and blocks where they are of fewer than 512 tokens.
 
 A turn comes at its recorded time, or, if that is later, when the one before has ended and its gap has passed. What the
 trace says lies between the beginnings of two turns includes an answer that took the time of the recorded system, so
@@ -8,13 +8,32 @@ that it is no gap: Bailian's turns have none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from rubato.workloads.workload import HASH_BLOCK, Arrival
 
-if TYPE_CHECKING:
-    from rubato.workloads.traces import TraceRequest
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace. at: seconds since the first; prompt, output: tokens; tier "" = not said.
+
+    tpot: promised seconds per token; tpot_slowdown: the same in times of the unloaded one. blocks: ids of the prompt's
+    blocks of 512 tokens. text: the prompt itself. id, after: which request goes on from which, `gap` seconds after it
+    has ended; session: of these; "" where the trace names none.
+    """
+
+    at: float
+    prompt: int
+    output: int
+    tier: str = ""
+    tpot: float | None = None
+    tpot_slowdown: float | None = None
+    blocks: tuple[int, ...] = ()
+    text: str = ""
+    id: str = ""
+    after: str = ""
+    session: str = ""
+    gap: float = 0.0
 
 
 def coarser(ids: Sequence[int], block: int, names: dict[tuple[int, ...], int]) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ from rubato.workloads.arrivals import Process, Replay
 from rubato.workloads.generate import Prefill, SLOAssignment
 from rubato.workloads.prompts import Count, with_texts
 from rubato.workloads.request_kinds import Kind, tiers_of
+from rubato.workloads.trace_sessions import TraceRequest as TraceRequest
 from rubato.workloads.workload import HASH_BLOCK, Arrival, Workload
 
 _KINDS, _ARRIVALS = 10, 12  # random streams, none of `generate.make`'s
@@ -49,29 +50,6 @@ _KINDS, _ARRIVALS = 10, 12  # random streams, none of `generate.make`'s
 
 class TraceError(ValueError):
     """A trace file that cannot be used; names file, line and field."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One request of a trace. at: seconds since the first; prompt, output: tokens; tier "" = not said.
-
-    tpot: promised seconds per token; tpot_slowdown: the same in times of the unloaded one. blocks: ids of the prompt's
-    blocks of 512 tokens. text: the prompt itself. id, after: which request goes on from which, `gap` seconds after it
-    has ended; session: of these; "" where the trace names none.
-    """
-
-    at: float
-    prompt: int
-    output: int
-    tier: str = ""
-    tpot: float | None = None
-    tpot_slowdown: float | None = None
-    blocks: tuple[int, ...] = ()
-    text: str = ""
-    id: str = ""
-    after: str = ""
-    session: str = ""
-    gap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
