@@ -1,4 +1,4 @@
-"""The simulator against GPUs: TTFT and TPOT of vLLM in closed loops, as they were measured and as they are simulated.
+"""TTFT and TPOT of vLLM on GPUs, in closed loops: simulated against measured.
 
 Points of dense models out of aiconfigurator's sample of them (tools/silicon_points.py): Qwen3-32B in bfloat16 on
 H100 under vLLM 0.12.0, and Llama-3.1-70B in FP8 and NVFP4 on H100, H200 and B200, by InferenceMAX in October 2025. Each
@@ -360,7 +360,18 @@ def tables(data: Any) -> str:
             f"{1e3 * seconds:.0f} ms + {1e6 * per_token:.1f} µs a prompt token",
         ])  # fmt: skip
     errors = [
-        ["server", "half", "points", "TPOT: median", "P90", "bias", "bias with 2024's", "TTFT: bias", "steps alone"]
+        [
+            "server",
+            "half",
+            "points",
+            "TPOT: median",
+            "P90",
+            "bias",
+            "bias with 2024's",
+            "TTFT: bias",
+            "steps alone",
+            "host terms of this server alone",
+        ]
     ]
     for name, group in groupby(data["rows"], key=lambda row: row["profile"]):
         own = list(group)
@@ -374,12 +385,18 @@ def tables(data: Any) -> str:
             percent(np.median([steps_ttft_error(row) for row in low])),
             "{:.2f} ms, {:.0f} µs".format(1e3 * data["host_by_server"][name][0], 1e6 * data["host_by_server"][name][1]),
         ])  # fmt: skip
+    clients = [["clients", "points judged", "TPOT: median", "P90", "bias"]]
+    judged = [row for row in data["rows"] if not row["fitted"]]
+    for count in sorted({row["concurrency"] for row in judged}):
+        every = np.array([tpot_error(row) for row in judged if row["concurrency"] == count])
+        shown = (np.median(np.abs(every)), p90(np.abs(every)), np.median(every))
+        clients.append([str(count), str(len(every)), *map(percent, shown)])
     shares = [point["busy"] for point in data["unclear"]]
     unclear = f"{len(shares)} of vLLM whose kernels would take {min(shares):.2f} to {max(shares):.2f} of the time"
     others = ", ".join(f"{count:,} ({reason})" for reason, count in data["left_out"].items())
     return (
         f"{markdown(terms)}\n\nSimulated over measured, less one; TTFT with the fewest clients of each sweep:\n\n"
-        f"{markdown(errors)}\n\nLeft out: {unclear} (Little's law); {others}."
+        f"{markdown(errors)}\n\n{markdown(clients)}\n\nLeft out: {unclear} (Little's law); {others}."
     )
 
 
