@@ -32,7 +32,7 @@ from rubato.simulation.run_spec import Hardware, packaged_hardware
 from rubato.simulation.simulate import gc_paused
 
 SOURCE = "ours"
-SECONDS = 62.0
+SECONDS = 318.0
 ALONE = True
 
 PROFILE = "llama-3.1-8b-h200@vllm-2024"
