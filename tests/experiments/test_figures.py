@@ -26,7 +26,8 @@ FULL = sorted((ROOT / "docs" / "figures").glob("*.json"))
 LONG = (
     "adaserve-urgent", "ascendra-capacity", "ascendra-parts", "baselines-today", "bound", "rubato-loads",
     "rubato-parts", "rubato-replica", "rubato-robust", "sa-gain", "simulator-fidelity", "simulator-speed",
-    "slos-serve-ablation", "slos-serve-capacity", "slos-serve-margin", "slos-serve-overload",
+    "slos-serve-ablation", "slos-serve-capacity", "slos-serve-host", "slos-serve-margin", "slos-serve-overload",
+    "slos-serve-scaling",
 )  # fmt: skip
 
 
