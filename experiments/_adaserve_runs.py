@@ -25,6 +25,7 @@ import numpy as np
 
 from experiments import Found
 from experiments._guest import beside
+from experiments._host import AS_STATED, at_host
 from rubato.core.events import Event, Tokens
 from rubato.core.plan import Sample, Shape
 from rubato.engines.simulated import Drafter, drafter
@@ -97,19 +98,19 @@ PAPER = ("vllm", "sarathi", "chains of 4", "chains of 6", "chains of 8")  # of w
 TUNED = (*PAPER, "chains of 2", "smart_spec", "priority", "edf")
 
 
-def choice(model: str, system: str) -> str:
+def choice(model: str, system: str, host: str = AS_STATED) -> str:
     """The policy that a system of ours is, with its settings; another's name is its policy."""
     of = MODELS[model]
     name = {NO_NEEDS: NEEDLESS, KNEE_NO_NEEDS: NEEDLESS, KNEE: OURS}.get(system, system)
     if system in (KNEE, KNEE_NO_NEEDS):
-        knee = 1 + hardware(model).model.knee(Shape().plus(1, 512))
+        knee = 1 + hardware(model, host).model.knee(Shape().plus(1, 512))
         return f"{name}:verify_tokens={knee},{of.artifact}"
     return f"{name}:{of.ours}" if of.ours and name in (OURS, NEEDLESS) else name
 
 
 @lru_cache
-def hardware(model: str) -> Hardware:
-    return packaged_hardware(scenarios.get(MODELS[model].scenario).profile)
+def hardware(model: str, host: str = AS_STATED) -> Hardware:
+    return packaged_hardware(at_host(scenarios.get(MODELS[model].scenario).profile, host))
 
 
 @dataclass(frozen=True)
@@ -184,10 +185,11 @@ class Served:
 
 
 def served(
-    model: str, policy: str, load: Workload, acceptance: str, seed: int, listen: Callable[[Event], None] | None = None
-) -> Served:
+    model: str, policy: str, load: Workload, acceptance: str, seed: int, listen: Callable[[Event], None] | None = None,
+    host: str = AS_STATED,
+) -> Served:  # fmt: skip
     spec = RunSpec(
-        hardware(model), PolicyChoice.parse(policy), slo_rule="mean", noise=NOISE, lengths=running_mean,
+        hardware(model, host), PolicyChoice.parse(policy), slo_rule="mean", noise=NOISE, lengths=running_mean,
         drafter=drafting(model, acceptance, seed), stated_max_tokens=MOST_TOKENS,
     )  # fmt: skip
     right: list[int] = []

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
 
+from experiments._host import TODAY, at_host
 from experiments._rate_search import RateSearch, shares_of
 from rubato.core.events import Event
 from rubato.core.interfaces import LengthPredictor
@@ -59,6 +60,9 @@ def splits(replicas: int) -> tuple[str, ...]:
 
 @lru_cache
 def hardware(host: str = "constant") -> Hardware:
+    """host: of `HOSTS`, or today's vLLM's."""
+    if host == TODAY:
+        return packaged_hardware(at_host(scenarios.H200, host), **LIMITS)
     made = packaged_hardware(scenarios.H200, **LIMITS)
     model = made.model
     assert isinstance(model, Model)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from experiments._guest import held
+from experiments._host import AS_STATED, at_host
 from experiments._rate_search import RateSearch
 from rubato.core.plan import Shape
 from rubato.engines import simulated
@@ -34,13 +35,15 @@ CONTEXT = {"toolllm": 8192}  # tokens; one request in twenty is longer than the 
 @dataclass(frozen=True)
 class Scale:
     """count: requests of a run (0: as the figure has them). shorter: outputs are cut to this part. limits: of the
-    engine, where not the profile's. host: how many times as long a step takes outside the device."""
+    engine, where not the profile's. host: how many times as long a step takes outside the device; term: whose host
+    term that is (`_host`)."""
 
     seeds: tuple[int, ...] = (1, 2, 3)
     count: int = 0
     shorter: int = 1
     limits: tuple[tuple[str, int], ...] = ()
     host: float = 1.0
+    term: str = AS_STATED
 
 
 FULL = Scale()
@@ -60,7 +63,7 @@ def hardware(scenario: str, scale: Scale, profile: str = "") -> Hardware:
     if scenario in CONTEXT:
         limits["max_model_len"] = CONTEXT[scenario]
     name = profile or scenarios.get(f"slos-serve-{scenario}").profile
-    return packaged_hardware(name, host_scale=scale.host, **limits)
+    return packaged_hardware(at_host(name, scale.term), host_scale=scale.host, **limits)
 
 
 def load(

@@ -46,6 +46,7 @@ from experiments._adaserve_runs import (
     table,
     tuned,
 )
+from experiments._host import AS_STATED
 from rubato.core.request import Request
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.measure.confidence import Estimate, over_seeds
@@ -81,13 +82,15 @@ def jobs(small: bool, trace: str | None = None, policy: str | None = None) -> li
 
 def measured(
     model: str, acceptance: str, rates: Sequence[float], seconds: float, seeds: Sequence[int], trace: str | None,
-    policy: str | None,
+    policy: str | None, host: str = AS_STATED,
 ) -> list[dict[str, Any]]:  # fmt: skip
     def load(rate: float, seed: int) -> Workload:
         return offered(model, rate, seconds, seed, trace)
 
     def runs(rate: float, seed: int) -> Run:
-        return lambda name: served(model, choice(model, name), load(rate, seed), acceptance, seed).summary()
+        return lambda name: served(
+            model, choice(model, name, host), load(rate, seed), acceptance, seed, host=host
+        ).summary()
 
     ours = (OURS,) if acceptance == SUFFIX else (OURS, NO_NEEDS, KNEE)
     tuning = tuned([runs(rate, 0) for rate in rates])
@@ -169,6 +172,11 @@ def _at_point(cells: Sequence[Any], what: str, which: str, ours: str = OURS, jud
     """A ratio at the compared point, over seeds."""
     seeds = [run["seed"] for run in cells[0]["runs"]]
     return over_seeds([float(np.log(_ratios(point(cells, which, seed, ours, judge))[what])) for seed in seeds]).exp()
+
+
+def violations_at_point(cells: Sequence[Any]) -> Estimate:
+    """Times fewer than the best of the paper's baselines misses, over seeds."""
+    return _at_point(cells, "violations", "paper")
 
 
 def _selection(cells: Sequence[Any]) -> Estimate:

@@ -11,7 +11,7 @@ setting (vLLM's 2,048 tokens, Sarathi's 512) and tuned seed by seed; beside them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from experiments import Found
 from experiments._guest import beside, held
+from experiments._host import AS_STATED, at_host
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import BenchResult
@@ -41,11 +42,13 @@ BEYOND = 1.1  # of edf's capacity
 
 @dataclass(frozen=True)
 class Case:
-    """start: requests/s of the fleet at which searches begin. kv_tokens: of a replica, where not the profile's."""
+    """start: requests/s of the fleet at which searches begin. kv_tokens: of a replica, where not the profile's. host:
+    whose host term (`_host`)."""
 
     scenario: str
     start: float
     kv_tokens: int | None = None
+    host: str = AS_STATED
 
 
 CASES = {  # Fig. 9's
@@ -93,7 +96,7 @@ def jobs(small: bool, policy: str | None = None) -> list[Job]:
 
 @lru_cache
 def hardware(case: Case) -> Hardware:
-    return packaged_hardware(scenarios.get(case.scenario).profile, kv_tokens=case.kv_tokens)
+    return packaged_hardware(at_host(scenarios.get(case.scenario).profile, case.host), kv_tokens=case.kv_tokens)
 
 
 @lru_cache(maxsize=4)
@@ -151,9 +154,11 @@ class Searched:
         return low + (high - low) * (more - TARGET) / (more - less)
 
 
-def measured(case: str, seed: int, duration: float, tolerance: float, name: str) -> dict[str, Any]:
+def measured(
+    case: str, seed: int, duration: float, tolerance: float, name: str, host: str = AS_STATED
+) -> dict[str, Any]:
     """A system's capacity; with edf's, the shares in SLO of Ascendra and edf at 1.1 × that."""
-    search = Searched(CASES[case], seed, duration, tolerance)
+    search = Searched(replace(CASES[case], host=host), seed, duration, tolerance)
     rate, setting = search.capacity(SYSTEMS.get(name, (name,)))
     beyond = {}
     if name == EDF:

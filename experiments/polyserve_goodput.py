@@ -79,13 +79,13 @@ def settings(name: str, replicas: int = REPLICAS) -> Sequence[str]:
 
 def measured(
     data: str, name: str, choices: Sequence[str], seeds: Sequence[int], stays: float = runs.COUNTED,
-    replicas: int = REPLICAS, fill: float = runs.BEFORE,
+    replicas: int = REPLICAS, fill: float = runs.BEFORE, host: str = HOST,
 ) -> dict[str, Any]:  # fmt: skip
     """By measure: the setting with the largest goodput on the tuning's requests, what it holds there and on each seed
     (the tuning's if none is given), and the shares there by tier."""
-    best, taught = replicas * runs.best_rate(data, HOST, mode_of(name)), not name.endswith(UNTAUGHT)
-    tuning = Tried(data, HOST, TUNED_ON, stays * TUNING / runs.COUNTED, replicas, fill / 2.0, taught)
-    used = [Tried(data, HOST, seed, stays, replicas, fill, taught) for seed in seeds] or [tuning]
+    best, taught = replicas * runs.best_rate(data, host, mode_of(name)), not name.endswith(UNTAUGHT)
+    tuning = Tried(data, host, TUNED_ON, stays * TUNING / runs.COUNTED, replicas, fill / 2.0, taught)
+    used = [Tried(data, host, seed, stays, replicas, fill, taught) for seed in seeds] or [tuning]
     found: dict[str, Any] = {}
     start = 0.6 * best
     for measure in MEASURES:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._host import AS_STATED, TODAY, at_host
 from experiments._rate_search import RateSearch, shares_of
 from experiments._rubato_runs import CONTEXT, NOISE, USUALLY
 from experiments.rubato_robust import Scaled
@@ -62,7 +63,7 @@ ERRORS = (-25, -10, 10, 25)  # percent by which step times are believed wrong
 LENGTHS = (-50, 50)
 HITS = (50, 95)  # percent of the prompts that are in the prefix cache; none are where nothing is changed
 TEMPLATES = 8  # prompts that those begin like
-TODAY = "today's host"
+TODAYS = "today's host"
 
 
 # --------------------------------------------------------------------------- what is changed
@@ -147,7 +148,7 @@ class Condition:
     believed: float = 1.0
     lengths: float = 1.0
     prefix_cache: bool = False
-    host: str = ""
+    host: str = AS_STATED
 
 
 PLAIN = Condition()
@@ -158,7 +159,7 @@ DISTURBED: Mapping[str, Condition] = {
     "the tightest tier comes at half-time": Condition(shifted),
 }
 CHANGED: Mapping[str, Condition] = {
-    TODAY: Condition(host="today"),
+    TODAYS: Condition(host=TODAY),
     **{f"{h} % of prompts cached": Condition(partial(cached, percent=h), prefix_cache=True) for h in HITS},
 }
 
@@ -192,10 +193,10 @@ class Tried(RateSearch):
 
 
 @cache
-def hardware(host: str = "") -> Hardware:
-    """host: "today", or the scenario's own."""
+def hardware(host: str = AS_STATED) -> Hardware:
+    """host: whose host term (`_host`)."""
     profile = scenarios.get(SCENARIO).profile
-    return packaged_hardware(profile.partition("@")[0] if host == "today" else profile, max_model_len=CONTEXT)
+    return packaged_hardware(at_host(profile, host), max_model_len=CONTEXT)
 
 
 def jobs(small: bool) -> list[Job]:
@@ -282,7 +283,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
     settings = {
         "systems": dict(SYSTEMS), "count": FULL.count, "replicas": REPLICAS, "noise": NOISE,
         "lengths": "conditional_mean",
-        "machines": {host or "scenario's": hardware(host).describe() for host in ("", "today")},
+        "machines": {host or "scenario's": hardware(host).describe() for host in (AS_STATED, TODAY)},
     }  # fmt: skip
     return Found(estimates, list(values), SMALL.seeds if small else FULL.seeds, "deadline", settings)
 

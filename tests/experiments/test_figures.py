@@ -24,7 +24,7 @@ FULL = sorted((ROOT / "docs" / "figures").glob("*.json"))
 
 # whose parts other tests of this folder try, or which run as another figure does
 LONG = (
-    "adaserve-urgent", "ascendra-capacity", "ascendra-parts", "baselines-today", "bound", "rubato-loads",
+    "adaserve-urgent", "ascendra-capacity", "ascendra-parts", "baselines-today", "bound", "host-today", "rubato-loads",
     "rubato-parts", "rubato-replica", "rubato-robust", "sa-gain", "simulator-fidelity", "simulator-speed",
     "slos-serve-ablation", "slos-serve-capacity", "slos-serve-host", "slos-serve-margin", "slos-serve-overload",
     "slos-serve-scaling",
