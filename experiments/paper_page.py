@@ -213,13 +213,15 @@ on [their own](papers/{SIMULATOR}.md)."""
 
 
 def _older(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Names the figures whose policies have changed since they ran."""
-    old = sorted(run["figure"] for run in runs if provenance.changed(run))
-    links = ", ".join(f"[{figure}](papers/{page_of(figure)}.md#{figure})" for figure in old)
+    """Names the figures whose policies have changed since they ran, and counts those where only what policies share
+    has."""
+    changed = {run["figure"]: provenance.changed(run) for run in runs}
+    old = sorted(figure for figure, modules in changed.items() if any(m.startswith("policies/") for m in modules))
+    links = ", ".join(f"[{figure}](papers/{page_of(figure)}.md#{figure})" for figure in old) or "none"
+    shared = sum(map(bool, changed.values())) - len(old)
     return (
-        f"**{len(old)} of {len(runs)} figures are older than the policies that they measure:** {links}.\n\n"
-        if old
-        else ""
+        f"**{len(old)} of {len(runs)} figures are older than the policies that they measure**: {links}. Of {shared} "
+        "more, what policies share (`policy_kit`) has changed since. The page of each names the modules.\n\n"
     )
 
 

@@ -362,12 +362,14 @@ def test_a_page_opens_with_the_papers_claims_that_miss_and_takes_full_runs_only(
     assert "the oldest decode first starves one request" in first
     assert second.startswith("The paper's claims that were not run\n")
     assert "Not run in full" in pages([data])["papers/ascendra.md"]
-    assert "figures are older than" not in pages([data])["papers.md"]
+    assert "**0 of 1 figures are older than" in pages([data])["papers.md"]
     assert "policies/slos_serve/admission.py" in data["code"]
     assert data["command"] == "python -m experiments slos-serve-toy"
     other = data | {"code": data["code"] | {"policies/sarathi.py": "0" * 16}}
     assert "**Older than its code**: `policies/sarathi.py` changed since" in pages([other])["papers/slos-serve.md"]
     assert "**1 of 1 figures are older than" in pages([other])["papers.md"]
+    kit = data | {"code": data["code"] | {"policy_kit/batch_builder.py": "0" * 16}}
+    assert "Of 1 more, what policies share" in pages([kit])["papers.md"]
     for bad, says in (
         (data | {"small": True}, "was run with --small"),
         (data | {"claims": data["claims"][1:]}, "run it again"),
