@@ -17,7 +17,7 @@ FOLDER = ROOT / "docs" / "measurements"
 FILES = sorted(FOLDER.glob("*.json"))
 REQUIRED = {"format", "date", "commit", "machine", "command", "seeds", "values"}
 NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w]|\.\d)")
-INTERVAL = re.compile(r"([\d.,]+) (?:% )?\[(-?[\d.,]+), (-?[\d.,]+)\]")
+INTERVAL = re.compile(r"(-?[\d.,]+) (?:% )?\[(-?[\d.,]+), (-?[\d.,]+)\]")
 COLUMNS = ["question", "result", "against", "seeds, runs", "measured on", "file"]
 EXAMPLE: dict[str, Any] = json.loads(FENCED.findall((FOLDER / "README.md").read_text(encoding="utf-8"))[0][1])
 
