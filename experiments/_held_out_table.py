@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from math import ceil, inf, log
-from pathlib import Path
 from typing import Any
 
 from experiments._held_out_loads import Load
@@ -22,10 +20,6 @@ from rubato.workloads.resample import BLOCK
 FEW_BLOCKS = 5  # of which a bootstrap says little
 
 Value = Mapping[str, Any]  # what `_held_out_search.search` returns, read back from JSON
-
-
-def digest(file: Path) -> str:
-    return blake2b(file.read_bytes(), digest_size=8).hexdigest()
 
 
 def result(load: Load, specs: Sequence[RunSpec], values: Sequence[Value], notes: Sequence[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from experiments import provenance
 from experiments._held_out_loads import Cut, Load, read
 from experiments._held_out_search import TOLERANCE, search
-from experiments._held_out_table import digest, result, text
+from experiments._held_out_table import result, text
 from rubato import policies
 from rubato.cli import common_options, running, simulation_options
 from rubato.config.build import lengths_of
@@ -29,6 +29,7 @@ from rubato.measure import results
 from rubato.measure.records import versions
 from rubato.planning import jobs
 from rubato.planning.jobs import Job
+from rubato.planning.request_source import digest
 from rubato.planning.sweep import able, left_out
 from rubato.simulation.run_spec import Hardware, RunSpec
 

@@ -19,7 +19,8 @@ from rubato.workloads.request_kinds import Kind
 from rubato.workloads.resample import Stretch, bootstrapped, busiest, inside, multiplied, window
 
 
-def _digest(path: str) -> str:
+def digest(path: str | Path) -> str:
+    """Of a file's content."""
     return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
 
 
@@ -90,7 +91,7 @@ class FileSource(RequestSource):
         return window(bootstrapped(made, seed) if self.drawn and seed else made, stretch)
 
     def describe(self) -> dict[str, Any]:
-        return {"path": Path(self.path).name, "content": _digest(self.path), "drawn": self.drawn}
+        return {"path": Path(self.path).name, "content": digest(self.path), "drawn": self.drawn}
 
 
 _filed = lru_cache(maxsize=8)(read)
@@ -119,7 +120,7 @@ class TraceSource(RequestSource):
         return busiest(_traced(replace(self, factor=1.0, drawn=False), 0, None), seconds)
 
     def describe(self) -> dict[str, Any]:
-        return asdict(self) | {"path": Path(self.path).name, "content": _digest(self.path)}
+        return asdict(self) | {"path": Path(self.path).name, "content": digest(self.path)}
 
 
 @lru_cache(maxsize=8)
