@@ -149,7 +149,7 @@ def tables(data: Sequence[Any]) -> str:
     rows = []
     for paper in COMPARED:
         then, today = (results.ratio(paper, host) for host in HOSTS)
-        shown = [f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]" for ratio in (then, today)]
+        shown = [then.shown(), today.shown()]
         rows.append((today.value / then.value, [paper, *shown, f"{today.value / then.value:.2f}"]))
     head = ["headline comparison", "vLLM of 2024", "vLLM of today", "today's over 2024's"]
     return markdown([head, *(row for _, row in sorted(rows))])

@@ -161,7 +161,7 @@ def tables(data: Sequence[Any]) -> str:
             ratio, best = table.ratio(load, measure), table.best(load, measure)
             setting = table.values[load, best]["measures"][measure]["setting"]
             own = float(np.mean(table.goodput(load, OURS, measure)))
-            rows.append([load, f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]", f"`{setting}`", f"{own:.3g}"])
+            rows.append([load, ratio.shown(), f"`{setting}`", f"{own:.3g}"])
         parts.append(f"{measure}:\n\n{markdown(rows)}")
     return "\n\n".join(parts)
 

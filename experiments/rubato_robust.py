@@ -226,7 +226,7 @@ def tables(data: Sequence[Any]) -> str:
     for cell in sorted(cells, key=lambda cell: -float(np.mean(cell["ttft"]))):
         ratios = [over_seeds(cell[name]) for name in ("ttft", "e2e")]
         rows.append([
-            cell["scenario"], f"{cell['share']:g}", *(f"{r.value:.3f} [{r.low:.3f}, {r.high:.3f}]" for r in ratios),
+            cell["scenario"], f"{cell['share']:g}", *(ratio.shown(".3f") for ratio in ratios),
             ", ".join(f"{100.0 * share:.1f} %" for share in cell["attained"]),
         ])  # fmt: skip
     parts.append(f"Below capacity:\n\n{markdown(rows)}")

@@ -306,11 +306,11 @@ def tables(data: Sequence[Any]) -> str:
         cells = [
             system,
             f"{float(np.mean(results.held(system, ''))):.3g}",
-            _shown(results.ratio(system, "", "edf", "")),
+            results.ratio(system, "", "edf", "").shown(),
         ]
         for condition in results.conditions:
             own, beside = (results.ratio(system, condition, *other) for other in ((system, ""), ("edf", condition)))
-            cells.append(f"{own.value:.2f}, {_shown(beside)}")
+            cells.append(f"{own.value:.2f}, {beside.shown()}")
         rows.append([f"`{cells[0]}`", *cells[1:]])
     parts.append(f"Rates that attain 90 % of all:\n\n{markdown(rows)}")
     return "\n\n".join(parts)
@@ -318,11 +318,7 @@ def tables(data: Sequence[Any]) -> str:
 
 def _lost(results: Results, system: str, condition: str) -> str:
     own, worst = results.lost(system, condition), results.lost(system, condition, "worst")
-    return f"{own.value:.1f} [{own.low:.1f}, {own.high:.1f}] / {worst.value:.1f}"
-
-
-def _shown(ratio: Estimate) -> str:
-    return f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return f"{own.shown('.1f')} / {worst.value:.1f}"
 
 
 def draw(data: Sequence[Any], axes: Any) -> None:

@@ -343,7 +343,7 @@ def tables(data: Sequence[Any]) -> str:
                 cells = [_cell(rates, case, system, target) for system in systems]
                 if any(cells) and rates.of(case, published(case), target):
                     gain = rates.ratio([case], PAPERS_TWO, target)
-                    rows.append([case, arrivals, f"{gain.value:.2f} [{gain.low:.2f}, {gain.high:.2f}]", *cells])
+                    rows.append([case, arrivals, gain.shown(), *cells])
             if len(rows) > 1:
                 parts.append(f"{head}, {arrivals} arrivals:\n\n{markdown(rows)}")
     return "\n\n".join(parts)

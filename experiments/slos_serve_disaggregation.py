@@ -118,7 +118,7 @@ def tables(data: Sequence[Mapping[str, Any]]) -> str:
         over = [_over_equal(data, scenario, ratio) for ratio in RATIOS[1:]]
         rows.append([
             scenario, f"{ideal(machine, scenario):.1f} : 1", *rates,
-            *(f"{own.value:.2f} [{own.low:.2f}, {own.high:.2f}]" for own in over),
+            *(own.shown() for own in over),
         ])  # fmt: skip
     return f"Requests/s a GPU by prefill : decode devices, and Appendix A's bound in brackets:\n\n{markdown(rows)}"
 

@@ -83,6 +83,6 @@ def tables(data: Sequence[Mapping[str, Any]]) -> str:
         for host in HOSTS:
             best = Rates([v for v in data if v.get("host") == host]).best(case, PAPERS_TWO, OURS)
             ratio = _ratio(data, host, case)
-            row.append(f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] of `{best}`")
+            row.append(f"{ratio.shown()} of `{best}`")
         rows.append(row)
     return markdown(rows)

@@ -98,6 +98,10 @@ class Estimate:
         """For a table: its ends, or that one seed gives none."""
         return "(one seed)" if isinf(self.high) else f"[{shown(self.low)}, {shown(self.high)}]"
 
+    def shown(self, form: str = ".2f") -> str:
+        """For a table: the number and its interval, as `1.68 [1.57, 1.80]`. form: a format of one number."""
+        return f"{self.value:{form}} {self.interval(lambda end: f'{end:{form}}')}"
+
     def exp(self) -> Estimate:
         """Of the number whose logarithm this is."""
         with np.errstate(over="ignore"):
