@@ -54,7 +54,9 @@ def simulate(
     )
     # removed from `lines`, which the cluster's cycles hold: else it would stay until the next collection
     dropped = {} if offering is None else offering.dropped
-    last = max((line.end.at for line in lines.values() if line.end is not None), default=0.0)
+    paced = None
+    if offering is not None:
+        paced = max((line.end.at for line in lines.values() if line.end is not None), default=0.0)
     records = tuple(
         not_offered(arrival, *dropped[arrival.id], spec.slo_rule)
         if arrival.id in dropped
@@ -76,7 +78,7 @@ def simulate(
         settings |= {"autoscale": repr(spec.autoscaler()), "start_seconds": spec.start_seconds}
     return BenchResult(
         spec.choice.label, workload, records, spec.slo_rule, settings=settings, replica_seconds=cost.until_last_end(),
-        paced_seconds=None if offering is None else last,
+        paced_seconds=paced,
     )  # fmt: skip
 
 
