@@ -55,6 +55,8 @@ POLICIES = {  # name -> setting, that which `slos_serve_capacity` most often fin
     "edf": "edf:max_ttft_share=1,safety_margin=0",
     "slos_serve": "slos_serve:max_batch_seconds=0.1",
     "rubato": "rubato",
+    "scorpio": "scorpio",
+    "qoserve": "qoserve",
 }
 ON_FLEET = {"polyserve": "polyserve", "rubato": "rubato", "edf": "edf@least_loaded"}
 RUN = ("edf", "slos_serve")  # whose runs are held against the rows
@@ -69,7 +71,7 @@ class Scale:
     """count, fleet: requests of a period, on one replica and on PolyServe's. batches: jobs of random batches."""
 
     seeds: tuple[int, ...] = (1, 2, 3)
-    count: int = 400
+    count: int = 300
     fleet: int = 700
     batches: int = 8
     slos: slos_serve.Scale = slos_serve.FULL
