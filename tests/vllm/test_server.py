@@ -183,7 +183,7 @@ def _counts(client: Client) -> None:
     met, missed = client.metrics('rubato_slo_met_total{dimension="all".*'), client.metrics("rubato_slo_missed_total")
     assert met + missed == client.metrics("rubato_requests_offered_total")
     for _ in range(100):  # steps are told at times, with another step
-        if client.metrics("rubato_step_seconds_count") > 20:
+        if client.metrics("rubato_step_seconds_count") > 20 and client.metrics("rubato_plan_seconds_count") > 0:
             break
         client.ask()
         time.sleep(0.1)
