@@ -1,8 +1,9 @@
 """Each paper's headline comparison with the host's time of vLLM in 2024, and of today's vLLM, on the same requests.
 
-A part of each headline figure, by its own machinery, judge, tuning and seeds: SLOs-Serve's four scenarios on OPT-13B
-without drafts (deadline rule); one of PolyServe's data sets on ten replicas; AdaServe's two models with unequal
-acceptance; Ascendra's Mistral. 2024's is the host term of the figures (PolyServe's: the constant that its paper's 15 ms
+A part of each headline figure, by its own machinery and judge, with shorter runs and three seeds: SLOs-Serve's four
+scenarios on OPT-13B without drafts (deadline rule), each system in the setting that the figure's tuning most often
+finds; one of PolyServe's data sets on ten replicas, AdaServe's two models with unequal acceptance and Ascendra's
+Mistral, tuned with each host. 2024's is the host term of the figures (PolyServe's: the constant that its paper's 15 ms
 imply); today's is the default of each profile, fitted to measured points (figure `silicon`). SA's profile is of whole
 steps and has none. TTFTs that are multiples of an idle replica's prefill follow the host; times in seconds stay.
 """
@@ -17,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from experiments import Found, adaserve_rate, ascendra_capacity, polyserve_goodput, slos_serve_capacity
-from experiments._adaserve_runs import MODELS, REAL, SEEDS
+from experiments._adaserve_runs import MODELS, REAL
 from experiments._host import AS_STATED, TODAY
-from experiments._polyserve_runs import BEFORE, COUNTED
 from experiments._rate_search import MEASURES
 from experiments._slos_serve_runs import FULL, OURS, SMALL_SEARCH
 from rubato.latency import profiles
@@ -28,14 +28,23 @@ from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "ours, on SLOs-Serve, Fig. 9; PolyServe, Fig. 9; AdaServe, Fig. 8; Ascendra, Fig. 9"
-SECONDS = 3400.0
+SECONDS = 1400.0
 
 HOSTS = {"2024": AS_STATED, "today": TODAY}
 CASES, PLAIN, PAPERS_TWO = slos_serve_capacity.OPT_ONE, slos_serve_capacity.PLAIN, slos_serve_capacity.PAPERS_TWO
+SETTINGS = {
+    PLAIN: f"{PLAIN}:max_batch_seconds=0.1",
+    "prefill_first": "prefill_first:reserve_kv=true",
+    "sarathi": "sarathi:budget=0,reserve_kv=true",
+}
+SEEDS = (1, 2, 3)
 DATA, REPLICAS = "mooncake-synthetic", 10
+STAYS, FILL = 1.5, 0.7  # mean stays that are counted, and before them
+EACH = list(MEASURES)[-1]
 FLEET = (*polyserve_goodput.POLYSERVE, *polyserve_goodput.PAPERS)
 RATES = {"llama": (5.0, 7.0, 9.0), "qwen": (6.0, 8.5, 11.0)}  # requests/s: the faster host holds more
 PROFILES = ("opt-13b-2xa100-40g", "llama-3.1-8b-h200", "llama-3.1-70b-4xa100", "qwen2.5-32b-2xa100", "mistral-7b-a100")
+SECONDS_OF = {"adaserve": 30.0, "ascendra": 300.0}  # arrivals of a run
 MODEL, TUNED = "mistral", (ascendra_capacity.OURS, *ascendra_capacity.TUNED)
 
 
@@ -61,7 +70,7 @@ def jobs(small: bool) -> list[Job]:
 
 def slos_serve(host: str, case: str, system: str, small: bool) -> dict[str, Any]:
     scale = replace(SMALL_SEARCH if small else FULL, term=HOSTS[host])
-    found = slos_serve_capacity.tuned(case, system, scale, (OURS,))["tuned"]
+    found = {OURS: (SETTINGS[system], 0.0)}
     return {
         "paper": "slos-serve", "host": host,
         "runs": [slos_serve_capacity.measured(case, system, found, seed, scale, "") for seed in scale.seeds],
@@ -70,21 +79,21 @@ def slos_serve(host: str, case: str, system: str, small: bool) -> dict[str, Any]
 
 def polyserve(host: str, name: str, small: bool) -> dict[str, Any]:
     own = TODAY if HOSTS[host] == TODAY else polyserve_goodput.HOST
-    replicas, seeds = (4, (1,)) if small else (REPLICAS, polyserve_goodput.SEEDS)
+    replicas, seeds = (4, SEEDS[:1]) if small else (REPLICAS, SEEDS)
     settings = polyserve_goodput.settings(name, replicas)[: 1 if small else None]
-    stays, fill = (0.6, 0.2) if small else (COUNTED, BEFORE)
-    ran = polyserve_goodput.measured(DATA, name, settings, seeds, stays, replicas, fill, own)
+    stays, fill = (0.6, 0.2) if small else (STAYS, FILL)
+    ran = polyserve_goodput.measured(DATA, name, settings, seeds, stays, replicas, fill, own, (EACH,))
     return {"paper": "polyserve", "host": host, **ran}
 
 
 def adaserve(host: str, model: str, small: bool) -> dict[str, Any]:
-    rates, seconds, seeds = ((4.0, 8.0), 2.0, SEEDS[:1]) if small else (RATES[model], adaserve_rate.RUN, SEEDS)
+    rates, seconds, seeds = ((4.0, 8.0), 2.0, SEEDS[:1]) if small else (RATES[model], SECONDS_OF["adaserve"], SEEDS)
     cells = adaserve_rate.measured(model, REAL, rates, seconds, seeds, None, None, HOSTS[host])
     return {"paper": "adaserve", "host": host, "model": model, "cells": cells}
 
 
 def ascendra(host: str, name: str, seed: int, small: bool) -> dict[str, Any]:
-    seconds, tolerance = (20.0, 0.5) if small else (ascendra_capacity.DURATION, ascendra_capacity.TOLERANCE)
+    seconds, tolerance = (20.0, 0.5) if small else (SECONDS_OF["ascendra"], ascendra_capacity.TOLERANCE)
     ran = ascendra_capacity.measured(MODEL, seed, seconds, tolerance, name, HOSTS[host])
     return {"paper": "ascendra", "host": host, **ran}
 
@@ -117,8 +126,8 @@ class Results:
 
     def _polyserve(self, host: str) -> Estimate:
         """At 90 % of each tier, the mode chosen on the tuning's seed, over the best baseline."""
-        table, measure = polyserve_goodput.Table(self.of("polyserve", host)), list(MEASURES)[-1]
-        ratios = table.ratio(DATA, table.chosen(DATA), measure)
+        table = polyserve_goodput.Table(self.of("polyserve", host))
+        ratios = table.ratio(DATA, table.chosen(DATA, EACH), EACH)
         return over_seeds([float(x) for x in np.log(ratios)]).exp()
 
     def _adaserve(self, model: str, host: str) -> Estimate:
@@ -139,7 +148,10 @@ def found(values: Sequence[Any], small: bool) -> Found:
     results = Results(values)
     estimates = {f"{paper}-{host}": results.ratio(paper, host) for paper in COMPARED for host in HOSTS}
     terms = {profile: asdict(term) for profile in PROFILES if (term := profiles.load(profile).host_term) is not None}
-    settings = {"hosts": HOSTS, "terms": terms, "data": DATA, "replicas": REPLICAS, "rates": RATES, "model": MODEL}
+    settings = {
+        "hosts": HOSTS, "terms": terms, "systems": SETTINGS, "data": DATA, "replicas": REPLICAS, "stays": STAYS,
+        "rates": RATES, "model": MODEL, "seconds": SECONDS_OF,
+    }  # fmt: skip
     return Found(estimates, list(values), [1] if small else list(SEEDS), "each paper's", settings)
 
 

@@ -79,7 +79,7 @@ def settings(name: str, replicas: int = REPLICAS) -> Sequence[str]:
 
 def measured(
     data: str, name: str, choices: Sequence[str], seeds: Sequence[int], stays: float = runs.COUNTED,
-    replicas: int = REPLICAS, fill: float = runs.BEFORE, host: str = HOST,
+    replicas: int = REPLICAS, fill: float = runs.BEFORE, host: str = HOST, measures: Sequence[str] = tuple(MEASURES),
 ) -> dict[str, Any]:  # fmt: skip
     """By measure: the setting with the largest goodput on the tuning's requests, what it holds there and on each seed
     (the tuning's if none is given), and the shares there by tier."""
@@ -88,7 +88,7 @@ def measured(
     used = [Tried(data, host, seed, stays, replicas, fill, taught) for seed in seeds] or [tuning]
     found: dict[str, Any] = {}
     start = 0.6 * best
-    for measure in MEASURES:
+    for measure in measures:
         if not found or len(choices) > 1:
             tuned, choice = tuning.best(choices, start, measure)
         start = tuned or start
@@ -127,10 +127,10 @@ class Table:
         best: str = max(known, key=lambda name: float(np.mean(self.goodput(data, name, measure))))
         return best
 
-    def chosen(self, data: str) -> str:
+    def chosen(self, data: str, measure: str = ALL) -> str:
         """Of polyserve's modes the one that holds more on the tuning's seed."""
         known = [name for name in POLYSERVE if (data, name) in self.values]
-        return max(known, key=lambda name: float(self.values[data, name]["measures"][ALL]["tuned"]))
+        return max(known, key=lambda name: float(self.values[data, name]["measures"][measure]["tuned"]))
 
     def goodput(self, data: str, name: str, measure: str) -> Any:
         """Of each seed; none at all counts as `LEAST` of the optimum."""
