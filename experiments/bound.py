@@ -3,8 +3,9 @@
 The linear programme of `rubato bound`: the largest rate at which 90 % can be attained, whatever is known of the future,
 if anybody may be dropped, and if every decile of cost is to attain 90 %. On SLOs-Serve's four scenarios with one
 prompt, one replica of each scenario's profile; and on two of PolyServe's mixes, ten replicas, where policies may move
-KV. Requests of a stream repeat end to end, three times for policies, which are judged on the middle one. Output lengths
-are known, step times exact.
+KV. Requests of a stream repeat end to end, three times for policies, which are judged on the middle one; `drains` says
+how far deadlines are against a period, since a stream of three copies ends and the bound's does not. Output lengths are
+known, step times exact.
 
 Beside them two checks of what the bounds stand on: random batches take at least what the straight lines say, and no
 window of a run holds more than the rows allow.
@@ -40,6 +41,7 @@ from rubato.workloads import Workload
 
 SOURCE = "ours; SLOs-Serve's and PolyServe's scenarios"
 SECONDS = 2400.0
+CODE = ("latency", "planning/bound")
 
 TARGET, TOLERANCE = 0.9, 0.01
 ASKED: tuple[Alike, ...] = ("anybody", "deciles")
@@ -157,7 +159,8 @@ def bound(name: str, seed: int, small: bool) -> dict[str, Any]:
     for alike in ASKED:
         start = rates[alike] = own.rate(TARGET, alike, _scale(small).tolerance, start)
         binds[alike] = dict(own.share(start, alike).binds)
-    return {"what": "bound", "name": name, "seed": seed, "rates": rates, "binds": binds}
+    drains = own.drains(rates["anybody"])
+    return {"what": "bound", "name": name, "seed": seed, "rates": rates, "binds": binds, "drains": drains}
 
 
 class StreamSearch(RateSearch):

@@ -163,8 +163,8 @@ def test_a_bound_says_what_is_out_of_reach_and_why(tmp_path: Path, capsys: pytes
         return capsys.readouterr().out, {alike: own["value"] for alike, own in data["bounds"].items()}
 
     said, shares = bounds("--rate", "40")
-    assert f"| anybody may be dropped     | {100 * shares['anybody']:.1f} %" in said
-    assert f"| every decile of cost alike | {100 * shares['deciles']:.1f} %" in said
+    assert f"| all, whoever is dropped  | {100 * shares['anybody']:.1f} %" in said
+    assert f"| the worst decile of cost | {100 * shares['deciles']:.1f} %" in said
     assert "work of a whole period" in said
     assert shares["lottery"] <= shares["deciles"] <= shares["anybody"] < 0.9
     said, rates = bounds("--tolerance", "0.3")
@@ -274,6 +274,7 @@ class Scheduler:
         (["plan", *REPLICA, "--trace", "TRACE", "--kv-tokens", "3"], "--kv-tokens 3: give at least a block"),
         (["capacity", *REPLICA, "--trace", "TRACE", "--host-scale", "0.5"], "--host-scale 0.5 without --profile"),
         (["plan", *REPLICA, "--trace", "TRACE", "--policy", "sarathi:budget=["], "'[' is no value for budget"),
+        (["bound", *REPLICA, "--set", "autoscale.kind=attainment"], "autoscale: a bound is of a fleet as it is"),
         (["plan", *REPLICA, "--trace", "TRACE", "--count", "1"], "there is no stretch of time to size a fleet on"),
         (["plan", *REPLICA, "--trace", "TRACE", "--count", "20", "--target", "0.999"], "too few to show 99.9 %"),
         (["plan", *REPLICA, "--trace", "TRACE", "--price", "inf"], "price is inf a GPU-hour"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 from math import inf
 
@@ -13,9 +13,9 @@ import pytest
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO
 from rubato.latency.affine import Model
-from rubato.planning.bound import Offered
+from rubato.planning.bound import DRAINS, SHORT, BoundQuestion, Offered, run
 from rubato.planning.bound.minorant import minorants
-from rubato.planning.bound.programme import ALIKE, largest_share
+from rubato.planning.bound.programme import ALIKE, grouped, largest_share
 from rubato.planning.bound.rows import Windows
 from rubato.planning.bound.work import work_of
 from rubato.simulation.run_spec import Hardware, packaged_hardware
@@ -194,6 +194,61 @@ def test_the_rate_is_the_first_that_is_out_of_reach_by_its_tolerance() -> None:
     assert stream.share(rate, "deciles").share < 0.9 <= stream.share(rate / 1.1, "deciles").share
 
 
+def test_requests_of_equal_cost_are_in_one_decile() -> None:
+    """Whichever of them a policy serves: else the last tenth to come would bound all of them."""
+    cost = np.array([3.0, 1.0, 1.0, 2.0, 1.0, 2.0 + 1e-12, 1.0, 1.0, 1.0, 1.0, 1.0, 5.0])
+    assert [sorted(group.tolist()) for group in grouped(cost, "deciles")] == [
+        [1, 2, 4, 6, 7, 8, 9, 10], [3, 5], [0], [11],
+    ]  # fmt: skip
+    assert [len(g) for g in grouped(np.arange(25.0), "deciles")] == [3] * 5 + [2] * 5
+    assert [len(grouped(cost, alike)) for alike in ("anybody", "lottery")] == [1, 12]
+    bunched = [(float(i // 2) if i < 12 else i - 6.0, 300, 6, SLO(0.3, 0.03)) for i in range(60)]
+    stream = Offered(offered(bunched), MACHINE)
+    shares = {alike: stream.share(20.0, alike).share for alike in ALIKE}
+    assert shares["lottery"] < 0.98 * shares["deciles"]
+    assert shares["deciles"] == pytest.approx(shares["anybody"])
+
+
+@dataclass(frozen=True)
+class Given:
+    load: Workload
+
+    def make(self, seed: int) -> Workload:
+        return self.load
+
+    def describe(self) -> str:
+        return "given"
+
+
+def test_a_target_that_some_can_never_reach_is_out_of_reach_at_every_rate() -> None:
+    requests = [(float(i), 300, 6, SLO(1e-4 if i == 3 else 0.3, 0.03)) for i in range(30)]
+    result = run(BoundQuestion(Given(offered(requests)), MACHINE, (0,), tolerance=0.1), workers=1)
+    found = {alike: own.value for alike, own in result.estimates().items()}
+    assert found["anybody"] > 0.0 == found["lottery"]
+    assert "at no rate | some never can be" in " ".join(result.text().split())
+
+
+def test_deadlines_that_are_long_for_the_period_are_noted() -> None:
+    """What is late drains after the last copy: a run of three held twice the bound of the stream."""
+    for e2e, noted in ((1.0, False), (60.0, True)):
+        load = offered([(0.1 * i, 300, 6, SLO(e2e=e2e)) for i in range(40)])
+        drains = Offered(load, MACHINE).drains(10.0)
+        assert drains == pytest.approx(e2e / 4.0)
+        assert (drains > DRAINS) is noted
+        result = run(BoundQuestion(Given(load), MACHINE, (0, 1), rate=10.0), workers=1)
+        assert (SHORT.format(drains) in result.notes) is noted
+
+
+def test_prompts_that_begin_alike_are_refused_where_there_is_a_prefix_cache() -> None:
+    load = offered([(0.0, 600, 5, SLO(1.0, 1.0)), (1.0, 600, 5, SLO(1.0, 1.0))])
+    alike = replace(load, arrivals=tuple(replace(a, blocks=(7, i)) for i, a in enumerate(load.arrivals)))
+    apart = replace(load, arrivals=tuple(replace(a, blocks=(i, 7)) for i, a in enumerate(load.arrivals)))
+    with pytest.raises(ValueError, match=r"prompts of 'r0' and 'r1' begin alike.*--set prefix_cache=false"):
+        Offered(alike, MACHINE, prefix_cache=True)
+    for load, cache in ((alike, False), (apart, True)):
+        assert Offered(load, MACHINE, prefix_cache=cache).share(1.0, "anybody").share == 1.0
+
+
 @pytest.mark.parametrize(
     ("requests", "said"),
     [
@@ -212,6 +267,9 @@ def test_times_that_follow_from_others_are_not_covered() -> None:
     later = replace(load.arrivals[1], after="r0", gap=0.5)
     with pytest.raises(ValueError, match="follow from how others end"):
         Offered(replace(load, arrivals=(load.arrivals[0], later)), MACHINE).work(1.0)
+    loop = replace(load, arrivals=tuple(replace(a, at=0.0) for a in load.arrivals), concurrency=1)
+    with pytest.raises(ValueError, match="closed loop of 1 requests"):
+        Offered(loop, MACHINE).work(1.0)
 
 
 def test_stages_are_not_covered() -> None:

@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "engine.drafter: a bound is of policies without drafts; leave it out (--set engine.drafter=null)"
         )
+    if config.autoscale is not None:
+        raise ValueError("autoscale: a bound is of a fleet as it is; leave it out here, --set autoscale=null")
     question = bound.BoundQuestion(
         simulation_options.source(args, machine),
         machine,
@@ -42,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         args.target,
         not args.once,
         args.tolerance,
+        config.prefix_cache,
     )
     outcome = bound.run(question, **simulation_options.how(args))
     running.write_answer(args, "Bound", outcome.text(), outcome.to_json(), outcome.notes)

@@ -16,17 +16,20 @@ its chunks, preemption, or what is known of the future. Why each holds:
 5. No edges: requests of a short run can all be put off beyond its last arrival. So they repeat without end, x being the
    mean over the copies (rows are linear in it), and all that is attained in a period takes at most the period.
    `endless` False is the bound of one run, which is much looser for a short one.
-6. Alike: requests are in k groups by cost, and what is made largest is the least mean x of a group. With k = 1 anybody
-   may be dropped; with 10 each decile of cost attains the same share; with a group for each request all have the same
-   chance, as in a lottery that knows nothing of the moment (a policy that chooses by moment may exceed the last).
+6. Alike: requests are in k groups by cost, and what is made largest is the least mean x of a group. With k = 1 that is
+   the share of all, anybody may be dropped; with 10 it is what the decile of cost that attains least can attain
+   (requests of equal cost are in one); with a group for each request it is the chance that each can have, as in a
+   lottery that knows nothing of the moment. A policy that serves some better than others may attain more of all than
+   the last two say, and no more of those that it serves worst.
 
 A fleet of n replicas: each step runs on one of them, which has the same limits, so 1 to 3 hold for it, and the rows
 hold summed over replicas with n times the seconds. So the bound is any router's, also where KV moves, and where roles
 only restrict what a replica does.
 
-Not covered: drafts, several stages, requests that wait for others to end, KV that requests share (prefix cache, n > 1),
-step times with noise, other rules than the deadline rule. To stop the programme early only raises the bound. That
-shares fall as rates rise is not proved; rates are searched as if they did, and tests see that they do.
+Not covered, and refused: drafts, several stages, requests that wait for others to end, prompts that begin alike where
+there is a prefix cache, step times with noise, other rules than the deadline rule. To stop the programme early only
+raises the bound. That shares fall as rates rise is not proved; rates are searched as if they did, and tests see that
+they do.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from rubato.measure.confidence import ONE_SEED, Estimate, over_seeds
 from rubato.measure.records import versions
@@ -50,33 +55,42 @@ from rubato.workloads import Workload
 from rubato.workloads.workload import check_rate
 
 FORMAT = "rubato-bound/1"
-NAMES: Mapping[Alike, str] = {
-    "anybody": "anybody may be dropped", "deciles": "every decile of cost alike", "lottery": "everybody alike",
+NAMES: Mapping[Alike, str] = {  # of whom the share is
+    "anybody": "all, whoever is dropped", "deciles": "the worst decile of cost", "lottery": "everybody, by lot",
 }  # fmt: skip
 BINDS = {
     "period": "work of a whole period", "window": "work between two moments", "sequence": "steps one after the other",
 }  # fmt: skip
 FACTOR, TRIES = 1.3, 24  # of a search's first bracket
+SHORT = (
+    "deadlines are {:.2g} of a period away in the mean: a run in which the requests come a few times may hold more "
+    "than the stream, since what is late is served after its end; offer more requests to compare it with policies"
+)
+DRAINS = 0.5  # of a period: with deadlines longer than that in the mean, a short run is not as the stream is
 
 
 @dataclass(frozen=True)
 class Offered:
     """What a bound is of: the requests of a workload, at any rate, on n replicas. endless: they repeat end to end, and
     a rate is that of the stream, requests over period; else they come once, and a rate is what `rubato capacity` calls
-    so, that which the workload was made for."""
+    so, that which the workload was made for. prefix_cache: replicas keep the KV of prompts' beginnings. Raises
+    ValueError for no replicas, and for prompts that begin alike where there is a prefix cache."""
 
     load: Workload
     machine: Hardware
     replicas: int = 1
     endless: bool = True
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ValueError(f"{self.replicas} replicas: give 1 or more")
+        if self.prefix_cache:
+            _check_apart(self.load)
 
     def at(self, rate: float) -> Workload:
         """The requests of one period at `rate` requests/s."""
-        if not self.endless:
+        if not self.endless or self.load.paced_by_ends:  # the second is refused where work is reckoned
             return self.load.rescaled(rate)
         times = [a.at for a in self.load.arrivals]
         if len(times) < 2 or times[-1] <= times[0]:
@@ -92,8 +106,8 @@ class Offered:
         return largest_share(self.work(rate), self.replicas, alike, target)
 
     def rate(self, target: float, alike: Alike, tolerance: float, start: float | None = None) -> float:
-        """Requests/s at which no policy attains `target`: the upper end of a bracket of relative width `tolerance`.
-        start: a guess. Raises ValueError where no bracket is found."""
+        """Requests/s at which no policy attains `target`: the upper end of a bracket of relative width `tolerance`; 0
+        where it is out of reach at all rates tried. start: a guess. Raises ValueError where it is in reach at all."""
         attains = partial(self._attains, target, alike)
         low = high = start or self.replicas / float(self.work(1.0).cost.mean())
         up = attains(low)
@@ -101,13 +115,33 @@ class Offered:
             low, high = (high, high * FACTOR) if up else (low / FACTOR, low)
             if attains(high if up else low) is not up:
                 return narrowed(attains, low, high, tolerance)[1]
-        reason = "in time however many come at once: offer more requests" if up else "not even alone"
+        if not up:
+            return 0.0
         raise ValueError(
-            f"{100 * target:g} % of these requests could be attained {reason} ({(high if up else low):.3g}/s)"
+            f"{100 * target:g} % of these requests could be in time at any rate ({high:.3g}/s): offer more requests"
         )
+
+    def drains(self, rate: float) -> float:
+        """Seconds from a request's arrival to its last deadline, in the mean, over the period at `rate`; 0 for requests
+        that come once."""
+        work = self.work(rate)
+        last = np.zeros(work.requests)
+        np.maximum.at(last, work.request[: work.once], work.due[: work.once])
+        return float(np.mean(last - work.arrivals)) / work.period
 
     def _attains(self, target: float, alike: Alike, rate: float) -> bool:
         return self.share(rate, alike, target).share >= target
+
+
+def _check_apart(load: Workload) -> None:
+    """Raises ValueError for two requests whose prompts begin alike."""
+    first: dict[int, str] = {}
+    for a in load.arrivals:
+        if a.blocks and (other := first.setdefault(a.blocks[0], a.id)) != a.id:
+            raise ValueError(
+                f"the prompts of {other!r} and {a.id!r} begin alike, and a prefix cache may hold what they share: a "
+                "bound is worked out without one (--set prefix_cache=false)"
+            )
 
 
 # --------------------------------------------------------------------------- `rubato bound`
@@ -115,8 +149,8 @@ class Offered:
 
 @dataclass(frozen=True)
 class BoundQuestion:
-    """rate: at which shares are asked for; None: the largest rates at which `target` can be attained. endless: as in
-    `Offered`. tolerance: relative width of a search's bracket."""
+    """rate: at which shares are asked for; None: the largest rates at which `target` can be attained. endless,
+    prefix_cache: as in `Offered`. tolerance: relative width of a search's bracket."""
 
     source: RequestSource
     machine: Hardware
@@ -126,6 +160,7 @@ class BoundQuestion:
     target: float = 0.9
     endless: bool = True
     tolerance: float = 0.01
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         if not self.seeds:
@@ -144,18 +179,21 @@ class BoundQuestion:
         return {
             "source": self.source.describe(), "hardware": self.machine.describe(), "replicas": self.replicas,
             "rate": self.rate, "target": self.target, "endless": self.endless, "tolerance": self.tolerance,
+            "prefix_cache": self.prefix_cache,
         }  # fmt: skip
 
 
 def bounded(question: BoundQuestion, seed: int, alike: Alike) -> dict[str, Any]:
-    """Of one seed's requests: the rate, the share there, and what binds."""
-    offered = Offered(question.source.make(seed), question.machine, question.replicas, question.endless)
+    """Of one seed's requests: the rate (0: none), the share there, and what binds."""
+    own = (question.replicas, question.endless, question.prefix_cache)
+    offered = Offered(question.source.make(seed), question.machine, *own)
     rate = question.rate or offered.rate(question.target, alike, question.tolerance)
+    of = {"alike": alike, "seed": seed, "rate": rate, "requests": len(offered.load.arrivals)}
+    if not rate:
+        return of | {"share": 0.0, "binds": {}, "steps": 0.0, "drains": 0.0}
     found = offered.share(rate, alike)
-    return {
-        "alike": alike, "seed": seed, "rate": rate, "share": found.share, "binds": dict(found.binds),
-        "steps": found.steps, "requests": len(offered.load.arrivals),
-    }  # fmt: skip
+    drains = offered.drains(rate)
+    return of | {"share": found.share, "binds": dict(found.binds), "steps": found.steps, "drains": drains}
 
 
 @dataclass(frozen=True)
@@ -171,7 +209,9 @@ class BoundResult:
     @property
     def notes(self) -> tuple[str, ...]:
         alone = (ONE_SEED,) if len(self.question.seeds) < 2 else ()
-        return (*self.done.notes, *alone)
+        drains = max(v["drains"] for v in self.done.values)
+        short = (SHORT.format(drains),) if drains > DRAINS else ()
+        return (*self.done.notes, *short, *alone)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -186,11 +226,12 @@ class BoundResult:
         rows = [["", head, "what binds", "of it steps as such"]]
         for alike, found in self.estimates().items():
             share = f"{100 * found.value:.1f} % {found.interval(lambda end: f'{100 * end:.1f}')}"
-            rows.append([NAMES[alike], share if asked.rate else number(found), *self._reasons(alike)])
+            rate = number(found) if found.value else "at no rate"
+            rows.append([NAMES[alike], share if asked.rate else rate, *self._reasons(alike)])
         stream = "repeated end to end" if asked.endless else "once"
         what = f"{replicas} replica{'s' * (replicas > 1)} of {asked.machine.name}, requests {stream}, deadline rule"
-        goal = "" if asked.rate else f", {100 * asked.target:g} % attained"
-        return f"No policy without drafts exceeds ({what}{goal}):\n\n{markdown(rows)}"
+        goal = "" if asked.rate else f", {100 * asked.target:g} % of these attained"
+        return f"What no policy without drafts exceeds, of whom ({what}{goal}):\n\n{markdown(rows)}"
 
     def _of(self, alike: Alike) -> list[dict[str, Any]]:
         return [v for v in self.done.values if v["alike"] == alike]
@@ -199,7 +240,10 @@ class BoundResult:
         """Means over the seeds in which something binds."""
         bound = [v for v in self._of(alike) if v["binds"]]
         if not bound:
-            return ["nothing: all can be attained", ""]
+            return [
+                "nothing: all can be attained" if any(v["rate"] for v in self._of(alike)) else "some never can be",
+                "",
+            ]
         parts = {kind: sum(v["binds"].get(kind, 0.0) for v in bound) / len(bound) for kind in BINDS}
         said = [f"{BINDS[kind]} {100 * part:.0f} %" for kind, part in parts.items() if part >= 0.005]
         return [", ".join(said), f"{100 * sum(v['steps'] for v in bound) / len(bound):.0f} %"]

@@ -11,12 +11,13 @@ import numpy as np
 from rubato.core.extras import extra
 from rubato.planning.bound.minorant import Array
 from rubato.planning.bound.rows import Row, Windows, period_rows
-from rubato.planning.bound.work import Work
+from rubato.planning.bound.work import Ints, Work
 
 Alike = Literal["anybody", "deciles", "lottery"]
 ALIKE: tuple[Alike, ...] = get_args(Alike)
 ROUNDS = 60
 SETTLED = 2e-4  # in three rounds: what more rows could lower the share by is left
+EQUAL = 1e-9  # relative: costs that differ by less are one
 SLACK = 0.5  # rows with more of their seconds left over are put aside
 
 
@@ -54,6 +55,18 @@ def largest_share(work: Work, replicas: int, alike: Alike, target: float | None 
     return found
 
 
+def grouped(cost: Array, alike: Alike) -> list[Ints]:
+    """Indices of the requests of each group. Those of equal cost are in one: in which of two they were would be said by
+    nothing but their place in the workload."""
+    order = np.argsort(cost, kind="stable")
+    if alike != "deciles":
+        return list(np.array_split(order, 1 if alike == "anybody" else len(cost)))
+    ends = np.cumsum([len(part) for part in np.array_split(order, min(10, len(cost)))])
+    ascending = cost[order]
+    ends = np.searchsorted(ascending, ascending[ends - 1] * (1.0 + EQUAL), side="right")
+    return [part for part in np.split(order, ends) if len(part)]
+
+
 class _Programme:
     """max φ, x in [0, possible], mean of x over each group >= φ, and rows."""
 
@@ -63,8 +76,7 @@ class _Programme:
             from scipy.optimize import linprog
         self._solve, self._sparse = linprog, sparse
         n = work.requests
-        order = np.argsort(work.cost, kind="stable")
-        groups = np.array_split(order, {"anybody": 1, "deciles": min(10, n), "lottery": n}[alike])
+        groups = grouped(work.cost, alike)
         of_group = sparse.csr_array(
             (
                 np.concatenate([np.full(len(g), -1.0 / len(g)) for g in groups]),
