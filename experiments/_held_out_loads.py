@@ -115,10 +115,9 @@ def _stem(file: Path) -> str:
 
 
 def _formats() -> str:
-    fields = "; ".join(f"{one.at}, {one.prompt}, {one.output}" for one in traces.LAYOUTS)
     return (
         f"a workload file is JSON lines, the first a header with format {workload_file.FORMAT}; a trace is CSV, JSON "
-        f"lines or a JSON array, plain or gzipped, with the fields {fields}"
+        f"lines or a JSON array, plain or gzipped, with the fields {traces.fields_wanted()}"
     )
 
 
@@ -166,9 +165,7 @@ def _trace(file: Path, kinds: Path | None, how: Cut) -> _Read:
     try:
         trace = traces.read(file, seconds=how.seconds, count=how.count)
     except traces.TraceError as error:
-        raise ValueError(
-            f"{file} is neither a workload file nor a trace: {error}. {_formats().capitalize()}"
-        ) from error
+        raise ValueError(f"{file} is neither a workload file nor a trace: {error} ({_formats()})") from error
     machine = _machine(file, how.profile, how)
     empty = (f"{trace.empty} requests without output tokens were given one",) if trace.empty else ()
     source = TraceSource(str(file), (), seconds=how.seconds, count=how.count)

@@ -139,6 +139,9 @@ def test_the_bound_is_the_loosest_ttft_and_for_those_that_state_a_tpot_alone(fol
 
 
 TRACE = "t_s,input_tokens,output_tokens\n" + "".join(f"{2 * i},{80 + i},6\n" for i in range(31))
+TURNS = "".join(
+    f'{{"session_id": "s", "timestamp": {2000 * i}, "input_length": {80 + i}, "output_length": 6}}\n' for i in range(31)
+)
 KINDS = """
 tiers: {chat: {ttft_ms: 300, tpot_ms: 100}}
 kinds: [{app: chat}]
@@ -207,6 +210,12 @@ def test_a_load_too_small_for_a_policy_has_no_limit_and_comes_first(
     [
         ({}, "", "loads holds no loads: put workload files or traces there (a workload file is JSON lines"),
         ({"a_txt": "hello\n"}, "", "a.txt is neither a workload file nor a trace"),
+        ({"a_txt": "hello\n"}, "", "TIMESTAMP, ContextTokens, GeneratedTokens; t_s"),
+        (
+            {"a_jsonl": TURNS},
+            "--seeds=1",
+            "go on from others: no stretch of time can be cut out of it; seed 0 takes it",
+        ),
         ({"a_csv": TRACE, "b_yaml": KINDS}, "", "b.yaml is beside no load"),
         ({"a_csv": TRACE}, "--profile=", "a.csv names no hardware profile: give --profile"),
         ({"a_csv": TRACE}, "--count=1", "a.csv: offers all at once: it has no rate to change"),

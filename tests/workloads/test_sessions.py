@@ -12,7 +12,7 @@ from rubato.core.request import LEAST, SLO
 from rubato.measure.records import rejudged, summarise, summarise_sessions
 from rubato.measure.results import table
 from rubato.simulation.simulate import simulate
-from rubato.workloads import Arrival, Workload, WorkloadError, read, scenarios, sessions, write
+from rubato.workloads import Arrival, OfferedStage, Workload, WorkloadError, read, scenarios, sessions, write
 from rubato.workloads.lengths import Uniform, fixed
 from tests.conftest import few
 from tests.doubles import Linear, run_spec
@@ -100,6 +100,19 @@ def test_a_turn_is_offered_with_what_remains_and_one_late_turn_loses_the_session
     run = simulate(broken, run_spec(Linear(), LIMITS, "vllm"))
     assert [r.verdict.met for r in run.records] == [False, True, True]
     assert summarise_sessions(run).met == 0
+
+
+def test_no_turn_escapes_its_sessions_deadline(tmp_path):
+    first = Arrival("a0", 0.0, "t", "", 8, 3, session="a", session_e2e=2.0)
+    staged = replace(first, parts=(OfferedStage(8, 2), OfferedStage(4, 1, pause=30.0)))
+    for arrivals, said in (
+        ((first, Arrival("a1", 1.0, "t", "", 8, 3, after="a0")), "'a1' goes on from 'a0' of session 'a'"),
+        ((first, Arrival("a1", 1.0, "t", "", 8, 3, after="a0", session="b")), "and is of session 'b'"),
+        ((staged,), "'a0' has several stages, and its session 'a' a deadline"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Workload("w", 0, 1.0, 3.0, {"t": SLO()}, arrivals)
+    Workload("w", 0, 1.0, 3.0, {"t": SLO()}, (replace(staged, session_e2e=None),))
 
 
 def test_sessions_survive_the_file(tmp_path):

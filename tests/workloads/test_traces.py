@@ -134,11 +134,26 @@ def test_aiperfs_turns_add_to_what_was_there(tmp_path):
     assert not {*other} & {*third}
 
 
+def test_aiperfs_rows_without_a_session_are_sessions_of_their_own(tmp_path):
+    rows = [{"session_id": "x"}, {}, {"session_id": None}, {"session_id": None}, {"session_id": "x"}]
+    text = "\n".join(json.dumps({**row, "input_length": 600, "output_length": 5}) for row in rows)
+    load = traces.make("a", traces.read(file(tmp_path, "a.jsonl", text)), texts=False)
+    assert [a.prompt_tokens for a in load.arrivals] == [600, 600, 600, 600, 1205]
+    assert len({a.session for a in load.arrivals}) == 4
+
+
+def test_bailians_requests_have_ids_of_their_own(tmp_path):
+    row = json.dumps({"chat_id": 3, "parent_chat_id": -1, "timestamp": 0.0, "input_length": 9, "output_length": 5})
+    with pytest.raises(ValueError, match=r"b\.jsonl has two requests with chat_id 3"):
+        traces.read(file(tmp_path, "b.jsonl", f"{row}\n{row}"))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ('{"session_id":"a","input_length":3,"output_length":3,"delay":-1}', "line 1: delay is -1: expected ms"),
         ("a,b\n1,2\n", "has the fields a, b: expected one of at, prompt_tokens"),
+        ("a,b\n1,2\n", "output_length, chat_id, parent_chat_id; input_length, output_length, session_id"),
         ("at,prompt_tokens,output_tokens\n0,50,10\n1,many,3\n", "line 3: prompt_tokens is 'many': expected a whole"),
         ("at,prompt_tokens,output_tokens\n0,0,10\n", "line 2: prompt_tokens is '0': expected a whole"),
         ("at,prompt_tokens,output_tokens\n0,5,-1\n", "line 2: output_tokens is '-1'"),

@@ -57,8 +57,16 @@ def multiplied(
 def _check_free(load: Workload) -> None:
     """Raises ValueError for requests whose times follow from how others end: they cannot be cut apart or drawn anew."""
     if load.paced_by_ends:
-        how = "go on from others" if load.concurrency is None else "are offered in a closed loop"
-        raise ValueError(f"workload {load.name!r} has requests that {how}: no stretch of time can be cut out of it")
+        raise ValueError(
+            f"workload {load.name!r} has requests that {_tied(load)}: no stretch of time can be cut out of it; seed 0 "
+            "takes it as it is"
+        )
+
+
+def _tied(load: Workload) -> str:
+    if load.concurrency is not None:
+        return "are offered in a closed loop"
+    return "go on from others" if load.follows else "share a session's deadline"
 
 
 def bootstrapped(load: Workload, seed: int) -> Workload:

@@ -46,10 +46,14 @@ def coarser(ids: Sequence[int], block: int, names: dict[tuple[int, ...], int]) -
     return tuple(names.setdefault(run, len(names)) for run in runs)
 
 
-def of_parents(offers: Sequence[TraceRequest]) -> list[TraceRequest]:
+def of_parents(offers: Sequence[TraceRequest], name: str) -> list[TraceRequest]:
     """Bailian's: each says which request it goes on from, and a session is all that comes from one. A parent that is
-    not there is as none."""
-    known = {offer.id for offer in offers}
+    not there is as none. Raises ValueError, naming the trace, for two requests with one id."""
+    known: set[str] = set()
+    for offer in offers:
+        if offer.id in known:
+            raise ValueError(f"{name} has two requests with chat_id {offer.id}: give each its own")
+        known.add(offer.id)
     after = {offer.id: offer.after for offer in offers if offer.after in known}
     roots: dict[str, str] = {}
 

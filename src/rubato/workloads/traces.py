@@ -137,7 +137,7 @@ def read(path: str | Path, *, seconds: float | None = None, count: int | None = 
     if not offers:
         raise TraceError(f"{path} holds no requests")
     if layout is BAILIAN:
-        offers = trace_sessions.of_parents(offers)
+        offers = trace_sessions.of_parents(offers, str(path))
     elif layout is AIPERF:
         offers = trace_sessions.of_sessions(offers)
     offers.sort(key=lambda offer: offer.at)
@@ -191,7 +191,8 @@ def _offer(
         return replace(found, id=str(own), after="" if parent == -1 else str(parent))
     if layout is AIPERF:
         delay = field("delay", _ms, "ms, 0 or more", lambda s: 0.0 <= s < math.inf) if row.get("delay") else 0.0
-        return replace(found, id=where, session=str(row["session_id"]), gap=delay)
+        named = row.get("session_id") not in (None, "")
+        return replace(found, id=where, session=str(row["session_id"]) if named else where, gap=delay)
     return found
 
 
@@ -211,8 +212,14 @@ def _layout(path: Path, row: Mapping[str, Any]) -> Layout:
     for layout in LAYOUTS:
         if layout.fields <= row.keys():
             return layout
-    wanted = "; ".join(f"{one.at}, {one.prompt}, {one.output}" for one in LAYOUTS)
-    raise TraceError(f"{path} has the fields {', '.join(map(str, row))}: expected one of {wanted}")
+    raise TraceError(f"{path} has the fields {', '.join(map(str, row))}: expected one of {fields_wanted()}")
+
+
+def fields_wanted() -> str:
+    """The fields that a row must have, by layout."""
+    return "; ".join(
+        ", ".join([*([one.at] if one.timed else []), one.prompt, one.output, *sorted(one.marks)]) for one in LAYOUTS
+    )
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:

@@ -107,10 +107,13 @@ class Workload:
     concurrency: int | None = None
 
     def __post_init__(self) -> None:
+        """Raises ValueError for what makes no load: fewer than one in flight, a tier called "all", times too late to be
+        exact, a turn of another session than the one it goes on from, a session's deadline over a request of stages."""
         if self.concurrency is not None and self.concurrency < 1:
             raise ValueError(f"concurrency is {self.concurrency}: give 1 or more requests in flight, or none")
         if "all" in self.tiers:
             raise ValueError('a tier cannot be called "all": that is the name of the sum over tiers')
+        _check_sessions(self.arrivals)
         if not math.ulp(self.duration) < FINEST:
             raise ValueError(
                 f"workload {self.name!r} lasts {self.duration:.3g} s at {self.rate:.3g} requests/s: times so late are "
@@ -238,6 +241,26 @@ class Workload:
     def acceptances(self) -> dict[str, float]:
         """Request id -> probability that a drafted token is accepted, of the requests that say."""
         return {a.id: a.acceptance for a in self.arrivals if a.acceptance is not None}
+
+
+def _check_sessions(arrivals: Sequence[Arrival]) -> None:
+    """Raises ValueError for turns that a session's deadline would not reach."""
+    timed = {a.session for a in arrivals if a.session_e2e is not None}
+    if not timed:
+        return
+    sessions = {a.id: a.session for a in arrivals}
+    for a in arrivals:
+        before = sessions.get(a.after, a.session)
+        if a.session != before and timed & {a.session, before}:
+            raise ValueError(
+                f"request {a.id!r} goes on from {a.after!r} of session {before!r}, and is of session {a.session!r}: "
+                "turns of a session with a deadline have the session's name"
+            )
+        if a.parts and a.session in timed:
+            raise ValueError(
+                f"request {a.id!r} has several stages, and its session {a.session!r} a deadline, in which tools count: "
+                "give the stages as turns, each after the one before"
+            )
 
 
 def _moved(arrivals: Sequence[Arrival], factor: float) -> tuple[Arrival, ...]:
