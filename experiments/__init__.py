@@ -12,7 +12,8 @@ for the page below its claims. `jobs` (and `then`) may take `trace` as well, the
 no claim reads its numbers. `claims.yaml` names each figure's claims and what they are held against; a figure gives one
 estimate for each, no more and no fewer. Adding a figure is one module and its claims; modules without claims of their
 own help the others. `SECONDS` are the CPU seconds of the recorded run, rounded. Commit, command and code of
-the policies that ran stand in a run's JSON (`provenance`).
+the policies that ran stand in a run's JSON (`provenance`); so does that of the packages in `CODE`, where a figure
+measures these.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from math import inf, isnan
 from pathlib import Path
@@ -75,14 +76,15 @@ class Claim:
 
 @dataclass(frozen=True)
 class Found:
-    """What a figure shows: an estimate for each claim, and the data of its picture. seeds, judge, settings: of its
-    runs, for the reader of its JSON."""
+    """What a figure shows: an estimate for each claim, and the data of its picture. seeds, judge, settings, interval
+    (what it is over): of its runs, for the reader of its JSON."""
 
     estimates: Mapping[str, Estimate]
     data: Any
     seeds: Sequence[int]
     slo_rule: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    interval: str = "over seeds; low = ours = high where no seed can change the value"
 
 
 class Figure(Protocol):
@@ -147,13 +149,14 @@ def run(
         recorded |= {"policy": policy} | ({"policy_content": _digest(file)} if file.is_file() else {})
     if getattr(figure, "ALONE", False):
         how["workers"] = 1
+    record = partial(provenance.recorded, also=getattr(figure, "CODE", ()))
     origin = provenance.origin([name, *(["--small"] if small else []), *(f"--{o} {v}" for o, v in given.items())])
     with jobs.opened(head={"figure": name, "small": small, **recorded}, **how) as runner:
         runner.about = name
-        values = provenance.values(runner.run([provenance.recorded(job) for job in figure.jobs(small, **given)]))
+        values = provenance.values(runner.run([record(job) for job in figure.jobs(small, **given)]))
         then = getattr(figure, "then", None)
         if then is not None:
-            runner.run([provenance.recorded(job) for job in then(values, small, **given)])
+            runner.run([record(job) for job in then(values, small, **given)])
         done = runner.done()
     found = figure.found(provenance.values(done.values), small)
     known = claims().get(name, {})
@@ -173,7 +176,7 @@ def run(
         "seeds": list(found.seeds),
         "slo_rule": found.slo_rule,
         "settings": dict(found.settings),
-        "interval": "95 %, over seeds; low = ours = high where no seed can change the value",
+        "interval": f"95 %, {found.interval}",
         "wall": done.wall,
         "cpu": done.cpu,
         "notes": done.notes,

@@ -3,7 +3,8 @@
 The code that a figure measures is that of the policies which ran, and of what policies share (`policies`,
 `policy_kit`). A run keeps a digest of each of these modules; a module whose digest is another now has changed, and the
 page of the figure says so. Comments, docstrings and blank lines are in no digest: they change no number. What is under
-the policies (replica, simulator, step times) is in none either: tests hold it to its results.
+the policies (replica, simulator, step times) is kept for figures that measure it (`CODE`); tests hold it to its
+results.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ ROOT = Path(rubato.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 
 
-def recorded(job: Job) -> Job:
-    """The same job, which also says which modules of policies were loaded where it ran: `values` and `code` take its
-    results apart."""
-    return Job(job.key, _with_code, (job.work, job.given))
+def recorded(job: Job, also: Sequence[str] = ()) -> Job:
+    """The same job, which also says which modules of policies, and of the packages `also`, were loaded where it ran:
+    `values` and `code` take its results apart."""
+    return Job(job.key, _with_code, (job.work, job.given, (*PACKAGES, *also)))
 
 
-def _with_code(work: Any, given: tuple[Any, ...]) -> dict[str, Any]:
-    return {"value": work(*given), "code": {module: _now(module) for module in loaded()}}
+def _with_code(work: Any, given: tuple[Any, ...], packages: tuple[str, ...]) -> dict[str, Any]:
+    return {"value": work(*given), "code": {module: _now(module) for module in loaded(packages)}}
 
 
 def values(results: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -55,11 +56,15 @@ def code(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def loaded() -> list[str]:
-    """The modules of policies in this process, as paths below the package: `policies/edf.py`."""
+def loaded(packages: Sequence[str] = PACKAGES) -> list[str]:
+    """The modules of these packages in this process, as paths below ours: `policies/edf.py`."""
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     within = (Path(file).relative_to(ROOT) for file in files if file and Path(file).is_relative_to(ROOT))
-    return sorted(path.as_posix() for path in within if path.parts[0] in PACKAGES and path.name != "__init__.py")
+    prefixes = tuple(f"{own}/" for own in packages)
+    return sorted(
+        path.as_posix() for path in within
+        if path.as_posix().startswith(prefixes) and not (path.name == "__init__.py" and path.parts[0] in PACKAGES)
+    )  # fmt: skip
 
 
 def origin(arguments: Sequence[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import experiments
 from experiments import provenance
 
 CODE = '''"""What it is."""
@@ -50,3 +51,18 @@ def test_what_a_job_loaded_is_said_with_its_value() -> None:
     assert result["code"]["policies/sarathi.py"] == provenance.digest_of(provenance.ROOT / "policies" / "sarathi.py"), (
         rubato.policies.sarathi.SOURCE
     )
+
+
+def test_a_figure_keeps_the_packages_that_it_measures() -> None:
+    import rubato.latency.affine
+
+    ran = provenance.recorded(provenance.Job("one", max, (1, 2)), also=["latency"])
+    found = provenance.code([ran.work(*ran.given)])
+    assert found["latency/affine.py"] == provenance.digest_of(provenance.ROOT / "latency" / "affine.py"), (
+        rubato.latency.affine
+    )
+    assert not any(module.startswith("core/") for module in found)
+    figures = {name: getattr(experiments.load(name), "CODE", ()) for name in experiments.names()}
+    folders = {package for own in figures.values() for package in own}
+    assert folders
+    assert all((provenance.ROOT / package).is_dir() for package in folders)
