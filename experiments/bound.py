@@ -47,6 +47,7 @@ TARGET, TOLERANCE = 0.9, 0.01
 ASKED: tuple[Alike, ...] = ("anybody", "deciles")
 COPIES = 3
 SCENARIOS = slos_serve.OPT
+BURSTS = "coder"
 MIXES = ("mooncake-conversation", "mooncake-toolagent")  # of which a period is longer than requests stay
 REPLICAS, HOST = 10, "constant"  # of PolyServe's fleet
 FLEET_SEEDS = 2  # of the three: its runs take longest
@@ -70,10 +71,12 @@ CHUNKS = (1, 2, 8, 40, 200, 700, 1900)
 
 @dataclass(frozen=True)
 class Scale:
-    """count, fleet: requests of a period, on one replica and on PolyServe's. batches: jobs of random batches."""
+    """count, fleet: requests of a period, on one replica and on PolyServe's; bursts: of Coder's, whose bursts are
+    long: of fewer no policy holds any rate under some seeds. batches: jobs of random batches."""
 
     seeds: tuple[int, ...] = (1, 2, 3)
     count: int = 300
+    bursts: int = 400
     fleet: int = 700
     batches: int = 8
     slos: slos_serve.Scale = slos_serve.FULL
@@ -87,7 +90,7 @@ class Scale:
 
 FULL = Scale()
 SMALL = Scale(
-    (1,), 12, 12, 1, replace(slos_serve.SMALL_SEARCH, count=12), ("chatbot",), MIXES[:1], 2, 1.6, 0.5, LOADS[-1:]
+    (1,), 12, 12, 12, 1, replace(slos_serve.SMALL_SEARCH, count=12), ("chatbot",), MIXES[:1], 2, 1.6, 0.5, LOADS[-1:]
 )
 
 
@@ -136,7 +139,8 @@ def offered(name: str, seed: int, small: bool) -> Offered:
     scale = _scale(small)
     if name in SCENARIOS:
         machine = slos_serve.hardware(name, scale.slos)
-        return Offered(slos_serve.load(name, seed, scale.slos, count=scale.count), machine)
+        count = scale.bursts if name == BURSTS else scale.count
+        return Offered(slos_serve.load(name, seed, scale.slos, count=count), machine)
     load, machine = polyserve.promised(name, HOST, scale.fleet, seed), polyserve.hardware(HOST)
     if small:  # so few requests that some rate is too high for them
         load = slos_serve.with_outputs(load, lambda output: max(2, output // scale.slos.shorter))
@@ -272,7 +276,8 @@ def found(values: Sequence[Any], small: bool) -> Found:
                 logs = [float(np.mean(np.log(np.maximum(of_seed, 1e-3)))) for of_seed in own]
                 estimates[f"{prefix}{policy}-{alike}"] = over_seeds(logs).exp()
     settings = {
-        "policies": POLICIES, "fleet": ON_FLEET, "replicas": scale.replicas, "requests": [scale.count, scale.fleet],
+        "policies": POLICIES, "fleet": ON_FLEET, "replicas": scale.replicas,
+        "requests": [scale.count, scale.bursts, scale.fleet],
         "copies": COPIES, "target": TARGET, "tolerance": scale.tolerance, "grid": scale.grid, "lengths": "oracle",
     }  # fmt: skip
     return Found(estimates, list(values), scale.seeds, "deadline", settings)
