@@ -20,6 +20,7 @@ import numpy as np
 from experiments import Found, adaserve_rate, ascendra_capacity, polyserve_goodput, slos_serve_capacity
 from experiments._adaserve_runs import MODELS, REAL
 from experiments._host import AS_STATED, TODAY
+from experiments._polyserve_runs import BEFORE, COUNTED
 from experiments._rate_search import MEASURES
 from experiments._slos_serve_runs import FULL, OURS, SMALL_SEARCH
 from rubato.latency import profiles
@@ -37,9 +38,8 @@ SETTINGS = {
     "prefill_first": "prefill_first:reserve_kv=true",
     "sarathi": "sarathi:budget=0,reserve_kv=true",
 }
-SEEDS = (1, 2, 3)
+SEEDS, COUNT = (1, 2, 3), 400  # COUNT: of requests, for SLOs-Serve
 DATA, REPLICAS = "mooncake-synthetic", 10
-STAYS, FILL = 1.5, 0.7  # mean stays that are counted, and before them
 EACH = list(MEASURES)[-1]
 FLEET = (*polyserve_goodput.POLYSERVE, *polyserve_goodput.PAPERS)
 RATES = {"llama": (5.0, 7.0, 9.0), "qwen": (6.0, 8.5, 11.0)}  # requests/s: the faster host holds more
@@ -69,7 +69,7 @@ def jobs(small: bool) -> list[Job]:
 
 
 def slos_serve(host: str, case: str, system: str, small: bool) -> dict[str, Any]:
-    scale = replace(SMALL_SEARCH if small else FULL, term=HOSTS[host])
+    scale = replace(SMALL_SEARCH, term=HOSTS[host]) if small else replace(FULL, count=COUNT, term=HOSTS[host])
     found = {OURS: (SETTINGS[system], 0.0)}
     return {
         "paper": "slos-serve", "host": host,
@@ -81,7 +81,7 @@ def polyserve(host: str, name: str, small: bool) -> dict[str, Any]:
     own = TODAY if HOSTS[host] == TODAY else polyserve_goodput.HOST
     replicas, seeds = (4, SEEDS[:1]) if small else (REPLICAS, SEEDS)
     settings = polyserve_goodput.settings(name, replicas)[: 1 if small else None]
-    stays, fill = (0.6, 0.2) if small else (STAYS, FILL)
+    stays, fill = (0.6, 0.2) if small else (COUNTED, BEFORE)
     ran = polyserve_goodput.measured(DATA, name, settings, seeds, stays, replicas, fill, own, (EACH,))
     return {"paper": "polyserve", "host": host, **ran}
 
@@ -149,8 +149,8 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates = {f"{paper}-{host}": results.ratio(paper, host) for paper in COMPARED for host in HOSTS}
     terms = {profile: asdict(term) for profile in PROFILES if (term := profiles.load(profile).host_term) is not None}
     settings = {
-        "hosts": HOSTS, "terms": terms, "systems": SETTINGS, "data": DATA, "replicas": REPLICAS, "stays": STAYS,
-        "rates": RATES, "model": MODEL, "seconds": SECONDS_OF,
+        "hosts": HOSTS, "terms": terms, "systems": SETTINGS, "data": DATA, "replicas": REPLICAS, "stays": COUNTED,
+        "count": COUNT, "rates": RATES, "model": MODEL, "seconds": SECONDS_OF,
     }  # fmt: skip
     return Found(estimates, list(values), [1] if small else list(SEEDS), "each paper's", settings)
 
