@@ -10,12 +10,15 @@ from typing import Any
 
 from experiments._guest import held
 from rubato.measure.records import Record
-from rubato.planning.capacity import crossing
+from rubato.planning.capacity import AlwaysAttained, NoCapacity, crossing
 
 # What is asked of a run: a share of the requests offered, of all or of those of the worst tier.
 MEASURES: Mapping[str, tuple[str, float]] = {
     "90 % of all": ("all", 0.9), "95 % of all": ("all", 0.95), "90 % of each tier": ("worst", 0.9)
 }  # fmt: skip
+
+
+FARTHER = 3
 
 
 def on_grid(rate: float, step: float) -> float:
@@ -77,10 +80,15 @@ class RateSearch:
 
     def goodput(self, choice: str, start: float, measure: str, factor: float = 0.0) -> float:
         """The rate at which the measure is just met: on the line (share over log rate) between the ends of a bracket.
-        factor: between rates tried until there is one; 0: that of the grid. Raises NoCapacity where the measure is met
-        at no rate tried."""
+        factor: between rates tried until there is one; 0: that of the grid; where the start was so far off that there
+        is none, it is `FARTHER` steps of that. Raises NoCapacity where the measure is met at no rate tried,
+        AlwaysAttained where it is met at all."""
         attained, factor = self.attained(choice, measure), factor or self.grid
-        middle = crossing(attained, 1.0, on_grid(start, factor), self.bracket, factor)
+        begin = on_grid(start, factor)
+        try:
+            middle = crossing(attained, 1.0, begin, self.bracket, factor)
+        except (AlwaysAttained, NoCapacity):
+            middle = crossing(attained, 1.0, begin, self.bracket, factor**FARTHER)
         rates = sorted(rate for known, rate in self.known if known == choice)
         high = min(rate for rate in rates if rate > middle and attained(rate) < 1.0)
         low = max(rate for rate in rates if rate < high and attained(rate) >= 1.0)

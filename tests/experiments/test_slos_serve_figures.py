@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from rubato.core.plan import Shape
 from rubato.core.request import SLO
 from rubato.latency.affine import Model
 from rubato.measure.records import BenchResult, Record
+from rubato.planning.capacity import AlwaysAttained, NoCapacity
 from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Arrival, Workload, scenarios
 from tests.policies.test_tables import prompt, seen
@@ -94,6 +95,17 @@ def test_targets_share_runs_and_a_near_start_takes_few() -> None:
     assert rates[0] == rates[1] == pytest.approx(3.0, rel=0.09)
     assert len(tried.asked) <= 4
     assert tried.capacity("e", PAPERS, 1.0) == 0.0
+
+
+@pytest.mark.parametrize("start", [0.5, 1.0, 2.9, 9.0, 20.0])
+def test_a_start_far_from_what_is_held_finds_it_all_the_same(start: float) -> None:
+    """In steps of the grid, of 8 %, twelve tries end at 2.5 times the start, and at that part of it."""
+    tried = Tried(HOLDS)
+    assert tried.goodput("a", start, PAPERS, runs.GRID) == pytest.approx(3.0, rel=0.09)
+    with pytest.raises(AlwaysAttained):
+        Tried({"all": (inf, inf)}).goodput("all", start, PAPERS, runs.GRID)
+    with pytest.raises(NoCapacity):
+        tried.goodput("e", start, PAPERS, runs.GRID)
 
 
 def test_the_capacity_of_a_replica_and_of_pools_is_a_replicas() -> None:
