@@ -38,7 +38,8 @@ SETTINGS = {
     "prefill_first": "prefill_first:reserve_kv=true",
     "sarathi": "sarathi:budget=0,reserve_kv=true",
 }
-SEEDS, COUNT = (1, 2, 3), 400  # COUNT: of requests, for SLOs-Serve
+SEEDS = (1, 2, 3)
+COUNT, COUNTS = 300, {"coder-13b": 400}  # of requests, for SLOs-Serve; more where bursts are long
 DATA, REPLICAS = "mooncake-synthetic", 10
 EACH = list(MEASURES)[-1]
 FLEET = (*polyserve_goodput.POLYSERVE, *polyserve_goodput.PAPERS)
@@ -69,7 +70,11 @@ def jobs(small: bool) -> list[Job]:
 
 
 def slos_serve(host: str, case: str, system: str, small: bool) -> dict[str, Any]:
-    scale = replace(SMALL_SEARCH, term=HOSTS[host]) if small else replace(FULL, count=COUNT, term=HOSTS[host])
+    scale = (
+        replace(SMALL_SEARCH, term=HOSTS[host])
+        if small
+        else replace(FULL, count=COUNTS.get(case, COUNT), term=HOSTS[host])
+    )
     found = {OURS: (SETTINGS[system], 0.0)}
     return {
         "paper": "slos-serve", "host": host,
@@ -150,7 +155,8 @@ def found(values: Sequence[Any], small: bool) -> Found:
     terms = {profile: asdict(term) for profile in PROFILES if (term := profiles.load(profile).host_term) is not None}
     settings = {
         "hosts": HOSTS, "terms": terms, "systems": SETTINGS, "data": DATA, "replicas": REPLICAS, "stays": COUNTED,
-        "count": COUNT, "rates": RATES, "model": MODEL, "seconds": SECONDS_OF,
+        "counts": {case: COUNTS.get(case, COUNT) for case in CASES}, "rates": RATES, "model": MODEL,
+        "seconds": SECONDS_OF,
     }  # fmt: skip
     return Found(estimates, list(values), [1] if small else list(SEEDS), "each paper's", settings)
 

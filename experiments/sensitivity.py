@@ -135,7 +135,7 @@ class Scale:
     coarse: int
 
 
-FULL = Scale(300, (1, 2, 3), 1.04, 0.05, 4)
+FULL = Scale(200, (1, 2, 3), 1.08, 0.09, 2)
 SMALL = Scale(40, (1,), 2.0, 1.0, 1)
 TUNING = 0  # the seed that rates are found on
 
