@@ -40,7 +40,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload
 
 SOURCE = "ours; SLOs-Serve's and PolyServe's scenarios"
-SECONDS = 2400.0
+SECONDS = 4000.0
 CODE = ("latency", "planning/bound")
 
 TARGET, TOLERANCE = 0.9, 0.01
