@@ -340,7 +340,7 @@ def _parts(binds: Sequence[Mapping[str, float]]) -> str:
 
 
 def draw(data: Sequence[Any], axes: Any) -> None:
-    """Shares of the bound where anybody may be dropped, a group of bars a scenario; ticks: of that by deciles."""
+    """Shares of the bound of all, a group of bars a scenario; ticks: of that of the worst decile."""
     names = _names(data, "bound")
     policies = list(dict.fromkeys(v["policy"] for v in _of(data, "reached")))
     width = 0.8 / len(policies)
@@ -355,6 +355,6 @@ def draw(data: Sequence[Any], axes: Any) -> None:
         axes.bar(x, [share["anybody"] for share in shares], width, label=policy)
         axes.plot(x, [share["deciles"] for share in shares], "k_", markersize=6)
     axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_xticks(range(len(names)), names)
-    axes.set_ylabel("rate / bound (bars: anybody may be dropped,\nticks: every decile alike)")
+    axes.set_xticks(range(len(names)), [name.replace("-", "\n") for name in names])
+    axes.set_ylabel("rate / bound (bars: of all,\nticks: of the worst decile of cost)")
     axes.legend(fontsize=7, ncols=2)
