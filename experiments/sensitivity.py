@@ -39,7 +39,7 @@ from rubato.workloads import Arrival, Workload, scenarios
 from rubato.workloads.workload import HASH_BLOCK
 
 SOURCE = "ours"
-SECONDS = 2500.0
+SECONDS = 1100.0
 
 SCENARIO, REPLICAS = "slos-serve-mixed", 3
 START = 12.0  # requests/s of the fleet
@@ -275,7 +275,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
     worst = {system: results.worst(system)[1] for system in results.systems}
     estimates = {f"worst-{system}": worst[system] for system in ("rubato", "edf")}
     estimates["worst-papers"] = max((worst[system] for system in papers), key=lambda lost: lost.value)
-    warm, today = results.conditions[-1], TODAY if TODAY in results.conditions else ""
+    warm, today = results.conditions[-1], TODAYS if TODAYS in results.conditions else ""
     for name, condition in (("", ""), ("-today", today), ("-cached", warm)):
         over = {system: results.ratio(system, condition, "edf", condition) for system in results.systems}
         estimates[f"rubato-edf{name}"] = over["rubato"]
