@@ -1,10 +1,10 @@
-"""How much each policy loses when what it was told is wrong: step times, lengths, the mix of SLOs; and what host and
-prefix cache change.
+"""Attainment lost where step times, lengths or the mix of SLOs are not as policies were told.
 
-SLOs-Serve's Mixed on three replicas. Each policy is offered the rate at which 90 % attain for it (all tiers together,
-nothing disturbed, on a seed that is not measured), and again with one thing changed: what is lost is that policy's own
-attainment, in points, seed by seed. What changes the work itself (the host's time of today's vLLM, prompts that are in
-the prefix cache) is shown by the rate that attains 90 %, over the policy's own without it, and over `edf`'s.
+And what host and prefix cache change. SLOs-Serve's Mixed on three replicas. Each policy is offered the rate at which 90
+% attain for it (all tiers together, nothing disturbed, on a seed that is not measured), and again with one thing
+changed: what is lost is that policy's own attainment, in points, seed by seed. What changes the work itself (the host's
+time of today's vLLM, prompts that are in the prefix cache) is shown by the rate that attains 90 %, over the policy's
+own without it, and over `edf`'s.
 
 Nothing disturbed: output lengths are learnt while running, step times are off by 5 % at random, and policies believe
 the profile for ever (`learns` off), so that a wrong model stays wrong. TTFTs are three times that of an idle replica.
