@@ -2,10 +2,11 @@
 
 A part of each headline figure, by its own machinery and judge, with shorter runs and three seeds: SLOs-Serve's four
 scenarios on OPT-13B without drafts (deadline rule), each system in the setting that the figure's tuning most often
-finds; one of PolyServe's data sets on ten replicas, AdaServe's two models with unequal acceptance and Ascendra's
-Mistral, tuned with each host. 2024's is the host term of the figures (PolyServe's: the constant that its paper's 15 ms
-imply); today's is the default of each profile, fitted to measured points (figure `silicon`). SA's profile is of whole
-steps and has none. TTFTs that are multiples of an idle replica's prefill follow the host; times in seconds stay.
+finds; one of PolyServe's data sets on ten replicas, AdaServe's two models with unequal acceptance and, with one seed,
+Ascendra's Mistral, tuned with each host. 2024's is the host term of the figures (PolyServe's: the constant that its
+paper's 15 ms imply); today's is the default of each profile, fitted to measured points (figure `silicon`). SA's profile
+is of whole steps and has none. TTFTs that are multiples of an idle replica's prefill follow the host; times in seconds
+stay.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ MODEL, TUNED = "mistral", (ascendra_capacity.OURS, *ascendra_capacity.TUNED)
 def jobs(small: bool) -> list[Job]:
     """One for each host, and system or model."""
     cases, models = (CASES[:1], ("llama",)) if small else (CASES, tuple(MODELS))
-    fleet, seeds = (polyserve_goodput.SMALL, ascendra_capacity.SEEDS[:1]) if small else (FLEET, ascendra_capacity.SEEDS)
+    fleet, seeds = polyserve_goodput.SMALL if small else FLEET, ascendra_capacity.SEEDS[:1]
     made = []
     for host in HOSTS:
         made += [
