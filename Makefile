@@ -2,6 +2,8 @@
 PIP_ARGS ?=
 PYTHON ?= python3.11
 PORT ?= 8000
+VLLM ?= 0.32.0 0.33.0
+RUNNERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -12,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full test-vllm soak soak-short setup serve docs file-map api check format bench clean
+.PHONY: demo test test-full test-vllm test-vllm-cuda soak soak-short setup serve docs file-map api check format bench clean
 
 demo: $(DEMO_INSTALLED)  ## measure this machine, then three tiers of requests, policy against policy
 	$(BIN)/rubato demo
@@ -22,10 +24,21 @@ test: setup  ## the tests, but for those that take long
 
 test-full: setup  ## all tests, with more random examples
 	HYPOTHESIS_PROFILE=more $(PYTEST)
+	$(MAKE) test-vllm-cuda RUNNERS="1 2"
 
 test-vllm: setup  ## our schedulers inside vLLM (builds its environment in .venv-vllm)
 	$(BIN)/python benchmarks/vllm_env.py
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 tests/vllm
+
+# vLLM's Python alone, before the CPU build's on the path, and a GPU that is faked: its configuration, not its kernels.
+test-vllm-cuda: setup  ## the same as on a GPU: V2 model runner, asynchronous, each release of VLLM (RUNNERS="1 2")
+	$(BIN)/python benchmarks/vllm_env.py
+	@for version in $(VLLM); do for runner in $(RUNNERS); do \
+	folder=$$($(BIN)/python tools/vllm_release.py $$version) || exit 1; \
+	echo "vLLM $$version on a faked H100, V$$runner model runner"; \
+	OMP_NUM_THREADS=1 PYTHONPATH=$$folder VLLM_USE_V2_MODEL_RUNNER=$$((runner - 1)) \
+	.venv-vllm/bin/python -m pytest -n 2 -p tests.vllm.faked_cuda tests/vllm || exit 1; \
+	done; done
 
 soak-short: setup  ## four servers, a minute each, under load and faults; also in test-full
 	$(BIN)/python -m tests.soak --minutes 3
@@ -83,4 +96,4 @@ bench: setup  ## speed against vLLM's CPU build (builds its environment in .venv
 	$(BIN)/python benchmarks/engine_vs_vllm.py --json results/engine_vs_vllm.json
 
 clean:
-	rm -rf $(VENV) .venv-vllm results build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .vllm-releases results build .mypy_cache .ruff_cache .pytest_cache .hypothesis

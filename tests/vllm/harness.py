@@ -51,10 +51,10 @@ def engine_config(model: str, speculative: str = "null") -> Any:
     return args.create_engine_config()
 
 
-def with_v2_model_runner(model: Path, monkeypatch: Any) -> None:
-    """As if Triton were there, which it needs."""
+def with_model_runner(version: int, model: Path, monkeypatch: Any) -> None:
+    """Of vLLM's two model runners that one, whatever the platform would choose."""
     engine_config(str(model))
-    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", version == 2)
 
 
 class Recording:
@@ -105,6 +105,7 @@ class Harness:
     pace: float = 0.0  # seconds of each step, whatever is in it; 0: by `STEP`
     watched: bool = True  # plans, events and blocks are looked at; for what is measured they are not
     running: deque[Running] = field(default_factory=deque)
+    slots: set[str] = field(default_factory=set)  # requests that the V2 model runner holds
 
     def add(
         self,
@@ -168,6 +169,8 @@ class Harness:
             if not request.is_prefill_chunk and request.pooling_params is None:
                 own = drafts.get(id, [])
                 sampled[id] = (request.num_computed_tokens - len(own) - request.num_prompt_tokens, own)
+        if scheduler.use_v2_model_runner:
+            self._check_slots(output)
         self.running.append(Running(output, sampled))
         self.steps += 1
         self.scheduled.append(counts)
@@ -199,7 +202,8 @@ class Harness:
                     self.ended[one.request_id] += 1
                     self.reasons[one.request_id] = (str(one.finish_reason), one.stop_reason)
         if scheduler.num_spec_tokens and counts and not scheduler.scheduler_config.async_scheduling:
-            ids = [id for id in batch.sampled if id in scheduler.requests]
+            drafting = [] if getattr(output, "skip_drafts", False) else batch.sampled
+            ids = [id for id in drafting if id in scheduler.requests]
             most = output.num_spec_tokens_to_schedule
             scheduler.update_draft_token_ids(DraftTokenIds(ids, [self._drafted(id, most) for id in ids]))
 
@@ -227,6 +231,15 @@ class Harness:
         assert scheduler.rubato.steps == self.steps
         assert not self.running
         return {e.id: e for e in finished}
+
+    def _check_slots(self, output: Any) -> None:
+        """As the V2 model runner does: one that is started and finds no slot ends the engine."""
+        self.slots -= output.finished_req_ids | (output.preempted_req_ids or set())
+        started = [new.req_id for new in output.scheduled_new_reqs]
+        assert self.slots.isdisjoint(started)
+        self.slots.update(started)
+        assert len(self.slots) <= self.scheduler.scheduler_config.max_num_seqs
+        assert self.slots.issuperset(output.scheduled_cached_reqs.req_ids)
 
     def _check_blocks(self) -> None:
         """Who holds a block is counted in it, and what is computed in it is the holder's own prefix."""

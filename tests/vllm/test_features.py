@@ -19,7 +19,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from tests.vllm.harness import Harness, harness, token, with_v2_model_runner
+from tests.vllm.harness import Harness, harness, token, with_model_runner
 from tests.vllm.test_plans import CHANCE, QUEUES, Fields, drive, scarce
 
 POLICIES = ["edf", "slos_serve", CHANCE]
@@ -203,7 +203,7 @@ def test_data_parallel(model: Path, policy: str, seed: int, queue: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pipeline_parallel_and_asynchronous(model: Path, policy: str, seed: int, monkeypatch: Any) -> None:
     """With vLLM's V2 model runner: a request's next token is planned as many steps later as there are stages."""
-    with_v2_model_runner(model, monkeypatch)
+    with_model_runner(2, model, monkeypatch)
 
     def change(config: Any) -> None:
         config.parallel_config.pipeline_parallel_size = 2
@@ -247,6 +247,18 @@ def test_long_prefill_token_threshold(model: Path, policy: str, seed: int, queue
 
     made = made_for(model, policy, seed, queue, change=change)
     assert served(made, seed).keys() <= {"long_prefill_token_threshold", "kv"}
+
+
+@each
+def test_prefill_schedule_interval_is_the_policys(model: Path, policy: str, seed: int, queue: str) -> None:
+    """vLLM's own steps between those that prefill, from 0.33 on: none while a policy plans."""
+
+    def change(config: Any) -> None:
+        config.scheduler_config.prefill_schedule_interval = 4
+
+    made = made_for(model, policy, seed, queue, change=change)
+    made.exact = True
+    assert not served(made, seed)
 
 
 @each
@@ -350,6 +362,14 @@ def test_a_diffusion_model_is_refused(model: Path) -> None:
         vars(config.model_config)["is_diffusion"] = True
 
     with pytest.raises(ValueError, match="Rubato cannot schedule this vLLM: the model is a diffusion model"):
+        harness(model, "edf", blocks=20, change=change)
+
+
+def test_a_worker_that_is_not_vllms_is_refused(model: Path) -> None:
+    def change(config: Any) -> None:
+        config.parallel_config.worker_cls = "vllm_ascend.worker.worker.NPUWorker"
+
+    with pytest.raises(ValueError, match=r"the worker is vllm_ascend.*use a worker of vLLM's own"):
         harness(model, "edf", blocks=20, change=change)
 
 

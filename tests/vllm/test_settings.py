@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from rubato.engines.vllm.settings import Settings, check_version, settings_of
 from rubato.policies import PolicyError
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, kv_blocks=20, block_size=16)
-KV: Any = None  # asked for nothing here
+KV: Any = SimpleNamespace(ahead=0)  # asked for nothing else here
 
 
 def test_defaults() -> None:
@@ -73,12 +74,12 @@ def test_unknown_policy() -> None:
         PolicyDriver(settings_of({"rubato": {"policy": "edv"}}), LIMITS, KV)
 
 
-@pytest.mark.parametrize("found", ["0.32.0", "0.32.1", "0.32.0+cpu"])
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.33.0", "0.33.0+cu130"])
 def test_versions_that_it_is_written_for(found: str) -> None:
     check_version(found)
 
 
-@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0.0", "0.33.0rc1", "dev"])
+@pytest.mark.parametrize("found", ["0.31.2", "0.34.0", "1.0.0", "0.34.0rc1", "dev"])
 def test_any_other_version_is_an_error_that_says_which(found: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(f"vLLM {found} is installed, and this Rubato is written for")):
         check_version(found)

@@ -136,7 +136,7 @@ class View:
     def decode_blocks(self) -> int:
         """New KV blocks that this batch needs."""
         block = self.limits.block_size
-        return sum(-(-(s.cached + 1) // block) > s.blocks for s in self.running if s.pending == 1)
+        return sum(max(0, s.cached // block + 1 - s.blocks) for s in self.running if s.pending == 1)
 
     @property
     def newest(self) -> SeqView | None:

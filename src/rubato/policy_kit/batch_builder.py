@@ -146,8 +146,10 @@ class BatchBuilder:
         if count > min(self.seqs_left, self.tokens_left) or any(s.id not in running for s in seqs):
             return False
         cached = [s.cached for s in seqs]
-        # a new block is needed only when the last is full
-        blocks = sum([s.blocks * block <= c for c, s in zip(cached, seqs, strict=True) if c % block == 0])
+        # A new block is needed only when the last is full, or when a drafter writes ahead of the tokens.
+        ahead = "draft" in self.view.supports
+        each = [c // block + 1 - s.blocks for c, s in zip(cached, seqs, strict=True) if ahead or c % block == 0]
+        blocks = sum([lacking for lacking in each if lacking > 0])
         if blocks > self.kv_left:
             return False
         shape = self.shape

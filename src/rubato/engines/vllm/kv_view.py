@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import ceil
 from typing import Any
@@ -49,16 +49,14 @@ class KVView:
             and not scheduler.use_eagle_block_drop
         )
         self.named = self._pool.cached_block_hash_to_block.get_one_block
-        # A drafter with KV of its own writes so many tokens ahead of what is scheduled. Blocks for that are in no plan:
-        # a prompt is shown with as many fewer as it may lack for that, and for decodes as many are not shown as free.
+        # A drafter with KV of its own writes so many tokens ahead of what is scheduled. No plan has blocks for that, so
+        # a request is shown with as many fewer as it may take for them.
         self.ahead: int = scheduler.num_lookahead_tokens
-        self._verified: int = scheduler.num_spec_tokens
+        self._most_verified: int = scheduler.num_spec_tokens
 
-    def free(self, running: Iterable[VllmSeq]) -> int:
+    def free(self) -> int:
         free: int = self._pool.get_num_free_blocks()
-        if not self.exact:
-            free = int(free * self._scale)
-        return max(0, free - sum(map(self._owed, running))) if self.ahead else free
+        return free if self.exact else int(free * self._scale)
 
     def blocks_of(self, seq: VllmSeq) -> int:
         """Below 0 for one that holds none and will need some beyond its tokens'."""
@@ -70,15 +68,14 @@ class KVView:
             held = len(self._tables[0].get(seq.id, ()))
         else:
             held = max([ceil(self._scale * len(self._held(seq))), *(len(t.get(seq.id, ())) for t in self._tables)])
-        return held - blocks_for(self.ahead, self.block_size) if self.ahead and seq.pending > 1 else held
+        return held - self._blocks_ahead(seq) if self.ahead else held
 
-    def _owed(self, seq: VllmSeq) -> int:
-        """Blocks that a decode may need beyond those for its next token."""
+    def _blocks_ahead(self, seq: VllmSeq) -> int:
+        """The most blocks that the drafter's tokens take beyond those of the request's, however many it is given."""
         if seq.pending > 1:
-            return 0
-        end = seq.cached + 1
-        held = max(self.blocks_of(seq), blocks_for(end, self.block_size))
-        return max(0, blocks_for(end + self._verified + self.ahead, self.block_size) - held)
+            return blocks_for(self.ahead, self.block_size)
+        ends = range(seq.cached + 1, seq.cached + 2 + self._most_verified)
+        return max(blocks_for(end + self.ahead, self.block_size) - blocks_for(end, self.block_size) for end in ends)
 
     def own_blocks_of(self, seq: VllmSeq) -> int:
         if seq.waiting or not self._scheduler._request_blocks_can_be_freed(seq.own):

@@ -160,7 +160,7 @@ class PolicyDriver(FleetPart):
         )
         # (a policy that plans drafts decides more than an order)
         plans_drafts = self.drafts.planned and num_spec_tokens > 0
-        self._room = Room(1 + num_spec_tokens) if settings.stand_aside and not plans_drafts else None
+        self._room = Room(1 + num_spec_tokens, kv.ahead) if settings.stand_aside and not plans_drafts else None
         self._settled = 0  # steps that may be left to vLLM without a look
         self._kv = kv
         self._recent: deque[float] = deque(maxlen=FAULTS)  # when the last faults were, without `_slow`
@@ -304,11 +304,12 @@ class PolicyDriver(FleetPart):
         if not self._flights:
             self.latency.idle(now - max(self._last, self._asked_since))
         queued = self._queued([seq for own in waiting if (seq := seqs.get(own.request_id)) is not None], now)
-        block, decodes, decode_kv, blocks = self.limits.block_size, 0, 0, 0
+        block, ahead, decodes, decode_kv, blocks = self.limits.block_size, self._kv.ahead, 0, 0, 0
         holding, prefilling = [], []
         for own in running:
             seq = seqs.get(own.request_id)
             if seq is None:
+                places += 1
                 continue
             holding.append(seq)
             seq.holds_kv()
@@ -320,7 +321,9 @@ class PolicyDriver(FleetPart):
             decodes += 1
             cached = seq.cached
             decode_kv += cached
-            if cached % block == 0:  # else there is room in its last block
+            if ahead:
+                blocks += max(0, cached // block + 1 - seq.blocks)
+            elif cached % block == 0:  # else there is room in its last block
                 blocks += seq.blocks * block <= cached
         self.drafts.show(holding)
         others = [seq for own in moving if (seq := seqs.get(own.request_id)) is not None]
@@ -334,7 +337,7 @@ class PolicyDriver(FleetPart):
             waiting=queued,
             running=holding,
             moving=others,
-            kv_free=max(0, self._kv.free(holding) - kv_taken),
+            kv_free=max(0, self._kv.free() - kv_taken),
             kv_total=limits.kv_blocks,
             limits=limits,
             latency=self.latency,
@@ -479,6 +482,7 @@ class PolicyDriver(FleetPart):
         to draft of each (None: vLLM's own)."""
         seqs, sampling, entries, drafting = self.seqs, [], [], []
         most, decodes, kv = self.drafts.most, 0, 0
+        drafts = most > 0 and not getattr(output, "skip_drafts", False)  # from vLLM 0.33 on
         for id, tokens in output.num_scheduled_tokens.items():
             own = requests[id]
             begun = own.num_computed_tokens - tokens
@@ -487,7 +491,7 @@ class PolicyDriver(FleetPart):
                 decodes, kv = decodes + 1, kv + begun + 1
             seq = seqs.get(id)
             if not own.is_prefill_chunk:
-                if most and (depth := most if depths is None else depths.get(id, 0)):
+                if drafts and (depth := most if depths is None else depths.get(id, 0)):
                     drafting.append((depth, 1))
                 if seq is not None:
                     seq.coming += 1
@@ -571,7 +575,7 @@ class PolicyDriver(FleetPart):
         }
 
     def _kv_free(self) -> int:
-        return self._kv.free([seq for seq in self.seqs.values() if not seq.waiting])
+        return self._kv.free()
 
     def close(self) -> None:
         if self._reports is not None:

@@ -20,10 +20,12 @@ SETTLED = 16  # steps that may be left to vLLM one after another without a look,
 
 
 class Room:
-    """Remembers what was promised lately. most_tokens: that a decode may bring, drafts among them."""
+    """Remembers what was promised lately. most_tokens: that a decode may bring, drafts among them. ahead: tokens beyond
+    them for which a drafter takes KV."""
 
-    def __init__(self, most_tokens: int = 1) -> None:
+    def __init__(self, most_tokens: int = 1, ahead: int = 0) -> None:
         self._most_tokens = most_tokens
+        self._ahead = ahead
         self._ttfts: deque[float] = deque(maxlen=RECENT)
 
     def offered(self, request: Request) -> None:
@@ -36,11 +38,11 @@ class Room:
         now, limits, decodes, running = view.now, view.limits, view.decodes, view.running
         starting = (*view.waiting, *view.prefilling)
         # blocks: of decodes until the next look, and of prompts whole, since what they hit may be free till they start
-        growth = len(running) * (1 + limits.blocks(SETTLED * self._most_tokens))
+        growth = len(running) * (1 + limits.blocks(SETTLED * self._most_tokens + self._ahead))
         places = limits.max_num_seqs if limits.max_running is None else min(limits.max_num_seqs, limits.max_running)
         if len(running) + len(view.waiting) > places:  # a policy may let more run than a batch of vLLM's has room for
             return False
-        growth += sum([limits.blocks(seq.cached + seq.pending) for seq in starting])
+        growth += sum([limits.blocks(seq.cached + seq.pending + self._ahead) for seq in starting])
         if growth > view.kv_free:
             return False
         pending = sum([seq.pending for seq in starting])

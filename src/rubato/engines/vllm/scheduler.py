@@ -4,7 +4,7 @@ vLLM's `schedule` stays what it is: it allocates KV, builds the batch, keeps its
 set so that what it decides is the plan: its waiting queues hold only the requests that the plan starts, in the plan's
 order; the last limit on a request's chunk (`_reserve_prefill_lookahead`) is the plan's number of tokens, 0 if it passes
 over the request; and a prefix cache hit is the one that the plan was made on. What a View cannot say is left to vLLM's
-own rule, and what it then does otherwise is counted by its cause. Written for vLLM 0.32.
+own rule, and what it then does otherwise is counted by its cause. Written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         if limits.max_running is None:
             self.max_num_running_reqs = self.max_num_active_reqs = self.kv_cache_manager.block_pool.num_gpu_blocks
         # The policy admits: it is shown also what vLLM would hold back.
-        self._rules = Rules(False, 0, self.max_num_active_reqs)
+        self._rules = Rules(False, 0, self.max_num_active_reqs, 1)
         self._rules.apply(self)
         settings = settings or settings_of(self.vllm_config.additional_config)
         lease = lease_of(self.vllm_config)
@@ -106,6 +106,12 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _unsupported(self) -> Iterator[str]:
         if self.vllm_config.model_config.is_diffusion:
             yield "the model is a diffusion model, for which vLLM has a scheduler of its own"
+        worker = str(self.vllm_config.parallel_config.worker_cls)
+        if not worker.startswith("vllm.v1.worker."):
+            yield (
+                f"the worker is {worker}, of which Rubato does not know how many requests it can hold: use a worker of "
+                "vLLM's own (--worker-cls auto), or leave --scheduler-cls out"
+            )
 
     def _input_tokens(self) -> int:
         """Tokens that a batch may have, whatever sequences it is of: some drafters take further places for each."""
@@ -252,14 +258,20 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
                 kv_taken = self._choose_pulls(waiting)
                 moving += [r for r in waiting if self.rubato.arrives(r.request_id)]
                 waiting = [r for r in waiting if not self.rubato.arrives(r.request_id)]
-        places = len(self.running) - len(running)
+        # In the V2 runner a streamed input that waits for its next part keeps its slot, and a request whose KV has come
+        # has none yet.
+        slots_taken = len(self.running) + self.num_waiting_for_streaming_input
+        slots_left = max(0, self.max_num_active_reqs - slots_taken)
+        moving += self._landed[slots_left:]
+        del self._landed[slots_left:]
+        places = slots_taken - len(running)
         view: View = self.rubato.view(waiting, [*running, *self._landed], moving, places, kv_taken)
         return view
 
     def _choose_pulls(self, waiting: Iterable[Any]) -> int:
         """Note whose KV is to be asked for in this step: of those that wait for that, in their order, as many as there
         is memory for. Returns the blocks that they take."""
-        free, taken = self._kv.free(()), 0
+        free, taken = self._kv.free(), 0
         for request in waiting:
             if not self.rubato.arrives(request.request_id):
                 continue
@@ -433,11 +445,12 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         self._adapters.add(adapter)
         return True
 
-    def _get_local_prefix_cache_hit(self, request: Any) -> Any:
+    def _get_local_prefix_cache_hit(self, request: Any, *most_tokens: int | None) -> Any:
         # Not looked up again: that would find blocks allocated in this very step, unknown to the plan.
+        # most_tokens: from 0.33 on; given where an auxiliary output needs the end of a prompt to be run.
         seq = self.rubato.seqs.get(request.request_id) if self._step is not None and self._kv.exact else None
-        if seq is None or seq.hit is None or seq.hit.found is None:
-            return super()._get_local_prefix_cache_hit(request)
+        if seq is None or seq.hit is None or seq.hit.found is None or most_tokens not in ((), (None,)):
+            return super()._get_local_prefix_cache_hit(request, *most_tokens)
         return (*seq.hit.found, False)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
@@ -529,21 +542,27 @@ def _prefills(request: Any) -> bool:
 @dataclass(frozen=True, slots=True)
 class Rules:
     """How vLLM's scheduler admits requests: whether a prompt must fit as a whole, blocks to be kept free, how many may
-    be running."""
+    be running, steps from one that prefills to the next (from 0.33 on)."""
 
     reserve_full_isl: bool
     watermark_blocks: int
     max_active: int
+    prefill_interval: int
 
     @classmethod
     def of(cls, scheduler: Any) -> Rules:
-        manager = scheduler.kv_cache_manager
-        return cls(scheduler.scheduler_reserve_full_isl, manager.watermark_blocks, scheduler.max_num_active_reqs)
+        return cls(
+            scheduler.scheduler_reserve_full_isl,
+            scheduler.kv_cache_manager.watermark_blocks,
+            scheduler.max_num_active_reqs,
+            getattr(scheduler, "local_prefill_interval", 1),
+        )
 
     def apply(self, scheduler: Any) -> None:
         scheduler.scheduler_reserve_full_isl = self.reserve_full_isl
         scheduler.kv_cache_manager.watermark_blocks = self.watermark_blocks
         scheduler.max_num_active_reqs = self.max_active
+        scheduler.local_prefill_interval = self.prefill_interval
 
 
 class SyncScheduler(PolicyMixin, Scheduler):  # type: ignore[misc]

