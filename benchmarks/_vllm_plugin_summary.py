@@ -23,7 +23,6 @@ from rubato.measure import results
 from rubato.measure.confidence import Estimate, attainment_over_seeds, over_seeds
 
 STOCK = "stock"
-TUNED = " tokens"  # ends the labels of stock with a token budget of its own
 
 Rows = Sequence[Mapping[str, Any]]  # cells as their files keep them
 
@@ -124,14 +123,14 @@ def summary(rows: Rows, base: Baseline, rate: float, seeds: int, factors: Sequen
 
 
 def going_on(rows: Rows, labels: Sequence[str]) -> list[str]:
-    """Without the token budgets of stock that met fewer SLOs with the first seed than the best of them."""
-    met = {
-        label: sum(sum(r["run"]["requests"]["met"]) for r in rows if (r["contender"], r["seed"]) == (label, 1))
-        for label in labels
-        if label.endswith(TUNED)
-    }
-    best = max(met, key=lambda label: met[label], default="")
-    return [label for label in labels if label not in met or label == best]
+    """Without the values of one setting that met fewer SLOs with the first seed than its best value."""
+    met: dict[str, dict[str, int]] = {}
+    for row in rows:
+        if row["tuned"] and row["seed"] == 1:
+            of = met.setdefault(row["tuned"], {})
+            of[row["contender"]] = of.get(row["contender"], 0) + sum(row["run"]["requests"]["met"])
+    left_out = {label for of in met.values() for label in of if label != max(of, key=lambda name: of[name])}
+    return [label for label in labels if label not in left_out]
 
 
 def notes(rows: Rows) -> Iterator[str]:
@@ -169,6 +168,7 @@ def pooled(own: Rows) -> dict[str, Any]:
             for tier in own[0]["run"]["workload"]["tiers"]
         },
         "failed or refused": sum(outcome != "completed" for c in columns for outcome in c["outcome"]),
+        "client's lag p99, seconds": max(r["run"]["client"]["lag_p99"] for r in own),
         "others, share of a core": statistics.mean(r["others"] for r in own),
     }
     for name in ("ttft", "tpot"):
