@@ -237,9 +237,7 @@ def say(text: str) -> None:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--python", type=Path, help="vLLM's interpreter (default: .venv-vllm's, built if need be)"
-    )
+    parser.add_argument("--python", type=Path, help="vLLM's interpreter (default: .venv-vllm's, built if need be)")
     parser.add_argument("--model", help="folder of a checkpoint with its tokenizer (default: the bundled model)")
     parser.add_argument("--flags", default="", help="further flags of every server, in one text")
     parser.add_argument("--gpu", action="store_true", help="servers share a GPU's memory, with vLLM's own defaults")
@@ -253,9 +251,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--paired-seeds", type=int, default=5, help="below factor 1, of stock and the plug-in (5)")
     parser.add_argument("--budgets", default="128,256", help="token budgets tried of stock vLLM (128,256)")
     parser.add_argument("--queued-requests", default="16,32", help="--max-num-queued-reqs tried of stock (16,32)")
-    parser.add_argument(
-        "--queued-tokens", default="1000,2000", help="--max-num-queued-tokens tried (1000,2000)"
-    )
+    parser.add_argument("--queued-tokens", default="1000,2000", help="--max-num-queued-tokens tried (1000,2000)")
     parser.add_argument("--priority", action=argparse.BooleanOptionalAction, default=True, help="stock, by tier")
     parser.add_argument("--policy", action="append", help="NAME or NAME:SETTING=VALUE; again (edf, slos_serve)")
     parser.add_argument("--trace", type=Path, help="lengths, texts and times (default: the bundled kinds)")

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from rubato import policies
 from rubato.config.schema import Config, TenantSettings
-from rubato.engines.vllm.settings import TESTED, Settings
+from rubato.engines.vllm.settings import Settings
 from rubato.latency import profiles
 from rubato.serving.schemas import UNSUPPORTED
 from rubato.serving.vllm_reports import PluginMetrics
@@ -104,6 +104,7 @@ EVIDENCE = {
     "asynchronous scheduling in vLLM": """
         test:vllm/test_plans.py::vllms_configuration_chooses_the_scheduler
         test:vllm/test_plans.py::while_a_batch_runs_the_next_token_is_due_after_those_in_flight""",
+    "more than one vLLM version": "test:vllm/test_settings.py::versions_that_it_is_written_for",
     "speculative decoding, LoRA, pipeline or data parallelism in vLLM": """
         plugin-setting:uniform_drafts test:vllm/test_outputs.py::drafts_change_no_token
         test:vllm/test_features.py::lora test:vllm/test_features.py::data_parallel
@@ -226,11 +227,6 @@ def runs_on_gpus() -> list[str]:
     return [name for name in on_gpus if re.search(r"tokens/s|requests/s|attained", kept[name])]
 
 
-def versions_beside_one() -> list[str]:
-    first, after = TESTED
-    return [] if after == (first[0], first[1] + 1) else [f"{first} to {after}"]
-
-
 def beyond_our_models() -> list[str]:
     """Architectures of our engine that are mixtures of experts, and modules for tensor parallelism."""
     family = r'"\w*(?:Moe|Mixtral|Deepseek)\w*ForCausalLM"'
@@ -247,7 +243,6 @@ LACKS: dict[str, Callable[[], list[str]]] = {
     "tensor parallelism, CUDA graphs, FP8, MLA in vLLM": lambda: said(
         r"tensor_parallel_size=|fp8|cudagraph|enforce_eager=False", "tests/vllm"
     ),
-    "more than one vLLM version": versions_beside_one,
     "tools, JSON mode": lambda: [name for name in ("tools", "response_format") if name not in UNSUPPORTED],
     "quantised weights, tensor parallelism, mixture of experts in our engine": beyond_our_models,
     "batches over night": lambda: said(r"""["']/v1/batches"""),
