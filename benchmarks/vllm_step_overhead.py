@@ -1,28 +1,33 @@
 """CPU time of a step of vLLM's scheduler: stock and with the plug-in, in turns, without a model.
 
-    .venv-vllm/bin/python benchmarks/vllm_step_overhead.py [--policy edf] [--running 8,64,256] [--waiting 0,400]
+    python benchmarks/vllm_step_overhead.py [--python PATH] [--policy edf] [--running 8,64,256] [--waiting 0,400]
 
 `schedule` and `update_from_output` of both, step by step in turns in one process, with a token at once for each request
 of the batch and a clock that goes `STEP` seconds a step. All that run decode, with an SLO each; as many may run as do,
 so those that wait stay. Of these a third have a TTFT of 2 s, a third of 10 s, a third none. Prefix caching is on, as it
 is by default. The plug-in plans each step, and, as by default, only those in which not every SLO has room.
---asynchronous: vLLM's AsyncScheduler with two batches in flight. Reported: the median over steps of CPU ms, for each
-part, and of the difference, with the middle half of the rounds.
+--python: an interpreter that has vLLM. --asynchronous: vLLM's AsyncScheduler with two batches in flight. Reported: the
+median over steps of CPU ms, for each part, and of the difference, with the middle half of the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NoReturn
+
+from vllm_env import ensure_env
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -143,14 +148,24 @@ def told(rows: Sequence[dict[str, Any]], policy: str) -> str:
     return "\n".join(lines)
 
 
+def under(python: Path) -> NoReturn:
+    """Run this script with that interpreter in place of this one. Raises SystemExit where it has no vLLM."""
+    if subprocess.run([python, "-c", "import vllm"], capture_output=True).returncode:
+        raise SystemExit(f"{python} does not import vLLM: give --python an interpreter that does")
+    os.execv(python, [str(python), *sys.argv])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", type=Path, help="vLLM's interpreter (default: .venv-vllm's, built if need be)")
     parser.add_argument("--policy", default="edf")
     parser.add_argument("--running", default="8,64,256")
     parser.add_argument("--waiting", default="0,400")
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if find_spec("vllm") is None:
+        under(args.python or ensure_env())
     from transformers import LlamaConfig
 
     with tempfile.TemporaryDirectory() as model:
