@@ -2,7 +2,8 @@
 PIP_ARGS ?=
 PYTHON ?= python3.11
 PORT ?= 8000
-VLLM ?= 0.32.0 0.33.0
+TESTED_VLLM := 0.32.0 0.33.0
+VLLM ?= $(TESTED_VLLM)
 RUNNERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,14 +32,16 @@ test-vllm: setup  ## our schedulers inside vLLM (builds its environment in .venv
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 tests/vllm
 
 # vLLM's Python alone, before the CPU build's on the path, and a GPU that is faked: its configuration, not its kernels.
-test-vllm-cuda: setup  ## the same as on a GPU: V2 model runner, asynchronous, each release of VLLM (RUNNERS="1 2")
+test-vllm-cuda: setup  ## the same as on a GPU: V2 model runner, asynchronous, each release of VLLM (of one that is new, what changed)
 	$(BIN)/python benchmarks/vllm_env.py
 	@for version in $(VLLM); do for runner in $(RUNNERS); do \
 	folder=$$($(BIN)/python tools/vllm_release.py $$version) || exit 1; \
 	echo "vLLM $$version on a faked H100, V$$runner model runner"; \
 	OMP_NUM_THREADS=1 PYTHONPATH=$$folder VLLM_USE_V2_MODEL_RUNNER=$$((runner - 1)) \
-	.venv-vllm/bin/python -m pytest -n 2 -p tests.vllm.faked_cuda tests/vllm || exit 1; \
-	done; done
+	.venv-vllm/bin/python -m pytest -n 2 -p tests.vllm.faked_cuda tests/vllm || failed=1; \
+	done; \
+	case "$(TESTED_VLLM)" in *$$version*) ;; *) $(BIN)/python tools/vllm_changes.py $(lastword $(TESTED_VLLM)) $$version; esac; \
+	done; exit $${failed:-0}
 
 soak-short: setup  ## four servers, a minute each, under load and faults; also in test-full
 	$(BIN)/python -m tests.soak --minutes 3

@@ -96,7 +96,8 @@ class KVView:
         blocks = found[0].blocks[0] if self.exact else ()
         keys = [b.block_hash for b in blocks]
         longer = None
-        if self.by_name and len(blocks) < (own.num_tokens - 1) // self.block_size:
+        named = len(own.block_hashes)  # from 0.33 on fewer than full blocks, where a hash covers tokens after its block
+        if self.by_name and len(blocks) < min(named, (own.num_tokens - 1) // self.block_size):
             longer = make_block_hash_with_group_id(own.block_hashes[len(blocks)], 0)
         seq.hit = Hit(found[1] + self._elsewhere(own, found[1]), blocks, found, keys, longer)
         return seq.hit

@@ -1,0 +1,85 @@
+"""What the plug-in uses of vLLM and another release has otherwise: `python tools/vllm_changes.py 0.33.0 0.34.0`.
+
+Every name that the plug-in or its test harness reads of an object or imports is looked up in the older release, in the
+files of the scheduler, its KV manager and its requests. Printed are those that are gone, and functions whose parameters
+differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_release import ROOT, unpacked
+
+USERS = ("src/rubato/engines/vllm", "src/rubato/vllm.py", "tests/vllm/harness.py")
+FILES = ("v1/core", "v1/request.py", "v1/outputs.py", "v1/engine/__init__.py", "v1/kv_cache_interface.py", "config")
+
+
+def python_files(root: Path, places: tuple[str, ...]) -> Iterator[Path]:
+    for place in places:
+        path = root / place
+        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def used_names() -> set[str]:
+    """Attributes, imported names, and methods that the plug-in overrides."""
+    names: set[str] = set()
+    for path in python_files(ROOT, USERS):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.FunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+                names.update(alias.name for alias in node.names)
+    return {name for name in names if not name.startswith("__")}
+
+
+def defined(release: Path) -> dict[str, set[str]]:
+    """What a release defines: each name, by "file: name" with its parameters where it is a function."""
+    found: dict[str, set[str]] = {}
+    for path in python_files(release / "vllm", FILES):
+        where = path.relative_to(release / "vllm")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.setdefault(node.name, set()).add(f"{where}: {node.name}({ast.unparse(node.args)})")
+            elif isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, set()).add(f"{where}: {node.name}")
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    name = getattr(target, "attr", getattr(target, "id", None))
+                    if name:
+                        found.setdefault(name, set()).add(f"{where}: {name}")
+    return found
+
+
+def changes(older: str, newer: str) -> list[str]:
+    """A line for each name that is gone, and each function that the newer release has with other parameters."""
+    names, before, after = used_names(), defined(unpacked(older)), defined(unpacked(newer))
+    lines = []
+    for name in sorted(names & before.keys()):
+        if name not in after:
+            lines.append(f"gone      {'; '.join(sorted(before[name]))}")
+            continue
+        was, now = (sorted(w for w in found[name] if "(" in w) for found in (before, after))
+        for line in was:
+            same_file = [other for other in now if other.partition("(")[0] == line.partition("(")[0]]
+            if line not in now and same_file:
+                lines.append(f"changed   {line}\n       to {'; '.join(same_file)}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("older")
+    parser.add_argument("newer")
+    args = parser.parse_args()
+    lines = changes(args.older, args.newer)
+    print(f"vLLM {args.older} to {args.newer}, of what the plug-in uses: {len(lines)} names changed", *lines, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
