@@ -25,6 +25,7 @@ from rubato.measure.http_client import TierField
 
 HERE = Path(__file__).resolve().parent
 MODEL = "served"  # the name of the model in requests
+CONTEXT = 2048  # tokens that the model may hold
 READY_S = 600.0  # that a server may take to load
 GPU_SHARE = 0.9  # of its memory, for all servers together
 
@@ -81,7 +82,7 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
 
 def flags_of_all(args: argparse.Namespace, servers: int) -> list[str]:
     """Flags of every server, `servers` of which are side by side."""
-    flags = [f"--max-model-len={args.context}", f"--served-model-name={MODEL}", "--host=127.0.0.1"]
+    flags = [f"--max-model-len={CONTEXT}", f"--served-model-name={MODEL}", "--host=127.0.0.1"]
     if args.gpu:
         flags.append(f"--gpu-memory-utilization={GPU_SHARE / servers:.3f}")
     else:

@@ -4,10 +4,11 @@
 
 Three tiers, their SLOs fixed multiples of what stock vLLM needs unloaded (the demo's). The rate that stock vLLM holds
 (90 % attained) is searched first, or given; then each contender gets the same requests at the same times, at factors of
-that rate, several seeds. Contenders: stock, stock with each token budget of `--budgets` (with the first seed; the best
-of them goes on), stock with its priority scheduling by tier, and the plug-in with each `--policy`. Each is a server of
-its own on all cores, its prefix cache on and emptied before each cell; while one is asked the others sleep; they take
-turns, in another order each cell.
+that rate, several seeds. Contenders: stock; stock with each token budget of `--budgets`, and with its own admission
+control at each of `--queued-requests` and `--queued-tokens` (with the first seed; the best of each kind goes on); stock
+with its priority scheduling by tier; and the plug-in with each `--policy`. Each is a server of its own on all cores,
+its prefix cache on and emptied before each cell; while one is asked the others sleep; they take turns, in another order
+each cell.
 
 Before each factor and seed stock is measured unloaded again: the SLOs are multiples of that, and the rates follow it,
 for machines whose speed changes from one quarter of an hour to the next.
@@ -46,7 +47,7 @@ from typing import Any
 from _capacity_estimate import CLOSE, next_rate
 from _load_clients import LoadClients
 from _vllm_plugin_summary import STOCK, Baseline, cost, going_on, shown, summary
-from _vllm_servers import MODEL, Contender, Server, contenders, forget, group_cpu, machine_cpu, plans, serving
+from _vllm_servers import CONTEXT, MODEL, Contender, Server, contenders, forget, group_cpu, machine_cpu, plans, serving
 from vllm_env import ROOT, ensure_env
 
 from rubato.core.request import SLO
@@ -58,7 +59,7 @@ from rubato.workloads import Workload, arrivals, traces
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import code
 
-CONTEXT, TEMPLATE = 2048, 64  # tokens of the model's context, and of its chat template at most
+TEMPLATE = 64  # tokens of the model's chat template, at most
 READ_ALONG = 0.1  # seconds a token; of a trace's promises those above are no chat's
 DRAIN, BEYOND = 15.0, 1.2  # for the estimate: seconds to finish a cell; the most that is served, in rates held
 
@@ -263,7 +264,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "vllm_plugin", help="where cells are kept")
     parser.add_argument("--json", type=Path, help="the summary's file (default: summary.json in --out)")
     args = parser.parse_args()
-    args.context = CONTEXT
     if args.python is not None and not os.access(args.python, os.X_OK):
         parser.error(f"--python {args.python}: no program; give the interpreter of an environment with vLLM")
     if args.longest_prompt + args.longest_output > CONTEXT - TEMPLATE:

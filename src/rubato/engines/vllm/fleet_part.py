@@ -18,6 +18,9 @@ from rubato.engines.vllm.sequence import VllmSeq, promised_request
 from rubato.latency import affine
 from rubato.policy_kit.fair_share import FairShare
 
+if TYPE_CHECKING:
+    from rubato.engines.vllm.kv_view import KVView
+
 NONE: frozenset[str] = frozenset()
 
 
@@ -37,6 +40,7 @@ class FleetPart:
     _fair: FairShare | None
     _held: dict[str, VllmSeq]
     kv_lease: float | None
+    _kv: KVView
     arriving: set[str]  # ids of requests whose KV is at another engine, or on its way
     come: set[str]  # of those whose KV has come, and that were in no batch since
     leaving: dict[str, VllmSeq]  # requests that have left, of which KV is still here
@@ -48,7 +52,6 @@ class FleetPart:
         def fault(self, place: str) -> None: ...
         def _happened(self, seq: VllmSeq, event: Event) -> None: ...
         def _to_observe(self, event: Event) -> None: ...
-        def _kv_free(self) -> int: ...
         def preempted(self, id: str) -> None: ...
         def _taken_out(self, id: str) -> VllmSeq | None: ...
 
@@ -67,7 +70,7 @@ class FleetPart:
                 "kv_lease": self.kv_lease,
             }
 
-        self._gateways.hand_over_to(hello, self.clock, self._kv_free())
+        self._gateways.hand_over_to(hello, self.clock, self._kv.free())
 
     def obey(self) -> list[tuple[str, HandoffReason]]:
         """Take in what gateways ask for. Returns requests that are to be handed off, and why."""

@@ -508,7 +508,7 @@ class PolicyDriver(FleetPart):
         self._flights.append(Flight(output, shape, Shape(decodes, decodes, kv), since, sampling))
         if self._gateways is not None and shape.seqs:
             seconds = self.latency.step_time(shape) if self._gateways.link.listeners else 0.0
-            self._gateways.batch(now, shape, seconds, output.num_scheduled_tokens, self._kv_free(), seqs)
+            self._gateways.batch(now, shape, seconds, output.num_scheduled_tokens, self._kv.free(), seqs)
 
     def deviated(self, causes: Iterable[str], about: str) -> None:
         """The step was not carried out as planned. causes: words of `docs/vllm.md`'s table."""
@@ -552,7 +552,7 @@ class PolicyDriver(FleetPart):
             now = self.clock()
             if self._gateways is not None:
                 batches = [flight.output.num_scheduled_tokens for flight in self._flights if flight.shape.seqs]
-                free = self._kv_free() if self._gateways.link.listeners or not self.seqs else 0
+                free = self._kv.free() if self._gateways.link.listeners or not self.seqs else 0
                 self._gateways.step(now, done, free, self.seqs, self.leaving, batches)
             if self._reports is not None:
                 self._reports.send(now, self._state, self.seqs, idle=idle)
@@ -573,9 +573,6 @@ class PolicyDriver(FleetPart):
             "drafted": {"accepted": self.drafts.right, "rejected": self.drafts.tried - self.drafts.right},
             "step_seconds_off": self.latency.spread,
         }
-
-    def _kv_free(self) -> int:
-        return self._kv.free()
 
     def close(self) -> None:
         if self._reports is not None:
