@@ -205,6 +205,25 @@ def test_the_oldest_without_a_promise_has_to_wait_for_memory_that_is_promised() 
 
 
 @pytest.mark.parametrize(
+    ("fixed", "settings", "tokens"),
+    [
+        (0.01, {}, 190),
+        (0.099, {}, 901),
+        (0.099, {"max_batch_seconds": 0.2}, 101),
+        (0.099, {"max_batch_seconds": 3}, 999),
+    ],
+)
+def test_a_batch_is_ten_steps_of_one_token_where_these_take_longer_than_200_ms(
+    fixed: float, settings: dict[str, object], tokens: int
+) -> None:
+    """Steps of 100 ms, as on CPUs: half of a batch of 200 ms is what any step costs."""
+    shown = seen([prompt("a", 999, ttft=20.0)], [], kv_free=400)
+    limits = replace(shown.limits, max_num_batched_tokens=2048)
+    made = plan(replace(shown, kv_total=400, limits=limits, latency=Linear(fixed)), **settings)
+    assert work(made) == {"a": tokens}
+
+
+@pytest.mark.parametrize(
     ("settings", "says"),
     [
         ({"safety_margin": -0.1}, "0 or more"),

@@ -37,6 +37,7 @@ DECLINED = "rejected-slo-infeasible"
 TIMEOUT = 0.1  # seconds after which it decides again, whatever is new (Algorithm 1)
 ASKED = 12  # requests decided in one admission; the others, due later, wait for the next step
 RETRIED = 8  # declined requests looked at again in one admission
+LONGEST_BATCH, LONGEST_IN_STEPS = 0.2, 10.0  # of a batch that no TPOT bounds: seconds, or steps of one token (ours)
 PATIENT_PACE = PATIENCE / 16  # seconds a token of the oldest best-effort request, once it is behind
 
 
@@ -72,13 +73,14 @@ class Step:
 class Scheduler:
     """safety_margin: predicted times count this much more; None: as much as the latency model has been off of late
     (root mean square; none where it is exact, or does not learn). max_batch_seconds: seconds of a batch that no TPOT
-    bounds. tier_values: what attaining a request of a tier is worth, 1 if not named. max_draft: tokens drafted for an
-    entry at most, where the engine drafts (0: none). max_hops: replicas that a declined request is handed on to.
+    bounds; None: 0.2, or ten times what a step with one token takes where that is longer. tier_values: what attaining a
+    request of a tier is worth, 1 if not named. max_draft: tokens drafted for an entry at most, where the engine drafts
+    (0: none). max_hops: replicas that a declined request is handed on to.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     safety_margin: float | None = None
-    max_batch_seconds: float = 0.2
+    max_batch_seconds: float | None = None
     tier_values: Mapping[str, float] = field(default_factory=dict)
     max_draft: int = LONGEST - 1
     max_hops: int = 3
@@ -102,7 +104,8 @@ class Scheduler:
         values = self.tier_values.values() if isinstance(self.tier_values, Mapping) else [self.tier_values]
         if wrong := [v for v in values if not (type(v) in (int, float) and 0.0 < v < inf)]:
             raise ValueError(f"tier_values has {wrong[0]!r}: give numbers above 0 by tier, like {{gold: 4}}")
-        if not 0.0 < self.max_batch_seconds < inf or not 0 <= self.max_draft < LONGEST or self.max_hops < 0:
+        longest = LONGEST_BATCH if self.max_batch_seconds is None else self.max_batch_seconds
+        if not 0.0 < longest < inf or not 0 <= self.max_draft < LONGEST or self.max_hops < 0:
             raise ValueError(
                 f"max_batch_seconds {self.max_batch_seconds}, max_draft {self.max_draft}, max_hops {self.max_hops}: "
                 f"give seconds, more than 0; 0 to {LONGEST - 1} tokens; 0 hops or more"
@@ -272,8 +275,12 @@ class Scheduler:
         return best, chosen
 
     def _unbound(self, capacity: BatchCapacity) -> float:
-        """Seconds of a batch that neither a TPOT nor the engine bounds."""
-        return max(self.max_batch_seconds, 2.0 * capacity.seconds(1))
+        """Seconds of a batch that neither a TPOT nor the engine bounds. Where a step is slow, short batches would be
+        mostly what any step costs, and hold few tokens of prefill."""
+        alone = capacity.seconds(1)
+        if self.max_batch_seconds is None:
+            return max(LONGEST_BATCH, LONGEST_IN_STEPS * alone)
+        return max(self.max_batch_seconds, 2.0 * alone)
 
     def _give_up(self, step: Step) -> None:
         """Decline each whose prompt cannot be done in time any more, even alone."""
