@@ -74,7 +74,7 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
             made.append(Contender(f"{STOCK}, {words.format(value)}", (f"{flag}={value}",), tuned=tuned))
     if args.priority:
         made.append(Contender(f"{STOCK}, priority", ("--scheduling-policy=priority",), "priority"))
-    for choice in map(PolicyChoice.parse, args.policy or ("edf", "slos_serve")):
+    for choice in map(PolicyChoice.parse, filter(None, args.policy or ("edf", "slos_serve"))):
         said = {"rubato": {"policy": choice.policy, "settings": dict(choice.settings)}}
         made.append(Contender(choice.label, ("--additional-config", json.dumps(said)), "vllm-xargs", plugin=True))
     return made

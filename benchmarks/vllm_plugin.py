@@ -254,7 +254,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--queued-requests", default="16,32", help="--max-num-queued-reqs tried of stock (16,32)")
     parser.add_argument("--queued-tokens", default="1000,2000", help="--max-num-queued-tokens tried (1000,2000)")
     parser.add_argument("--priority", action=argparse.BooleanOptionalAction, default=True, help="stock, by tier")
-    parser.add_argument("--policy", action="append", help="NAME or NAME:SETTING=VALUE; again (edf, slos_serve)")
+    parser.add_argument(
+        "--policy", action="append", help="NAME or NAME:SETTING=VALUE; again; '': none (edf, slos_serve)"
+    )
     parser.add_argument("--trace", type=Path, help="lengths, texts and times (default: the bundled kinds)")
     parser.add_argument("--arrivals", default="poisson", help="poisson (default), trace, or as `rubato bench` has it")
     parser.add_argument("--longest-prompt", type=int, default=1024, help="tokens of a trace's prompts (1024)")
