@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from _capacity_estimate import capacities, crossing
-from vllm_env import REQUIREMENTS
 
 from rubato.demo.runs import MEAN_OUTPUT, MEAN_PROMPT, PROMPT, Unloaded
 from rubato.measure import results
@@ -113,13 +113,23 @@ def summary(rows: Rows, base: Baseline, rate: float, seeds: int, factors: Sequen
             "cpu": f"{cpu.get('model name')}, family {cpu.get('cpu family')}, {' '.join(flags)}",
             "cores": len(os.sched_getaffinity(0)),
             "os": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
-            "versions": [*REQUIREMENTS, f"python {platform.python_version()}"],
+            "versions": [*sorted({f"vllm {r['vllm']}" for r in rows}), f"python {platform.python_version()}"],
+            **({"gpu": gpu()} if base.asked["gpu"] else {}),
         },
         "command": shlex.join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)]),
         "seeds": sorted({r["seed"] for r in rows}),
         "values": values,
         "notes": list(notes(rows)),
     }
+
+
+def gpu() -> str:
+    """The card's name, or why it is unknown."""
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"unknown: {error}"
 
 
 def going_on(rows: Rows, labels: Sequence[str]) -> list[str]:

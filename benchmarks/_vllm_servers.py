@@ -54,12 +54,13 @@ class Contender:
 
 @dataclass
 class Server:
-    """A contender's server, running. steps: lines of `_vllm_timed`, if it is timed."""
+    """A contender's server, running. steps: lines of `_vllm_timed`, if it is timed. version: of vLLM."""
 
     contender: Contender
     url: str
     steps: Path
     process: subprocess.Popen[bytes]
+    version: str
     order: tuple[str, ...] = ()  # tiers, the most urgent first
 
 
@@ -126,9 +127,11 @@ def serving(contender: Contender, python: Path, model: str, args: argparse.Names
             start_new_session=True,
         )
     try:
-        server = Server(contender, f"http://127.0.0.1:{port}", steps, process)
-        _wait(server.url, process, logfile)
-        yield server
+        url = f"http://127.0.0.1:{port}"
+        _wait(url, process, logfile)
+        with urllib.request.urlopen(f"{url}/version") as page:
+            version = json.load(page)["version"]
+        yield Server(contender, url, steps, process, version)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)

@@ -199,6 +199,7 @@ def measured(clients: LoadClients, server: Server, cell: Cell, load: Workload, a
         "tuned": cell.contender.tuned,
         "factor": cell.factor,
         "seed": cell.seed,
+        "vllm": server.version,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
         **about,
         "seconds": end - begin,
