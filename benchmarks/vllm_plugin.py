@@ -341,7 +341,7 @@ def main() -> None:
                 load.slos, speed = now.slos(), base.speed(now)
                 say(f"  the machine is {speed:.2f} times as fast as at the search")
             offered = cell.factor * rate * speed
-            part = load.mix("cell", offered, count_of(args, offered, args.requests), cell.seed)
+            part = load.mix("cell", offered, count_of(args, cell.factor * rate, args.requests), cell.seed)
             row = measured(clients, servers[cell.contender], cell, part, {**code_of, "speed": speed})
             scratch = args.out / "writing"
             scratch.write_bytes(results.as_json(row))
