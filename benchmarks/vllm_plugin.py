@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -50,8 +51,10 @@ from _vllm_plugin_summary import STOCK, Baseline, cost, going_on, shown, summary
 from _vllm_servers import CONTEXT, MODEL, Contender, Server, contenders, forget, group_cpu, machine_cpu, plans, serving
 from vllm_env import ROOT, ensure_env
 
+from rubato import policies
 from rubato.core.request import SLO
 from rubato.demo.runs import PROMPT, Unloaded, kinds
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure import results
 from rubato.measure.http_client import Endpoint
 from rubato.measure.records import BenchResult
@@ -267,13 +270,36 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "vllm_plugin", help="where cells are kept")
     parser.add_argument("--json", type=Path, help="the summary's file (default: summary.json in --out)")
     args = parser.parse_args()
-    if args.python is not None and not os.access(args.python, os.X_OK):
-        parser.error(f"--python {args.python}: no program; give the interpreter of an environment with vLLM")
+    check(args, parser)
     if args.longest_prompt + args.longest_output > CONTEXT - TEMPLATE:
         parser.error(f"--longest-prompt and --longest-output: together at most {CONTEXT - TEMPLATE}")
     if args.arrivals == "trace" and not args.trace:
         parser.error("--arrivals trace needs --trace")
     return args
+
+
+def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends with what is wrong, before a server starts. Factors are numbers from then on."""
+    if args.python is not None and not (args.python.is_file() and os.access(args.python, os.X_OK)):
+        parser.error(f"--python {args.python}: no program; give the interpreter of an environment with vLLM")
+    for name in ("requests", "seeds", "clients", "search_requests", "seconds", "rate"):
+        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {value}: give a number above 0")
+    for given, what in ((args.trace, "trace"), (args.model, "model")):
+        if given is not None and not Path(given).exists():
+            parser.error(f"--{what} {given}: no such file")
+    try:
+        args.factors = [float(f) for f in args.factors.split(",")]
+        if not all(0 < f < math.inf for f in args.factors):
+            raise ValueError("a factor is not above 0")
+        for tried in (args.budgets, args.queued_requests, args.queued_tokens):
+            list(map(int, filter(None, tried.split(","))))
+        if args.arrivals != "trace":
+            arrivals.parse(args.arrivals)
+        for choice in map(PolicyChoice.parse, filter(None, args.policy or ())):
+            policies.load(choice.policy, choice.settings)
+    except ValueError as error:  # of policies, too
+        parser.error(f"{error}; numbers are given as 1,1.3 and policies as NAME:SETTING=VALUE")
 
 
 def bundled() -> str:
@@ -304,8 +330,9 @@ def main() -> None:
         "step_times",
     )
     asked = {name: getattr(args, name) for name in names} | {"trace": args.trace.name if args.trace else None}
+    asked["model"] = Path(args.model).name if args.model else None
     base = Baseline.read(path, asked)
-    factors = [float(f) for f in args.factors.split(",")]
+    factors = args.factors
     contending = contenders(args)
     cells = planned(contending, factors, args.seeds, args.paired_seeds)
     missing = [cell for cell in wanted(cells, args.out) if not (args.out / cell.file).exists()]
@@ -315,7 +342,7 @@ def main() -> None:
         clients = stack.enter_context(LoadClients(args.clients))
         servers = {}
         for contender in needed if missing else ():
-            servers[contender] = stack.enter_context(serving(contender, python, model, args, len(needed)))
+            servers[contender] = stack.enter_context(serving(contender, python, model, args, len(contending)))
         say(f"servers are ready after {time.monotonic() - began:.0f} s")
         if base.alone is None:
             base.alone = unloaded(clients, servers[contending[0]], load)

@@ -150,9 +150,13 @@ def told(rows: Sequence[dict[str, Any]], policy: str) -> str:
 
 def under(python: Path) -> NoReturn:
     """Run this script with that interpreter in place of this one. Raises SystemExit where it has no vLLM."""
+    if not os.path.isfile(python) or not os.access(python, os.X_OK):
+        raise SystemExit(f"--python {python}: no program; give the interpreter of an environment with vLLM")
     if subprocess.run([python, "-c", "import vllm"], capture_output=True).returncode:
         raise SystemExit(f"{python} does not import vLLM: give --python an interpreter that does")
-    os.execv(python, [str(python), *sys.argv])
+    at = next((i for i, word in enumerate(sys.argv) if word.startswith("--python")), len(sys.argv))
+    rest = sys.argv[at + 1 + ("=" not in sys.argv[at]) :] if at < len(sys.argv) else []
+    os.execv(python, [str(python), *sys.argv[:at], *rest])  # without --python
 
 
 def main() -> None:
@@ -164,7 +168,7 @@ def main() -> None:
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if find_spec("vllm") is None:
+    if args.python is not None or find_spec("vllm") is None:
         under(args.python or ensure_env())
     from transformers import LlamaConfig
 

@@ -1,8 +1,8 @@
 """What the plug-in uses of vLLM and another release has otherwise: `python tools/vllm_changes.py 0.33.0 0.34.0`.
 
-Every name that the plug-in or its test harness reads of an object or imports is looked up in the older release, in the
-files of the scheduler, its KV manager and its requests. Printed are those that are gone, and functions whose parameters
-differ.
+Every name that the plug-in, its middleware or their tests import, or read of an object, is looked up in the older
+release, in the files of the scheduler, its KV manager, its requests and its metrics. Printed are those that are gone,
+modules from which is imported too, and functions whose parameters differ.
 """
 
 from __future__ import annotations
@@ -14,8 +14,16 @@ from pathlib import Path
 
 from vllm_release import ROOT, unpacked
 
-USERS = ("src/rubato/engines/vllm", "src/rubato/vllm.py", "tests/vllm/harness.py")
-FILES = ("v1/core", "v1/request.py", "v1/outputs.py", "v1/engine/__init__.py", "v1/kv_cache_interface.py", "config")
+USERS = ("src/rubato/engines/vllm", "src/rubato/vllm.py", "src/rubato/serving", "tests/vllm")
+FILES = (
+    "v1/metrics",
+    "v1/core",
+    "v1/request.py",
+    "v1/outputs.py",
+    "v1/engine/__init__.py",
+    "v1/kv_cache_interface.py",
+    "config",
+)
 
 
 def python_files(root: Path, places: tuple[str, ...]) -> Iterator[Path]:
@@ -38,6 +46,21 @@ def used_names() -> set[str]:
     return {name for name in names if not name.startswith("__")}
 
 
+def modules() -> set[str]:
+    """Of vLLM, from which is imported."""
+    return {
+        node.module
+        for path in python_files(ROOT, USERS)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("vllm.")
+    }
+
+
+def has(release: Path, module: str) -> bool:
+    path = release.joinpath(*module.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
 def defined(release: Path) -> dict[str, set[str]]:
     """What a release defines: each name, by "file: name" with its parameters where it is a function."""
     found: dict[str, set[str]] = {}
@@ -57,9 +80,10 @@ def defined(release: Path) -> dict[str, set[str]]:
 
 
 def changes(older: str, newer: str) -> list[str]:
-    """A line for each name that is gone, and each function that the newer release has with other parameters."""
-    names, before, after = used_names(), defined(unpacked(older)), defined(unpacked(newer))
-    lines = []
+    """A line for each module and name that is gone, and each function that takes other parameters in the newer."""
+    old, new = unpacked(older), unpacked(newer)
+    names, before, after = used_names(), defined(old), defined(new)
+    lines = [f"gone      module {m}" for m in sorted(modules()) if has(old, m) and not has(new, m)]
     for name in sorted(names & before.keys()):
         if name not in after:
             lines.append(f"gone      {'; '.join(sorted(before[name]))}")

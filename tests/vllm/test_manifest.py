@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import yaml
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser  # from 0.33 on
+except ModuleNotFoundError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
 MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes" / "base" / "vllm.yaml"
 

@@ -78,10 +78,11 @@ def check_version(found: str = "") -> None:
     found = found or installed_version()
     parts = found.split("+")[0].split(".")[:2]
     first, after = TESTED
+    last = (after[0], after[1] - 1)
     if not all(p.isdigit() for p in parts) or not first <= tuple(map(int, parts)) < after:
         raise RuntimeError(
-            f"vLLM {found} is installed, and this Rubato is written for and tested with {_dotted(first)} up to below "
-            f"{_dotted(after)}: install such a vLLM, or leave --scheduler-cls out for vLLM's own order"
+            f"vLLM {found} is installed, and this Rubato is written for and tested with {_dotted(first)} to "
+            f"{_dotted(last)}: install such a vLLM, or leave --scheduler-cls out for vLLM's own order"
         )
 
 
