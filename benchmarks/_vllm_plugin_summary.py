@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from math import log
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ def summary(rows: Rows, base: Baseline, rate: float, seeds: int, factors: Sequen
     }
 
 
+@cache
 def gpu() -> str:
     """The card's name, or why it is unknown."""
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -10,6 +10,7 @@ holds what is there now against it. About 3.5 GB on disk.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -26,6 +27,13 @@ UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # come unpinned, and bre
 OURS = ("orjson", "pytest", "pytest-xdist", "execnet", "hypothesis")
 LOCK = ROOT / "constraints.txt"
 BEFORE = "before-rubato.txt"  # in the environment: `name==version` of each package, a line each
+
+
+def interpreter(said: str) -> Path:
+    """For `type=` of an option --python. Raises ArgumentTypeError where it is no program."""
+    if not (os.path.isfile(said) and os.access(said, os.X_OK)):
+        raise argparse.ArgumentTypeError(f"{said}: no program; give the interpreter of an environment with vLLM")
+    return Path(said)
 
 
 def ensure_env(env: Path = ENV) -> Path:

@@ -33,7 +33,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import signal
 import statistics
 import subprocess
@@ -49,7 +48,7 @@ from _capacity_estimate import CLOSE, next_rate
 from _load_clients import LoadClients
 from _vllm_plugin_summary import STOCK, Baseline, cost, going_on, shown, summary
 from _vllm_servers import CONTEXT, MODEL, Contender, Server, contenders, forget, group_cpu, machine_cpu, plans, serving
-from vllm_env import ROOT, ensure_env
+from vllm_env import ROOT, ensure_env, interpreter
 
 from rubato import policies
 from rubato.core.request import SLO
@@ -242,7 +241,9 @@ def say(text: str) -> None:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, help="vLLM's interpreter (default: .venv-vllm's, built if need be)")
+    parser.add_argument(
+        "--python", type=interpreter, help="vLLM's interpreter (default: .venv-vllm's, built if need be)"
+    )
     parser.add_argument("--model", help="folder of a checkpoint with its tokenizer (default: the bundled model)")
     parser.add_argument("--flags", default="", help="further flags of every server, in one text")
     parser.add_argument("--gpu", action="store_true", help="servers share a GPU's memory, with vLLM's own defaults")
@@ -280,8 +281,6 @@ def options() -> argparse.Namespace:
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Ends with what is wrong, before a server starts. Factors are numbers from then on."""
-    if args.python is not None and not (args.python.is_file() and os.access(args.python, os.X_OK)):
-        parser.error(f"--python {args.python}: no program; give the interpreter of an environment with vLLM")
     for name in ("requests", "seeds", "clients", "search_requests", "seconds", "rate"):
         if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
             parser.error(f"--{name.replace('_', '-')} {value}: give a number above 0")
@@ -385,7 +384,7 @@ def main() -> None:
 
 
 def wanted(cells: Sequence[Cell], folder: Path) -> Sequence[Cell]:
-    """Once all cells of the first seed are there, only the best token budget is wanted with others."""
+    """Once all cells of the first seed are there, of values of one setting only the best is wanted with others."""
     if not all((folder / cell.file).exists() for cell in cells if cell.seed == 1):
         return cells
     best = going_on(rows_of(folder, cells), list(dict.fromkeys(cell.contender.label for cell in cells)))

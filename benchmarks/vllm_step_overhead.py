@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NoReturn
 
-from vllm_env import ensure_env
+from vllm_env import ensure_env, interpreter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -148,20 +148,21 @@ def told(rows: Sequence[dict[str, Any]], policy: str) -> str:
     return "\n".join(lines)
 
 
-def under(python: Path) -> NoReturn:
+def under(python: Path, words: Sequence[str]) -> NoReturn:
     """Run this script with that interpreter in place of this one. Raises SystemExit where it has no vLLM."""
-    if not os.path.isfile(python) or not os.access(python, os.X_OK):
-        raise SystemExit(f"--python {python}: no program; give the interpreter of an environment with vLLM")
     if subprocess.run([python, "-c", "import vllm"], capture_output=True).returncode:
         raise SystemExit(f"{python} does not import vLLM: give --python an interpreter that does")
-    at = next((i for i, word in enumerate(sys.argv) if word.startswith("--python")), len(sys.argv))
-    rest = sys.argv[at + 1 + ("=" not in sys.argv[at]) :] if at < len(sys.argv) else []
-    os.execv(python, [str(python), *sys.argv[:at], *rest])  # without --python
+    os.execv(python, [str(python), sys.argv[0], *words])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, help="vLLM's interpreter (default: .venv-vllm's, built if need be)")
+    chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chosen.add_argument(
+        "--python", type=interpreter, help="vLLM's interpreter (default: .venv-vllm's, built if need be)"
+    )
+    parser = argparse.ArgumentParser(
+        parents=[chosen], description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--policy", default="edf")
     parser.add_argument("--running", default="8,64,256")
     parser.add_argument("--waiting", default="0,400")
@@ -169,7 +170,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.python is not None or find_spec("vllm") is None:
-        under(args.python or ensure_env())
+        under(args.python or ensure_env(), chosen.parse_known_args()[1])
     from transformers import LlamaConfig
 
     with tempfile.TemporaryDirectory() as model:

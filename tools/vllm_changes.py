@@ -32,28 +32,20 @@ def python_files(root: Path, places: tuple[str, ...]) -> Iterator[Path]:
         yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
-def used_names() -> set[str]:
-    """Attributes, imported names, and methods that the plug-in overrides."""
+def used() -> tuple[set[str], set[str]]:
+    """Attributes, imported names, and methods that the plug-in overrides; and vLLM's modules that it imports from."""
     names: set[str] = set()
+    modules: set[str] = set()
     for path in python_files(ROOT, USERS):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
                 names.add(node.attr)
             elif isinstance(node, ast.FunctionDef):
                 names.add(node.name)
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+            elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm"):
                 names.update(alias.name for alias in node.names)
-    return {name for name in names if not name.startswith("__")}
-
-
-def modules() -> set[str]:
-    """Of vLLM, from which is imported."""
-    return {
-        node.module
-        for path in python_files(ROOT, USERS)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("vllm.")
-    }
+                modules.add(node.module)
+    return {name for name in names if not name.startswith("__")}, modules
 
 
 def has(release: Path, module: str) -> bool:
@@ -82,8 +74,8 @@ def defined(release: Path) -> dict[str, set[str]]:
 def changes(older: str, newer: str) -> list[str]:
     """A line for each module and name that is gone, and each function that takes other parameters in the newer."""
     old, new = unpacked(older), unpacked(newer)
-    names, before, after = used_names(), defined(old), defined(new)
-    lines = [f"gone      module {m}" for m in sorted(modules()) if has(old, m) and not has(new, m)]
+    (names, modules), before, after = used(), defined(old), defined(new)
+    lines = [f"gone      module {m}" for m in sorted(modules) if has(old, m) and not has(new, m)]
     for name in sorted(names & before.keys()):
         if name not in after:
             lines.append(f"gone      {'; '.join(sorted(before[name]))}")

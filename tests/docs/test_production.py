@@ -241,7 +241,7 @@ LACKS: dict[str, Callable[[], list[str]]] = {
     "a lost replica comes back": lambda: fields("restart|respawn|revive") + said(r"\b(?:restart|respawn)_replica\b"),
     "Kubernetes manifests, container image": builds_and_clusters,
     "tensor parallelism, CUDA graphs, FP8, MLA in vLLM": lambda: said(
-        r"tensor_parallel_size=|fp8|cudagraph_capture|enforce_eager=False", "tests/vllm"
+        r"tensor_parallel_size=|fp8|cudagraph(?!_mode ==)|enforce_eager=False", "tests/vllm"
     ),
     "tools, JSON mode": lambda: [name for name in ("tools", "response_format") if name not in UNSUPPORTED],
     "quantised weights, tensor parallelism, mixture of experts in our engine": beyond_our_models,

@@ -79,7 +79,7 @@ def test_the_benchmark_runs_to_its_record_and_goes_on_from_its_files(tmp_path: P
     ],
 )
 def test_bad_arguments_end_with_a_sentence(
-    tmp_path: Path, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.setattr(sys, "argv", ["vllm_plugin.py", *words])
