@@ -17,13 +17,13 @@ from rubato.core.clock import VirtualClock
 from rubato.engines.simulated import FREE
 from rubato.engines.vllm.sequence import KEYS
 from rubato.engines.vllm.settings import Settings, settings_of
+from rubato.frontdoor.body_fields import KNOWN_HEADERS, OURS
+from rubato.frontdoor.errors import ApiError
+from rubato.frontdoor.metrics import Metrics, SLOMetrics
+from rubato.frontdoor.tenants import tenants_of
 from rubato.latency import profiles
 from rubato.serving import schemas
-from rubato.serving.errors import ApiError
-from rubato.serving.metrics import Metrics, SLOMetrics
 from rubato.serving.serve import build
-from rubato.serving.tenants import tenants_of
-from rubato.serving.vllm_body import KNOWN_HEADERS, OURS
 from rubato.serving.vllm_reports import PluginMetrics
 from tests.docs.pages import PAGES, blocks, fenced, prose
 

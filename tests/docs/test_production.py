@@ -79,7 +79,7 @@ EVIDENCE = {
         setting:drain_seconds test:serving/test_dashboard.py::a_draining_server_is_alive_but_not_ready
         test:processes/test_serving.py::sigterm_under_load_finishes_what_runs_and_refuses_the_rest""",
     "tracing of a request": """
-        setting:event_log src:serving/request_history.py
+        setting:event_log src:frontdoor/history.py
         test:serving/test_request_history.py::a_finished_request test:core/test_event_log.py::round_trip""",
     "logs without prompts": """
         setting:log test:serving/test_request_history.py::one_json_line_a_finished_request

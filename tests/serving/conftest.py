@@ -20,11 +20,11 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.frontdoor.slo_fields import Tiers
+from rubato.frontdoor.tenants import Quota, Tenant, Tenants
 from rubato.latency.affine import Model
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.app import Service, create_app
-from rubato.serving.request_slo import Tiers
-from rubato.serving.tenants import Quota, Tenant, Tenants
 
 STEP = 0.1  # seconds, whatever the batch
 

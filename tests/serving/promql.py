@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rubato.core.events import Event
 from rubato.core.request import SLO
-from rubato.serving.request_slo import Tier, Tiers
+from rubato.frontdoor.slo_fields import Tier, Tiers
 from tests.serving.conftest import Edge
 
 DOCS = Path(__file__).parents[2] / "docs"

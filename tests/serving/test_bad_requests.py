@@ -14,6 +14,7 @@ from rubato.core.request import Request
 from rubato.engines.simulated import ByteText, Engine
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.local_host import LocalHost
+from rubato.frontdoor import slo_body
 from rubato.serving import schemas
 from rubato.serving.app import LONG_TEXT, TOKENIZING, Service, create_app
 from rubato.serving.schemas import UNSUPPORTED
@@ -251,7 +252,7 @@ def test_what_a_body_says_is_compared_with_known_names_a_bounded_number_of_times
     async def scenario(at: Edge) -> None:
         assert (await at.chat(**{f"{'y' * 100}{i}": 1 for i in range(5000)})).status_code == 400
         assert len(looked) <= schemas.MOST_UNKNOWN
-        assert max(map(len, looked)) <= schemas.LONGEST_NAME
+        assert max(map(len, looked)) <= slo_body.LONGEST_NAME
 
     monkeypatch.setattr(schemas, "get_close_matches", matches)
     edge(scenario)

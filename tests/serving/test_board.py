@@ -16,12 +16,12 @@ import pytest
 from rubato.core.events import Finished, Left, Offered, Placed, Preempted, Started, Stepped, Verdict
 from rubato.core.plan import NO_BATCH, Limits, Role
 from rubato.core.request import SLO, Handoff, Request, Sampling
+from rubato.frontdoor.history import RequestHistory
+from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving import board
 from rubato.serving.board_counts import MISSES, MOST_TIERS, OTHER, WINDOW, BoardCounts
 from rubato.serving.board_snapshot import MOST_SHOWN, RequestsInFlight, replica_shown, role_words
-from rubato.serving.request_history import RequestHistory
-from rubato.serving.request_slo import Tier, Tiers
 from tests.doubles import Seq, request, shown, view
 from tests.serving.conftest import STEP, Edge, key, tenant
 

@@ -16,11 +16,11 @@ from rubato.core.clock import VirtualClock
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.engines.simulated import Engine
+from rubato.frontdoor.tenants import Quota, Tenant
 from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.serve import build, tenants_of
-from rubato.serving.tenants import Quota, Tenant
 
 YAML = """
 model: some-model

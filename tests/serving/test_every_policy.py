@@ -11,9 +11,9 @@ import yaml
 from rubato import policies
 from rubato.config import schema as config
 from rubato.core.clock import VirtualClock, run_virtual
+from rubato.frontdoor.tenants import Tenants
 from rubato.serving import serve
 from rubato.serving.app import create_app
-from rubato.serving.tenants import Tenants
 from tests.docs.pages import PAGES, fenced
 
 SCHEDULERS = [name for name, part, *_ in policies.describe() if part == "scheduler"]

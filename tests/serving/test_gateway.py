@@ -23,11 +23,11 @@ from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from rubato.frontdoor.slo_fields import Tier, Tiers
+from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.latency.affine import Model
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.gateway import GatewayService, create_gateway
-from rubato.serving.request_slo import Tier, Tiers
-from rubato.serving.tenants import Tenant, Tenants
 from tests.serving.conftest import http_scope, key, tenant
 from tests.stubs.vllm_server import EVENTS, WORDS, MemoryLink, StubCore, StubServer
 

@@ -30,10 +30,10 @@ from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
 from rubato.fleet.server_host import ServerHost
+from rubato.frontdoor.slo_fields import Tier, Tiers
+from rubato.frontdoor.tenants import Tenants
 from rubato.latency.affine import Model
 from rubato.serving.gateway import GatewayService, create_gateway
-from rubato.serving.request_slo import Tier, Tiers
-from rubato.serving.tenants import Tenants
 from tests.serving.conftest import http_scope
 from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
 

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rubato.core.events import Event, Finished, Offered, Stepped, Tokens, Verdict
 from rubato.core.request import SLO, Request, Stage
-from rubato.serving.metrics import MOST_REASONS, Metrics
-from rubato.serving.request_slo import Tier, Tiers
+from rubato.frontdoor.metrics import MOST_REASONS, Metrics
+from rubato.frontdoor.slo_fields import Tier, Tiers
 from tests.serving.conftest import STEP, Edge, key, tenant
 
 Runs = Callable[..., None]

@@ -31,12 +31,12 @@ from rubato.core.request import SLO
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.frontdoor.slo_fields import Tier, Tiers
+from rubato.frontdoor.tenants import Tenants
 from rubato.latency.affine import Model
 from rubato.serving.app import Service, create_app
 from rubato.serving.connections import Connections
-from rubato.serving.request_slo import Tier, Tiers
 from rubato.serving.stalled_clients import stall_guard
-from rubato.serving.tenants import Tenants
 from tests.serving.conftest import key, tenant
 
 CHECKS = [

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from rubato.core.events import Finished, Offered
-from rubato.serving.rate_limits import AT_ONCE, Bucket, TenantUsage
-from rubato.serving.tenants import Quota
+from rubato.frontdoor.rate_limits import AT_ONCE, Bucket, TenantUsage
+from rubato.frontdoor.tenants import Quota
 from tests.serving.conftest import STEP, Edge, key, tenant
 from tests.serving.test_metrics import scrape
 

@@ -15,10 +15,11 @@ import pytest
 from rubato.core.events import Finished, Offered, Placed, Preempted, Started, Tokens, Verdict
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Stage
+from rubato.frontdoor import history as history_of_requests
+from rubato.frontdoor.history import MOST_STEPS, RequestHistory
+from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.policy_kit.fair_share import FairShare
-from rubato.serving import logs, request_history
-from rubato.serving.request_history import MOST_STEPS, RequestHistory
-from rubato.serving.request_slo import Tier, Tiers
+from rubato.serving import logs
 from tests.serving.conftest import STEP, Edge, key, tenant
 
 Runs = Callable[..., None]
@@ -121,7 +122,7 @@ def test_all_choices_of_one_request(edge: Runs) -> None:
 
 
 def test_only_the_last_are_kept_and_long_histories_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_history, "KEEP", 10)
+    monkeypatch.setattr(history_of_requests, "KEEP", 10)
     recorder = RequestHistory()
     for i in range(30):
         request = Request(f"q{i}", (Stage(1),), float(i))
@@ -171,7 +172,7 @@ def test_no_text_of_a_client_is_kept(edge: Runs, caplog: pytest.LogCaptureFixtur
     (one, _, _, last) = [records[0] for records in history._answers.values()]
     assert (one.request.prompt, last.output) == (3000, most)
     assert [len(pickle.dumps(records)) < 4000 for records in history._answers.values()] == [True] * 4
-    page = request_history.shown("id", [one], [], 10.0, fair=False)
+    page = history_of_requests.shown("id", [one], [], 10.0, fair=False)
     assert page["slo"][0]["until"] == "x" * 64
     assert len(caplog.records) == 4
     assert all(len(logs.Text().format(record)) < 600 for record in caplog.records)
@@ -185,7 +186,7 @@ def test_deadlines_of_a_later_stage_go_on_from_the_one_before() -> None:
     recorder(Started(10.0, "q"))
     for at, stage in ((10.5, 0), (10.6, 0), (10.7, 1)):
         recorder(Tokens(at, "q", 1, stage=stage))
-    told = request_history.shown("q", recorder.find("q"), [], 11.0, fair=False)["choices"][0]["deadlines"]
+    told = history_of_requests.shown("q", recorder.find("q"), [], 11.0, fair=False)["choices"][0]["deadlines"]
     assert [(d["first_token_due_ms"], d["then_every_ms"], d["tokens"]) for d in told] == [
         (1000.0, 100.0, 2),
         (1300.0, 200.0, 1),  # the last of the first stage was due at 1100

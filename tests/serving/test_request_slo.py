@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rubato.core.request import SLO, Stage
-from rubato.serving.errors import ApiError
-from rubato.serving.request_slo import Tier, Tiers, grant
-from rubato.serving.schemas import SLOBody
+from rubato.frontdoor.errors import ApiError
+from rubato.frontdoor.slo_body import SLOBody
+from rubato.frontdoor.slo_fields import Tier, Tiers, grant
 
 GOLD = Tier("gold", SLO(0.2, 0.05, 5.0), "refuse")
 TIERS = Tiers([GOLD, Tier("basic", SLO(ttft=2.0))], default="basic")

@@ -15,7 +15,7 @@ from rubato.core.plan import Batch, Limits, StepResult
 from rubato.core.request import SLO, Request, Sampling
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import retry_after
-from rubato.serving.request_slo import Tier, Tiers
+from rubato.frontdoor.slo_fields import Tier, Tiers
 from tests.serving.conftest import STEP, Edge
 
 Runs = Callable[..., None]

@@ -12,7 +12,7 @@ from rubato.core.events import Finished, Offered, Started
 from rubato.core.plan import Batch, Limits, StepResult
 from rubato.core.request import SLO, Request
 from rubato.engines.simulated import Engine
-from rubato.serving.request_slo import Tier, Tiers
+from rubato.frontdoor.slo_fields import Tier, Tiers
 from tests.serving.conftest import STEP, Edge
 from tests.serving.test_response import Client, events
 

@@ -9,8 +9,8 @@ import pytest
 
 from rubato.core.events import Finished, Offered
 from rubato.core.request import SLO
-from rubato.serving.request_slo import Tier, Tiers
-from rubato.serving.tenants import Tenants
+from rubato.frontdoor.slo_fields import Tier, Tiers
+from rubato.frontdoor.tenants import Tenants
 from tests.serving.conftest import Edge, key, tenant
 
 Runs = Callable[..., None]

@@ -24,7 +24,8 @@ from rubato.core.request import SLO, Outcome, Request, Stage
 from rubato.engines.vllm import link, settings
 from rubato.engines.vllm.link import Events, State
 from rubato.engines.vllm.sequence import request_of
-from rubato.serving import vllm_body, vllm_middleware
+from rubato.frontdoor import body_fields
+from rubato.serving import vllm_middleware
 from rubato.serving.vllm_middleware import FrontEnd, Middleware, front_end_of
 from rubato.serving.vllm_reports import LOST, EngineReports, PluginMetrics, answer_of
 
@@ -512,11 +513,11 @@ def test_a_server_that_cannot_be_served_is_ended_with_a_sentence(
 
 def test_ten_thousand_names_in_a_body_are_not_all_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
-    monkeypatch.setattr(vllm_body, "get_close_matches", lambda name, *rest: compared.append(name))
+    monkeypatch.setattr(body_fields, "get_close_matches", lambda name, *rest: compared.append(name))
 
     async def scenario(client: Client) -> None:
         assert (await client.chat(**{f"name{i}": 1 for i in range(10_000)})).status_code == 200
-        assert len(compared) <= vllm_body.MOST_NAMES
+        assert len(compared) <= body_fields.MOST_NAMES
 
     run(scenario)
 

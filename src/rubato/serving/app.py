@@ -12,13 +12,14 @@ from fastapi.responses import Response
 
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
-from rubato.serving import intake, openapi, request_slo, schemas
+from rubato.frontdoor import slo_fields
+from rubato.frontdoor.errors import ApiError, invalid, no_room
+from rubato.frontdoor.rate_limits import TenantGate, TenantUsage
+from rubato.frontdoor.slo_fields import Tiers
+from rubato.frontdoor.tenants import Tenants
+from rubato.serving import intake, openapi, schemas
 from rubato.serving.app_state import AppState, WithHeaders, add_error_shapes, add_operations, json_page, read_body
 from rubato.serving.board import add_board
-from rubato.serving.errors import ApiError, invalid, no_room
-from rubato.serving.rate_limits import TenantGate, TenantUsage
-from rubato.serving.request_slo import Tiers
-from rubato.serving.tenants import Tenants
 
 MESSAGE = 32  # characters that a message counts for besides its own: what the chat template does with it
 LONG_TEXT = 4096  # bytes; tokenizing more than this would hold up the loop, and all streams, by milliseconds
@@ -168,7 +169,7 @@ async def _complete(state: _State, http: Request, schema: type[schemas.AnyComple
     _check_model(service, body.model)
     _check_choices(service, body.choices, body.count, usage)
     prompts = await state.token_ids(body)
-    granted = request_slo.grant(state.tenants.tiers(tenant), http.headers, body.service_tier, body.slo)
+    granted = slo_fields.grant(state.tenants.tiers(tenant), http.headers, body.service_tier, body.slo)
     requests = intake.requests(
         body, prompts, granted, arrival=arrival, tenant=tenant.name, most_tokens=service.most_tokens,
         session=intake.session(http.headers),

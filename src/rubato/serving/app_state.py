@@ -15,11 +15,12 @@ from starlette.types import Message, Receive, Scope, Send
 from rubato.core.clock import Clock
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
-from rubato.serving import intake, logs, openapi, request_history, schemas
-from rubato.serving.errors import ApiError, from_finished
-from rubato.serving.metrics import Metrics
-from rubato.serving.rate_limits import RATE, TenantUsage
-from rubato.serving.tenants import Tenant, Tenants
+from rubato.frontdoor import history
+from rubato.frontdoor.errors import ApiError, from_finished
+from rubato.frontdoor.metrics import Metrics
+from rubato.frontdoor.rate_limits import RATE, TenantUsage
+from rubato.frontdoor.tenants import Tenant, Tenants
+from rubato.serving import intake, logs, openapi, schemas
 
 
 class AnyService(Protocol):
@@ -53,7 +54,7 @@ class AppState:
             lambda: cluster.listener_errors,
             service.log_lines_dropped,
         )
-        self.recorder = request_history.RequestHistory(logs.finished)
+        self.recorder = history.RequestHistory(logs.finished)
         cluster.listen(self.metrics)
         cluster.listen(self.recorder)
 
@@ -102,7 +103,7 @@ def add_operations(app: FastAPI, state: AppState) -> None:
         if not records or not (tenant.admin or records[0].request.tenant == tenant.name):
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
         now = service.cluster.clock.now()
-        return json_page(request_history.shown(id, records, service.views(), now, fair=service.fair))
+        return json_page(history.shown(id, records, service.views(), now, fair=service.fair))
 
 
 async def read_body(http: Request, most: int) -> bytes:

@@ -19,12 +19,12 @@ from fastapi.responses import Response
 
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
+from rubato.frontdoor.history import RequestHistory
+from rubato.frontdoor.tenants import Tenant, Tenants
+from rubato.frontdoor.verdict import in_ms
 from rubato.serving import openapi
 from rubato.serving.board_counts import WINDOW, BoardCounts, in_all
 from rubato.serving.board_snapshot import RequestsInFlight, replica_shown
-from rubato.serving.request_history import RequestHistory
-from rubato.serving.slo_report import in_ms
-from rubato.serving.tenants import Tenant, Tenants
 
 FRESH = 0.5  # seconds
 PAGE = "board_page"  # the folder of the files below

@@ -13,7 +13,7 @@ from typing import Any
 
 from rubato.core.events import Event, Finished, Left, Offered, Stepped
 from rubato.core.request import Request, without_texts
-from rubato.serving.slo_report import in_ms, ms, served, verdict
+from rubato.frontdoor.verdict import in_ms, ms, served, verdict
 
 MOST_TIERS = 100  # the tier beyond them is OTHER
 OTHER = "other"

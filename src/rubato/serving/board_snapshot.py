@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Role
-from rubato.serving.request_history import LOST, PREEMPTED, RequestRecord
-from rubato.serving.slo_report import in_ms, ms
+from rubato.frontdoor.history import LOST, PREEMPTED, RequestRecord
+from rubato.frontdoor.verdict import in_ms, ms
 
 MOST_SHOWN = 200  # requests in flight; all are counted
 State = Literal["held", "waiting", "running", "moving"]

@@ -27,15 +27,15 @@ from rubato.fleet.envoy_server import EnvoyCall, EnvoyServer, endpoint_of
 from rubato.fleet.server_fleet import server_cluster
 from rubato.fleet.server_host import ServerHost
 from rubato.fleet.upstream import HttpServer, Upstream
+from rubato.frontdoor.errors import ApiError, from_finished
+from rubato.frontdoor.prompt_length import PromptSize
+from rubato.frontdoor.slo_fields import Tiers
+from rubato.frontdoor.tenants import tiers_of
 from rubato.policy_kit.candidates import Candidates
 from rubato.serving import epp_messages
 from rubato.serving.epp_messages import ProtocolError
-from rubato.serving.errors import ApiError, from_finished
 from rubato.serving.gateway_intake import GENERATE, From, answer_of, asked, new_id
-from rubato.serving.prompt_size import PromptSize
-from rubato.serving.request_slo import Tiers
 from rubato.serving.server_fleets import fleet_of
-from rubato.serving.tenants import tiers_of
 
 HELD_SECONDS = 60.0  # that a request waits for a place, where its e2e is not less
 

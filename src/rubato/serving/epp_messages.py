@@ -31,7 +31,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Struct
 
-from rubato.serving.errors import ApiError
+from rubato.frontdoor.errors import ApiError
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"  # a header, and a key in the metadata

@@ -25,17 +25,17 @@ from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.server_host import ServerHost
 from rubato.fleet.upstream import UpstreamError
-from rubato.serving import vllm_body
+from rubato.frontdoor import body_fields
+from rubato.frontdoor.errors import ApiError, from_finished
+from rubato.frontdoor.prompt_length import PromptSize
+from rubato.frontdoor.rate_limits import TenantGate
+from rubato.frontdoor.slo_fields import Tiers
+from rubato.frontdoor.tenants import Tenants
 from rubato.serving.app_state import AppState, add_error_shapes, add_operations, read_body
 from rubato.serving.board import add_board
-from rubato.serving.errors import ApiError, from_finished
 from rubato.serving.gateway_intake import GENERATE, RESPONSES, From, answer_of, asked, new_id
 from rubato.serving.gateway_metrics import GatewayMetrics
-from rubato.serving.prompt_size import PromptSize
-from rubato.serving.rate_limits import TenantGate
 from rubato.serving.relayed_call import CHAT, TEXT, RelayedCall, passed_on
-from rubato.serving.request_slo import Tiers
-from rubato.serving.tenants import Tenants
 
 HARMLESS = ("/v1/models", "/tokenize", "/detokenize", "/v1/embeddings", "/version", "/score", "/rerank")
 
@@ -113,7 +113,7 @@ class Gateway:
         requests, fields, raw = found.requests, found.fields, found.raw
         if path == RESPONSES and "request_id" not in fields:  # where vLLM takes no id from a header
             fields = {**fields, "request_id": answer_of(requests)}
-            raw = vllm_body.written(fields)
+            raw = body_fields.written(fields)
         gate = self._cluster if usage is None else TenantGate(self._cluster, usage, requests)
         clamped = [(b"x-rubato-clamped", ", ".join(found.clamped).encode())] if found.clamped else []
 

@@ -12,11 +12,12 @@ from uuid import uuid4
 
 from rubato.core.request import Request, Sampling
 from rubato.engines.vllm.sequence import PREFIX
-from rubato.serving import intake, response_choices, vllm_body
-from rubato.serving.errors import ApiError, invalid
-from rubato.serving.prompt_size import PromptSize, text_of, token_ids
+from rubato.frontdoor import body_fields, choices
+from rubato.frontdoor.errors import ApiError, invalid
+from rubato.frontdoor.prompt_length import PromptSize, text_of, token_ids
+from rubato.frontdoor.slo_fields import Tiers, grant
+from rubato.serving import intake
 from rubato.serving.relayed_call import CHAT, TEXT
-from rubato.serving.request_slo import Tiers, grant
 
 RESPONSES = "/v1/responses"
 GENERATE = (CHAT, TEXT, RESPONSES, "/v1/messages")
@@ -57,31 +58,31 @@ def asked(
 ) -> Asked:
     """tiers: of its tenant. longest: tokens of prompt and output together. by_link: servers are told what is promised
     by their links. Raises ApiError 400 for a body, a header or a number of choices that cannot be."""
-    fields = vllm_body.parsed(raw)
+    fields = body_fields.parsed(raw)
     if fields is None:
         raise ApiError(400, "The body is no JSON object.", code="invalid_json")
-    vllm_body.check_headers(http.headers)
+    body_fields.check_headers(http.headers)
     for name in ELSEWHERE:
         if fields.get(name) is not None:
             raise invalid(name, "leave it out: where KV is, the fleet says, and no client.")
     xargs = fields.get("vllm_xargs")
     theirs = {k: v for k, v in xargs.items() if k.startswith(PREFIX)} if isinstance(xargs, dict) else {}
-    stated = vllm_body.stated(fields, theirs)
+    stated = body_fields.stated(fields, theirs)
     granted = grant(tiers, http.headers, stated.service_tier, stated.slo)
-    left_out = [name for name in vllm_body.OURS if name in fields and by_link]
+    left_out = [name for name in body_fields.OURS if name in fields and by_link]
     if theirs or left_out:  # a server takes them from its gateway alone
         fields = {name: value for name, value in fields.items() if name not in left_out}
         if isinstance(xargs, dict):
             fields["vllm_xargs"] = {k: v for k, v in xargs.items() if k not in theirs}
-        raw = vllm_body.written(fields)
+        raw = body_fields.written(fields)
     ids, text = token_ids(fields), b""
     if not ids:
         text = text_of(fields)
-    prompts, n = vllm_body.prompts(fields), max(1, vllm_body.whole(fields.get("n")))
+    prompts, n = body_fields.prompts(fields), max(1, body_fields.whole(fields.get("n")))
     if n > 128 or prompts * n > 1024:
         raise invalid("n", f"{prompts} prompts with n = {n} ask for {prompts * n} choices; at most 1024 are given.")
     length = len(ids) or sizes.tokens(len(text))
-    most = vllm_body.most_tokens({**fields, "n": 1, "prompt": ""}, UNSTATED.get(http.path, longest))
+    most = body_fields.most_tokens({**fields, "n": 1, "prompt": ""}, UNSTATED.get(http.path, longest))
     request = Request(
         id,
         tuple([replace(stage, prompt=max(1, length // prompts), token_ids=()) for stage in granted.stages((0,))]),
@@ -97,7 +98,7 @@ def asked(
     )
     if ids:
         request = replace(request, stages=(replace(request.stages[0], prompt=len(ids), token_ids=ids),))
-    requests = response_choices.spread([request], prompts * n)
+    requests = choices.spread([request], prompts * n)
     return Asked(requests, n, fields, raw, len(text), granted.clamped)
 
 

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed
 from rubato.fleet.call import Call
 from rubato.fleet.server_host import ServerHost
-from rubato.serving.metrics import SLOMetrics
+from rubato.frontdoor.metrics import SLOMetrics
 
 
 class GatewayMetrics:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
 
 from rubato.core.request import Request, Stage
-from rubato.serving import response_choices, schemas, sse
-from rubato.serving.errors import invalid, no_room, too_long
-from rubato.serving.request_slo import GrantedSLO, Tier
+from rubato.frontdoor import choices
+from rubato.frontdoor.errors import invalid, no_room, too_long
+from rubato.frontdoor.slo_fields import GrantedSLO, Tier
+from rubato.serving import schemas, sse
 from rubato.serving.response import CompletionResponse, RequestIntake
 
 SESSION = "x-session-id"  # the header; vLLM reads it, too
@@ -44,7 +45,7 @@ def requests(
         )
         for at, prompt in enumerate(prompts)
     ]
-    return response_choices.spread(offers, body.choices)
+    return choices.spread(offers, body.choices)
 
 
 def session(headers: Mapping[str, str]) -> str:
@@ -78,7 +79,7 @@ def answer(
 
     spell: a token id's bytes. created: Unix seconds.
     """
-    id = response_choices.answer_of(requests[0].id)
+    id = choices.answer_of(requests[0].id)
     form = sse.Format(id, body.kind, requests, body.model, created, spell)
     chunks = None
     if body.stream:

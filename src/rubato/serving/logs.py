@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import orjson
 
-from rubato.serving.request_history import RequestRecord
-from rubato.serving.slo_report import served, verdict
+from rubato.frontdoor.history import RequestRecord
+from rubato.frontdoor.verdict import served, verdict
 
 STDERR = 2
 MOST_WAITING = 10_000  # lines, of some 300 bytes: seconds of a busy server's log

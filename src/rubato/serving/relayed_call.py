@@ -18,8 +18,8 @@ from rubato.core.request import Progress, Request
 from rubato.fleet.call import CannotContinueError, name_of_try
 from rubato.fleet.sse_relay import END, may_be_last
 from rubato.fleet.upstream import Headers
-from rubato.serving import slo_report
-from rubato.serving.vllm_body import LIMITS, written
+from rubato.frontdoor import verdict
+from rubato.frontdoor.body_fields import LIMITS, written
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MOST_KEPT = 1 << 20  # bytes of a stream that are kept, to go on from
@@ -222,7 +222,7 @@ class RelayedCall:
     def verdict(self) -> Mapping[str, Any]:
         """The tier served, and what was measured of its requests."""
         ends = [self._ends[id] for id in self.ids if id in self._ends]
-        return slo_report.verdict_fields(self._requests, ends if len(ends) == len(self.ids) else ())
+        return verdict.verdict_fields(self._requests, ends if len(ends) == len(self.ids) else ())
 
     def _finish(self) -> None:
         self.over = True

@@ -12,10 +12,10 @@ from starlette.types import Receive, Scope, Send
 from rubato.core.events import Event, Finished, Started, Tokens
 from rubato.core.plan import Logprob
 from rubato.core.request import Request
+from rubato.frontdoor.choices import firsts
+from rubato.frontdoor.errors import ApiError, from_finished
+from rubato.frontdoor.verdict import served_tier
 from rubato.serving import sse
-from rubato.serving.errors import ApiError, from_finished
-from rubato.serving.response_choices import firsts
-from rubato.serving.slo_report import served_tier
 
 
 class RequestIntake(Protocol):

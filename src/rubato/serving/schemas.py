@@ -11,19 +11,17 @@ from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
-    model_validator,
 )
 
-from rubato.core.request import LEAST_MS, MOST_MS, SLO, Sampling
-from rubato.serving.errors import ApiError, invalid, no_room
+from rubato.core.request import Sampling
+from rubato.frontdoor.errors import ApiError, invalid, no_room
+from rubato.frontdoor.slo_body import LONGEST_NAME, MOST_UNKNOWN, Body, SLOBody, bad_request, param
 
 # Parameters of OpenAI and vLLM that change the answer and are not implemented -> the values that mean "not used".
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -69,12 +67,9 @@ MOST_STOPS = 4
 MOST_STOP_IDS = 64
 MOST_LOGPROBS = 20
 INT64 = 2**63
-MOST_STAGES = 64
 MOST_MESSAGES = 2048  # OpenAI's bound, too
-MOST_UNKNOWN = 64  # fields that are not known at all: each is compared with every known name
 MOST_PARTS = 65_536  # lists, objects and fields of a body: 0.3 us of parsing for each list, 1 us for each field
 SHOWN = 65_536  # bytes of a body up to which an error says what was given
-LONGEST_NAME = 64  # characters of a name that are compared
 LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # beyond these a logit over it leaves float32
 
 
@@ -91,44 +86,6 @@ PROMPT: dict[str, Any] = {
     "first prompt's first, and how many choices a server gives bounds all of them together.",
 }
 KINDS: Mapping[type, str] = {int: "a token id", str: "a string", list: "a list of token ids"}
-
-
-class Body(BaseModel):
-    """Strict: "5" is not a number. Unknown fields are kept, so that `_refuse_unsupported` sees them."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
-
-
-class SLODimensions(Body):
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MOST_UNKNOWN:
-            raise ValueError(f"{len(value)} fields given: it has {', '.join(cls.model_fields)}")
-        return value
-
-    ttft_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
-    tpot_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
-
-    @property
-    def slo(self) -> SLO:
-        return SLO.from_ms(self.ttft_ms, self.tpot_ms)
-
-
-class StageBody(SLODimensions):
-    until: str | None = Field(default=None, min_length=1)
-
-
-class SLOBody(SLODimensions):
-    e2e_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
-    stages: list[StageBody] | None = Field(default=None, min_length=1, max_length=MOST_STAGES, fail_fast=True)
-    on_decline: Literal["best_effort", "refuse"] | None = None
-
-    @property
-    def slo(self) -> SLO:
-        return SLO.from_ms(self.ttft_ms, self.tpot_ms, self.e2e_ms)
 
 
 class StreamOptions(Body):
@@ -392,29 +349,3 @@ def _refuse_unsupported(body: Completion) -> None:
 def _means_unused(value: Any, unused: tuple[Any, ...]) -> bool:
     """`is`-like for bools: JSON false must not pass for the number 0 and the other way round."""
     return value is None or any(value == u and isinstance(value, bool) == isinstance(u, bool) for u in unused)
-
-
-def bad_request(error: ValidationError, *, shown: bool) -> ApiError:
-    """shown: say what was given; each error then brings its part of the body along, maybe all of it."""
-    first = error.errors(include_url=False, include_input=shown)[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
-    if not first["loc"]:
-        return ApiError(400, "The body must be a JSON object.")
-    path = param(first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
-        return ApiError(400, f"{path}: this field is required.", param=path, code="missing_required_parameter")
-    if first["type"] == "extra_forbidden":
-        fields = StageBody.model_fields if "stages" in first["loc"] else SLOBody.model_fields
-        near = get_close_matches(str(first["loc"][-1])[:LONGEST_NAME], fields, 1, cutoff=0.0)
-        message = f"unknown field; did you mean {near[0]}?"
-    elif first["type"] != "value_error" and isinstance(first.get("input"), int | float | str | bool):
-        message = f"{message}, got {first['input']!r:.100}"
-    return invalid(path, f"{message}.")
-
-
-def param(loc: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content") -> "messages[0].content"."""
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
-    return path.removeprefix(".")

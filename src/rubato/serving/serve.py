@@ -45,13 +45,13 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
+from rubato.frontdoor.tenants import Tenants, tenants_of, tiers_of
 from rubato.serving import logs
 from rubato.serving.app import Service, create_app
 from rubato.serving.connections import Connections, ListeningSocket, most_connections, report_accept_errors_seldom
 from rubato.serving.server_fleets import AppMaker, gateway_of, servers_on_ray, started_ray
 from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
 from rubato.serving.stalled_clients import SEND_BUFFER, stall_guard
-from rubato.serving.tenants import Tenants, tenants_of, tiers_of
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
 THREAD_SECONDS = 2.0  # for threads to end when all requests have, and the interpreter after them

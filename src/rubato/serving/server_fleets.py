@@ -32,8 +32,8 @@ from rubato.fleet.server_fleet import Alike, Server, ServerFleet, server_cluster
 from rubato.fleet.server_link import Link, ZmqLink
 from rubato.fleet.server_probe import UNSAID
 from rubato.fleet.upstream import HttpServer, Upstream
+from rubato.frontdoor.tenants import Tenants
 from rubato.serving.gateway import GatewayService, create_gateway
-from rubato.serving.tenants import Tenants
 
 AppMaker = Callable[[Tenants, Callable[[], int]], FastAPI]  # of the tenants, and a count of log lines dropped
 OF_ACTORS = ["address", "num_cpus", "num_gpus", "resources", "runtime_env"]  # settings of fleet 'ray'

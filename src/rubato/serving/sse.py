@@ -15,9 +15,9 @@ import orjson
 from rubato.core.events import Finished
 from rubato.core.plan import Logprob
 from rubato.core.request import Request
+from rubato.frontdoor.choices import firsts
+from rubato.frontdoor.verdict import report, served_tier, usage
 from rubato.serving import logprobs
-from rubato.serving.response_choices import firsts
-from rubato.serving.slo_report import report, served_tier, usage
 
 DONE = b"data: [DONE]\n\n"
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from rubato.frontdoor.errors import ApiError
 from rubato.serving.connections import Connections, Owed
-from rubato.serving.errors import ApiError
 
 SEND_BUFFER = 128 << 10  # bytes of a socket's send buffer; Linux would let it grow to megabytes a connection
 CHECKS = 4  # looks per stall_seconds

@@ -37,11 +37,12 @@ from rubato.engines.vllm.sequence import ARRIVAL, MILLISECONDS, ON_DECLINE, PREF
 from rubato.engines.vllm.settings import check_version
 from rubato.fleet.cluster import retry_after
 from rubato.fleet.sse_relay import DONE, may_be_last
-from rubato.serving import intake, request_history, slo_report, vllm_body
-from rubato.serving.errors import ApiError, from_finished, invalid
-from rubato.serving.rate_limits import RATE, TenantUsage
-from rubato.serving.request_slo import GrantedSLO, grant
-from rubato.serving.tenants import Tenant, Tenants, tenants_of, tiers_of
+from rubato.frontdoor import body_fields, history, verdict
+from rubato.frontdoor.errors import ApiError, from_finished, invalid
+from rubato.frontdoor.rate_limits import RATE, TenantUsage
+from rubato.frontdoor.slo_fields import GrantedSLO, grant
+from rubato.frontdoor.tenants import Tenant, Tenants, tenants_of, tiers_of
+from rubato.serving import intake
 from rubato.serving.vllm_reports import LATE, EngineReports, reports_of
 
 Scope = MutableMapping[str, Any]
@@ -200,14 +201,14 @@ class FrontEnd:
                 self._check_plain(path, tenant)
                 return await app(scope, receive, send)
             raw = await self._body(receive)
-            if (body := vllm_body.parsed(raw)) is None:  # vLLM has an error for that
+            if (body := body_fields.parsed(raw)) is None:  # vLLM has an error for that
                 return await app(scope, _replayed(raw, receive), send)
             call = self._admit(path, headers, tenant, body)
         except ApiError as error:
             left = usage.headers(self._reports.clock.now()) if usage is not None else []
             return await self.shared(_reply(error, left))(scope, receive, send)
         try:
-            raw = vllm_body.written(body)
+            raw = body_fields.written(body)
             kept = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
             answer = _Answer(self, call, scope, send)
             scope = {**scope, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
@@ -264,15 +265,15 @@ class FrontEnd:
 
     def _admit(self, path: str, headers: Mapping[str, str], tenant: Tenant, body: dict[str, Any]) -> _Call:
         """Grant an SLO and write it into the body. Raises ApiError 400 and 429."""
-        vllm_body.check_headers(headers)
+        body_fields.check_headers(headers)
         xargs = body.get("vllm_xargs")
         theirs = {k: v for k, v in xargs.items() if k.startswith(PREFIX)} if isinstance(xargs, dict) else {}
-        stated = vllm_body.stated(body, theirs)
+        stated = body_fields.stated(body, theirs)
         granted = grant(self._tenants.tiers(tenant), headers, stated.service_tier, stated.slo)
         if body.get("use_beam_search"):
             raise ApiError(400, "use_beam_search: its requests carry no SLO; leave it out.", param="use_beam_search")
-        most = vllm_body.most_tokens(body, UNSTATED if path == COMPLETIONS else self._longest)
-        call = _Call(path, tenant, granted, vllm_body.prompts(body), most, body.get("background") is True)
+        most = body_fields.most_tokens(body, UNSTATED if path == COMPLETIONS else self._longest)
+        call = _Call(path, tenant, granted, body_fields.prompts(body), most, body.get("background") is True)
         self._charge(call)
         fields = {TIER: granted.tier, ON_DECLINE: granted.on_decline}
         for key, seconds in zip(MILLISECONDS, _times(granted), strict=True):
@@ -282,7 +283,7 @@ class FrontEnd:
             fields |= {TENANT: tenant.name, TICKET: call.ticket, ARRIVAL: repr(unix_time())}
             fields = sealed(fields)
             self._reports.listen(call.ticket, lambda event: self._heard(call, event))
-        for name in vllm_body.OURS:
+        for name in body_fields.OURS:
             body.pop(name, None)
         if xargs is None or isinstance(xargs, dict):
             body["vllm_xargs"] = {**{k: v for k, v in (xargs or {}).items() if k not in theirs}, **fields}
@@ -403,7 +404,7 @@ class FrontEnd:
         records = [r for r in reports.history.find(id) if tenant.admin or r.request.tenant == tenant.name]
         if not records:
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
-        return _page(request_history.shown(id, records, reports.views(), now, fair=self._tenants.configured))
+        return _page(history.shown(id, records, reports.views(), now, fair=self._tenants.configured))
 
 
 class _Answer:
@@ -452,9 +453,9 @@ class _Answer:
             return
         wanted = status == 200 and not self._call.background
         requests, ends = await self._front.ends(self._call) if wanted else ([], [])
-        body = vllm_body.parsed(raw)
+        body = body_fields.parsed(raw)
         if status == 200 and body is not None and ends:
-            raw = json.dumps({**body, **slo_report.verdict_fields(requests, ends)}, ensure_ascii=False).encode()
+            raw = json.dumps({**body, **verdict.verdict_fields(requests, ends)}, ensure_ascii=False).encode()
         kept = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
         self._start = {**self._start, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
         await self._begin()
@@ -477,7 +478,7 @@ class _Answer:
             if self._last is not None:
                 ended = chunk.startswith(DONE)
                 out.append(
-                    _with(self._last, slo_report.verdict_fields(*await self._front.ends(self._call)))
+                    _with(self._last, verdict.verdict_fields(*await self._front.ends(self._call)))
                     if ended
                     else self._last
                 )
@@ -522,7 +523,7 @@ def _engine(number: int, now: float, fields: Mapping[str, Any]) -> dict[str, Any
     left_out = ("sequences", "planned", "batches", "at", "held", "open")
     return {
         "engine": number,
-        "age_ms": slo_report.ms(now - fields["at"]) if "at" in fields else None,
+        "age_ms": verdict.ms(now - fields["at"]) if "at" in fields else None,
         **{queue: queues[queue] for queue in ("running", "waiting", "moving")},
         "held": len(fields.get("held", ())),
         **{name: value for name, value in fields.items() if name not in left_out},

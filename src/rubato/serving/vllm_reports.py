@@ -24,8 +24,8 @@ from rubato.core.request import Request
 from rubato.engines.vllm import link
 from rubato.engines.vllm.gateway_reports import answer_of
 from rubato.engines.vllm.link import PLACES, Events, Reader, State
-from rubato.serving.metrics import STEP, SLOMetrics
-from rubato.serving.request_history import RequestHistory
+from rubato.frontdoor.history import RequestHistory
+from rubato.frontdoor.metrics import STEP, SLOMetrics
 
 log = logging.getLogger("vllm.rubato")
 PLAN = tuple(seconds / 100 for seconds in STEP)

@@ -19,11 +19,11 @@ from rubato.config.build import believed_of, token_drafter_of  # noqa: E402
 from rubato.config.schema import ConfigError, load  # noqa: E402
 from rubato.core.clock import VirtualClock, WallClock  # noqa: E402
 from rubato.core.events import Event, Tokens  # noqa: E402
+from rubato.frontdoor.tenants import Tenants, tiers_of  # noqa: E402
 from rubato.latency.affine import Model  # noqa: E402
 from rubato.latency.with_drafter import Drafted, Learnt  # noqa: E402
 from rubato.serving.app import create_app  # noqa: E402
 from rubato.serving.serve import build, service_of  # noqa: E402
-from rubato.serving.tenants import Tenants, tiers_of  # noqa: E402
 from rubato_torch.drafters.suffix import SuffixDrafter  # noqa: E402
 
 MODEL = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from rubato.core.events import Finished
 from rubato.core.request import SLO, Request
-from rubato.serving.request_slo import BEST_EFFORT
+from rubato.frontdoor.slo_fields import BEST_EFFORT
 
 
 def usage(prompt: int, output: int, cached: int) -> dict[str, Any]:

@@ -30,8 +30,8 @@ from rubato.core.events import (
 from rubato.core.interfaces import View
 from rubato.core.request import Request, without_texts
 from rubato.core.slo import deadlines
-from rubato.serving.response_choices import answer_of, firsts
-from rubato.serving.slo_report import in_ms, ms, verdict
+from rubato.frontdoor.choices import answer_of, firsts
+from rubato.frontdoor.verdict import in_ms, ms, verdict
 
 KEEP = 1000  # requests that have ended, all choices of one counted as one
 MOST_STEPS = 256  # entries of one request's history; a run of tokens is one

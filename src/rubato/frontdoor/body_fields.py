@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from rubato.core.did_you_mean import nearest
 from rubato.engines.vllm.sequence import KEYS, PREFIX, TIER
-from rubato.serving.errors import ApiError, invalid
-from rubato.serving.request_slo import HEADERS
-from rubato.serving.schemas import LONGEST_NAME, Body, SLOBody, bad_request
+from rubato.frontdoor.errors import ApiError, invalid
+from rubato.frontdoor.slo_body import LONGEST_NAME, Body, SLOBody, bad_request
+from rubato.frontdoor.slo_fields import HEADERS
 
 KNOWN_HEADERS = tuple(name for names in HEADERS.values() for name in names)
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")

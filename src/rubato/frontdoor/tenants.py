@@ -13,8 +13,8 @@ from hmac import compare_digest
 
 from rubato.config.schema import Config, ConfigError
 from rubato.core.did_you_mean import nearest
-from rubato.serving.errors import ApiError, invalid
-from rubato.serving.request_slo import Tier, Tiers
+from rubato.frontdoor.errors import ApiError, invalid
+from rubato.frontdoor.slo_fields import Tier, Tiers
 
 
 @dataclass(frozen=True, slots=True)

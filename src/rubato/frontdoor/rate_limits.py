@@ -18,8 +18,8 @@ from rubato.core.events import Event, Finished
 from rubato.core.request import Request
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.event_bus import Listener
-from rubato.serving.response_choices import firsts, prompt_of
-from rubato.serving.tenants import Quota
+from rubato.frontdoor.choices import firsts, prompt_of
+from rubato.frontdoor.tenants import Quota
 
 RATE = "rejected-rate-limit"
 AT_ONCE = "rejected-tenant-saturated"

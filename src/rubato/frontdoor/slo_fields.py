@@ -20,8 +20,8 @@ from difflib import get_close_matches
 from math import inf
 
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Stage
-from rubato.serving.errors import ApiError, invalid
-from rubato.serving.schemas import LONGEST_NAME, SLOBody, StageBody
+from rubato.frontdoor.errors import ApiError, invalid
+from rubato.frontdoor.slo_body import LONGEST_NAME, SLOBody, StageBody
 
 # The dimension -> headers that state it in milliseconds, the first of which wins.
 HEADERS: Mapping[str, tuple[str, ...]] = {
