@@ -17,9 +17,10 @@ from rubato.core.clock import VirtualClock
 from rubato.engines.simulated import FREE
 from rubato.engines.vllm.sequence import KEYS
 from rubato.engines.vllm.settings import Settings, settings_of
-from rubato.frontdoor.body_fields import KNOWN_HEADERS, OURS
+from rubato.frontdoor.admission import OURS
 from rubato.frontdoor.errors import ApiError
 from rubato.frontdoor.metrics import Metrics, SLOMetrics
+from rubato.frontdoor.slo_fields import KNOWN_HEADERS
 from rubato.frontdoor.tenants import tenants_of
 from rubato.latency import profiles
 from rubato.serving import schemas
@@ -89,7 +90,7 @@ def test_metrics_are_named_all_of_them() -> None:
 def test_a_field_that_is_not_supported_is_refused(name: str) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], name: "some other value"}
     with pytest.raises(ApiError) as refused:
-        schemas.parse(schemas.ChatCompletion, json.dumps(body).encode(), 1024)
+        schemas.parse(schemas.ChatCompletion, json.dumps(body).encode())
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, name, "unsupported_parameter")
 
 
@@ -107,7 +108,7 @@ def test_what_is_not_supported_is_named_all_of_it() -> None:
 )
 def test_messages_of_other_kinds_are_refused(message: object) -> None:
     with pytest.raises(ApiError) as refused:
-        schemas.parse(schemas.ChatCompletion, json.dumps({"model": "m", "messages": [message]}).encode(), 1024)
+        schemas.parse(schemas.ChatCompletion, json.dumps({"model": "m", "messages": [message]}).encode())
     assert refused.value.status == 400
 
 

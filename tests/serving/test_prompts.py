@@ -163,14 +163,14 @@ def test_a_limit_counts_every_prompt(edge: Runs) -> None:
         assert answer.headers["x-ratelimit-remaining-requests"] == "1"
         assert answer.headers["x-ratelimit-remaining-tokens"] == str(100 - 6 - 6 * 5)
         over = await at.complete(headers=key("a"), prompt=WORDS[:2])
-        assert (over.status_code, over.headers["retry-after"]) == (429, "30")  # two of four a minute
+        assert (over.status_code, over.headers["retry-after"]) == (429, "17")  # two of seven a minute
         assert ended(at)[-2:] == ["refused"] * 2  # both: all pass, or none
         assert over.headers["x-ratelimit-remaining-requests"] == "0"  # of the two it was charged the first
         await at.clock.sleep_until(at.clock.now() + 30, 0)
         assert (await at.complete(headers=key("a"), prompt=WORDS[:2], max_tokens=5)).status_code == 200
         await at.clock.sleep_until(at.clock.now() + 60, 0)  # more than the bucket holds passes when it is full
-        assert (await at.complete(headers=key("a"), prompt=[*WORDS, *WORDS], max_tokens=5)).status_code == 200
-        assert (await at.complete(headers=key("a"))).headers["retry-after"] == "45"
+        assert (await at.complete(headers=key("a"), prompt=[*WORDS, *WORDS], n=2, max_tokens=1)).status_code == 200
+        assert (await at.complete(headers=key("a"))).headers["retry-after"] == "52"
         first = asyncio.create_task(at.complete(headers=key("t"), prompt=["x" * 10] * 2, max_tokens=15))
         await at.clock.sleep_until(at.clock.now() + STEP / 2, 0)  # 50 of 100 are taken
         assert (await at.complete(headers=key("t"), prompt=["x" * 20] * 2, max_tokens=6)).status_code == 429
@@ -180,7 +180,7 @@ def test_a_limit_counts_every_prompt(edge: Runs) -> None:
 
     edge(
         scenario,
-        tenants=[tenant("a", requests_per_minute=4, tokens_per_minute=100), tenant("t", tokens_per_minute=100)],
+        tenants=[tenant("a", requests_per_minute=7, tokens_per_minute=100), tenant("t", tokens_per_minute=100)],
     )
 
 
@@ -191,16 +191,16 @@ def test_prompts_in_flight(edge: Runs) -> None:
             ([two, one, one], [200, 200, 429]),
             ([one, one, two], [200, 200, 429]),
             ([two, two], [200, 429]),
-            ([{"prompt": WORDS}], [200]),
+            ([{"prompt": WORDS, "n": 2}], [200]),
         ):
             answers = await asyncio.gather(*(at.complete(headers=key("a"), **body) for body in bodies))
             assert [a.status_code for a in answers] == statuses
-        never = await at.complete(headers=key("a"), prompt=[*WORDS, "d"])
+        never = await at.complete(headers=key("a"), prompt=[*WORDS, *WORDS, "d"])
         assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")  # waiting would not help
-        assert "at most 3" in never.json()["error"]["message"]
+        assert "at most 6" in never.json()["error"]["message"]
         assert each_ended_once(at)
 
-    edge(scenario, tenants=[tenant("a", max_in_flight=3)])
+    edge(scenario, tenants=[tenant("a", max_in_flight=6)])
 
 
 def test_its_debug_page_has_them_all(edge: Runs) -> None:

@@ -105,7 +105,7 @@ def test_in_flight(edge: Runs) -> None:
     edge(scenario, tenants=[tenant("a", max_in_flight=2)])
 
 
-def test_choices_of_one_request_pass_together_and_count_as_one(edge: Runs) -> None:
+def test_choices_of_one_request_pass_together_and_count_each(edge: Runs) -> None:
     async def scenario(at: Edge) -> None:
         answers = [await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=5, n=3) for _ in range(2)]
         assert [a.status_code for a in answers] == [200, 429]
@@ -117,7 +117,7 @@ def test_choices_of_one_request_pass_together_and_count_as_one(edge: Runs) -> No
 
     edge(
         scenario,
-        tenants=[tenant("a", requests_per_minute=1, tokens_per_minute=100), tenant("b", max_in_flight=2)],
+        tenants=[tenant("a", requests_per_minute=3, tokens_per_minute=100), tenant("b", max_in_flight=4)],
     )
 
 

@@ -52,7 +52,7 @@ def test_choices_are_requests_of_one_group(edge: Runs, endpoint: str) -> None:
         body = answer.json()
         assert answer.headers["x-request-id"] == body["id"]
         assert [r.id for r in offered(at)] == [f"{body['id']}-{i}" for i in range(3)]
-        assert {r.group for r in offered(at)} == {body["id"]}
+        assert {r.group for r in offered(at)} == {f"{body['id']}-0"}
         assert [r.sampling.seed for r in offered(at)] == [-1, 0, 1]
         assert [c["index"] for c in body["choices"]] == [0, 1, 2]
         texts = [c["text"] if endpoint == "complete" else c["message"]["content"] for c in body["choices"]]
@@ -213,7 +213,7 @@ def test_more_choices_than_the_server_gives(edge: Runs) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
         assert "at most 4" in refused.json()["error"]["message"]
 
-    edge(scenario, most_choices=4)
+    edge(scenario, max_choices=4)
 
 
 def test_tokens_of_a_prefix_that_was_there_are_told(edge: Runs) -> None:

@@ -205,7 +205,8 @@ PARTS: Mapping[str, type[StrictSettings]] = {
 
 class Config(StrictSettings):
     """Everything `serve` needs. max_in_flight: requests beyond it are refused at once (null: no bound; auto:
-    `build.most_in_flight`). max_connections: null = as many as file descriptors allow.
+    `build.most_in_flight`). max_connections: null = as many as file descriptors allow. max_choices: prompts times `n`
+    of one body.
 
     servers: of a gateway, the servers that it routes to; of a server that runs a model itself, none.
 
@@ -237,7 +238,8 @@ class Config(StrictSettings):
     max_in_flight: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    max_body_bytes: int = Field(default=2 << 20, ge=1)
+    max_body_bytes: int = Field(default=4 << 20, ge=1)
+    max_choices: int = Field(default=16, ge=1)
     max_connections: int | None = Field(default=None, ge=1)
     drain_seconds: float = Field(default=30.0, ge=0, le=MOST)
     stall_seconds: float = Field(default=30.0, gt=0, le=MOST)

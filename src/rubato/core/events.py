@@ -17,6 +17,10 @@ else:
         return dataclass(slots=slots, unsafe_hash=frozen)
 
 
+# Reasons of refusals that waiting does not cure. A host says so; a policy may not (`Cluster`, `core.plan.check`).
+CLIENT_ERRORS = ("rejected-invalid", "rejected-too-long", "rejected-exceeds-kv")
+
+
 # --------------------------------------------------------------------------- what happened
 
 
@@ -138,7 +142,8 @@ class Finished(Event):
     """The one last event of every request, whatever became of it.
 
     reason: "stop" | "length" for completed; the reject reason, the error or the client's act otherwise.
-    best_effort: the tier actually served was best effort when it ended. output: tokens out in all.
+    best_effort: the tier actually served was best effort when it ended. output: tokens out in all. prompt: its tokens
+    as the server counted them, 0 where another choice brings them; None: as many as the request says.
     """
 
     outcome: Outcome
@@ -146,6 +151,12 @@ class Finished(Event):
     verdict: Verdict
     output: int = 0
     best_effort: bool = False
+    prompt: int | None = None
+
+    @property
+    def is_client_error(self) -> bool:
+        """Whether the request itself is at fault, whatever the load: over HTTP a 400, and no missed SLO."""
+        return self.outcome == "refused" and self.reason.startswith(CLIENT_ERRORS)
 
 
 @happened(frozen=True, slots=True)

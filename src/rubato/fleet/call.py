@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import orjson
+
 from rubato.core.request import Progress
 from rubato.fleet.upstream import Headers
 
@@ -69,16 +71,17 @@ def name_of_try(id: str, tries: int) -> str:
     return id if tries <= 1 else f"{id}-t{tries}"
 
 
+NAMES = (("prompt", "input"), ("completion", "output"))  # OpenAI's, and those of responses and messages
+
 Calls = dict[str, Call]  # by the id of each of its requests
 
 
 def usage_of(body: bytes) -> tuple[int, int]:
-    """Tokens of prompt and output that a response counts; 0 where it does not."""
-    import orjson
-
+    """Tokens of prompt and output that a response, or the event of one, counts; 0 where it does not."""
     try:
         found = orjson.loads(body)
-        usage = found.get("usage") or {}
-        return int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+        usage = found.get("usage") or (found.get("response") or {}).get("usage") or {}
+        prompt, output = (usage.get(f"{a}_tokens") or usage.get(f"{b}_tokens") or 0 for a, b in NAMES)
+        return max(0, int(prompt)), max(0, int(output))
     except (ValueError, TypeError, AttributeError):
         return 0, 0

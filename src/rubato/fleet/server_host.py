@@ -100,6 +100,7 @@ class ServerHost(ServerWatch, KVBetweenServers):
         self._mirror: Mirror | None = None
         self._role: Role | None = None
         self._mine: dict[str, Call] = {}  # by the id of each request that is here
+        self._prompts: dict[str, int] = {}  # tokens as the server counts them, by a call's first id
         self._serving: dict[str, asyncio.Task[None]] = {}  # by a call's first id
         self._news: dict[str, asyncio.Event] = {}  # by a call's first id: a request of it has ended
         self.rests_until = 0.0
@@ -299,8 +300,10 @@ class ServerHost(ServerWatch, KVBetweenServers):
             return
         raw = await whole(reply)
         prompt, output = usage_of(raw)
+        self._know_prompt(call, prompt)
         if not self.linked:
             self._begin(call, prompt)
+            output = min(output, self._most_output(call))
             self._count(call, [at % len(call.ids) for at in range(output)])
         await self._ended(call)
         await call.whole(200, reply.headers, raw)
@@ -332,6 +335,11 @@ class ServerHost(ServerWatch, KVBetweenServers):
                 await call.write(now)
         if not relay.ended:
             raise UpstreamError("the stream ended before its last chunk")
+        prompt, output = usage_of(relay.usage)
+        self._know_prompt(call, prompt)
+        if not self.linked and len(call.ids) == 1:  # a chunk may have brought several tokens
+            missing = min(output, self._most_output(call)) - call.streamed
+            self._count(call, [0] * max(0, missing))
         await self._ended(call)
         await call.end(relay.rest())
 
@@ -459,9 +467,13 @@ class ServerHost(ServerWatch, KVBetweenServers):
             if call is None:
                 continue
             if isinstance(event, Offered):  # it has come there; the cluster has offered it
-                if len(call.ids) == 1 and event.request.progress is None:
-                    call.counted(event.request.prompt)
+                if event.request.progress is None and call.ids.index(event.id) % call.choices == 0:
+                    self._prompts[call.ids[0]] = self._prompts.get(call.ids[0], 0) + event.request.prompt
+                    if len(call.ids) == 1:
+                        call.counted(event.request.prompt)
                 continue
+            if isinstance(event, Finished):
+                event = replace(event, prompt=self._prompts.pop(event.id, None))
             if type(event) is Finished and event.outcome == "failed":
                 why = f"replica {self.id} could not read the KV of request {event.id!r}"
                 if self._failed_to_arrive(call, why):
@@ -480,6 +492,17 @@ class ServerHost(ServerWatch, KVBetweenServers):
         if not self._mine:
             self._idle.set()
 
+    def _know_prompt(self, call: Call, prompt: int) -> None:
+        """The server has counted so many tokens in the prompts of a call; 0: it has not."""
+        if prompt and call.tries <= 1:
+            self._prompts[call.ids[0]] = prompt
+            call.counted(prompt)
+
+    def _most_output(self, call: Call) -> int:
+        """Output tokens that a call may have, whatever its server claims."""
+        known = [self._started().known(id) for id in call.ids]
+        return sum([seq.request.sampling.max_tokens for seq in known if seq is not None])
+
     def _begin(self, call: Call, prompt: int) -> None:
         """Something has come of it: it waits no more. prompt: tokens, where the server has said how many."""
         now, mirror = self.clock.now(), self._started()
@@ -489,7 +512,6 @@ class ServerHost(ServerWatch, KVBetweenServers):
             if id in self._mine and mirror.waits(id):
                 if prompt and len(call.ids) == 1:
                     mirror.correct(id, prompt)
-                    call.counted(prompt)
                 self._fold(Started(now, id))
 
     def _count(self, call: Call, choices: Sequence[int]) -> None:

@@ -22,6 +22,11 @@ def may_be_last(chunk: bytes) -> bool:
     return b'"finish_reason":"' in chunk or b'"finish_reason": "' in chunk or b'"choices":[]' in chunk
 
 
+def is_usage(chunk: bytes) -> bool:
+    """A chunk that brings nothing but a stream's counts, as OpenAI's `include_usage` has it."""
+    return b'"choices":[]' in chunk and b'"usage":{' in chunk
+
+
 class StreamRelay:
     """One response. choices: how many it has; of several each chunk says which one it is of. events: it is one of named
     events, of which none is held back."""
@@ -32,6 +37,7 @@ class StreamRelay:
         self._cut = b""  # the beginning of a chunk of which the end has not come
         self._held: list[bytes] = []  # chunks from the one on that may be the last
         self.ended = False  # it came to its end, by its own word
+        self.usage = b""  # the last event that counts tokens, as JSON
 
     def feed(self, data: bytes) -> tuple[bytes, Sequence[int]]:
         """What has come: what of it, and of what was held, may be passed on, and the choice of each chunk that brings
@@ -46,7 +52,9 @@ class StreamRelay:
                 return b"", ()
         if self._events:
             self.ended = self.ended or any(words in END + data for words in LAST_EVENTS)
+            self._look_for_usage(data)
             return data, (0,) * sum([data.count(words) for words in TEXT_EVENTS])
+        self._look_for_usage(data)
         if not self._held and not may_be_last(data) and DONE not in data:
             return data, self._choices(data)
         passed: list[bytes] = []
@@ -64,6 +72,10 @@ class StreamRelay:
             else:
                 passed.append(chunk + END)
         return b"".join(passed), counted
+
+    def _look_for_usage(self, data: bytes) -> None:
+        if (at := data.rfind(b'"usage":{')) >= 0 and (begin := data.rfind(b"data: {", 0, at)) >= 0:
+            self.usage = data[begin + 6 :].partition(b"\n")[0]
 
     def rest(self) -> bytes:
         """What was held back, and a chunk that was cut short."""

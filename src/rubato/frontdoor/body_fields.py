@@ -1,105 +1,157 @@
-"""What a body sent to vLLM's API server states, and what it may cost."""
+"""The fields of a body, read no further than admission needs: values stay the bytes that came.
+
+A prompt of megabytes is neither decoded nor written anew, so that reading a body takes little more memory than the
+body itself, and what goes on to a server is what the client wrote.
+"""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
-from difflib import get_close_matches
-from itertools import islice
 from typing import Any
 
-from pydantic import ValidationError
+import msgspec
+import orjson
 
-from rubato.core.did_you_mean import nearest
-from rubato.engines.vllm.sequence import KEYS, PREFIX, TIER
 from rubato.frontdoor.errors import ApiError, invalid
-from rubato.frontdoor.slo_body import LONGEST_NAME, Body, SLOBody, bad_request
-from rubato.frontdoor.slo_fields import HEADERS
 
-KNOWN_HEADERS = tuple(name for names in HEADERS.values() for name in names)
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-OURS = ("slo", "service_tier")  # fields of a body
-MOST_NAMES = 64  # of a body, that are looked through for one of ours misspelt
+MAX_PARTS = 65_536  # lists, objects and fields of a body: each takes some 100 bytes where it is decoded, and 1 us
+MAX_SMALL_BYTES = 65_536  # of a field that is decoded here
+MAX_WHOLE = 1 << 31
+TRUE = ("1", "on", "t", "true", "y", "yes")
+BOM = b"\xef\xbb\xbf"
+HALF_PAIR = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])")
+STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class Stated(Body):
-    """Of a body, what is ours."""
+class BodyFields:
+    """The fields of one body, by name, each as JSON; of a name that comes several times the last, as in vLLM."""
 
-    slo: SLOBody | None = None
-    service_tier: str | None = None
+    __slots__ = ("_fields", "raw")
 
+    def __init__(self, fields: Mapping[str, Any], raw: bytes = b"") -> None:
+        """fields: JSON text (bytes, or `msgspec.Raw`) by name. raw: the body that they come from."""
+        self._fields = fields
+        self.raw = raw
 
-def parsed(raw: bytes) -> dict[str, Any] | None:
-    """The object in a body, as vLLM's own parser reads it; None for anything else."""
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return body if isinstance(body, dict) else None
+    @classmethod
+    def parse(cls, raw: bytes, max_items: int) -> BodyFields:
+        """Read a body.
 
+        Args:
+            raw: the body; a byte order mark before it is left out.
+            max_items: how many items its lists may have in all.
 
-def written(body: Mapping[str, Any]) -> bytes:
-    """A body that was parsed and changed, for a server: whatever JSON it held."""
-    return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        Raises:
+            ApiError: 400 for what is no JSON object, or would take far more memory than its bytes.
+        """
+        _check_parts(raw, max_items)
+        raw = raw.removeprefix(BOM)
+        try:
+            return cls(_decoder.decode(raw), raw)
+        except RecursionError:
+            raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
+        except msgspec.ValidationError:
+            raise ApiError(400, "The body must be a JSON object.", code="invalid_json") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            half = HALF_PAIR.search(raw)  # of which the parser says otherwise
+            why = f"{half[0].decode()} is one half of a surrogate pair" if half else str(error)
+            raise ApiError(400, f"The body is not valid JSON: {why}.", code="invalid_json") from None
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
 
-def check_headers(headers: Mapping[str, str]) -> None:
-    """Raises ApiError 400 for a header that looks like an SLO and is none."""
-    for name in headers:
-        if name.startswith(("x-slo-", "x-llm-d-slo-")) and name not in KNOWN_HEADERS:
-            raise invalid(name[:LONGEST_NAME], f"unknown header{nearest(name[:LONGEST_NAME], KNOWN_HEADERS)}")
+    def __iter__(self) -> Any:
+        return iter(self._fields)
 
+    def json(self, name: str) -> bytes:
+        """The JSON text of a field; empty where there is none, or it is null."""
+        value = self._fields.get(name)
+        found = b"" if value is None else bytes(value)
+        return b"" if found == b"null" else found
 
-def stated(body: Mapping[str, Any], theirs: Mapping[str, Any]) -> Stated:
-    """What a body asks for. theirs: its keys in `vllm_xargs`, which say what its own fields do not. Raises ApiError
-    400."""
-    for key in theirs:
-        if key not in KEYS:
-            raise invalid(f"vllm_xargs.{key}"[:LONGEST_NAME], f"unknown key{nearest(key[:LONGEST_NAME], KEYS)}")
-    for name in islice(body, MOST_NAMES):
-        near = get_close_matches(name.lower(), OURS, 1, 0.8) if name not in OURS and len(name) < LONGEST_NAME else []
-        if near:
-            message = f"{name}: unknown parameter; did you mean {near[0]}?"
-            raise ApiError(400, message, param=name, code="unknown_parameter")
-    said = body.get("slo")
-    slo = {key.removeprefix(PREFIX): _number(value) for key, value in theirs.items() if key != TIER}
-    tier = body.get("service_tier") or theirs.get(TIER)
-    try:
-        whole = {**slo, **said} if isinstance(said, dict) else said or slo or None
-        ours = Stated.model_validate({"slo": whole, "service_tier": tier})
-    except ValidationError as error:
-        raise bad_request(error, shown=True) from None
-    if ours.slo is not None and ours.slo.stages is not None:
-        raise ApiError(400, "slo.stages: inside vLLM a request has one stage.", param="slo.stages")
-    return ours
+    def value(self, name: str) -> Any:
+        """The value of a small field; None where there is none. Raises ApiError 400 for one too large for its kind."""
+        found = self.json(name)
+        if len(found) > MAX_SMALL_BYTES:
+            raise invalid(name, f"it has {len(found)} bytes; give at most {MAX_SMALL_BYTES}.")
+        try:
+            return orjson.loads(found) if found else None
+        except orjson.JSONDecodeError as error:  # a lone surrogate, or bytes that are no UTF-8
+            raise invalid(name, f"it is not valid JSON: {error}.") from None
 
+    def flag(self, name: str) -> bool:
+        """Whether a field is true, as leniently as vLLM reads it."""
+        value = self.value(name)
+        return (value.lower() in TRUE) if isinstance(value, str) else value in (True, 1)
 
-def _number(value: Any) -> Any:
-    """Of a key of `vllm_xargs`, which may be written as text."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+    def with_fields(self, **values: Any) -> BodyFields:
+        """The same with these values; without those that are None."""
+        kept = {name: value for name, value in self._fields.items() if name not in values}
+        return BodyFields({**kept, **{name: orjson.dumps(v) for name, v in values.items() if v is not None}})
 
+    def to_json(self) -> bytes:
+        """The body as a server gets it: each name once, values as they came."""
+        pairs = [b"%b:%b" % (orjson.dumps(name), bytes(value)) for name, value in self._fields.items()]
+        return b"{" + b",".join(pairs) + b"}"
 
-def prompts(body: Mapping[str, Any]) -> int:
-    """Prompts of a body: several in a list of them."""
-    prompt = body.get("prompt")
-    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-    return len(prompt) if several and isinstance(prompt, list) else 1
+    # ----------------------------------------------------------------- what it asks for
 
+    @property
+    def n(self) -> int:
+        """Choices of each prompt."""
+        return max(1, whole(self.value("n")))
 
-def most_tokens(body: Mapping[str, Any], unstated: int) -> int:
-    """Output tokens that a body may ask for: the largest of its limits, whichever vLLM then takes. unstated: where it
-    states none."""
-    stated = [value for name in LIMITS if (value := body.get(name)) is not None]
-    most = max(map(whole, stated), default=unstated)
-    return most * max(1, whole(body.get("n"))) * prompts(body)
+    @property
+    def prompts(self) -> int:
+        """Prompts of `prompt`, which may be a list of them."""
+        head = self.json("prompt")[:64].replace(b" ", b"").replace(b"\n", b"")[:2]
+        if head == b'["':
+            return STRING.sub(b"", self.json("prompt")).count(b",") + 1
+        return max(1, self.json("prompt").count(b"[") - 1) if head == b"[[" else 1
+
+    @property
+    def prompt_ids(self) -> int:
+        """Token ids in `prompt`, of all prompts; 0 where it is text."""
+        found = self.json("prompt")
+        if not found.startswith(b"[") or b'"' in found:
+            return 0
+        return found.count(b",") + any(byte in found for byte in b"0123456789")
+
+    def max_tokens(self, unstated: int) -> int:
+        """Output tokens that one choice may have: the largest of its limits, whichever the server then takes.
+
+        Args:
+            unstated: tokens, where the body states none.
+        """
+        stated = [whole(value) for name in LIMITS if (value := self.value(name)) is not None]
+        return max(stated, default=unstated)
 
 
 def whole(value: Any) -> int:
     """A number as leniently as vLLM reads it; 0 for anything else."""
     try:
-        return max(0, min(int(float(value)), 1 << 31))
+        return max(0, min(int(float(value)), MAX_WHOLE))
     except (TypeError, ValueError, OverflowError):
         return 0
+
+
+def _check_parts(raw: bytes, max_items: int) -> None:
+    """Raises ApiError 400 for a body of more parts than are read."""
+    parts, items = _counts(raw)
+    if parts > MAX_PARTS or items > max_items:  # maybe within its texts
+        parts, items = _counts(STRING.sub(b"", raw))
+    if parts > MAX_PARTS:
+        message = f"The body has {parts} lists, objects and fields; this server reads at most {MAX_PARTS}."
+        raise ApiError(400, message, code="invalid_value")
+    if items > max_items:
+        message = f"The body has {items} items in its lists and objects; this server reads at most {max_items}."
+        raise ApiError(400, message, code="invalid_value")
+
+
+def _counts(text: bytes) -> tuple[int, int]:
+    """Lists, objects and fields; items of all lists and objects."""
+    return sum(map(text.count, (b":", b"[", b"{"))), text.count(b",")

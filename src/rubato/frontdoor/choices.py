@@ -19,7 +19,7 @@ def spread(prompts: Sequence[Request], n: int) -> tuple[Request, ...]:
         return tuple(prompts)
     found = []
     for at, prompt in enumerate(prompts):
-        group = "" if n == 1 else prompt.id if len(prompts) == 1 else f"{prompt.id}/{at}"
+        group = "" if n == 1 else f"{prompt.id}-{at * n}"  # the id of its first choice
         for choice in range(n):
             sampling = prompt.sampling
             if sampling.seed is not None:

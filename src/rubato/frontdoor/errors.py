@@ -13,9 +13,6 @@ from fastapi.responses import Response
 
 from rubato.core.events import Finished
 
-# Refusals that waiting does not cure: the request itself is at fault.
-NEVER = ("rejected-invalid", "rejected-too-long", "rejected-exceeds-kv")
-
 
 class ApiError(Exception):
     """An answer other than 200. `param` is a path such as `messages[0].content`, or a header's name."""
@@ -60,7 +57,7 @@ def no_room(most: int, prompt: str, where: str) -> ApiError:
 
 def from_finished(event: Finished, retry_after: float) -> ApiError:
     """The error of a request that ended in anything but completion. `retry_after`: seconds until room is expected."""
-    if event.outcome == "refused" and event.reason.startswith(NEVER):
+    if event.is_client_error:
         code = "invalid_value" if event.reason.startswith("rejected-invalid") else "context_length_exceeded"
         return ApiError(400, f"This model cannot run the request: {event.reason}.", code=code)
     if event.outcome == "refused":

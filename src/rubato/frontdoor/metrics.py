@@ -5,6 +5,9 @@ meaning is the same, which in vLLM's server are vLLM's own. Attainment is `rubat
 `rubato_requests_offered_total`: a request that was refused, failed or cut short was offered too. For one dimension
 alone it is over `rubato_slo_promised_total`; a TPOT is there the mean over the request, whatever rule judges it.
 
+A request that is the client's own mistake, a 400, is no missed SLO: it counts in `rubato_client_errors_total` alone.
+Some are found only at a server, so that a request counts as offered when its first work begins, or at its end.
+
 Labels are tiers, tenants, replicas and words of ours, all bounded: the tier beyond the first hundred is `other`.
 """
 
@@ -40,6 +43,7 @@ from rubato.policy_kit.backlog import prefill_seconds
 MOST_REASONS = 32  # label values; a policy may refuse with any words
 MOST_NAMES = 100  # of tiers, and of tenants
 OTHER = "other"
+CLIENT_STATUSES = (400, 401, 403, 404, 413)
 
 TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 PER_TOKEN = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -57,6 +61,7 @@ class _Open:
     tier: str  # labels
     tenant: str
     used: Counter  # its tenant's output tokens
+    counted: bool = False  # as offered
     begun: float | None = None  # its first work
     first: float | None = None  # time of its first token
     last: float | None = None  # and of its last
@@ -102,8 +107,11 @@ class SLOMetrics:
         self._promised = counter("slo_promised", "Requests offered with an SLO in this dimension", "tier", "dimension")
         self._met = counter("slo_met", "Requests that met it; all: every SLO", "tier", "tenant", "dimension")
         self._missed = counter("slo_missed", "Requests with a missed SLO, by cause", "tier", "tenant", "cause")
+        self._client_errors = counter("client_errors", "Responses that were the client's own mistake", "code")
+        for status in CLIENT_STATUSES:
+            self._client_errors.labels(str(status))  # 0: of a counter that begins at 1 no rate can be told
         self._refused = counter("requests_refused", "Requests refused", "tier", "reason")
-        self._used = counter("tenant_tokens", "Tokens of prompts that began, and of output", "tenant", "kind")
+        self._used = counter("tenant_tokens", "Tokens of ended requests' prompts, and of output", "tenant", "kind")
         self._drafted = counter("draft_tokens", "Drafted tokens put to the test; none behind a rejected one", "outcome")
         self._accepted, self._rejected = (self._drafted.labels(outcome) for outcome in ("accepted", "rejected"))
         self._predicted = histogram("predicted_ttft_seconds", "TTFT expected at placement", "tier", TTFT)
@@ -122,11 +130,21 @@ class SLOMetrics:
         tier, tenant = self._tiers.label(request.tier), self._tenants.label(request.tenant)
         used = self._used.labels(tenant, "output")
         self._open[event.id] = _Open(request, tier, tenant, used)
-        self._n_offered.labels(tier, tenant).inc()
-        self._met.labels(tier, tenant, "all")  # 0: of a counter that begins at 1 no rate can be told
+        self._n_offered.labels(tier, tenant)  # 0: of a counter that begins at 1 no rate can be told
+        self._met.labels(tier, tenant, "all")
         self._n_finished.labels(tier, tenant, "failed")
-        for dimension in _promises(request):
-            self._promised.labels(tier, dimension).inc()
+
+    def _count_offered(self, state: _Open) -> None:
+        if state.counted:
+            return
+        state.counted = True
+        self._n_offered.labels(state.tier, state.tenant).inc()
+        for dimension in _promises(state.request):
+            self._promised.labels(state.tier, dimension).inc()
+
+    def client_error(self, status: int) -> None:
+        """A response was the client's own mistake."""
+        self._client_errors.labels(str(status)).inc()
 
     def _placed(self, event: Placed) -> None:
         if event.ttft is not None:
@@ -136,7 +154,7 @@ class SLOMetrics:
         state = self._open[event.id]
         if state.begun is None:
             state.begun = event.at
-            self._used.labels(state.tenant, "prompt").inc(state.request.prompt)
+            self._count_offered(state)
 
     def _token(self, event: Tokens) -> None:
         if not event.tokens:  # text that was held back, of tokens counted before
@@ -153,7 +171,12 @@ class SLOMetrics:
 
     def _finished(self, event: Finished) -> None:
         state = self._open.pop(event.id)
+        if event.is_client_error:
+            return
         tier, tenant, verdict = state.tier, state.tenant, event.verdict
+        self._count_offered(state)
+        if state.begun is not None or state.first is not None:
+            self._used.labels(tenant, "prompt").inc(_prompt_tokens(state.request, event))
         self._n_finished.labels(tier, tenant, event.outcome).inc()
         if verdict.met:
             self._met.labels(tier, tenant, "all").inc()
@@ -231,7 +254,7 @@ class Metrics(SLOMetrics):
             family = Histogram(f"vllm:{name}", about, ["model_name"], buckets=buckets, registry=self.registry)
             return family.labels(model)
 
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began and ended")
         self._generated = counter("generation_tokens", "Output tokens")
         self._asked = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
@@ -305,11 +328,8 @@ class Metrics(SLOMetrics):
     def _started(self, event: Started) -> None:
         state = self._open[event.id]
         if state.begun is None:
-            prompt = state.request.prompt
             self._queue.observe(event.at - state.request.arrival)
-            self._prompt_tokens.inc(prompt)
-            self._prompt_size.observe(prompt)
-            self._asked.inc(prompt)
+            self._asked.inc(state.request.prompt)
             self._hits.inc(event.cached)
         super()._started(event)
 
@@ -329,6 +349,10 @@ class Metrics(SLOMetrics):
     def _finished(self, event: Finished) -> None:
         state, verdict = self._open[event.id], event.verdict
         super()._finished(event)
+        if state.begun is not None:
+            prompt = _prompt_tokens(state.request, event)
+            self._prompt_tokens.inc(prompt)
+            self._prompt_size.observe(prompt)
         if event.outcome == "completed":
             self._success.labels(self._model, event.reason).inc()
             self._output_size.observe(event.output)
@@ -342,6 +366,13 @@ class Metrics(SLOMetrics):
     def _stepped(self, event: Stepped) -> None:
         super()._stepped(event)
         self._iteration.observe(event.shape.tokens)
+
+
+def _prompt_tokens(request: Request, end: Finished) -> int:
+    """Of the prompt, as a bill has them: of several choices of one prompt the first brings them."""
+    if request.group not in ("", request.id):
+        return 0
+    return request.prompt if end.prompt is None else end.prompt
 
 
 def _promises(request: Request) -> dict[str, float]:

@@ -2,69 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import re
+from dataclasses import dataclass
 
-import orjson
+import numpy as np
 
 from rubato.core.request import PREFIX_BLOCK
+from rubato.frontdoor.body_fields import BodyFields
 
-BYTES = 4.0  # a token, until something is known
-WEIGHT = 0.05  # of one more prompt, in the mean
-MOST_KEYS = 4096  # of a prompt
+TOKENS_PER_BYTE = 0.25  # until something is known
+PRIOR_BYTES = 256.0  # prompts whose sizes differ by less than this say little of the tokens of one byte
+MIN_TOKENS_PER_BYTE, MAX_TOKENS_PER_BYTE = 1 / 16, 1.0
+DECAY = 0.95  # of what earlier prompts count for, at each new one
+MAX_PREFIX_KEYS = 4096  # of a prompt
 TEXTS = ("messages", "prompt", "input", "system", "tools", "instructions")  # fields of a body that become a prompt
+# Images and sounds within them, which no tokenizer of texts sees. A key in a text would have its quotes escaped.
+MEDIA = re.compile(rb'"(?:url|data|file_data|image_url)"\s*:\s*"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
-class PromptSize:
-    """Bytes of a prompt's text that one token stands for: a mean over the prompts whose length servers have told."""
+@dataclass(slots=True)
+class _Line:
+    """Tokens of a prompt as a line over its bytes: least squares over recent prompts, drawn to TOKENS_PER_BYTE where
+    they are all about as long. Its intercept is what the chat template adds."""
 
-    def __init__(self) -> None:
-        self._bytes = BYTES
+    weight: float = 0.0
+    sizes: float = 0.0
+    tokens: float = 0.0
+    sizes_sizes: float = 0.0
+    sizes_tokens: float = 0.0
 
     def learn(self, size: int, tokens: int) -> None:
+        for name, value in (
+            ("weight", 1.0), ("sizes", size), ("tokens", tokens),
+            ("sizes_sizes", size * size), ("sizes_tokens", size * tokens),
+        ):  # fmt: skip
+            setattr(self, name, DECAY * getattr(self, name) + value)
+
+    def estimate(self, size: int) -> float:
+        if not self.weight:
+            return TOKENS_PER_BYTE * size
+        mean_size, mean_tokens = self.sizes / self.weight, self.tokens / self.weight
+        spread = self.sizes_sizes / self.weight - mean_size * mean_size
+        together = self.sizes_tokens / self.weight - mean_size * mean_tokens
+        prior = PRIOR_BYTES * PRIOR_BYTES
+        slope = (together + TOKENS_PER_BYTE * prior) / (spread + prior)
+        slope = min(max(slope, MIN_TOKENS_PER_BYTE), MAX_TOKENS_PER_BYTE)
+        return max(0.0, mean_tokens - slope * mean_size) + slope * size
+
+
+class PromptLengths:
+    """Estimates of prompts' tokens by tenant and path: one tenant's chats say nothing of another's documents."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, str], _Line] = {}
+
+    def learn(self, tenant: str, path: str, size: int, tokens: int) -> None:
         """A prompt of `size` bytes turned out to have so many tokens."""
         if size and tokens:
-            self._bytes += WEIGHT * (min(max(size / tokens, 0.5), 16.0) - self._bytes)
+            self._lines.setdefault((tenant, path), _Line()).learn(size, tokens)
 
-    def tokens(self, size: int) -> int:
-        """Of a prompt of so many bytes."""
-        return max(1, round(size / self._bytes))
+    def estimate(self, tenant: str, path: str, size: int) -> int:
+        """Tokens of a prompt of so many bytes, 1 or more."""
+        return max(1, round(self._lines.get((tenant, path), _Line()).estimate(size)))
 
-    def prefix(self, text: bytes) -> tuple[int, ...]:
-        """A key for each full block's worth of text, for the whole text up to its end (`Request.prefix`)."""
-        block, key, keys = int(PREFIX_BLOCK * BYTES), 0, []
-        for end in range(block, min(len(text), block * MOST_KEYS) + 1, block):
-            key = hash((key, text[end - block : end]))
-            keys.append(key)
-        return tuple(keys)
+    @staticmethod
+    def text_bytes(body: BodyFields) -> int:
+        """Bytes of a body that become the prompt, as JSON; images and sounds count nothing."""
+        found = [body.json(name) for name in TEXTS]
+        return sum(map(len, found)) - sum(len(media) for text in found for media in MEDIA.findall(text))
 
 
-def token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of a prompt that is given so; empty for one that is text."""
-    prompt = fields.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
-        (prompt,) = prompt
-    if isinstance(prompt, list) and prompt and all(type(id) is int for id in prompt):
-        return tuple(prompt)
-    return ()
-
-
-def text_of(fields: Mapping[str, Any]) -> bytes:
-    """What of a body becomes the prompt: texts as they are, all else as JSON. Images count nothing."""
-    return b"\n".join(_texts([fields[name] for name in TEXTS if fields.get(name)]))
-
-
-def _texts(value: Any) -> Iterator[bytes]:
-    if isinstance(value, str):
-        yield value.encode("utf-8", "surrogatepass")
-    elif isinstance(value, list):
-        for one in value:
-            yield from _texts(one)
-    elif isinstance(value, dict):
-        if "content" in value and "role" in value:
-            yield str(value["role"]).encode("utf-8", "surrogatepass")
-            yield from _texts(value["content"])
-        elif isinstance(value.get("text"), str):
-            yield value["text"].encode("utf-8", "surrogatepass")
-        elif not any(name in value for name in ("image_url", "input_audio", "video_url", "image", "file")):
-            yield orjson.dumps(value)
+def prefix_keys(body: BodyFields) -> tuple[int, ...]:
+    """A key for each full block of the prompt, that stands for all up to its end (`Request.prefix`)."""
+    text = b"\n".join([found for name in TEXTS if (found := body.json(name))])
+    block = int(PREFIX_BLOCK / TOKENS_PER_BYTE)
+    if body.prompt_ids:  # PREFIX_BLOCK ids each
+        commas = np.flatnonzero(np.frombuffer(text, np.uint8) == ord(","))
+        ends = [int(end) for end in commas[PREFIX_BLOCK - 1 :: PREFIX_BLOCK]]
+    else:
+        ends = list(range(block, len(text) + 1, block))
+    key, begin, keys = 0, 0, []
+    for end in ends[:MAX_PREFIX_KEYS]:
+        key = hash((key, text[begin:end]))
+        keys.append(key)
+        begin = end
+    return tuple(keys)

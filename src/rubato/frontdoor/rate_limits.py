@@ -1,24 +1,17 @@
 """Limits of a tenant: requests and tokens a minute, and requests in flight.
 
-A request beyond that is refused, with the seconds after which it would pass. It was offered all the same:
-`Cluster.refuse` tells metrics, logs and the event log of it as of any other, so that offered = finished + in flight.
+A request beyond that is refused, with the seconds after which it would pass. It was offered all the same: metrics, logs
+and the event log hear of it as of any other, so that offered = finished + in flight.
 
 An API request is charged one request as soon as its key is known, whatever its body turns out to be: reading a body
-costs time, too. Prompts beyond the first, and tokens, are charged when they are known (`TenantGate`).
+costs time, too. Choices beyond the first, each a request for an engine, and tokens are charged when they are known.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
-from rubato.core.events import Event, Finished
-from rubato.core.request import Request
-from rubato.fleet.cluster import Cluster
-from rubato.fleet.event_bus import Listener
-from rubato.frontdoor.choices import firsts, prompt_of
 from rubato.frontdoor.tenants import Quota
 
 RATE = "rejected-rate-limit"
@@ -70,19 +63,24 @@ class TenantUsage:
             self.requests.take(1, now)
         return wait
 
-    def charge(self, prompts: int, tokens: int, now: float) -> tuple[str, float] | None:
-        """Charge the prompts of an API request that has entered, all of them or no further one; tokens: that it may
-        use, which are charged choice by choice. Why it may not pass now, and the seconds until it might come again
-        (0: not known)."""
+    def charge(self, choices: int, tokens: int, now: float) -> tuple[str, float] | None:
+        """Charge the choices of an API request that has entered, all of them or no further one.
+
+        Args:
+            tokens: that it may use; its caller charges them when it passes.
+
+        Returns:
+            Why it may not pass now, and the seconds until it might come again (0: not known).
+        """
         wait = self.tokens.wait(tokens, now)
-        saturated = self.in_flight + prompts > self.max_in_flight
+        saturated = self.in_flight + choices > self.max_in_flight
         short = False
-        if prompts > 1:
+        if choices > 1:
             self.requests.take(-1, now)  # the first is paid: together they may cost more than the bucket holds
-            short = self.requests.wait(prompts, now) > 0.0
-            self.requests.take(1 if short or wait or saturated else prompts, now)
+            short = self.requests.wait(choices, now) > 0.0
+            self.requests.take(1 if short or wait or saturated else choices, now)
         if short or wait:
-            wait = max(wait, self.requests.wait(prompts, now))
+            wait = max(wait, self.requests.wait(choices, now))
         if wait > 0:
             return RATE, wait
         return (AT_ONCE, 0.0) if saturated else None
@@ -100,53 +98,3 @@ class TenantUsage:
                 (b"x-ratelimit-reset-" + name, b"%dms" % ceil(wait * 1e3) if wait < 1 else b"%ds" % ceil(wait)),
             ]
         return found
-
-
-class TenantGate:
-    """What one API request sees of the cluster when its tenant is limited. All its prompts and choices pass, or none
-    does.
-
-    A prompt counts as a request, whatever its choices; the first was charged when the API request came. Each further
-    prompt is charged once, and each choice the most it may put out; the unused part is given back at the end. requests:
-    all that will be offered, in this same turn of the event loop.
-    """
-
-    def __init__(self, cluster: Cluster, usage: TenantUsage, requests: Sequence[Request]) -> None:
-        self._cluster, self._usage = cluster, usage
-        prompts = [requests[at] for at in firsts(requests)]
-        self._prompts = {request.id: request.prompt for request in prompts}  # tokens, by the request charged
-        tokens = sum(self._prompts.values()) + sum(request.sampling.max_tokens for request in requests)
-        self._refusal = usage.charge(len(self._prompts), tokens, cluster.clock.now())
-        self._open: Counter[str] = Counter()  # choices in flight, by prompt
-
-    def offer(self, request: Request, listener: Listener | None = None) -> None:
-        """As `Cluster.offer`."""
-        if self._refusal is not None:
-            self._cluster.refuse(request, self._refusal[0], listener)
-            return
-        prompt = self._prompts.get(request.id, 0)
-        self._usage.tokens.take(prompt + request.sampling.max_tokens, self._cluster.clock.now())
-        self._usage.in_flight += self._open[prompt_of(request)] == 0
-        self._open[prompt_of(request)] += 1
-
-        def watch(event: Event) -> None:
-            if type(event) is Finished:
-                self._settle(event, request, prompt)
-            if listener is not None:
-                listener(event)
-
-        self._cluster.offer(request, watch)
-
-    def cancel(self, id: str, reason: str = "client disconnected") -> None:
-        """As `Cluster.cancel`."""
-        self._cluster.cancel(id, reason)
-
-    def retry_after(self) -> float:
-        """As `Cluster.retry_after`; for a request refused here, when its tenant has enough left for it."""
-        return self._refusal[1] if self._refusal is not None and self._refusal[1] else self._cluster.retry_after()
-
-    def _settle(self, end: Finished, request: Request, prompt: int) -> None:
-        self._open[prompt_of(request)] -= 1
-        self._usage.in_flight -= self._open[prompt_of(request)] == 0
-        unused = request.sampling.max_tokens - end.output + (prompt if end.outcome == "refused" else 0)
-        self._usage.tokens.take(-unused, end.at)

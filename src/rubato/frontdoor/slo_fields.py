@@ -13,12 +13,14 @@ time tighter than any of those tiers promises is loosened to the tightest that t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import islice
 from math import inf
 
+from rubato.core.did_you_mean import nearest
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Stage
 from rubato.frontdoor.errors import ApiError, invalid
 from rubato.frontdoor.slo_body import LONGEST_NAME, SLOBody, StageBody
@@ -29,6 +31,8 @@ HEADERS: Mapping[str, tuple[str, ...]] = {
     "tpot": ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms"),
     "e2e": ("x-slo-e2e-ms",),
 }
+KNOWN_HEADERS = tuple(name for names in HEADERS.values() for name in names)
+MAX_NAMES = 64  # of a body, that are looked through for one of ours misspelt
 NOTHING = SLO()
 BEST_EFFORT = "flex"  # OpenAI's name of the tier without an SLO
 STANDARD = ("auto", "default", "priority", "scale", "standard_only")  # the last is Anthropic's
@@ -128,6 +132,10 @@ class GrantedSLO:
         """The stages of a request with this prompt."""
         return (replace(self._stages[0], prompt=len(prompt), token_ids=prompt), *self._stages[1:])
 
+    def stages_of_length(self, prompt: int) -> tuple[Stage, ...]:
+        """The stages of a request whose prompt has so many tokens, which are not known."""
+        return (replace(self._stages[0], prompt=prompt), *self._stages[1:])
+
 
 def grant(tiers: Tiers, headers: Mapping[str, str], service_tier: str | None, body: SLOBody | None) -> GrantedSLO:
     """tiers: those of the request's tenant. Raises ApiError 400 for an unknown tier, for a header that is no time, and
@@ -162,7 +170,11 @@ def _first(*slos: SLO) -> SLO:
 
 
 def from_headers(headers: Mapping[str, str]) -> SLO:
-    """What headers state. Raises ApiError 400 naming one that is no number of milliseconds."""
+    """What headers state. Raises ApiError 400 naming one that is no number of milliseconds, or looks like an SLO and is
+    none."""
+    for name in headers:
+        if name.startswith(("x-slo-", "x-llm-d-slo-")) and name not in KNOWN_HEADERS:
+            raise invalid(name[:LONGEST_NAME], f"unknown header{nearest(name[:LONGEST_NAME], KNOWN_HEADERS)}")
     stated: dict[str, float] = {}
     for dimension, names in HEADERS.items():
         for name in names:
@@ -179,3 +191,21 @@ def _seconds(name: str, text: str) -> float:
     if not LEAST_MS <= milliseconds <= MOST_MS:
         raise invalid(name, f"{text[:40]!r} is no number of milliseconds from {LEAST_MS:g} to {MOST_MS:g}.")
     return milliseconds / 1e3
+
+
+def to_headers(slo: SLO) -> list[tuple[str, str]]:
+    """An SLO as the headers that state it."""
+    return [(HEADERS[name][0], f"{seconds * 1e3:g}") for name, seconds in slo.promised.items()]
+
+
+def check_names(names: Iterable[str], ours: Sequence[str]) -> None:
+    """Raises ApiError 400 for a body's field that looks like one of ours and is none."""
+    for name in islice(names, MAX_NAMES):
+        if name not in ours and len(name) < LONGEST_NAME and (near := get_close_matches(name.lower(), ours, 1, 0.8)):
+            message = f"{name}: unknown parameter; did you mean {near[0]}?"
+            raise ApiError(400, message, param=name, code="unknown_parameter")
+
+
+def unknown_name(where: str, name: str, known: Sequence[str]) -> ApiError:
+    """The error of a name that is not known there."""
+    return invalid(where[:LONGEST_NAME], f"unknown key{nearest(name[:LONGEST_NAME], known)}")

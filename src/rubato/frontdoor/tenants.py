@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from hmac import compare_digest
+from uuid import uuid4
 
 from rubato.config.schema import Config, ConfigError
 from rubato.core.did_you_mean import nearest
@@ -55,12 +56,15 @@ class Tenants:
         self.quotas = {tenant.name: tenant.quota for tenant in tenants if tenant.quota != Quota()}
         self._tiers = {tenant.name: tiers.allowed(tenant.tiers) for tenant in tenants}
         self.all_tiers = tiers
+        # The same in each process of the same configuration, and known to no tenant: it knows its own keys alone.
+        self._secret = blake2b(b"".join(digest for digest, _ in self._digests)).digest()
 
     def of(self, headers: Mapping[str, str]) -> Tenant:
-        """The tenant whose key `Authorization: Bearer KEY` holds. Raises ApiError 401."""
+        """The tenant whose key `Authorization: Bearer KEY` holds, or, without that, `x-api-key`, as Anthropic's clients
+        send it. Raises ApiError 401."""
         if not self.configured:
             return ANYONE
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+        scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("You did not give an API key: send it as `Authorization: Bearer KEY`.")
         digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
@@ -80,6 +84,24 @@ class Tenants:
 
     def tiers(self, tenant: Tenant) -> Tiers:
         return self._tiers.get(tenant.name, self.all_tiers)
+
+    def salt(self, tenant: Tenant, stated: str = "") -> str:
+        """vLLM's `cache_salt` for a tenant, so that no other one finds its prefixes cached. stated: by its client."""
+        return self._mac("salt", tenant.name, stated)
+
+    def new_response_id(self, tenant: Tenant) -> str:
+        """An id of `/v1/responses` by which the response is this tenant's."""
+        token = uuid4().hex
+        return f"resp_{token}{self._mac('response', tenant.name, token)}"
+
+    def owns_response(self, tenant: Tenant, id: str) -> bool:
+        """Whether a response of this id was made for this tenant."""
+        token = id.removeprefix("resp_")[:32]
+        return compare_digest(id.encode(), f"resp_{token}{self._mac('response', tenant.name, token)}".encode())
+
+    def _mac(self, *parts: str) -> str:
+        text = "\0".join(parts).encode("utf-8", "surrogatepass")
+        return blake2b(text, key=self._secret, digest_size=16).hexdigest()
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -166,7 +166,8 @@ class FairShare:
             if not entry.load:
                 entry.load = self._load(request, entry, fleet)
                 entry.stall = max(0.0, alone_seconds(request.stages[0].prompt) - step)
-            alone = len(shares) == 1 and total == 0.0
+            idle = total == 0.0  # whatever passes now delays nobody who is here
+            alone = len(shares) == 1 and idle
             fits = alone or total + entry.load <= HEADROOM or spent[tenant] + entry.load <= share
             # it takes more of the tightest TTFT than its share, and another tenant is active
             stalls = len(shares) > 1 and entry.stall > share * ttft
@@ -174,7 +175,7 @@ class FairShare:
             if not fits and spent[tenant] > 0.0:
                 continue
             if stalls or not fits:
-                if paid[tenant] > now:
+                if paid[tenant] > now and not idle:
                     self.wake_at = min(paid[tenant], self._next_inactive(entry.account, now), self.wake_at or inf)
                     continue
                 entry.owes = entry.stall if fits else PAUSE * self._kept(entry, tpot, step)

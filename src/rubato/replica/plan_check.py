@@ -8,9 +8,10 @@ from itertools import chain
 from math import inf
 from typing import get_args
 
+from rubato.core.events import CLIENT_ERRORS
 from rubato.core.interfaces import SOONEST, Dispatch, SeqView, View, nothing_sent
 from rubato.core.plan import Emitted, Plan, Recall, Role, Tree, Work, blocks_for
-from rubato.core.request import SATURATED
+from rubato.core.request import SATURATED, Request
 
 ONLY_PLACES = Dispatch()[1:-1]  # but for `why`
 
@@ -90,6 +91,8 @@ def _problems(plan: Plan, view: View) -> Iterable[str]:
     for id, why in plan.drop.items():
         seq = known[id]
         begun = id in running or not nothing_sent(seq)
+        if why.startswith(CLIENT_ERRORS):
+            yield f"drop refuses {id!r} as {why!r}: whether a request is at fault is not for a policy to say"
         if seq.request.on_decline != "refuse" and (begun or why != SATURATED):
             yield (
                 f"drop names {id!r}, whose client asked for best effort when its SLO cannot be met: demote it, or, "
@@ -206,6 +209,12 @@ def check_dispatch(
         raise PlanError(f"policy {policy!r}, router, t={now:.6f}: {problem}")
 
 
+def _fits(request: Request, view: View) -> bool:
+    """Whether the replica could run it alone."""
+    most = request.prompt + request.sampling.max_tokens
+    return most <= view.limits.max_model_len and view.limits.blocks(most) <= view.kv_total
+
+
 def _plainly_right(dispatch: object, held: Sequence[SeqView], replicas: Collection[str]) -> bool:
     """Whether it only places, and nothing is wrong with that. False is no verdict."""
     if type(dispatch) is not Dispatch or type(dispatch.place) is not dict or dispatch[1:-1] != ONLY_PLACES:
@@ -258,9 +267,11 @@ def _dispatch_problems(
                 f"place puts {id!r} on {replica!r}, which had handed it off with its KV of {handoff.cached} tokens: "
                 "place it on another, or hold it"
             )
-    for id in reject:
+    for id, why_not in reject.items():
         if id not in seqs:
             yield unknown.format("reject", id, len(held))
+        if why_not.startswith(CLIENT_ERRORS) and all(_fits(seqs[id].request, view) for view in fleet):
+            yield f"reject refuses {id!r} as {why_not!r}, a fault of the request that no replica finds in it"
     for id in demote:
         if id not in seqs:
             yield unknown.format("demote", id, len(held))

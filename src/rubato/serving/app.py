@@ -12,13 +12,13 @@ from fastapi.responses import Response
 
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
-from rubato.frontdoor import slo_fields
+from rubato.frontdoor.admission import ApiRequest
 from rubato.frontdoor.errors import ApiError, invalid, no_room
-from rubato.frontdoor.rate_limits import TenantGate, TenantUsage
+from rubato.frontdoor.offers import Offers
 from rubato.frontdoor.slo_fields import Tiers
 from rubato.frontdoor.tenants import Tenants
 from rubato.serving import intake, openapi, schemas
-from rubato.serving.app_state import AppState, WithHeaders, add_error_shapes, add_operations, json_page, read_body
+from rubato.serving.app_state import AppState, WithHeaders, add_door, add_operations, json_page
 from rubato.serving.board import add_board
 
 MESSAGE = 32  # characters that a message counts for besides its own: what the chat template does with it
@@ -43,7 +43,7 @@ class Text(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What is served. most_tokens: prompt + output that a request may have. most_choices: prompts times `n` that one
+    """What is served. most_tokens: prompt + output that a request may have. max_choices: prompts times `n` that one
     answer may have. tenants: by default keys are not asked for. fair: whether the cluster shares itself out
     between tenants. created_offset: Unix time - clock time. log_lines_dropped: how many so far."""
 
@@ -51,17 +51,21 @@ class Service:
     text: Text
     model: str
     most_tokens: int
-    most_choices: int = 16
+    max_choices: int = 16
     aliases: tuple[str, ...] = ()
     tenants: Tenants = field(default_factory=lambda: Tenants((), Tiers()))
     fair: bool = False
-    max_body_bytes: int = 2 << 20
+    max_body_bytes: int = 4 << 20
     created_offset: float = 0.0
     log_lines_dropped: Callable[[], int] = int
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.model, *(alias for alias in self.aliases if alias != self.model))
+
+    @property
+    def max_model_len(self) -> int:
+        return self.most_tokens
 
     def views(self) -> list[View]:
         return [host.view() for host in self.cluster.hosts.values()]
@@ -119,7 +123,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Rubato", summary="LLM serving to stated service-level objectives", redoc_url=None)
     state = _State(service)
     app.state.draining = False  # set when no request is taken any more: /health says so
-    add_error_shapes(app, service.cluster.clock)
+    add_door(app, state.door)
     _add_completions(app, state)
     _add_models(app, state)
     add_operations(app, state)
@@ -146,13 +150,13 @@ def _add_models(app: FastAPI, state: _State) -> None:
     @app.get("/v1/models", responses=openapi.errors(401))
     async def models(http: Request) -> Response:
         """The names under which the model may be asked for."""
-        state.tenants.of(http.headers)
+        state.door.identify(http.headers)
         return json_page({"object": "list", "data": [_model(service, name, state.created) for name in service.names]})
 
     @app.get("/v1/models/{name:path}", responses=openapi.errors(401, 404))
     async def model(http: Request, name: str) -> Response:
         """One of them."""
-        state.tenants.of(http.headers)
+        state.door.identify(http.headers)
         _check_model(service, name)
         return json_page(_model(service, name, state.created))
 
@@ -161,26 +165,24 @@ def _add_models(app: FastAPI, state: _State) -> None:
 
 
 async def _complete(state: _State, http: Request, schema: type[schemas.AnyCompletion]) -> Response:
-    service = state.service
+    service, door = state.service, state.door
     arrival = service.cluster.clock.now()
-    tenant = state.enter(http, arrival, schema.kind)
-    usage = state.usage.get(tenant.name)
-    body = schemas.parse(schema, await read_body(http, service.max_body_bytes), service.most_tokens)
+    tenant = state.enter(http)
+    fields = await state.read(http)
+    body = schemas.parse(schema, fields.raw)
     _check_model(service, body.model)
-    _check_choices(service, body.choices, body.count, usage)
+    door.check_choices(tenant, body.count, body.choices)
     prompts = await state.token_ids(body)
-    granted = slo_fields.grant(state.tenants.tiers(tenant), http.headers, body.service_tier, body.slo)
+    limits = intake.output_limits(body, prompts, service.most_tokens)
+    asked = ApiRequest(http.url.path, http.headers, fields, arrival, [len(p) for p in prompts], has_stages=True)
+    admitted = door.admit(asked, tenant)
     requests = intake.requests(
-        body, prompts, granted, arrival=arrival, tenant=tenant.name, most_tokens=service.most_tokens,
-        session=intake.session(http.headers),
-    )  # fmt: skip
-    gate = service.cluster if usage is None else TenantGate(service.cluster, usage, requests)
+        body, prompts, admitted.granted, arrival=arrival, tenant=tenant.name, limits=limits, session=admitted.session
+    )
     created = int(service.created_offset + arrival)
-    reply = intake.answer(body, requests, cluster=gate, spell=service.text.spell, created=created)
-    clamped = [(b"x-rubato-clamped", ", ".join(granted.clamped).encode())] if granted.clamped else []
-    if usage is None:
-        return WithHeaders(reply, lambda: clamped) if clamped else reply
-    return WithHeaders(reply, lambda: clamped + usage.headers(service.cluster.clock.now()))
+    offers = Offers(door, service.cluster, admitted, requests)
+    reply = intake.answer(body, requests, offers=offers, spell=service.text.spell, created=created)
+    return WithHeaders(reply, lambda: door.response_headers(admitted))
 
 
 def _check_model(service: Service, name: str) -> None:
@@ -188,20 +190,6 @@ def _check_model(service: Service, name: str) -> None:
         known = ", ".join(service.names)
         message = f"The model {name[:256]!r} does not exist; this server serves {known}."
         raise ApiError(404, message, param="model", code="model_not_found")
-
-
-def _check_choices(service: Service, n: int, prompts: int, usage: TenantUsage | None) -> None:
-    """Raises ApiError 400 for more than one answer may ever have."""
-    most = service.most_choices
-    if n > most:
-        raise invalid("n", f"{n} choices asked for; this server gives at most {most}.")
-    if prompts * n > most:
-        raise invalid(
-            "prompt", f"{prompts} prompts with n = {n} ask for {prompts * n} choices; at most {most} are given."
-        )
-    if usage is not None and prompts > usage.max_in_flight:
-        most_prompts = usage.max_in_flight
-        raise invalid("prompt", f"{prompts} prompts given; this key may have at most {most_prompts} in flight.")
 
 
 # --------------------------------------------------------------------------- answers

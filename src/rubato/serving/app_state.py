@@ -1,26 +1,28 @@
-"""What the apps of our server and of the gateway have in common: who asks, `/health`, `/metrics`, `/debug`, errors."""
+"""What the apps of our server and of the gateway share: the front door, `/health`, `/metrics`, `/debug`, errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rubato.core.clock import Clock
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
 from rubato.frontdoor import history
-from rubato.frontdoor.errors import ApiError, from_finished
+from rubato.frontdoor.admission import FrontDoor
+from rubato.frontdoor.body_fields import BodyFields
+from rubato.frontdoor.errors import ApiError
 from rubato.frontdoor.metrics import Metrics
-from rubato.frontdoor.rate_limits import RATE, TenantUsage
+from rubato.frontdoor.paths import canonical_path
 from rubato.frontdoor.tenants import Tenant, Tenants
-from rubato.serving import intake, logs, openapi, schemas
+from rubato.serving import logs, openapi
 
 
 class AnyService(Protocol):
@@ -35,6 +37,12 @@ class AnyService(Protocol):
     @property
     def fair(self) -> bool: ...
     @property
+    def max_body_bytes(self) -> int: ...
+    @property
+    def max_choices(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
     def log_lines_dropped(self) -> Callable[[], int]: ...
     def views(self) -> list[View]: ...
 
@@ -45,7 +53,6 @@ class AppState:
     def __init__(self, service: AnyService) -> None:
         self.service: AnyService = service
         self.tenants = service.tenants
-        self.usage = {name: TenantUsage(quota) for name, quota in self.tenants.quotas.items()}
         cluster = service.cluster
         self.metrics = Metrics(
             service.names[0],
@@ -55,19 +62,24 @@ class AppState:
             service.log_lines_dropped,
         )
         self.recorder = history.RequestHistory(logs.finished)
+        self.door = FrontDoor(
+            service.tenants, cluster.clock, cluster, cluster.retry_after, lambda: service.max_model_len,
+            service.max_body_bytes, service.max_choices, count_client_error=self.metrics.client_error,
+        )  # fmt: skip
         cluster.listen(self.metrics)
         cluster.listen(self.recorder)
 
-    def enter(self, http: Request, arrival: float, kind: schemas.Kind) -> Tenant:
+    def enter(self, http: Request) -> Tenant:
         """The tenant of this request, charged before its body is read; from here on also its errors carry what is left
-        to that tenant. Raises ApiError 401, or 429 beyond the tenant's rate."""
-        tenant = self.tenants.of(http.headers)
-        http.state.usage = usage = self.usage.get(tenant.name)
-        if usage is not None and (wait := usage.enter(arrival)):
-            tier = self.tenants.tiers(tenant).resolve(None)
-            request = intake.unread(kind, arrival=arrival, tenant=tenant.name, tier=tier)
-            raise from_finished(self.service.cluster.refuse(request, RATE), wait)
+        to that tenant. Raises ApiError 401, 403, or 429 beyond the tenant's rate."""
+        http.state.tenant = tenant = self.door.identify(http.headers)
+        self.door.enter(tenant)
+        self.door.authorize(tenant, http.url.path)
         return tenant
+
+    async def read(self, http: Request) -> BodyFields:
+        """The fields of its body. Raises ApiError 400 and 413."""
+        return self.door.read_fields(await self.door.read_body(http.stream(), http.headers.get("content-length", "")))
 
 
 def add_operations(app: FastAPI, state: AppState) -> None:
@@ -98,7 +110,7 @@ def add_operations(app: FastAPI, state: AppState) -> None:
     @app.get("/debug/requests/{id}", responses=openapi.errors(401, 404))
     async def request(http: Request, id: str) -> Response:
         """Deadlines, events and waits of a request in flight or lately ended: for its tenant, or an admin's key."""
-        tenant = state.tenants.of(http.headers)
+        tenant = state.door.identify(http.headers)
         records = state.recorder.find(id)
         if not records or not (tenant.admin or records[0].request.tenant == tenant.name):
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
@@ -106,18 +118,27 @@ def add_operations(app: FastAPI, state: AppState) -> None:
         return json_page(history.shown(id, records, service.views(), now, fair=service.fair))
 
 
-async def read_body(http: Request, most: int) -> bytes:
-    """The body. Raises ApiError 413 as soon as it is known to be longer than `most` bytes."""
-    error = ApiError(413, f"The body is larger than {most} bytes.", code="request_too_large")
-    declared = http.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > most:
-        raise error
-    raw = bytearray()
-    async for part in http.stream():
-        raw += part
-        if len(raw) > most:
-            raise error
-    return bytes(raw)
+class AtTheDoor:
+    """ASGI middleware: paths are read alike in every spelling, and responses that are the client's own fault count."""
+
+    def __init__(self, app: ASGIApp, door: FrontDoor) -> None:
+        self._app, self._door = app, door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._door.count_status(message["status"])
+            await send(message)
+
+        try:
+            path = canonical_path(scope["path"])
+        except ApiError as error:
+            return await error.response()(scope, receive, counted)
+        await self._app({**scope, "path": path, "raw_path": quote(path).encode()}, receive, counted)
+        return None
 
 
 class WithHeaders(Response):
@@ -141,11 +162,13 @@ def json_page(content: Mapping[str, Any], status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
-def add_error_shapes(app: FastAPI, clock: Clock) -> None:
+def add_door(app: FastAPI, door: FrontDoor) -> None:
+    """Have every request come through the door, and every error leave in OpenAI's shape."""
+    app.add_middleware(AtTheDoor, door=door)
+
     async def answer(http: Request, error: Exception) -> Response:
         reply = _as_api_error(http, error).response()
-        usage: TenantUsage | None = getattr(http.state, "usage", None)
-        return reply if usage is None else WithHeaders(reply, lambda: usage.headers(clock.now()))
+        return WithHeaders(reply, lambda: door.limit_headers(getattr(http.state, "tenant", None)))
 
     for kind in (ApiError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer)

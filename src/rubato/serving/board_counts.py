@@ -66,6 +66,10 @@ class TierCounts:
         return self._slices[-1]
 
     def finish(self, offered_in: _Slice, end: Finished) -> None:
+        if end.is_client_error:
+            self.offered -= 1
+            offered_in.offered -= 1
+            return
         self.outcomes[end.outcome] += 1
         if end.verdict.met:
             self.met += 1
@@ -114,7 +118,7 @@ class BoardCounts:
     def _finished(self, event: Finished) -> None:
         request, tier, offered_in = self._open.pop(event.id)
         tier.finish(offered_in, event)
-        if not event.verdict.met:
+        if not event.verdict.met and not event.is_client_error:
             misses = self._misses.setdefault(request.tenant, deque(maxlen=MISSES))
             misses.append((without_texts(request), event))
 

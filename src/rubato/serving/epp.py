@@ -11,8 +11,9 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
+from urllib.parse import quote
 
 import betterproto2
 from envoy_data_plane.envoy.service.ext_proc.v3 import HttpHeaders, ProcessingRequest, ProcessingResponse
@@ -27,14 +28,17 @@ from rubato.fleet.envoy_server import EnvoyCall, EnvoyServer, endpoint_of
 from rubato.fleet.server_fleet import server_cluster
 from rubato.fleet.server_host import ServerHost
 from rubato.fleet.upstream import HttpServer, Upstream
+from rubato.frontdoor.admission import ApiRequest, FrontDoor, for_server
 from rubato.frontdoor.errors import ApiError, from_finished
-from rubato.frontdoor.prompt_length import PromptSize
-from rubato.frontdoor.slo_fields import Tiers
-from rubato.frontdoor.tenants import tiers_of
+from rubato.frontdoor.headers import is_ours, new_id
+from rubato.frontdoor.offers import Offers
+from rubato.frontdoor.paths import GENERATE, canonical_path
+from rubato.frontdoor.slo_fields import to_headers
+from rubato.frontdoor.tenants import Tenants, tiers_of
 from rubato.policy_kit.candidates import Candidates
 from rubato.serving import epp_messages
-from rubato.serving.epp_messages import ProtocolError
-from rubato.serving.gateway_intake import GENERATE, From, answer_of, asked, new_id
+from rubato.serving.epp_messages import ProtocolError, RequestChanges
+from rubato.serving.gateway import answer_of
 from rubato.serving.server_fleets import fleet_of
 
 HELD_SECONDS = 60.0  # that a request waits for a place, where its e2e is not less
@@ -47,18 +51,14 @@ log = logging.getLogger(__name__)
 @dataclass
 class Picker:
     """What all streams share. calls: where the hosts find each request, by id; passing: the same, by answer. only: the
-    endpoints that a request may go to, where it may not go to all (`policy_kit.candidates`). longest: tokens of prompt
-    and output together, once the cluster has started."""
+    endpoints that a request may go to, where it may not go to all (`policy_kit.candidates`)."""
 
     cluster: Cluster
     calls: Calls
     passing: dict[str, EnvoyCall]
     only: dict[str, frozenset[str]]
-    tiers: Tiers
-    longest: Callable[[], int]
-    max_body_bytes: int
+    door: FrontDoor
     draining: bool = False
-    sizes: PromptSize = field(default_factory=PromptSize)
     turn: int = 0
 
     @property
@@ -116,7 +116,11 @@ async def picker_of(
     cluster = await server_cluster(
         fleet, clock, options, around=lambda router: cast(Router, Candidates(router, only, endpoint))
     )
-    return Picker(cluster, calls, passing, only, tiers_of(config), longest, config.max_body_bytes)
+    door = FrontDoor(
+        Tenants((), tiers_of(config)), clock, cluster, cluster.retry_after, longest,
+        config.max_body_bytes, config.max_choices,
+    )  # fmt: skip
+    return Picker(cluster, calls, passing, only, door)
 
 
 class _Stream:
@@ -131,7 +135,10 @@ class _Stream:
         self._arrival = picker.cluster.clock.now()
         self._headers: dict[str, str] = {}
         self._subset: frozenset[str] | None = None
-        self._body = bytearray()
+        self._body: list[bytes] = []
+        self._raw = b""
+        self._size = 0
+        self._changes = RequestChanges()
         self._has_body = self._has_trailers = False
         self._call: EnvoyCall | None = None
         self._bound = HELD_SECONDS
@@ -147,6 +154,7 @@ class _Stream:
                 await self._send_on(endpoint)
                 await self._pass_response()
         except ApiError as error:
+            self._picker.door.count_status(error.status)
             await self._write(epp_messages.refused(error))
         finally:
             self._leave()
@@ -170,9 +178,9 @@ class _Stream:
                         return True
                 case "request_body", part:
                     self._has_body = True
-                    self._body += part.body
-                    if len(self._body) > (most := self._picker.max_body_bytes):
-                        raise ApiError(413, f"The body is larger than {most} bytes.", code="request_too_large")
+                    self._body.append(part.body)
+                    self._size += len(part.body)
+                    self._picker.door.check_size(self._size)
                     if part.end_of_stream:
                         return True
                 case "request_trailers", _:
@@ -184,29 +192,36 @@ class _Stream:
 
     async def _endpoint(self) -> str:
         """Where it goes; empty if the data plane has left. Raises ApiError."""
-        path = self._headers.get(":path", "").partition("?")[0]
-        if path.startswith("/rubato/"):
+        written, _, query = self._headers.get(":path", "").partition("?")
+        path = canonical_path(written)
+        if path != written:
+            self._changes.set[":path"] = quote(path) + (f"?{query}" if query else "")
+        if path == "/rubato" or path.startswith("/rubato/"):
             raise ApiError(403, f"{path[:80]} is for gateways.", code="admin_only")
+        self._changes.remove += [name for name in self._headers if is_ours(name)]
+        self._raw = b"".join(self._body)
+        self._body.clear()
         endpoints = self._picker.candidates(self._subset)
         if path not in GENERATE or self._headers.get(":method") != "POST":  # whatever else servers have: in turn
             self._picker.turn += 1
             return sorted(endpoints)[self._picker.turn % len(endpoints)]
-        call = self._offer(path, endpoints)
+        call = await self._offer(path, endpoints)
         await self._until_settled(call)
         return call.endpoint
 
-    def _offer(self, path: str, endpoints: frozenset[str]) -> EnvoyCall:
+    async def _offer(self, path: str, endpoints: frozenset[str]) -> EnvoyCall:
         """Its requests, offered to the cluster. Raises ApiError 400."""
-        picker = self._picker
-        found = asked(
-            From(path, self._headers, self._arrival), bytes(self._body),
-            new_id(path, self._headers.get("x-request-id", ""), picker.calls),
-            tiers=picker.tiers, tenant="", longest=picker.longest(), sizes=picker.sizes, by_link=False,
-        )  # fmt: skip
-        ids = [request.id for request in found.requests]
-
-        def counted(tokens: int) -> None:
-            picker.sizes.learn(found.size, tokens)
+        picker, door = self._picker, self._picker.door
+        tenant = door.identify({})
+        body = door.read_fields(self._raw)
+        admitted = door.admit(ApiRequest(path, self._headers, body, self._arrival), tenant)
+        id = new_id(path, self._headers.get("x-request-id", ""), picker.calls)
+        offers = Offers(door, self._cluster, admitted, admitted.requests(id, self._arrival, body))
+        ids = [request.id for request in offers.requests]
+        self._changes.set |= dict(to_headers(admitted.granted.stages_of_length(1)[0].slo))
+        if (changed := for_server(body)) is not body:
+            self._raw = changed.to_json()
+            self._changes.set["content-length"] = str(len(self._raw))
 
         def over() -> None:
             for id in ids:
@@ -215,16 +230,16 @@ class _Stream:
             picker.passing.pop(call.answer, None)
 
         call = EnvoyCall(
-            path, answer_of(found.requests), found.requests, found.n, bool(found.fields.get("stream")), counted, over
-        )
+            path, answer_of(offers.requests), offers.requests, admitted.n, body.flag("stream"),
+            lambda tokens: door.learn_length(admitted, tokens), over,
+        )  # fmt: skip
         self._call = picker.passing[call.answer] = call
         for id in ids:
             picker.calls[id] = call
             if self._subset is not None:
                 picker.only[id] = endpoints
-        for request in found.requests:
-            self._cluster.offer(request, call.hear)
-        self._bound = min(HELD_SECONDS, found.requests[0].stages[0].slo.e2e or math.inf)
+        await offers.send(call.hear)
+        self._bound = min(HELD_SECONDS, offers.requests[0].stages[0].slo.e2e or math.inf)
         return call
 
     async def _until_settled(self, call: EnvoyCall) -> None:
@@ -263,11 +278,11 @@ class _Stream:
 
     async def _send_on(self, endpoint: str) -> None:
         """Headers, body and trailers, in this order, as the protocol has them."""
-        await self._write(epp_messages.goes_to(endpoint))
+        await self._write(epp_messages.goes_to(endpoint, self._changes))
         if self._has_body:
-            for piece in epp_messages.request_body(bytes(self._body), last=not self._has_trailers):
+            for piece in epp_messages.request_body(self._raw, last=not self._has_trailers):
                 await self._write(piece)
-        self._body.clear()
+        self._raw = b""
         if self._has_trailers:
             await self._write(epp_messages.request_trailers_pass())
 
@@ -300,6 +315,7 @@ class _Stream:
         status = headers.pop(":status", "")
         if not status.isdecimal():
             raise ProtocolError("response_headers without a :status")
+        self._picker.door.count_status(int(status))
         if served and served != call.endpoint:
             if served in self._picker.endpoints():
                 self._picker.only.update(dict.fromkeys(call.ids, frozenset({served})))

@@ -7,6 +7,7 @@ envoyproxy/data-plane-api, envoy/service/ext_proc/v3.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from envoy_data_plane.envoy.config.core.v3 import (
@@ -41,6 +42,14 @@ LB, HINT = "envoy.lb", "envoy.lb.subset_hint"  # namespaces of metadata
 MOST_BYTES = 62_000  # of a body in one message: envoy.proto recommends at most 64 KiB, some data planes hold to that
 OVERWRITE = HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 FULL_DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+
+
+@dataclass(slots=True)
+class RequestChanges:
+    """Headers of a request that its server gets otherwise than the client sent them."""
+
+    set: dict[str, str] = field(default_factory=dict)
+    remove: list[str] = field(default_factory=list)
 
 
 class ProtocolError(Exception):
@@ -97,10 +106,14 @@ def _metadata(message: ProcessingRequest, namespace: str) -> dict[str, Any]:
 # --------------------------------------------------------------------------- what is answered
 
 
-def goes_to(endpoint: str) -> ProcessingResponse:
-    """The answer to a request's headers: to `endpoint`, said in both of the protocol's ways."""
-    header = HeaderValueOption(HeaderValue(key=DESTINATION, raw_value=endpoint.encode()), append_action=OVERWRITE)
-    common = CommonResponse(header_mutation=HeaderMutation(set_headers=[header]), clear_route_cache=True)
+def goes_to(endpoint: str, changes: RequestChanges) -> ProcessingResponse:
+    """The answer to a request's headers: to `endpoint`, said in both of the protocol's ways, with these changes."""
+    options = [
+        HeaderValueOption(HeaderValue(key=name, raw_value=value.encode()), append_action=OVERWRITE)
+        for name, value in {DESTINATION: endpoint, **changes.set}.items()
+    ]
+    mutation = HeaderMutation(set_headers=options, remove_headers=[n for n in changes.remove if n not in changes.set])
+    common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
     metadata = Struct.from_dict({LB: {DESTINATION: endpoint}})
     return ProcessingResponse(request_headers=HeadersResponse(common), dynamic_metadata=metadata)
 

@@ -8,10 +8,10 @@ paths go to some server of the fleet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote
 
 import orjson
 from fastapi import FastAPI
@@ -25,19 +25,18 @@ from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.server_host import ServerHost
 from rubato.fleet.upstream import UpstreamError
-from rubato.frontdoor import body_fields
+from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, for_server
+from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.errors import ApiError, from_finished
-from rubato.frontdoor.prompt_length import PromptSize
-from rubato.frontdoor.rate_limits import TenantGate
-from rubato.frontdoor.slo_fields import Tiers
+from rubato.frontdoor.headers import forwarded, new_id, returned
+from rubato.frontdoor.offers import Offers
+from rubato.frontdoor.paths import CHAT, GENERATE, RESPONSES, TEXT
+from rubato.frontdoor.slo_fields import Tiers, to_headers
 from rubato.frontdoor.tenants import Tenants
-from rubato.serving.app_state import AppState, add_error_shapes, add_operations, read_body
+from rubato.serving.app_state import AppState, add_door, add_operations
 from rubato.serving.board import add_board
-from rubato.serving.gateway_intake import GENERATE, RESPONSES, From, answer_of, asked, new_id
 from rubato.serving.gateway_metrics import GatewayMetrics
-from rubato.serving.relayed_call import CHAT, TEXT, RelayedCall, passed_on
-
-HARMLESS = ("/v1/models", "/tokenize", "/detokenize", "/v1/embeddings", "/version", "/score", "/rerank")
+from rubato.serving.relayed_call import RelayedCall
 
 Message = MutableMapping[str, Any]
 
@@ -45,16 +44,18 @@ Message = MutableMapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class GatewayService:
     """What is served. calls: where the hosts find each request's body. key: for the servers' API, "" to pass on the
-    client's. The rest as `app.Service`."""
+    client's. is_vllm: whether the servers are vLLM's. The rest as `app.Service`."""
 
     cluster: Cluster
     calls: Calls
     model: str
-    longest: int
+    max_model_len: int
     key: str = ""
     tenants: Tenants = field(default_factory=lambda: Tenants((), Tiers()))
     fair: bool = False
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = 4 << 20
+    max_choices: int = 16
+    is_vllm: Callable[[], bool] = lambda: False
     created_offset: float = 0.0
     log_lines_dropped: Callable[[], int] = int
 
@@ -76,7 +77,7 @@ def create_gateway(service: GatewayService) -> FastAPI:
     state = AppState(service)
     app.state.draining = False
     gateway = Gateway(service, state)
-    add_error_shapes(app, service.cluster.clock)
+    add_door(app, state.door)
     add_operations(app, state)
     add_board(app, state)
     service.cluster.listen(GatewayMetrics(state.metrics, service.calls, service.servers))
@@ -94,49 +95,46 @@ class Gateway:
     def __init__(self, service: GatewayService, state: AppState) -> None:
         self._service, self._state = service, state
         self._cluster = service.cluster
-        self._size = PromptSize()
         self._turn = 0
 
     async def generate(self, http: HttpRequest) -> Response:
         """A completion of any form: chat, text, responses, messages."""
-        path = http.url.path
-        arrival = self._cluster.clock.now()
-        tenant = self._state.enter(http, arrival, "chat" if path == CHAT else "text")
-        usage = self._state.usage.get(tenant.name)
-        raw = await read_body(http, self._service.max_body_bytes)
-        found = asked(
-            From(path, http.headers, arrival), raw,
-            new_id(path, http.headers.get("x-request-id", ""), self._service.calls),
-            tiers=self._state.tenants.tiers(tenant), tenant=tenant.name, longest=self._service.longest,
-            sizes=self._size, by_link=self._by_link(),
-        )  # fmt: skip
-        requests, fields, raw = found.requests, found.fields, found.raw
-        if path == RESPONSES and "request_id" not in fields:  # where vLLM takes no id from a header
-            fields = {**fields, "request_id": answer_of(requests)}
-            raw = body_fields.written(fields)
-        gate = self._cluster if usage is None else TenantGate(self._cluster, usage, requests)
-        clamped = [(b"x-rubato-clamped", ", ".join(found.clamped).encode())] if found.clamped else []
-
-        def more() -> list[tuple[bytes, bytes]]:
-            return clamped + (usage.headers(self._cluster.clock.now()) if usage is not None else [])
-
-        return _Relay(
-            self, gate, requests, found.n, self._headers(http), fields, raw, http.url.query, found.size, more
-        )  # fmt: skip
+        path, arrival, door = http.url.path, self._cluster.clock.now(), self._state.door
+        tenant = self._state.enter(http)
+        body = await self._state.read(http)
+        admitted = door.admit(ApiRequest(path, http.headers, body, arrival), tenant)
+        id = new_id(path, http.headers.get("x-request-id", ""), self._service.calls)
+        if path == RESPONSES and self._service.tenants.configured:
+            id = self._service.tenants.new_response_id(tenant)
+        offers = Offers(door, self._cluster, admitted, admitted.requests(id, arrival, body))
+        return _Relay(self, offers, admitted, body, self._headers(http, admitted), http.url.query)
 
     def relayed(self, relay: _Relay, path: str, send: Send) -> RelayedCall:
         """The call of a response that is about to be sent, registered for the hosts."""
-
-        def counted(tokens: int) -> None:
-            self._size.learn(relay.size, tokens)
-
+        door, admitted, requests = self._state.door, relay.admitted, relay.offers.requests
+        options = relay.fields.value("stream_options")
+        with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
         call = RelayedCall(
-            path, relay.query, answer_of(relay.requests), relay.requests, relay.n,
-            relay.for_server, relay.fields, relay.raw, send, relay.more, counted,
+            path, _target(path, relay.query), answer_of(requests), requests, admitted.n, relay.headers_for_server,
+            self._for_server(relay, path, answer_of(requests)), send, lambda: door.response_headers(admitted),
+            lambda tokens: door.learn_length(admitted, tokens), with_usage=with_usage,
         )  # fmt: skip
         for id in call.ids:
             self._service.calls[id] = call
         return call
+
+    def _for_server(self, relay: _Relay, path: str, answer: str) -> BodyFields:
+        """What a server gets of a body: what is stated to this side stays here."""
+        body, tenants = for_server(relay.fields), self._service.tenants
+        if path == RESPONSES and ("request_id" not in body or tenants.configured):
+            body = body.with_fields(request_id=answer)  # where vLLM takes no id from a header
+        if path in (CHAT, TEXT) and body.flag("stream") and not self._has_link():
+            options = body.value("stream_options")  # without the link nothing else says how many tokens there were
+            body = body.with_fields(stream_options={**(options or {}), "include_usage": True})
+        if tenants.configured and self._service.is_vllm():
+            salt = tenants.salt(relay.admitted.tenant, str(body.value("cache_salt") or ""))
+            body = body.with_fields(cache_salt=salt)
+        return body
 
     def forget(self, call: RelayedCall) -> None:
         for id in call.ids:
@@ -144,51 +142,48 @@ class Gateway:
 
     async def other(self, http: HttpRequest) -> Response:
         """Whatever else servers have: it goes to one of them, in turn."""
-        tenant = self._state.enter(http, self._cluster.clock.now(), "text")
+        self._state.enter(http)
         path = http.url.path
-        plain = _plain(path)
-        if plain.startswith("/rubato") or (
-            self._state.tenants.configured and not tenant.admin and not _harmless(plain)
-        ):
+        if path.startswith("/rubato"):
             raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
-        raw = await read_body(http, self._service.max_body_bytes)
+        raw = await self._state.door.read_body(http.stream(), http.headers.get("content-length", ""))
         hosts = self._service.servers()
         for _ in range(len(hosts)):
             self._turn += 1
             host = hosts[self._turn % len(hosts)]
-            query = f"?{http.url.query}" if http.url.query else ""
             try:
-                reply = await host.upstream.open(http.method, path + query, self._headers(http), raw)
+                reply = await host.upstream.open(http.method, _target(path, http.url.query), self._headers(http), raw)
             except UpstreamError:
                 continue  # the next one; this one's own probes tell that it is gone
             return _Passed(reply)
         raise ApiError(503, "No server of the fleet can be reached.", code="no_server", kind="server_error")
 
-    def _by_link(self) -> bool:
+    def _has_link(self) -> bool:
         """Whether servers are told what is promised by their links: they may not know the tiers of this gateway."""
-        return any(host.has_link for host in self._cluster.hosts.values() if isinstance(host, ServerHost))
+        return any(host.has_link for host in self._service.servers())
 
-    def _headers(self, http: HttpRequest) -> list[tuple[str, str]]:
-        """Of a request, those for a server."""
-        ours = self._state.tenants.configured or self._service.key
-        kept = [
-            (name, value)
-            for name, value in passed_on(http.headers.items())
-            if not (ours and name in ("authorization", "x-api-key")) and not name.startswith(("x-slo-", "x-llm-d-slo-"))
-        ]
-        return [*kept, ("authorization", f"Bearer {self._service.key}")] if self._service.key else kept
+    def _headers(self, http: HttpRequest, admitted: AdmittedRequest | None = None) -> list[tuple[str, str]]:
+        """Of a request, those for a server. Without the link what is granted goes along as headers."""
+        kept = forwarded(http.headers.items())
+        if self._service.key:
+            kept.append(("authorization", f"Bearer {self._service.key}"))
+        elif not self._state.tenants.configured:
+            kept += [(name, value) for name, value in http.headers.items() if name in ("authorization", "x-api-key")]
+        if admitted is not None and not self._has_link():
+            kept += to_headers(admitted.granted.stages_of_length(1)[0].slo)
+        return kept
 
 
 class _Relay(Response):
     """Offers the requests of an API request when sent, and passes on what a server makes of them."""
 
     def __init__(
-        self, gateway: Gateway, gate: Any, requests: tuple[Request, ...], n: int, headers: list[tuple[str, str]],
-        fields: dict[str, Any], raw: bytes, query: str, size: int, more: Callable[[], list[tuple[bytes, bytes]]],
+        self, gateway: Gateway, offers: Offers, admitted: AdmittedRequest, body: BodyFields,
+        headers: list[tuple[str, str]], query: str,
     ) -> None:  # fmt: skip
-        self.requests, self.n, self.for_server, self.fields, self.raw = requests, n, headers, fields, raw
-        self.query, self.size, self.more = query, size, more
-        self._gateway, self._gate = gateway, gate
+        self.offers, self.admitted, self.fields, self.headers_for_server = offers, admitted, body, headers
+        self.query = query
+        self._gateway = gateway
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -205,30 +200,26 @@ class _Relay(Response):
             while (await receive())["type"] != "http.disconnect":
                 pass
             gone.set()
+            self.offers.cancel()
             call.breaks("the client left")
 
         watcher = asyncio.create_task(watch())
         try:
-            for request in self.requests:
-                self._gate.offer(request, call.hear)
+            await self.offers.send(call.hear)
             await call.done.wait()
             if not call.over and not gone.is_set():
-                self._cancel(call)
+                self.offers.cancel()
                 await self._error(call, scope, receive, one_at_a_time)
         finally:
             watcher.cancel()
-            self._cancel(call)
+            self.offers.cancel()
             self._gateway.forget(call)
-
-    def _cancel(self, call: RelayedCall) -> None:
-        for id in call.ids:
-            self._gate.cancel(id)
 
     async def _error(self, call: RelayedCall, scope: Scope, receive: Receive, send: Send) -> None:
         """The response is no answer: a status of its own, or the end of a stream that has begun."""
         end = call.failed
         if end is not None:
-            error = from_finished(end, self._gate.retry_after())
+            error = from_finished(end, self.offers.retry_after())
         else:
             error = ApiError(502, f"The response broke off: {call.broken}", code="server_failed", kind="server_error")
         call.over = True
@@ -240,7 +231,7 @@ class _Relay(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": False})
             return
         reply = error.response()
-        for name, value in self.more():
+        for name, value in call.more():
             reply.headers[name.decode()] = value.decode()
         await reply(scope, receive, send)
 
@@ -253,7 +244,7 @@ class _Passed(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        head = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in passed_on(self._reply.headers)]
+        head = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned(self._reply.headers)]
         await send({"type": "http.response.start", "status": self._reply.status, "headers": head})
         try:
             while part := await self._reply.part():
@@ -263,17 +254,12 @@ class _Passed(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _plain(path: str) -> str:
-    """A path as a server may read it. Raises ApiError 400 for one that goes up: a server, or what is in between, would
-    make another path of it than the one that is judged here."""
-    while (once := unquote(path)) != path:
-        path = once
-    parts = [part for part in path.replace("\\", "/").split("/") if part]
-    if "." in parts or ".." in parts:
-        raise ApiError(400, "The path has a part . or .. in it: write it without.", code="invalid_path")
-    return "/" + "/".join(parts)
+def _target(path: str, query: str) -> str:
+    """A canonical path as it is written in a request."""
+    return quote(path) + (f"?{query}" if query else "")
 
 
-def _harmless(path: str) -> bool:
-    """Whether any tenant may use a path that generates nothing."""
-    return path.startswith(HARMLESS)
+def answer_of(requests: Sequence[Request]) -> str:
+    """The id that the server gives its response."""
+    id = requests[0].id
+    return id if len(requests) == 1 else id.rpartition("-")[0]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from uuid import uuid4
 
-from rubato.core.request import Request, Stage
+from rubato.core.request import Request
 from rubato.frontdoor import choices
 from rubato.frontdoor.errors import invalid, no_room, too_long
-from rubato.frontdoor.slo_fields import GrantedSLO, Tier
+from rubato.frontdoor.offers import Offers
+from rubato.frontdoor.slo_fields import GrantedSLO
 from rubato.serving import schemas, sse
-from rubato.serving.response import CompletionResponse, RequestIntake
-
-SESSION = "x-session-id"  # the header; vLLM reads it, too
+from rubato.serving.response import CompletionResponse
 
 
 def requests(
@@ -23,13 +21,12 @@ def requests(
     *,
     arrival: float,
     tenant: str,
-    most_tokens: int,
+    limits: Sequence[int],
     session: str = "",
 ) -> tuple[Request, ...]:
     """What a body whose prompts are `prompts` asks for: a request a choice, each with the SLO that is granted.
 
-    most_tokens: prompt + output of a request. session: as `Request.session`.
-    Raises ApiError 400 that names what cannot be had.
+    limits: of each prompt's output, in tokens (`output_limits`). session: as `Request.session`.
     """
     id = _new_id(body.kind)
     offers = [
@@ -39,28 +36,13 @@ def requests(
             arrival=arrival,
             tier=granted.tier,
             tenant=tenant,
-            sampling=body.sampling(_room(most_tokens, len(prompt), body, body.where(at))),
+            sampling=body.sampling(limit),
             on_decline=granted.on_decline,
             session=session,
         )
-        for at, prompt in enumerate(prompts)
+        for prompt, limit in zip(prompts, limits, strict=True)
     ]
     return choices.spread(offers, body.choices)
-
-
-def session(headers: Mapping[str, str]) -> str:
-    """The name of the client's session that a header states, "" without one. Raises ApiError 400 for what is no
-    name."""
-    name = headers.get(SESSION)
-    if name is not None and not re.fullmatch(r"[!-~]{1,128}", name):
-        raise invalid(SESSION, "give 1 to 128 visible ASCII characters without blanks.")
-    return name or ""
-
-
-def unread(kind: schemas.Kind, *, arrival: float, tenant: str, tier: Tier) -> Request:
-    """What stands for an API request whose body is not read: one request, of the least prompt that there is."""
-    stages = (Stage(1, tier.slo),)
-    return Request(id=_new_id(kind), stages=stages, arrival=arrival, tier=tier.name, tenant=tenant)
 
 
 def _new_id(kind: schemas.Kind) -> str:
@@ -71,7 +53,7 @@ def answer(
     body: schemas.AnyCompletion,
     requests: tuple[Request, ...],
     *,
-    cluster: RequestIntake,
+    offers: Offers,
     spell: Callable[[int], bytes],
     created: int,
 ) -> CompletionResponse:
@@ -87,7 +69,13 @@ def answer(
         chunks = sse.Chunks(
             form, include_usage=bool(options.include_usage), every_usage=bool(options.continuous_usage_stats)
         )
-    return CompletionResponse(cluster, form, chunks)
+    return CompletionResponse(offers, form, chunks)
+
+
+def output_limits(body: schemas.AnyCompletion, prompts: Sequence[Sequence[int]], most: int) -> list[int]:
+    """The output tokens that a request for each prompt gets. most: prompt + output of a request. Raises ApiError 400
+    that names the prompt which leaves no room."""
+    return [_room(most, len(prompt), body, body.where(at)) for at, prompt in enumerate(prompts)]
 
 
 def _room(most: int, prompt: int, body: schemas.AnyCompletion, where: str) -> int:

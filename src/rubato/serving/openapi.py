@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from rubato.core.request import LEAST_MS, MOST_MS
+from rubato.frontdoor.headers import SESSION
 from rubato.frontdoor.slo_fields import HEADERS
 from rubato.serving import schemas
-from rubato.serving.intake import SESSION
 
 _REFERENCE = "#/components/schemas/{model}"
 _MEANINGS = {

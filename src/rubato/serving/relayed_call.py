@@ -7,6 +7,7 @@ whole response. A response that broke off is gone on with from what has come, wh
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,20 +17,14 @@ from starlette.types import Send
 from rubato.core.events import Event, Finished
 from rubato.core.request import Progress, Request
 from rubato.fleet.call import CannotContinueError, name_of_try
-from rubato.fleet.sse_relay import END, may_be_last
+from rubato.fleet.sse_relay import END, is_usage, may_be_last
 from rubato.fleet.upstream import Headers
+from rubato.frontdoor import headers as header_fields
 from rubato.frontdoor import verdict
-from rubato.frontdoor.body_fields import LIMITS, written
+from rubato.frontdoor.body_fields import LIMITS, BodyFields
+from rubato.frontdoor.paths import CHAT, TEXT
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MOST_KEPT = 1 << 20  # bytes of a stream that are kept, to go on from
-# Of one hop, or what this side has its own of.
-NOT_PASSED = frozenset(
-    {
-        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-        "upgrade", "host", "content-length", "accept-encoding", "x-request-id", "date", "server",
-    }
-)  # fmt: skip
 # Fields of a body with which an output cannot be cut in two.
 INDIVISIBLE = (
     "tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
@@ -40,37 +35,33 @@ INDIVISIBLE = (
 NO_TEXT = ("reasoning", "reasoning_content", "tool_calls", "function_call")  # of a chunk, what is no text to go on from
 
 
-def passed_on(headers: Headers) -> list[tuple[str, str]]:
-    """Of a request's or a response's headers, those that concern the other end."""
-    return [(name, value) for name, value in headers if name not in NOT_PASSED]
-
-
 class RelayedCall:
-    """A `fleet.call.Call` for one HTTP request. requests: a choice each; headers: for the server; fields: the body as
-    an object, raw as it came. send: ASGI's. more: further headers of the response. counted: told how many tokens the
-    prompt has, once that is known."""
+    """A `fleet.call.Call` for one HTTP request. requests: a choice each; headers: for the server; body: for the
+    server. send: ASGI's. more: further headers of the response. counted: told how many tokens the prompt has, once that
+    is known. with_usage: the client wants to see a stream's counts."""
 
     def __init__(
-        self, path: str, query: str, answer: str, requests: tuple[Request, ...], choices: int, headers: Headers,
-        fields: dict[str, Any], raw: bytes, send: Send, more: Callable[[], list[tuple[bytes, bytes]]],
-        counted: Callable[[int], None],
+        self, path: str, target: str, answer: str, requests: tuple[Request, ...], choices: int, headers: Headers,
+        body: BodyFields, send: Send, more: Callable[[], list[tuple[bytes, bytes]]], counted: Callable[[int], None],
+        *, with_usage: bool,
     ) -> None:  # fmt: skip
-        self.path, self.target = path, f"{path}?{query}" if query else path
+        self.path, self.target = path, target
         self.tries = 0
         self._answer = answer
         self.ids = tuple([request.id for request in requests])
         self.choices = choices
-        self.streams = bool(fields.get("stream"))
+        self.streams = body.flag("stream")
         self.begun = False
         self.streamed = 0
         self.over = False  # the client has had the whole response
         self.broken = ""  # why no more will come of it
         self.done = asyncio.Event()  # over, or broken
         self.failed: Finished | None = None  # the first end that is no completion
-        self._headers, self._fields, self._raw = headers, fields, raw
+        self._headers, self._body, self._raw = headers, body, body.to_json()
+        self._with_usage = with_usage
         self._requests = requests
         self._ends: dict[str, Finished] = {}
-        self._send, self._more = send, more
+        self._send, self.more = send, more
         self.counted = counted
         self._kept: list[bytes] | None = [] if self.streams and len(requests) == 1 and path in (CHAT, TEXT) else None
         self._kept_bytes = 0
@@ -101,8 +92,8 @@ class RelayedCall:
 
     def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         headers = [*self._headers, ("x-request-id", name_of_try(self._short_id, self.tries))]
-        if self.tries > 1 and self._fields.get("request_id") == self._answer:
-            return headers, written({**self._fields, "request_id": self.answer})
+        if self.tries > 1 and self._body.json("request_id") == orjson.dumps(self._answer):
+            return headers, self._body.with_fields(request_id=self.answer).to_json()
         if not self.begun:
             return headers, self._raw
         if len(self.ids) > 1:
@@ -116,17 +107,17 @@ class RelayedCall:
         received = max(received, len(told))  # some chunk may have brought several tokens, and some text be fewer
         fields = self._continued(received, told, ids is None)
         self._received = received
-        return headers, written(fields)
+        return headers, json.dumps(fields).encode()  # any text, lone surrogates too
 
     def _continued(self, received: int, ids: tuple[int, ...], unasked: bool) -> dict[str, Any]:
         """The body that asks for the rest. ids: of what was received, where they are known; unasked: they may still
         become known. Raises CannotContinueError."""
         if self._kept is None:
             raise CannotContinueError(f"a response of {self.path}, or one so long, cannot be continued elsewhere")
+        fields = json.loads(self._raw)
         for name in INDIVISIBLE:
-            if self._fields.get(name) not in (None, False, []):
+            if fields.get(name) not in (None, False, []):
                 raise CannotContinueError(f"a response with {name} cannot be continued elsewhere")
-        fields = dict(self._fields)
         for name in LIMITS:
             if isinstance(limit := fields.get(name), int):
                 if limit <= received:
@@ -192,6 +183,8 @@ class RelayedCall:
     async def end(self, rest: bytes) -> None:
         if self._deaf:
             return
+        if not self._with_usage:
+            rest = END.join([chunk for chunk in rest.split(END) if not is_usage(chunk)])
         rest = self._as_before(rest) if self._again else self._named(rest)
         if self.path in (CHAT, TEXT):
             rest = self._with_verdict(rest)
@@ -229,8 +222,8 @@ class RelayedCall:
         self.done.set()
 
     def _head(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        there = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in passed_on(headers)]
-        return [*there, (b"x-request-id", self._short_id.encode()), *self._more()]
+        there = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in header_fields.returned(headers)]
+        return [*there, (b"x-request-id", self._short_id.encode()), *self.more()]
 
     def _with_verdict(self, rest: bytes) -> bytes:
         """The last chunks, of which the last one with content gets what is added."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,16 +13,9 @@ from rubato.core.plan import Logprob
 from rubato.core.request import Request
 from rubato.frontdoor.choices import firsts
 from rubato.frontdoor.errors import ApiError, from_finished
+from rubato.frontdoor.offers import Offers
 from rubato.frontdoor.verdict import served_tier
 from rubato.serving import sse
-
-
-class RequestIntake(Protocol):
-    """Where requests are offered: a cluster, or what stands before it."""
-
-    def offer(self, request: Request, listener: Callable[[Event], None] | None = None) -> None: ...
-    def cancel(self, id: str) -> None: ...
-    def retry_after(self) -> float: ...
 
 
 class ChoiceEvents:
@@ -119,8 +111,8 @@ class CompletionResponse(Response):
     choice is refused, all are. A client that goes away takes its requests with it at once.
     """
 
-    def __init__(self, cluster: RequestIntake, form: sse.Format, chunks: sse.Chunks | None) -> None:
-        self._cluster = cluster
+    def __init__(self, offers: Offers, form: sse.Format, chunks: sse.Chunks | None) -> None:
+        self._offers = offers
         self._form = form
         self._chunks = chunks
         self.background = None
@@ -130,17 +122,16 @@ class CompletionResponse(Response):
 
         def gone() -> None:
             live.gone = True
-            self._cancel(live)
+            self._offers.cancel()
 
         watcher = asyncio.create_task(_watch(receive, gone))
         try:
-            for request in self._form.requests:
-                self._cluster.offer(request, live)
+            await self._offers.send(live)
             await live.ready()
             if live.gone:
                 return
             if live.failed is not None:
-                self._cancel(live)
+                self._offers.cancel()
                 await self._error(live.failed).response()(scope, receive, send)
             elif self._chunks is None:
                 await self._whole(live, scope, receive, send)
@@ -149,12 +140,6 @@ class CompletionResponse(Response):
         finally:
             watcher.cancel()
             gone()
-
-    def _cancel(self, live: ResponseEvents) -> None:
-        """End what has not ended."""
-        for request, part in zip(self._form.requests, live.parts, strict=True):
-            if part.end is None:
-                self._cluster.cancel(request.id)
 
     async def _whole(self, live: ResponseEvents, scope: Scope, receive: Receive, send: Send) -> None:
         said = [part.take() or sse.TextPiece("") for part in live.parts]
@@ -180,7 +165,7 @@ class CompletionResponse(Response):
             piece = b""
             await live.ready()
         if live.failed is not None:  # no [DONE]: what came is not an answer
-            self._cancel(live)
+            self._offers.cancel()
             piece += b"data: " + self._error(live.failed).body() + b"\n\n"
         await send({"type": "http.response.body", "body": piece, "more_body": False})
 
@@ -197,7 +182,7 @@ class CompletionResponse(Response):
         return piece
 
     def _error(self, end: Finished) -> ApiError:
-        return from_finished(end, self._cluster.retry_after())
+        return from_finished(end, self._offers.retry_after())
 
 
 async def _watch(receive: Receive, gone: Callable[[], None]) -> None:

@@ -306,7 +306,7 @@ def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, t
         model=config.served_name or model.model_name,
         aliases=(model.model_name,),
         most_tokens=min(limits.max_model_len, limits.kv_blocks * limits.block_size),
-        most_choices=min(16, most_in_flight(config, limits) or 16),
+        max_choices=min(config.max_choices, most_in_flight(config, limits) or config.max_choices),
         tenants=tenants,
         fair=bool(config.tenants),
         max_body_bytes=config.max_body_bytes,

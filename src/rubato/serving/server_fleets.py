@@ -109,12 +109,11 @@ def _app_maker(
     def app(tenants: Tenants, dropped: Callable[[], int]) -> FastAPI:
         known = alike.known
         assert known is not None, "the cluster has started"
-        most = {"max_body_bytes": config.max_body_bytes} if "max_body_bytes" in config.model_fields_set else {}
         return create_gateway(
             GatewayService(
                 cluster, calls, config.served_name or known.model, known.limits.max_model_len, key,
-                tenants, bool(config.tenants), created_offset=unix_time() - clock.now(), log_lines_dropped=dropped,
-                **most,
+                tenants, bool(config.tenants), config.max_body_bytes, config.max_choices, lambda: bool(known.version),
+                unix_time() - clock.now(), dropped,
             )
         )  # fmt: skip
 

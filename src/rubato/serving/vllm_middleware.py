@@ -12,14 +12,14 @@ that is predicted to be late is served as best effort, unless its client or its 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 from uuid import uuid4
 
 import orjson
@@ -31,18 +31,21 @@ from rubato.config.for_vllm import configured
 from rubato.config.schema import Config
 from rubato.core.clock import unix_time
 from rubato.core.events import Event, Finished, Offered, Tokens
-from rubato.core.request import SATURATED, Request
+from rubato.core.request import Request
 from rubato.engines.vllm.link import address_for_gateways
-from rubato.engines.vllm.sequence import ARRIVAL, MILLISECONDS, ON_DECLINE, PREFIX, TENANT, TICKET, TIER, sealed
+from rubato.engines.vllm.sequence import ARRIVAL, MILLISECONDS, ON_DECLINE, TENANT, TICKET, TIER, sealed
 from rubato.engines.vllm.settings import check_version
+from rubato.fleet.call import usage_of
 from rubato.fleet.cluster import retry_after
 from rubato.fleet.sse_relay import DONE, may_be_last
-from rubato.frontdoor import body_fields, history, verdict
-from rubato.frontdoor.errors import ApiError, from_finished, invalid
-from rubato.frontdoor.rate_limits import RATE, TenantUsage
-from rubato.frontdoor.slo_fields import GrantedSLO, grant
+from rubato.frontdoor import history, verdict
+from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, FrontDoor, for_server
+from rubato.frontdoor.body_fields import BodyFields
+from rubato.frontdoor.errors import ApiError, from_finished
+from rubato.frontdoor.headers import first_of_each
+from rubato.frontdoor.paths import CHAT, GENERATE, OPEN, RESPONSES, TEXT, canonical_path
+from rubato.frontdoor.slo_fields import GrantedSLO
 from rubato.frontdoor.tenants import Tenant, Tenants, tenants_of, tiers_of
-from rubato.serving import intake
 from rubato.serving.vllm_reports import LATE, EngineReports, reports_of
 
 Scope = MutableMapping[str, Any]
@@ -51,19 +54,11 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Paths that make requests of `vllm_xargs`, and of these those whose responses have OpenAI's form of chunks.
-GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
-PLAIN = frozenset(  # that generate nothing
-    {
-        "/tokenize", "/detokenize", "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank",
-        "/v1/rerank", "/v2/rerank",
-    }
-)  # fmt: skip
-COMPLETIONS, UNSTATED = "/v1/completions", 16  # output tokens, by default; by chat as many as the model can
-CHUNKED = frozenset({"/v1/chat/completions", "/v1/completions"})
-OPEN = ("/health", "/ping", "/version", "/metrics", "/load", "/docs", "/redoc", "/openapi.json")  # without a key
+# Paths whose responses have OpenAI's form of chunks.
+CHUNKED = frozenset({CHAT, TEXT})
 WAIT, POLL = 0.25, 0.005  # seconds that a response waits for its verdict at most, and looks for it
 RECENT = 64  # requests whose ends say how fast the server gets through them
+CHUNKS = b"transfer-encoding"  # the body goes on whole
 COMMENT = b":"  # begins what vLLM sends to keep an idle stream open
 
 log = logging.getLogger("vllm.rubato")
@@ -132,13 +127,9 @@ def front_end_of(state: Any) -> FrontEnd:
 class _Call:
     """One API request at the engines. requests: what vLLM made of it, a choice each; ends: of those that are over.
     begun: one of them has a token. background: its response does not wait for them. served: vLLM answered 200;
-    answered: its response is over, or its client gone."""
+    answered: its response is over, or its client gone. usage: tokens of prompt and output by vLLM's response."""
 
-    path: str
-    tenant: Tenant
-    granted: GrantedSLO
-    prompts: int
-    reserved: int  # output tokens charged beforehand
+    admitted: AdmittedRequest
     background: bool
     ticket: str = field(default_factory=lambda: uuid4().hex)
     requests: dict[str, Request] = field(default_factory=dict)
@@ -146,6 +137,8 @@ class _Call:
     begun: bool = False
     served: bool = False
     answered: bool = False
+    usage: tuple[int, int] = (0, 0)
+    settled: tuple[int, int] = (0, 0)  # the same, of what the door was told
 
     @property
     def over(self) -> bool:
@@ -169,112 +162,79 @@ class FrontEnd:
         shared: Callable[[App], App] = _unshared,
     ) -> None:
         self._tenants = Tenants(tenants_of(config), tiers_of(config))
-        self._usage = {name: TenantUsage(quota) for name, quota in self._tenants.quotas.items()}
-        self._weights = {name: tenant.weight for name, tenant in config.tenants.items()}
-        self._most = in_flight_bound(config, places)
-        self._largest = config.max_body_bytes if "max_body_bytes" in config.model_fields_set else None
-        self._longest = longest
         self._reports = reports
         self._deaf = False  # an answer came to its end without a report: no engine reports, or not to here
         self.shared = shared
-        self._in_flight: Counter[str] = Counter()  # API requests, by tenant
         self._completed: deque[float] = deque(maxlen=RECENT)
+        self.door = FrontDoor(
+            self._tenants, reports.clock, reports, self._retry_after, lambda: longest,
+            config.max_body_bytes, config.max_choices, in_flight_bound(config, places),
+            {name: tenant.weight for name, tenant in config.tenants.items()}, reports.metrics.client_error,
+        )  # fmt: skip
 
     # ----------------------------------------------------------------- which path
 
     async def serve(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/\n") or "/"  # as vLLM's routes match
-        headers = _headers(scope)
-        usage = None
+        door, tenant = self.door, None
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                door.count_status(message["status"])
+            await send(message)
+
         try:
-            if scope["method"] == "OPTIONS" or path.startswith(OPEN):
+            path = canonical_path(scope["path"].removeprefix(scope.get("root_path", "")).rstrip("\n"))
+            full = scope.get("root_path", "") + path  # as vLLM's routes match it
+            scope = {**scope, "path": full, "raw_path": quote(full).encode()}
+            if scope["method"] == "OPTIONS" or path in OPEN:
                 self._reports.read()
-                return await app(scope, receive, send)
-            tenant = self._tenant(headers)
-            usage = self._usage.get(tenant.name)
+                return await app(scope, receive, counted)
+            headers = first_of_each(scope["headers"])
+            tenant = door.identify(headers)
             if path.startswith("/rubato/"):
-                return await self.shared(self._own_page(path, tenant))(scope, receive, send)
-            if scope["method"] != "POST":
-                return await app(scope, receive, send)
-            self._enter(tenant)
-            if path not in GENERATE:
-                self._check_plain(path, tenant)
-                return await app(scope, receive, send)
-            raw = await self._body(receive)
-            if (body := body_fields.parsed(raw)) is None:  # vLLM has an error for that
-                return await app(scope, _replayed(raw, receive), send)
-            call = self._admit(path, headers, tenant, body)
+                return await self.shared(self._own_page(path, tenant))(scope, receive, counted)
+            if scope["method"] == "POST":
+                door.enter(tenant)
+            door.authorize(tenant, path)
+            if path not in GENERATE or scope["method"] != "POST":
+                return await app(scope, receive, counted)
+            raw = await door.read_body(_parts(receive), headers.get("content-length", ""))
+            body = door.read_fields(raw)
+            call = self._admit(ApiRequest(path, headers, body, self._reports.clock.now()), tenant)
         except ApiError as error:
-            left = usage.headers(self._reports.clock.now()) if usage is not None else []
-            return await self.shared(_reply(error, left))(scope, receive, send)
+            return await self.shared(_reply(error, door.limit_headers(tenant)))(scope, receive, counted)
         try:
-            raw = body_fields.written(body)
-            kept = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-            answer = _Answer(self, call, scope, send)
+            raw = self._for_vllm(call, body).to_json()
+            kept = [(name, value) for name, value in scope["headers"] if name not in (b"content-length", CHUNKS)]
+            answer = _Answer(self, call, scope, counted)
             scope = {**scope, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
             await app(scope, _replayed(raw, receive), answer.send)
         finally:
             self._ended(call)
-
-    def _check_plain(self, path: str, tenant: Tenant) -> None:
-        """Raises ApiError 403 for what would generate past a tenant's limits, or is an operator's."""
-        if self._tenants.configured and not tenant.admin and path not in PLAIN:
-            raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
+        return None
 
     def lets_in(self, scope: Scope) -> bool:
         """Whether a websocket's client may come now: no limit holds what it then makes, so with tenants an admin."""
         try:
-            tenant = self._tenant(_headers(scope))
-            self._enter(tenant)
+            tenant = self.door.identify(first_of_each(scope["headers"]))
+            self.door.enter(tenant)
         except ApiError:
             return False
         return tenant.admin or not self._tenants.configured
 
-    def _tenant(self, headers: Mapping[str, str]) -> Tenant:
-        """By its key. A gateway with an admin's key may name the tenant it speaks for. Raises ApiError 401, 400."""
-        if "authorization" not in headers and (key := headers.get("x-api-key")):  # Anthropic's clients
-            headers = {**headers, "authorization": f"Bearer {key}"}
-        tenant = self._tenants.of(headers)
-        named = headers.get("x-rubato-tenant")
-        if named is None or not self._tenants.configured:
-            return tenant
-        if not tenant.admin:
-            raise invalid("x-rubato-tenant", "only an admin's key may name another tenant.")
-        return self._tenants.named(named)
-
-    def _enter(self, tenant: Tenant) -> None:
-        """Charge one API request. Raises ApiError 429 beyond the tenant's rate."""
-        usage = self._usage.get(tenant.name)
-        if usage is not None and (wait := usage.enter(self._reports.clock.now())):
-            raise self.refused(self._refuse(tenant, RATE), wait)
-
-    async def _body(self, receive: Receive) -> bytes:
-        """Raises ApiError 413, and 400 for a client that left."""
-        raw = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ApiError(400, "The client went away before its body was read.")
-            raw += message.get("body", b"")
-            if self._largest is not None and len(raw) > self._largest:
-                raise ApiError(413, f"The body is larger than {self._largest} bytes.", code="request_too_large")
-            if not message.get("more_body", False):
-                return bytes(raw)
-
     # ----------------------------------------------------------------- on the way in
 
-    def _admit(self, path: str, headers: Mapping[str, str], tenant: Tenant, body: dict[str, Any]) -> _Call:
-        """Grant an SLO and write it into the body. Raises ApiError 400 and 429."""
-        body_fields.check_headers(headers)
-        xargs = body.get("vllm_xargs")
-        theirs = {k: v for k, v in xargs.items() if k.startswith(PREFIX)} if isinstance(xargs, dict) else {}
-        stated = body_fields.stated(body, theirs)
-        granted = grant(self._tenants.tiers(tenant), headers, stated.service_tier, stated.slo)
-        if body.get("use_beam_search"):
-            raise ApiError(400, "use_beam_search: its requests carry no SLO; leave it out.", param="use_beam_search")
-        most = body_fields.most_tokens(body, UNSTATED if path == COMPLETIONS else self._longest)
-        call = _Call(path, tenant, granted, body_fields.prompts(body), most, body.get("background") is True)
-        self._charge(call)
+    def _admit(self, request: ApiRequest, tenant: Tenant) -> _Call:
+        """Admit it, and listen to what engines report of it. Raises ApiError 400 and 429."""
+        call = _Call(self.door.admit(request, tenant), request.body.flag("background"))
+        if self._reports.connected:
+            self._reports.listen(call.ticket, lambda event: self._heard(call, event))
+        return call
+
+    def _for_vllm(self, call: _Call, body: BodyFields) -> BodyFields:
+        """A body with what is granted, sealed, in `vllm_xargs`, and with what keeps tenants apart in vLLM."""
+        admitted, tenants = call.admitted, self._tenants
+        granted, tenant = admitted.granted, admitted.tenant
         fields = {TIER: granted.tier, ON_DECLINE: granted.on_decline}
         for key, seconds in zip(MILLISECONDS, _times(granted), strict=True):
             if seconds is not None:
@@ -282,54 +242,29 @@ class FrontEnd:
         if self._reports.connected:
             fields |= {TENANT: tenant.name, TICKET: call.ticket, ARRIVAL: repr(unix_time())}
             fields = sealed(fields)
-            self._reports.listen(call.ticket, lambda event: self._heard(call, event))
-        for name in body_fields.OURS:
-            body.pop(name, None)
-        if xargs is None or isinstance(xargs, dict):
-            body["vllm_xargs"] = {**{k: v for k, v in (xargs or {}).items() if k not in theirs}, **fields}
-        return call
-
-    def _charge(self, call: _Call) -> None:
-        """Raises ApiError 429 where the server is full, or the tenant has used up what it may."""
-        now, tenant = self._reports.clock.now(), call.tenant.name
-        if self._most is not None and self._in_flight.total() >= self._most:
-            # a tenant with less than its share of the places gets one: another's flood must not take them all
-            active = {name for name, count in self._in_flight.items() if count} | {tenant}
-            weights = {name: self._weights.get(name, 1.0) for name in active}
-            if self._in_flight[tenant] >= max(1.0, self._most * weights[tenant] / sum(weights.values())):
-                raise self.refused(self._refuse(call.tenant, SATURATED, call.granted.tier))
-        if (usage := self._usage.get(tenant)) is not None:
-            if refusal := usage.charge(call.prompts, call.reserved, now):
-                reason, wait = refusal
-                raise self.refused(self._refuse(call.tenant, reason, call.granted.tier), wait)
-            usage.tokens.take(call.reserved, now)
-            usage.in_flight += call.prompts
-        self._in_flight[tenant] += call.prompts
-
-    def _refuse(self, tenant: Tenant, reason: str, tier: str | None = None) -> Finished:
-        granted = self._tenants.tiers(tenant).resolve(tier)
-        now = self._reports.clock.now()
-        return self._reports.refuse(intake.unread("chat", arrival=now, tenant=tenant.name, tier=granted), reason)
+        body = for_server(body)
+        if not body.json("vllm_xargs") or body.json("vllm_xargs").startswith(b"{"):
+            body = body.with_fields(vllm_xargs={**(body.value("vllm_xargs") or {}), **fields})
+        if tenants.configured:
+            salt = tenants.salt(tenant, str(body.value("cache_salt") or ""))
+            body = body.with_fields(cache_salt=salt)
+            if admitted.path == RESPONSES:
+                body = body.with_fields(request_id=tenants.new_response_id(tenant))
+        return body
 
     # ----------------------------------------------------------------- while it is served
 
     def _heard(self, call: _Call, event: Event) -> None:
-        usage = self._usage.get(call.tenant.name)
         if type(event) is Offered:
-            prompt = 0 if _is_further_choice(event.id) else event.request.prompt
             call.requests[event.id] = event.request
-            if usage is not None:
-                usage.tokens.take(prompt, event.at)
         elif type(event) is Tokens:
             call.begun = True
         elif type(event) is Finished:
             call.ends[event.id] = event
             if event.outcome == "completed":
                 self._completed.append(event.at)
-            if usage is not None:
-                usage.tokens.take(event.output, event.at)
             if call.answered and call.over:
-                self._leave(call)
+                self._settle(call)
 
     async def refusal(self, call: _Call) -> ApiError | None:
         """Of an API request whose response is about to begin, or ends with an error: the refusal that it is."""
@@ -354,15 +289,11 @@ class FrontEnd:
             self._reports.read()
         self._deaf = not call.requests
 
-    def refused(self, end: Finished, wait: float = 0.0) -> ApiError:
-        """wait: seconds until room is expected; 0: as what is in flight lets expect."""
-        return from_finished(end, wait or retry_after(self._completed, self._in_flight.total()))
+    def refused(self, end: Finished) -> ApiError:
+        return from_finished(end, self._retry_after())
 
-    def headers(self, call: _Call) -> list[tuple[bytes, bytes]]:
-        """What a response's head says beside vLLM's."""
-        clamped, usage = call.granted.clamped, self._usage.get(call.tenant.name)
-        found = [(b"x-rubato-clamped", ", ".join(clamped).encode())] if clamped else []
-        return found + (usage.headers(self._reports.clock.now()) if usage is not None else [])
+    def _retry_after(self) -> float:
+        return retry_after(self._completed, self.door.in_flight.total())
 
     def _ended(self, call: _Call) -> None:
         """A response is over. Its requests may not be: `background` of `/v1/responses`."""
@@ -370,18 +301,25 @@ class FrontEnd:
         self._reports.forget(call.ticket)
         call.answered = True
         if call.background and self._reports.connected and not call.requests:
-            asyncio.get_running_loop().call_later(LATE, lambda: None if call.requests else self._leave(call))
+            asyncio.get_running_loop().call_later(LATE, lambda: None if call.requests else self._settle(call))
         elif call.over or not call.requests:
-            self._leave(call)
+            self._settle(call)
 
-    def _leave(self, call: _Call) -> None:
-        """Give back its places, and the output charged beforehand, which is charged as it comes. Again: nothing."""
-        self._in_flight[call.tenant.name] -= call.prompts
-        if (usage := self._usage.get(call.tenant.name)) is not None:
-            usage.in_flight -= call.prompts
-            if call.requests or not call.served:  # else no engine says how much it was
-                usage.tokens.take(-call.reserved, self._reports.clock.now())
-        call.prompts = call.reserved = 0
+    def _settle(self, call: _Call) -> None:
+        """Give back its places and what it reserved beyond what it used, by the engines' word or by vLLM's response;
+        where neither says how much that was, all that was reserved. Again: what has come since."""
+        admitted = call.admitted
+        if call.requests:
+            prompt = sum([0 if _is_further_choice(id) else r.prompt for id, r in call.requests.items()])
+            output = sum([end.output for end in call.ends.values()])
+        elif any(call.usage) or not call.served:
+            prompt, output = call.usage
+        else:
+            prompt, output = 0, admitted.reserved_tokens
+        self.door.settle(admitted, admitted.open_choices, prompt - call.settled[0], output - call.settled[1])
+        call.settled = prompt, output
+        if prompt and call.served:
+            self.door.learn_length(admitted, prompt)
 
     # ----------------------------------------------------------------- pages
 
@@ -394,7 +332,7 @@ class FrontEnd:
             if not tenant.admin:
                 raise ApiError(403, "Only an admin's key may see how the server stands.", code="admin_only")
             engines = [_engine(number, now, fields) for number, fields in sorted(reports.engines.items())]
-            return _page({"in_flight": +self._in_flight, "engines": engines})
+            return _page({"in_flight": +self.door.in_flight, "engines": engines})
         if path == "/rubato/link":
             if not tenant.admin and self._tenants.configured:
                 raise ApiError(403, "Only an admin's key may see where gateways reach the engine.", code="admin_only")
@@ -431,7 +369,7 @@ class _Answer:
             self._whole += message.get("body", b"")
             if not message.get("more_body", False):
                 await self._json(bytes(self._whole))
-        elif self._stream and self._call.path in CHUNKED:
+        elif self._stream and self._call.admitted.path in CHUNKED:
             await self._chunks(message)
         else:
             await self._begin()
@@ -441,7 +379,9 @@ class _Answer:
         """The head, once."""
         if self._start is not None:
             start, self._start = self._start, None
-            await self._send({**start, "headers": [*start["headers"], *self._front.headers(self._call)]})
+            await self._send(
+                {**start, "headers": [*start["headers"], *self._front.door.response_headers(self._call.admitted)]}
+            )
 
     async def _json(self, raw: bytes) -> None:
         """A response that is whole: with the verdict, or a 429 in the place of an error that is a refusal."""
@@ -453,9 +393,9 @@ class _Answer:
             return
         wanted = status == 200 and not self._call.background
         requests, ends = await self._front.ends(self._call) if wanted else ([], [])
-        body = body_fields.parsed(raw)
-        if status == 200 and body is not None and ends:
-            raw = json.dumps({**body, **verdict.verdict_fields(requests, ends)}, ensure_ascii=False).encode()
+        self._call.usage = usage_of(raw)
+        if status == 200 and ends:
+            raw = _with(raw.rstrip(), verdict.verdict_fields(requests, ends))
         kept = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
         self._start = {**self._start, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
         await self._begin()
@@ -475,6 +415,8 @@ class _Answer:
             return
         out = []
         for chunk in filter(None, part.split(b"\n\n")):
+            if b'"usage":{' in chunk:
+                self._call.usage = usage_of(chunk.removeprefix(b"data: "))
             if self._last is not None:
                 ended = chunk.startswith(DONE)
                 out.append(
@@ -493,17 +435,24 @@ class _Answer:
 
     async def _instead(self, error: ApiError) -> None:
         self._start = None
-        reply = _reply(error, self._front.headers(self._call))
+        reply = _reply(error, self._front.door.response_headers(self._call.admitted))
         await self._front.shared(reply)(self._scope, _nothing, self._send)
 
 
+async def _parts(receive: Receive) -> AsyncIterator[bytes]:
+    """The parts of a body. Raises ApiError 400 for a client that left."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "The client went away before its body was read.")
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return
+
+
 def _times(granted: GrantedSLO) -> tuple[float | None, ...]:
-    slo = granted.stages((0,))[0].slo
+    slo = granted.stages_of_length(1)[0].slo
     return slo.ttft, slo.tpot, slo.e2e
-
-
-def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 def _is_further_choice(id: str) -> bool:
@@ -513,7 +462,7 @@ def _is_further_choice(id: str) -> bool:
 
 
 def _with(chunk: bytes, more: Mapping[str, Any]) -> bytes:
-    """A chunk `data: {...}` with further fields."""
+    """A chunk `data: {...}`, or a whole response, with further fields."""
     return chunk[:-1] + b"," + orjson.dumps(more)[1:] if more and chunk.endswith(b"}") else chunk
 
 

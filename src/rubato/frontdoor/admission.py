@@ -1,0 +1,381 @@
+"""Admission, the same at each door: who asks, what is promised, what it costs, and what is given back at the end.
+
+Our own server, the gateway, the middleware in vLLM's API server and the endpoint picker differ in how bytes come and
+go. Whether an API request may pass, and on which terms, is decided here alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from uuid import uuid4
+
+from pydantic import ValidationError
+
+from rubato.core.clock import Clock
+from rubato.core.events import Finished
+from rubato.core.request import SATURATED, Request, Sampling, Stage
+from rubato.engines.vllm.sequence import KEYS, PREFIX, TIER
+from rubato.frontdoor import headers as header_fields
+from rubato.frontdoor.body_fields import BodyFields
+from rubato.frontdoor.choices import spread
+from rubato.frontdoor.errors import ApiError, from_finished, invalid
+from rubato.frontdoor.paths import GENERATE, RESPONSES, TEXT, is_shared
+from rubato.frontdoor.prompt_length import PromptLengths, prefix_keys
+from rubato.frontdoor.rate_limits import RATE, TenantUsage
+from rubato.frontdoor.slo_body import Body, SLOBody, bad_request
+from rubato.frontdoor.slo_fields import GrantedSLO, check_names, grant, unknown_name
+from rubato.frontdoor.tenants import Tenant, Tenants
+
+OURS = ("slo", "service_tier")  # fields of a body that no server gets
+KV_FIELDS = ("kv_transfer_params", "ec_transfer_params")  # with these a server connects to another one
+DEFAULT_MAX_TOKENS = {TEXT: 16}  # of a choice; by other paths it may fill the model's context
+MIN_ITEMS = 65_536  # that the lists of a body may have, however small the model's context
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Refuser(Protocol):
+    """What counts a request as offered and refused: a `Cluster`, or what hears an engine's reports."""
+
+    def refuse(self, request: Request, reason: str) -> Finished: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRequest:
+    """One API request at a door.
+
+    Args:
+        path: canonical (`paths.canonical_path`).
+        headers: by lower-case name.
+        body: its fields.
+        arrival: seconds of the door's clock.
+        prompt_tokens: of each prompt, where the door has the model's tokenizer; None: estimated.
+        has_stages: whether a request may have several stages here.
+    """
+
+    path: str
+    headers: Mapping[str, str]
+    body: BodyFields
+    arrival: float
+    prompt_tokens: Sequence[int] | None = None
+    has_stages: bool = False
+
+
+@dataclass(slots=True)
+class AdmittedRequest:
+    """An API request that may pass, and what it holds of its tenant's limits.
+
+    Args:
+        n: choices of each prompt.
+        prompt_tokens: of all prompts, maybe estimated.
+        prompt_bytes: of their text, by which they were estimated; 0: they were not.
+        max_tokens: output tokens that one choice may have.
+    """
+
+    path: str
+    tenant: Tenant
+    granted: GrantedSLO
+    prompts: int
+    n: int
+    prompt_tokens: int
+    prompt_bytes: int
+    max_tokens: int
+    session: str
+    open_choices: int = field(init=False)  # that have not been settled
+    reserved_tokens: int = field(init=False)  # charged beforehand, of these
+
+    def __post_init__(self) -> None:
+        self.open_choices = self.choices
+        self.reserved_tokens = self.prompt_tokens + self.choices * self.max_tokens
+
+    @property
+    def choices(self) -> int:
+        return self.prompts * self.n
+
+    def requests(self, id: str, arrival: float, body: BodyFields) -> tuple[Request, ...]:
+        """A request for each choice, of a body that goes to one server whole.
+
+        Args:
+            id: of the API request.
+            arrival: seconds of the cluster's clock.
+        """
+        request = Request(
+            id,
+            self.granted.stages_of_length(max(1, self.prompt_tokens // self.prompts)),
+            arrival,
+            tier=self.granted.tier,
+            tenant=self.tenant.name,
+            sampling=Sampling(max_tokens=self.max_tokens, ignore_eos=body.flag("ignore_eos")),
+            on_decline=self.granted.on_decline,
+            session=self.session,
+            prefix=prefix_keys(body),
+        )
+        return spread([request], self.choices)
+
+
+@dataclass(slots=True)
+class FrontDoor:
+    """One door's admission.
+
+    Args:
+        refuser: counts what is refused here.
+        retry_after: seconds until room is expected.
+        max_model_len: tokens of prompt and output together, once that is known.
+        max_choices: prompts times `n` of one body.
+        max_in_flight: choices under way in all, where nothing behind the door bounds them; None: no bound.
+        count_client_error: called with the status of each response that is the client's own fault.
+    """
+
+    tenants: Tenants
+    clock: Clock
+    refuser: Refuser
+    retry_after: Callable[[], float]
+    max_model_len: Callable[[], int]
+    max_body_bytes: int
+    max_choices: int = 16
+    max_in_flight: int | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+    count_client_error: Callable[[int], None] = lambda status: None
+    lengths: PromptLengths = field(default_factory=PromptLengths)
+    in_flight: Counter[str] = field(default_factory=Counter)  # choices under way, by tenant
+    _usage: dict[str, TenantUsage] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._usage = {name: TenantUsage(quota) for name, quota in self.tenants.quotas.items()}
+
+    # ----------------------------------------------------------------- who asks
+
+    def identify(self, headers: Mapping[str, str]) -> Tenant:
+        """The tenant of a key, or, where an admin's key names another, that one.
+
+        Raises:
+            ApiError: 401 for no key or an unknown one, 400 for a name that is not the key's to give.
+        """
+        tenant = self.tenants.of(headers)
+        named = headers.get(header_fields.TENANT)
+        if named is None or not self.tenants.configured:
+            return tenant
+        if not tenant.admin:
+            raise invalid(header_fields.TENANT, "only an admin's key may name another tenant.")
+        return self.tenants.named(named)
+
+    def authorize(self, tenant: Tenant, path: str) -> None:
+        """Raises ApiError 403 for a path that would generate past a tenant's limits, or is an operator's."""
+        if not self.tenants.configured or tenant.admin or path in GENERATE or is_shared(path):
+            return
+        if path.startswith(f"{RESPONSES}/"):
+            self._check_response_id(tenant, path.split("/")[3], "id")
+        else:
+            raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
+
+    def enter(self, tenant: Tenant) -> None:
+        """Charge one API request, before its body is read: reading it costs time, too. Raises ApiError 429."""
+        usage = self._usage.get(tenant.name)
+        if usage is not None and (wait := usage.enter(self.clock.now())):
+            raise self._refused(tenant, None, RATE, wait)
+
+    async def read_body(self, parts: AsyncIterable[bytes], declared: str = "") -> bytes:
+        """The whole body.
+
+        Args:
+            declared: its Content-Length.
+
+        Raises:
+            ApiError: 413 as soon as it is known to be longer than this door takes.
+        """
+        self.check_size(int(declared) if declared.isdigit() else 0)
+        found, size = [], 0
+        async for part in parts:
+            size += len(part)
+            self.check_size(size)
+            found.append(part)
+        return b"".join(found)
+
+    def check_size(self, size: int) -> None:
+        """Raises ApiError 413 for a body of more bytes than this door takes."""
+        if size > self.max_body_bytes:
+            raise ApiError(413, f"The body is larger than {self.max_body_bytes} bytes.", code="request_too_large")
+
+    def read_fields(self, raw: bytes) -> BodyFields:
+        """The fields of a body. Raises ApiError 400 for what is no JSON object or has too many parts."""
+        return BodyFields.parse(raw, max(MIN_ITEMS, 2 * self.max_model_len()))
+
+    # ----------------------------------------------------------------- what is promised, and what it costs
+
+    def admit(self, request: ApiRequest, tenant: Tenant) -> AdmittedRequest:
+        """Grant its SLO and charge its choices and tokens.
+
+        Raises:
+            ApiError: 400 for a header or field that cannot be, 429 where the tenant, or all of them, have used up
+                what they may.
+        """
+        body, path = request.body, request.path
+        for name in KV_FIELDS:
+            if name in body and body.json(name) and not (self.tenants.configured and tenant.admin):
+                raise invalid(name, "leave it out: where KV is, the fleet says, and no client.")
+        if body.flag("use_beam_search"):
+            raise ApiError(400, "use_beam_search: its requests carry no SLO; leave it out.", param="use_beam_search")
+        if previous := body.value("previous_response_id"):
+            self._check_response_id(tenant, str(previous), "previous_response_id")
+        stated = _stated(body)
+        if stated.slo is not None and stated.slo.stages is not None and not request.has_stages:
+            raise ApiError(400, "slo.stages: inside vLLM a request has one stage.", param="slo.stages")
+        granted = grant(self.tenants.tiers(tenant), request.headers, stated.service_tier, stated.slo)
+        session = header_fields.session(request.headers)
+        prompts, n = body.prompts, body.n
+        usage = self._usage.get(tenant.name)
+        self.check_choices(tenant, prompts, n)
+        longest = self.max_model_len()
+        if request.prompt_tokens is not None:
+            tokens, size = sum(request.prompt_tokens), 0
+        elif ids := body.prompt_ids:
+            tokens, size = ids, 0
+        else:
+            size = self.lengths.text_bytes(body)
+            tokens = self.lengths.estimate(tenant.name, path, size)
+        room = longest if size else max(1, longest - tokens // prompts)  # an estimate must not cut what is promised
+        max_tokens = min(max(1, body.max_tokens(DEFAULT_MAX_TOKENS.get(path, longest))), room)
+        admitted = AdmittedRequest(path, tenant, granted, prompts, n, tokens, size, max_tokens, session)
+        self._charge(admitted, usage)
+        return admitted
+
+    def _check_response_id(self, tenant: Tenant, id: str, param: str) -> None:
+        """Raises ApiError 404 for a stored response that is not the tenant's."""
+        if self.tenants.configured and not tenant.admin and not self.tenants.owns_response(tenant, id):
+            raise ApiError(404, f"There is no response {id[:80]!r}.", param=param, code="response_not_found")
+
+    def check_choices(self, tenant: Tenant, prompts: int, n: int) -> None:
+        """Raises ApiError 400 for more choices than one body, or one tenant, may ever have."""
+        most, usage = self.max_choices, self._usage.get(tenant.name)
+        if n > most:
+            raise invalid("n", f"{n} choices asked for; this server gives at most {most}.")
+        if prompts * n > most:
+            asked = f"{prompts} prompts with n = {n} ask for {prompts * n} choices"
+            raise invalid("prompt", f"{asked}; at most {most} are given.")
+        if usage is not None and prompts * n > usage.max_in_flight:
+            at_once = f"this key may have at most {usage.max_in_flight} in flight"
+            raise invalid("n" if n > 1 else "prompt", f"{prompts * n} choices asked for; {at_once}.")
+
+    def _charge(self, admitted: AdmittedRequest, usage: TenantUsage | None) -> None:
+        now, tenant = self.clock.now(), admitted.tenant
+        if self.max_in_flight is not None and self.in_flight.total() >= self.max_in_flight:
+            # a tenant with less than its share of the places gets one: another's flood must not take them all
+            active = {name for name, count in self.in_flight.items() if count} | {tenant.name}
+            weights = {name: self.weights.get(name, 1.0) for name in active}
+            share = self.max_in_flight * weights[tenant.name] / sum(weights.values())
+            if self.in_flight[tenant.name] >= max(1.0, share):
+                raise self._refused(tenant, admitted, SATURATED)
+        if usage is not None:
+            if refusal := usage.charge(admitted.choices, admitted.reserved_tokens, now):
+                raise self._refused(tenant, admitted, *refusal)
+            usage.tokens.take(admitted.reserved_tokens, now)
+            usage.in_flight += admitted.choices
+        self.in_flight[tenant.name] += admitted.choices
+
+    def _refused(self, tenant: Tenant, admitted: AdmittedRequest | None, reason: str, wait: float = 0.0) -> ApiError:
+        """The error of a refusal here, which counts as one of each choice, as any other does."""
+        tier = self.tenants.tiers(tenant).resolve(None)
+        stages = (Stage(1, tier.slo),) if admitted is None else admitted.granted.stages_of_length(1)
+        name, id = (tier.name if admitted is None else admitted.granted.tier), f"refused-{uuid4().hex}"
+        for choice in range(1 if admitted is None else admitted.choices):
+            request = Request(f"{id}-{choice}", stages, self.clock.now(), tier=name, tenant=tenant.name)
+            end = self.refuser.refuse(request, reason)
+        return from_finished(end, wait or self.retry_after())
+
+    # ----------------------------------------------------------------- what is given back
+
+    def settle(self, admitted: AdmittedRequest, choices: int, prompt_tokens: int, output_tokens: int) -> None:
+        """End some choices: their places, and what they reserved beyond what they used, are free again.
+
+        Args:
+            choices: how many have ended; those that were settled before do not count again, tokens do.
+            prompt_tokens: that were used; of several choices of one prompt the first brings them.
+            output_tokens: that came out.
+        """
+        choices = min(choices, admitted.open_choices)
+        part = admitted.reserved_tokens * choices // max(1, admitted.open_choices)
+        admitted.open_choices -= choices
+        admitted.reserved_tokens -= part
+        self.in_flight[admitted.tenant.name] -= choices
+        if (usage := self._usage.get(admitted.tenant.name)) is not None:
+            usage.in_flight -= choices
+            usage.tokens.take(prompt_tokens + output_tokens - part, self.clock.now())
+
+    def settle_end(self, admitted: AdmittedRequest, request: Request, end: Finished) -> None:
+        """End one choice as its last event says."""
+        prompt = request.prompt if end.prompt is None else end.prompt
+        is_further = request.group not in ("", request.id)
+        self.settle(admitted, 1, 0 if is_further or end.outcome == "refused" else prompt, end.output)
+
+    def learn_length(self, admitted: AdmittedRequest, prompt_tokens: int) -> None:
+        """The prompts of this API request had so many tokens."""
+        self.lengths.learn(admitted.tenant.name, admitted.path, admitted.prompt_bytes, prompt_tokens)
+
+    # ----------------------------------------------------------------- what a response says
+
+    def response_headers(self, admitted: AdmittedRequest) -> Headers:
+        """What a response's head says of its admission."""
+        clamped = admitted.granted.clamped
+        said = [(b"x-rubato-clamped", ", ".join(clamped).encode())] if clamped else []
+        return said + self.limit_headers(admitted.tenant)
+
+    def limit_headers(self, tenant: Tenant | None) -> Headers:
+        """What is left to a tenant; nothing where it has no limits."""
+        usage = self._usage.get(tenant.name) if tenant is not None else None
+        return usage.headers(self.clock.now()) if usage is not None else []
+
+    def count_status(self, status: int) -> None:
+        """Count a response: any 4xx but 429 is the client's own fault, and no missed SLO."""
+        if 400 <= status < 500 and status != 429:
+            self.count_client_error(status)
+
+
+class _Stated(Body):
+    """Of a body, what is ours."""
+
+    slo: SLOBody | None = None
+    service_tier: str | None = None
+
+
+def _stated(body: BodyFields) -> _Stated:
+    """What a body states: in fields of ours, or, where they say nothing, in `vllm_xargs`. Raises ApiError 400."""
+    check_names(body, OURS)
+    xargs = stated_xargs(body)
+    for key in xargs:
+        if key not in KEYS:
+            raise unknown_name(f"vllm_xargs.{key}", key, KEYS)
+    said = body.value("slo")
+    slo = {key.removeprefix(PREFIX): _number(value) for key, value in xargs.items() if key != TIER}
+    tier = body.value("service_tier")
+    try:
+        whole = {**slo, **said} if isinstance(said, dict) else said or slo or None
+        return _Stated.model_validate({"slo": whole, "service_tier": xargs.get(TIER) if tier is None else tier})
+    except ValidationError as error:
+        raise bad_request(error, shown=True) from None
+
+
+def stated_xargs(body: BodyFields) -> dict[str, Any]:
+    """Of a body's `vllm_xargs`, the keys that are ours."""
+    if not body.json("vllm_xargs").startswith(b"{"):
+        return {}
+    return {k: v for k, v in body.value("vllm_xargs").items() if k.startswith(PREFIX)}
+
+
+def _number(value: Any) -> Any:
+    """Of a key of `vllm_xargs`, which may be written as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def for_server(body: BodyFields) -> BodyFields:
+    """A body without what is stated to this side: a tier's name that a server does not know would be its 400."""
+    xargs = stated_xargs(body)
+    fields: dict[str, Any] = dict.fromkeys(name for name in OURS if name in body)
+    if xargs:
+        fields["vllm_xargs"] = {k: v for k, v in body.value("vllm_xargs").items() if k not in xargs} or None
+    return body.with_fields(**fields) if fields else body

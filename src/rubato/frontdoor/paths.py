@@ -1,0 +1,38 @@
+"""Which path a request is for, and who may use it: the same at each door."""
+
+from __future__ import annotations
+
+from urllib.parse import unquote
+
+from rubato.frontdoor.errors import ApiError
+
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+GENERATE = (CHAT, TEXT, RESPONSES, MESSAGES)
+OPEN = (  # without a key
+    "/", "/health", "/ready", "/ping", "/version", "/metrics", "/load", "/docs", "/docs/oauth2-redirect", "/redoc",
+    "/openapi.json",
+)  # fmt: skip
+SHARED = (  # these generate nothing: every tenant may use them, and what is below them
+    "/v1/models", "/tokenize", "/detokenize", "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score",
+    "/rerank", "/v1/rerank", "/v2/rerank",
+)  # fmt: skip
+
+
+def canonical_path(path: str) -> str:
+    """The path as each part of the way must read it: decoded, with single slashes and none at its end.
+
+    Raises:
+        ApiError: 400 for a path that goes up (`..`), in whatever spelling: a server would make another path of it than
+            the one that is judged here.
+    """
+    while (decoded := unquote(path)) != path:
+        path = decoded
+    parts = [part for part in path.replace("\\", "/").split("/") if part]
+    if "." in parts or ".." in parts:
+        raise ApiError(400, "The path has a part . or .. in it: write it without.", code="invalid_path")
+    return "/" + "/".join(parts)
+
+
+def is_shared(path: str) -> bool:
+    """Whether every tenant may use this canonical path, which generates nothing."""
+    return any(path == shared or path.startswith(shared + "/") for shared in SHARED)

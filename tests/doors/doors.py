@@ -1,0 +1,377 @@
+"""The four doors, each before servers that answer alike: our own server, the gateway, the middleware in vLLM's API
+server, and the endpoint picker. In one process, on the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from urllib.parse import unquote
+
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
+from prometheus_client import CollectorRegistry
+
+from rubato.config.build import fair_share_of
+from rubato.config.schema import load
+from rubato.core.clock import VirtualClock, run_virtual
+from rubato.core.plan import Limits
+from rubato.core.replica_options import ReplicaOptions
+from rubato.engines.simulated import Engine
+from rubato.fleet.build import local_cluster
+from rubato.fleet.call import Calls
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from rubato.frontdoor.metrics import SLOMetrics
+from rubato.frontdoor.tenants import Tenants, tenants_of, tiers_of
+from rubato.latency.affine import Model
+from rubato.serving.app import Service, create_app
+from rubato.serving.epp import picker_of
+from rubato.serving.gateway import GatewayService, create_gateway
+from rubato.serving.vllm_middleware import FrontEnd, Middleware
+from rubato.serving.vllm_reports import EngineReports, PluginMetrics
+from tests.serving.test_epp import head, part, request_head, wire
+from tests.stubs.vllm_app import VLLM, Link
+from tests.stubs.vllm_server import StubCore, StubServer
+
+LIMITS = Limits(max_num_seqs=32, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=2048, block_size=16)
+STEP = Model(k=(0.0, 0.0), b=(0.1, 0.0))  # seconds, whatever the batch
+CONFIG: dict[str, Any] = {
+    "tiers": {"chat": {"ttft_ms": 1000, "tpot_ms": 200}, "batch": {"e2e_ms": 60_000}},
+    "max_body_bytes": 100_000,
+}
+TENANTS: dict[str, Any] = {
+    "acme": {"keys": ["acme-key"], "tiers": ["chat", "flex"]},
+    "bulk": {"keys": ["bulk-key"], "requests_per_minute": 20, "max_in_flight": 8},
+    "ops": {"keys": ["ops-key"], "admin": True},
+}
+
+
+@dataclass
+class Answer:
+    """What a client has got."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.json["error"]
+        return found
+
+
+@dataclass
+class Seen:
+    """What a server behind a door has got."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+
+@dataclass
+class Door:
+    """One door. model: that is served; seen: by servers, None where there is none behind it."""
+
+    name: ClassVar[str]
+    model: ClassVar[str] = "stub"
+    checks_keys: ClassVar[bool] = True
+    metrics: Callable[[], Any] = lambda: None
+    in_flight: Callable[[], int] = lambda: 0
+    seen: list[Seen] | None = None
+    open: Callable[..., Awaitable[Answer]] = field(default=lambda: None)  # type: ignore[assignment, return-value]
+
+    async def ask(
+        self,
+        path: str = "/v1/chat/completions",
+        body: Mapping[str, Any] | bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        method: str = "POST",
+        leaves: bool = False,
+    ) -> Answer:
+        """A chat, with these fields in its body, or another body. leaves: the client, before an answer."""
+        if not isinstance(body, bytes):
+            defaults = {"model": self.model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+            if "chat" not in path:
+                defaults = {"model": self.model, "prompt": "hi", "max_tokens": 4}
+            body = json.dumps({**defaults, **(body or {})}).encode()
+        given = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+        return await self.open(method, path, given, body, leaves)
+
+    def count(self, name: str, **labels: str) -> float:
+        """The sum over a metric's series with these labels."""
+        return sum(
+            sample.value
+            for family in self.metrics().collect()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+async def call_asgi(app: Any, method: str, path: str, headers: Mapping[str, str], body: bytes, leaves: bool) -> Answer:
+    """One request of an ASGI app; a path with its escapes, and maybe a query."""
+    written, _, query = path.partition("?")
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
+        "path": unquote(written), "raw_path": written.encode(), "query_string": query.encode(), "root_path": "",
+        "scheme": "http", "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": ("c", 1), "server": ("s", 80), "app": app, "state": {},
+    }  # fmt: skip
+    parts = [body[: len(body) // 2], body[len(body) // 2 :]]
+    answer, over = Answer(0, {}, b""), asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if parts:
+            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+        if leaves:
+            await asyncio.sleep(0.25)
+            return {"type": "http.disconnect"}
+        await over.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            answer.status = message["status"]
+            answer.headers = {n.decode().lower(): v.decode() for n, v in message["headers"]}
+        answer.body += message.get("body", b"")
+
+    await app(scope, receive, send)
+    over.set()
+    return answer
+
+
+# --------------------------------------------------------------------------- the doors
+
+
+class OwnServer(Door):
+    name, model = "server", "simulated"
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, settings: dict[str, Any]) -> AsyncIterator[Door]:
+        clock, config = VirtualClock(), load({**CONFIG, **settings}, [])
+        engine = Engine(STEP, LIMITS, clock)
+        options = ClusterOptions(PolicyChoice("edf"), ReplicaOptions(), None, fair_share_of(config))
+        cluster = local_cluster([engine], [STEP], clock, options)
+        await cluster.start()
+        tenants = Tenants(tenants_of(config), tiers_of(config))
+        app = create_app(
+            Service(
+                cluster, engine.text, "simulated", LIMITS.max_model_len, config.max_choices, tenants=tenants,
+                fair=bool(config.tenants), max_body_bytes=config.max_body_bytes,
+            )
+        )  # fmt: skip
+        try:
+            yield _asgi(cls(), app, cluster, _metrics_of(app))
+        finally:
+            await cluster.close()
+
+
+class Gateway(Door):
+    name, linked = "gateway", False
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, settings: dict[str, Any]) -> AsyncIterator[Door]:
+        config = load({**CONFIG, **settings}, [])
+        clock = VirtualClock()
+        async with _servers(clock) as there:
+            calls: Calls = {}
+            options = ClusterOptions(PolicyChoice("edf", {}, "least_loaded"), ReplicaOptions(causes=False))
+            options = ClusterOptions(options.choice, options.replica, None, fair_share_of(config))
+            fleet = ServerFleet(
+                [Server(url) for url in there], clock, options, calls, profile=lambda: None,
+                transport=there.__getitem__, link=None,
+            )  # fmt: skip
+            cluster = await server_cluster(fleet, clock, options)
+            await cluster.start()
+            tenants = Tenants(tenants_of(config), tiers_of(config))
+            app = create_gateway(
+                GatewayService(
+                    cluster, calls, "stub", LIMITS.max_model_len, tenants=tenants, fair=bool(config.tenants),
+                    max_body_bytes=config.max_body_bytes, max_choices=config.max_choices, is_vllm=lambda: True,
+                )
+            )  # fmt: skip
+            try:
+                door = _asgi(cls(), app, cluster, _metrics_of(app))
+                door.seen = _Recorded(there)
+                yield door
+            finally:
+                await cluster.close()
+
+
+class InVLLM(Door):
+    name = "middleware"
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, settings: dict[str, Any]) -> AsyncIterator[Door]:
+        config = load({**CONFIG, **settings}, [])
+        link = Link()
+        reports = EngineReports(link, PluginMetrics(CollectorRegistry(), counts=True))  # type: ignore[arg-type]
+        vllm = VLLM(link)
+        app = Middleware(vllm)
+        app._front = FrontEnd(config, LIMITS.max_num_seqs, LIMITS.max_model_len, reports)
+        door = cls()
+        door.metrics = lambda: reports.metrics.registry
+        door.in_flight = lambda: app._front.door.in_flight.total()  # type: ignore[union-attr]
+        door.open = lambda *request: call_asgi(app, *request)  # type: ignore[assignment]
+        door.seen = _SeenByVLLM(vllm)
+        yield door
+
+
+class Picker(Door):
+    """Envoy is played here: it sends on what the picker says, changed as it says."""
+
+    name, checks_keys = "picker", False
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, settings: dict[str, Any]) -> AsyncIterator[Door]:
+        clock = VirtualClock()
+        async with _servers(clock) as there:
+            config = load({**CONFIG, **settings, "servers": list(there), "router": "least_loaded"}, [])
+            picker = await picker_of(config, clock, transport=there.__getitem__)
+            await picker.cluster.start()
+            metrics = SLOMetrics(CollectorRegistry())
+            picker.door.count_client_error = metrics.client_error
+            picker.cluster.listen(metrics)
+            door = cls()
+            door.metrics = lambda: metrics.registry
+            door.in_flight = lambda: picker.cluster.in_flight
+            door.open = _Envoy(picker, there).request  # type: ignore[assignment]
+            door.seen = _Recorded(there)
+            try:
+                yield door
+            finally:
+                await picker.cluster.close()
+
+
+class _Envoy:
+    def __init__(self, picker: Any, there: Mapping[str, StubServer]) -> None:
+        self._picker, self._there = picker, there
+
+    async def request(self, method: str, path: str, headers: Mapping[str, str], body: bytes, leaves: bool) -> Answer:
+        said: asyncio.Queue[bytes | None] = asyncio.Queue()
+        answers: asyncio.Queue[ProcessingResponse] = asyncio.Queue()
+
+        async def come() -> AsyncIterator[ProcessingRequest]:
+            while (raw := await said.get()) is not None:
+                yield ProcessingRequest.parse(raw)
+
+        task = asyncio.ensure_future(self._picker.process(come(), answers.put))
+        named = {name.replace("-", "_"): value for name, value in headers.items()}
+        said.put_nowait(request_head(path, method, **named))
+        said.put_nowait(wire(4, part(body, last=True)))
+        first = await answers.get()
+        try:
+            if (refused := first.immediate_response) is not None:
+                assert refused.headers is not None
+                assert refused.status is not None
+                return Answer(int(refused.status.code), _set(refused.headers), bytes(refused.body))
+            assert first.request_headers is not None
+            assert first.request_headers.response is not None
+            mutation = first.request_headers.response.header_mutation
+            assert mutation is not None
+            sent = {**headers, ":path": path, **_set(mutation)}
+            sent = {name: value for name, value in sent.items() if name not in mutation.remove_headers}
+            passed = b"".join([_piece(await answers.get()) for _ in range(-(-len(body) // 62_000))])
+            assert int(sent["content-length"]) == len(passed)
+            server = self._there["http://" + sent["x-gateway-destination-endpoint"]]
+            pairs = [("x-request-id", "r0"), *sent.items()]
+            reply = await server.open(method, sent[":path"], pairs, passed)
+            if leaves:
+                return Answer(0, {}, b"")
+            said.put_nowait(wire(3, head({":status": str(reply.status), **dict(reply.headers)})))
+            whole = b""
+            while data := await reply.part():
+                whole += data
+                said.put_nowait(wire(5, part(data)))
+            said.put_nowait(wire(5, part(b"", last=True)))
+            await asyncio.sleep(0.01)
+            return Answer(reply.status, dict(reply.headers), whole)
+        finally:
+            said.put_nowait(None)
+            await task
+
+
+def _set(mutation: Any) -> dict[str, str]:
+    return {one.header.key: one.header.raw_value.decode() for one in mutation.set_headers}
+
+
+def _piece(message: ProcessingResponse) -> bytes:
+    found: Any = message
+    return bytes(found.request_body.response.body_mutation.streamed_response.body)
+
+
+class _Recorded(list[Seen]):
+    """Completions that came to stub servers."""
+
+    def __init__(self, there: Mapping[str, StubServer]) -> None:
+        self._there = there
+
+    def __iter__(self) -> Any:
+        for server in self._there.values():
+            for body, headers in zip(server.bodies, server.heads, strict=True):
+                yield Seen(headers.get(":path", ""), headers, body)
+
+
+class _SeenByVLLM(list[Seen]):
+    def __init__(self, vllm: VLLM) -> None:
+        self._vllm = vllm
+
+    def __iter__(self) -> Any:
+        for body, scope in zip(self._vllm.went_in, self._vllm.scopes, strict=True):
+            yield Seen(scope["path"], {n.decode(): v.decode() for n, v in scope["headers"]}, body)
+
+
+@asynccontextmanager
+async def _servers(clock: VirtualClock) -> AsyncIterator[dict[str, StubServer]]:
+    cores = [StubCore(STEP, LIMITS, clock, "edf", ReplicaOptions(causes=False), seed=i) for i in range(2)]
+    for core in cores:
+        await core.start()
+    try:
+        yield {f"http://10.0.0.{i}:8000": StubServer(core) for i, core in enumerate(cores, 1)}
+    finally:
+        for core in cores:
+            await core.host.close()
+
+
+def _metrics_of(app: Any) -> Callable[[], Any]:
+    """The registry behind an app's /metrics."""
+    (route,) = [route for route in app.routes if getattr(route, "path", "") == "/metrics"]
+    closure = SimpleNamespace(**dict(zip(route.endpoint.__code__.co_freevars, route.endpoint.__closure__, strict=True)))
+    return lambda: closure.state.cell_contents.metrics.registry
+
+
+def _asgi(door: Door, app: Any, cluster: Any, metrics: Callable[[], Any]) -> Door:
+    door.metrics = metrics
+    door.in_flight = lambda: cluster.in_flight
+    door.open = lambda *request: call_asgi(app, *request)  # type: ignore[assignment]
+    return door
+
+
+DOORS: tuple[Any, ...] = (OwnServer, Gateway, InVLLM, Picker)
+
+
+def at(door: Any, scenario: Callable[[Door], Awaitable[None]], **settings: Any) -> None:
+    """Run a scenario at one door, of a fresh server, whatever its clock."""
+
+    async def main() -> None:
+        async with door.opened(settings) as opened:
+            await asyncio.wait_for(scenario(opened), 600.0)
+
+    run_virtual(main())
+
+
+__all__ = ["DOORS", "TENANTS", "Answer", "Counter", "Door", "at"]

@@ -1,0 +1,253 @@
+"""What every door does: a table of requests, each with the one right answer, asked of all four.
+
+Where a door cannot have a case (the picker checks no keys; our own server has nothing behind it), it is left out of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rubato.engines.vllm import link
+from tests.doors.doors import DOORS, TENANTS, Answer, Door, Seen, at
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+KEY = {"authorization": "Bearer acme-key"}
+BULK = {"authorization": "Bearer bulk-key"}
+OPS = {"authorization": "Bearer ops-key"}
+BEHIND = ("gateway", "middleware", "picker")  # doors with a server behind them
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request, and what is right.
+
+    status, param, says: of the answer; says is a part of the error's message. targets: of the verdict. sent: holds of
+    what a server got. offered, missed, errors: what the metrics count of it. doors: where it can be asked.
+    """
+
+    id: str
+    body: Mapping[str, Any] | bytes | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    path: str = CHAT
+    method: str = "POST"
+    status: int = 200
+    param: str | None = None
+    says: str = ""
+    targets: Mapping[str, float | None] | None = None
+    served: str | None = None
+    clamped: str | None = None
+    sent: Callable[[Seen], bool] | None = None
+    tenants: bool = False
+    doors: tuple[str, ...] = ("server", *BEHIND)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    counts: int | None = None  # requests offered; by default what `status` says
+
+    @property
+    def offered(self) -> int:
+        if self.counts is not None:
+            return self.counts
+        return int(self.status in (200, 429))
+
+
+def raw(**fields: Any) -> bytes:
+    """A chat's body of the model `stub`, as bytes."""
+    chat = {"model": "stub", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    return json.dumps({**chat, **fields}).encode()
+
+
+def plain(seen: Seen) -> bool:
+    """Nothing that was stated to this side has reached the server, in the body or as a client wrote it."""
+    return not {"slo", "service_tier"} & seen.body.keys()
+
+
+KEYLESS = ("server", "gateway", "middleware")
+STATED = [
+    Case("slo in headers", headers={"x-slo-ttft-ms": "900"}, targets={"ttft_ms": 900.0}),
+    Case("slo in llm-d's headers", headers={"x-llm-d-slo-ttft-ms": "900"}, targets={"ttft_ms": 900.0}),
+    Case("slo in the body", {"slo": {"ttft_ms": 900, "tpot_ms": 300}}, targets={"ttft_ms": 900.0, "tpot_ms": 300.0}),
+    Case("a tier", {"service_tier": "chat"}, targets={"ttft_ms": 1000.0, "tpot_ms": 200.0}, sent=plain),
+    Case("OpenAI's tier", {"service_tier": "flex"}, targets={"ttft_ms": None}, sent=plain),
+    Case("Anthropic's tier", {"service_tier": "standard_only"}, targets={"ttft_ms": None}, sent=plain),
+    Case(
+        "header before body before tier",
+        {"service_tier": "chat", "slo": {"ttft_ms": 800, "e2e_ms": 9000}}, {"x-slo-ttft-ms": "700"},
+        targets={"ttft_ms": 700.0, "tpot_ms": 200.0, "e2e_ms": 9000.0},
+    ),
+    Case("keys of vllm_xargs", {"vllm_xargs": {"slo_ttft_ms": "900"}}, targets={"ttft_ms": 900.0},
+         doors=BEHIND, sent=lambda seen: seen.body.get("vllm_xargs", {}).get("slo_seal") is not None
+         or "slo_ttft_ms" not in seen.body.get("vllm_xargs", {})),
+    Case("no slo at all", {"slo": None, "service_tier": None}, targets={"ttft_ms": None}),
+    Case("a misspelt header", headers={"x-slo-tfft-ms": "4"}, status=400, param="x-slo-tfft-ms",
+         says="did you mean 'x-slo-ttft-ms'?"),
+    Case("a header that is no number", headers={"x-slo-ttft-ms": "soon"}, status=400, param="x-slo-ttft-ms",
+         says="'soon' is no number of milliseconds"),
+    Case("a header with a thousands comma", headers={"x-slo-ttft-ms": "1,000"}, status=400, param="x-slo-ttft-ms"),
+    Case("a negative slo", {"slo": {"ttft_ms": -1}}, status=400, param="slo.ttft_ms"),
+    Case("a misspelt dimension", {"slo": {"tfft_ms": 9}}, status=400, param="slo.tfft_ms", says="did you mean ttft_ms"),
+    Case("an slo that is no object", {"slo": 5}, status=400, param="slo"),
+    Case("a misspelt tier", {"service_tier": "chta"}, status=400, param="service_tier",
+         says="unknown tier 'chta'; did you mean 'chat'?"),
+    Case("an empty tier", {"service_tier": ""}, status=400, param="service_tier"),
+    Case("a tier that is a number", {"service_tier": 5}, status=400, param="service_tier"),
+    Case("a misspelt field of ours", {"service_teir": "chat"}, status=400, param="service_teir",
+         says="did you mean service_tier?"),
+    Case("a session that is no name", headers={"x-session-id": "a b"}, status=400, param="x-session-id"),
+]  # fmt: skip
+BODIES = [
+    Case("a byte order mark", b"\xef\xbb\xbf" + raw()),
+    Case("max_tokens as a float", {"max_tokens": 4.0}),
+    Case("n as text", {"n": "2"}, counts=2),
+    Case("no JSON", b"{", status=400, says="not valid JSON"),
+    Case("no body", b"", status=400, says="not valid JSON"),
+    Case("a list", b"[1]", status=400, says="must be a JSON object"),
+    Case("UTF-16", raw().decode().encode("utf-16"), status=400, says="not valid JSON"),
+    Case("NaN", raw()[:-1] + b',"temperature":NaN}', status=400, says="not valid JSON"),
+    Case("nested too deeply", b'{"a":' + b"[" * 9000 + b"]" * 9000 + b"}", status=400, says="nested"),
+    Case("half a surrogate pair", raw()[:-1] + b',"user":"\\ud83d"}', status=400, says="surrogate"),
+    Case("a field twice", raw()[:-1] + b',"max_tokens":3}', sent=lambda seen: seen.body["max_tokens"] == 3),
+    Case("too large", {"user": "x" * 200_000}, status=413, says="larger than 100000 bytes"),
+    Case("too many messages", b'{"messages":[' + b",".join([b'{"":1}'] * 45_000) + b"]}", status=400,
+         says="lists, objects and fields", settings={"max_body_bytes": 1 << 20}),
+    Case("too many ids", b'{"model":"stub","prompt":[' + b"1," * 99_000 + b"1]}", path=TEXT, status=400,
+         says="items in its lists", settings={"max_body_bytes": 1 << 20}),
+    Case("as many commas and braces in a text", {"user": ",{[:" * 25_000}, settings={"max_body_bytes": 1 << 20}),
+    Case("16 choices", {"n": 16}, counts=16),
+    Case("17 choices", {"n": 17}, status=400, param="n", says="17 choices asked for; this server gives at most 16"),
+    Case("1,024 choices in 80 bytes", {"prompt": ["x"] * 8, "n": 128}, path=TEXT, status=400, param="n"),
+    Case("18 choices of 9 prompts", {"prompt": ["x"] * 9, "n": 2}, path=TEXT, status=400, param="prompt",
+         says="9 prompts with n = 2 ask for 18 choices; at most 16 are given"),
+    Case("more choices, by a setting", {"n": 17}, settings={"max_choices": 17}, counts=17),
+    Case("beam search", {"use_beam_search": True}, status=400, param="use_beam_search"),
+    Case("where KV is", {"kv_transfer_params": {"remote_host": "10.9.9.9"}}, status=400, param="kv_transfer_params",
+         doors=("server", "gateway", "picker")),
+    Case("what the server refuses", {"temperature": -1}, status=400),
+]  # fmt: skip
+PATHS = [
+    Case("a slash behind the path", path=CHAT + "/"),
+    Case("a slash twice", path="//v1//chat/completions"),
+    Case("an escape in the path", path="/v1/chat%2Fcompletions"),
+    Case("up in the path", path="/v1/models/../chat/completions", status=400, says="a part . or .."),
+    Case("up, escaped", path="/v1/%2e%2e/rubato/link", status=400, says="a part . or .."),
+    Case("up, escaped twice", path="/v1/%252e%252e/x", status=400, says="a part . or .."),
+    Case("ours, as a tenant", path="/rubato/link", status=403, tenants=True, headers=KEY,
+         doors=("gateway", "middleware")),
+    Case("ours, spelt otherwise", path="//rubato/./link", status=400, doors=("gateway", "picker", "middleware")),
+    Case("ours, escaped", path="/%72ubato/link", status=403, doors=("gateway", "picker")),
+    Case("ours, with slashes", path="//rubato//link/", status=403, doors=("gateway", "picker")),
+]  # fmt: skip
+WHO = [
+    Case("no key", status=401, tenants=True, doors=KEYLESS),
+    Case("an unknown key", headers={"authorization": "Bearer nobody"}, status=401, tenants=True, doors=KEYLESS),
+    Case("a key", headers=KEY, tenants=True, doors=KEYLESS),
+    Case("a key as Anthropic's clients send it", headers={"x-api-key": "acme-key"}, tenants=True, doors=KEYLESS),
+    Case("a tier beyond the tenant's", {"service_tier": "batch"}, KEY, tenants=True, doors=KEYLESS,
+         targets={"ttft_ms": 1000.0}, clamped="service_tier"),
+    Case("a time beyond the tenant's", {"slo": {"ttft_ms": 100}}, KEY, tenants=True, doors=KEYLESS,
+         targets={"ttft_ms": 1000.0}, clamped="ttft"),
+    Case("another's name", headers={**KEY, "x-rubato-tenant": "bulk"}, status=400, param="x-rubato-tenant",
+         tenants=True, doors=KEYLESS),
+    Case("another's name, of an admin", headers={**OPS, "x-rubato-tenant": "acme"}, tenants=True, doors=KEYLESS),
+    Case("more choices than a tenant may have", {"n": 9}, BULK, status=400, param="n", says="at most 8 in flight",
+         tenants=True, doors=KEYLESS),
+    Case("where KV is, of a tenant", {"kv_transfer_params": {"remote_host": "10.9.9.9"}}, KEY, status=400,
+         param="kv_transfer_params", tenants=True, doors=KEYLESS),
+    Case("an operator's page, as a tenant", path="/v1/load_lora_adapter", headers=KEY, status=403, tenants=True,
+         doors=("gateway", "middleware")),
+    Case("another's response", path="/v1/responses/resp_1", method="GET", headers=KEY, status=404, tenants=True,
+         doors=("gateway", "middleware")),
+    Case("another's response, gone on from", {"previous_response_id": "resp_1", "input": "hi"}, KEY,
+         path="/v1/responses", status=404, param="previous_response_id", tenants=True, doors=("gateway", "middleware")),
+    Case("prefixes are a tenant's", {"cache_salt": "mine"}, KEY, tenants=True, doors=("gateway", "middleware"),
+         sent=lambda seen: seen.body["cache_salt"] not in ("", "mine")),
+]  # fmt: skip
+HEADERS = [
+    Case("internal headers do not pass",
+         headers={"x-rubato-tenant": "ops", "x-rubato-any": "1", "x-slo-ttft-ms": "900"}, doors=("gateway", "picker"),
+         sent=lambda seen: not {"x-rubato-tenant", "x-rubato-any"} & seen.headers.keys()
+         and float(seen.headers["x-slo-ttft-ms"]) == 900.0),
+    Case("headers of one hop do not pass", headers={"expect": "100-continue", "te": "trailers", "proxy-connection": "x",
+         "http2-settings": "x", "x-forwarded-for": "10.0.0.9", "cookie": "a=b"}, doors=("gateway",),
+         sent=lambda seen: not {"expect", "te", "proxy-connection", "http2-settings", "cookie"} & seen.headers.keys()),
+    Case("a trace passes", headers={"traceparent": "00-1-2-03", "user-agent": "me"}, doors=("gateway", "picker"),
+         sent=lambda seen: seen.headers["traceparent"] == "00-1-2-03" and seen.headers["user-agent"] == "me"),
+    Case("keys of a tenant do not pass", headers=KEY, tenants=True, doors=("gateway",),
+         sent=lambda seen: "authorization" not in seen.headers),
+]  # fmt: skip
+CASES = [*STATED, *BODIES, *PATHS, *WHO, *HEADERS]
+
+
+@pytest.fixture(autouse=True)
+def _seal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(link.KEY, "a key")  # of what the middleware says to its engine
+
+
+@pytest.mark.parametrize(
+    ("door", "case"),
+    [
+        pytest.param(door, case, id=f"{case.id}-{door.name}")
+        for case in CASES
+        for door in DOORS
+        if door.name in case.doors
+    ],
+)
+def test_door_given_a_request_answers_right(door: Any, case: Case) -> None:
+    async def scenario(opened: Door) -> None:
+        before = _counts(opened)
+        body = case.body
+        if isinstance(body, bytes):
+            body = body.replace(b'"stub"', json.dumps(opened.model).encode())
+        answer = await opened.ask(case.path, body, case.headers, method=case.method)
+        assert answer.status == case.status, answer.body[:300]
+        if case.status != 200:
+            assert case.says in answer.body.decode()
+            assert case.param is None or answer.error["param"] == case.param
+            assert case.status == 400 or "message" in answer.error
+        _check_promise(opened, case, answer)
+        if (
+            case.status in (400, 401, 403, 404, 413)
+            and case.id != "what the server refuses"
+            and opened.seen is not None
+        ):
+            assert not list(opened.seen)
+        if case.sent is not None and opened.seen is not None:
+            assert all(map(case.sent, opened.seen))
+            assert list(opened.seen)
+        offered, missed, errors, by_code = _counts(opened, case.status)
+        assert offered - before[0] == case.offered
+        assert missed - before[1] <= case.offered
+        is_error = 400 <= case.status < 500 and case.status != 429
+        assert (errors - before[2], by_code) == (is_error, is_error)
+        if is_error:
+            assert missed == before[1]
+        assert opened.in_flight() == 0
+
+    at(door, scenario, **({"tenants": TENANTS} if case.tenants and door.checks_keys else {}), **case.settings)
+
+
+def _check_promise(opened: Door, case: Case, answer: Answer) -> None:
+    """By the verdict; where a data plane passes the server's answer, by what its server was told."""
+    if case.targets is not None and opened.checks_keys:
+        targets = answer.json["rubato"]["targets"]
+        assert {name: targets[name] for name in case.targets} == case.targets
+    elif case.targets is not None:
+        assert opened.seen is not None
+        (seen,) = opened.seen
+        headers = {f"x-slo-{name.replace('_', '-')}": ms for name, ms in case.targets.items()}
+        told = {name: float(seen.headers[name]) if name in seen.headers else None for name in headers}
+        assert told == headers
+    if case.clamped is not None:
+        assert case.clamped in answer.headers["x-rubato-clamped"].split(", ")
+
+
+def _counts(opened: Door, status: int = 0) -> tuple[float, float, float, float]:
+    return (
+        opened.count("rubato_requests_offered_total"),
+        opened.count("rubato_slo_missed_total"),
+        opened.count("rubato_client_errors_total"),
+        opened.count("rubato_client_errors_total", code=str(status)),
+    )
