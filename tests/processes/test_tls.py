@@ -72,7 +72,7 @@ def test_a_client_that_does_not_read_is_cut_off_over_tls_too(start: Start, certi
         )
         with httpx2.Client(verify=trust, timeout=TIMEOUT) as http:
             for _ in range(400):
-                if 'outcome="cancelled",tier="default"} 1.0' in http.get(f"{server.url}/metrics").text:
+                if 'outcome="cancelled",tenant="default",tier="default"} 1.0' in http.get(f"{server.url}/metrics").text:
                     break
                 time.sleep(0.1)
             else:
