@@ -25,7 +25,7 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Says how long the body was; of /early before reading it, of /slow after a minute."""
+    """Says how long the body was; of /early before reading it, of /slow after a minute, of /open in two pieces."""
     size, more = 0, scope["path"] != "/early"
     while more:
         message = await receive()
@@ -35,6 +35,11 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     if scope["path"] == "/slow":
         await asyncio.sleep(60)
     status = 401 if scope["path"] == "/early" else 200
+    if scope["path"] == "/open":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"size ", "more_body": True})
+        await send({"type": "http.response.body", "body": str(size).encode()})
+        return
     await send(
         {"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(str(size)))]}
     )
@@ -288,6 +293,86 @@ def test_bad_http_behind_a_request_that_is_being_answered_does_not_get_into_its_
         wire.protocol.data_received(b"\xff\xff\r\n\r\n")
         await asyncio.sleep(100)
         assert (wire.written, wire.closed) == (b"", True)
+
+    on_a_wire(scenario)
+
+
+# --------------------------------------------------------------------------- offers to upgrade
+
+OFFER = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
+
+
+def test_an_offer_is_ignored_wherever_its_request_is_cut_in_two() -> None:
+    request = HEAD + OFFER + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+
+    async def scenario(wire: Wire) -> None:
+        for at in range(1, len(request)):
+            for part in (request[:at], request[at:]):
+                wire.protocol.data_received(part)
+                await asyncio.sleep(0.001)
+            assert (wire.statuses, wire.written[-1:]) == ([200], b"3")
+            wire.written = b""
+
+    on_a_wire(scenario)
+
+
+def test_offers_one_after_another_in_one_segment_are_answered_in_order() -> None:
+    async def scenario(wire: Wire) -> None:
+        lengths = range(200)
+        parts = [HEAD + OFFER + b"Content-Length: %d\r\n\r\n" % n + b"a" * n for n in lengths]
+        wire.protocol.data_received(b"".join(parts))
+        await asyncio.sleep(0.01)
+        assert [int(answer.rpartition(b"\n")[2]) for answer in wire.written.split(b"HTTP/1.1 ")[1:]] == [*lengths]
+
+    on_a_wire(scenario)
+
+
+def test_a_head_with_an_offer_has_its_bound_and_its_time() -> None:
+    async def too_long(wire: Wire) -> None:
+        await wire.send(HEAD + OFFER + b"X: " + b"a" * 2 * MOST_HEAD)
+        assert wire.statuses == [431]
+
+    async def too_slow(wire: Wire) -> None:
+        await wire.send(HEAD + OFFER + b"Content-Length: 9\r\n\r\n")
+        assert STALL <= await wire.send(b"a", times=8, every=2.0) * 2.0 <= 1.5 * STALL
+        assert wire.statuses == [408]
+
+    on_a_wire(too_long)
+    on_a_wire(too_slow)
+
+
+@pytest.mark.parametrize(
+    "rest", [b"Transfer-Encoding: gzip\r\n", b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n"]
+)
+def test_a_body_whose_end_is_not_known_is_refused_beside_an_offer_too(rest: bytes) -> None:
+    async def scenario(wire: Wire) -> None:
+        await wire.send(HEAD + OFFER + rest + b"\r\n3\r\nabc\r\n0\r\n\r\n")
+        assert (wire.statuses, wire.ended) == ([400], True)
+
+    on_a_wire(scenario)
+
+
+@pytest.mark.parametrize("target", [b"host:443", b"http://host/"])
+@pytest.mark.parametrize("offer", [b"", OFFER])
+def test_connect_is_refused(target: bytes, offer: bytes) -> None:
+    async def scenario(wire: Wire) -> None:
+        await wire.send(b"CONNECT " + target + b" HTTP/1.1\r\nHost: x\r\n" + offer + b"\r\nGET /all HTTP/1.1\r\n\r\n")
+        assert (wire.statuses, wire.ended) == ([400], True)
+
+    on_a_wire(scenario)
+
+
+# --------------------------------------------------------------------------- versions before 1.1
+
+
+@pytest.mark.parametrize("version", [b"0.9", b"1.0"])
+@pytest.mark.parametrize(("method", "body"), [(b"GET", b"size 0"), (b"HEAD", b"")])
+def test_an_answer_to_an_old_client_ends_with_the_connection(version: bytes, method: bytes, body: bytes) -> None:
+    async def scenario(wire: Wire) -> None:
+        await wire.send(method + b" /open HTTP/" + version + b"\r\nConnection: keep-alive\r\n\r\n")
+        assert (wire.written.partition(b"\r\n\r\n")[2], wire.closed) == (body, True)
+        assert b"\r\nconnection: close\r\n" in wire.written
+        assert b"transfer-encoding" not in wire.written
 
     on_a_wire(scenario)
 

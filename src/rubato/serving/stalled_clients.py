@@ -1,4 +1,5 @@
-"""What one connection may take: bytes and seconds of a head, seconds of a body and of reading its answers.
+"""What one connection may take: bytes and seconds of a head, seconds of a body and of reading its answers; and the HTTP
+that uvicorn answers wrongly: offers to upgrade, and HTTP/1.0.
 
 uvicorn waits for ever for a client that does not read its answer or does not finish its request, keeps a head of any
 length, and reads on after an answer that did not wait for the body. Here the write buffer is bounded by what the kernel
@@ -17,6 +18,7 @@ import sys
 from collections import deque
 from typing import Any
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from rubato.frontdoor.errors import ApiError
@@ -89,7 +91,7 @@ class _StallGuard(HttpToolsProtocol):
         for at in range(0, len(data), PIECE):
             piece = view[at : at + PIECE]
             self._marked = False
-            super().data_received(piece)  # type: ignore[arg-type]
+            self._parse(piece)
             if self._dropped is not None or self.transport.is_closing():
                 return
             self._unmarked = 0 if self._marked else self._unmarked + len(piece)
@@ -98,15 +100,45 @@ class _StallGuard(HttpToolsProtocol):
                 self._refuse(431, f"{what} are longer than {MOST_HEAD} bytes.", "headers_too_large")
                 return
 
+    def _parse(self, data: memoryview) -> None:
+        """Feed the parser. At an offer to upgrade (h2c, websocket) it stops and drops the body; a server may ignore the
+        offer (RFC 9110, 7.8), so the request is parsed again without it."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as stop:
+            if self.parser.get_method() == b"CONNECT":
+                self.send_400_response("CONNECT is for proxies, and this is none.")
+                return
+            head = self._head_without_offer()
+            self.parser = HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own parser
+            self._parse(memoryview(head + data[stop.args[0] :]))
+        except HttpParserError:
+            message = "Invalid HTTP request received."
+            self.logger.warning(message)
+            self.send_400_response(message)
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._part is None:
             self._begin("head")
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the parser stops here
         self._begin("body")
         super().on_headers_complete()
         self.cycle.transport = self._closing  # type: ignore[assignment]
+        if self.scope["http_version"] != "1.1":
+            self.cycle.keep_alive = False
+            self.cycle.waiting_for_100_continue = False  # an older client takes a 100 for the answer
         self._tell()
 
     def on_chunk_header(self) -> None:
@@ -118,6 +150,8 @@ class _StallGuard(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._marked = True
         self._part = None
         super().on_message_complete()
@@ -134,9 +168,18 @@ class _StallGuard(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         async def closing(scope: Any, receive: Any, send: Any) -> None:
+            has_length = False
+
             async def sent(message: Any) -> None:
+                nonlocal has_length
                 if cycle.more_body and not cycle.response_started:
                     cycle.keep_alive = False  # answered before all of it was read: what is left is no request
+                if scope["http_version"] != "1.1":  # no chunks: an answer without a length ends with the connection
+                    if message["type"] == "http.response.start":
+                        has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                    if not has_length:
+                        cycle.chunked_encoding = False
+                        cycle.expected_content_length = len(message.get("body", b""))  # else uvicorn checks it
                 await send(message)
 
             await app(scope, receive, sent)
