@@ -150,6 +150,8 @@ def test_an_answer_comes_as_the_server_gives_it_with_tier_and_verdict(linked: bo
         ask = fleet.chat if chat else fleet.complete
         response = await ask(service_tier="chat", stream=stream, user="someone", logit_bias={"5": 1})
         assert response.status_code == 200
+        unbuffered = (response.headers.get("cache-control"), response.headers.get("x-accel-buffering"))
+        assert unbuffered == (("no-cache", "no") if stream else (None, None))
         last = chunks(response)[-1] if stream else response.json()
         assert last["service_tier"] == "chat"
         assert last["rubato"]["met"] is True

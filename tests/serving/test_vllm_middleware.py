@@ -535,6 +535,21 @@ def test_what_begins_goes_out_at_once_whatever_follows() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("own", [None, "no-store"])
+def test_a_stream_tells_proxies_not_to_buffer_it_unless_vllm_has_its_own_word(path: str, own: str | None) -> None:
+    async def scenario(client: Client) -> None:
+        headers = (await client.chat(path=path, stream=True)).headers
+        assert (headers["cache-control"], headers["x-accel-buffering"]) == (own or "no-cache", "no")
+
+    async def whole(client: Client) -> None:
+        assert "x-accel-buffering" not in (await client.chat(path=path)).headers
+
+    theirs = [(b"Cache-Control", own.encode())] if own else []
+    run(scenario, answer=[chunk("stop"), DONE], headers=theirs)
+    run(whole)
+
+
 @pytest.mark.parametrize("outcome", ["completed", "refused"])
 def test_a_comment_that_keeps_a_stream_open_waits_for_nothing(outcome: Outcome) -> None:
     chunks = [b": keep-alive\n\n", *([ERROR] if outcome == "refused" else [chunk("stop")]), DONE]

@@ -51,6 +51,7 @@ class VLLM:
     scopes: list[Any] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     hold: asyncio.Event | None = None
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
@@ -68,7 +69,8 @@ class VLLM:
             await self.hold.wait()
         stream = isinstance(self.answer, list)
         kind = b"text/event-stream; charset=utf-8" if stream else b"application/json"
-        await send({"type": "http.response.start", "status": self.status, "headers": [(b"content-type", kind)]})
+        headers = [(b"content-type", kind), *self.headers]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
         parts = self.answer if stream else [json.dumps(self.answer or {"id": "x", "choices": []}).encode()]
         for part in parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})

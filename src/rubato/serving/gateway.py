@@ -37,6 +37,7 @@ from rubato.serving.app_state import AppState, add_door, add_operations
 from rubato.serving.board import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
 from rubato.serving.relayed_call import RelayedCall
+from rubato.serving.sse import forbid_buffering
 
 Message = MutableMapping[str, Any]
 
@@ -245,6 +246,7 @@ class _Passed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned(self._reply.headers)]
+        head = forbid_buffering(head)
         await send({"type": "http.response.start", "status": self._reply.status, "headers": head})
         try:
             while part := await self._reply.part():

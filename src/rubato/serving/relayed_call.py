@@ -23,6 +23,7 @@ from rubato.frontdoor import headers as header_fields
 from rubato.frontdoor import verdict
 from rubato.frontdoor.body_fields import LIMITS, BodyFields
 from rubato.frontdoor.paths import CHAT, TEXT
+from rubato.serving.sse import forbid_buffering
 
 MOST_KEPT = 1 << 20  # bytes of a stream that are kept, to go on from
 # Fields of a body with which an output cannot be cut in two.
@@ -223,7 +224,7 @@ class RelayedCall:
 
     def _head(self, headers: Headers) -> list[tuple[bytes, bytes]]:
         there = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in header_fields.returned(headers)]
-        return [*there, (b"x-request-id", self._short_id.encode()), *self.more()]
+        return [*forbid_buffering(there), (b"x-request-id", self._short_id.encode()), *self.more()]
 
     def _with_verdict(self, rest: bytes) -> bytes:
         """The last chunks, of which the last one with content gets what is added."""

@@ -150,8 +150,7 @@ class CompletionResponse(Response):
     async def _stream(self, live: ResponseEvents, chunks: sse.Chunks, send: Send) -> None:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
+            *sse.UNBUFFERED,
             (b"x-request-id", self._form.id.encode()),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -20,6 +20,15 @@ from rubato.frontdoor.verdict import report, served_tier, usage
 from rubato.serving import logprobs
 
 DONE = b"data: [DONE]\n\n"
+UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # nginx would hold chunks back
+
+
+def forbid_buffering(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers of a response; where it is an event stream, with those of UNBUFFERED that it lacks."""
+    there = {name.lower(): value.lower() for name, value in headers}
+    if not there.get(b"content-type", b"").startswith(b"text/event-stream"):
+        return headers
+    return [*headers, *[header for header in UNBUFFERED if header[0] not in there]]
 
 
 @dataclass(frozen=True, slots=True)

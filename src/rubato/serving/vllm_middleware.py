@@ -46,6 +46,7 @@ from rubato.frontdoor.headers import first_of_each
 from rubato.frontdoor.paths import CHAT, GENERATE, OPEN, RESPONSES, TEXT, canonical_path
 from rubato.frontdoor.slo_fields import GrantedSLO
 from rubato.frontdoor.tenants import Tenant, Tenants, tenants_of, tiers_of
+from rubato.serving.sse import forbid_buffering
 from rubato.serving.vllm_reports import LATE, EngineReports, reports_of
 
 Scope = MutableMapping[str, Any]
@@ -379,9 +380,8 @@ class _Answer:
         """The head, once."""
         if self._start is not None:
             start, self._start = self._start, None
-            await self._send(
-                {**start, "headers": [*start["headers"], *self._front.door.response_headers(self._call.admitted)]}
-            )
+            more = self._front.door.response_headers(self._call.admitted)
+            await self._send({**start, "headers": [*forbid_buffering(start["headers"]), *more]})
 
     async def _json(self, raw: bytes) -> None:
         """A response that is whole: with the verdict, or a 429 in the place of an error that is a refusal."""
