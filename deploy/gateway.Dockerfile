@@ -6,10 +6,14 @@
 
 FROM python:3.11-slim AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
+COPY pyproject.toml README.md LICENSE NOTICE ./
+COPY requirements requirements
 COPY src src
 RUN python -m venv --without-pip /opt/rubato \
-    && pip --python /opt/rubato/bin/python install --no-cache-dir --constraint constraints.txt '.[serve]'
+    && pip install --no-cache-dir --require-hashes --requirement requirements/build.txt \
+    && pip --python /opt/rubato/bin/python install --no-cache-dir --require-hashes --no-deps --requirement requirements/serve.txt \
+    && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels . \
+    && pip --python /opt/rubato/bin/python install --no-cache-dir --no-deps /wheels/*.whl
 
 FROM python:3.11-slim
 COPY --from=build /opt/rubato /opt/rubato

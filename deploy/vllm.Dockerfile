@@ -10,8 +10,10 @@
 FROM python:3.11-slim AS wheel
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE NOTICE ./
+COPY requirements requirements
 COPY src src
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+RUN pip install --no-cache-dir --require-hashes --requirement requirements/build.txt \
+    && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM vllm/vllm-openai:v0.32.0
 ARG EXTRAS=""

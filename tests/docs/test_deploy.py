@@ -154,8 +154,8 @@ def test_images_are_of_the_versions_that_the_code_is_for() -> None:
     said = re.findall(r"\b(rubato-(?:gateway|vllm(?:-ray)?)):(\d+\.\d[\w.-]*\w)", everywhere)
     assert len(said) >= 4
     assert not [name for name, tag in said if tags[name] != tag]
-    ray = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1] != "#")
-    assert named(DEPLOY / "kuberay" / "rayservers.yaml", "RayCluster")["spec"]["rayVersion"] == ray["ray"]
+    (ray,) = re.findall(r"^ray==(\S+)", (ROOT / "requirements" / "dev.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert named(DEPLOY / "kuberay" / "rayservers.yaml", "RayCluster")["spec"]["rayVersion"] == ray
 
 
 # ------------------------------------------------------------------- what the gateway is told
