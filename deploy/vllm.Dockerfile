@@ -7,7 +7,7 @@
 #
 #     docker build -f deploy/vllm.Dockerfile --build-arg EXTRAS='[serve,ray]' -t rubato-vllm-ray:0.1.0-0.32.0 .
 
-FROM python:3.11-slim AS wheel
+FROM python:3.11-slim@sha256:e41613d42d4891e4930f79523f93f81bbc7632584ec65e36ab055f41a800b41e AS wheel
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY requirements requirements
@@ -15,6 +15,8 @@ COPY src src
 RUN pip install --no-cache-dir --require-hashes --requirement requirements/build.txt \
     && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
+# By its tag: no digest of this release has been verified. `docker buildx imagetools inspect vllm/vllm-openai:v0.32.0`
+# prints it; written behind the tag, Dependabot keeps it.
 FROM vllm/vllm-openai:v0.32.0
 ARG EXTRAS=""
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \

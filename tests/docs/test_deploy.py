@@ -39,6 +39,7 @@ DOCKERFILES = sorted(DEPLOY.glob("*.Dockerfile"))
 MANIFESTS = [BASE / "vllm.yaml", BASE / "gateway.yaml", DEPLOY / "kuberay" / "rayservers.yaml"]
 KUBERNETES = ("1.30", "1.37")  # the schemas of the oldest and the newest release that they are held against
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+BY_TAG = {"vllm/vllm-openai:v0.32.0": "no digest of this release has been verified"}
 VLLM = f"{TESTED[0][0]}.{TESTED[0][1]}.0"
 
 
@@ -156,6 +157,15 @@ def test_images_are_of_the_versions_that_the_code_is_for() -> None:
     assert not [name for name, tag in said if tags[name] != tag]
     (ray,) = re.findall(r"^ray==(\S+)", (ROOT / "requirements" / "dev.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert named(DEPLOY / "kuberay" / "rayservers.yaml", "RayCluster")["spec"]["rayVersion"] == ray
+
+
+def test_base_images_are_named_by_digest() -> None:
+    """But for BY_TAG; and one image has one digest in all files."""
+    bases = [line.split()[1] for file in DOCKERFILES for line in file.read_text().splitlines() if line[:5] == "FROM "]
+    digests = {name: digest for name, _, digest in (base.partition("@") for base in bases)}
+    assert {base for base in bases if "@" not in base} == BY_TAG.keys()
+    assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", digests[name]) for name in digests if name not in BY_TAG)
+    assert {base for base in bases if "@" in base} == {f"{name}@{digests[name]}" for name in digests if digests[name]}
 
 
 # ------------------------------------------------------------------- what the gateway is told

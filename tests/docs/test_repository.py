@@ -39,8 +39,34 @@ def test_workflows_run_targets_that_exist(path: Any) -> None:
         assert words[0] == "make", "what CI does must be what a contributor can type: make it a target"
         assert set(words[1:]) <= targets
     assert workflow["env"]["CI"] == "true"
-    for action in (step["uses"] for step in steps(workflow) if "uses" in step):
-        assert re.fullmatch(r"actions/[a-z-]+@v\d+", action)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_are_named_by_commit_with_their_version(path: Any) -> None:
+    """A tag can be moved to another commit; Dependabot reads the version from the comment."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if re.search(r"\buses:", line)]
+    assert lines
+    for line in lines:
+        assert re.fullmatch(r"\s*- uses: actions/[a-z-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line
+
+
+def test_dependabot_looks_at_all_that_is_pinned() -> None:
+    updates = parsed(ROOT / ".github" / "dependabot.yml")["updates"]
+    looked_at = {(update["package-ecosystem"], update["directory"]) for update in updates}
+    assert looked_at == {("pip", "/requirements"), ("github-actions", "/"), ("docker", "/deploy")}
+    assert list((ROOT / "requirements").glob("*.txt"))
+    assert list((ROOT / "deploy").glob("*Dockerfile"))
+
+
+def test_the_workflow_keeps_a_bill_of_materials() -> None:
+    job = parsed(ROOT / ".github" / "workflows" / "ci.yml")["jobs"]["sbom"]
+    assert "make sbom" in [step.get("run") for step in job["steps"]]
+    (kept,) = [step["with"] for step in job["steps"] if "upload-artifact" in step.get("uses", "")]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"-o {kept['path']} " in makefile
+    assert re.search(
+        r"^cyclonedx-bom==", (ROOT / "requirements" / "tools.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
 
 
 def test_ci_runs_what_must_pass_and_the_first_command_of_the_readme() -> None:
