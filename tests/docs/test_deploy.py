@@ -329,19 +329,98 @@ def test_probes_ask_for_what_the_app_has() -> None:
         assert of_vllm or asked["path"] in ours
 
 
-def test_containers_may_do_no_more_than_they_need() -> None:
-    for _, pod, one in containers():
-        assert one["securityContext"]["allowPrivilegeEscalation"] is False
-        assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-        assert one["resources"].keys() == {"requests", "limits"}
-        assert pod["spec"]["automountServiceAccountToken"] is False
-    for name in ("vllm", "gateway"):
-        pod, one = container(name)
-        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+def test_pods_are_within_the_restricted_security_standard() -> None:
+    """Kubernetes' own list, for each container and init container; and nothing is told of the cluster's API."""
+    seen = 0
+    for _, pod, _ in containers():
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        assert all(
+            len(volume.keys() & {"emptyDir", "configMap", "persistentVolumeClaim"}) for volume in spec["volumes"]
+        )
+        for one in [*spec["containers"], *spec.get("initContainers", ())]:
+            assert one["securityContext"]["allowPrivilegeEscalation"] is False
+            assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert one["securityContext"].keys() <= {
+                "allowPrivilegeEscalation",
+                "capabilities",
+                "readOnlyRootFilesystem",
+            }
+            assert one["resources"].keys() == {"requests", "limits"}
+            seen += 1
+    assert seen == 6
+    assert "secret" not in {document["kind"].lower() for file in MANIFESTS for document in documents(file)}
+
+
+def test_the_gateways_root_is_read_only_and_its_user_is_the_images() -> None:
+    pod, one = container("gateway")
     assert one["securityContext"]["readOnlyRootFilesystem"] is True
     (user,) = re.findall(r"^USER (\d+):(\d+)$", (DEPLOY / "gateway.Dockerfile").read_text(), re.MULTILINE)
     assert user == (str(pod["spec"]["securityContext"]["runAsUser"]), str(pod["spec"]["securityContext"]["runAsGroup"]))
-    assert "secret" not in {document["kind"].lower() for file in MANIFESTS for document in documents(file)}
+
+
+def bytes_of(quantity: str) -> int:
+    return int(quantity[:-2]) << {"Mi": 20, "Gi": 30}[quantity[-2:]]
+
+
+@pytest.mark.parametrize("folder", [BASE, FOUR, DEPLOY / "kuberay"], ids=lambda folder: folder.name)
+def test_bodies_of_all_connections_fit_into_the_gateways_memory(folder: Path) -> None:
+    """Each is reckoned at 6 times its size; 512 MiB are the process's own."""
+    if folder.name == "kuberay":
+        (one,) = [one for file, _, one in containers() if file.parent == folder and one["name"] == "gateway"]
+        stated = dict(word.split("=") for word in one["command"] if "=" in word)
+        most, each = int(stated["max_connections"]), int(stated["max_body_bytes"])
+    else:
+        _, one = container("gateway")
+        config = load(folder / "rubato.yaml")
+        assert config.max_connections is not None
+        most, each = config.max_connections, config.max_body_bytes
+    assert most * 6 * each + (512 << 20) <= bytes_of(one["resources"]["limits"]["memory"])
+
+
+# ------------------------------------------------------------------- who may speak to whom
+
+
+def policies_of(file: Path, pod: Any) -> list[Any]:
+    """The network policies of the file that select this pod."""
+    labels = pod.get("metadata", {}).get("labels", {"ray.io/cluster": "rubato-ray"})  # of a RayCluster by the operator
+    return [
+        document["spec"]
+        for document in documents(file)
+        if document["kind"] == "NetworkPolicy"
+        and document["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    ]
+
+
+def test_each_pod_has_a_network_policy_for_both_directions() -> None:
+    """What it may call is a resolver, pods by their labels, and the Internet without private addresses and metadata."""
+    for file, pod, _ in containers():
+        (policy,) = policies_of(file, pod)
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        for rule in policy["egress"]:
+            if "to" not in rule:
+                assert {port["port"] for port in rule["ports"]} == {53}
+            for peer in rule.get("to", ()):
+                block = peer.get("ipBlock")
+                assert peer.keys() in ({"podSelector"}, {"ipBlock"})
+                assert (
+                    block is None or block["cidr"] == "::/0" or {"169.254.0.0/16", "10.0.0.0/8"} <= {*block["except"]}
+                )
+                assert block is None or [port["port"] for port in rule["ports"]] == [443]
+
+
+def test_a_gateway_without_tenants_is_open_to_labelled_pods_alone_and_says_so() -> None:
+    file = DEPLOY / "kuberay" / "rayservers.yaml"
+    ((pod, one),) = [(pod, one) for path, pod, one in containers() if path == file and one["name"] == "gateway"]
+    assert "0.0.0.0" in one["command"]
+    assert "--config" not in one["command"], "with tenants the policy may be wider"
+    ((rule,),) = [policy["ingress"] for policy in policies_of(file, pod)]
+    assert all(peer["podSelector"]["matchLabels"] for peer in rule["from"])
+    assert "whoever reaches it is an admin" in file.read_text(encoding="utf-8")
 
 
 # ------------------------------------------------------------------- the page
