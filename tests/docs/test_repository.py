@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rubato.config.schema import Config
 from tests.docs.pages import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -125,3 +126,12 @@ def slug(heading: str) -> str:
 
 def test_contributing_fits_a_page() -> None:
     assert len((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()) <= 110
+
+
+def test_the_threat_model_fits_a_page_and_states_the_defaults() -> None:
+    page = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 120
+    config = Config()
+    assert f"own server and picker {config.max_body_bytes >> 20} MiB" in page
+    assert f"`stall_seconds` ({config.stall_seconds:g} s)" in page
+    assert "](docs/threat-model.md)" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
