@@ -40,6 +40,23 @@ def test_two_at_once_both_get_the_whole_folder(tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in bundled_model.folder().iterdir()] == ["config.json"]
 
 
+def test_a_cache_that_cannot_be_written_is_named_with_the_variable_that_moves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"SmolLM2-135M-Instruct: .* written to .*/file/rubato/.*set XDG_CACHE_HOME"):
+        bundled_model.ensure()
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(ValueError, match="this user has no home: set XDG_CACHE_HOME"):
+        bundled_model.ensure()
+
+
 def test_pip_s_words_are_in_the_error(tmp_path: Path) -> None:
     """No index, no links: pip finds nothing, and nothing is left behind."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PIP_ARGS": "--no-index", "PIP_FIND_LINKS": ""}

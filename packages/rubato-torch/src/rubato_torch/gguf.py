@@ -65,12 +65,18 @@ IDLE = {
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
 }
+CURE = "set XDG_CACHE_HOME to a folder that this user may write to"
 ROPE_FACTORS = "rope_freqs.weight"  # how much each pair's wavelength is stretched: no weight, but llama3's rope
 
 
 def models_folder() -> Path:
-    """Where converted models lie, one folder each."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Where converted models lie, one folder each. Raises ValueError for a user without a home."""
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise ValueError(
+            f"a model is converted to a folder in the user's cache, and this user has no home: {CURE}"
+        ) from None
     return Path(cache) / "rubato" / "models"
 
 
@@ -89,13 +95,19 @@ def ensure(file: Path) -> Path:
 def make_once(name: str, make: Callable[[Path, Path], None]) -> Path:
     """The folder of this name among the converted models; if it is not there, `make(folder, scratch)` fills it.
 
-    Safe when several processes do it at once: each makes a folder of its own, the first to rename wins.
+    Safe when several processes do it at once: each makes a folder of its own, the first to rename wins. Raises
+    ValueError where none can be made.
     """
     final = models_folder() / name
     if final.is_dir():
         return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=final.parent) as scratch:
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix=f".{name}-", dir=final.parent)
+    except OSError as error:
+        why = (error.strerror or type(error).__name__).lower()
+        raise ValueError(f"model {name}: its converted weights cannot be written to {final} ({why}): {CURE}") from error
+    with folder as scratch:
         made = Path(scratch) / name
         made.mkdir()
         make(made, Path(scratch))
