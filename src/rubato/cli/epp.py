@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from rubato.cli import server_options
 from rubato.core.extras import extra
@@ -25,9 +24,8 @@ def run(args: argparse.Namespace) -> int:
     host, _, port = args.listen.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"--listen {args.listen}: give an address and a port, such as 127.0.0.1:9002")
-    servers = json.dumps(args.server) if args.server else None
-    host = json.dumps(host.strip("[]"))
-    config = server_options.config(args, servers=servers, host=host, port=port, event_log=args.event_log)
+    given = {"servers": args.server or None, "host": host.strip("[]"), "port": int(port), "event_log": args.event_log}
+    config = server_options.config(args, **given)
     if not config.servers:
         raise ValueError("no server: give --server URL, or `servers` in the configuration")
     with extra("epp", "rubato epp"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from rubato.cli import server_options
 
@@ -22,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rubato.serving.serve import serve  # the server's libraries are not needed by the other commands
 
-    servers = json.dumps(args.server) if args.server else None
+    servers = args.server or None
     config = server_options.config(args, servers=servers, host=args.host, port=args.port, event_log=args.event_log)
     if not config.servers:
         raise ValueError("no server: give --server URL, or `servers` in the configuration")

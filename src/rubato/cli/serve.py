@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from rubato.cli import server_options
 
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     given = {"model": args.model, "host": args.host, "port": args.port, "event_log": args.event_log}
     given |= {"engine.kind": args.engine, "engine.tensor_parallel": args.tensor_parallel}
     if args.ray_address is not None:
-        given |= {"fleet.kind": "ray", "fleet.address": json.dumps(args.ray_address)}
+        given |= {"fleet.kind": "ray", "fleet.address": args.ray_address}
     config = server_options.config(args, **given)
     if args.tensor_parallel is not None and config.engine.name != "vllm":
         raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from rubato.cli import common_options
@@ -31,22 +30,23 @@ def add(parser: argparse.ArgumentParser, *, replicas: bool = True) -> None:
 
 
 def config(args: argparse.Namespace, **given: Any) -> Config:
-    """The configuration of --config, changed by options: a bare --set is a setting of the policy."""
-    overrides = [f"{name}={value}" for name, value in given.items() if value is not None]
+    """The configuration of --config, changed by options, whose values are `given` as they are, then by --set: a bare
+    one is a setting of the policy."""
+    values = {name: value for name, value in given.items() if value is not None}
     if args.policy and (":" in args.policy or "@" in args.policy):  # written as for `sweep`
         choice = PolicyChoice.parse(args.policy, args.router or "auto")
-        overrides += [f"policy={choice.policy}", f"router={choice.router}"]
-        overrides += [f"policy.{name}={json.dumps(value)}" for name, value in choice.settings.items()]
-        overrides += [f"router.{name}={json.dumps(value)}" for name, value in choice.router_settings.items()]
+        values |= {"policy": choice.policy, "router": choice.router}
+        values |= {f"policy.{name}": value for name, value in choice.settings.items()}
+        values |= {f"router.{name}": value for name, value in choice.router_settings.items()}
     else:
-        given = {"policy": args.policy, "router": args.router}
-        overrides += [f"{name}={value}" for name, value in given.items() if value]
+        values |= {name: value for name in ("policy", "router") if (value := getattr(args, name))}
     if getattr(args, "replicas", None) is not None:
-        overrides.append(f"replicas={args.replicas}")
+        values["replicas"] = args.replicas
+    overrides = []
     for setting in args.set:
         name = setting.partition("=")[0]
         overrides.append(setting if "." in name or name in Config.model_fields else f"policy.{setting}")
-    config = load(args.config or {}, overrides)
+    config = load(args.config or {}, overrides, values)
     if config.model is None and config.engine.name == "torch":
         config = config.model_copy(update={"model": "bundled"})
     return config

@@ -290,17 +290,24 @@ class Config(StrictSettings):
         return self
 
 
-def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a YAML file (or a mapping), changed by overrides such as `policy.safety_margin=0.2`.
+def load(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
+) -> Config:
+    """The configuration in a YAML file (or a mapping), changed first by `values`, which are taken as they are
+    (`{"engine.kind": "torch"}`), then by overrides such as `policy.safety_margin=0.2`, which are read as YAML unless
+    the setting is text.
 
     Raises ConfigError.
     """
     tree = _tree(source)
+    for path, value in (values or {}).items():
+        _set(tree, path.split("."), value)
     for override in overrides:
         path, found, text = override.partition("=")
         if not found or not path:
             raise ConfigError(f"override {path!r}: write it as setting=value, such as policy.safety_margin=0.2")
-        _set(tree, path.split("."), _yaml(text, f"override of {path}"))
+        words = path.split(".")
+        _set(tree, words, text if text and _is_text(words) else _yaml(text, f"override of {path}"))
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -330,6 +337,16 @@ def _yaml(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
         raise ConfigError(f"{where}: not YAML ({getattr(error, 'problem', None) or 'unreadable'}{place})") from None
+
+
+def _is_text(path: Sequence[str]) -> bool:
+    """Whether a setting is text, in which `3.1` and `null` are a name as any other."""
+    first, *below = path
+    group = PARTS.get(first) if below else Config
+    if group is None:  # of what is chosen by name; its own settings are its own affair
+        return below in (["name"], ["kind"])
+    field = group.model_fields.get(path[-1])
+    return field is not None and field.annotation in (str, str | None, SecretStr | None)
 
 
 def _set(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
