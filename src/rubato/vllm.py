@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import rubato
 from rubato.config.build import fair_share_of
 from rubato.config.for_vllm import configured, left_to_vllm
+from rubato.core.server_url import host_in_url
 from rubato.engines.vllm import link
 from rubato.engines.vllm.gateway_link import GatewayLink, LinkSettings
 from rubato.engines.vllm.gateway_reports import GatewayReports
@@ -72,7 +73,7 @@ def _gateways(asked: Mapping[str, Any] | None, folder: str | None, vllm_config: 
     made = GatewayLink(where)
     if folder is not None:
         link.leave_address(folder, where.host, made.port)
-    log.info("gateways reach this engine at tcp://%s:%d", where.host, made.port)
+    log.info("gateways reach this engine at tcp://%s:%d", host_in_url(where.host), made.port)
     return GatewayReports(made)
 
 

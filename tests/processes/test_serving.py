@@ -220,6 +220,12 @@ def test_an_engine_beyond_recovery_ends_the_process_with_an_error(start: Start) 
     assert outcomes(server.events()) == {"failed": 3}
 
 
+def test_a_server_at_an_ipv6_address_prints_a_url_that_a_client_can_use(start: Start) -> None:
+    server = start(host="::1")
+    assert server.url.startswith("http://[::1]:")
+    assert httpx2.get(f"{server.url}/health", timeout=TIMEOUT).json() == {"status": "ok"}
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -227,6 +233,7 @@ def test_an_engine_beyond_recovery_ends_the_process_with_an_error(start: Start) 
         pytest.param({"max_inflight": 3}, "did you mean 'max_in_flight'", marks=pytest.mark.full),
         pytest.param({"latency": "afine"}, "did you mean 'affine'", marks=pytest.mark.full),
         ({"host": "203.0.113.1"}, "cannot listen on 203.0.113.1"),
+        pytest.param({"host": "2001:db8::1"}, "cannot listen on [2001:db8::1]:", marks=pytest.mark.full),
     ],
 )
 def test_an_impossible_configuration_is_one_sentence_and_status_2(start: Start, config: Any, says: str) -> None:

@@ -61,7 +61,7 @@ def test_each_start_has_a_key_of_its_own_unless_one_is_given() -> None:
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
-        ({"args": "--max-model-len=1"}, r"engine\.args is '--max-model-len=1': give a list of vLLM's flags"),
+        ({"args": "--api-key=hush"}, r"engine\.args: give a list of vLLM's flags, such as \['--max-model-len=4096'\]$"),
         ({"args": ["-tp", "2"]}, r"engine\.args: leave -tp out: set engine\.tensor_parallel"),
         ({"tensor_parallel": True}, "give a number of GPUs, 1 or more"),
         ({"python": ""}, r"engine\.python is '': give the path of an interpreter"),

@@ -7,6 +7,7 @@ import asyncio
 import os
 
 from rubato.cli import common_options, workload_options
+from rubato.core.server_url import check_url
 from rubato.measure import goodput, http_client, load_generator
 
 
@@ -35,6 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_url(args.url, "give --api-key, or a --header")
     loads = workload_options.loads(args)
     headers = dict(_header(text) for text in args.header)
     bounds = goodput.parse(args.goodput) if args.goodput else None

@@ -10,7 +10,7 @@
       acme: {keys_env: ACME_KEYS, tiers: [interactive], requests_per_minute: 600}
 
 Every unknown or impossible setting is a ConfigError that names it and the nearest known one. Keys and passwords are
-never in an error: what was given for a tenant or for TLS is not repeated unless it is a number.
+never in an error: what was given for a tenant, for servers or for TLS is not repeated unless it is a number.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from pydantic import (
 
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import LEAST_MS, MOST, MOST_MS, SLO, OnDecline
+from rubato.core.server_url import check_server_url
 from rubato.core.slo import SLO_RULES
 
 
@@ -153,8 +154,8 @@ class ServerSettings(StrictSettings):
     default: as the server says (`/rubato/link`). key_env: the environment variable that holds a key for its API;
     default: a client's own key is passed on, where no tenants are configured."""
 
-    url: str = Field(pattern=r"^https?://[^/\s]+/?$")
-    link: str = Field(default="", pattern=r"^(tcp://\S+:\d+)?$")
+    url: str
+    link: str = ""
     key_env: str | None = None
 
     @model_validator(mode="before")
@@ -162,6 +163,19 @@ class ServerSettings(StrictSettings):
     def _flat(cls, value: Any) -> Any:
         """`http://10.0.0.7:8000` alone is the url."""
         return {"url": value} if isinstance(value, str) else value
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        check_server_url(url, "for a key of its API set key_env to the environment variable that holds it")
+        return url
+
+    @field_validator("link")
+    @classmethod
+    def _check_link(cls, link: str) -> str:
+        if link and not re.fullmatch(r"tcp://[^\s@]+:\d+", link):
+            raise ValueError("give the address of its engine core, such as tcp://10.0.0.7:5557")
+        return link
 
     @property
     def key(self) -> str:
@@ -263,6 +277,13 @@ class Config(StrictSettings):
                     f"{name!r:.80} cannot be a {what}'s name: use letters, digits, `_`, `-` and `.` only, at most 64"
                 )
         return named
+
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, host: str) -> str:
+        if "/" in host or host.startswith("unix:"):
+            raise ValueError("Unix domain sockets are not supported: give an address, such as 127.0.0.1")
+        return host
 
     @property
     def tier_names(self) -> list[str]:
@@ -381,6 +402,6 @@ def _sentence(tree: Mapping[str, Any], details: Any) -> str:
     if details["type"] == "tuple_type":
         message = "give a list"
     secret = details["loc"][0] == "tls" or "keys" in details["loc"]
-    secret = secret or (details["loc"][0] == "tenants" and not isinstance(details["input"], int | float))
+    secret = secret or (details["loc"][0] in ("tenants", "servers") and not isinstance(details["input"], int | float))
     shown = "" if details["type"] == "value_error" or secret else f", got {details['input']!r:.80}"
     return f"{where}: {message}{shown}"

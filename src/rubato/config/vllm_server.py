@@ -62,7 +62,7 @@ class VllmServers:
     def __post_init__(self) -> None:
         args = self.args
         if isinstance(args, str) or not isinstance(args, Sequence) or not all(isinstance(a, str) for a in args):
-            raise ConfigError(f"engine.args is {args!r}: give a list of vLLM's flags, such as ['--max-model-len=4096']")
+            raise ConfigError("engine.args: give a list of vLLM's flags, such as ['--max-model-len=4096']")
         for word in args:
             flag = word.partition("=")[0]
             if flag in OURS:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rubato.core.server_url import host_in_url
 from rubato.fleet import server_guard
 from rubato.fleet.upstream import HttpServer, UpstreamError
 
@@ -84,7 +85,7 @@ class ServerActor:
         assert guard.stderr is not None
         self._log = asyncio.create_task(self._read_log(guard.stderr))
         self._ended = asyncio.create_task(self._until_ended(guard.stdout))
-        url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+        url = f"http://{host_in_url(self._host)}:{port}"
         serves = asyncio.create_task(self._until_it_serves(url))
         done, _ = await asyncio.wait(
             {serves, self._ended}, timeout=self._command.start_seconds, return_when=asyncio.FIRST_COMPLETED

@@ -43,6 +43,7 @@ class ZmqLink:
         self._socket.setsockopt(zmq.RCVHWM, MOST)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))  # of a name it would take an IPv6 address first
         self._socket.connect(address)
 
     def send(self, message: Message) -> None:

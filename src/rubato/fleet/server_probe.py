@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.link_messages import Message
 from rubato.core.plan import Limits
+from rubato.core.server_url import host_in_url
 from rubato.fleet.server_host import ServerAbout
 from rubato.fleet.upstream import Upstream, UpstreamError, whole
 from rubato.latency import affine
@@ -65,9 +67,9 @@ async def link_address(url: str, server: Upstream, key: str = "") -> str | None:
         return None
     found = orjson.loads(raw)
     host = str(found["host"])
-    if host in ("0.0.0.0", "::", "127.0.0.1", "localhost"):
-        host = re.sub(r"^\w+://|[:/][^:/]*$|/.*$", "", url.rstrip("/")) or host
-    return f"tcp://{host}:{int(found['port'])}"
+    if host in ("0.0.0.0", "::", "::1", "127.0.0.1", "localhost"):
+        host = urlsplit(url).hostname or host
+    return f"tcp://{host_in_url(host)}:{int(found['port'])}"
 
 
 async def kv_used(server: Upstream) -> float | None:

@@ -8,13 +8,16 @@ from typing import Protocol, Self
 
 import aiohttp
 
+from rubato.core.server_url import connection_failure
+
 Headers = Sequence[tuple[str, str]]
 KEPT_ALIVE = 4.0  # seconds of an idle connection: below the 5 s after which uvicorn, vLLM's server, closes it
 CONNECT_SECONDS = 2.0  # for a connection; a machine that is gone answers nothing
 
 
 class UpstreamError(Exception):
-    """The server cannot be reached, or the connection broke."""
+    """The server cannot be reached, or the connection broke. Clients see the message: it holds no address, and nothing
+    that the server has sent."""
 
 
 class Reply(Protocol):
@@ -63,7 +66,7 @@ class _HttpReply:
         try:
             return await self._response.content.readany()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise UpstreamError(f"{type(error).__name__}: {error}") from error
+            raise UpstreamError(connection_failure(error)) from error
 
     def close(self) -> None:
         if self._response.content.at_eof():
@@ -97,7 +100,7 @@ class HttpServer:
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             )  # fmt: skip
         except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
-            raise UpstreamError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            raise UpstreamError(connection_failure(error)) from error
         return _HttpReply(response)
 
     async def close(self) -> None:

@@ -17,6 +17,7 @@ import aiohttp
 import orjson
 
 from rubato.core.request import SLO, Outcome
+from rubato.core.server_url import connection_failure
 from rubato.workloads import Arrival
 
 TierField = Literal["slo", "body", "tier", "none", "vllm-xargs", "priority"]
@@ -141,7 +142,7 @@ async def list_models(
             models = tuple(str(entry["id"]) for entry in entries)
             return ServerModels(models, str(entries[0].get("owned_by", "")) if entries else "")
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise BenchError(f"no OpenAI-compatible server at {url}: {error_text(error)}") from error
+        raise BenchError(f"no OpenAI-compatible server at {url}: {connection_failure(error)}") from error
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise BenchError(f"{url}/models is not a list of models in OpenAI's shape ({error_text(error)})") from error
 
@@ -215,7 +216,7 @@ async def stream_request(
         answer.fail(f"the stream holds an event that is not JSON ({error})")
     except (aiohttp.ClientError, OSError) as error:
         answer.fault = getattr(error, "errno", None)
-        answer.fail(f"connection: {error_text(error)}")
+        answer.fail(f"connection: {connection_failure(error)}")
 
 
 def error_text(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rubato.config.schema import Config, ConfigError
 from rubato.core.clock import Clock
+from rubato.core.server_url import host_in_url
 from rubato.serving import logs
 from rubato.serving.epp import Picker, picker_of
 from rubato.serving.epp_messages import SERVICE, ProtocolError
@@ -61,7 +62,7 @@ def server_of(picker: Picker) -> Any:
 
 def bind(server: Any, config: Config) -> int:
     """The port on which it will listen: at the configuration's `host` and `port`, by its `tls`. Raises ConfigError."""
-    address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
+    address = f"{host_in_url(config.host)}:{config.port}"
     try:
         if config.tls is None:
             return int(server.add_insecure_port(address))
@@ -96,7 +97,7 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             return 2
         try:
             await server.start()
-            where = f"{config.host}:{port}"
+            where = f"{host_in_url(config.host)}:{port}"
             print(f"rubato: picking endpoints at {where}\n", end="", flush=True)
             say("serving", address=where, tiers=sorted(config.tiers))
             return await _until_told(config, picker, server, ending)

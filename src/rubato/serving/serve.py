@@ -41,6 +41,7 @@ from rubato.core.event_log import EventLogWriter
 from rubato.core.events import Stepped
 from rubato.core.interfaces import Engine, LatencyModel
 from rubato.core.replica_options import ReplicaOptions
+from rubato.core.server_url import host_in_url
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions
@@ -166,7 +167,7 @@ async def _until_told(
     http = asyncio.create_task(server.serve(sockets=[listening]))
     report_accept_errors_seldom(asyncio.get_running_loop())
     host, port = listening.getsockname()[:2]
-    url = f"{'https' if tls else 'http'}://{host}:{port}"
+    url = f"{'https' if tls else 'http'}://{host_in_url(host)}:{port}"
     print(f"rubato: serving at {url}\n", end="", flush=True)  # in one piece: Ray prints what its actors do
     say("serving", url=url, tiers=sorted(config.tiers), tenants=sorted(config.tenants))
     _warn_if_open_to_all(config, host)
@@ -217,7 +218,8 @@ def _bind(config: Config) -> ListeningSocket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}): set host or port") from error
+        why = f"cannot listen on {host_in_url(host)}:{port} ({error.strerror})"
+        raise ConfigError(f"{why}: set host or port") from error
     return bound
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from rubato.core.clock import unix_time
 from rubato.core.did_you_mean import nearest
 from rubato.core.link_messages import PROTOCOL, TOKEN, Message, packed, unpacked
+from rubato.core.server_url import host_in_url
 
 log = logging.getLogger("vllm.rubato")
 
@@ -90,11 +91,13 @@ class GatewayLink:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent is said, not dropped in silence
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway that comes back by the same name
+        self._socket.setsockopt(zmq.IPV6, int(":" in settings.host))
+        host = host_in_url(settings.host)
         try:
-            self._socket.bind(f"tcp://{settings.host}:{settings.port or '*'}")
+            self._socket.bind(f"tcp://{host}:{settings.port or '*'}")
         except zmq.ZMQError as error:
             self._socket.close()
-            raise OSError(f"rubato.link: cannot listen on {settings.host}:{settings.port} ({error})") from error
+            raise OSError(f"rubato.link: cannot listen on {host}:{settings.port} ({error})") from error
         self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0").rpartition(":")[2])
         inside = f"inproc://rubato-link-{id(self)}"
         self._from_steps = context.socket(zmq.PULL)

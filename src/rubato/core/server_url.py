@@ -1,0 +1,50 @@
+"""Addresses of servers: which URLs may be given, how a host stands in one, and why a connection failed without them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+
+
+def check_url(url: str, instead: str) -> None:
+    """Raises ValueError for a URL that is not http:// or https://, or that holds a user or a password, which the error
+    does not repeat. instead: what to give in their place, as the end of a sentence."""
+    if "@" in url:
+        raise ValueError(
+            f"a URL must not hold a user or a password (what stands before @), since URLs are shown: leave them out; "
+            f"{instead}"
+        )
+    if re.match(r"https?://[^/\s?#]", url):
+        return
+    bare = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?(/[\w./-]*)?", url)
+    raise ValueError(f"a URL begins with http:// or https://: give {f'http://{url}' if bare else EXAMPLE}")
+
+
+def check_server_url(url: str, instead: str) -> None:
+    """As `check_url`, and for a URL with a path, of which a server has none here."""
+    check_url(url, instead)
+    address, path = re.fullmatch(r"(https?://[^/?#]+)(.*)", url, re.DOTALL).groups()  # type: ignore[union-attr]
+    if path.rstrip("/") == "/v1":
+        raise ValueError(f"give the address without /v1: {address}")
+    if path not in ("", "/") or re.search(r"\s", address):
+        raise ValueError(f"give the address of a server without a path, such as {EXAMPLE}")
+
+
+def host_in_url(host: str) -> str:
+    """A host as it stands in front of a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def connection_failure(error: BaseException) -> str:
+    """Why a connection failed, in words without an address and without anything that came over it."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(getattr(error, "os_error", error), socket.gaierror):
+        return "its name cannot be looked up"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno).lower()
+    return type(error).__name__
+
+
+EXAMPLE = "http://10.0.0.7:8000"

@@ -1,0 +1,117 @@
+"""Which URLs are taken as a server's address, and how hosts and failures are written."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from rubato.core.server_url import check_server_url, check_url, connection_failure, host_in_url
+from rubato.fleet.server_probe import link_address
+from rubato.fleet.upstream import HttpServer, UpstreamError
+from rubato.measure.http_client import BenchError, list_models
+from tests.stubs.vllm_server import MemoryReply
+
+PASSWORD = "hush-hush"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://10.0.0.7:8000", "https://vllm/", "http://[fd00::7]:8000", "http://vllm-0.vllm.default.svc:8000"]
+)
+def test_a_server_url_without_a_path_is_taken(url: str) -> None:
+    check_server_url(url, "")
+
+
+@pytest.mark.parametrize(
+    ("check", "url", "says"),
+    [
+        (check_url, "127.0.0.1:8000", "give http://127.0.0.1:8000"),
+        (check_url, "localhost:8000", "give http://localhost:8000"),
+        (check_url, "[fd00::7]:8000", r"give http://\[fd00::7\]:8000"),
+        (check_url, "gpu-1", "give http://gpu-1"),
+        (check_url, "ftp://10.0.0.7", "begins with http:// or https://"),
+        (check_url, f"10.0.0.7:8000/?key={PASSWORD}", "begins with http:// or https://"),
+        (check_url, "", "begins with http:// or https://"),
+        (check_url, f"http://user:{PASSWORD}@10.0.0.7", "must not hold a user or a password.*; do this"),
+        (check_url, f"http://user:{PASSWORD}/@10.0.0.7", "must not hold a user or a password.*; do this"),
+        (check_url, f"user:{PASSWORD}@10.0.0.7:8000", "must not hold a user or a password.*; do this"),
+        (check_server_url, f"http://{PASSWORD}@10.0.0.7", "must not hold a user or a password.*; do this"),
+        (check_server_url, "http://10.0.0.7:8000/v1", "give the address without /v1: http://10.0.0.7:8000$"),
+        (check_server_url, "http://10.0.0.7:8000/v1/", "give the address without /v1: http://10.0.0.7:8000$"),
+        (check_server_url, "http://10.0.0.7:8000/team-a", "without a path"),
+        (check_server_url, f"http://10.0.0.7:8000?key={PASSWORD}", "without a path"),
+        (check_server_url, f"http://10.0.0.7 {PASSWORD}", "without a path"),
+    ],
+)
+def test_another_url_is_refused_without_its_password(check: Callable[[str, str], None], url: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        check(url, "do this")
+    assert PASSWORD not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "written"), [("::", "[::]"), ("fd00::7", "[fd00::7]"), ("127.0.0.1", "127.0.0.1"), ("vllm", "vllm")]
+)
+def test_a_host_in_a_url_stands_in_brackets_where_it_is_ipv6(host: str, written: str) -> None:
+    assert host_in_url(host) == written
+
+
+class Link:
+    """A server that says where its link is."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+
+    async def open(self, *_: object, **__: object) -> MemoryReply:
+        reply = MemoryReply(200, "application/json")
+        reply.put(f'{{"host": "{self.host}", "port": 5557}}'.encode())
+        reply.put(b"")
+        return reply
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "address"),
+    [
+        ("http://[fd00::7]", "0.0.0.0", "tcp://[fd00::7]:5557"),
+        ("http://[fd00::7]:8000/", "::", "tcp://[fd00::7]:5557"),
+        ("http://10.0.0.7", "0.0.0.0", "tcp://10.0.0.7:5557"),
+        ("https://vllm-0:8000", "127.0.0.1", "tcp://vllm-0:5557"),
+        ("http://10.0.0.7:8000", "fd00::8", "tcp://[fd00::8]:5557"),
+        ("http://10.0.0.7:8000", "10.0.0.8", "tcp://10.0.0.8:5557"),
+    ],
+)
+def test_a_links_address_of_any_family_can_be_connected_to(url: str, host: str, address: str) -> None:
+    assert asyncio.run(link_address(url, Link(host))) == address
+
+
+def test_a_failed_connection_is_said_without_the_address() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+
+        async def main() -> None:
+            async with HttpServer(f"http://127.0.0.1:{port}") as server:
+                with pytest.raises(UpstreamError, match=r"^connection refused$"):
+                    await server.open("GET", "/health", (), b"")
+            with pytest.raises(BenchError, match=f"^no OpenAI-compatible server at http://127.0.0.1:{port}/v1: conn"):
+                await list_models(f"http://127.0.0.1:{port}")
+
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (TimeoutError("10.0.0.7"), "no answer in time"),
+        (ConnectionResetError(104, "10.0.0.7"), "connection reset by peer"),
+        (socket.gaierror(-2, "vllm-0 is not known"), "its name cannot be looked up"),
+        (ValueError("10.0.0.7"), "ValueError"),
+        (OSError("Multiple exceptions: 10.0.0.7"), "OSError"),
+    ],
+)
+def test_a_failure_is_said_in_words_of_its_own(error: Exception, says: str) -> None:
+    assert connection_failure(error) == says
