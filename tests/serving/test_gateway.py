@@ -98,6 +98,7 @@ def gateway(
     fair: FairShare | None = None,
     profile: Callable[[], Any] = lambda: None,
     change: Callable[[list[StubServer]], None] = lambda servers: None,
+    host: str = "s",
     **service: Any,
 ) -> None:
     async def main() -> None:
@@ -106,7 +107,7 @@ def gateway(
         cores = [StubCore(STEP, LIMITS, clock, policy, replica, seed=i) for i in range(servers)]
         for core in cores:
             await core.start()
-        there = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
+        there = {f"http://{host}{i}": StubServer(core) for i, core in enumerate(cores)}
         change(list(there.values()))
         calls: Calls = {}
         options = ClusterOptions(PolicyChoice(policy, {}, router), replica, max_in_flight, fair)

@@ -111,7 +111,7 @@ class EnvoyCall:
         return [(ID, self.answer)], b""
 
     def so_far(self) -> str:
-        raise CannotContinueError(f"Envoy has sent it to {self.endpoint}")
+        raise CannotContinueError("Envoy has sent it to a server")
 
     async def opened(self, endpoint: str) -> Reply:
         """Tell where it goes; the response, once its head is there. Raises UpstreamError if Envoy went elsewhere."""
@@ -124,7 +124,7 @@ class EnvoyCall:
                 return self.shown
             self._news.clear()
             await self._news.wait()
-        raise UpstreamError(f"Envoy has sent it to {self.endpoint} instead of {endpoint}")
+        raise UpstreamError("Envoy has sent it to another server")
 
     async def begin(self, status: int, headers: Headers) -> None:
         """Its client has it by Envoy, as all that follows."""

@@ -125,12 +125,14 @@ class RayServerHost(ServerHost):
             ) from None
 
     async def _watch_actor(self) -> None:
-        """Lose the server when it ends, or its actor does."""
+        """Lose the server when it ends, or its actor does. How is in the log alone: addresses are in it, and the end of
+        the server's own log."""
         try:
-            why = f"the server of replica {self.id} is gone: {await self.actor.wait.remote()}"
+            what, how = "server", await self.actor.wait.remote()
         except RayError as error:
-            why = f"the actor of replica {self.id} is gone ({_short(error)})"
-        self._die(ServerLostError(why))
+            what, how = "actor", _short(error)
+        log.error("replica %s: its %s is gone: %s", self.id, what, how)
+        self._die(ServerLostError(f"the {what} of replica {self.id} is gone"))
 
     def _stop(self) -> asyncio.Task[None]:
         """Begin to end the actor, once; not one of the tasks that `close` cancels."""

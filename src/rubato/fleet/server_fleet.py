@@ -152,6 +152,7 @@ class ServerFleet:
         async def about(told: Message | None) -> ServerAbout:
             found = await server_probe.about(server.url, upstream, told, self._profile(), server.key)
             self.alike.check(server.url, found)
+            log.info("replica %s is server %s", id, server.url)  # elsewhere it has its id alone: clients see that
             return found
 
         return ServerHost(

@@ -31,8 +31,8 @@ from rubato.fleet.remote_view import Mirror, shifted_request
 from rubato.fleet.server_kv import KVBetweenServers, NotApartError, prefill_only, with_kv
 from rubato.fleet.server_link import Link
 from rubato.fleet.server_watch import PROBE_SECONDS, TRY, ServerLostError, ServerWatch
-from rubato.fleet.sse_relay import StreamRelay, may_be_last
-from rubato.fleet.upstream import Headers, Reply, Upstream, UpstreamError, whole
+from rubato.fleet.sse_relay import END, StreamRelay, may_be_last
+from rubato.fleet.upstream import Headers, Reply, Upstream, UpstreamError, error_code, whole
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +284,8 @@ class ServerHost(ServerWatch, KVBetweenServers):
             if not any(id in self._mine for id in call.ids):  # what the server says is the echo of a refusal
                 call.breaks(f"replica {self.id} answered {reply.status}")
                 return
-            why = f"replica {self.id} answered {reply.status}: {error[:200].decode(errors='replace')}"
+            log.debug("replica %s answered %d: %.200r", self.id, reply.status, error)  # it may quote the prompt
+            why = f"replica {self.id} answered {reply.status}{error_code(error)}"
             self._failed(call, why, full=reply.status == 429, once=reply.status == 500)
             return
         if reply.status != 200:
@@ -316,11 +317,12 @@ class ServerHost(ServerWatch, KVBetweenServers):
             if not begun:
                 early = now = early + now
             if (at := (now or relay.rest()).find(ERROR)) >= 0:
-                error = (now or relay.rest())[at : at + 200]
+                error = (now or relay.rest())[at:].partition(END)[0]
                 if at and now and begun:
                     await call.write(now[:at])
                 await self._heard_of(call)
-                raise UpstreamError(error.decode(errors="replace").strip())
+                log.debug("replica %s: an error in a stream: %.200r", self.id, error)  # it may quote the prompt
+                raise UpstreamError(f"an error in the stream{error_code(error[len(DATA) :])}")
             if not begun:
                 if not choices and not relay.rest() and not relay.ended:
                     continue
@@ -438,7 +440,7 @@ class ServerHost(ServerWatch, KVBetweenServers):
             return
         if (error := task.exception()) is not None:
             log.error("replica %s: a request could not be passed on", self.id, exc_info=error)
-            self._fail(call, f"the gateway failed at it: {type(error).__name__}: {error}")
+            self._fail(call, f"the gateway failed at it ({type(error).__name__})")
 
     def _leave(self, call: Call) -> None:
         """Take no more of its response: the server ends what is left of it."""
@@ -572,7 +574,7 @@ class ServerHost(ServerWatch, KVBetweenServers):
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("replica %s: the gateway failed to watch it", self.id, exc_info=error)
             if self._mirror is not None:
-                self._die(ServerLostError(f"{type(error).__name__}: {error}"))
+                self._die(ServerLostError(f"the gateway failed to watch replica {self.id} ({type(error).__name__})"))
 
     def _started(self) -> Mirror:
         if self._mirror is None:
@@ -580,5 +582,6 @@ class ServerHost(ServerWatch, KVBetweenServers):
         return self._mirror
 
 
-ERROR = b'data: {"error"'  # a chunk of a stream that an engine would not serve, or not to its end
+DATA = b"data: "
+ERROR = DATA + b'{"error"'  # a chunk of a stream that an engine would not serve, or not to its end
 CHUNKED = ("/v1/chat/completions", "/v1/completions")  # streams that end with [DONE]; others are of named events

@@ -91,7 +91,7 @@ class ServerWatch:
                 link.send({"kind": "resync"})
             except Exception as error:  # deaf to its replica this host is of no use: its requests must not hang
                 log.exception("replica %s: its report could not be used", self.id)
-                self._die(ServerLostError(f"{type(error).__name__}: {error}"))
+                self._die(ServerLostError(f"a report of replica {self.id} cannot be used ({type(error).__name__})"))
 
     def _hear(self, link: Link, message: Message) -> None:
         if message["kind"] in ("snapshot", "report") or not self._mine:  # an engine with requests has more to say
@@ -176,7 +176,7 @@ class ServerWatch:
             self._suspect = False
             failed = 0 if await self._is_healthy() else failed + 1
             if failed >= PROBES:
-                self._die(ServerLostError(f"server {self.url} does not answer"))
+                self._die(ServerLostError(f"the server of replica {self.id} does not answer"))
             elif not (failed or self.linked):
                 await self._look_at_kv(mirror)
 
@@ -225,4 +225,4 @@ class ServerWatch:
             return
         predicted = max(0.0, view.busy_until - view.as_of)
         if self.clock.now() - view.as_of > self._step_timeout + SLOWER * predicted:
-            self._die(ServerLostError(f"the engine of server {self.url} hangs in a step"))
+            self._die(ServerLostError(f"the engine of replica {self.id} hangs in a step"))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
 import aiohttp
+import orjson
 
 from rubato.core.server_url import connection_failure
 
 Headers = Sequence[tuple[str, str]]
 KEPT_ALIVE = 4.0  # seconds of an idle connection: below the 5 s after which uvicorn, vLLM's server, closes it
 CONNECT_SECONDS = 2.0  # for a connection; a machine that is gone answers nothing
+IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 
 class UpstreamError(Exception):
@@ -54,6 +57,18 @@ async def whole(reply: Reply) -> bytes:
     while part := await reply.part():
         raw += part
     return bytes(raw)
+
+
+def error_code(body: bytes) -> str:
+    """What an error in OpenAI's shape is called, as ` (overloaded)`; empty where it has no such name. Nothing else of
+    it may be logged or shown to clients: its text may quote a prompt."""
+    try:
+        page = orjson.loads(body)
+        error = page.get("error", page)
+        names = [error.get("code"), error.get("type")]
+    except (ValueError, AttributeError):
+        return ""
+    return next((f" ({name})" for name in names if isinstance(name, str) and IDENTIFIER.fullmatch(name)), "")
 
 
 class _HttpReply:

@@ -23,6 +23,7 @@ NOT_RETURNED = frozenset(
     {
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
         "upgrade", "content-length", "x-request-id", "date", "server", "set-cookie", "proxy-connection",
+        "location", "content-location",
     }
 )  # fmt: skip
 ID_PREFIXES = {CHAT: "chatcmpl-", TEXT: "cmpl-", MESSAGES: "chatcmpl-", RESPONSES: "resp_"}  # of vLLM's responses

@@ -36,7 +36,7 @@ from rubato.frontdoor.tenants import Tenants
 from rubato.serving.app_state import AppState, add_door, add_operations
 from rubato.serving.board import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
-from rubato.serving.relayed_call import RelayedCall
+from rubato.serving.relayed_call import RelayedCall, is_redirect, redirected
 from rubato.serving.sse import forbid_buffering
 
 Message = MutableMapping[str, Any]
@@ -156,6 +156,9 @@ class Gateway:
                 reply = await host.upstream.open(http.method, _target(path, http.url.query), self._headers(http), raw)
             except UpstreamError:
                 continue  # the next one; this one's own probes tell that it is gone
+            if is_redirect(reply.status):
+                reply.close()
+                raise redirected()
             return _Passed(reply)
         raise ApiError(503, "No server of the fleet can be reached.", code="no_server", kind="server_error")
 

@@ -48,8 +48,8 @@ class GatewayMetrics:
         linked = GaugeMetricFamily(
             "rubato_server_linked",
             "1: the link tells what happens there; 0: what is sent there is counted",
-            labels=["replica", "server"],
+            labels=["replica"],  # its address is in the log: this page is open to clients
         )
         for host in self._servers():
-            linked.add_metric([host.id, host.url], float(host.linked))
+            linked.add_metric([host.id], float(host.linked))
         yield linked

@@ -1,8 +1,8 @@
 """The log: one line a finished request and a line for what happens to the server, as text or as JSON.
 
-No prompt, no output, no key is ever in it. Lines go to stderr through a queue and a thread, so that a reader that stops
-reading holds up no request. A line that finds the queue full is dropped and counted, and the next line that is written
-says how many were.
+No prompt, no output, no key is in it; only at level debug a gateway logs what servers say in errors. Lines go to stderr
+through a queue and a thread, so that a reader that stops reading holds up no request. A line that finds the queue full
+is dropped and counted, and the next line that is written says how many were.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from rubato.fleet.upstream import Headers
 from rubato.frontdoor import headers as header_fields
 from rubato.frontdoor import verdict
 from rubato.frontdoor.body_fields import LIMITS, BodyFields
+from rubato.frontdoor.errors import ApiError
 from rubato.frontdoor.paths import CHAT, TEXT
 from rubato.serving.sse import forbid_buffering
 
@@ -34,6 +35,17 @@ INDIVISIBLE = (
 )  # fmt: skip
 
 NO_TEXT = ("reasoning", "reasoning_content", "tool_calls", "function_call")  # of a chunk, what is no text to go on from
+
+
+def is_redirect(status: int) -> bool:
+    """Whether a response sends its client to another address, the server's own as a rule (304 does not)."""
+    return status in (301, 302, 303, 307, 308)
+
+
+def redirected() -> ApiError:
+    """What a client gets in the place of a redirect: where that leads is not for clients."""
+    why = "The server answers with a redirect, which is not passed on."
+    return ApiError(502, why, code="server_failed", kind="server_error")
 
 
 class RelayedCall:
@@ -195,6 +207,8 @@ class RelayedCall:
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         if self._deaf:
             return
+        if is_redirect(status):
+            status, headers, body = 502, [("content-type", "application/json")], redirected().body()
         body = self._named(body)
         if status == 200 and (about := self.verdict()):
             try:
