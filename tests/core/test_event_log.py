@@ -9,7 +9,7 @@ import pytest
 
 from experiments._timelines import timelines
 from rubato.core.event_log import EventLogWriter, encode, read, without_content
-from rubato.core.events import Event, Offered, Stepped, Tokens
+from rubato.core.events import Event, Finished, Offered, Stepped, Tokens, Verdict
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Stage, without_texts
 from rubato.core.timeline import steps
@@ -48,6 +48,19 @@ def test_a_log_from_before_accepted_nodes_and_draft_tokens_were_kept_is_still_re
         replace(now[0], accepted=()),
         replace(now[1], shape=now[1].shape._replace(draft_tokens=0)),
     ]
+
+
+def test_a_log_from_before_pauses_were_measured_is_still_read(tmp_path: Path) -> None:
+    verdict = Verdict(True, "deadline", None, 0.1, 0.02, 0.5, 0.3, 0.02, True, False)
+    now = encode(Finished(1.0, "a", "completed", "length", verdict))
+    was = now.replace(b',"pause":0.02,"met_by_deadline":true,"met_by_windows":false', b"")
+    assert was != now
+    (tmp_path / "log").write_bytes(now + was)
+    first, second = read(tmp_path / "log")
+    assert isinstance(first, Finished)
+    assert isinstance(second, Finished)
+    assert first.verdict == verdict
+    assert second.verdict == replace(verdict, pause=None, met_by_deadline=None, met_by_windows=None)
 
 
 def test_what_is_remembered_of_a_prompt_has_no_keys_of_it() -> None:

@@ -1,5 +1,6 @@
 """Judging, rule by rule: token times in, met or not and the margin out."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +32,31 @@ def test_rules(slo_rule: str, slo: SLO, times: list[float], met: bool, margin: f
     assert verdict.met is met
     assert verdict.margin == pytest.approx(margin, abs=1e-9)
     assert verdict.slo_rule == slo_rule
+
+
+def test_pause_of_tokens_is_the_longest_within_a_stage() -> None:
+    """Neither the time to the first token nor that of a tool is one."""
+    asked = Request("a", (Stage(5), Stage(5, tool=True)), 0.0)
+    assert judge(asked, [StageTimes(0.0, [3.0, 3.1, 3.4]), StageTimes(10.0, [12.0, 12.2])]).pause == pytest.approx(0.3)
+    assert judge(asked, [StageTimes(0.0, [3.0]), StageTimes(10.0, [12.0])]).pause is None
+    assert judge(asked, [], "failed").pause is None
+    times = [0.01 * i for i in range(60)] + [1.6]
+    assert judge(asked, [StageTimes(0.0, times)], "cancelled").pause == pytest.approx(1.01)
+
+
+gaps = st.lists(st.sampled_from([0.0, 0.03, 0.05, 0.08, 0.4]), min_size=1, max_size=60)
+
+
+@given(gaps, st.sampled_from(SLO_RULES))
+def test_judge_under_any_rule_says_what_both_rules_say(gaps: list[float], slo_rule: str) -> None:
+    asked, times = Request("a", (Stage(5, SLO(0.5, 0.05)),), 0.0), np.cumsum([0.1, *gaps])
+    verdict = judge(asked, [StageTimes(0.0, times)], slo_rule=slo_rule)
+    by = {rule: judge(asked, [StageTimes(0.0, times)], slo_rule=rule) for rule in ("deadline", "windowed")}
+    assert (verdict.met_by_deadline, verdict.met_by_windows) == (by["deadline"].met, by["windowed"].met)
+    windows = [
+        (times[i : i + 11][0], times[i : i + 11][-1], len(times[i : i + 11]) - 1) for i in range(0, len(gaps), 10)
+    ]
+    assert by["windowed"].margin == pytest.approx(min(0.4, *[n * 0.05 - (b - a) for a, b, n in windows]))
 
 
 def test_a_decode_only_stage_continues_from_the_last_deadline() -> None:

@@ -33,6 +33,9 @@ def test_the_same_workload_is_paired(tmp_path):
     assert "216/240 against 120/240: +40.0 points" in text
     assert "per second 1.80×" in text
     assert "ttft ms: p50 200 / 1500" in text
+    assert "by deadline 216/240 against 120/240: +40.0 points" in text
+    assert "by windows 216/240 against 120/240: +40.0 points" in text
+    assert "pause ms: p50 100 / 100, p90 100 / 100, p99 100 / 100, max 100 / 100" in text
 
 
 def test_rounds_pair_up_whatever_their_order(tmp_path):

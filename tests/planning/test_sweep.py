@@ -48,19 +48,26 @@ def test_points_say_what_the_jobs_say(serial: sweep.SweepResult) -> None:
         own = [v for v in serial.done.values if (v["policy"], v["rate"]) == (policy, rate)]
         rows = [next(row for row in v["tiers"] if row["tier"] == ALL) for v in own]
         assert point.attainment[ALL].value == pytest.approx(sum(r["attainment"] for r in rows) / 2)
+        for rule in ("by_deadline", "by_windows"):
+            shares = [r[f"met_{rule}"] / r["offered"] for r in rows]
+            assert getattr(point, rule)[ALL] == pytest.approx(sum(shares) / 2)
+        assert point.by_deadline[ALL] == pytest.approx(point.attainment[ALL].value)
+        assert point.pause_max[ALL] == max(r["pause_max"] for r in rows)
         assert point.attainment[ALL].low <= min(r["attainment"] for r in rows)
         assert point.attainment[ALL].high >= max(r["attainment"] for r in rows)
 
 
 def test_json_and_table_have_what_a_reader_needs(serial: sweep.SweepResult, tmp_path: Path) -> None:
     data = serial.to_json()
-    assert data["format"] == "rubato-sweep/2"
+    assert data["format"] == "rubato-sweep/3"
     assert (data["seeds"], data["slo_rule"]) == ((0, 1), "deadline")
     assert {"rubato-llm", "python", "numpy"} <= data["versions"].keys()
     assert all(job["wall"] > 0.0 and job["cpu"] >= 0.0 for job in data["jobs"])
     assert [s["policy"] for s in data["settings"]] == ["sarathi", "vllm@random:seed=3"]
     text = serial.text().splitlines()
     assert len(text) == 2 + 4
+    assert "| by deadline / windows |" in text[0]
+    assert "| pause p99 / max " in text[0]
     assert all(line.count("|") == text[0].count("|") for line in text)
     sweep.write(tmp_path / "report.md", "A sweep", serial.text())
     assert (tmp_path / "report.md").read_text().startswith("# A sweep\n\n| policy")

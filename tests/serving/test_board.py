@@ -282,24 +282,27 @@ def test_a_replica_says_how_old_its_view_is_and_what_it_is_for() -> None:
 # --------------------------------------------------------------------------- counts
 
 
-def finished(id: str, at: float, *, met: bool) -> Finished:
-    return Finished(at, id, "completed", "stop", Verdict(met, "deadline", None if met else "queue"))
+def finished(id: str, at: float, *, met: bool, pause: float | None = None) -> Finished:
+    return Finished(at, id, "completed", "stop", Verdict(met, "deadline", None if met else "queue", pause=pause))
 
 
 def test_recent_is_of_requests_offered_within_the_window() -> None:
     counts = BoardCounts()
     for i, at in enumerate((0.0, 1.0, 200.0)):
         counts(Offered(at, f"q{i}", request(f"q{i}", arrival=at)))
-    counts(finished("q0", 250.0, met=True))
-    counts(finished("q2", 250.0, met=False))
+    counts(finished("q0", 250.0, met=True, pause=0.9))
+    counts(finished("q2", 250.0, met=False, pause=0.2))
     tier = counts.tiers["default"]
+    assert tier.shown(250.0)["recent_max_pause_ms"] == 900.0
     assert tier.shown(250.0)["recent"]["attainment"] == tier.shown(250.0)["attainment"] == 1 / 3
     recent = tier.shown(WINDOW + 50.0)["recent"]
     assert (recent["offered"], recent["missed"]) == (1, 1)
+    assert tier.shown(WINDOW + 50.0)["recent_max_pause_ms"] == 200.0
     counts(finished("q1", WINDOW + 51.0, met=True))  # offered too long ago to count as recent
     assert tier.shown(WINDOW + 51.0)["recent"]["met"] == 0
     assert tier.shown(WINDOW + 51.0)["met"] == 2
     assert tier.shown(2 * WINDOW)["recent"]["attainment"] is None
+    assert tier.shown(2 * WINDOW)["recent_max_pause_ms"] is None
 
 
 def test_what_is_kept_is_bounded_and_holds_no_text() -> None:

@@ -49,6 +49,9 @@ def test_counts(edge: Runs) -> None:
         assert value("rubato_slo_met_total", tier="good", dimension="ttft") == 2
         assert value("rubato_slo_promised_total") == value("rubato_slo_promised_total", dimension="ttft") == 4
         assert value("rubato_slo_met_total", dimension="ttft") == 2
+        assert value("rubato_pause_seconds_count", tier="good") == 2
+        assert value("rubato_pause_seconds_sum", tier="good") >= 2 * STEP - 1e-9
+        assert value("rubato_pause_seconds_count", tier="never") == 0
         assert value("rubato_requests_refused_total", tier="never") == 1
         assert value("rubato_tenant_tokens_total", tenant="b", kind="output") == 6
         assert value("rubato_tenant_tokens_total", kind="prompt") == 20 * 3 + 3

@@ -63,6 +63,7 @@ def test_a_whole_chat(edge: Runs) -> None:
             "targets": {"ttft_ms": 250.0, "tpot_ms": 150.0, "e2e_ms": None},
             "met": True,
             "cause": None,
+            "max_pause_ms": pytest.approx(1e3 * STEP),
             "margin_ms": pytest.approx(150.0),
             "slo_rule": "deadline",
         }

@@ -33,6 +33,8 @@ class Verdict:
     ttft is measured from arrival; tpot is the mean over the tokens after the first, of each prompt where there are
     several; e2e leaves out the time that tools took.
     margin: seconds to spare at the tightest token (negative: late by that much), None without an SLO.
+    pause: the longest time between two consecutive tokens of one stage.
+    met_by_deadline, met_by_windows: `met` by these two rules, whichever judged; None where they were not asked.
     """
 
     met: bool
@@ -42,6 +44,9 @@ class Verdict:
     tpot: float | None = None
     e2e: float | None = None
     margin: float | None = None
+    pause: float | None = None
+    met_by_deadline: bool | None = None
+    met_by_windows: bool | None = None
 
 
 @happened(frozen=True, slots=True)

@@ -94,10 +94,14 @@ def judge(
     """
     if slo_rule not in SLO_RULES:
         raise ValueError(f"unknown judging rule {slo_rule!r}: choose one of {', '.join(SLO_RULES)}")
-    margin = _margin(request, stages, slo_rule)
     completed = outcome == "completed"
     some = [stage.tokens for stage in stages if len(stage.tokens)]
-    met = completed and (margin is None or margin >= -TOLERANCE) and (bool(some) or request.best_effort)
+    able = completed and (bool(some) or request.best_effort)
+    pauses = [longest_pause(tokens) for tokens in some]
+    margins = _margins(request, stages, slo_rule == "mean")
+    margin = margins[slo_rule] if margins[slo_rule] < inf else None
+    met, *both = (able and margins[rule] >= -TOLERANCE for rule in (slo_rule, "deadline", "windowed"))
+    pause = max(pauses, default=0.0)
     cause: Cause | None = None
     if outcome == "refused" or outcome == "failed":
         cause = outcome
@@ -106,10 +110,21 @@ def judge(
     elif not met and delays:
         cause = max(delays.items(), key=lambda item: item[1])[0]
     if not some:
-        return Verdict(met, slo_rule, cause, margin=margin)
+        return Verdict(met, slo_rule, cause, None, None, None, margin, None, *both)
     first, last = float(some[0][0]), float(some[-1][-1])
     e2e = last - request.arrival - tool_seconds(stages) if completed else None
-    return Verdict(met, slo_rule, cause, first - request.arrival, _mean_tpot(request, stages), e2e, margin)
+    tpot = _mean_tpot(request, stages)
+    several = any(len(tokens) > 1 for tokens in some)
+    return Verdict(met, slo_rule, cause, first - request.arrival, tpot, e2e, margin, pause if several else None, *both)
+
+
+def longest_pause(tokens: Sequence[float] | NDArray[np.float64]) -> float:
+    """The longest time between two consecutive tokens of one stage; 0 of one alone."""
+    if len(tokens) < MANY:
+        return float(max([b - a for a, b in pairwise(tokens)], default=0.0))
+    times = np.asarray(tokens)
+    gaps = times[1:] - times[:-1]
+    return float(gaps[gaps.argmax()])  # in a third of the time that the maximum takes
 
 
 def tool_seconds(stages: Sequence[StageTimes]) -> float:
@@ -132,30 +147,34 @@ def _mean_tpot(request: Request, stages: Sequence[StageTimes]) -> float | None:
     return seconds / tokens if tokens else None
 
 
-def _margin(request: Request, stages: Sequence[StageTimes], slo_rule: str) -> float | None:
-    """Seconds to spare at the tightest point of all SLOs; None when there is no SLO or nothing came out."""
-    spare: float = inf
+def _margins(request: Request, stages: Sequence[StageTimes], with_mean: bool) -> dict[str, float]:
+    """Seconds to spare at the tightest point of all SLOs, by rule; inf when there is no SLO or nothing came out.
+
+    with_mean: by the mean rule too.
+    """
+    spare: dict[str, float] = dict.fromkeys(SLO_RULES if with_mean else ("deadline", "windowed"), inf)
     continues: float | None = None
     for at, (stage, times) in enumerate(zip(request.stages, stages, strict=False)):
-        tokens = times.tokens
+        tokens, slo = times.tokens, stage.slo
         n = len(tokens)
         if not n:
             break
         begun, ended = float(tokens[0]), float(tokens[-1])
         arrival = request.arrival if at == 0 else request.arrival + tool_seconds(stages[: at + 1])
-        due = deadlines(stage.slo, arrival, times.start, begun, continues if stage.prompt == 0 else None)
-        spare = min(spare, due.end - ended)
-        if slo_rule == "deadline":
-            spare = min(spare, _deadline_margin(tokens, begun, due))
-        else:
-            if stage.slo.ttft is not None:
-                spare = min(spare, due.first - begun)
-            if stage.slo.tpot is not None:
-                spare = min(spare, _tpot_margin(tokens, stage.slo.tpot, slo_rule))
+        due = deadlines(slo, arrival, times.start, begun, continues if stage.prompt == 0 else None)
+        at_end = due.end - ended
+        spare["deadline"] = min(spare["deadline"], at_end, _deadline_margin(tokens, begun, due))
+        if slo.ttft is not None:
+            at_end = min(at_end, due.first - begun)
+        tpot = slo.tpot
+        spare["windowed"] = min(spare["windowed"], at_end, inf if tpot is None else _windows_margin(tokens, tpot))
+        if with_mean:
+            of_mean = inf if tpot is None or n < 2 else (n - 1) * tpot - float(tokens[-1] - tokens[0])
+            spare["mean"] = min(spare["mean"], at_end, of_mean)
         if len(request.stages) > 1:
             last_due = due.token(n - 1)
             continues = last_due if last_due < inf else ended
-    return spare if spare < inf else None
+    return spare
 
 
 def _deadline_margin(tokens: Sequence[float] | NDArray[np.float64], begun: float, due: Deadlines) -> float:
@@ -175,14 +194,16 @@ def _after(tpot: float, n: int) -> NDArray[np.float64]:
     return np.arange(0.0, n) * tpot
 
 
-def _tpot_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float, slo_rule: str) -> float:
+def _windows_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float) -> float:
     n = len(tokens)
-    if n < 2:
-        return inf
-    if slo_rule == "mean":
-        return (n - 1) * tpot - float(tokens[-1] - tokens[0])
     spare = inf
-    for begin in range(0, n - 1, WINDOW):
-        end = min(begin + WINDOW, n - 1)
-        spare = min(spare, (end - begin) * tpot - float(tokens[end] - tokens[begin]))
-    return spare
+    if n < MANY:
+        for begin in range(0, n - 1, WINDOW):
+            end = min(begin + WINDOW, n - 1)
+            spare = min(spare, (end - begin) * tpot - float(tokens[end] - tokens[begin]))
+        return spare
+    ends = np.asarray(tokens)[::WINDOW]  # a window ends where the next begins; the tail is shorter
+    spans = ends[1:] - ends[:-1]
+    spare = WINDOW * tpot - float(spans[spans.argmax()])
+    tail = (n - 1) % WINDOW
+    return min(spare, tail * tpot - float(tokens[-1] - ends[-1])) if tail else spare

@@ -49,6 +49,7 @@ TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
 PER_TOKEN = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 E2E = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 STEP = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+PAUSE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 MARGIN = (-30.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -117,6 +118,7 @@ class SLOMetrics:
         self._predicted = histogram("predicted_ttft_seconds", "TTFT expected at placement", "tier", TTFT)
         self._measured = histogram("ttft_seconds", "From arrival to the first token", "tier", TTFT)
         self._margin = histogram("slo_margin_seconds", "To spare at the tightest token", "tier", MARGIN)
+        self._pause = histogram("pause_seconds", "The longest between two tokens of a request", "tier", PAUSE)
         self._demotions = counter("demotions", "Requests demoted to best effort")
         self._promotions = counter("promotions", "Requests promoted back to their SLO")
         self._step = histogram("step_seconds", "Step time", "replica", STEP)
@@ -187,6 +189,8 @@ class SLOMetrics:
             self._refused.labels(tier, self._reasons.label(kind)).inc()
         if verdict.margin is not None:
             self._margin.labels(tier).observe(verdict.margin)
+        if verdict.pause is not None:
+            self._pause.labels(tier).observe(verdict.pause)
         if event.outcome == "completed":
             for dimension, seconds in _promises(state.request).items():
                 if _kept(verdict, dimension, seconds):

@@ -36,9 +36,9 @@ def verdict_fields(requests: Sequence[Request], ends: Sequence[Finished]) -> dic
 def report(request: Request, ends: Sequence[Finished]) -> dict[str, Any]:
     """The `rubato` field: the SLO that counts (`targets`), what was measured, and whether it was met.
 
-    Times in milliseconds. margin_ms: to spare at the tightest token, negative when late, null without an SLO. Of
-    several choices, of one prompt or of several: the report of the one that fared worst, `met` when all met, and each
-    by itself under `choices`.
+    Times in milliseconds. margin_ms: to spare at the tightest token, negative when late, null without an SLO;
+    max_pause_ms: the longest time between two tokens, null with fewer than two. Of several choices, of one prompt or of
+    several: the report of the one that fared worst, `met` when all met, and each by itself under `choices`.
     """
     reports = [_report(request, end) for end in ends]
     if len(reports) == 1:
@@ -69,6 +69,7 @@ def verdict(end: Finished) -> dict[str, Any]:
         "ttft_ms": ms(judged.ttft),
         "tpot_ms": ms(judged.tpot),
         "e2e_ms": ms(judged.e2e),
+        "max_pause_ms": ms(judged.pause),
         "margin_ms": ms(judged.margin),
         "slo_rule": judged.slo_rule,
     }

@@ -21,8 +21,9 @@ from rubato.measure.confidence import ALL, Difference, RequestOutcome, default_b
 from rubato.measure.records import BenchResult
 from rubato.measure.results import FORMAT, run_json
 
-QUANTILES = (0.5, 0.9, 0.99)
-MEASURES = ("ttft", "tpot", "e2e")
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
+MEASURES = ("ttft", "tpot", "e2e", "pause")
+RULES = {"met_by_deadline": "by deadline", "met_by_windows": "by windows"}  # columns of requests
 FEW = 10  # blocks: with fewer the intervals are rough
 
 
@@ -42,9 +43,11 @@ class SavedRun:
 @dataclass(frozen=True, slots=True)
 class TierContrast:
     """One tier, a against b. good: the same as `attained`, of the goodput bounds, if both sides had the same ones;
-    latency: (measure, quantile) -> seconds of a and of b, None where nothing was measured."""
+    by_rule: the same by the deadline rule and by the windowed one, whichever judged. latency: (measure, quantile) ->
+    seconds of a and of b, None where nothing was measured."""
 
     attained: Difference
+    by_rule: Mapping[str, Difference]
     good: Difference | None
     latency: Mapping[tuple[str, float], tuple[float | None, float | None]]
 
@@ -67,11 +70,12 @@ class ComparisonReport:
         lines = [f"{self.a} against {self.b} ({self.slo_rule} rule): {self.method}."]
         for tier, contrast in self.tiers.items():
             lines.append(f"  {tier}: attainment {_difference(contrast.attained)}")
+            lines += [f"    {RULES[column]} {_difference(d)}" for column, d in contrast.by_rule.items()]
             if contrast.good is not None:
                 lines.append(f"    goodput {_difference(contrast.good)}")
             for measure in MEASURES:
                 quantiles = [(q, contrast.latency[measure, q]) for q in QUANTILES]
-                parts = [f"p{100 * q:g} {_ms(one)} / {_ms(other)}" for q, (one, other) in quantiles]
+                parts = [f"{_name(q)} {_ms(one)} / {_ms(other)}" for q, (one, other) in quantiles]
                 if any(value is not None for _, both in quantiles for value in both):
                     lines.append(f"    {measure} ms: " + ", ".join(parts))
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
@@ -81,9 +85,10 @@ class ComparisonReport:
         tiers = {
             tier: {
                 "attained": contrast.attained,
+                **contrast.by_rule,
                 "good": contrast.good,
                 "latency": {
-                    measure: {f"p{100 * q:g}": contrast.latency[measure, q] for q in QUANTILES} for measure in MEASURES
+                    measure: {_name(q): contrast.latency[measure, q] for q in QUANTILES} for measure in MEASURES
                 },
             }
             for tier, contrast in self.tiers.items()
@@ -127,7 +132,7 @@ def _kept(path: str, number: int, run: Any) -> SavedRun:
     """Raises ValueError for a run of which a part is not there."""
     try:
         load, columns = run["workload"], run["requests"]
-        sizes = {len(columns[name]) for name in ("id", "at", "tier", "met", *MEASURES)}
+        sizes = {len(columns[name]) for name in ("id", "at", "tier", "met", *RULES, *MEASURES)}
         if run["goodput"] is not None:
             sizes.add(len(columns["good"]))
         if len(sizes) != 1:
@@ -166,7 +171,11 @@ def compare(a: Sequence[SavedRun], b: Sequence[SavedRun]) -> ComparisonReport:
     if len(bounds) > 1:
         notes.append("the goodput bounds differ: goodput is not compared")
     good = _differences(a, b, "good", alike) if with_goodput else {}
-    tiers = {tier: TierContrast(d, good.get(tier), _latency(a, b, tier)) for tier, d in attained.items()}
+    by_rule = {column: _differences(a, b, column, alike) for column in RULES}
+    tiers = {
+        tier: TierContrast(d, {c: all_[tier] for c, all_ in by_rule.items()}, good.get(tier), _latency(a, b, tier))
+        for tier, d in attained.items()
+    }
     return ComparisonReport(a[0].label, b[0].label, rules.pop(), alike, tiers, tuple(notes))
 
 
@@ -221,6 +230,10 @@ def _difference(d: Difference) -> str:
     if d.ratio is None:
         return f"{shares}: {points}; neither met any"
     return f"{shares}: {points}; per second {d.ratio:.2f}× [{d.ratio_low:.2f}, {d.ratio_high:.2f}]"
+
+
+def _name(quantile: float) -> str:
+    return "max" if quantile == 1.0 else f"p{100 * quantile:g}"
 
 
 def _ms(seconds: float | None) -> str:

@@ -162,8 +162,9 @@ def came(arrival: Arrival, at: float) -> Arrival:
 class TierSummary:
     """One tier (or "all") under one policy. Times in seconds, None where nothing was measured.
 
-    attainment_low, _high: `confidence.proportion`. good: requests that kept the goodput bounds; goodput_rps: good per
-    second, with Wilson's interval for their share; None without bounds.
+    attainment_low, _high: `confidence.proportion`. met_by_deadline, met_by_windows: `met` by these two rules, whichever
+    judged. pause_p99, pause_max: of each request's longest pause between two tokens. good: requests that kept the
+    goodput bounds; goodput_rps: good per second, with Wilson's interval for their share; None without bounds.
     """
 
     tier: str
@@ -176,11 +177,15 @@ class TierSummary:
     refused: int
     failed: int
     best_effort: int
+    met_by_deadline: int
+    met_by_windows: int
     ttft_p50: float | None
     ttft_p99: float | None
     tpot_p50: float | None
     tpot_p99: float | None
     e2e_p50: float | None
+    pause_p99: float | None
+    pause_max: float | None
     attained_rps: float | None
     goodput_tokens_per_s: float | None
     good: int | None = None
@@ -222,6 +227,7 @@ def _row(
     ttft_p50, ttft_p99 = _quantiles((r.verdict.ttft for r in records), 0.5, 0.99)
     tpot_p50, tpot_p99 = _quantiles((r.verdict.tpot for r in records), 0.5, 0.99)
     (e2e_p50,) = _quantiles((r.verdict.e2e for r in records), 0.5)
+    pause_p99, pause_max = _quantiles((r.verdict.pause for r in records), 0.99, 1.0)
     return TierSummary(
         tier=tier,
         offered=len(records),
@@ -233,11 +239,15 @@ def _row(
         refused=sum(r.outcome == "refused" for r in records),
         failed=sum(r.outcome in ("failed", "cancelled") for r in records),
         best_effort=sum(r.best_effort for r in records),
+        met_by_deadline=sum(bool(r.verdict.met_by_deadline) for r in records),
+        met_by_windows=sum(bool(r.verdict.met_by_windows) for r in records),
         ttft_p50=ttft_p50,
         ttft_p99=ttft_p99,
         tpot_p50=tpot_p50,
         tpot_p99=tpot_p99,
         e2e_p50=e2e_p50,
+        pause_p99=pause_p99,
+        pause_max=pause_max,
         attained_rps=met / seconds if seconds else None,
         goodput_tokens_per_s=tokens / seconds if seconds else None,
         **(_goodput(sum(map(good, records)), len(records), seconds) if good and records else {}),

@@ -14,7 +14,7 @@ from rubato.core.request import SLO
 from rubato.measure.records import BenchResult, TierSummary, fingerprint, summarise, summarise_sessions
 from rubato.measure.replica_seconds import ReplicaSeconds
 
-FORMAT = "rubato-results/2"
+FORMAT = "rubato-results/3"
 BEST_EFFORT = "best effort"
 INTERVAL_SHORT = "95 %, the wider of Wilson's and a moving-block bootstrap"
 INTERVAL = (
@@ -80,18 +80,20 @@ def run_json(run: BenchResult, requests: bool = True) -> dict[str, Any]:
 
 def _columns(run: BenchResult) -> dict[str, list[Any]]:
     """Each request's outcome, by column, in order of arrival: what `rubato compare` needs."""
-    measures = [(r.verdict.ttft, r.verdict.tpot, r.verdict.e2e) for r in run.records]
+    measures = [(r.verdict.ttft, r.verdict.tpot, r.verdict.e2e, r.verdict.pause) for r in run.records]
     columns: dict[str, list[Any]] = {
         "id": [r.id for r in run.records],
         "tier": [r.tier for r in run.records],
         "at": [r.at for r in run.records],
         "outcome": [r.outcome for r in run.records],
         "met": [r.verdict.met for r in run.records],
+        "met_by_deadline": [bool(r.verdict.met_by_deadline) for r in run.records],
+        "met_by_windows": [bool(r.verdict.met_by_windows) for r in run.records],
         "output": [r.output for r in run.records],
     }
     if run.goodput:
         columns["good"] = [run.good(r) for r in run.records]
-    return columns | {name: [m[i] for m in measures] for i, name in enumerate(("ttft", "tpot", "e2e"))}
+    return columns | {name: [m[i] for m in measures] for i, name in enumerate(("ttft", "tpot", "e2e", "pause"))}
 
 
 def as_json(value: Any) -> bytes:
@@ -114,7 +116,10 @@ def write_records(path: str | Path, runs: BenchResult | Sequence[BenchResult]) -
 # --------------------------------------------------------------------------- text
 
 
-HEAD = "policy|tier|SLO (ms)|offered|met|attained [95 %]|TTFT p50/p99|TPOT p50/p99|e2e p50|refused|failed|best effort"
+HEAD = (
+    "policy|tier|SLO (ms)|offered|met|attained [95 %]|by deadline / windows|TTFT p50/p99|TPOT p50/p99|e2e p50|"
+    "pause p99/max|refused|failed|best effort"
+)
 
 
 def table(runs: Sequence[BenchResult]) -> str:
@@ -190,9 +195,11 @@ def _cells(row: TierSummary, slos: Mapping[str, str]) -> list[str]:
         str(row.offered),
         str(row.met),
         f"{100 * row.attainment:.1f} % [{100 * row.attainment_low:.1f}, {100 * row.attainment_high:.1f}]",
+        " / ".join(f"{100 * met / max(1, row.offered):.1f} %" for met in (row.met_by_deadline, row.met_by_windows)),
         f"{_ms(row.ttft_p50)} / {_ms(row.ttft_p99)}",
         f"{_ms(row.tpot_p50, 1)} / {_ms(row.tpot_p99, 1)}",
         _ms(row.e2e_p50),
+        f"{_ms(row.pause_p99)} / {_ms(row.pause_max)}",
         str(row.refused),
         str(row.failed),
         str(row.best_effort),

@@ -23,7 +23,7 @@ from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate, simulate_requests
 from rubato.workloads.workload import check_rate
 
-FORMAT = "rubato-sweep/2"
+FORMAT = "rubato-sweep/3"
 PROBE = Request("probe", (Stage(1),), 0.0, sampling=Sampling(max_tokens=1))
 
 
@@ -66,7 +66,10 @@ def run(asked: Sweep, **how: Any) -> SweepResult:
     """`how`: as `jobs.run` takes it (file, workers, progress). A policy that cannot run is left out; raises ValueError
     when none can."""
     specs, reasons = able(asked.specs)
-    head = {"sweep": asked.describe()}  # of all, so that the file goes on when the one that is left out is mended
+    head = {
+        "results": FORMAT,
+        "sweep": asked.describe(),
+    }  # of all, so that the file goes on when the one that is left out is mended
     ran = replace(asked, specs=specs)
     return SweepResult(ran, jobs.run(ran.jobs(), head=head, about="sweep", **how), reasons)
 
@@ -100,7 +103,9 @@ def left_out(reasons: Mapping[str, str]) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class Point:
     """One policy at one rate, over all seeds. attainment per tier and "all"; the rest are means over seeds, in seconds
-    and requests/s; against: attainment minus that of the sweep's first policy, paired by seed, in [-1, 1]."""
+    and requests/s; against: attainment minus that of the sweep's first policy, paired by seed, in [-1, 1]. by_deadline,
+    by_windows: attainment by these two rules, whichever judged; pause_p99, pause_max: of each request's longest pause
+    between two tokens, mean and maximum over seeds; per tier and "all"."""
 
     policy: str
     rate: float
@@ -109,6 +114,10 @@ class Point:
     ttft_p99: float | None
     tpot_p99: float | None
     against: Estimate
+    by_deadline: Mapping[str, float]
+    by_windows: Mapping[str, float]
+    pause_p99: Mapping[str, float | None]
+    pause_max: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -157,13 +166,16 @@ class SweepResult:
         """A table for the terminal; Markdown as well."""
         tiers = [tier for tier in self.points()[0].attainment if tier != ALL]
         several = len(self.sweep.specs) > 1
-        head = ["policy", "rate (req/s)", "attainment", *tiers, "attained/s", "TTFT p99", "TPOT p99"]
+        head = ["policy", "rate (req/s)", "attainment", *tiers, "by deadline / windows", "attained/s", "TTFT p99"]
+        head += ["TPOT p99", "pause p99 / max"]
         rows = [[*head, f"against {self.sweep.specs[0].choice.label}"] if several else head]
         for point in self.points():
             row = [
                 point.policy, f"{point.rate:g}", percent(point.attainment[ALL]),
-                *(f"{100 * point.attainment[tier].value:.1f} %" for tier in tiers), f"{point.attained_rps.value:.3g}",
-                milliseconds(point.ttft_p99), milliseconds(point.tpot_p99),
+                *(f"{100 * point.attainment[tier].value:.1f} %" for tier in tiers),
+                f"{100 * point.by_deadline[ALL]:.1f} % / {100 * point.by_windows[ALL]:.1f} %",
+                f"{point.attained_rps.value:.3g}", milliseconds(point.ttft_p99), milliseconds(point.tpot_p99),
+                f"{milliseconds(point.pause_p99[ALL])} / {milliseconds(point.pause_max[ALL])}",
             ]  # fmt: skip
             rows.append([*row, points_of(point.against)] if several else row)
         return markdown(rows)
@@ -173,14 +185,20 @@ _Tiers = Mapping[str, Mapping[str, Any]]  # of one run: a row of its results for
 
 
 def _point(policy: str, rate: float, own: Sequence[_Tiers], first: Sequence[_Tiers]) -> Point:
+    by_tier = {tier: [tiers[tier] for tiers in own if tier in tiers] for tier in own[0]}
+    longest = {tier: [row["pause_max"] for row in rows] for tier, rows in by_tier.items()}
     return Point(
         policy,
         rate,
-        {tier: _attainment([tiers[tier] for tiers in own if tier in tiers]) for tier in own[0]},
+        {tier: _attainment(rows) for tier, rows in by_tier.items()},
         over_seeds([tiers[ALL]["attained_rps"] for tiers in own]),
         _mean([tiers[ALL]["ttft_p99"] for tiers in own]),
         _mean([tiers[ALL]["tpot_p99"] for tiers in own]),
         over_seeds([a[ALL]["attainment"] - b[ALL]["attainment"] for a, b in zip(own, first, strict=True)]),
+        {tier: _share(rows, "met_by_deadline") for tier, rows in by_tier.items()},
+        {tier: _share(rows, "met_by_windows") for tier, rows in by_tier.items()},
+        {tier: _mean([row["pause_p99"] for row in rows]) for tier, rows in by_tier.items()},
+        {tier: max([s for s in of if s is not None], default=None) for tier, of in longest.items()},
     )
 
 
@@ -189,6 +207,12 @@ def _attainment(rows: Sequence[Mapping[str, Any]]) -> Estimate:
         row = rows[0]
         return Estimate(row["attainment"], row["attainment_low"], row["attainment_high"])
     return attainment_over_seeds([row["met"] for row in rows], [row["offered"] for row in rows])
+
+
+def _share(rows: Sequence[Mapping[str, Any]], column: str) -> float:
+    """As `attainment_over_seeds` has it: the mean of each seed's."""
+    shares: list[float] = [row[column] / row["offered"] for row in rows]
+    return sum(shares) / len(shares)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

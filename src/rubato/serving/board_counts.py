@@ -31,6 +31,7 @@ class _Slice:
     offered: int = 0
     met: int = 0
     missed: int = 0
+    pause: float | None = None  # the longest between two tokens of one of them
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class TierCounts:
             "outcomes": dict(self.outcomes),
             "causes": dict(self.causes.most_common()),
             "recent": _rates(*recent),
+            "recent_max_pause_ms": ms(max([p for part in self._slices if (p := part.pause) is not None], default=None)),
         }
 
     def offer(self, at: float) -> _Slice:
@@ -71,6 +73,8 @@ class TierCounts:
             offered_in.offered -= 1
             return
         self.outcomes[end.outcome] += 1
+        if (pause := end.verdict.pause) is not None:
+            offered_in.pause = max(pause, offered_in.pause or 0.0)
         if end.verdict.met:
             self.met += 1
             offered_in.met += 1

@@ -13,7 +13,8 @@ const number = (label) => ({ label, kind: "number" });
 
 const tiers = new Table(at("tiers"), [
   { label: "Tier", kind: "wide" }, { label: "Attainment, last minutes" }, { label: "Attainment, since start" },
-  number("Offered"), number("Finished"), number("In flight"), { label: "Misses by cause" },
+  number("Longest pause, last minutes"), number("Offered"), number("Finished"), number("In flight"),
+  { label: "Misses by cause" },
 ], "No request has been offered yet.");
 const replicas = new Table(at("replicas"), [
   { label: "Replica", kind: "wide" }, { label: "State" }, number("Running"), number("Waiting"), number("Batch now"),
@@ -166,6 +167,7 @@ function tierCells(tier) {
   return [
     { text: tier.name, note: slo(tier.slo) },
     attainment(tier.recent), attainment(tier),
+    { text: duration(tier.recent_max_pause_ms) },
     { text: count(tier.offered) }, { text: count(tier.met + tier.missed) }, { text: count(tier.in_flight) },
     { text: causes.join(", ") || "none" },
   ];
