@@ -21,6 +21,11 @@ CASES = [
     ("windowed", SLO(tpot=0.1), [0.0] * 11 + [1.2], False, -1.1),  # a fast window does not pay for a slow tail of one
     ("mean", SLO(tpot=0.12), [0.0] * 11 + [1.2], True, 0.12),
     ("deadline", SLO(tpot=0.1), [3.0, 3.1, 3.2], True, 0.0),  # no TTFT: deadlines run from the first token
+    ("deadline", SLO(1.0, 0.1, max_pause=0.3), [0.1, 0.2, 0.5], True, 0.0),
+    ("deadline", SLO(1.0, 0.1, max_pause=0.3), [0.1, 0.2, 0.6], False, -0.1),  # due at 1.2, and 0.3 s after the second
+    ("deadline", SLO(1.0, 0.1, max_pause=0.3), [0.9, 1.0, 1.1], True, 0.1),  # the first token is no pause
+    ("deadline", SLO(1.0, max_pause=0.3), [0.1, 5.0], True, 0.9),  # beside a TPOT only
+    ("windowed", SLO(tpot=1.0, max_pause=0.3), [0.0, 0.5], True, 0.5),  # by the deadline rule only
     ("deadline", SLO(e2e=2.0), [0.1, 1.9], True, 0.1),
     ("windowed", SLO(e2e=2.0), [0.1, 2.1], False, -0.1),
 ]
@@ -47,9 +52,11 @@ def test_pause_of_tokens_is_the_longest_within_a_stage() -> None:
 gaps = st.lists(st.sampled_from([0.0, 0.03, 0.05, 0.08, 0.4]), min_size=1, max_size=60)
 
 
-@given(gaps, st.sampled_from(SLO_RULES))
-def test_judge_under_any_rule_says_what_both_rules_say(gaps: list[float], slo_rule: str) -> None:
-    asked, times = Request("a", (Stage(5, SLO(0.5, 0.05)),), 0.0), np.cumsum([0.1, *gaps])
+@given(gaps, st.sampled_from(SLO_RULES), st.sampled_from([None, 0.08]))
+def test_judge_under_any_rule_says_what_both_rules_say(
+    gaps: list[float], slo_rule: str, max_pause: float | None
+) -> None:
+    asked, times = Request("a", (Stage(5, SLO(0.5, 0.05, None, max_pause)),), 0.0), np.cumsum([0.1, *gaps])
     verdict = judge(asked, [StageTimes(0.0, times)], slo_rule=slo_rule)
     by = {rule: judge(asked, [StageTimes(0.0, times)], slo_rule=rule) for rule in ("deadline", "windowed")}
     assert (verdict.met_by_deadline, verdict.met_by_windows) == (by["deadline"].met, by["windowed"].met)

@@ -145,7 +145,7 @@ def test_the_json_says_what_is_needed_to_judge_it(tmp_path):
     assert (first["slo_rule"], first["valid"], first["notes"]) == ("deadline", True, ["odd"])
     assert (second["valid"], len(second["problems"])) == (False, 1)
     assert first["workload"]["seed"] == 3
-    assert first["workload"]["tiers"]["fast"] == {"ttft": 1.0, "tpot": 0.1, "e2e": None}
+    assert first["workload"]["tiers"]["fast"] == {"ttft": 1.0, "tpot": 0.1, "e2e": None, "max_pause": None}
     assert first["workload"]["fingerprint"] == second["workload"]["fingerprint"]
     assert set(first["client"]) == {field.name for field in fields(ClientLoad)}
     compared = data["comparisons"][0]["tiers"]["all"]["attained"]

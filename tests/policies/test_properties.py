@@ -44,10 +44,18 @@ class Load:
 
 
 USUAL = st.sampled_from(
-    [SLO(), SLO(ttft=0.05), SLO(ttft=0.2, tpot=0.02), SLO(ttft=1.0, tpot=0.05), SLO(tpot=0.03), SLO(e2e=0.5)]
+    [
+        SLO(),
+        SLO(ttft=0.05),
+        SLO(ttft=0.2, tpot=0.02),
+        SLO(ttft=1.0, tpot=0.05),
+        SLO(tpot=0.03),
+        SLO(e2e=0.5),
+        SLO(ttft=1.0, tpot=0.05, max_pause=0.06),
+    ]
 )
 TIMES = st.sampled_from([None, LEAST, 1e-3, 0.05, 1.0, 1e3, MOST])
-EXTREME = st.builds(SLO, TIMES, TIMES, TIMES)
+EXTREME = st.builds(SLO, TIMES, TIMES, TIMES, TIMES)
 
 
 @st.composite

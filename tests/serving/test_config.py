@@ -44,6 +44,8 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
     assert config.policy.settings == {"safety_margin": 0.3}
     assert config.tiers["batch"].slo == SLO(e2e=5.0)
     assert config.tiers["interactive"].slo == SLO(1.0, 0.08)
+    bounded = load(path, ["tiers.interactive.max_pause_ms=1000"]).tiers["interactive"]
+    assert bounded.slo == SLO(1.0, 0.08, max_pause=1.0)
     assert config.max_in_flight is None
     assert config.router.settings == {"per_request": 9}
     assert load(path).router.name == load({}).router.name
@@ -78,6 +80,8 @@ def test_defaults_and_short_forms() -> None:
         ({"tiers": {"a": {"ttft_ms": 0}}}, ["tiers.a.ttft_ms", "got 0"]),
         ({"tiers": {"a": {"tpot_ms": 0.0009}}}, ["tiers.a.tpot_ms", "equal to 0.001"]),
         ({"tiers": {"a": {"e2e_ms": 1.7e308}}}, ["tiers.a.e2e_ms", "equal to 1000000000", "got 1.7e+308"]),
+        ({"tiers": {"a": {"ttft_ms": 9, "max_pause_ms": 5}}}, ["tiers.a", "give tpot_ms too"]),
+        ({"tiers": {"a": {"tpot_ms": 9, "max_pause_ms": 0}}}, ["tiers.a.max_pause_ms", "got 0"]),
         ({"tiers": {"a": {"on_decline": "refused"}}}, ["tiers.a.on_decline", "'refuse'"]),
         ({"tiers": {"a": 5}}, ["tiers.a"]),
         ({"tiers": {"über fast": {}}}, ["tiers", "über fast", "letters"]),

@@ -44,6 +44,14 @@ def test_precedence(headers: dict[str, str], body: dict[str, Any] | None, tier: 
     assert stage.token_ids == PROMPT
 
 
+def test_max_pause_of_a_tier_holds_whatever_tpot_a_client_states() -> None:
+    tiers = Tiers([Tier("chat", SLO(0.2, 0.05, max_pause=1.0))], default="chat")
+    (stage,) = grant(tiers.allowed(["chat"]), {"x-slo-tpot-ms": "70"}, None, None).stages(PROMPT)
+    assert stage.slo == SLO(0.2, 0.07, max_pause=1.0)
+    (stage,) = grant(tiers, {}, "flex", SLOBody.model_validate({"tpot_ms": 70})).stages(PROMPT)
+    assert stage.slo == SLO(tpot=0.07)
+
+
 def test_stages_take_what_they_do_not_state_from_the_whole() -> None:
     body = SLOBody.model_validate(
         {"ttft_ms": 500, "tpot_ms": 90, "e2e_ms": 9000, "stages": [{"until": "</think>", "tpot_ms": 200}, {}]}

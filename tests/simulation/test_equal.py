@@ -318,7 +318,7 @@ def asked(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], limit
 def test_what_is_due_at_once(load: Load, budget: int, late: bool) -> None:
     requests = alone(load)
     if late:  # promised from the first token on, and nothing after a first token
-        slos = (SLO(tpot=0.02), SLO(ttft=0.1), SLO(tpot=0.05, e2e=0.5))
+        slos = (SLO(tpot=0.02), SLO(ttft=0.1), SLO(tpot=0.05, e2e=0.5), SLO(1.0, 0.05, max_pause=0.03))
         requests = [
             replace(r, stages=tuple(replace(s, slo=slos[(i + j) % 3]) for j, s in enumerate(r.stages)))
             for i, r in enumerate(requests)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rubato.config.for_vllm import configured
 from rubato.core.plan import Limits
 from rubato.engines.vllm.policy_driver import PolicyDriver
 from rubato.engines.vllm.settings import Settings, check_version, settings_of
@@ -19,6 +21,12 @@ KV: Any = SimpleNamespace(ahead=0)  # asked for nothing else here
 
 def test_defaults() -> None:
     assert settings_of({}) == settings_of(None) == Settings(policy="edf")
+
+
+def test_max_pause_ms_of_a_tier_inside_vllm_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rubato.yaml").write_text("tiers: {chat: {tpot_ms: 50, max_pause_ms: 1000}}\n")
+    with pytest.raises(ValueError, match=r"max_pause_ms: .* set it for a gateway"):
+        configured({"rubato": {"config": str(tmp_path / "rubato.yaml")}})
 
 
 def test_everything() -> None:

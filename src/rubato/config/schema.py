@@ -81,16 +81,23 @@ def _digest(value: Any) -> bytes:
 
 class TierSettings(StrictSettings):
     """A tier, of a server or in a file of request kinds: its SLO in milliseconds, and what becomes of a request whose
-    SLO cannot be met."""
+    SLO cannot be met. max_pause_ms: between two of its tokens, by the deadline rule; default: no bound."""
 
     ttft_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
     tpot_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
     e2e_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
+    max_pause_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
     on_decline: OnDecline = "best_effort"
+
+    @model_validator(mode="after")
+    def _pause_of_a_pace(self) -> TierSettings:
+        if self.max_pause_ms is not None and self.tpot_ms is None:
+            raise ValueError("max_pause_ms bounds the pauses of a tier with a TPOT: give tpot_ms too")
+        return self
 
     @property
     def slo(self) -> SLO:
-        return SLO.from_ms(self.ttft_ms, self.tpot_ms, self.e2e_ms)
+        return SLO.from_ms(self.ttft_ms, self.tpot_ms, self.e2e_ms, self.max_pause_ms)
 
 
 class TenantSettings(StrictSettings):

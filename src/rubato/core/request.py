@@ -17,6 +17,7 @@ from typing import Any, Literal
 # policies work with, stay far from infinity, where a difference of two of them would be no number at all.
 LEAST, MOST = 1e-6, 1e6
 LEAST_MS, MOST_MS = 1e-3, 1e9
+TIMES = ("ttft", "tpot", "e2e", "max_pause")  # fields of an SLO
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +25,27 @@ class SLO:
     """What one stage of a request asks for, in seconds from `LEAST` to `MOST`; None = no bound, all None = best effort.
 
     ttft: first output token within this of the stage's start. tpot: seconds per output token after the first.
-    e2e: last token within this of the request's arrival. Raises ValueError for a time beyond these.
+    e2e: last token within this of the request's arrival. max_pause: each token after the first within this of the one
+    before it, by the deadline rule; beside a TPOT only. Raises ValueError for a time beyond these.
     """
 
     ttft: float | None = None
     tpot: float | None = None
     e2e: float | None = None
+    max_pause: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ttft", "tpot", "e2e"):
+        for name in TIMES:
             value = getattr(self, name)
             if value is not None and not LEAST <= value <= MOST:
                 raise ValueError(f"slo.{name} is {value!r} s: give {LEAST:g} to {MOST:g} seconds, or none")
 
     @classmethod
-    def from_ms(cls, ttft: float | None, tpot: float | None, e2e: float | None = None) -> SLO:
+    def from_ms(
+        cls, ttft: float | None, tpot: float | None, e2e: float | None = None, max_pause: float | None = None
+    ) -> SLO:
         """As clients and operators write it, in milliseconds."""
-        return cls(*(None if ms is None else ms / 1e3 for ms in (ttft, tpot, e2e)))
+        return cls(*(None if ms is None else ms / 1e3 for ms in (ttft, tpot, e2e, max_pause)))
 
     @property
     def best_effort(self) -> bool:
@@ -49,7 +54,7 @@ class SLO:
     @property
     def promised(self) -> dict[str, float]:
         """The times that are bounded, by name, in seconds."""
-        return {name: value for name in ("ttft", "tpot", "e2e") if (value := getattr(self, name)) is not None}
+        return {name: value for name in TIMES if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)

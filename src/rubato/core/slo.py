@@ -2,7 +2,8 @@
 
 The rules differ in how TPOT is judged; TTFT and e2e are the same in all:
 
-- ``deadline`` (our default, PolyServe's DSLO): output token i (from 0) is out by ``start + ttft + i * tpot``.
+- ``deadline`` (our default, PolyServe's DSLO): output token i (from 0) is out by ``start + ttft + i * tpot``, and, with
+  a `max_pause` (ours), each after the first within that of the one before it: what is ahead may pause no longer.
 - ``mean`` (AdaServe, Ascendra, SA): ``(last - first) / (n - 1) <= tpot``.
 - ``windowed`` (SLOs-Serve): consecutive disjoint windows of 10 output tokens after the first, timed from the token
   before, each within ``10 * tpot``; a tail of k tokens within ``k * tpot``.
@@ -32,24 +33,29 @@ TOLERANCE = 1e-9  # seconds: float rounding in sums of deadlines is not a miss
 
 
 class Deadlines(NamedTuple):
-    """When each token of one stage is due: token i (from 0) at ``first + i * tpot``, and never after `end`."""
+    """When each token of one stage is due: token i (from 0) at ``first + i * tpot``, never after `end`, and each after
+    the first within `max_pause` of the token before it."""
 
     first: float = inf
     tpot: float = inf
     end: float = inf
+    max_pause: float = inf
 
-    def token(self, i: int) -> float:
-        """Due time of output token i (from 0) of the stage; inf = no SLO on it."""
+    def token(self, i: int, before: float = inf) -> float:
+        """Due time of output token i (from 0) of the stage; inf = no SLO on it. before: when token i - 1 came out."""
         if i == 0:
             return min(self.first, self.end)
-        return min(self.first + i * self.tpot, self.end)
+        return min(self.first + i * self.tpot, before + self.max_pause, self.end)
 
-    def tokens(self, n: int) -> NDArray[np.float64]:
-        """Of the first n, 1 or more."""
+    def late(self, times: Sequence[float]) -> NDArray[np.bool_]:
+        """Which of the first tokens, 1 or more, came too late at these times."""
+        n = len(times)
         due: NDArray[np.float64] = np.full(n, self.first)
         due[1:] += np.arange(1, n) * self.tpot
         np.minimum(due, self.end, out=due)
-        return due
+        came = np.array(times)
+        np.minimum(due[1:], came[:-1] + self.max_pause, out=due[1:])
+        return came > due + TOLERANCE
 
 
 def deadlines(
@@ -70,7 +76,7 @@ def deadlines(
         first = first_token_at
     else:
         first = inf
-    return Deadlines(first, tpot, end)
+    return Deadlines(first, tpot, end, inf if slo.max_pause is None or slo.tpot is None else slo.max_pause)
 
 
 class StageTimes(NamedTuple):
@@ -98,7 +104,7 @@ def judge(
     some = [stage.tokens for stage in stages if len(stage.tokens)]
     able = completed and (bool(some) or request.best_effort)
     pauses = [longest_pause(tokens) for tokens in some]
-    margins = _margins(request, stages, slo_rule == "mean")
+    margins = _margins(request, stages, pauses, slo_rule == "mean")
     margin = margins[slo_rule] if margins[slo_rule] < inf else None
     met, *both = (able and margins[rule] >= -TOLERANCE for rule in (slo_rule, "deadline", "windowed"))
     pause = max(pauses, default=0.0)
@@ -147,14 +153,16 @@ def _mean_tpot(request: Request, stages: Sequence[StageTimes]) -> float | None:
     return seconds / tokens if tokens else None
 
 
-def _margins(request: Request, stages: Sequence[StageTimes], with_mean: bool) -> dict[str, float]:
+def _margins(
+    request: Request, stages: Sequence[StageTimes], pauses: Sequence[float], with_mean: bool
+) -> dict[str, float]:
     """Seconds to spare at the tightest point of all SLOs, by rule; inf when there is no SLO or nothing came out.
 
-    with_mean: by the mean rule too.
+    pauses: the longest of each stage that has tokens. with_mean: by the mean rule too.
     """
     spare: dict[str, float] = dict.fromkeys(SLO_RULES if with_mean else ("deadline", "windowed"), inf)
     continues: float | None = None
-    for at, (stage, times) in enumerate(zip(request.stages, stages, strict=False)):
+    for at, (stage, times, pause) in enumerate(zip(request.stages, stages, pauses, strict=False)):
         tokens, slo = times.tokens, stage.slo
         n = len(tokens)
         if not n:
@@ -163,7 +171,8 @@ def _margins(request: Request, stages: Sequence[StageTimes], with_mean: bool) ->
         arrival = request.arrival if at == 0 else request.arrival + tool_seconds(stages[: at + 1])
         due = deadlines(slo, arrival, times.start, begun, continues if stage.prompt == 0 else None)
         at_end = due.end - ended
-        spare["deadline"] = min(spare["deadline"], at_end, _deadline_margin(tokens, begun, due))
+        of_deadline = min(at_end, _deadline_margin(tokens, begun, due), due.max_pause - pause)
+        spare["deadline"] = min(spare["deadline"], of_deadline)
         if slo.ttft is not None:
             at_end = min(at_end, due.first - begun)
         tpot = slo.tpot

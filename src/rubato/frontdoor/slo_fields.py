@@ -1,7 +1,8 @@
 """The SLO of a request: headers, then body, then service tier, then the server's default.
 
 The order holds per dimension (TTFT, TPOT, e2e): a header that states a TPOT leaves the tier's TTFT standing. A named
-tier replaces the default tier as a whole, so `flex` is best effort whatever the default promises.
+tier replaces the default tier as a whole, so `flex` is best effort whatever the default promises. A `max_pause` is a
+tier's alone, and holds beside whichever TPOT counts.
 
 With `slo.stages` each stage but the last says `until`, the literal that ends it. A TTFT stated for the whole request is
 the first stage's; a TPOT is every stage's that states none of its own, unless it comes from a header, which wins; an
@@ -113,8 +114,8 @@ class Tiers:
         raise invalid("service_tier", f"unknown tier {name[:LONGEST_NAME]!r}; {hint}")
 
     def loosened(self, slo: SLO) -> SLO:
-        """What of it may be promised."""
-        least = self._least
+        """What of it may be promised; a tier's `max_pause`, which no client states, is."""
+        least = {"max_pause": 0.0, **self._least}
         return SLO(**{name: max(stated, least[name]) for name, stated in slo.promised.items() if least[name] < inf})
 
 

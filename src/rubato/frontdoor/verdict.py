@@ -76,7 +76,8 @@ def verdict(end: Finished) -> dict[str, Any]:
 
 
 def in_ms(slo: SLO) -> dict[str, float | None]:
-    return {"ttft_ms": ms(slo.ttft), "tpot_ms": ms(slo.tpot), "e2e_ms": ms(slo.e2e)}
+    bounded = {"max_pause_ms": ms(slo.max_pause)} if slo.max_pause is not None else {}
+    return {"ttft_ms": ms(slo.ttft), "tpot_ms": ms(slo.tpot), "e2e_ms": ms(slo.e2e), **bounded}
 
 
 def ms(seconds: float | None) -> float | None:

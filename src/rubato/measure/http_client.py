@@ -92,7 +92,8 @@ class Endpoint:
                     f"tier {tier!r} has no priority: name it in `order`, which has {', '.join(self.order)}"
                 )
             return {"priority": self.order.index(tier)}
-        stated = {f"{name}_ms": value * 1000.0 for name, value in slo.promised.items()}
+        # a `max_pause` is a setting of the server's tier
+        stated = {f"{name}_ms": value * 1000.0 for name, value in slo.promised.items() if name != "max_pause"}
         if self.tier_field == "vllm-xargs":
             return {"vllm_xargs": {f"slo_{name}": value for name, value in stated.items()} | {"slo_tier": tier}}
         fields: dict[str, Any] = {"service_tier": tier} if self.tier_field in ("slo", "tier") else {}

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 
 from rubato.core.events import Verdict
-from rubato.core.request import Outcome, Request
+from rubato.core.request import SLO, Outcome, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.measure.confidence import ALL, RequestOutcome, proportion, wilson
 from rubato.measure.goodput import Bounds
@@ -305,11 +305,15 @@ def _quantiles(values: Iterable[float | None], *shares: float) -> list[float | N
 
 def fingerprint(workload: Workload) -> str:
     """A short digest of what was offered, when and under which SLOs: equal for equal workloads."""
+
+    def parts(a: Arrival) -> list[dict[str, Any]]:
+        return [asdict(part) | {"slo": _bounds(part.slo)} for part in a.parts]
+
     content = [
-        [[name, asdict(slo)] for name, slo in workload.tiers.items()],
+        [[name, _bounds(slo)] for name, slo in workload.tiers.items()],
         [
             [a.id, a.at, a.tier, a.prompt_tokens, a.output_tokens, a.messages]
-            + ([a.slo, a.parts, a.blocks] if a.slo or a.parts or a.blocks else [])
+            + ([a.slo and _bounds(a.slo), parts(a), a.blocks] if a.slo or a.parts or a.blocks else [])
             + ([a.after, a.gap, a.session, a.session_e2e] if a.after or a.session else [])
             for a in workload.arrivals
         ],
@@ -317,6 +321,10 @@ def fingerprint(workload: Workload) -> str:
     if workload.concurrency is not None:
         content.append([workload.concurrency])
     return hashlib.blake2b(orjson.dumps(content), digest_size=8).hexdigest()
+
+
+def _bounds(slo: SLO) -> dict[str, float | None]:
+    return {name: value for name, value in asdict(slo).items() if name != "max_pause" or value is not None}
 
 
 def versions(*packages: str) -> dict[str, str]:

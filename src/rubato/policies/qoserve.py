@@ -169,4 +169,5 @@ def _decode_due(seq: SeqView) -> float:
     tpot, first = tpot_of(seq), seq.first_token_at
     if tpot == inf:
         return inf
-    return seq.due if first is None else max(seq.due, first + seq.output * tpot)
+    bounded = seq.request.stages[seq.stage].slo.max_pause is not None and not seq.missed
+    return seq.due if first is None or bounded else max(seq.due, first + seq.output * tpot)

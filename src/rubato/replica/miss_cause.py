@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
 from rubato.core.request import Cause
-from rubato.core.slo import TOLERANCE
 from rubato.replica.sequence import Seq, StepEnds
 from rubato.replica.step_log import StepLog, StepRun
 
@@ -126,7 +125,7 @@ class MissCauses:
         for due, times in zip([*seq.past_deadlines, seq.deadlines], seq.times_of_all(), strict=True):
             if not times:
                 break
-            late = np.array(times) > due.tokens(len(times)) + TOLERANCE
+            late = due.late(times)
             if late.any():
                 return self._steps.which(times[int(np.argmax(late))])
         return self._steps.tick

@@ -217,6 +217,8 @@ class Seq:
         due = self._deadlines or self._renewed()
         i = self._output + self.steps.tick if self.decoding else self._output
         at = due.first + i * due.tpot if i else due.first  # `token`, without the calls: asked of each one, every step
+        if due.max_pause < inf and i:
+            at = min(at, self.last_token_at + due.max_pause)
         return at if at < due.end else due.end
 
     @property
@@ -226,15 +228,24 @@ class Seq:
         output = self._output + self.steps.tick if self.decoding else self._output
         if self._checked < output and not self._missed:
             due, steps = self.deadlines, self.steps
-            if self._checked == output - 1 and self.decoding and self._logged < steps.tick:
+            if self._checked == output - 1 and self.decoding and self._logged < steps.tick and due.max_pause == inf:
                 self._missed = steps.last > due.token(self._checked) + TOLERANCE
             elif due.first < inf or due.end < inf:
                 first, times = self._checked, self.times_of_stage()
-                self._missed = any(times[i] > due.token(i) + TOLERANCE for i in range(first, output))
+                self._missed = any(
+                    times[i] > due.token(i, times[i - 1] if i else inf) + TOLERANCE for i in range(first, output)
+                )
             self._checked = output
         return self._missed
 
     # ----------------------------------------------------------------- what it has received
+
+    @property
+    def last_token_at(self) -> float:
+        """When the last token of this stage came out; inf before its first."""
+        if self.decoding and self._logged < self.steps.tick:
+            return self.steps.last
+        return self.times[-1][-1] if self.times[-1] else inf
 
     @property
     def total_output(self) -> int:

@@ -107,13 +107,13 @@ class LiveView(View):
         state = self._state
         if state.run is not None:  # some may have ended and still run
             return super().dues
-        return self._due_times().at(state.steps.tick)
+        return self._due_times().at(state.steps)
 
     @property
     def first_decode_due(self) -> float:
         state = self._state
         state.sync()
-        first = self._due_times().first_decode(state.steps.tick, state.clock.time, state.ending)
+        first = self._due_times().first_decode(state.steps, state.clock.time, state.ending)
         return min([first, *(d for s in state.resting if not s.ended and (d := s.due) >= state.clock.time)])
 
     def _due_times(self) -> DueTimes:

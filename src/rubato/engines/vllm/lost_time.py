@@ -15,7 +15,6 @@ import numpy as np
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
 from rubato.core.request import Cause
-from rubato.core.slo import TOLERANCE
 from rubato.engines.vllm.sequence import VllmSeq
 from rubato.replica.miss_cause import Shares, book, of_decode
 
@@ -102,5 +101,5 @@ def _first_late(seq: VllmSeq) -> float:
     times = seq.times_of_stage()
     if not times:
         return inf
-    late = np.array(times) > seq.deadlines.tokens(len(times)) + TOLERANCE
+    late = seq.deadlines.late(times)
     return float(times[int(np.argmax(late))]) if late.any() else float(times[-1])

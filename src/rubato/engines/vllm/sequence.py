@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hmac import compare_digest
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from rubato.core.interfaces import LengthPredictor
@@ -220,6 +221,8 @@ class VllmSeq(Seq):
         due = self._deadlines or self._renewed()
         i = self._output + self.coming
         at = due.first + i * due.tpot if i else due.first
+        if due.max_pause < inf and i:  # from the last that is out, since when those in flight come is not known
+            at = min(at, self.last_token_at + due.max_pause)
         return at if at < due.end else due.end
 
     def holds_kv(self) -> None:
@@ -243,6 +246,8 @@ class VllmSeq(Seq):
         if self._checked < self._output - 1:
             return super().missed
         place = self._checked  # of one token more, as after most steps
-        self._missed = self.times[-1][place] > self.deadlines.token(place) + TOLERANCE
+        times = self.times[-1]
+        due = self.deadlines.token(place, times[place - 1] if place else inf)
+        self._missed = times[place] > due + TOLERANCE
         self._checked += 1
         return self._missed

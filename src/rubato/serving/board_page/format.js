@@ -38,7 +38,7 @@ export function percent(share) {
 
 export function slo(times) {
   if (!times) return "";
-  const names = [["TTFT", times.ttft_ms], ["TPOT", times.tpot_ms], ["e2e", times.e2e_ms]];
+  const names = [["TTFT", times.ttft_ms], ["TPOT", times.tpot_ms], ["e2e", times.e2e_ms], ["pause", times.max_pause_ms]];
   const stated = names.filter(([, ms]) => (ms ?? null) !== null).map(([name, ms]) => `${name} ${duration(ms)}`);
   return stated.length ? stated.join(", ") : "best effort";
 }
