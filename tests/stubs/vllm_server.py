@@ -438,6 +438,7 @@ class StubServer:
         self.open_replies = {one for one in self.open_replies if not one.over} | {reply}
         answering = _Answering(reply, answer, chat, ids, streams, len(prompt), self.cut or -self.says_error_after)
         answering.adds, answering.events, answering.merged = self.adds, EVENTS.get(path), self.merged
+        answering.with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         self.cut, self.says_error_after, self.merged = 0, 0, 1
         for request in requests:
             if kv.get("do_remote_decode"):
@@ -506,6 +507,7 @@ class _Answering:
         self.kv: dict[str, Any] | None = None  # where the KV is, of a prompt that was prefilled for another
         self.events: tuple[str, str] | None = None  # names of a text's and of the last one
         self.merged = 1  # tokens of the first chunk
+        self.with_usage = False  # a stream's last chunk counts
         self._late = ""  # text that is not sent yet
         self._begun = not (streams and chat)
 
@@ -543,11 +545,16 @@ class _Answering:
     def _end(self) -> None:
         if self.events is not None and self._streams:
             self._event(self.events[1], {"type": self.events[1]})
-        elif self._streams:
+            self._reply.put(b"")
+            return
+        output = sum(end.output for end in self._ends.values())
+        usage = {"prompt_tokens": self._prompt, "completion_tokens": output}
+        if self._streams:
+            if self.with_usage:
+                last = {"id": self._answer, "choices": [], "usage": usage}
+                self._reply.put(b"data: " + orjson.dumps(last) + b"\n\n")
             self._reply.put(b"data: [DONE]\n\n")
         else:
-            output = sum(end.output for end in self._ends.values())
-            usage = {"prompt_tokens": self._prompt, "completion_tokens": output}
             choices = []
             for index, id in enumerate(self.ids):
                 text = "".join(self._said[id])

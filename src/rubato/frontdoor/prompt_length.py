@@ -11,7 +11,9 @@ from rubato.core.request import PREFIX_BLOCK
 from rubato.frontdoor.body_fields import BodyFields
 
 TOKENS_PER_BYTE = 0.25  # until something is known
-PRIOR_BYTES = 256.0  # prompts whose sizes differ by less than this say little of the tokens of one byte
+SPREAD_PER_BYTE = 0.15  # how far models and languages are from that
+TEMPLATE_TOKENS = 32.0  # that a chat template adds, about
+NOISE_TOKENS, NOISE_PER_BYTE = 8.0, 0.025  # by which prompts of one client are off a line
 MIN_TOKENS_PER_BYTE, MAX_TOKENS_PER_BYTE = 1 / 16, 1.0
 DECAY = 0.95  # of what earlier prompts count for, at each new one
 MAX_PREFIX_KEYS = 4096  # of a prompt
@@ -22,8 +24,9 @@ MEDIA = re.compile(rb'"(?:url|data|file_data|image_url)"\s*:\s*"[^"\\]*(?:\\.[^"
 
 @dataclass(slots=True)
 class _Line:
-    """Tokens of a prompt as a line over its bytes: least squares over recent prompts, drawn to TOKENS_PER_BYTE where
-    they are all about as long. Its intercept is what the chat template adds."""
+    """Tokens of a prompt as a line over its bytes: a weighted ridge regression over recent prompts. Its intercept is
+    what the chat template adds. Where all prompts are about as long, the priors say which of the two it is: a short
+    prompt's surplus is the template's, a long one's is its text's."""
 
     weight: float = 0.0
     sizes: float = 0.0
@@ -32,22 +35,19 @@ class _Line:
     sizes_tokens: float = 0.0
 
     def learn(self, size: int, tokens: int) -> None:
+        weight = 1.0 / (NOISE_TOKENS**2 + (NOISE_PER_BYTE * size) ** 2)
         for name, value in (
             ("weight", 1.0), ("sizes", size), ("tokens", tokens),
             ("sizes_sizes", size * size), ("sizes_tokens", size * tokens),
         ):  # fmt: skip
-            setattr(self, name, DECAY * getattr(self, name) + value)
+            setattr(self, name, DECAY * getattr(self, name) + weight * value)
 
     def estimate(self, size: int) -> float:
-        if not self.weight:
-            return TOKENS_PER_BYTE * size
-        mean_size, mean_tokens = self.sizes / self.weight, self.tokens / self.weight
-        spread = self.sizes_sizes / self.weight - mean_size * mean_size
-        together = self.sizes_tokens / self.weight - mean_size * mean_tokens
-        prior = PRIOR_BYTES * PRIOR_BYTES
-        slope = (together + TOKENS_PER_BYTE * prior) / (spread + prior)
+        a, b, c = self.weight + TEMPLATE_TOKENS**-2, self.sizes, self.sizes_sizes + SPREAD_PER_BYTE**-2
+        u, v = self.tokens, self.sizes_tokens + TOKENS_PER_BYTE * SPREAD_PER_BYTE**-2
+        slope = (a * v - b * u) / (a * c - b * b)
         slope = min(max(slope, MIN_TOKENS_PER_BYTE), MAX_TOKENS_PER_BYTE)
-        return max(0.0, mean_tokens - slope * mean_size) + slope * size
+        return max(0.0, (u - b * slope) / a) + slope * size
 
 
 class PromptLengths:
@@ -69,7 +69,7 @@ class PromptLengths:
     def text_bytes(body: BodyFields) -> int:
         """Bytes of a body that become the prompt, as JSON; images and sounds count nothing."""
         found = [body.json(name) for name in TEXTS]
-        return sum(map(len, found)) - sum(len(media) for text in found for media in MEDIA.findall(text))
+        return sum(map(len, found)) - sum(m.end() - m.start() for text in found for m in MEDIA.finditer(text))
 
 
 def prefix_keys(body: BodyFields) -> tuple[int, ...]:

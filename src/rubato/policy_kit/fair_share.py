@@ -160,15 +160,18 @@ class FairShare:
         paid = {tenant: self._pay_back(self._accounts[tenant], share, now) for tenant, share in shares.items()}
         through = []
         alone_seconds = cache(partial(_alone, fleet))  # of thousands held many are as long
-        for request in sorted(held, key=lambda r: self._order(r, alone_seconds, now)):
+        for group in _together(sorted(held, key=lambda r: self._order(r, alone_seconds, now))):
+            request = group[0]
             entry, tenant = self._entries[request.id], request.tenant
             share = shares[tenant]
-            if not entry.load:
-                entry.load = self._load(request, entry, fleet)
-                entry.stall = max(0.0, alone_seconds(request.stages[0].prompt) - step)
+            for one in group:
+                if not (own := self._entries[one.id]).load:
+                    own.load = self._load(one, own, fleet)
+                    own.stall = max(0.0, alone_seconds(one.stages[0].prompt) - step)
+            load = sum([self._entries[one.id].load for one in group])
             idle = total == 0.0  # whatever passes now delays nobody who is here
             alone = len(shares) == 1 and idle
-            fits = alone or total + entry.load <= HEADROOM or spent[tenant] + entry.load <= share
+            fits = alone or total + load <= HEADROOM or spent[tenant] + load <= share
             # it takes more of the tightest TTFT than its share, and another tenant is active
             stalls = len(shares) > 1 and entry.stall > share * ttft
             entry.owes = 0.0
@@ -178,11 +181,11 @@ class FairShare:
                 if paid[tenant] > now and not idle:
                     self.wake_at = min(paid[tenant], self._next_inactive(entry.account, now), self.wake_at or inf)
                     continue
-                entry.owes = entry.stall if fits else PAUSE * self._kept(entry, tpot, step)
+                entry.owes = entry.stall if fits else PAUSE * self._kept(entry, load, tpot, step)
                 paid[tenant] = now + entry.owes / share
-            through.append(request)
-            spent[tenant] += entry.load
-            total += entry.load
+            through += group
+            spent[tenant] += load
+            total += load
         return through
 
     def beyond_share(self, request: Request, places: int, now: float) -> bool:
@@ -240,10 +243,10 @@ class FairShare:
         """The tightest TTFT (0) or TPOT (1) promised lately, as stated."""
         return min((promised[which] for promised in self._recent), default=inf)
 
-    def _kept(self, entry: _Entry, tpot: float, step: float) -> float:
+    def _kept(self, entry: _Entry, load: float, tpot: float, step: float) -> float:
         """Seconds it keeps the replicas busy: its part of its decode time, or its prefill. If no step is as short as
-        the tightest TPOT the load says nothing: then at most its time alone."""
-        decode = entry.load * entry.expected * min(tpot, 1.0)
+        the tightest TPOT the load says nothing: then at most its time alone. load: of all its choices."""
+        decode = load * entry.expected * min(tpot, 1.0)
         return min(max(decode, entry.stall), entry.stall + entry.expected * step)
 
     def _load(self, request: Request, entry: _Entry, fleet: Sequence[View]) -> float:
@@ -272,6 +275,14 @@ class FairShare:
             return low
         idle = view.latency.step_time(Shape(1, 1, 1))
         return max(LEAST, (tpot - idle) / (seconds(1) - idle)) if seconds(1) > idle else LEAST
+
+
+def _together(requests: Iterable[Request]) -> Iterable[list[Request]]:
+    """Choices of one prompt as one: they go to one replica, behind a gateway with one body."""
+    groups: dict[str, list[Request]] = {}
+    for request in requests:
+        groups.setdefault(request.group or request.id, []).append(request)
+    return groups.values()
 
 
 def _step(fleet: Sequence[View]) -> float:

@@ -62,7 +62,41 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
+    # samplers of llama.cpp, text-generation-webui and their clients, which send them always
+    "dry_multiplier": (0,),
+    "dynamic_temperature": (False,),
+    "dynatemp_range": (0,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "grammar": ("",),
+    "grammar_string": ("",),
+    "guidance_scale": (1,),
+    "json_schema": ({},),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "negative_prompt": ("",),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "smoothing_factor": (0,),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "typical": (1,),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
 }
+# Fields of other servers and their clients that change no answer here, or only what a sampler of UNSUPPORTED does.
+IGNORED = frozenset(
+    {
+        "cache_prompt", "custom_token_bans", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
+        "dry_sequence_breakers", "dynatemp_exponent", "dynatemp_high", "dynatemp_low", "id_slot", "include_reasoning",
+        "min_keep", "mirostat_eta", "mirostat_tau", "models", "n_keep", "plugins", "provider", "reasoning",
+        "reasoning_format", "rep_pen_range", "repeat_last_n", "repetition_penalty_range", "route", "sampler_order",
+        "sampler_priority", "samplers", "smoothing_curve", "temperature_last", "thinking", "timings_per_token",
+        "transforms", "xtc_threshold",
+    }
+)  # fmt: skip
 MOST_STOPS = 4
 MOST_STOP_IDS = 64
 MOST_LOGPROBS = 20
@@ -328,7 +362,7 @@ def _refuse_unsupported(body: Completion) -> None:
             message = f"{name}: not supported by this server{hint}."
             raise ApiError(400, message, param=name, code="unsupported_parameter")
     known = [*type(body).model_fields, *UNSUPPORTED]
-    for count, name in enumerate((name for name in extra if name not in UNSUPPORTED), 1):
+    for count, name in enumerate((name for name in extra if name not in UNSUPPORTED and name not in IGNORED), 1):
         if count > MOST_UNKNOWN:
             message = f"The body has more than {MOST_UNKNOWN} fields that this server does not know."
             raise ApiError(400, message, code="unknown_parameter")

@@ -1,0 +1,81 @@
+"""Tokens are counted and charged as the server's usage says, whatever was reserved or estimated."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rubato.engines.vllm import link
+from tests.doors.doors import Answer, Door, Gateway, InVLLM, OwnServer, at
+
+TENANTS = {"a": {"keys": ["a-key"], "tokens_per_minute": 6000}}
+KEY = {"authorization": "Bearer a-key"}
+TEXT = "/v1/completions"
+
+
+def usage_of(answer: Answer) -> dict[str, Any]:
+    """Of a response that is whole, or of a stream's last chunk that has one."""
+    if "event-stream" not in answer.headers["content-type"]:
+        return dict(answer.json["usage"])
+    chunks = [json.loads(line[6:]) for line in answer.body.split(b"\n\n") if line.startswith(b"data: {")]
+    found: list[dict[str, Any]] = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    return found[-1]
+
+
+@pytest.fixture(autouse=True)
+def _seal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(link.KEY, "a key")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("door", [OwnServer, Gateway], ids=lambda door: door.name)
+def test_tokens_of_a_tenant_are_those_of_usage(door: Any, stream: bool, n: int) -> None:
+    async def scenario(opened: Door) -> None:
+        body: dict[str, Any] = {
+            "prompt": "some words, of which nobody knows the tokens " * 20,
+            "max_tokens": 5,
+            "n": n,
+        }
+        if stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        answer = await opened.ask(TEXT, body, KEY)
+        assert answer.status == 200
+        usage = usage_of(answer)
+        assert usage["prompt_tokens"] > 100
+        for kind in ("prompt", "completion"):
+            counted = opened.count("rubato_tenant_tokens_total", tenant="a", kind=kind.replace("completion", "output"))
+            assert counted == usage[f"{kind}_tokens"]
+        after = await opened.ask(TEXT, {"prompt": "x", "max_tokens": 1}, KEY)
+        used = usage["prompt_tokens"] + usage["completion_tokens"]
+        refilled = 100 * 0.1 * 6  # tokens, in 6 steps of 0.1 s
+        left = int(after.headers["x-ratelimit-remaining-tokens"])
+        assert left == pytest.approx(6000 - used + refilled, abs=60)
+
+    at(door, scenario, tenants=TENANTS)
+
+
+def test_stream_without_a_wish_for_usage_ends_without_it_and_is_counted() -> None:
+    async def scenario(opened: Door) -> None:
+        answer = await opened.ask(TEXT, {"prompt": "a b c", "stream": True}, KEY)
+        assert b'"usage"' not in answer.body
+        assert answer.body.count(b'"choices":[]') == 0
+        assert answer.body.endswith(b"data: [DONE]\n\n")
+        assert opened.count("rubato_tenant_tokens_total", kind="prompt") == len("a b c")
+
+    at(Gateway, scenario, tenants=TENANTS)
+
+
+def test_middleware_without_reports_charges_the_usage_of_the_response() -> None:
+    async def scenario(opened: Door) -> None:
+        front: Any = opened.open
+        app = front.__closure__[0].cell_contents
+        app._app.silent = True
+        app._app.answer = {"id": "x", "choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 2}}
+        await opened.ask(TEXT, {"max_tokens": 50}, KEY)
+        left = app._front.door._usage["a"].tokens.level
+        assert left == pytest.approx(6000 - 42, abs=30)
+
+    at(InVLLM, scenario, tenants=TENANTS)
