@@ -42,6 +42,8 @@ from rubato.serving.gateway import answer_of
 from rubato.serving.server_fleets import fleet_of
 
 HELD_SECONDS = 60.0  # that a request waits for a place, where its e2e is not less
+MAX_HELD_BYTES = 256 << 20  # of all bodies that have not gone on yet
+REQUEST_SECONDS = 30.0  # for the whole of a request: Envoy sends what its client sends
 
 Write = Callable[[ProcessingResponse], Awaitable[None]]
 
@@ -60,6 +62,7 @@ class Picker:
     door: FrontDoor
     draining: bool = False
     turn: int = 0
+    held_bytes: int = 0  # of bodies that have not gone on yet
 
     @property
     def ready(self) -> bool:
@@ -167,20 +170,30 @@ class _Stream:
         return await (anext(self._messages, None) if ahead is None else ahead)
 
     async def _read_request(self) -> bool:
-        """Whether it has come whole. Raises ApiError 413 for too long a body."""
+        """Whether it has come whole. Raises ApiError 408 for one that takes too long, 413 for too long a body."""
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                return await self._read_parts()
+        except TimeoutError:
+            message = f"The request did not come whole within {REQUEST_SECONDS:g} s."
+            raise ApiError(408, message, code="request_timeout") from None
+
+    async def _read_parts(self) -> bool:
         while (message := await self._next()) is not None:
             match _part(message):
+                case kind, _ if (kind == "request_headers") == bool(self._headers):
+                    when = "twice" if self._headers else "before the end of the request, and before request_headers"
+                    raise ProtocolError(f"{kind or 'an empty message'} came {when}")
                 case "request_headers", head:
                     epp_messages.check_modes(message)
-                    self._headers = epp_messages.headers_of(head)
+                    self._headers = {":path": "", **epp_messages.headers_of(head)}
                     self._subset = epp_messages.subset_of(message)
                     if head.end_of_stream:
                         return True
                 case "request_body", part:
                     self._has_body = True
                     self._body.append(part.body)
-                    self._size += len(part.body)
-                    self._picker.door.check_size(self._size)
+                    self._hold(len(part.body))
                     if part.end_of_stream:
                         return True
                 case "request_trailers", _:
@@ -189,6 +202,21 @@ class _Stream:
                 case kind, _:
                     raise ProtocolError(f"{kind or 'an empty message'} came before the end of the request")
         return False
+
+    def _hold(self, size: int) -> None:
+        """Count bytes of a body that came. Raises ApiError 413 for too many of one, 429 for too many of all."""
+        self._size += size
+        self._picker.held_bytes += size
+        self._picker.door.check_size(self._size)
+        if self._picker.held_bytes > MAX_HELD_BYTES:
+            message = "Too many large bodies are on their way: try again in 1 s."
+            again = (("retry-after", "1"),)
+            raise ApiError(429, message, code="rejected-saturated", kind="rate_limit_error", headers=again)
+
+    def _let_go(self) -> None:
+        self._picker.held_bytes -= self._size
+        self._size, self._raw = 0, b""
+        self._body.clear()
 
     async def _endpoint(self) -> str:
         """Where it goes; empty if the data plane has left. Raises ApiError."""
@@ -282,7 +310,7 @@ class _Stream:
         if self._has_body:
             for piece in epp_messages.request_body(self._raw, last=not self._has_trailers):
                 await self._write(piece)
-        self._raw = b""
+        self._let_go()
         if self._has_trailers:
             await self._write(epp_messages.request_trailers_pass())
 
@@ -290,9 +318,14 @@ class _Stream:
 
     async def _pass_response(self) -> None:
         """Each part first goes on, and is then counted."""
+        begun = False
         while (message := await self._next()) is not None:
             match _part(message):
+                case kind, _ if (kind == "response_headers") == begun:
+                    when = "twice" if begun else "after the end of the request, and before response_headers"
+                    raise ProtocolError(f"{kind or 'an empty message'} came {when}")
                 case "response_headers", head:
+                    begun = True
                     await self._write(epp_messages.response_head_passes())
                     self._begin(head, epp_messages.served_of(message))
                     if head.end_of_stream:
@@ -337,9 +370,10 @@ class _Stream:
 
     def _leave(self) -> None:
         """The stream is over. Without the end of a response, so are its requests."""
+        self._let_go()
         if self._ahead is not None:
             self._ahead.cancel()
-        if self._call is not None and self._call.open and not (self._complete and self._call.begun):
+        if self._call is not None and self._call.open and not (self._complete and self._call.shown is not None):
             self._cancel("the client left, or the connection broke")
 
 

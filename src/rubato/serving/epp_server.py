@@ -26,6 +26,7 @@ from rubato.serving.serve import FLUSH_SECONDS, THREAD_SECONDS, event_logs, firs
 from rubato.serving.shutdown import CLOSE_SECONDS, Shutdown
 
 LIVENESS, READINESS = "liveness", "readiness"
+MAX_STREAMS = 4096  # requests under way: what is beyond them is refused, RESOURCE_EXHAUSTED
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
@@ -47,17 +48,33 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
 def server_of(picker: Picker) -> Any:
     """A gRPC server (`grpc.aio.Server`) of both services, without a port yet; made on the running event loop."""
 
-    async def process(messages: AsyncIterator[ProcessingRequest], context: Any) -> None:
+    async def process(messages: AsyncIterator[ProcessingRequest | None], context: Any) -> None:
         try:
-            await picker.process(messages, context.write)
+            await picker.process(_readable(messages), context.write)
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])  # two on one port would each count their part
-    method = grpc.stream_stream_rpc_method_handler(process, ProcessingRequest.parse, bytes)
+    # Two on one port would each count their part.
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MAX_STREAMS)
+    method = grpc.stream_stream_rpc_method_handler(process, _parsed, bytes)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": method}),))
     health_pb2_grpc.add_HealthServicer_to_server(Health(picker), server)
     return server
+
+
+def _parsed(raw: bytes) -> ProcessingRequest | None:
+    """A message; None for bytes that are none, of which gRPC would log a traceback."""
+    try:
+        return ProcessingRequest.parse(raw)
+    except Exception:  # whatever a parser may raise at a stranger's bytes
+        return None
+
+
+async def _readable(messages: AsyncIterator[ProcessingRequest | None]) -> AsyncIterator[ProcessingRequest]:
+    async for message in messages:
+        if message is None:
+            raise ProtocolError("a message cannot be read: this is the service of Envoy's external processing")
+        yield message
 
 
 def bind(server: Any, config: Config) -> int:
