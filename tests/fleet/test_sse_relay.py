@@ -61,4 +61,4 @@ def test_usage_after_the_finish_reason_is_held_back_with_it() -> None:
     assert relay.feed(last) == (b"", [])
     now, _ = relay.feed(usage + b"data: [DONE]\n\n")
     assert now + relay.rest() == last + usage + b"data: [DONE]\n\n"
-    assert relay.rest().startswith(b'data: {"choices":[],')
+    assert relay.rest().startswith(last)  # which gets the verdict where the counts are taken out

@@ -64,7 +64,7 @@ class StreamRelay:
             if chunk.startswith(DONE):
                 self.ended = True
                 self._held.append(chunk + END)
-            elif may_be_last(chunk):
+            elif may_be_last(chunk) and not (self._held and is_usage(chunk)):
                 passed += self._held
                 self._held = [chunk + END]
             elif self._held:
