@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
@@ -80,13 +78,15 @@ class Seen:
 
 @dataclass
 class Door:
-    """One door. model: that is served; seen: by servers, None where there is none behind it."""
+    """One door. model: that is served; in_flight: at the cluster; places: choices that the front door has under way;
+    seen: by servers, None where there is none behind it."""
 
     name: ClassVar[str]
     model: ClassVar[str] = "stub"
     checks_keys: ClassVar[bool] = True
     metrics: Callable[[], Any] = lambda: None
     in_flight: Callable[[], int] = lambda: 0
+    places: Callable[[], int] = lambda: 0
     seen: list[Seen] | None = None
     open: Callable[..., Awaitable[Answer]] = field(default=lambda: None)  # type: ignore[assignment, return-value]
 
@@ -172,7 +172,7 @@ class OwnServer(Door):
             )
         )  # fmt: skip
         try:
-            yield _asgi(cls(), app, cluster, _metrics_of(app))
+            yield _asgi(cls(), app, cluster)
         finally:
             await cluster.close()
 
@@ -187,8 +187,8 @@ class Gateway(Door):
         clock = VirtualClock()
         async with _servers(clock) as there:
             calls: Calls = {}
-            options = ClusterOptions(PolicyChoice("edf", {}, "least_loaded"), ReplicaOptions(causes=False))
-            options = ClusterOptions(options.choice, options.replica, None, fair_share_of(config))
+            choice = PolicyChoice("edf", {}, "least_loaded")
+            options = ClusterOptions(choice, ReplicaOptions(causes=False), None, fair_share_of(config))
             fleet = ServerFleet(
                 [Server(url) for url in there], clock, options, calls, profile=lambda: None,
                 transport=there.__getitem__, link=None,
@@ -203,7 +203,7 @@ class Gateway(Door):
                 )
             )  # fmt: skip
             try:
-                door = _asgi(cls(), app, cluster, _metrics_of(app))
+                door = _asgi(cls(), app, cluster)
                 door.seen = _Recorded(there)
                 yield door
             finally:
@@ -224,7 +224,7 @@ class InVLLM(Door):
         app._front = FrontEnd(config, LIMITS.max_num_seqs, LIMITS.max_model_len, reports)
         door = cls()
         door.metrics = lambda: reports.metrics.registry
-        door.in_flight = lambda: app._front.door.in_flight.total()  # type: ignore[union-attr]
+        door.in_flight = door.places = lambda: app._front.door.in_flight.total()  # type: ignore[union-attr]
         door.open = lambda *request: call_asgi(app, *request)  # type: ignore[assignment]
         door.seen = _SeenByVLLM(vllm)
         yield door
@@ -249,6 +249,7 @@ class Picker(Door):
             door = cls()
             door.metrics = lambda: metrics.registry
             door.in_flight = lambda: picker.cluster.in_flight
+            door.places = lambda: picker.door.in_flight.total()
             door.open = _Envoy(picker, there).request  # type: ignore[assignment]
             door.seen = _Recorded(there)
             try:
@@ -347,16 +348,14 @@ async def _servers(clock: VirtualClock) -> AsyncIterator[dict[str, StubServer]]:
             await core.host.close()
 
 
-def _metrics_of(app: Any) -> Callable[[], Any]:
-    """The registry behind an app's /metrics."""
+def _asgi(door: Door, app: Any, cluster: Any) -> Door:
+    """With the state behind an app's /metrics."""
     (route,) = [route for route in app.routes if getattr(route, "path", "") == "/metrics"]
-    closure = SimpleNamespace(**dict(zip(route.endpoint.__code__.co_freevars, route.endpoint.__closure__, strict=True)))
-    return lambda: closure.state.cell_contents.metrics.registry
-
-
-def _asgi(door: Door, app: Any, cluster: Any, metrics: Callable[[], Any]) -> Door:
-    door.metrics = metrics
+    closure = dict(zip(route.endpoint.__code__.co_freevars, route.endpoint.__closure__, strict=True))
+    state = closure["state"].cell_contents
+    door.metrics = lambda: state.metrics.registry
     door.in_flight = lambda: cluster.in_flight
+    door.places = lambda: state.door.in_flight.total()
     door.open = lambda *request: call_asgi(app, *request)  # type: ignore[assignment]
     return door
 
@@ -372,6 +371,3 @@ def at(door: Any, scenario: Callable[[Door], Awaitable[None]], **settings: Any) 
             await asyncio.wait_for(scenario(opened), 600.0)
 
     run_virtual(main())
-
-
-__all__ = ["DOORS", "TENANTS", "Answer", "Counter", "Door", "at"]

@@ -60,6 +60,9 @@ def raw(**fields: Any) -> bytes:
     return json.dumps({**chat, **fields}).encode()
 
 
+HEAD = b'{"model":"stub","max_tokens":4,'
+
+
 def plain(seen: Seen) -> bool:
     """Nothing that was stated to this side has reached the server, in the body or as a client wrote it."""
     return not {"slo", "service_tier"} & seen.body.keys()
@@ -121,6 +124,17 @@ BODIES = [
     Case("1,024 choices in 80 bytes", {"prompt": ["x"] * 8, "n": 128}, path=TEXT, status=400, param="n"),
     Case("18 choices of 9 prompts", {"prompt": ["x"] * 9, "n": 2}, path=TEXT, status=400, param="prompt",
          says="9 prompts with n = 2 ask for 18 choices; at most 16 are given"),
+    Case("prompts behind a tab", HEAD + b'"prompt":[\t"a",' + b",".join([b'"b"'] * 40) + b"]}", path=TEXT, status=400,
+         param="prompt", says="41 prompts"),
+    Case("prompts behind blanks", HEAD + b'"prompt":[' + b" " * 80 + b'[1],[2],' + b",".join([b"[3]"] * 39) + b"]}",
+         path=TEXT, status=400, param="prompt", says="41 prompts"),
+    Case("stream_options that are a number", {"stream": True, "stream_options": 5}, status=400,
+         param="stream_options"),
+    Case("stream_options that are a list", {"stream": True, "stream_options": ["include_usage"]}, status=400,
+         param="stream_options"),
+    Case("a salt of 70 kB", {"cache_salt": "x" * 70_000}, BULK, status=400, param="cache_salt", tenants=True,
+         doors=BEHIND),
+    Case("a flag of 70 kB", {"ignore_eos": "x" * 70_000}, BULK, status=400, param="ignore_eos", tenants=True),
     Case("more choices, by a setting", {"n": 17}, settings={"max_choices": 17}, counts=17),
     Case("other servers' fields, unused", {"models": ["m"], "reasoning_format": "none", "repetition_penalty_range": 64,
          "typical_p": 1, "top_a": 0, "mirostat_mode": 0, "provider": {"order": ["x"]}}),
@@ -227,7 +241,7 @@ def test_door_given_a_request_answers_right(door: Any, case: Case) -> None:
         assert (errors - before[2], by_code) == (is_error, is_error)
         if is_error:
             assert missed == before[1]
-        assert opened.in_flight() == 0
+        assert opened.in_flight() == opened.places() == 0
 
     at(door, scenario, **({"tenants": TENANTS} if case.tenants and door.checks_keys else {}), **case.settings)
 

@@ -23,6 +23,7 @@ from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from rubato.fleet.server_host import ServerHost
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.latency.affine import Model
@@ -127,6 +128,7 @@ def gateway(
                 cluster.listen(made.events.append)
                 await scenario(made)
             assert not calls
+            assert not any(host._prompts for host in cluster.hosts.values() if isinstance(host, ServerHost))
             offered, finished = made.of(Offered), made.of(Finished)
             assert sorted(e.id for e in offered) == sorted(e.id for e in finished)
         finally:

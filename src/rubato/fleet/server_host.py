@@ -469,7 +469,8 @@ class ServerHost(ServerWatch, KVBetweenServers):
             if call is None:
                 continue
             if isinstance(event, Offered):  # it has come there; the cluster has offered it
-                if event.request.progress is None and call.ids.index(event.id) % call.choices == 0:
+                is_first = call.ids.index(event.id) % call.choices == 0  # choice of its prompt
+                if event.request.progress is None and is_first and call.ids[0] in self._mine:
                     self._prompts[call.ids[0]] = self._prompts.get(call.ids[0], 0) + event.request.prompt
                     if len(call.ids) == 1:
                         call.counted(event.request.prompt)
@@ -484,6 +485,7 @@ class ServerHost(ServerWatch, KVBetweenServers):
                     continue
             self._arrived(event)
             if isinstance(event, Finished | HandedOff):
+                self._prompts.pop(event.id, None)
                 self._prefilled.pop(event.id, None)
                 del self._mine[event.id]
                 if (news := self._news.get(call.ids[0])) is not None:
@@ -496,7 +498,7 @@ class ServerHost(ServerWatch, KVBetweenServers):
 
     def _know_prompt(self, call: Call, prompt: int) -> None:
         """The server has counted so many tokens in the prompts of a call; 0: it has not."""
-        if prompt and call.tries <= 1:
+        if prompt and call.tries <= 1 and call.ids[0] in self._mine:
             self._prompts[call.ids[0]] = prompt
             call.counted(prompt)
 
@@ -556,6 +558,7 @@ class ServerHost(ServerWatch, KVBetweenServers):
                 task.cancel()
         self._serving = ending
         self._mine.clear()
+        self._prompts.clear()
         self._kv.clear()
         self._idle.set()
         self._lost(self.id, error, left)

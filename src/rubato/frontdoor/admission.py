@@ -31,6 +31,7 @@ from rubato.frontdoor.tenants import Tenant, Tenants
 
 OURS = ("slo", "service_tier")  # fields of a body that no server gets
 KV_FIELDS = ("kv_transfer_params", "ec_transfer_params")  # with these a server connects to another one
+SMALL_FIELDS = ("stream", "ignore_eos", "background", "cache_salt")
 DEFAULT_MAX_TOKENS = {TEXT: 16}  # of a choice; by other paths it may fill the model's context
 MIN_ITEMS = 65_536  # that the lists of a body may have, however small the model's context
 
@@ -213,8 +214,14 @@ class FrontDoor:
                 what they may.
         """
         body, path = request.body, request.path
+        for (
+            name
+        ) in SMALL_FIELDS:  # read again once it is admitted: what cannot be read must be said before it is charged
+            body.value(name)
+        if not isinstance(body.value("stream_options") or {}, dict):
+            raise invalid("stream_options", 'give an object, such as {"include_usage": true}.')
         for name in KV_FIELDS:
-            if name in body and body.json(name) and not (self.tenants.configured and tenant.admin):
+            if body.json(name) and not (self.tenants.configured and tenant.admin):
                 raise invalid(name, "leave it out: where KV is, the fleet says, and no client.")
         if body.flag("use_beam_search"):
             raise ApiError(400, "use_beam_search: its requests carry no SLO; leave it out.", param="use_beam_search")

@@ -24,6 +24,7 @@ MAX_WHOLE = 1 << 31
 CHUNK_BYTES = 1 << 16  # of a body that are looked through at a time
 TRUE = ("1", "on", "t", "true", "y", "yes")
 BOM = b"\xef\xbb\xbf"
+FIRST_ITEM = re.compile(rb'\[[ \t\r\n]*(["\[])')  # of a list of texts, or of lists
 HALF_PAIR = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])")
 
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -110,10 +111,11 @@ class BodyFields:
     @property
     def prompts(self) -> int:
         """Prompts of `prompt`, which may be a list of them."""
-        head = self.json("prompt")[:64].replace(b" ", b"").replace(b"\n", b"")[:2]
-        if head == b'["':
-            return int(_count_outside_texts(self.json("prompt"))[ord(",")]) + 1
-        return max(1, self.json("prompt").count(b"[") - 1) if head == b"[[" else 1
+        found = self.json("prompt")
+        first = FIRST_ITEM.match(found)
+        if first is None:
+            return 1
+        return int(_count_outside_texts(found)[ord(",")]) + 1 if first[1] == b'"' else found.count(b"[") - 1
 
     @property
     def prompt_ids(self) -> int:

@@ -113,8 +113,7 @@ class Gateway:
     def relayed(self, relay: _Relay, path: str, send: Send) -> RelayedCall:
         """The call of a response that is about to be sent, registered for the hosts."""
         door, admitted, requests = self._state.door, relay.admitted, relay.offers.requests
-        options = relay.fields.value("stream_options")
-        with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        with_usage = bool((relay.fields.value("stream_options") or {}).get("include_usage"))
         call = RelayedCall(
             path, _target(path, relay.query), answer_of(requests), requests, admitted.n, relay.headers_for_server,
             self._for_server(relay, path, answer_of(requests)), send, lambda: door.response_headers(admitted),
