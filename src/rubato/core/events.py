@@ -17,7 +17,7 @@ else:
         return dataclass(slots=slots, unsafe_hash=frozen)
 
 
-# Reasons of refusals that waiting does not cure. A host says so; a policy may not (`Cluster`, `core.plan.check`).
+# Reasons of refusals that waiting does not cure. A host says so; a policy may not (`replica.plan_check`).
 CLIENT_ERRORS = ("rejected-invalid", "rejected-too-long", "rejected-exceeds-kv")
 
 

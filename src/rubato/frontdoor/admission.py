@@ -13,14 +13,15 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from pydantic import ValidationError
+from starlette.types import Message, Send
 
 from rubato.core.clock import Clock
 from rubato.core.events import Finished
-from rubato.core.request import SATURATED, Request, Sampling, Stage
+from rubato.core.request import SATURATED, Request, Sampling
 from rubato.engines.vllm.sequence import KEYS, PREFIX, TIER
 from rubato.frontdoor import headers as header_fields
 from rubato.frontdoor.body_fields import BodyFields
-from rubato.frontdoor.choices import spread
+from rubato.frontdoor.choices import prompt_tokens, spread
 from rubato.frontdoor.errors import ApiError, from_finished, invalid
 from rubato.frontdoor.paths import GENERATE, RESPONSES, TEXT, is_shared
 from rubato.frontdoor.prompt_length import PromptLengths, prefix_keys
@@ -176,7 +177,8 @@ class FrontDoor:
         """Charge one API request, before its body is read: reading it costs time, too. Raises ApiError 429."""
         usage = self._usage.get(tenant.name)
         if usage is not None and (wait := usage.enter(self.clock.now())):
-            raise self._refused(tenant, None, RATE, wait)
+            unstated = grant(self.tenants.tiers(tenant), {}, None, None)  # its body is not read
+            raise self._refused(tenant, unstated, 1, RATE, wait)
 
     async def read_body(self, parts: AsyncIterable[bytes], declared: str = "") -> bytes:
         """The whole body.
@@ -274,21 +276,21 @@ class FrontDoor:
             weights = {name: self.weights.get(name, 1.0) for name in active}
             share = self.max_in_flight * weights[tenant.name] / sum(weights.values())
             if self.in_flight[tenant.name] >= max(1.0, share):
-                raise self._refused(tenant, admitted, SATURATED)
+                raise self._refused(tenant, admitted.granted, admitted.choices, SATURATED)
         if usage is not None:
             if refusal := usage.charge(admitted.choices, admitted.reserved_tokens, now):
-                raise self._refused(tenant, admitted, *refusal)
+                raise self._refused(tenant, admitted.granted, admitted.choices, *refusal)
             usage.tokens.take(admitted.reserved_tokens, now)
             usage.in_flight += admitted.choices
         self.in_flight[tenant.name] += admitted.choices
 
-    def _refused(self, tenant: Tenant, admitted: AdmittedRequest | None, reason: str, wait: float = 0.0) -> ApiError:
+    def _refused(
+        self, tenant: Tenant, granted: GrantedSLO, choices: int, reason: str, wait: float = 0.0
+    ) -> ApiError:  # fmt: skip
         """The error of a refusal here, which counts as one of each choice, as any other does."""
-        tier = self.tenants.tiers(tenant).resolve(None)
-        stages = (Stage(1, tier.slo),) if admitted is None else admitted.granted.stages_of_length(1)
-        name, id = (tier.name if admitted is None else admitted.granted.tier), f"refused-{uuid4().hex}"
-        for choice in range(1 if admitted is None else admitted.choices):
-            request = Request(f"{id}-{choice}", stages, self.clock.now(), tier=name, tenant=tenant.name)
+        stages, id = granted.stages_of_length(1), f"refused-{uuid4().hex}"
+        for choice in range(choices):
+            request = Request(f"{id}-{choice}", stages, self.clock.now(), tier=granted.tier, tenant=tenant.name)
             end = self.refuser.refuse(request, reason)
         return from_finished(end, wait or self.retry_after())
 
@@ -313,9 +315,7 @@ class FrontDoor:
 
     def settle_end(self, admitted: AdmittedRequest, request: Request, end: Finished) -> None:
         """End one choice as its last event says."""
-        prompt = request.prompt if end.prompt is None else end.prompt
-        is_further = request.group not in ("", request.id)
-        self.settle(admitted, 1, 0 if is_further or end.outcome == "refused" else prompt, end.output)
+        self.settle(admitted, 1, 0 if end.outcome == "refused" else prompt_tokens(request, end), end.output)
 
     def learn_length(self, admitted: AdmittedRequest, prompt_tokens: int) -> None:
         """The prompts of this API request had so many tokens."""
@@ -338,6 +338,24 @@ class FrontDoor:
         """Count a response: any 4xx but 429 is the client's own fault, and no missed SLO."""
         if 400 <= status < 500 and status != 429:
             self.count_client_error(status)
+
+    def counting(self, send: Send) -> Send:
+        """ASGI's `send`, by which each response is counted."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.count_status(message["status"])
+            await send(message)
+
+        return counted
+
+    # ----------------------------------------------------------------- what a server gets
+
+    def with_salt(self, body: BodyFields, tenant: Tenant) -> BodyFields:
+        """A body for vLLM, whose prefix cache keeps tenants apart by `cache_salt`."""
+        if not self.tenants.configured:
+            return body
+        return body.with_fields(cache_salt=self.tenants.salt(tenant, str(body.value("cache_salt") or "")))
 
 
 class _Stated(Body):

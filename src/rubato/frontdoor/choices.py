@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rubato.core.events import Finished
 from rubato.core.request import Request
 
 
@@ -26,6 +27,19 @@ def spread(prompts: Sequence[Request], n: int) -> tuple[Request, ...]:
                 sampling = replace(sampling, seed=sampling.seed + choice)
             found.append(replace(prompt, id=f"{prompt.id}-{at * n + choice}", group=group, sampling=sampling))
     return tuple(found)
+
+
+def response_id(requests: Sequence[Request]) -> str:
+    """The id of the response that these requests, all of one, are for."""
+    id = requests[0].id
+    return id if len(requests) == 1 else id.rpartition("-")[0]
+
+
+def prompt_tokens(request: Request, end: Finished) -> int:
+    """Of the prompt, as a bill has them: of several choices of one prompt the first brings them."""
+    if request.group not in ("", request.id):
+        return 0
+    return request.prompt if end.prompt is None else end.prompt
 
 
 def answer_of(id: str) -> str:

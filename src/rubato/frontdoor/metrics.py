@@ -37,6 +37,7 @@ from rubato.core.events import (
 from rubato.core.interfaces import View
 from rubato.core.request import SLO, Request
 from rubato.core.slo import TOLERANCE
+from rubato.frontdoor.choices import prompt_tokens
 from rubato.measure.replica_seconds import ReplicaSecondsMeter
 from rubato.policy_kit.backlog import prefill_seconds
 
@@ -178,7 +179,7 @@ class SLOMetrics:
         tier, tenant, verdict = state.tier, state.tenant, event.verdict
         self._count_offered(state)
         if state.begun is not None or state.first is not None:
-            self._used.labels(tenant, "prompt").inc(_prompt_tokens(state.request, event))
+            self._used.labels(tenant, "prompt").inc(prompt_tokens(state.request, event))
         self._n_finished.labels(tier, tenant, event.outcome).inc()
         if verdict.met:
             self._met.labels(tier, tenant, "all").inc()
@@ -354,7 +355,7 @@ class Metrics(SLOMetrics):
         state, verdict = self._open[event.id], event.verdict
         super()._finished(event)
         if state.begun is not None:
-            prompt = _prompt_tokens(state.request, event)
+            prompt = prompt_tokens(state.request, event)
             self._prompt_tokens.inc(prompt)
             self._prompt_size.observe(prompt)
         if event.outcome == "completed":
@@ -370,13 +371,6 @@ class Metrics(SLOMetrics):
     def _stepped(self, event: Stepped) -> None:
         super()._stepped(event)
         self._iteration.observe(event.shape.tokens)
-
-
-def _prompt_tokens(request: Request, end: Finished) -> int:
-    """Of the prompt, as a bill has them: of several choices of one prompt the first brings them."""
-    if request.group not in ("", request.id):
-        return 0
-    return request.prompt if end.prompt is None else end.prompt
 
 
 def _promises(request: Request) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from rubato.frontdoor.errors import ApiError
 
@@ -31,6 +31,16 @@ def canonical_path(path: str) -> str:
     if "." in parts or ".." in parts:
         raise ApiError(400, "The path has a part . or .. in it: write it without.", code="invalid_path")
     return "/" + "/".join(parts)
+
+
+def written_path(path: str, query: str = "") -> str:
+    """A canonical path, with its query, as it is written in a request."""
+    return quote(path) + (f"?{query}" if query else "")
+
+
+def is_internal(path: str) -> bool:
+    """Whether a canonical path is between servers and gateways, and no client's."""
+    return path.startswith("/rubato")
 
 
 def is_shared(path: str) -> bool:

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rubato.core.request import LEAST_MS, MOST_MS, SLO
 from rubato.frontdoor.errors import ApiError, invalid
 
-MOST_STAGES = 64
-MOST_UNKNOWN = 64  # fields that are not known at all: each is compared with every known name
-LONGEST_NAME = 64  # characters of a name that are compared
+MAX_STAGES = 64
+MAX_UNKNOWN_FIELDS = 64  # fields that are not known at all: each is compared with every known name
+MAX_NAME_CHARACTERS = 64  # characters of a name that are compared
 
 
 class Body(BaseModel):
@@ -27,7 +27,7 @@ class SLODimensions(Body):
     @model_validator(mode="before")
     @classmethod
     def _few(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MOST_UNKNOWN:
+        if isinstance(value, dict) and len(value) > MAX_UNKNOWN_FIELDS:
             raise ValueError(f"{len(value)} fields given: it has {', '.join(cls.model_fields)}")
         return value
 
@@ -45,7 +45,7 @@ class StageBody(SLODimensions):
 
 class SLOBody(SLODimensions):
     e2e_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
-    stages: list[StageBody] | None = Field(default=None, min_length=1, max_length=MOST_STAGES, fail_fast=True)
+    stages: list[StageBody] | None = Field(default=None, min_length=1, max_length=MAX_STAGES, fail_fast=True)
     on_decline: Literal["best_effort", "refuse"] | None = None
 
     @property
@@ -66,7 +66,7 @@ def bad_request(error: ValidationError, *, shown: bool) -> ApiError:
         return ApiError(400, f"{path}: this field is required.", param=path, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":
         fields = StageBody.model_fields if "stages" in first["loc"] else SLOBody.model_fields
-        near = get_close_matches(str(first["loc"][-1])[:LONGEST_NAME], fields, 1, cutoff=0.0)
+        near = get_close_matches(str(first["loc"][-1])[:MAX_NAME_CHARACTERS], fields, 1, cutoff=0.0)
         message = f"unknown field; did you mean {near[0]}?"
     elif first["type"] != "value_error" and isinstance(first.get("input"), int | float | str | bool):
         message = f"{message}, got {first['input']!r:.100}"

@@ -24,7 +24,7 @@ from math import inf
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Stage
 from rubato.frontdoor.errors import ApiError, invalid
-from rubato.frontdoor.slo_body import LONGEST_NAME, SLOBody, StageBody
+from rubato.frontdoor.slo_body import MAX_NAME_CHARACTERS, SLOBody, StageBody
 
 # The dimension -> headers that state it in milliseconds, the first of which wins.
 HEADERS: Mapping[str, tuple[str, ...]] = {
@@ -109,9 +109,9 @@ class Tiers:
         if name in STANDARD:
             return self.default
         known = sorted({*self._named, *STANDARD})
-        near = get_close_matches(name[:LONGEST_NAME], known, 1)
+        near = get_close_matches(name[:MAX_NAME_CHARACTERS], known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
-        raise invalid("service_tier", f"unknown tier {name[:LONGEST_NAME]!r}; {hint}")
+        raise invalid("service_tier", f"unknown tier {name[:MAX_NAME_CHARACTERS]!r}; {hint}")
 
     def loosened(self, slo: SLO) -> SLO:
         """What of it may be promised; a tier's `max_pause`, which no client states, is."""
@@ -132,6 +132,11 @@ class GrantedSLO:
     def stages(self, prompt: tuple[int, ...]) -> tuple[Stage, ...]:
         """The stages of a request with this prompt."""
         return (replace(self._stages[0], prompt=len(prompt), token_ids=prompt), *self._stages[1:])
+
+    @property
+    def slo(self) -> SLO:
+        """Of the first stage, which most requests alone have."""
+        return self._stages[0].slo
 
     def stages_of_length(self, prompt: int) -> tuple[Stage, ...]:
         """The stages of a request whose prompt has so many tokens, which are not known."""
@@ -175,7 +180,8 @@ def from_headers(headers: Mapping[str, str]) -> SLO:
     none."""
     for name in headers:
         if name.startswith(("x-slo-", "x-llm-d-slo-")) and name not in KNOWN_HEADERS:
-            raise invalid(name[:LONGEST_NAME], f"unknown header{nearest(name[:LONGEST_NAME], KNOWN_HEADERS)}")
+            shown = name[:MAX_NAME_CHARACTERS]
+            raise invalid(shown, f"unknown header{nearest(shown, KNOWN_HEADERS)}")
     stated: dict[str, float] = {}
     for dimension, names in HEADERS.items():
         for name in names:
@@ -202,11 +208,13 @@ def to_headers(slo: SLO) -> list[tuple[str, str]]:
 def check_names(names: Iterable[str], ours: Sequence[str]) -> None:
     """Raises ApiError 400 for a body's field that looks like one of ours and is none."""
     for name in islice(names, MAX_NAMES):
-        if name not in ours and len(name) < LONGEST_NAME and (near := get_close_matches(name.lower(), ours, 1, 0.8)):
+        if name in ours or len(name) >= MAX_NAME_CHARACTERS:
+            continue
+        if near := get_close_matches(name.lower(), ours, 1, 0.8):
             message = f"{name}: unknown parameter; did you mean {near[0]}?"
             raise ApiError(400, message, param=name, code="unknown_parameter")
 
 
 def unknown_name(where: str, name: str, known: Sequence[str]) -> ApiError:
     """The error of a name that is not known there."""
-    return invalid(where[:LONGEST_NAME], f"unknown key{nearest(name[:LONGEST_NAME], known)}")
+    return invalid(where[:MAX_NAME_CHARACTERS], f"unknown key{nearest(name[:MAX_NAME_CHARACTERS], known)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
-from urllib.parse import quote
 
 import orjson
 from fastapi import FastAPI, Request
@@ -20,7 +19,7 @@ from rubato.frontdoor.admission import FrontDoor
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.errors import ApiError
 from rubato.frontdoor.metrics import Metrics
-from rubato.frontdoor.paths import canonical_path
+from rubato.frontdoor.paths import canonical_path, written_path
 from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.serving import logs, openapi
 
@@ -128,16 +127,12 @@ class AtTheDoor:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
 
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._door.count_status(message["status"])
-            await send(message)
-
+        send = self._door.counting(send)
         try:
             path = canonical_path(scope["path"])
         except ApiError as error:
-            return await error.response()(scope, receive, counted)
-        await self._app({**scope, "path": path, "raw_path": quote(path).encode()}, receive, counted)
+            return await error.response()(scope, receive, send)
+        await self._app({**scope, "path": path, "raw_path": written_path(path).encode()}, receive, send)
         return None
 
 

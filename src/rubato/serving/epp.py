@@ -13,7 +13,6 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
-from urllib.parse import quote
 
 import betterproto2
 from envoy_data_plane.envoy.service.ext_proc.v3 import HttpHeaders, ProcessingRequest, ProcessingResponse
@@ -29,16 +28,16 @@ from rubato.fleet.server_fleet import server_cluster
 from rubato.fleet.server_host import ServerHost
 from rubato.fleet.upstream import HttpServer, Upstream
 from rubato.frontdoor.admission import ApiRequest, FrontDoor, for_server
+from rubato.frontdoor.choices import response_id
 from rubato.frontdoor.errors import ApiError, from_finished
 from rubato.frontdoor.headers import is_ours, new_id
 from rubato.frontdoor.offers import Offers
-from rubato.frontdoor.paths import GENERATE, canonical_path
+from rubato.frontdoor.paths import GENERATE, canonical_path, is_internal, written_path
 from rubato.frontdoor.slo_fields import to_headers
 from rubato.frontdoor.tenants import Tenants, tiers_of
 from rubato.policy_kit.candidates import Candidates
 from rubato.serving import epp_messages
 from rubato.serving.epp_messages import ProtocolError, RequestChanges
-from rubato.serving.gateway import answer_of
 from rubato.serving.server_fleets import fleet_of
 
 HELD_SECONDS = 60.0  # that a request waits for a place, where its e2e is not less
@@ -223,8 +222,8 @@ class _Stream:
         written, _, query = self._headers.get(":path", "").partition("?")
         path = canonical_path(written)
         if path != written:
-            self._changes.set[":path"] = quote(path) + (f"?{query}" if query else "")
-        if path == "/rubato" or path.startswith("/rubato/"):
+            self._changes.set[":path"] = written_path(path, query)
+        if is_internal(path):
             raise ApiError(403, f"{path[:80]} is for gateways.", code="admin_only")
         self._changes.remove += [name for name in self._headers if is_ours(name)]
         self._raw = b"".join(self._body)
@@ -246,7 +245,7 @@ class _Stream:
         id = new_id(path, self._headers.get("x-request-id", ""), picker.calls)
         offers = Offers(door, self._cluster, admitted, admitted.requests(id, self._arrival, body))
         ids = [request.id for request in offers.requests]
-        self._changes.set |= dict(to_headers(admitted.granted.stages_of_length(1)[0].slo))
+        self._changes.set |= dict(to_headers(admitted.granted.slo))
         if (changed := for_server(body)) is not body:
             self._raw = changed.to_json()
             self._changes.set["content-length"] = str(len(self._raw))
@@ -258,7 +257,7 @@ class _Stream:
             picker.passing.pop(call.answer, None)
 
         call = EnvoyCall(
-            path, answer_of(offers.requests), offers.requests, admitted.n, body.flag("stream"),
+            path, response_id(offers.requests), offers.requests, admitted.n, body.flag("stream"),
             lambda tokens: door.learn_length(admitted, tokens), over,
         )  # fmt: skip
         self._call = picker.passing[call.answer] = call

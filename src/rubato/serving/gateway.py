@@ -8,10 +8,9 @@ paths go to some server of the fleet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
 
 import orjson
 from fastapi import FastAPI
@@ -20,17 +19,17 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rubato.core.interfaces import View
-from rubato.core.request import Request
 from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.server_host import ServerHost
 from rubato.fleet.upstream import UpstreamError
 from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, for_server
 from rubato.frontdoor.body_fields import BodyFields
+from rubato.frontdoor.choices import response_id
 from rubato.frontdoor.errors import ApiError, from_finished
 from rubato.frontdoor.headers import forwarded, new_id, returned
 from rubato.frontdoor.offers import Offers
-from rubato.frontdoor.paths import CHAT, GENERATE, RESPONSES, TEXT
+from rubato.frontdoor.paths import CHAT, GENERATE, RESPONSES, TEXT, is_internal, written_path
 from rubato.frontdoor.slo_fields import Tiers, to_headers
 from rubato.frontdoor.tenants import Tenants
 from rubato.serving.app_state import AppState, add_door, add_operations
@@ -114,9 +113,10 @@ class Gateway:
         """The call of a response that is about to be sent, registered for the hosts."""
         door, admitted, requests = self._state.door, relay.admitted, relay.offers.requests
         with_usage = bool((relay.fields.value("stream_options") or {}).get("include_usage"))
+        answer = response_id(requests)
         call = RelayedCall(
-            path, _target(path, relay.query), answer_of(requests), requests, admitted.n, relay.headers_for_server,
-            self._for_server(relay, path, answer_of(requests)), send, lambda: door.response_headers(admitted),
+            path, written_path(path, relay.query), answer, requests, admitted.n, relay.headers_for_server,
+            self._for_server(relay, path, answer), send, lambda: door.response_headers(admitted),
             lambda tokens: door.learn_length(admitted, tokens), with_usage=with_usage,
         )  # fmt: skip
         for id in call.ids:
@@ -131,10 +131,7 @@ class Gateway:
         if path in (CHAT, TEXT) and body.flag("stream") and not self._has_link():
             options = body.value("stream_options")  # without the link nothing else says how many tokens there were
             body = body.with_fields(stream_options={**(options or {}), "include_usage": True})
-        if tenants.configured and self._service.is_vllm():
-            salt = tenants.salt(relay.admitted.tenant, str(body.value("cache_salt") or ""))
-            body = body.with_fields(cache_salt=salt)
-        return body
+        return self._state.door.with_salt(body, relay.admitted.tenant) if self._service.is_vllm() else body
 
     def forget(self, call: RelayedCall) -> None:
         for id in call.ids:
@@ -144,15 +141,15 @@ class Gateway:
         """Whatever else servers have: it goes to one of them, in turn."""
         self._state.enter(http)
         path = http.url.path
-        if path.startswith("/rubato"):
+        if is_internal(path):
             raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
         raw = await self._state.door.read_body(http.stream(), http.headers.get("content-length", ""))
-        hosts = self._service.servers()
+        hosts, target = self._service.servers(), written_path(path, http.url.query)
         for _ in range(len(hosts)):
             self._turn += 1
             host = hosts[self._turn % len(hosts)]
             try:
-                reply = await host.upstream.open(http.method, _target(path, http.url.query), self._headers(http), raw)
+                reply = await host.upstream.open(http.method, target, self._headers(http), raw)
             except UpstreamError:
                 continue  # the next one; this one's own probes tell that it is gone
             if is_redirect(reply.status):
@@ -173,7 +170,7 @@ class Gateway:
         elif not self._state.tenants.configured:
             kept += [(name, value) for name, value in http.headers.items() if name in ("authorization", "x-api-key")]
         if admitted is not None and not self._has_link():
-            kept += to_headers(admitted.granted.stages_of_length(1)[0].slo)
+            kept += to_headers(admitted.granted.slo)
         return kept
 
 
@@ -256,14 +253,3 @@ class _Passed(Response):
         finally:
             self._reply.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _target(path: str, query: str) -> str:
-    """A canonical path as it is written in a request."""
-    return quote(path) + (f"?{query}" if query else "")
-
-
-def answer_of(requests: Sequence[Request]) -> str:
-    """The id that the server gives its response."""
-    id = requests[0].id
-    return id if len(requests) == 1 else id.rpartition("-")[0]

@@ -61,7 +61,7 @@ def answer(
 
     spell: a token id's bytes. created: Unix seconds.
     """
-    id = choices.answer_of(requests[0].id)
+    id = choices.response_id(requests)
     form = sse.Format(id, body.kind, requests, body.model, created, spell)
     chunks = None
     if body.stream:

@@ -21,7 +21,7 @@ from pydantic import (
 
 from rubato.core.request import Sampling
 from rubato.frontdoor.errors import ApiError, invalid, no_room
-from rubato.frontdoor.slo_body import LONGEST_NAME, MOST_UNKNOWN, Body, SLOBody, bad_request, param
+from rubato.frontdoor.slo_body import MAX_NAME_CHARACTERS, MAX_UNKNOWN_FIELDS, Body, SLOBody, bad_request, param
 
 # Parameters of OpenAI and vLLM that change the answer and are not implemented -> the values that mean "not used".
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -363,10 +363,10 @@ def _refuse_unsupported(body: Completion) -> None:
             raise ApiError(400, message, param=name, code="unsupported_parameter")
     known = [*type(body).model_fields, *UNSUPPORTED]
     for count, name in enumerate((name for name in extra if name not in UNSUPPORTED and name not in IGNORED), 1):
-        if count > MOST_UNKNOWN:
-            message = f"The body has more than {MOST_UNKNOWN} fields that this server does not know."
+        if count > MAX_UNKNOWN_FIELDS:
+            message = f"The body has more than {MAX_UNKNOWN_FIELDS} fields that this server does not know."
             raise ApiError(400, message, code="unknown_parameter")
-        if near := get_close_matches(name[:LONGEST_NAME], known, 1, cutoff=0.85):
+        if near := get_close_matches(name[:MAX_NAME_CHARACTERS], known, 1, cutoff=0.85):
             message = f"{name}: unknown parameter; did you mean {near[0]}?"
             raise ApiError(400, message, param=name, code="unknown_parameter")
 

@@ -19,7 +19,6 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
 from uuid import uuid4
 
 import orjson
@@ -43,7 +42,7 @@ from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, FrontDoor, f
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.errors import ApiError, from_finished
 from rubato.frontdoor.headers import first_of_each
-from rubato.frontdoor.paths import CHAT, GENERATE, OPEN, RESPONSES, TEXT, canonical_path
+from rubato.frontdoor.paths import CHAT, GENERATE, OPEN, RESPONSES, TEXT, canonical_path, written_path
 from rubato.frontdoor.slo_fields import GrantedSLO
 from rubato.frontdoor.tenants import Tenant, Tenants, tenants_of, tiers_of
 from rubato.serving.sse import forbid_buffering
@@ -178,36 +177,32 @@ class FrontEnd:
     async def serve(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         door, tenant = self.door, None
 
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                door.count_status(message["status"])
-            await send(message)
-
+        send = door.counting(send)
         try:
             path = canonical_path(scope["path"].removeprefix(scope.get("root_path", "")).rstrip("\n"))
             full = scope.get("root_path", "") + path  # as vLLM's routes match it
-            scope = {**scope, "path": full, "raw_path": quote(full).encode()}
+            scope = {**scope, "path": full, "raw_path": written_path(full).encode()}
             if scope["method"] == "OPTIONS" or path in OPEN:
                 self._reports.read()
-                return await app(scope, receive, counted)
+                return await app(scope, receive, send)
             headers = first_of_each(scope["headers"])
             tenant = door.identify(headers)
             if path.startswith("/rubato/"):
-                return await self.shared(self._own_page(path, tenant))(scope, receive, counted)
+                return await self.shared(self._own_page(path, tenant))(scope, receive, send)
             if scope["method"] == "POST":
                 door.enter(tenant)
             door.authorize(tenant, path)
             if path not in GENERATE or scope["method"] != "POST":
-                return await app(scope, receive, counted)
+                return await app(scope, receive, send)
             raw = await door.read_body(_parts(receive), headers.get("content-length", ""))
             body = door.read_fields(raw)
             call = self._admit(ApiRequest(path, headers, body, self._reports.clock.now()), tenant)
         except ApiError as error:
-            return await self.shared(_reply(error, door.limit_headers(tenant)))(scope, receive, counted)
+            return await self.shared(_reply(error, door.limit_headers(tenant)))(scope, receive, send)
         try:
             raw = self._for_vllm(call, body).to_json()
             kept = [(name, value) for name, value in scope["headers"] if name not in (b"content-length", CHUNKS)]
-            answer = _Answer(self, call, scope, counted)
+            answer = _Answer(self, call, scope, send)
             scope = {**scope, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
             await app(scope, _replayed(raw, receive), answer.send)
         finally:
@@ -246,12 +241,9 @@ class FrontEnd:
         body = for_server(body)
         if not body.json("vllm_xargs") or body.json("vllm_xargs").startswith(b"{"):
             body = body.with_fields(vllm_xargs={**(body.value("vllm_xargs") or {}), **fields})
-        if tenants.configured:
-            salt = tenants.salt(tenant, str(body.value("cache_salt") or ""))
-            body = body.with_fields(cache_salt=salt)
-            if admitted.path == RESPONSES:
-                body = body.with_fields(request_id=tenants.new_response_id(tenant))
-        return body
+        if tenants.configured and admitted.path == RESPONSES:
+            body = body.with_fields(request_id=tenants.new_response_id(tenant))
+        return self.door.with_salt(body, tenant)
 
     # ----------------------------------------------------------------- while it is served
 
@@ -451,7 +443,7 @@ async def _parts(receive: Receive) -> AsyncIterator[bytes]:
 
 
 def _times(granted: GrantedSLO) -> tuple[float | None, ...]:
-    slo = granted.stages_of_length(1)[0].slo
+    slo = granted.slo
     return slo.ttft, slo.tpot, slo.e2e
 
 
