@@ -7,12 +7,13 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from rubato import policies
 from rubato.cli.main import main
-from rubato.core import interfaces
+from rubato.core import infeasible, interfaces
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Plan, Shape, Work
 from rubato.engines.simulated import Engine
@@ -172,12 +173,13 @@ def test_the_reference_has_every_public_attribute(shown: type) -> None:
         assert list(inspect.signature(getattr(shown, name)).parameters)[1:] == given
 
 
-def test_the_reference_has_every_function_of_the_builder() -> None:
-    names, arguments = table(batch_builder.__name__)
-    functions = {name for name, one in vars(batch_builder).items() if inspect.isfunction(one) and name[0] != "_"}
-    assert names == {name for name in functions if getattr(batch_builder, name).__module__ == batch_builder.__name__}
+@pytest.mark.parametrize("module", [batch_builder, infeasible])
+def test_the_reference_has_every_function_of_the_kit(module: ModuleType) -> None:
+    names, arguments = table(module.__name__)
+    functions = {name for name, one in vars(module).items() if inspect.isfunction(one) and name[0] != "_"}
+    assert names == {name for name in functions if getattr(module, name).__module__ == module.__name__}
     for name, given in arguments.items():
-        assert list(inspect.signature(getattr(batch_builder, name)).parameters) == given
+        assert list(inspect.signature(getattr(module, name)).parameters) == given
 
 
 def test_the_reference_says_what_is_asked_of_a_shape() -> None:

@@ -69,7 +69,7 @@ def test_it_says_how_many_of_which_tier_and_why() -> None:
     found = feasibility.assess(load, MACHINE)
     assert found.infeasible == {"tight": 2, "loose": 1}
     assert "3 of 5 requests (2 of tight, 1 of loose)" in found.text
-    assert "q0 (tier tight) needs 0.4" in found.text
+    assert "q0 (tier tight): the prompt of 2000 tokens takes 4" in found.text
     with pytest.raises(ValueError, match=r"no number of replicas attains 90 %: 3 of 5 requests"):
         found.check(0.9)
     found.check(0.4)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from math import ceil, inf, isfinite
 
 from rubato.core.events import Event, Finished, Joined, Offered
+from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import Scaling, SeqView, View
 from rubato.core.plan import Shape
 from rubato.core.request import Request
 from rubato.fleet.scaling import idle
-from rubato.policy_kit.batch_builder import prefill_time
 
 INTERVAL = 1.0  # seconds between two looks at the fleet by predicted attainment
 FULL = 0.8  # of a replica's time, places and KV: what the replicas that stay may be filled to when one leaves

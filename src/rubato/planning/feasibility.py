@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
-from rubato.core.plan import Shape
-from rubato.core.slo import TOLERANCE, WINDOW, deadlines
-from rubato.policy_kit.batch_builder import prefill_time
+from rubato.core.infeasible import StageLengths, find_infeasible
 from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Arrival, OfferedStage, Workload
 
@@ -53,7 +50,7 @@ def assess(load: Workload, hardware: Hardware, slo_rule: str = "deadline") -> Fe
         infeasible[one.tier] += bool(why)
         beyond = max(0, sum(part.prompt + part.output for part in load.parts(one)) - fitting(hardware))
         if why and (not example or 0 < excess < beyond):
-            example, excess = f"{one.id} (tier {one.tier}) {why}", beyond
+            example, excess = f"{one.id} (tier {one.tier}): {why}", beyond
     return Feasibility(len(load.arrivals), {tier: count for tier, count in infeasible.items() if count}, example)
 
 
@@ -85,55 +82,14 @@ def fitting(hardware: Hardware) -> int:
 
 
 def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, slo_rule: str) -> str:
-    """What a request of these stages lacks to meet its SLO on an idle replica, in words; "" if it lacks nothing.
-
-    Each prompt runs in the largest batches the engine takes, then one step a token. Step times are taken as linear in
-    the context between a stage's first decode and its last (exact for a model that is); they grow, so lateness under
-    the deadline rule is convex over tokens and greatest at the first or the last.
-    """
-    limits, model = hardware.limits, hardware.model
+    """Why a request of these stages misses its SLO on an idle replica, in words; "" if it does not."""
+    limits = hardware.limits
     fits = fitting(hardware)
     length = sum(part.prompt + part.output for part in parts)
     if length > fits:
         lifts = [f"--set engine.max_model_len={length}"] if length > limits.max_model_len else []
         if length > limits.kv_blocks * limits.block_size:
             lifts.append(f"--kv-tokens {limits.blocks(length) * limits.block_size}")
-        return f"is {length} tokens long and {fits} fit (lifted by {' and '.join(lifts)})"
-    cached, start = 0, 0.0
-    continues: float | None = None
-    for part in parts:
-        slo, steps = part.slo, part.output - 1
-        pending = part.prompt + (cached > 0)  # the token before it is not in KV yet
-        first = prefill_time(model, pending, cached, limits.max_num_batched_tokens)
-        cached += pending
-        begin, end = (model.step_time(Shape().plus(1, cached + i)) for i in (0, max(0, steps - 1)))
-        decode = steps * (begin + end) / 2
-        cached += steps
-        came, last = start + first, start + first + decode
-        due = deadlines(slo, 0.0, start, came, None if part.prompt else continues)
-        if slo.ttft is not None and first > slo.ttft + TOLERANCE:
-            return f"needs {first:.4g} s for its prompt of {part.prompt} tokens and has a TTFT of {slo.ttft:g} s"
-        if last > due.end + TOLERANCE:
-            return f"needs {last:.4g} s and has an e2e of {slo.e2e:g} s"
-        if slo.tpot is not None:
-            pace = decode / steps if steps else first
-            late = came > due.token(0) + TOLERANCE or last > due.token(steps) + TOLERANCE
-            if slo_rule != "deadline":
-                pace, late = _paced(steps, begin, end, slo.tpot, slo_rule)
-            if late:
-                return f"takes {1e3 * pace:.4g} ms a token alone and has a TPOT of {1e3 * slo.tpot:g} ms"
-        continues = due.token(steps) if due.token(steps) < inf else last
-        start = last
-    return ""
-
-
-def _paced(steps: int, begin: float, end: float, tpot: float, slo_rule: str) -> tuple[float, bool]:
-    """Seconds per token after the first, as the rule counts them, and whether they exceed the TPOT."""
-    if not steps:
-        return 0.0, False
-    counted = steps
-    pace = (begin + end) / 2
-    if slo_rule == "windowed":  # the last window's steps are the longest
-        counted = (steps - 1) % WINDOW + 1
-        pace = end - (end - begin) * (counted - 1) / 2 / max(1, steps - 1)
-    return pace, counted * pace > counted * tpot + TOLERANCE
+        return f"it is {length} tokens long and {fits} fit (lifted by {' and '.join(lifts)})"
+    stages = [StageLengths(part.prompt, part.slo, part.output, part.output) for part in parts]
+    return find_infeasible(stages, hardware.model, limits.max_num_batched_tokens, slo_rule) or ""

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from rubato.core.did_you_mean import nearest
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Started
+from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import Dispatch, SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Role, Shape
 from rubato.core.request import SATURATED, HandoffReason
@@ -33,7 +34,6 @@ from rubato.policy_kit.batch_builder import (
     BatchBuilder,
     blocks_at_end,
     decodes_or_prefills,
-    prefill_time,
     resume_prefills,
     run_all,
     unreserved_blocks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from rubato.core.interfaces import LatencyModel, SeqView, View
+from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import NO_BATCH, Plan, Shape, Work, blocks_for
 from rubato.core.request import NOTHING, HandoffReason
 
@@ -388,13 +388,3 @@ def remaining_output(seq: SeqView) -> float:
         return predicted
     prompts = sum(stage.prompt for stage in seq.request.stages[: seq.stage + 1])
     return max(1, seq.request.sampling.max_tokens - (seq.length - prompts))
-
-
-def prefill_time(latency: LatencyModel, tokens: int, cached: int, chunk: int) -> float:
-    """Seconds that a prompt's `tokens` take on an idle engine, in chunks of `chunk`, after `cached` tokens in KV."""
-    seconds, end = 0.0, cached + tokens
-    while cached < end:
-        now = min(chunk, end - cached)
-        seconds += latency.step_time(Shape().plus(now, cached))
-        cached += now
-    return seconds

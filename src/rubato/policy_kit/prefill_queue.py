@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
+from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import LatencyModel, SeqView, View
 from rubato.core.plan import NO_BATCH, Plan, Shape
 from rubato.core.request import HandoffReason
-from rubato.policy_kit.batch_builder import BatchBuilder, prefill_time
+from rubato.policy_kit.batch_builder import BatchBuilder
 
 
 class Prompt(NamedTuple):

@@ -6,9 +6,9 @@ from __future__ import annotations
 from functools import cache
 from math import inf
 
+from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
-from rubato.policy_kit.batch_builder import prefill_time
 
 KV_GRAIN, PROMPT_GRAIN = 4096, 256  # tokens up to which step times are remembered alike
 PROBE = Shape(32, 32, 32_000)

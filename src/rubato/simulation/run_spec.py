@@ -14,6 +14,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
+from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import Autoscaler, LatencyModel, LengthPredictor
 from rubato.core.length_prediction import PREDICTORS, ConditionalMean, Oracle, RunningMean
 from rubato.core.plan import Limits, Sample
@@ -24,7 +25,6 @@ from rubato.latency import profiles
 from rubato.latency.model_wrapper import ModelWrapper
 from rubato.latency.with_drafter import Drafted
 from rubato.policies import default_lengths
-from rubato.policy_kit.batch_builder import prefill_time
 from rubato.policy_kit.fair_share import FairShare
 from rubato.workloads import Workload
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from math import inf
 
+from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import LatencyModel, SeqView, View
 from rubato.core.plan import Plan
-from rubato.policy_kit.batch_builder import prefill_time
 from rubato.policy_kit.prefill_queue import nearest_due_first
 
 # Tokens of a prefill step. Longer steps leave less room for a nearer deadline that comes in between, shorter ones read

@@ -10,6 +10,7 @@ from math import inf
 from typing import ClassVar
 
 from rubato.core.events import Event, Finished, HandedOff
+from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Shape
 from rubato.core.request import HandoffReason
@@ -30,7 +31,7 @@ from rubato.policies.slos_serve.demand import (
 )
 from rubato.policies.slos_serve.dynamic_program import EPS
 from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, Drafts, SpeculationPlan
-from rubato.policy_kit.batch_builder import blocks_at_end, prefill_time
+from rubato.policy_kit.batch_builder import blocks_at_end
 from rubato.policy_kit.compiled import warn_if_plain
 
 DECLINED = "rejected-slo-infeasible"
