@@ -154,6 +154,28 @@ def test_cause_of_a_miss(cause: str, work: dict[str, int], start: float, end: fl
     assert (verdict.met, verdict.cause) == (False, cause)
 
 
+@pytest.mark.parametrize(
+    ("slo", "cause"),
+    [  # 10 ms and 1 ms a token: 18 ms for the prompt, 11 for a decode; but it waits 2 s
+        ({"ttft": 0.017}, "infeasible"),
+        ({"ttft": 0.018}, None),
+        ({"ttft": 0.02, "tpot": 0.005}, "infeasible"),  # the second comes at 29 ms, and is due at 25
+        ({"ttft": 0.025, "tpot": 0.005}, None),  # the TTFT makes up for it
+        ({"e2e": 0.028}, "infeasible"),
+        ({"e2e": 0.03}, None),
+    ],
+)
+def test_a_miss_that_would_be_one_alone_is_infeasible_however_long_it_waited(
+    slo: dict[str, float], cause: str | None
+) -> None:
+    r = replica()
+    r.submit(request("a", 8, **slo, most=2), 0.0)
+    step(r, {"a": 8}, 2.0, 2.02)
+    events = step(r, {"a": 1}, 2.02, 2.04, a=Emitted(1, finish="length"))
+    verdict = next(e for e in events if isinstance(e, Finished)).verdict
+    assert (verdict.met, verdict.cause) == (False, cause or "queue")
+
+
 def test_a_decode_that_others_slow_down() -> None:
     r = replica()
     for id in ("a", "b", "c", "d"):

@@ -17,7 +17,7 @@ from rubato.core import infeasible, interfaces
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Plan, Shape, Work
 from rubato.engines.simulated import Engine
-from rubato.policy_kit import batch_builder
+from rubato.policy_kit import batch_builder, refusals
 from rubato.policy_kit.batch_builder import BatchBuilder
 from tests.docs.pages import PAGES, commands, fenced
 from tests.doubles import Seq, request, shown, view
@@ -173,7 +173,7 @@ def test_the_reference_has_every_public_attribute(shown: type) -> None:
         assert list(inspect.signature(getattr(shown, name)).parameters)[1:] == given
 
 
-@pytest.mark.parametrize("module", [batch_builder, infeasible])
+@pytest.mark.parametrize("module", [batch_builder, refusals, infeasible])
 def test_the_reference_has_every_function_of_the_kit(module: ModuleType) -> None:
     names, arguments = table(module.__name__)
     functions = {name for name, one in vars(module).items() if inspect.isfunction(one) and name[0] != "_"}

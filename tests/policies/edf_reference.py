@@ -13,9 +13,10 @@ from math import inf
 from typing import ClassVar
 
 from rubato.core.events import Event, Finished, HandedOff
-from rubato.core.interfaces import SeqView, View, nothing_sent
+from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan, Shape
 from rubato.policy_kit.batch_builder import BatchBuilder
+from rubato.policy_kit.refusals import known_output, refusable, refusals, why_infeasible
 
 PROBE = 256  # tokens of prefill whose marginal time stands for all
 DECODES = 2.0  # times as long as its decodes a step may always be, whatever the tightest TTFT: half of it is prefill
@@ -68,7 +69,7 @@ class Scheduler:
             self._book(seq.id, seq.request.tier, lost=True)  # now, not when it ends: set aside, it may take long
         for seq in strict:
             self._book(seq.id, seq.request.tier, lost=False)  # it may have come back
-        drop = {s.id: "rejected-slo-infeasible" for s in declined if self._refusable(s)}
+        drop = refusals(declined, view)
         rest = sorted((s for s in here if s.id in aside and s.id not in drop), key=_arrival)
         builder = BatchBuilder(view)
         self._give_turn(builder, rest, strict)
@@ -138,7 +139,7 @@ class Scheduler:
                 jobs.append(seq)
         rate = _Rate(view, decodes, spare, tpot, 1.0 + self.safety_margin)
         fresh = sorted((s for s in jobs if not s.demoted), key=_due)
-        able = [s for s in fresh if not self._refusable(s) or self._pace(view, s, rate)]
+        able = [s for s in fresh if not refusable(s) or self._pace(view, s, rate)]
         # A protected one may count on decodes that end meanwhile: others are not started at its expense.
         safe = {s.id for s in able if self._protected(s) and view.now + rate.seconds_at_full_speed(s.pending) <= s.due}
         kept = self._schedulable(able, rate, view.now, safe)
@@ -185,18 +186,15 @@ class Scheduler:
         return True
 
     def _pace(self, view: View, seq: SeqView, rate: _Rate) -> bool:
-        """Could it keep its TPOT, and its e2e as far as its length can be predicted, if it were alone?"""
+        """Could it keep its TPOT, and its e2e as far as its length is known, if it were alone?"""
         step = view.latency.step_time(Shape(1, 1, seq.length))
         slo = seq.request.stages[seq.stage].slo
-        if slo.tpot is not None and step > slo.tpot:
+        if slo.tpot is not None and step > slo.tpot and why_infeasible(seq, view):
             return False
-        if slo.e2e is None or seq.predicted is None:
+        if slo.e2e is None or (known := known_output(seq)) is None:
             return True
-        end = view.now + rate.seconds_at_full_speed(seq.pending) + (seq.predicted - 1.0) * step
+        end = view.now + rate.seconds_at_full_speed(seq.pending) + (known - 1.0) * step
         return end <= seq.request.arrival + seq.tool_seconds + slo.e2e
-
-    def _refusable(self, seq: SeqView) -> bool:
-        return seq.request.on_decline == "refuse" and nothing_sent(seq)
 
     # ----------------------------------------------------------------- what they get
 

@@ -250,7 +250,7 @@ def test_prompts_begin_only_where_all_can_go_on_together() -> None:
     assert served(policy.plan(seen(running[:2], (tight, loose), latency=costly))) >= {"t", "l"}
     assert policy.plan(seen(running, (tight,), latency=costly, now=1.1)).demote == ("t",)
     refused = prompt("x", 20, ttft=1.0, refuse=True)
-    assert load("adaserve").plan(seen(running, (refused,), now=1.1)).drop == {"x": "rejected-slo-infeasible"}
+    assert load("adaserve").plan(seen(running, (refused,), now=1.1)).drop == {"x": "rejected-slo-late"}
 
 
 def test_who_would_have_to_run_fastest_gives_up_its_root() -> None:

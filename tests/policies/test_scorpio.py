@@ -38,7 +38,7 @@ def test_a_first_token_that_cannot_be_in_time_is_refused_from_the_very_instant(r
     assert kept.demote == ("after",)  # 70 tokens are before its first
     late = policy.plan(seen([after, prompt("x", 30, ttft=nextafter(first, 0.0), refuse=refuse), before], []))
     assert list(work(late)) == ["before", "after", *(() if refuse else ("x",))]
-    assert late.drop == ({"x": "rejected-slo-infeasible"} if refuse else {})
+    assert late.drop == ({"x": "rejected-slo-late"} if refuse else {})
     assert late.demote == (() if refuse else ("x",))
 
 

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.events import Event
+from rubato.core.interfaces import LengthPredictor
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.engines.simulated import Engine
@@ -75,6 +76,7 @@ def edge() -> Callable[..., None]:
         tenants: Sequence[Tenant] = (),
         fair: FairShare | None = None,
         prefix_cache: bool = False,
+        lengths: LengthPredictor | None = None,
         tiers: Tiers | None = None,
         **service: Any,
     ) -> None:
@@ -86,7 +88,7 @@ def edge() -> Callable[..., None]:
             model = Model(k=(0.0, 0.0), b=(STEP, 0.0))
             engine_ = engine(model, limits_, clock)
             options = ClusterOptions(
-                PolicyChoice(policy), ReplicaOptions(prefix_cache=prefix_cache), max_in_flight, fair
+                PolicyChoice(policy), ReplicaOptions(lengths, prefix_cache=prefix_cache), max_in_flight, fair
             )
             cluster = local_cluster([engine_], [model], clock, options)
             events: list[Event] = []

@@ -270,7 +270,7 @@ def test_a_full_fleet_refuses_with_a_time_to_come_again_and_a_scheduler_may_refu
         assert full.headers["x-rubato-reject-reason"] == "rejected-saturated"
         strict = await fleet.complete(service_tier="strict")  # 0.05 s, and a step takes 0.1 s
         assert strict.status_code == 429
-        assert "retry-after" in strict.headers
+        assert (strict.headers["x-should-retry"], "retry-after" in strict.headers) == ("false", False)
         streamed = await fleet.complete(service_tier="strict", stream=True)
         assert streamed.status_code == 429
         assert [len(server.bodies) for server in fleet.servers] in ([3, 3], [2, 4], [4, 2])  # and nowhere else
@@ -626,6 +626,31 @@ def test_servers_that_take_no_more_are_a_429() -> None:
         assert (full.status_code, full.headers["x-rubato-reject-reason"]) == (429, "rejected-saturated")
 
     gateway(scenario)
+
+
+def test_a_servers_final_refusal_is_passed_on_and_no_reason_to_let_it_rest() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for server in fleet.servers:
+            server.broken, server.final = 429, True
+        refused = await fleet.complete(slo={"tpot_ms": 3, "on_decline": "refuse"})
+        assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
+        assert refused.json() == {"error": {"message": "never"}}
+        (end,) = fleet.of(Finished)
+        assert (end.outcome, end.verdict.cause) == ("refused", "infeasible")
+        assert sorted(len(server.bodies) for server in fleet.servers) == [0, 1]
+        assert {host.rests_until for host in fleet.cluster.hosts.values()} == {0.0}
+
+    gateway(scenario, linked=False)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_miss_at_a_server_without_the_link_is_infeasible_only_where_step_times_are_known(known: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        answer = await fleet.complete(stream=True, max_tokens=50, slo={"ttft_ms": 200, "tpot_ms": 40})
+        told = chunks(answer)[-1]["rubato"]
+        assert (told["met"], told["cause"]) == (False, "infeasible" if known else None)
+
+    gateway(scenario, linked=False, profile=(lambda: STEP) if known else (lambda: None))
 
 
 def test_a_server_that_is_not_there_at_the_start_is_waited_for() -> None:

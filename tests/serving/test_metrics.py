@@ -55,7 +55,7 @@ def test_counts(edge: Runs) -> None:
         assert value("rubato_requests_refused_total", tier="never") == 1
         assert value("rubato_tenant_tokens_total", tenant="b", kind="output") == 6
         assert value("rubato_tenant_tokens_total", kind="prompt") == 20 * 3 + 3
-        assert value("rubato_slo_missed_total", tier="never", cause="refused") == 1
+        assert value("rubato_slo_missed_total", tier="never", cause="infeasible") == 1
         assert value("rubato_slo_missed_total") == 2
         assert value("rubato_demotions_total") == 1
         assert value("vllm:generation_tokens_total") == 12

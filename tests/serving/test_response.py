@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rubato.core.events import Demoted, Finished, Offered, Started, Tokens
+from rubato.core.length_prediction import RunningMean
 from rubato.core.plan import Batch, Limits, StepResult
 from rubato.core.request import SLO, Request, Sampling
 from rubato.engines.simulated import Engine
@@ -262,9 +263,53 @@ def test_a_policy_may_refuse_after_placing_and_it_is_still_a_429(edge: Runs, str
         answer = await at.chat(service_tier="never", stream=stream)
         assert answer.status_code == 429
         assert answer.headers["x-rubato-reject-reason"] == "rejected-slo-infeasible"
-        assert answer.headers["retry-after"] == "1"  # nothing has finished yet
+        assert (answer.headers["x-should-retry"], "retry-after" in answer.headers) == ("false", False)
+        error = answer.json()["error"]
+        assert error["code"] == "rejected-slo-infeasible"
+        assert error["message"].endswith(": the prompt of 20 tokens takes 100 ms here alone; asked 1 ms.")
 
     edge(scenario, tiers=GOLD)
+
+
+def test_an_e2e_that_cannot_be_met_is_refused_as_soon_as_its_length_is_known(edge: Runs) -> None:
+    """A step takes 100 ms, whatever is in it, so 100 tokens take 10 s. The first is served, for it might have been
+    short; its length tells of the others."""
+
+    async def scenario(at: Edge) -> None:
+        slo = {"e2e_ms": 1000, "on_decline": "refuse"}
+
+        async def error(**body: Any) -> str:
+            answer = await at.chat(slo=slo, **body)
+            assert (answer.status_code, answer.headers["x-should-retry"]) == (429, "false")
+            return str(answer.json()["error"]["message"])
+
+        whole = "and 100 of output take 10000 ms here alone; asked 1000 ms."
+        assert whole in await error(max_tokens=100, ignore_eos=True)
+        first = (await at.chat(slo=slo, max_tokens=100)).json()
+        assert first["usage"]["completion_tokens"] == 100
+        assert (first["rubato"]["met"], first["rubato"]["cause"]) == (False, "infeasible")
+        assert whole in await error(max_tokens=100)
+        assert (await at.chat(slo=slo, max_tokens=9)).json()["rubato"]["met"]  # no more than it may have
+        slo["e2e_ms"] = 15
+        assert "of prompt take 100 ms here alone; asked 15 ms." in await error(max_tokens=1)
+
+    edge(scenario, lengths=RunningMean())
+
+
+def test_a_miss_is_infeasible_where_it_would_miss_alone_and_never_for_the_queue(edge: Runs) -> None:
+    """A step takes 100 ms: a TPOT of 40 ms is kept by as many tokens as its TTFT makes up for."""
+
+    async def scenario(at: Edge) -> None:
+        async def ended(tokens: int, tpot: int) -> tuple[bool, str | None]:
+            told = (await at.chat(slo={"ttft_ms": 1000, "tpot_ms": tpot}, max_tokens=tokens)).json()["rubato"]
+            return told["met"], told["cause"]
+
+        assert await ended(100, 40) == (False, "infeasible")
+        assert await ended(15, 40) == (True, None)  # the 15th comes at 1.5 s, and is due at 1.56
+        assert await asyncio.gather(ended(100, 40), ended(100, 40)) == [(False, "infeasible")] * 2
+        assert {e.verdict.cause for e in at.events if isinstance(e, Finished)} == {"infeasible", None}
+
+    edge(scenario)
 
 
 def test_retry_after_is_when_half_of_what_is_in_flight_will_have_finished() -> None:

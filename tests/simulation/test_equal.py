@@ -351,14 +351,14 @@ def test_what_is_due_at_once_of_one_that_was_preempted() -> None:
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_the_prefill_of_a_later_stage_is_no_preemption(plain: bool) -> None:
-    """It runs alone, so nobody is to blame for what it takes too long."""
+    """It runs alone, so none but itself is to blame for what it takes too long."""
     stages = (Stage(20, SLO(e2e=0.05), "</call>"), Stage(20, SLO(e2e=0.05)))
     alone = [Request("a", stages, 0.0, sampling=Sampling(10))]
     spec = run_spec(Linear(), Limits(8, 100, 500, 40, 10), "vllm", learns=False)
     truth = {"a": (5, 5)}
     story = told(simulate_events(alone, truth, spec)) if plain else run_fast(alone, truth, spec)
     (end,) = (e for e in story.events["a"] if isinstance(e, Finished))
-    assert (end.verdict.met, end.verdict.cause) == (False, None)
+    assert (end.verdict.met, end.verdict.cause) == (False, "infeasible")
 
 
 def test_steps_that_end_together_end_in_the_order_in_which_they_began() -> None:

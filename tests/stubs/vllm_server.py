@@ -342,8 +342,8 @@ class MemoryReply:
 
 class StubServer:
     """The API server of a core, in this process (`upstream.Upstream`). down: nobody listens. broken: the next requests
-    are answered with this status. cut: the stream of the next request breaks off after so many tokens. merged: so many
-    come in its first chunk. metrics: the text of that page; empty:
+    are answered with this status; final: which says that no retry helps. cut: the stream of the next request breaks off
+    after so many tokens. merged: so many come in its first chunk. metrics: the text of that page; empty:
     it has none; no_metrics: it does not come. servers: all of them, by name, for those that read each other's KV."""
 
     servers: ClassVar[dict[str, StubServer]] = {}
@@ -357,6 +357,7 @@ class StubServer:
         self.down = False
         self.hangs = False  # it takes requests and never answers
         self.broken = 0
+        self.final = False
         self.cut = 0
         self.says_error_after = 0  # chunks, of the next request
         self.adds: dict[str, Any] = {}  # to the last chunk of streams
@@ -387,7 +388,9 @@ class StubServer:
             self.heads.append(dict(headers))
             self.queries.append(query)
             if self.broken:
-                return _page(self.broken, {"error": {"message": "not now"}})
+                reply = _page(self.broken, {"error": {"message": "never" if self.final else "not now"}})
+                reply.headers = [*reply.headers, *([("x-should-retry", "false")] if self.final else [])]
+                return reply
             if fields.get("temperature", 0) < 0:
                 return _page(400, {"error": {"message": "temperature must be 0 or more"}})
             reply = self._completion(path, dict(headers)["x-request-id"], fields)

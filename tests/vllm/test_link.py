@@ -180,7 +180,7 @@ def test_what_a_fault_kept_from_an_api_server_is_made_up_for(model: Path, folder
 
 def test_a_miss_is_put_down_to_its_cause(model: Path, folder: str) -> None:
     """Four places, each request 20 steps long: who waits for one of them misses its TTFT by the queue, who decodes
-    beside a long prompt its TPOT by that."""
+    beside a long prompt its TPOT by that, and who asks for less than a step takes would miss it alone."""
     made, _ = watched(model, folder, policy="vllm", seqs=4, tokens=64, blocks=200)
     for i in range(8):
         made.add(f"q{i}", [i] * 10, 20, slo_ttft_ms=100)
@@ -193,8 +193,12 @@ def test_a_miss_is_put_down_to_its_cause(model: Path, folder: str) -> None:
         made.add(f"long{i}", list(range(150)), 2)
     while made.scheduler.has_requests():
         made.step()
+    made.add("fast", [1] * 10, 20, slo_ttft_ms=30, slo_tpot_ms=2)
+    while made.scheduler.has_requests():
+        made.step()
     made.step()
     ends = {e.id: e.verdict for e in made.policy.events if isinstance(e, Finished)}
+    assert (ends["fast"].met, ends["fast"].cause) == (False, "infeasible")
     assert [ends[f"q{i}"].met for i in range(8)] == [True] * 4 + [False] * 4
     assert {ends[f"q{i}"].cause for i in range(4, 8)} == {"queue"}
     assert (ends["decodes"].met, ends["decodes"].cause) == (False, "prefill interference")

@@ -73,6 +73,9 @@ def find_infeasible(
                 pace, late = _paced(most - 1, begin / tokens_per_step, end / tokens_per_step, slo.tpot, slo_rule)
             if late:
                 return f"a token takes {_ms(pace)} here alone; asked {_ms(slo.tpot)}"
+            longest = end / tokens_per_step
+            if slo_rule == "deadline" and most > 1 and longest > due.max_pause + TOLERANCE:
+                return f"a token takes {_ms(longest)} here alone; the longest pause is {_ms(due.max_pause)}"
         in_kv += most - 1
         continues = last if due.token(most - 1) == inf else due.token(most - 1)
         start = last

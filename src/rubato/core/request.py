@@ -111,9 +111,11 @@ PREFIX_BLOCK = 64  # tokens that one key of `Request.prefix` stands for
 
 OnDecline = Literal["best_effort", "refuse"]
 Outcome = Literal["completed", "refused", "failed", "cancelled"]
+# Why a request missed. infeasible: its replica would have missed its SLO serving nothing else (`find_infeasible`).
 Cause = Literal[
-    "queue", "prefill interference", "decode interference", "preemption", "transfer", "refused", "failed", "client"
-]
+    "queue", "prefill interference", "decode interference", "preemption", "transfer", "infeasible", "refused", "failed",
+    "client",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,4 +236,8 @@ def without_texts(request: Request) -> Request:
 # third of the time that frozen dataclasses do.
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-SATURATED = "rejected-saturated"  # the reason of a refusal because too many wait; over HTTP a 429 with Retry-After
+
+# Reasons of refusals: what comes before a colon is counted, the rest is about one request.
+SATURATED = "rejected-saturated"  # too many wait
+LATE = "rejected-slo-late"  # the SLO cannot be met beside the requests that are there
+INFEASIBLE = "rejected-slo-infeasible"  # nor without them: to ask again is in vain

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rubato.core.events import Verdict
-from rubato.core.request import SLO, Cause, Outcome, Request
+from rubato.core.request import INFEASIBLE, SLO, Cause, Outcome, Request
 
 Rule = Literal["deadline", "mean", "windowed"]
 SLO_RULES: tuple[Rule, ...] = get_args(Rule)
@@ -92,10 +92,12 @@ def judge(
     outcome: Outcome = "completed",
     slo_rule: str = "deadline",
     delays: Mapping[Cause, float] | None = None,
+    reason: str = "",
 ) -> Verdict:
     """Was this request attained? `stages` may be fewer than the request has, when it ended early.
 
     delays: seconds lost to each cause until the first miss (the replica's account); the largest is the cause of a miss.
+    reason: of its end; one that is refused as `INFEASIBLE` has that for its cause.
     Raises ValueError for an unknown rule.
     """
     if slo_rule not in SLO_RULES:
@@ -109,7 +111,9 @@ def judge(
     met, *both = (able and margins[rule] >= -TOLERANCE for rule in (slo_rule, "deadline", "windowed"))
     pause = max(pauses, default=0.0)
     cause: Cause | None = None
-    if outcome == "refused" or outcome == "failed":
+    if outcome == "refused" and reason.startswith(INFEASIBLE):
+        cause = "infeasible"
+    elif outcome == "refused" or outcome == "failed":
         cause = outcome
     elif outcome == "cancelled":
         cause = "client"

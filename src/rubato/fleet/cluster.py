@@ -407,7 +407,8 @@ class Cluster:
         """End a request that no host has."""
         had = seq.request.progress
         stages = [] if had is None else [StageTimes(*stage) for stage in zip(had.starts, had.times, strict=True)]
-        verdict = judge(seq.request, stages, outcome, self._slo_rule, None if had is None else had.delays)
+        delays = None if had is None else had.delays
+        verdict = judge(seq.request, stages, outcome, self._slo_rule, delays, reason)
         output = sum(len(stage.tokens) for stage in stages)
         self._emit(Finished(self.clock.now(), seq.id, outcome, reason, verdict, output, seq.best_effort))
 

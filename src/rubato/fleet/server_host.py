@@ -22,7 +22,7 @@ from rubato.core.interfaces import LatencyModel, View
 from rubato.core.link_messages import Message, assign, demote, expect, recall
 from rubato.core.plan import KV, Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
-from rubato.core.request import SATURATED, Outcome, Progress, Request
+from rubato.core.request import INFEASIBLE, SATURATED, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.call import Call, Calls, CannotContinueError, usage_of
 from rubato.fleet.cluster import HostLost
@@ -33,6 +33,7 @@ from rubato.fleet.server_link import Link
 from rubato.fleet.server_watch import PROBE_SECONDS, TRY, ServerLostError, ServerWatch
 from rubato.fleet.sse_relay import END, StreamRelay, may_be_last
 from rubato.fleet.upstream import Headers, Reply, Upstream, UpstreamError, error_code, whole
+from rubato.replica.miss_cause import is_infeasible
 
 log = logging.getLogger(__name__)
 
@@ -278,6 +279,11 @@ class ServerHost(ServerWatch, KVBetweenServers):
         return ()
 
     async def _pass_on(self, call: Call, reply: Reply, prefills: bool) -> None:
+        if not self.linked and reply.status == 429 and dict(reply.headers).get("x-should-retry") == "false":
+            raw = await whole(reply)  # its SLO cannot be met there even alone: no fault of the server's
+            await call.whole(reply.status, reply.headers, raw)
+            self._end(call, "refused", f"{INFEASIBLE}: the server answered 429")
+            return
         if reply.status >= 500 or reply.status == 429:
             error = await whole(reply)
             await self._heard_of(call)
@@ -533,7 +539,13 @@ class ServerHost(ServerWatch, KVBetweenServers):
         seq = mirror.known(id)
         assert seq is not None, "what is served here is here"
         stages = [StageTimes(*stage) for stage in zip(seq.starts, seq.times_of_all(), strict=True)]
-        verdict = judge(seq.request, stages, outcome, self._options.slo_rule)
+        slo_rule = self._options.slo_rule
+        verdict = judge(seq.request, stages, outcome, slo_rule, reason=reason)
+        about = self.about
+        if outcome == "completed" and not verdict.met and about is not None and "step_times" in about.supports:
+            seq.cached_at_start = seq.request.prompt  # what a prefix cache there saves is not known
+            if is_infeasible(seq, about.latency, about.limits, slo_rule):
+                verdict = replace(verdict, cause="infeasible")
         self._fold(Finished(now, id, outcome, reason, verdict, seq.total_output, seq.best_effort))
 
     def _die(self, error: ServerLostError) -> None:

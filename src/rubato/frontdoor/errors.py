@@ -1,7 +1,8 @@
 """Every error a client can see, in OpenAI's shape: `{"error": {message, type, param, code}}`.
 
 Bad input is 400 with `param` naming the field (401 no or an unknown key, 404 unknown model, 413 body too large), no
-capacity or a tenant's limit is 429 with `Retry-After`, an engine that failed is 500. Nothing is ever 422.
+capacity or a tenant's limit is 429 with `Retry-After`, an SLO that no retry will meet is 429 with `x-should-retry:
+false`, an engine that failed is 500. Nothing is ever 422.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import orjson
 from fastapi.responses import Response
 
 from rubato.core.events import Finished
+from rubato.core.request import INFEASIBLE, LATE
 
 
 class ApiError(Exception):
@@ -61,18 +63,25 @@ def from_finished(event: Finished, retry_after: float) -> ApiError:
         code = "invalid_value" if event.reason.startswith("rejected-invalid") else "context_length_exceeded"
         return ApiError(400, f"This model cannot run the request: {event.reason}.", code=code)
     if event.outcome == "refused":
-        seconds = max(1, math.ceil(min(retry_after, 3600.0)))
-        limited = event.reason.startswith("rejected-rate-limit")
-        printable = "".join(c if " " <= c <= "~" else "?" for c in event.reason)  # a policy may give any reason
-        return ApiError(
-            429,
-            f"This key's rate limit is used up: try again in {seconds} s."
-            if limited
-            else f"The server cannot take this request now ({event.reason}): try again in {seconds} s.",
-            code="rate_limit_exceeded" if limited else event.reason.partition(":")[0],
-            kind="rate_limit_error",
-            headers=(("retry-after", str(seconds)), ("x-rubato-reject-reason", printable)),
-        )
+        return _refused(event.reason, max(1, math.ceil(min(retry_after, 3600.0))))
     if event.outcome == "cancelled":
         return ApiError(503, f"The request was cut short: {event.reason}.", code="cancelled", kind="server_error")
     return ApiError(500, f"The server failed at this request: {event.reason}", code="engine_error", kind="server_error")
+
+
+def _refused(reason: str, seconds: int) -> ApiError:
+    """seconds: after which a request that was refused for want of room may be sent again."""
+    kind, _, why = reason.partition(":")
+    named = ("x-rubato-reject-reason", "".join(c if " " <= c <= "~" else "?" for c in kind))  # a policy may give any
+    if kind == INFEASIBLE:
+        message = f"No retry will meet this request's SLO here:{why or ' it cannot be met even alone'}."
+        return ApiError(429, message, code=kind, kind="rate_limit_error", headers=(("x-should-retry", "false"), named))
+    after = (("retry-after", str(seconds)), named)
+    again = f"try again in {seconds} s."
+    if kind == "rejected-rate-limit":
+        message, code = f"This key's rate limit is used up: {again}", "rate_limit_exceeded"
+    elif kind == LATE:
+        message, code = f"This request's SLO cannot be met beside the requests that are here ({kind}): {again}", kind
+    else:
+        message, code = f"The server cannot take this request now ({reason}): {again}", kind
+    return ApiError(429, message, code=code, kind="rate_limit_error", headers=after)

@@ -37,7 +37,7 @@ from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, make_r
 from rubato.policy_kit.draft_tree import adaptive, select
 from rubato.policy_kit.draft_value import depth_that_pays, drafting, fastest, with_nodes, worth
 from rubato.policy_kit.paces import Together, pace_of, time_for, tokens_needed
-from rubato.policy_kit.prefill_jobs import refusable
+from rubato.policy_kit.refusals import refusable, refusals, why_infeasible
 
 SOURCE = "AdaServe: SLO-customized speculative decoding (2025)"
 ARRIVAL, DUE = attrgetter("request.arrival"), attrgetter("due")
@@ -58,7 +58,7 @@ class _Load(NamedTuple):
     starting: Sequence[SeqView]
     rest: Sequence[SeqView] = ()
     demoted: Sequence[str] = ()
-    refused: Sequence[str] = ()
+    refused: dict[str, str] = {}  # noqa: RUF012  nobody writes to it
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Scheduler:
         admit_in_order(builder, load.starting, draft)
         self._follow(builder, load.decodes, chosen, draft)
         self._fill(builder, load, chosen, draft)
-        return builder.plan(demote=load.demoted, drop=dict.fromkeys(load.refused, "rejected-slo-infeasible"))
+        return builder.plan(demote=load.demoted, drop=load.refused)
 
     # ----------------------------------------------------------------- which requests a step serves
 
@@ -117,8 +117,11 @@ class Scheduler:
         if self.verify_tokens:
             return _Load([s for s in running if s.pending == 1], [s for s in running if s.pending > 1], waiting)
         asking = [s for s in (*running, *waiting) if not s.best_effort]
-        late = [s for s in asking if s.first_token_at is None and s.due < view.now]
-        refused = {s.id for s in late if refusable(s)}
+        late = [
+            s for s in asking
+            if s.first_token_at is None and (s.due < view.now or (refusable(s) and why_infeasible(s, view)))
+        ]  # fmt: skip
+        refused = refusals(late, view)
         out = {s.id for s in late}
         pace = {s.id: pace_of(s, view.now) for s in asking if s.id not in out}
         trees = [s.draft.paths for s in running if s.draft is not None and s.pending == 1]
@@ -147,7 +150,7 @@ class Scheduler:
         if not strict:
             decodes = [s for s in rest if s.pending == 1 and s.id in view.running_ids]
             rest = [s for s in rest if s not in decodes]
-        return _Load(decodes, sorted(prompts, key=DUE), starting, rest, sorted(out - refused), sorted(refused))
+        return _Load(decodes, sorted(prompts, key=DUE), starting, rest, sorted(out - refused.keys()), refused)
 
     def _make_room(self, builder: BatchBuilder, load: _Load, chosen: Mapping[str, Sequence[int]]) -> None:
         """KV that those served lack comes from the youngest of the rest that hold some; the oldest keeps its own."""

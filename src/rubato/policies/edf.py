@@ -27,11 +27,11 @@ from rubato.policy_kit.prefill_jobs import (
     feasible,
     fitting_together_with,
     place_of,
-    refusable,
     schedulable,
     seq_of,
     tpot_of,
 )  # fmt: skip
+from rubato.policy_kit.refusals import refusals
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for which prefills to set aside"
 DECODES = 2.0  # times as long as its decodes a step may always be, whatever the tightest TTFT: half of it is prefill
@@ -104,7 +104,7 @@ class Scheduler:
             self._count_lost(seq.id, seq.request.tier, True)  # now, not when it ends: set aside, it may take long
         for seq in [s for s in map(seq_of, strict) if s.id in self._counted] if self._counted else ():
             self._count_lost(seq.id, seq.request.tier, False)  # it has come back
-        drop = {s.id: "rejected-slo-infeasible" for s in tried.declined if refusable(s)}
+        drop = refusals(tried.declined, view)
         best_effort = _BestEffort(view, running, self._given_up, tried.set_aside - drop.keys())
         builder = BatchBuilder(view)
         self._give_turn(builder, best_effort, strict)

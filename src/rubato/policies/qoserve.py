@@ -35,7 +35,8 @@ from rubato.policy_kit.batch_builder import (
     run_in_order,
     unreserved_blocks,
 )
-from rubato.policy_kit.prefill_jobs import refusable, tpot_of
+from rubato.policy_kit.prefill_jobs import tpot_of
+from rubato.policy_kit.refusals import refusable, refusals, why_infeasible
 from rubato.policy_kit.turns import Turns, add_decodes
 
 SOURCE = "QoServe (ASPLOS 2026), before Niyama: Breaking the Silos of LLM Inference Serving (arXiv 2503.22562)"
@@ -81,7 +82,7 @@ class Scheduler:
         builder.tokens_left = min(builder.tokens_left, len(decodes) + max(0, chunk))
         add_decodes(builder, sorted(decodes, key=lambda s: (s.best_effort, s.due)))
         late = self._add_prefills(builder, queue)
-        drop = {s.id: "rejected-slo-infeasible" for s in late if refusable(s)}
+        drop = refusals(late, view)
         if not builder.work:
             run_in_order(builder, view.running)
         prefill = sum(w.tokens for w in builder.work.values() if w.tokens > 1)
@@ -150,10 +151,13 @@ class Scheduler:
         return [*relegated.values()]
 
     def _is_late(self, view: View, seq: SeqView) -> bool:
-        """Whether one that is to have its first token could not, if it were prefilled now."""
+        """Whether one that is to have its first token could not, if it were prefilled now; or, to be refused, could not
+        meet its SLO even alone."""
         if seq.best_effort or seq.first_token_at is not None:
             return False
-        return view.now + seq.pending / self._throughput > _prefill_due(view, seq)
+        if view.now + seq.pending / self._throughput > _prefill_due(view, seq):
+            return True
+        return refusable(seq) and why_infeasible(seq, view) is not None
 
 
 def _prefill_due(view: View, seq: SeqView) -> float:

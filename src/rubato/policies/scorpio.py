@@ -35,7 +35,8 @@ from rubato.policy_kit.batch_builder import (
     run_in_order,
     unreserved_blocks,
 )
-from rubato.policy_kit.prefill_jobs import refusable, tpot_of
+from rubato.policy_kit.prefill_jobs import tpot_of
+from rubato.policy_kit.refusals import refusable, refusals, why_infeasible
 from rubato.policy_kit.turns import Turns, add_decodes
 
 SOURCE = (
@@ -75,7 +76,7 @@ class Scheduler:
 
     def plan(self, view: View) -> Plan:
         queue, late = self._guard_ttft(view)
-        drop = {s.id: "rejected-slo-infeasible" for s in late if refusable(s)}
+        drop = refusals(late, view)
         queue += sorted([s for s in view.waiting if s.best_effort], key=_arrival)
         queue += [s for s in late if s.id not in drop]
         builder = BatchBuilder(view, self.budget)
@@ -96,14 +97,16 @@ class Scheduler:
         )  # fmt: skip
 
     def _guard_ttft(self, view: View) -> tuple[list[SeqView], list[SeqView]]:
-        """Of those that wait and are not best effort: the ones that can be in time, by deadline, and the others."""
+        """Of those that wait and are not best effort: the ones that can be in time, by deadline, and the others. One
+        that is to be refused rather than late is among these, too, if it could not meet its SLO even alone."""
         kept: list[SeqView] = []
         late: list[SeqView] = []
         before = NO_BATCH.with_entries([(s.pending, s.cached) for s in view.prefilling])
         for seq in sorted([s for s in view.waiting if not s.best_effort], key=_deadline):
             together = before.plus(seq.pending, seq.cached)
             first = view.now + view.latency.step_time(together) + self.ttft_reserve
-            if seq.first_token_at is None and seq.due < first:
+            begun = seq.first_token_at is not None
+            if not begun and (seq.due < first or (refusable(seq) and why_infeasible(seq, view))):
                 late.append(seq)
             else:
                 kept.append(seq)

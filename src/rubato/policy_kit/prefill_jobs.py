@@ -11,8 +11,9 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.core.interfaces import SeqView, View, nothing_sent
+from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
+from rubato.policy_kit.refusals import known_output, refusable, why_infeasible
 
 PROBE = 256  # tokens of prefill whose marginal time stands for all
 MARGIN = 1.2  # times the tokens: what comes back after it was set aside must fit with so many
@@ -65,7 +66,7 @@ class PrefillRate:
 
 def feasible(view: View, jobs: Sequence[PrefillJob], rate: PrefillRate) -> Sequence[PrefillJob]:
     """Without those that are to be refused rather than late, and could not keep their pace if they were alone: their
-    TPOT, and their e2e as far as their length can be predicted."""
+    TPOT, and their e2e as far as their length is known."""
     to_refuse = [job for job in jobs if refusable(seq_of(job))]
     longest: dict[float, int] = {}  # by TPOT: a step of the longest takes longest, and mostly says enough of all
     for job in to_refuse:
@@ -75,21 +76,17 @@ def feasible(view: View, jobs: Sequence[PrefillJob], rate: PrefillRate) -> Seque
     slow = set()
     for _, arrival, place, pending, seq in to_refuse:
         tpot, e2e = tpot_of(seq), seq.request.stages[seq.stage].slo.e2e
-        predicted = None if e2e is None else seq.predicted
+        predicted = None if e2e is None else known_output(seq)
         step = steps[tpot]
         if step > tpot or predicted is not None:
             step = view.latency.step_time(Shape(1, 1, seq.length))
-        late = step > tpot
+        late = step > tpot and why_infeasible(seq, view) is not None
         if e2e is not None and predicted is not None:
             end = view.now + rate.seconds_at_full_speed(pending) + (predicted - 1.0) * step
             late = late or end > arrival + seq.tool_seconds + e2e
         if late:
             slow.add(place)
     return [job for job in jobs if place_of(job) not in slow] if slow else jobs
-
-
-def refusable(seq: SeqView) -> bool:
-    return seq.request.on_decline == "refuse" and nothing_sent(seq)
 
 
 def schedulable(

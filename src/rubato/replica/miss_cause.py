@@ -9,8 +9,9 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
+from rubato.core.infeasible import StageLengths, find_infeasible
 from rubato.core.interfaces import LatencyModel
-from rubato.core.plan import Shape
+from rubato.core.plan import Limits, Shape
 from rubato.core.request import Cause
 from rubato.replica.sequence import Seq, StepEnds
 from rubato.replica.step_log import StepLog, StepRun
@@ -25,6 +26,18 @@ def of_decode(latency: LatencyModel, predicted: float, decodes: Shape) -> Shares
     drafts = Shape(spec_steps=decodes.spec_steps, draft_tokens=decodes.draft_tokens // decodes.seqs)
     alone = drafts.plus(1, decodes.kv // decodes.seqs)
     return predicted - together, together - latency.step_time(alone)
+
+
+def is_infeasible(seq: Seq, latency: LatencyModel, limits: Limits, slo_rule: str) -> bool:
+    """Whether a request that has ended would have missed its SLO on this replica alone, too."""
+    outputs = [len(times) for times in seq.times_of_all() if len(times)]
+    stages = [
+        StageLengths(stage.prompt, stage.slo, n, n) for stage, n in zip(seq.request.stages, outputs, strict=False)
+    ]
+    cached = min(seq.cached_at_start, seq.request.stages[0].prompt - 1)
+    tokens_per_step = sum(outputs) / max(1, sum(outputs) - seq.accepted)
+    most = limits.max_num_batched_tokens
+    return bool(find_infeasible(stages, latency, most, slo_rule, cached=cached, tokens_per_step=tokens_per_step))
 
 
 class MissCauses:

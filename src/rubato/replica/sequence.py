@@ -90,11 +90,11 @@ class Seq:
 
     __slots__ = (
         "_cached", "_checked", "_deadlines", "_flying", "_logged", "_missed", "_output", "accepted", "block_ids",
-        "deadline_base", "decoding", "delays_elsewhere", "demoted", "draft", "earlier_output", "ended",
-        "first_token_at", "id", "ids", "keys", "kv", "kv_version_seen", "late_elsewhere", "lengths", "milestone",
-        "order", "past_deadlines", "prompt", "recompute", "request", "running_spans", "shared", "stage", "stage_start",
-        "start_order", "started", "starts", "steps", "times", "token_ids", "token_spans", "tool_seconds", "tried",
-        "waiting_for_tool", "waiting_since", "waits", "waits_for_group",
+        "cached_at_start", "deadline_base", "decoding", "delays_elsewhere", "demoted", "draft", "earlier_output",
+        "ended", "first_token_at", "id", "ids", "keys", "kv", "kv_version_seen", "late_elsewhere", "lengths",
+        "milestone", "order", "past_deadlines", "prompt", "recompute", "request", "running_spans", "shared", "stage",
+        "stage_start", "start_order", "started", "starts", "steps", "times", "token_ids", "token_spans", "tool_seconds",
+        "tried", "waiting_for_tool", "waiting_since", "waits", "waits_for_group",
     )  # fmt: skip
 
     def __init__(
@@ -137,6 +137,7 @@ class Seq:
         self.shared = 0  # while it waits: blocks it would share with two or more
         self.kv_version_seen = -1  # the version of the KV ledger at which `cached` was looked up
         self.milestone = -1  # for a simulator: the step after which this one is to be looked at
+        self.cached_at_start = 0  # tokens that it had in KV when it last started here
         self.recompute = False  # preempted, and not started since: its prefill is the price of that
         self.waits: list[Wait] = []
         self.running_spans: list[tuple[int, int]] = []  # steps [from, to) at which it ran; -1: up to now

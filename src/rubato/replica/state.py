@@ -20,7 +20,7 @@ from rubato.replica.decode_pool import DecodePool
 from rubato.replica.due_times import DueTimes
 from rubato.replica.groups import Groups
 from rubato.replica.kv_ledger import KVByBlock, KVCounts
-from rubato.replica.miss_cause import MissCauses
+from rubato.replica.miss_cause import MissCauses, is_infeasible
 from rubato.replica.sequence import Seq, StepEnds, Wait
 from rubato.replica.step_log import StepLog, StepRun
 
@@ -200,6 +200,7 @@ class ReplicaState:
         self.running[seq.id] = seq
         self._started += 1
         seq.start_order = self._started
+        seq.cached_at_start = seq.cached
         seq.waits.append(Wait(tick, now - seq.waiting_since, cause, seq.recompute))
         seq.recompute = False
         seq.running_spans.append((tick, -1))
@@ -273,9 +274,14 @@ class ReplicaState:
     def finished(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
         """The end of a request, and how it is judged."""
         stages = [StageTimes(start, times) for start, times in zip(seq.starts, seq.times_of_all(), strict=True)]
-        verdict = judge(seq.request, stages, outcome, self.options.slo_rule)
-        if outcome == "completed" and not verdict.met and (delays := self.delays(seq)):
-            verdict = replace(verdict, cause=max(delays.items(), key=lambda item: item[1])[0])
+        slo_rule = self.options.slo_rule
+        verdict = judge(seq.request, stages, outcome, slo_rule, reason=reason)
+        if outcome == "completed" and not verdict.met:
+            delays: Mapping[Cause, float] = {}
+            if self.causes is not None and is_infeasible(seq, self.latency, self.limits, slo_rule):
+                verdict = replace(verdict, cause="infeasible")
+            elif delays := self.delays(seq):
+                verdict = replace(verdict, cause=max(delays.items(), key=lambda item: item[1])[0])
         event = Finished(now, seq.id, outcome, reason, verdict, seq.total_output, seq.best_effort)
         if self.ended is not None:
             self.ended(event, stages)

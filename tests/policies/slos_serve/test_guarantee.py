@@ -193,7 +193,7 @@ def steady() -> affine.Model:
 )
 def test_a_slow_spell_is_no_reason_to_refuse_for_ever(policy: str, decline: OnDecline, fleet: dict[str, Any]) -> None:
     """One request a second, whose TPOT no step keeps in the spell: a refused request runs no step that would tell."""
-    stage = Stage(50, SLO(1.0, 0.05))
+    stage = Stage(50, SLO(0.2, 0.05))
     requests = [
         Request(f"q{i}", (stage,), float(i), on_decline=decline, sampling=Sampling(max_tokens=20)) for i in range(120)
     ]

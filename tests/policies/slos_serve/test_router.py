@@ -19,7 +19,7 @@ from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Router
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
-from tests.doubles import Seq, request, run_spec, shown
+from tests.doubles import Linear, Seq, request, run_spec, shown
 from tests.policies.test_tables import SpelledOut, prompt, seen
 
 # A step takes 10 ms and 1 ms a token, at most 100 tokens; 40 blocks of 10 tokens.
@@ -34,8 +34,8 @@ def place(requests: Sequence[Request], views: Sequence[View], **settings: object
     return policies.load_router("slos_serve", settings).place(shown(*requests), views, 0.0)
 
 
-def declined(by: str, hops: int, refuse: bool = False) -> Request:
-    return replace(request("a", 40, ttft=0.1, refuse=refuse), handoff=Handoff(by, "declined", 0.0, hops=hops))
+def declined(by: str, hops: int, refuse: bool = False, prompt: int = 40, ttft: float = 0.1) -> Request:
+    return replace(request("a", prompt, ttft=ttft, refuse=refuse), handoff=Handoff(by, "declined", 0.0, hops=hops))
 
 
 def test_it_lands_in_turn() -> None:
@@ -67,8 +67,19 @@ def test_when_all_have_declined_it_the_backup_decides() -> None:
     views = fleet([prompt("x", 60)], [prompt("y", 9)], [prompt("z", 99)])
     assert place([declined("r1", 3)], views) == Dispatch({"a": "r2"}, demote=["a"])
     assert place([declined("r0", 2)], views, max_hops=1) == Dispatch({"a": "r1"}, demote=["a"])
-    assert place([declined("r1", 3)], views, backup="refuse").reject == {"a": "rejected-slo-infeasible"}
-    assert place([declined("r1", 3, refuse=True)], views).reject == {"a": "rejected-slo-infeasible"}
+    assert place([declined("r1", 3)], views, backup="refuse").reject == {"a": "rejected-slo-late"}
+    assert place([declined("r1", 3, refuse=True)], views).reject == {"a": "rejected-slo-late"}
+
+
+def test_declined_by_all_and_by_each_even_alone_it_is_infeasible_where_step_times_are_known() -> None:
+    told = [replace(view, supports=view.supports | {"step_times"}) for view in fleet([], [], [])]
+    fast = replace(told[1], latency=Linear(0.001, 0.0001))
+    asked = [declined("r1", 3, refuse=True, prompt=95, ttft=0.05)]
+    assert place(asked, told).reject == {
+        "a": "rejected-slo-infeasible: the prompt of 95 tokens takes 105 ms here alone; asked 50 ms"
+    }
+    for views in ([told[0], fast, told[2]], [*told[:2], replace(told[2], supports=frozenset())]):
+        assert place(asked, views).reject == {"a": "rejected-slo-late"}
 
 
 def test_best_effort_goes_to_the_least_loaded() -> None:

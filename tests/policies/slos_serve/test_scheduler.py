@@ -35,7 +35,7 @@ def test_requests_that_cannot_be_in_time_are_demoted_or_refused_and_the_rest_adm
     able, late, refused = prompt("a", 30, ttft=0.1), prompt("b", 95, ttft=0.1), prompt("c", 99, ttft=0.1, refuse=True)
     made = plan(seen([able, late, refused], []))
     assert made.demote == ("b",)
-    assert made.drop == {"c": "rejected-slo-infeasible"}
+    assert made.drop == {"c": "rejected-slo-infeasible: the prompt of 99 tokens takes 109 ms here alone; asked 100 ms"}
     assert next(iter(work(made).items())) == ("a", 30)
 
 
@@ -250,7 +250,7 @@ def test_a_promise_that_cannot_be_kept_any_more_ends_as_its_client_asked() -> No
     assert policy.promised == {"a", "b"}
     late = policy.plan(seen(waiting, [], now=1.0))
     assert late.demote == ("b",)
-    assert late.drop == {"a": "rejected-slo-infeasible"}
+    assert late.drop == {"a": "rejected-slo-late"}
 
 
 def test_kv_models_are_asked_for_full_lengths() -> None:

@@ -46,6 +46,7 @@ from rubato.engines.vllm.settings import Settings
 from rubato.latency import affine
 from rubato.policies import PolicyError, load, optional
 from rubato.policy_kit.fair_share import FairShare
+from rubato.replica.miss_cause import is_infeasible
 from rubato.replica.plan_check import check, spelled_out
 
 if TYPE_CHECKING:
@@ -229,9 +230,11 @@ class PolicyDriver(FleetPart):
         if seq is None:
             return
         times = seq.times_of_stage()
-        verdict = judge(seq.request, [StageTimes(seq.request.arrival, times)], outcome, self._slo_rule)
+        stages = [StageTimes(seq.request.arrival, times)]
+        verdict = judge(seq.request, stages, outcome, self._slo_rule, reason=reason)
         if outcome == "completed" and not verdict.met:
-            verdict = replace(verdict, cause=self._lost_time.cause(seq))
+            alone = is_infeasible(seq, self.latency, self.limits, self._slo_rule)
+            verdict = replace(verdict, cause="infeasible" if alone else self._lost_time.cause(seq))
         if outcome == "completed" and self._lengths is not None:
             self._lengths.learn(seq.request, len(times))
         if self._fair is not None:

@@ -165,15 +165,14 @@ class VllmSeq(Seq):
 
     own: vLLM's Request; kv: vLLM's KV memory; order: of arrival here. coming: output tokens that the batches in flight
     bring at least, one each: `output` and `due` count them as out, since the next step's token comes after them.
-    length, cached, pending: as of the last view, which sets them. waited: from when until when, and why.
-    cached_at_start: tokens that it had in KV when it last started. ticket: the middleware's name for it. reported:
-    output tokens that API servers know of. promised: what a gateway has said of it; None: it came past them all.
-    arriving: its KV is at another engine, or on its way. prefill_only: it ends here with its prompt in KV, and goes on
-    elsewhere.
+    length, cached, pending: as of the last view, which sets them. waited: from when until when, and why. ticket: the
+    middleware's name for it. reported: output tokens that API servers know of. promised: what a gateway has said of it;
+    None: it came past them all. arriving: its KV is at another engine, or on its way. prefill_only: it ends here with
+    its prompt in KV, and goes on elsewhere.
     """
 
     __slots__ = (
-        "arriving", "cached", "cached_at_start", "coming", "hit", "length", "own", "pending", "prefill_only",
+        "arriving", "cached", "coming", "hit", "length", "own", "pending", "prefill_only",
         "promised", "reported", "ticket", "waited", "waiting",
     )  # fmt: skip
     kv: KV  # type: ignore[assignment]  # which asks for vLLM's own of it
@@ -190,7 +189,7 @@ class VllmSeq(Seq):
         self.waiting = True
         self.hit: Hit | None = None
         self.length = self.pending = own.num_tokens
-        self.cached = self.cached_at_start = 0
+        self.cached = 0
         self.reported = self._output  # what it had before it moved here was told there
         self.ticket = ticket
         self.promised: Promised | None = None

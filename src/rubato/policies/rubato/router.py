@@ -18,6 +18,7 @@ from rubato.policies.rubato.replica_model import PREFILL, Replica, Seat
 from rubato.policies.rubato.turn import Turn
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_forecast import KVForecast
+from rubato.policy_kit.refusals import fleet_refusal
 from rubato.policy_kit.step_table import StepTable
 
 MODES = ("co", "pd", "auto")
@@ -300,7 +301,7 @@ class Router:
     def _give_up(self, seq: SeqView, turn: Turn) -> None:
         """It cannot be in time any more."""
         if seq.request.on_decline == "refuse" and seq.request.progress is None:
-            turn.reject[seq.id] = "too late to keep its SLO"
+            turn.reject[seq.id] = fleet_refusal(seq, [r.view for r in turn.fleet])
             return
         turn.demote.append(seq.id)
         self._parked[seq.id] = seq
@@ -439,7 +440,7 @@ class Router:
                 found = max(groups, key=lambda at: (at[0].group is not None, at[0].view.kv_free), default=None)
             if found is None:
                 if turn.now > handoff.at + FORLORN:
-                    turn.reject[id] = "no replica is left to decode"
+                    turn.reject[id] = "rejected-no-replica: none is left to decode"
                 return
             self._sit(prompt, found, turn)
             seat = self._seats[id]

@@ -33,7 +33,7 @@ from rubato.policies.rubato.requests import Requests
 from rubato.policies.rubato.supply import Array, DecodeSteps, Job, StepErrors, left_out
 from rubato.policy_kit.batch_builder import decodes_only
 from rubato.policy_kit.kv_survival import KVSurvival, OutputRatios
-from rubato.policy_kit.prefill_jobs import refusable
+from rubato.policy_kit.refusals import refusals
 
 LADDER = (1.25, 1.75, 2.5, 3.5, 5.0)  # lengths of a step that are tried, in steps of all decodes
 AVERAGE = 0.5  # of `risk`: over the many steps up to a deadline errors cancel out
@@ -97,7 +97,7 @@ class Scheduler:
         parts.in_order(view.now, self._errors.cushion(step, doubt), entry)
         steps = DecodeSteps(view, parts.decodes, doubt, self.deadline_reserve, self._errors.slower, entry)
         oldest = self._requests.oldest(view, parts)
-        drop = {s.id: "rejected-slo-infeasible" for s in parts.late if refusable(s)}
+        drop = refusals(parts.late, view)
         if drop:
             parts.queued = [s for s in parts.queued if s.id not in drop]
             parts.held = [s for s in parts.held if s.id not in drop]

@@ -11,7 +11,8 @@ from typing import ClassVar
 
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.policies.slos_serve.scheduler import DECLINED, Scheduler
+from rubato.policies.slos_serve.scheduler import Scheduler
+from rubato.policy_kit.refusals import fleet_refusal
 
 BACKUPS = ("best_effort", "refuse")
 
@@ -46,7 +47,7 @@ class Router:
             elif handoff is not None and handoff.reason == "declined":
                 if handoff.hops > min(self.max_hops, len(fleet) - 1):
                     if "refuse" in (self.backup, seq.request.on_decline):
-                        reject[seq.id] = DECLINED
+                        reject[seq.id] = fleet_refusal(seq, fleet)
                         continue
                     demote.append(seq.id)
                 at = next((i for i, view in enumerate(fleet) if view.id == handoff.source), -1)

@@ -33,8 +33,8 @@ from rubato.policies.slos_serve.dynamic_program import EPS
 from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, Drafts, SpeculationPlan
 from rubato.policy_kit.batch_builder import blocks_at_end
 from rubato.policy_kit.compiled import warn_if_plain
+from rubato.policy_kit.refusals import refusal
 
-DECLINED = "rejected-slo-infeasible"
 TIMEOUT = 0.1  # seconds after which it decides again, whatever is new (Algorithm 1)
 ASKED = 12  # requests decided in one admission; the others, due later, wait for the next step
 RETRIED = 8  # declined requests looked at again in one admission
@@ -64,7 +64,7 @@ class Step:
         if fresh and "handoff" in self.view.supports and (before.hops if before is not None else 0) <= hops:
             self.handoff[seq.id] = "declined"
         elif fresh and seq.request.on_decline == "refuse":
-            self.drop[seq.id] = DECLINED
+            self.drop[seq.id] = refusal(seq, self.view)
         else:
             self.best_effort.append(seq)
             self.demote.append(seq.id)

@@ -1,0 +1,55 @@
+"""Why a request that asked for it is refused: its SLO cannot be met beside the others, or cannot be met at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from zlib import crc32
+
+from rubato.core.infeasible import StageLengths, find_infeasible
+from rubato.core.interfaces import SeqView, View, nothing_sent
+from rubato.core.request import INFEASIBLE, LATE
+
+# One request in so many is not judged by its predicted length: else a mean that has once grown too long would refuse
+# every request that could correct it.
+NOT_PREDICTED = 32
+
+
+def refusable(seq: SeqView) -> bool:
+    return seq.request.on_decline == "refuse" and nothing_sent(seq)
+
+
+def known_output(seq: SeqView) -> float | None:
+    """Output tokens still to come: exactly, where nothing but `max_tokens` ends them; else as predicted, if at all."""
+    sampling = seq.request.sampling
+    if sampling.ignore_eos and not (sampling.stop or sampling.stop_ids) and len(seq.request.stages) == 1:
+        return float(sampling.max_tokens - seq.output)
+    return None if crc32(seq.id.encode("utf-8", "replace")) % NOT_PREDICTED == 0 else seq.predicted
+
+
+def why_infeasible(seq: SeqView, view: View) -> str | None:
+    """Why one that has not begun would miss the SLO of its first stage alone on this replica, with the numbers; None if
+    it would not, or that is not known: what a token takes where the engine may draft several for a step."""
+    stage, fewest, most = seq.request.stages[0], 1, seq.request.sampling.max_tokens
+    if "draft" in view.supports:
+        most = 1
+    elif len(seq.request.stages) == 1 and (known := known_output(seq)) is not None:
+        fewest = most = max(1, round(known))
+    lengths = StageLengths(stage.prompt, stage.slo, fewest, most)
+    chunk = view.limits.max_num_batched_tokens
+    return find_infeasible([lengths], view.latency, chunk, cached=min(seq.cached, stage.prompt - 1))
+
+
+def refusal(seq: SeqView, *views: View) -> str:
+    """The reason of refusing a request whose SLO cannot be met at the replicas of these views, as they are now."""
+    found = [why_infeasible(seq, view) for view in views]
+    return f"{INFEASIBLE}: {found[0]}" if found and all(found) else LATE
+
+
+def refusals(seqs: Iterable[SeqView], view: View) -> dict[str, str]:
+    """Of these, whose SLO cannot be met now, those that are refused for it; id -> reason."""
+    return {seq.id: refusal(seq, view) for seq in seqs if refusable(seq)}
+
+
+def fleet_refusal(seq: SeqView, fleet: Sequence[View]) -> str:
+    """As `refusal`, of a router: of a server whose step times are a guess nothing is claimed."""
+    return refusal(seq, *fleet) if all("step_times" in view.supports for view in fleet) else LATE
