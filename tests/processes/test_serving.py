@@ -167,8 +167,8 @@ def test_sigterm_under_load_finishes_what_runs_and_refuses_the_rest(start: Start
 
     answers, late, health = asyncio.run(asyncio.wait_for(main(), TIMEOUT))
     assert (health.status_code, health.json()["status"]) == (503, "draining")
-    assert (late.status_code, late.headers["x-rubato-reject-reason"]) == (429, "rejected-shutting-down")
-    assert int(late.headers["retry-after"]) >= 1
+    assert (late.status_code, late.headers["x-rubato-reject-reason"]) == (503, "rejected-shutting-down")
+    assert int(late.headers["retry-after"]) == 1
     assert [a.status_code for a in answers] == [200] * 16
     assert all(a.text.endswith("data: [DONE]\n\n") for a in answers[::2])
     assert [a.json()["usage"]["completion_tokens"] for a in answers[1::2]] == [100] * 8

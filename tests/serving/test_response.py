@@ -327,7 +327,8 @@ def test_a_draining_server_refuses_and_finishes_what_runs(edge: Runs) -> None:
         await asyncio.sleep(0)
         at.app.state.draining = True
         late = await at.chat()
-        assert (late.status_code, late.headers["x-rubato-reject-reason"]) == (429, "rejected-shutting-down")
+        assert (late.status_code, late.headers["x-rubato-reject-reason"]) == (503, "rejected-shutting-down")
+        assert (late.headers["retry-after"], late.json()["error"]["code"]) == ("1", "rejected-shutting-down")
         assert (await at.http.get("/health")).status_code == (await at.http.head("/health")).status_code == 503
         assert (await running).json()["usage"]["completion_tokens"] == 10
         await drained

@@ -99,7 +99,7 @@ async def _ask(server: Server, http: aiohttp.ClientSession, name: str, body: dic
 def _refused(name: str, status: str, text: str, seen: Seen) -> None:
     """status: of the answer, or the code of the error that ends a stream which has begun."""
     seen.outcomes[name][status] += 1
-    refused = status == "429" or status.startswith("rejected-")
+    refused = status == "429" or status.startswith("rejected-") or "rejected-shutting-down" in text
     if not refused and not any(word in text for word in seen.may_fail):
         seen.broken(f"{name}: {status} {text[:300]}")
 

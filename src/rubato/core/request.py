@@ -241,3 +241,4 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 SATURATED = "rejected-saturated"  # too many wait
 LATE = "rejected-slo-late"  # the SLO cannot be met beside the requests that are there
 INFEASIBLE = "rejected-slo-infeasible"  # nor without them: to ask again is in vain
+SHUTTING_DOWN = "rejected-shutting-down"

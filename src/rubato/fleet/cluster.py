@@ -25,7 +25,7 @@ from rubato.core.events import (
 )
 from rubato.core.interfaces import Autoscaler, Dispatch, Host, LengthPredictor, Router, SeqView, View
 from rubato.core.plan import Role
-from rubato.core.request import SATURATED, Outcome, Progress, Request
+from rubato.core.request import SATURATED, SHUTTING_DOWN, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.event_bus import EventBus, Listener
 from rubato.fleet.local_host import FAILURES
@@ -185,7 +185,7 @@ class Cluster:
             self._own[request.id] = listener
         self._emit(Offered(now, request.id, request))
         if self._draining:
-            self._end(seq, "refused", "rejected-shutting-down")
+            self._end(seq, "refused", SHUTTING_DOWN)
         elif full or not (self.hosts or self._why_dead):
             self._end(seq, "refused", SATURATED if full else NO_REPLICA)
         else:

@@ -2,7 +2,7 @@
 
 Bad input is 400 with `param` naming the field (401 no or an unknown key, 404 unknown model, 413 body too large), no
 capacity or a tenant's limit is 429 with `Retry-After`, an SLO that no retry will meet is 429 with `x-should-retry:
-false`, an engine that failed is 500. Nothing is ever 422.
+false`, a server that stops is 503, an engine that failed is 500. Nothing is ever 422.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import orjson
 from fastapi.responses import Response
 
 from rubato.core.events import Finished
-from rubato.core.request import INFEASIBLE, LATE
+from rubato.core.request import INFEASIBLE, LATE, SHUTTING_DOWN
 
 
 class ApiError(Exception):
@@ -77,6 +77,9 @@ def _refused(reason: str, seconds: int) -> ApiError:
         message = f"No retry will meet this request's SLO here:{why or ' it cannot be met even alone'}."
         return ApiError(429, message, code=kind, kind="rate_limit_error", headers=(("x-should-retry", "false"), named))
     after = (("retry-after", str(seconds)), named)
+    if kind == SHUTTING_DOWN:
+        message = "This server is shutting down and takes no new requests: try again in 1 s."
+        return ApiError(503, message, code=kind, kind="server_error", headers=(("retry-after", "1"), named))
     again = f"try again in {seconds} s."
     if kind == "rejected-rate-limit":
         message, code = f"This key's rate limit is used up: {again}", "rate_limit_exceeded"
