@@ -80,6 +80,16 @@ def test_conditional_mean(app: str, most: int, output: int, remaining: float) ->
     assert mean.remaining(of(app, most=most), output) == remaining
 
 
+def test_running_mean_goes_by_tier_where_no_app_is_named_and_keeps_a_bounded_number_of_classes() -> None:
+    mean = RunningMean(least=1)
+    mean.learn(of("", tier="completion"), 10)
+    mean.learn(of("", tier="chat"), 300)
+    assert [mean.remaining(of("", tier=tier), 0) for tier in ("completion", "chat", "new")] == [10, 300, 155]
+    for i in range(CLASSES):
+        mean.learn(of("", tier=f"any text of a client {i}"), 50)
+    assert mean.remaining(of("", tier="completion"), 0) == 50
+
+
 def test_a_class_is_the_tier_where_no_app_is_named_and_old_lengths_are_forgotten() -> None:
     mean = ConditionalMean(least=1)
     mean.learn(of("", tier="gold"), 10)
@@ -268,17 +278,42 @@ def test_oracle() -> None:
 
 def test_a_router_may_name_the_predictor_that_is_used_where_none_is_configured(tmp_path: Path) -> None:
     truth = {"a": (100,)}
-    for policy, router, usual in (
-        ("sa", "auto", RunningMean),
-        ("vllm", "sa", RunningMean),
-        ("edf", "auto", type(None)),
+    for policy, router, usual, served in (
+        ("sa", "auto", RunningMean, RunningMean),
+        ("vllm", "sa", RunningMean, RunningMean),
+        ("polyserve", "auto", ConditionalMean, ConditionalMean),
+        ("edf", "auto", type(None), RunningMean),  # a server's clients may state an e2e; a simulation keeps none
     ):
         machine = run_spec.Hardware("one", affine.Model(), Limits(1, 1, 1, 1, 1))
         spec = run_spec.RunSpec(machine, PolicyChoice(policy, router=router))
-        assert type(spec.predictor(truth)) is type(lengths_of(load({"policy": policy, "router": router}))) is usual
+        assert type(spec.predictor(truth)) is usual
+        assert type(lengths_of(load({"policy": policy, "router": router}))) is served
         assert isinstance(lengths_of(load({"policy": policy, "router": router, "lengths": "gaussian"})), Gaussian)
         assert isinstance(replace(spec, lengths=run_spec.oracle_lengths).predictor(truth), Oracle)
     file = tmp_path / "mine.py"
     file.write_text("class Router:\n    default_lengths = 'guess'\n")
     with pytest.raises(PolicyError, match="default_lengths is 'guess': give running_mean or"):
         default_lengths("edf", str(file))
+
+
+TIERS = {"chat": {"ttft_ms": 500}, "completion": {"e2e_ms": 800}}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "tenants", "given", "has_one"),
+    [
+        ((), None, {}, True),  # headers and bodies are open to all
+        ((), None, {"lengths": None}, False),  # none is wanted
+        (("chat",), {"tiers": ["chat"]}, {}, False),  # what a tenant states is loosened to what its tiers promise
+        (("chat",), {}, {}, True),  # but for one that may use all
+        (("chat", "completion"), {"tiers": ["chat", "completion"]}, {}, True),
+        (("chat", "completion"), {"tiers": ["chat", "completion"]}, {"lengths": None}, False),
+    ],
+)
+def test_a_server_has_a_predictor_wherever_an_e2e_may_be_stated(
+    tiers: tuple[str, ...], tenants: dict[str, object] | None, given: dict[str, object], has_one: bool
+) -> None:
+    named = {} if tenants is None else {"tenants": {"a": {"keys": ["k"], **tenants}}}
+    config = load({"policy": "edf", "tiers": {name: TIERS[name] for name in tiers}, **named, **given})
+    assert isinstance(lengths_of(config), RunningMean) is has_one
+    assert isinstance(lengths_of(load({**given, "policy": "sa"})), RunningMean)  # its router's own, either way

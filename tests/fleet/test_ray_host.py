@@ -230,7 +230,7 @@ def test_waiting_work_is_recalled_from_another_process(monkeypatch: pytest.Monke
     where = {e.id: e.replica for e in fleet.events if isinstance(e, Placed)}
     assert where == {"q0": "r0", "last": "r0", "q1": "r1", "q2": "r1", "q3": "r1"}
     assert {(e.outcome, e.output) for e in fleet.ends().values()} == {("completed", 150), ("completed", 10)}
-    assert lengths._sums == {"": (5, 150 + 4 * 10)}
+    assert lengths._sums == {"default": (5, 150 + 4 * 10)}
 
 
 def test_replicas_change_tiers_across_processes() -> None:

@@ -172,7 +172,7 @@ def test_held_requests_are_shown_as_a_replica_shows_them(clock: str) -> None:
     assert 10 + 5 <= length < 10 + 150
     assert places(events, "b") == ["r0", "r1"]
     assert ends(events)["b"].output == 150
-    assert lengths._sums == {"": (3, 4 + 150 + 16)}  # each learnt once
+    assert lengths._sums == {"default": (3, 4 + 150 + 16)}  # each learnt once
 
 
 def test_the_batch_in_flight_is_shown() -> None:

@@ -46,6 +46,7 @@ def test_what_a_plug_in_is_told_beside_its_policy(monkeypatch: pytest.MonkeyPatc
     told = plugin(engine=engine, lengths="running_mean", latency={"kind": "affine", "window": 64}, slo_rule="mean")
     assert (told["stand_aside"], told["lengths"], told["latency"]) == (False, "running_mean", {"window": 64})
     assert told["slo_rule"] == "mean"
+    assert plugin(lengths=None)["lengths"] is None
     (tmp_path / "mine.py").write_text("from rubato.policies.edf import Scheduler\n")
     assert plugin(policy={"name": "mine.py"})["policy"] == str(tmp_path / "mine.py")  # servers run elsewhere
 

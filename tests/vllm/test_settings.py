@@ -29,6 +29,27 @@ def test_max_pause_ms_of_a_tier_inside_vllm_is_refused(tmp_path: Path) -> None:
         configured({"rubato": {"config": str(tmp_path / "rubato.yaml")}})
 
 
+@pytest.mark.parametrize(
+    ("given", "file", "lengths"),
+    [
+        ({}, "", "running_mean"),  # a client may state an e2e
+        ({"lengths": None}, "", None),
+        ({}, "lengths: conditional_mean", "conditional_mean"),
+        ({}, "lengths: null", None),
+        ({}, "policy: edf", "running_mean"),
+        ({"lengths": "gaussian"}, "lengths: null", "gaussian"),
+    ],
+)
+def test_lengths_are_the_running_mean_unless_the_operator_says_otherwise(
+    tmp_path: Path, given: dict[str, object], file: str, lengths: str | None
+) -> None:
+    path = tmp_path / "rubato.yaml"
+    path.write_text(file)
+    settings, _ = configured({"rubato": {**given, "config": str(path)} if file else given})
+    assert settings.lengths == lengths
+    assert (PolicyDriver(settings, LIMITS, KV)._lengths is None) is (lengths is None)
+
+
 def test_everything() -> None:
     given = {"policy": "sarathi", "settings": {"budget": 64}, "latency": {"b": [0.02, 0.0]}, "slo_rule": "mean"}
     driver = PolicyDriver(settings_of({"rubato": given, "other": 1}), LIMITS, KV)

@@ -20,7 +20,7 @@ from rubato.core.did_you_mean import nearest
 from rubato.core.extras import MissingExtra
 from rubato.core.finite_settings import check_finite
 from rubato.core.interfaces import Assigner, Autoscaler, Engine, LatencyModel, LengthPredictor
-from rubato.core.length_prediction import PREDICTORS, Oracle
+from rubato.core.length_prediction import DEFAULT_LENGTHS, PREDICTORS, Oracle
 from rubato.core.plan import Limits, Role
 from rubato.engines import simulated
 from rubato.engines.simulated import Drafter, Link, drafter
@@ -217,13 +217,16 @@ def guessed(config: Config) -> list[str]:
 
 def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None) -> LengthPredictor | None:
     """`lengths.kind`: one of `PREDICTORS`, or a dotted module with a class `Lengths`; default: the router's
-    (`policies.default_lengths`), and where it names none, nothing is known.
+    (`policies.default_lengths`), and where it names none, `DEFAULT_LENGTHS` if an e2e may be stated. Where `lengths` is
+    null in so many words, or no e2e may be, nothing is known then.
 
     In simulation, where `truth` (request id -> output tokens of each stage) is given, also oracle. Raises ConfigError,
     and PolicyError for a policy or router that is not there.
     """
     if config.lengths is None:
         usual = default_lengths(config.policy.name, config.router.name)
+        if usual is None and "lengths" not in config.model_fields_set and _may_have_e2e(config):
+            usual = DEFAULT_LENGTHS
         return None if usual is None else PREDICTORS[usual]()
     name, settings = config.lengths.name, dict(config.lengths.settings)
     if name == "oracle":
@@ -236,6 +239,12 @@ def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None)
     cls = _class("lengths", name, "Lengths", {"oracle": Oracle, **PREDICTORS})
     known = [name for name in inspect.signature(cls).parameters if not name.startswith("_")]
     return cast(LengthPredictor, _construct(f"lengths {name!r}", cls, settings, known))
+
+
+def _may_have_e2e(config: Config) -> bool:
+    """Whether a request may have an e2e SLO: a tier's, or one that its client states and no list of tiers forbids."""
+    promised = any(tier.e2e_ms is not None for tier in config.tiers.values())
+    return promised or not config.tenants or any(tenant.tiers is None for tenant in config.tenants.values())
 
 
 def autoscaler_of(config: Config) -> Autoscaler | None:

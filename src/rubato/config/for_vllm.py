@@ -45,14 +45,20 @@ def configured(additional: object) -> tuple[Settings, Config]:
         if config.latency.name != "affine":
             raise ConfigError(f"latency: inside vLLM the model is affine, and {config.latency.name!r} is asked for")
         fill["latency"] = config.latency.settings
-    if config.lengths is not None and "lengths" not in said:
-        if config.lengths.name not in PREDICTORS or config.lengths.settings:
-            close = nearest(config.lengths.name, PREDICTORS)
-            raise ConfigError(f"lengths: inside vLLM a predictor without settings, not {config.lengths!r}{close}")
-        fill["lengths"] = config.lengths.name
+    if "lengths" in given and "lengths" not in said:
+        fill["lengths"] = lengths_in_vllm(config)
     if "slo_rule" in given and "slo_rule" not in said:
         fill["slo_rule"] = config.slo_rule
     return replace(settings, **fill), config
+
+
+def lengths_in_vllm(config: Config) -> str | None:
+    """The predictor's name. Raises ConfigError for one that vLLM cannot have."""
+    lengths = config.lengths
+    if lengths is not None and (lengths.name not in PREDICTORS or lengths.settings):
+        close = nearest(lengths.name, PREDICTORS)
+        raise ConfigError(f"lengths: inside vLLM a predictor without settings, not {lengths!r}{close}")
+    return None if lengths is None else lengths.name
 
 
 def left_to_vllm(config: Config) -> list[str]:

@@ -11,9 +11,9 @@ from typing import Any
 from uuid import uuid4
 
 from rubato.config.build import choice_of
+from rubato.config.for_vllm import lengths_in_vllm
 from rubato.config.schema import Config, ConfigError
 from rubato.core.did_you_mean import nearest
-from rubato.core.length_prediction import PREDICTORS
 from rubato.engines.vllm.settings import settings_of
 from rubato.fleet.server_actor import ServerCommand
 from rubato.policies import load, router_for
@@ -123,7 +123,7 @@ def moves_kv(config: Config) -> bool:
 def plugin_settings(config: Config, more: Mapping[str, Any]) -> dict[str, Any]:
     """What the plug-in in each server is told (`engines.vllm.settings`). more: what it is told beside that. Raises
     ConfigError."""
-    name, latency, lengths = config.policy.name, config.latency, config.lengths
+    name, latency = config.policy.name, config.latency
     if name.endswith(".py"):
         name = os.path.abspath(name)
     told: dict[str, Any] = {"policy": name, "settings": dict(config.policy.settings), "slo_rule": config.slo_rule}
@@ -131,11 +131,8 @@ def plugin_settings(config: Config, more: Mapping[str, Any]) -> dict[str, Any]:
         if latency.name != "affine":
             raise ConfigError(f"latency: inside vLLM the model is affine, and {latency.name!r} is asked for")
         told["latency"] = dict(latency.settings)
-    if lengths is not None:
-        if lengths.name not in PREDICTORS or lengths.settings:
-            close = nearest(lengths.name, PREDICTORS)
-            raise ConfigError(f"lengths: inside vLLM a predictor without settings, not {lengths!r}{close}")
-        told["lengths"] = lengths.name
+    if "lengths" in config.model_fields_set:
+        told["lengths"] = lengths_in_vllm(config)
     if twice := [key for key in more if key in (*told, "link")]:
         raise ConfigError(f"engine.plugin: {twice[0]} follows from the rest of the configuration; leave it out here")
     told = {**told, **more, "link": {"host": "{host}"}}

@@ -121,17 +121,18 @@ def checked_least(least: int) -> int:
 
 
 class RunningMean:
-    """The mean output length of finished requests of the same app (all apps until `least` of its own have finished)."""
+    """The mean output length of finished requests of the same class, a request's app, or its tier where it names none
+    (of all classes until `least` of its own have finished)."""
 
     def __init__(self, least: int = 5, classes: Mapping[str, object] = NONE) -> None:
         self._least = checked_least(least)
         self._stated = stated(classes)
-        self._sums: dict[str, tuple[int, int]] = {}
+        self._sums: OrderedDict[str, tuple[int, int]] = OrderedDict()  # the class that finished longest ago first
 
     def remaining(self, request: Request, output: int) -> float | None:
         if (own := self._stated.get(class_of(request))) is not None:
             return max(1.0, min(own.mean, request.sampling.max_tokens) - output)
-        count, total = self._sums.get(request.app, (0, 0))
+        count, total = self._sums.get(class_of(request), (0, 0))
         if count < self._least:
             count = sum(c for c, _ in self._sums.values())
             total = sum(t for _, t in self._sums.values())
@@ -141,8 +142,12 @@ class RunningMean:
         return max(1.0, expected - output)
 
     def learn(self, request: Request, output: int) -> None:
-        count, total = self._sums.get(request.app, (0, 0))
-        self._sums[request.app] = (count + 1, total + output)
+        name = class_of(request)
+        count, total = self._sums.get(name, (0, 0))
+        self._sums[name] = (count + 1, total + output)
+        self._sums.move_to_end(name)
+        if len(self._sums) > CLASSES:
+            self._sums.popitem(last=False)
 
 
 class _Lengths:
@@ -271,6 +276,7 @@ PREDICTORS: Mapping[str, Callable[..., LengthPredictor]] = {
     "conditional_mean": ConditionalMean,
     "gaussian": seeded_gaussian,
 }  # by the names that configurations give them; they learn, and know no truth
+DEFAULT_LENGTHS = "running_mean"  # of servers where an e2e may be stated; simulations keep none
 
 
 class Oracle:

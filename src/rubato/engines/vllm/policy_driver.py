@@ -168,7 +168,7 @@ class PolicyDriver(FleetPart):
         self._slow = 0.0  # seconds that plans took which were too slow
         self.refused = 0  # requests
         self._reported: dict[str, float] = {}  # when each kind of fault, and a deviation, was last logged
-        self._lengths: LengthPredictor | None = PREDICTORS[settings.lengths]() if settings.lengths else None
+        self._lengths: LengthPredictor | None = None if settings.lengths is None else PREDICTORS[settings.lengths]()
         self._slo_rule = settings.slo_rule
         self._order = 0
         self._fair = fair
