@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import FinishReason
 
 from rubato.core.events import Event, Finished, Offered, Placed, Started, Tokens
-from rubato.core.request import Request, Stage
+from rubato.core.request import SLO, Request, Stage
 from rubato.engines.vllm import link, reports
 from rubato.engines.vllm.link import Events, Publisher, Reader, State
 from rubato.engines.vllm.sequence import request_of, sealed
@@ -296,3 +296,19 @@ def test_what_another_nodes_server_sealed_is_dropped_and_not_refused(monkeypatch
     own = SimpleNamespace(sampling_params=params, request_id="r", num_prompt_tokens=1, max_tokens=1, arrival_time=0.0)
     request, ticket = request_of(own, 0.0)
     assert (request.stages[0].slo.ttft, request.tenant, ticket) == (0.3, "default", "")
+
+
+def test_longest_pause_inside_vllm_is_the_middlewares_word_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(link.KEY, "ours")
+
+    def asked(extra: dict[str, str]) -> SLO:
+        params = SamplingParams(max_tokens=1, extra_args=extra)
+        own = SimpleNamespace(
+            sampling_params=params, request_id="r", num_prompt_tokens=1, max_tokens=1, arrival_time=0.0
+        )
+        return request_of(own, 0.0)[0].stages[0].slo
+
+    said = {"slo_tpot_ms": "50", "slo_max_pause_ms": "1000"}
+    assert asked(sealed(said)) == SLO(tpot=0.05, max_pause=1.0)
+    with pytest.raises(ValueError, match="unknown key 'slo_max_pause_ms'"):
+        asked(said)

@@ -23,12 +23,6 @@ def test_defaults() -> None:
     assert settings_of({}) == settings_of(None) == Settings(policy="edf")
 
 
-def test_max_pause_ms_of_a_tier_inside_vllm_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rubato.yaml").write_text("tiers: {chat: {tpot_ms: 50, max_pause_ms: 1000}}\n")
-    with pytest.raises(ValueError, match=r"max_pause_ms: .* set it for a gateway"):
-        configured({"rubato": {"config": str(tmp_path / "rubato.yaml")}})
-
-
 @pytest.mark.parametrize(
     ("given", "file", "lengths"),
     [

@@ -30,12 +30,6 @@ def configured(additional: object) -> tuple[Settings, Config]:
     if not settings.config:
         return settings, Config()
     config = load(settings.config)
-    for name, tier in config.tiers.items():
-        if tier.max_pause_ms is not None:
-            raise ConfigError(
-                f"tiers.{name}.max_pause_ms: vLLM's API server does not pass it to the engine; leave it out here, or "
-                "set it for a gateway, which does"
-            )
     given = config.model_fields_set
     said = additional.get("rubato", {}) if isinstance(additional, Mapping) else {}
     fill: dict[str, Any] = {}

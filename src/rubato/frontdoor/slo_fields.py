@@ -201,8 +201,9 @@ def _seconds(name: str, text: str) -> float:
 
 
 def to_headers(slo: SLO) -> list[tuple[str, str]]:
-    """An SLO as the headers that state it."""
-    return [(HEADERS[name][0], f"{seconds * 1e3:g}") for name, seconds in slo.promised.items()]
+    """An SLO as the headers that state it; a `max_pause` has none."""
+    promised = slo.promised
+    return [(names[0], f"{promised[name] * 1e3:g}") for name, names in HEADERS.items() if name in promised]
 
 
 def check_names(names: Iterable[str], ours: Sequence[str]) -> None:

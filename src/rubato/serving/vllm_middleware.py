@@ -17,7 +17,7 @@ import os
 import signal
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 from uuid import uuid4
 
@@ -32,7 +32,7 @@ from rubato.core.clock import unix_time
 from rubato.core.events import Event, Finished, Offered, Tokens
 from rubato.core.request import Request
 from rubato.engines.vllm.link import address_for_gateways
-from rubato.engines.vllm.sequence import ARRIVAL, MILLISECONDS, ON_DECLINE, TENANT, TICKET, TIER, sealed
+from rubato.engines.vllm.sequence import ARRIVAL, MAX_PAUSE, MILLISECONDS, ON_DECLINE, TENANT, TICKET, TIER, sealed
 from rubato.engines.vllm.settings import check_version
 from rubato.fleet.call import usage_of
 from rubato.fleet.cluster import retry_after
@@ -43,7 +43,6 @@ from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.errors import ApiError, from_finished
 from rubato.frontdoor.headers import first_of_each
 from rubato.frontdoor.paths import CHAT, GENERATE, OPEN, RESPONSES, TEXT, canonical_path, written_path
-from rubato.frontdoor.slo_fields import GrantedSLO
 from rubato.frontdoor.tenants import Tenant, Tenants, tenants_of, tiers_of
 from rubato.serving.sse import forbid_buffering
 from rubato.serving.vllm_reports import LATE, EngineReports, reports_of
@@ -232,10 +231,11 @@ class FrontEnd:
         admitted, tenants = call.admitted, self._tenants
         granted, tenant = admitted.granted, admitted.tenant
         fields = {TIER: granted.tier, ON_DECLINE: granted.on_decline}
-        for key, seconds in zip(MILLISECONDS, _times(granted), strict=True):
-            if seconds is not None:
-                fields[key] = repr(seconds * 1e3)
+        times = dict(zip((*MILLISECONDS, MAX_PAUSE), astuple(granted.slo), strict=True))
+        pause = times.pop(MAX_PAUSE)
+        fields |= {key: repr(seconds * 1e3) for key, seconds in times.items() if seconds is not None}
         if self._reports.connected:
+            fields |= {} if pause is None else {MAX_PAUSE: repr(pause * 1e3)}
             fields |= {TENANT: tenant.name, TICKET: call.ticket, ARRIVAL: repr(unix_time())}
             fields = sealed(fields)
         body = for_server(body)
@@ -440,11 +440,6 @@ async def _parts(receive: Receive) -> AsyncIterator[bytes]:
         yield message.get("body", b"")
         if not message.get("more_body", False):
             return
-
-
-def _times(granted: GrantedSLO) -> tuple[float | None, ...]:
-    slo = granted.slo
-    return slo.ttft, slo.tpot, slo.e2e
 
 
 def _is_further_choice(id: str) -> bool:

@@ -20,7 +20,9 @@ PREFIX = "slo_"
 MILLISECONDS = ("slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
 TIER, ON_DECLINE = "slo_tier", "slo_on_decline"
 KEYS = (*MILLISECONDS, TIER, ON_DECLINE)
-TENANT, ARRIVAL, TICKET, SEAL = "slo_tenant", "slo_arrival", "slo_ticket", "slo_seal"  # the middleware's alone
+TENANT, ARRIVAL, TICKET, SEAL = "slo_tenant", "slo_arrival", "slo_ticket", "slo_seal"
+MAX_PAUSE = "slo_max_pause_ms"
+OF_MIDDLEWARE = frozenset({TENANT, ARRIVAL, TICKET, MAX_PAUSE})  # which no client may say
 MAX_CHARACTERS = 64  # of a tier's name, which policies keep, and of what a refusal shows of a client's text
 
 
@@ -57,15 +59,15 @@ def request_of(own: Any, arrival: float, *, strangers: bool = True) -> tuple[Req
     seal = extra.pop(SEAL, "")
     by_us = isinstance(seal, str) and seal != "" and _is_ours(seal, extra)
     if not by_us:  # nobody's word, or that of an API server whose key this core has not: another node's
-        extra = {k: v for k, v in extra.items() if strangers and not (seal and k in (TENANT, ARRIVAL, TICKET))}
+        extra = {k: v for k, v in extra.items() if strangers and not (seal and k in OF_MIDDLEWARE)}
     for key in extra:
-        if key not in KEYS and not (by_us and key in (TENANT, ARRIVAL, TICKET)):
+        if key not in KEYS and not (by_us and key in OF_MIDDLEWARE):
             raise ValueError(f"vllm_xargs: unknown key {_shown(key)}; known are {', '.join(KEYS)}")
-    ttft, tpot, e2e = (_seconds(key, extra.get(key)) for key in MILLISECONDS)
+    times = (_seconds(key, extra.get(key)) for key in (*MILLISECONDS, MAX_PAUSE))
     held = own.arrival_time - float(extra[ARRIVAL]) if ARRIVAL in extra else 0.0  # since it came to the middleware
     request = _request(
         own,
-        SLO(ttft, tpot, e2e),
+        SLO(*times),
         arrival - max(0.0, held),
         _tier(extra.get(TIER, "default")),
         extra.get(TENANT, "default"),
