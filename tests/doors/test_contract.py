@@ -201,7 +201,13 @@ HEADERS = [
     Case("keys of a tenant do not pass", headers=KEY, tenants=True, doors=("gateway",),
          sent=lambda seen: "authorization" not in seen.headers),
 ]  # fmt: skip
-CASES = [*STATED, *BODIES, *PATHS, *WHO, *HEADERS]
+KV = [
+    Case("where KV is, in vllm_xargs", {"vllm_xargs": {"kv_transfer_params": "x"}}, status=400,
+         param="vllm_xargs.kv_transfer_params", doors=BEHIND),
+    Case("where an encoder's output is, in vllm_xargs, of an admin", {"vllm_xargs": {"ec_transfer_params": ["x"]}}, OPS,
+         status=400, param="vllm_xargs.ec_transfer_params", tenants=True, doors=("gateway", "middleware")),
+]  # fmt: skip
+CASES = [*STATED, *BODIES, *PATHS, *WHO, *HEADERS, *KV]
 
 
 @pytest.fixture(autouse=True)

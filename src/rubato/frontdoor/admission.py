@@ -32,6 +32,7 @@ from rubato.frontdoor.tenants import Tenant, Tenants
 
 OURS = ("slo", "service_tier")  # fields of a body that no server gets
 KV_FIELDS = ("kv_transfer_params", "ec_transfer_params")  # with these a server connects to another one
+NO_KV = "leave it out: where KV is, the fleet says, and no client."
 SMALL_FIELDS = ("stream", "ignore_eos", "background", "cache_salt")
 DEFAULT_MAX_TOKENS = {TEXT: 16}  # of a choice; by other paths it may fill the model's context
 MIN_ITEMS = 65_536  # that the lists of a body may have, however small the model's context
@@ -224,7 +225,9 @@ class FrontDoor:
             raise invalid("stream_options", 'give an object, such as {"include_usage": true}.')
         for name in KV_FIELDS:
             if body.json(name) and not (self.tenants.configured and tenant.admin):
-                raise invalid(name, "leave it out: where KV is, the fleet says, and no client.")
+                raise invalid(name, NO_KV)
+            if name in _xargs(body):  # vLLM's engine looks for it there, and takes it for an object
+                raise invalid(f"vllm_xargs.{name}", NO_KV)
         if body.flag("use_beam_search"):
             raise ApiError(400, "use_beam_search: its requests carry no SLO; leave it out.", param="use_beam_search")
         if previous := body.value("previous_response_id"):
@@ -384,9 +387,12 @@ def _stated(body: BodyFields) -> _Stated:
 
 def stated_xargs(body: BodyFields) -> dict[str, Any]:
     """Of a body's `vllm_xargs`, the keys that are ours."""
-    if not body.json("vllm_xargs").startswith(b"{"):
-        return {}
-    return {k: v for k, v in body.value("vllm_xargs").items() if k.startswith(PREFIX)}
+    return {k: v for k, v in _xargs(body).items() if k.startswith(PREFIX)}
+
+
+def _xargs(body: BodyFields) -> dict[str, Any]:
+    """A body's `vllm_xargs`; none where they are no object."""
+    return body.value("vllm_xargs") if body.json("vllm_xargs").startswith(b"{") else {}
 
 
 def _number(value: Any) -> Any:
