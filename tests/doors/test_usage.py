@@ -68,14 +68,30 @@ def test_stream_without_a_wish_for_usage_ends_without_it_and_is_counted() -> Non
     at(Gateway, scenario, tenants=TENANTS)
 
 
-def test_middleware_without_reports_charges_the_usage_of_the_response() -> None:
+@pytest.mark.parametrize(
+    ("path", "usage"),
+    [
+        (TEXT, {"prompt_tokens": 400, "completion_tokens": 2}),
+        ("/v1/responses", {"input_tokens": 400, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 320}}),
+        (
+            "/v1/messages",  # whose `input_tokens` leave out what is cached
+            {
+                "input_tokens": 50,
+                "output_tokens": 2,
+                "cache_creation_input_tokens": 30,
+                "cache_read_input_tokens": 320,
+            },
+        ),
+    ],
+)
+def test_middleware_without_reports_charges_the_usage_of_the_response(path: str, usage: dict[str, Any]) -> None:
     async def scenario(opened: Door) -> None:
         front: Any = opened.open
         app = front.__closure__[0].cell_contents
         app._app.silent = True
-        app._app.answer = {"id": "x", "choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 2}}
-        await opened.ask(TEXT, {"max_tokens": 50}, KEY)
+        app._app.answer = {"id": "x", "choices": [], "usage": usage}
+        await opened.ask(path, {"max_tokens": 50}, KEY)
         left = app._front.door._usage["a"].tokens.level
-        assert left == pytest.approx(6000 - 42, abs=30)
+        assert left == pytest.approx(6000 - 402, abs=30)
 
     at(InVLLM, scenario, tenants=TENANTS)

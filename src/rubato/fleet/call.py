@@ -72,6 +72,7 @@ def name_of_try(id: str, tries: int) -> str:
 
 
 NAMES = (("prompt", "input"), ("completion", "output"))  # OpenAI's, and those of responses and messages
+CACHED = ("cache_creation_input_tokens", "cache_read_input_tokens")  # of a message's prompt, beside its `input_tokens`
 
 Calls = dict[str, Call]  # by the id of each of its requests
 
@@ -82,6 +83,7 @@ def usage_of(body: bytes) -> tuple[int, int]:
         found = orjson.loads(body)
         usage = found.get("usage") or (found.get("response") or {}).get("usage") or {}
         prompt, output = (usage.get(f"{a}_tokens") or usage.get(f"{b}_tokens") or 0 for a, b in NAMES)
+        prompt += sum(usage.get(name) or 0 for name in CACHED)
         return max(0, int(prompt)), max(0, int(output))
     except (ValueError, TypeError, AttributeError):
         return 0, 0
