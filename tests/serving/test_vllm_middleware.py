@@ -738,3 +738,15 @@ def test_ten_thousand_names_are_a_hundred_labels() -> None:
 )
 def test_the_response_that_a_request_is_for(id: str, answer: str) -> None:
     assert answer_of(id) == answer
+
+
+# ----------------------------------------------------------------- as vLLM 0.32 does it
+
+
+def test_background_request_that_vllm_does_not_take_gives_its_place_back() -> None:
+    async def scenario(client: Client) -> None:
+        answer = await client.chat("bulk-key", path="/v1/responses", background=True, temperature=-1)
+        assert answer.status_code == 400
+        assert (await client.chat("bulk-key")).status_code == 200
+
+    run(scenario, {"tenants": TENANTS})

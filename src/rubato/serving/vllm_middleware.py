@@ -293,7 +293,7 @@ class FrontEnd:
         self._reports.read()
         self._reports.forget(call.ticket)
         call.answered = True
-        if call.background and self._reports.connected and not call.requests:
+        if call.background and call.served and self._reports.connected and not call.requests:
             asyncio.get_running_loop().call_later(LATE, lambda: None if call.requests else self._settle(call))
         elif call.over or not call.requests:
             self._settle(call)
