@@ -207,7 +207,13 @@ KV = [
     Case("where an encoder's output is, in vllm_xargs, of an admin", {"vllm_xargs": {"ec_transfer_params": ["x"]}}, OPS,
          status=400, param="vllm_xargs.ec_transfer_params", tenants=True, doors=("gateway", "middleware")),
 ]  # fmt: skip
-CASES = [*STATED, *BODIES, *PATHS, *WHO, *HEADERS, *KV]
+SHARED = [
+    Case("too large, to be tokenized", {"text": "x" * 200_000}, KEY, path="/tokenize", status=413, tenants=True,
+         says="larger than 100000 bytes", doors=("gateway", "middleware")),
+    Case("the tokens of a message, as a tenant", {"text": "x"}, KEY, path="/v1/messages/count_tokens", tenants=True,
+         counts=0, doors=("middleware",)),
+]  # fmt: skip
+CASES = [*STATED, *BODIES, *PATHS, *WHO, *HEADERS, *KV, *SHARED]
 
 
 @pytest.fixture(autouse=True)

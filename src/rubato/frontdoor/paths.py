@@ -13,8 +13,8 @@ OPEN = (  # without a key
     "/openapi.json",
 )  # fmt: skip
 SHARED = (  # these generate nothing: every tenant may use them, and what is below them
-    "/v1/models", "/tokenize", "/detokenize", "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score",
-    "/rerank", "/v1/rerank", "/v2/rerank",
+    "/v1/models", "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/embeddings", "/pooling", "/classify",
+    "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, FrontDoor, f
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.errors import ApiError, from_finished
 from rubato.frontdoor.headers import first_of_each
-from rubato.frontdoor.paths import CHAT, GENERATE, OPEN, RESPONSES, TEXT, canonical_path, written_path
+from rubato.frontdoor.paths import CHAT, GENERATE, OPEN, RESPONSES, TEXT, canonical_path, is_shared, written_path
 from rubato.frontdoor.tenants import Tenant, Tenants, tenants_of, tiers_of
 from rubato.serving.sse import forbid_buffering
 from rubato.serving.vllm_reports import LATE, EngineReports, reports_of
@@ -191,9 +191,11 @@ class FrontEnd:
             if scope["method"] == "POST":
                 door.enter(tenant)
             door.authorize(tenant, path)
-            if path not in GENERATE or scope["method"] != "POST":
+            if scope["method"] != "POST" or not (path in GENERATE or is_shared(path)):
                 return await app(scope, receive, send)
             raw = await door.read_body(_parts(receive), headers.get("content-length", ""))
+            if path not in GENERATE:
+                return await app(scope, _replayed(raw, receive), send)
             body = door.read_fields(raw)
             call = self._admit(ApiRequest(path, headers, body, self._reports.clock.now()), tenant)
         except ApiError as error:
