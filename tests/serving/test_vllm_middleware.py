@@ -742,6 +742,40 @@ def test_the_response_that_a_request_is_for(id: str, answer: str) -> None:
 
 # ----------------------------------------------------------------- as vLLM 0.32 does it
 
+EARLY = [f"event: response.{name}\ndata: {{}}\n\n".encode() for name in ("created", "in_progress")]
+DELTA = b'event: response.output_text.delta\ndata: {"delta": "x"}\n\n'
+MESSAGE = [b'event: message_start\ndata: {"type": "message_start"}\n\n', b"event: error\ndata: {}\n\n"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "vllm"),
+    [
+        ({"stream": True}, {"early": EARLY, "breaks": True, "answer": []}),
+        ({"stream": True, "background": True}, {"answer": EARLY}),  # vLLM asks its engine whether they are taken or not
+        ({"background": True}, {"answer": {"id": "resp_1", "status": "queued"}}),
+        ({"stream": True, "path": "/v1/messages"}, {"answer": MESSAGE}),
+    ],
+    ids=["stream", "background stream", "background", "messages"],
+)
+def test_refusal_of_responses_and_messages_is_a_429(sent: dict[str, Any], vllm: dict[str, Any]) -> None:
+    async def scenario(client: Client) -> None:
+        refused = await client.chat(**{"path": "/v1/responses", **sent})
+        assert refused.status_code == 429
+        assert refused.headers["x-rubato-reject-reason"] == "rejected-slo-infeasible"
+        assert client._in_flight_of("default") == 0
+
+    run(scenario, outcome="refused", reason="rejected-slo-infeasible: a token takes 19 ms", **vllm)
+
+
+def test_stream_of_responses_that_is_not_refused_passes_unchanged() -> None:
+    async def scenario(client: Client) -> None:
+        assert (await client.chat(path="/v1/responses", stream=True)).content == b"".join([*EARLY, DELTA])
+        client.vllm.breaks = True
+        with pytest.raises(RuntimeError, match="already started"):  # vLLM's own fault stays its own
+            await client.chat(path="/v1/responses", stream=True)
+
+    run(scenario, early=EARLY, answer=[DELTA])
+
 
 def test_background_request_that_vllm_does_not_take_gives_its_place_back() -> None:
     async def scenario(client: Client) -> None:

@@ -32,7 +32,8 @@ class Link:
 @dataclass
 class VLLM:
     """A stand-in of vLLM's server. answer: the chunks of a stream, or one body. ends: what became of the request, told
-    while it answers."""
+    while it answers. early: events of /v1/responses, which come before the engine is asked. breaks: its stream ends
+    with an exception, as that of /v1/responses does where the engine ends a request with an error."""
 
     link: Link
     answer: Any = None
@@ -51,6 +52,8 @@ class VLLM:
     scopes: list[Any] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     hold: asyncio.Event | None = None
+    early: list[bytes] = field(default_factory=list)
+    breaks: bool = False
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -63,14 +66,22 @@ class VLLM:
             await send({"type": "http.response.start", "status": 400, "headers": []})
             await send({"type": "http.response.body", "body": error, "more_body": False})
             return
+        stream = isinstance(self.answer, list)
+        kind = b"text/event-stream; charset=utf-8" if stream else b"application/json"
+        start = {"type": "http.response.start", "status": self.status}
+        start["headers"] = [(b"content-type", kind), *self.headers]
+        if self.early:
+            await send(start)
+        for part in self.early:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
         if not self.silent and "vllm_xargs" in body:
             self._serve(body["vllm_xargs"], int(body.get("n") or 1))
         if self.hold is not None:
             await self.hold.wait()
-        stream = isinstance(self.answer, list)
-        kind = b"text/event-stream; charset=utf-8" if stream else b"application/json"
-        headers = [(b"content-type", kind), *self.headers]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        if self.breaks:
+            raise RuntimeError("Caught handled exception, but response already started.")
+        if not self.early:
+            await send(start)
         parts = self.answer if stream else [json.dumps(self.answer or {"id": "x", "choices": []}).encode()]
         for part in parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})

@@ -59,6 +59,8 @@ WAIT, POLL = 0.25, 0.005  # seconds that a response waits for its verdict at mos
 RECENT = 64  # requests whose ends say how fast the server gets through them
 CHUNKS = b"transfer-encoding"  # the body goes on whole
 COMMENT = b":"  # begins what vLLM sends to keep an idle stream open
+# Events of /v1/responses before vLLM makes its request, which it makes once they are taken.
+UNASKED = (b"event: response.created\n", b"event: response.in_progress\n")
 
 log = logging.getLogger("vllm.rubato")
 
@@ -206,6 +208,9 @@ class FrontEnd:
             answer = _Answer(self, call, scope, send)
             scope = {**scope, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
             await app(scope, _replayed(raw, receive), answer.send)
+        except Exception:
+            if not await answer.is_refused():
+                raise
         finally:
             self._ended(call)
         return None
@@ -346,6 +351,7 @@ class _Answer:
     def __init__(self, front: FrontEnd, call: _Call, scope: Scope, send: Send) -> None:
         self._front, self._call, self._scope, self._send = front, call, scope, send
         self._start: Message | None = None  # held back until it is known what the response is
+        self._early: list[Message] = []  # with it: parts of before vLLM made its request
         self._stream = False
         self._whole: bytearray | None = None  # the body so far of a response that is changed at its end
         self._last: bytes | None = None  # a chunk that may be the last one
@@ -366,9 +372,21 @@ class _Answer:
                 await self._json(bytes(self._whole))
         elif self._stream and self._call.admitted.path in CHUNKED:
             await self._chunks(message)
-        else:
+        elif self._start is not None and not self._call.background and message.get("body", b"").startswith(UNASKED):
+            self._early.append(message)
+        elif not await self.is_refused(message.get("body", b"")):
             await self._begin()
             await self._send(message)
+
+    async def is_refused(self, part: bytes = b"") -> bool:
+        """Whether a refusal, a 429, is the response, instead of what vLLM makes of it. part: about to be sent."""
+        if self._start is None or (part.startswith(COMMENT) and self._stream):
+            return False
+        if (error := await self._front.refusal(self._call)) is None:
+            return False
+        self._whole = bytearray()  # whatever comes is no part of the response any more
+        await self._instead(error)
+        return True
 
     async def _begin(self) -> None:
         """The head, once."""
@@ -376,14 +394,15 @@ class _Answer:
             start, self._start = self._start, None
             more = self._front.door.response_headers(self._call.admitted)
             await self._send({**start, "headers": [*forbid_buffering(start["headers"]), *more]})
+            for early in self._early:
+                await self._send(early)
 
     async def _json(self, raw: bytes) -> None:
         """A response that is whole: with the verdict, or a 429 in the place of an error that is a refusal."""
         if self._start is None:
             return  # it was replaced
         status = self._start["status"]
-        if status >= 500 and (error := await self._front.refusal(self._call)) is not None:
-            await self._instead(error)
+        if (status >= 500 or (status == 200 and self._call.background)) and await self.is_refused():
             return
         wanted = status == 200 and not self._call.background
         requests, ends = await self._front.ends(self._call) if wanted else ([], [])
@@ -399,9 +418,7 @@ class _Answer:
         """Part of a stream. vLLM sends a chunk at a time; the last one before the end gets the verdict."""
         part, more = message.get("body", b""), message.get("more_body", False)
         if self._start is not None:
-            if not part.startswith(COMMENT) and (error := await self._front.refusal(self._call)) is not None:
-                self._whole = bytearray()  # whatever comes is no part of the response any more
-                await self._instead(error)
+            if await self.is_refused(part):
                 return
             await self._begin()
         if self._last is None and not may_be_last(part):
