@@ -20,6 +20,8 @@ import httpx
 import pytest
 import yaml
 
+from tests.vllm.test_routes import documented_paths
+
 CONFIG = {
     "policy": "edf",
     "tiers": {
@@ -30,6 +32,7 @@ CONFIG = {
     "default_tier": "chat",
     "tenants": {
         "acme": {"keys": ["acme-key"], "tiers": ["chat", "strict", "hopeless"]},
+        "other": {"keys": ["other-key"], "tiers": ["chat"]},
         "ops": {"keys": ["ops-key"], "admin": True},
     },
 }
@@ -50,8 +53,10 @@ def server(model: Path, folder: Path, sockets: Path) -> Iterator[tuple[httpx.Cli
         "--additional-config": json.dumps({"rubato": {"config": str(folder / "rubato.yaml")}}),
     }  # fmt: skip
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    words += ["--enable-prompt-tokens-details"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(sockets)}
+    environment |= {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     log = folder / "log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -83,12 +88,17 @@ class Client:
         path, said = {
             "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
             "text": ("/v1/completions", {"prompt": PROMPT}),
+            "responses": ("/v1/responses", {"input": PROMPT, "max_output_tokens": 4}),
+            "messages": ("/v1/messages", {"messages": [{"role": "user", "content": PROMPT}]}),
         }[kind]
         body = {"model": "m", "max_tokens": 4, "ignore_eos": True, **said, **more}
-        return self.http.post(path, json=body, headers={"authorization": f"Bearer {key}", **(headers or {})})
+        return self.send("POST", path, key, json=body, headers=headers)
+
+    def send(self, method: str, path: str, key: str = "ops-key", headers: Any = None, **more: Any) -> httpx.Response:
+        return self.http.request(method, path, headers={"authorization": f"Bearer {key}", **(headers or {})}, **more)
 
     def get(self, path: str) -> Any:
-        return self.http.get(path, headers={"authorization": "Bearer ops-key"}).json()
+        return self.send("GET", path).json()
 
     def metrics(self, name: str) -> float:
         lines = self.http.get("/metrics").text.splitlines()
@@ -113,6 +123,9 @@ def test_a_server_with_the_middleware(speaking_model: Path, tmp_path: Path) -> N
         _refusals(client)
         _clients_that_leave(client)
         _counts(client)
+        _caches_of_tenants(client)
+        _responses_of_tenants(client)
+        _paths_of_tenants(client)
         with http.stream("POST", "/v1/completions", **_long()) as answer:  # SIGTERM in the middle
             next(answer.iter_bytes())
             process.send_signal(signal.SIGTERM)
@@ -154,8 +167,8 @@ def _refusals(client: Client) -> None:
     for stream in (False, True):
         refused = client.ask(service_tier="strict", stream=stream)
         assert refused.status_code == 429, refused.text
-        assert int(refused.headers["retry-after"]) >= 1
-        assert refused.headers["x-rubato-reject-reason"].startswith("rejected-")
+        assert (refused.headers["x-should-retry"], "retry-after" in refused.headers) == ("false", False)
+        assert refused.headers["x-rubato-reject-reason"] == "rejected-slo-infeasible"
     typo = client.ask(slo={"tfft_ms": 5})
     assert typo.status_code == 400
     assert "ttft_ms" in typo.json()["error"]["message"]
@@ -199,6 +212,64 @@ def _counts(client: Client) -> None:
     assert refused == 2
     (engine,) = client.get("/rubato/state")["engines"]
     assert (engine["policy"], engine["faults"], engine["given_up"]) == ("edf", {}, False)
+
+
+def _caches_of_tenants(client: Client) -> None:
+    """A prompt of another tenant is not found in the prefix cache, one's own is."""
+    for at, (kind, field) in enumerate(
+        [("chat", "messages"), ("text", "prompt"), ("responses", "input"), ("messages", "messages")]
+    ):
+        words = " ".join(f"w{200 + at} w{word}" for word in range(20, 70))
+        prompt: Any = [{"role": "user", "content": words}] if field == "messages" else words
+        cached = []
+        for key in ("acme-key", "other-key", "acme-key", "other-key"):
+            answer = client.ask(kind, key, **{field: prompt})
+            found = re.search(r'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d+)', answer.text)
+            assert found is not None, answer.text
+            cached.append(int(found[1]))
+        assert cached[0] == cached[1] == 0, kind
+        assert cached[2] == cached[3] == 96, kind
+
+
+def _responses_of_tenants(client: Client) -> None:
+    """A stored response is its tenant's; a refused one is a 429 in each form that a client may ask for."""
+    stored = client.ask("responses", store=True).json()["id"]
+    running = client.ask("responses", background=True, max_output_tokens=8000).json()["id"]
+    for id in (stored, running):
+        for key, status in (("acme-key", 200), ("ops-key", 200), ("other-key", 404)):
+            assert client.send("GET", f"/v1/responses/{id}", key).status_code == status
+        assert client.ask("responses", "other-key", previous_response_id=id).status_code == 404
+        assert client.send("POST", f"/v1/responses/{id}/cancel", "other-key").status_code == 404
+    assert client.ask("responses", previous_response_id=stored).status_code == 200
+    assert client.send("POST", f"/v1/responses/{running}/cancel", "acme-key").json()["status"] == "cancelled"
+    assert client.ask("responses", background=True, temperature=-1).status_code == 400
+    before = client.metrics("rubato_requests_refused_total")
+    for kind, form in (
+        ("responses", {}), ("responses", {"stream": True}), ("responses", {"background": True}),
+        ("responses", {"background": True, "stream": True}), ("messages", {"stream": True}),
+    ):  # fmt: skip
+        assert client.ask(kind, service_tier="strict", **form).status_code == 429, (kind, form)
+    assert client.metrics("rubato_requests_refused_total") == before + 5
+    for kind in ("responses", "messages"):
+        answer = client.ask(kind, stream=True).text
+        assert answer.count("event: response.created" if kind == "responses" else "event: message_start") == 1
+    for _ in range(100):
+        if not client.get("/rubato/state")["in_flight"]:
+            break
+        client.ask()
+        time.sleep(0.1)
+    assert client.get("/rubato/state")["in_flight"] == {}
+
+
+def _paths_of_tenants(client: Client) -> None:
+    paths = {path for path, methods in client.get("/openapi.json")["paths"].items() if methods.keys() - {"get"}}
+    documented = documented_paths()
+    assert paths <= documented.keys()
+    for path in paths:
+        refused = client.send("POST", path, "other-key", json={}).status_code == 403
+        assert refused == (documented[path] == "an admin"), path
+    unsealed = client.ask(vllm_xargs={"kv_transfer_params": "x"})
+    assert (unsealed.status_code, unsealed.json()["error"]["param"]) == (400, "vllm_xargs.kv_transfer_params")
 
 
 @pytest.mark.parametrize("config", ["tiers: {a: {ttft: 5}}", "default_tier: chatt", "latency: roofline"])
