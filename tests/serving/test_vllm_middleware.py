@@ -327,7 +327,8 @@ def test_without_reports_no_answer_but_the_first_waits_and_the_output_stays_char
 
 def test_no_way_past_the_tenants() -> None:
     async def scenario(client: Client) -> None:
-        await client.chat("bulk-key", path="/v1/chat/completions%0A", service_tier="chat")
+        assert (await client.chat("bulk-key", path="/v1/chat/completions%0A")).status_code == 400
+        await client.chat("bulk-key", path="/v1//chat/completions/", service_tier="chat")
         assert client.vllm.requests[0].tier == "flex"
         assert (await client.chat("acme-key", use_beam_search=True)).status_code == 400
         for path in ("/v1/chat/completions/batch", "/inference/v1/generate", "/invocations", "/v1/load_lora_adapter"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote, unquote
 
 from rubato.frontdoor.errors import ApiError
@@ -16,17 +17,25 @@ SHARED = (  # these generate nothing: every tenant may use them, and what is bel
     "/v1/models", "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/embeddings", "/pooling", "/classify",
     "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 )  # fmt: skip
+MAX_DECODINGS = 4  # of a path, each of which reads all of it
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def canonical_path(path: str) -> str:
     """The path as each part of the way must read it: decoded, with single slashes and none at its end.
 
     Raises:
-        ApiError: 400 for a path that goes up (`..`), in whatever spelling: a server would make another path of it than
-            the one that is judged here.
+        ApiError: 400 for a path that goes up (`..`), in whatever spelling, or has control characters: a server would
+            make another path of it than the one that is judged here. Also for escapes within escapes without end.
     """
-    while (decoded := unquote(path)) != path:
+    for _ in range(MAX_DECODINGS):
+        if (decoded := unquote(path)) == path:
+            break
         path = decoded
+    else:
+        raise ApiError(400, "The path has escapes within escapes: write it with one % each.", code="invalid_path")
+    if CONTROL.search(path):
+        raise ApiError(400, "The path has a control character in it: write it without.", code="invalid_path")
     parts = [part for part in path.replace("\\", "/").split("/") if part]
     if "." in parts or ".." in parts:
         raise ApiError(400, "The path has a part . or .. in it: write it without.", code="invalid_path")

@@ -174,7 +174,7 @@ async def _complete(state: _State, http: Request, schema: type[schemas.AnyComple
     door.check_choices(tenant, body.count, body.choices)
     prompts = await state.token_ids(body)
     limits = intake.output_limits(body, prompts, service.most_tokens)
-    asked = ApiRequest(http.url.path, http.headers, fields, arrival, [len(p) for p in prompts], has_stages=True)
+    asked = ApiRequest(http.scope["path"], http.headers, fields, arrival, [len(p) for p in prompts], has_stages=True)
     admitted = door.admit(asked, tenant)
     requests = intake.requests(
         body, prompts, admitted.granted, arrival=arrival, tenant=tenant.name, limits=limits, session=admitted.session

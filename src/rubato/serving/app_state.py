@@ -73,7 +73,7 @@ class AppState:
         to that tenant. Raises ApiError 401, 403, or 429 beyond the tenant's rate."""
         http.state.tenant = tenant = self.door.identify(http.headers)
         self.door.enter(tenant)
-        self.door.authorize(tenant, http.url.path)
+        self.door.authorize(tenant, http.scope["path"])
         return tenant
 
     async def read(self, http: Request) -> BodyFields:
@@ -173,7 +173,7 @@ def _as_api_error(http: Request, error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # no such path, or no such method of it
-        message = f"{http.method} {http.url.path}: {error.detail}."
+        message = f"{http.method} {http.scope['path'][:80]}: {error.detail}."
         return ApiError(error.status_code, message, headers=tuple((error.headers or {}).items()))
     if isinstance(error, ClientDisconnect):
         return ApiError(400, "The client went away before its body was read.")

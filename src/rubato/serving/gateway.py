@@ -99,7 +99,7 @@ class Gateway:
 
     async def generate(self, http: HttpRequest) -> Response:
         """A completion of any form: chat, text, responses, messages."""
-        path, arrival, door = http.url.path, self._cluster.clock.now(), self._state.door
+        path, arrival, door = http.scope["path"], self._cluster.clock.now(), self._state.door
         tenant = self._state.enter(http)
         body = await self._state.read(http)
         admitted = door.admit(ApiRequest(path, http.headers, body, arrival), tenant)
@@ -140,7 +140,7 @@ class Gateway:
     async def other(self, http: HttpRequest) -> Response:
         """Whatever else servers have: it goes to one of them, in turn."""
         self._state.enter(http)
-        path = http.url.path
+        path = http.scope["path"]
         if is_internal(path):
             raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
         raw = await self._state.door.read_body(http.stream(), http.headers.get("content-length", ""))

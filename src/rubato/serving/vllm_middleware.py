@@ -180,7 +180,7 @@ class FrontEnd:
 
         send = door.counting(send)
         try:
-            path = canonical_path(scope["path"].removeprefix(scope.get("root_path", "")).rstrip("\n"))
+            path = canonical_path(scope["path"].removeprefix(scope.get("root_path", "")))
             full = scope.get("root_path", "") + path  # as vLLM's routes match it
             scope = {**scope, "path": full, "raw_path": written_path(full).encode()}
             if scope["method"] == "OPTIONS" or path in OPEN:
