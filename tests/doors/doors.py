@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
@@ -124,7 +125,7 @@ async def call_asgi(app: Any, method: str, path: str, headers: Mapping[str, str]
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
         "path": unquote(written), "raw_path": written.encode(), "query_string": query.encode(), "root_path": "",
-        "scheme": "http", "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "scheme": "http", "headers": [(name.encode(), value.encode("latin-1")) for name, value in headers.items()],
         "client": ("c", 1), "server": ("s", 80), "app": app, "state": {},
     }  # fmt: skip
     parts = [body[: len(body) // 2], body[len(body) // 2 :]]
@@ -142,7 +143,7 @@ async def call_asgi(app: Any, method: str, path: str, headers: Mapping[str, str]
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
             answer.status = message["status"]
-            answer.headers = {n.decode().lower(): v.decode() for n, v in message["headers"]}
+            answer.headers = {n.decode().lower(): v.decode("latin-1") for n, v in message["headers"]}
         answer.body += message.get("body", b"")
 
     await app(scope, receive, send)
@@ -260,7 +261,7 @@ class Picker(Door):
 
 class _Envoy:
     def __init__(self, picker: Any, there: Mapping[str, StubServer]) -> None:
-        self._picker, self._there = picker, there
+        self._picker, self._there, self._numbers = picker, there, count()
 
     async def request(self, method: str, path: str, headers: Mapping[str, str], body: bytes, leaves: bool) -> Answer:
         said: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -289,7 +290,7 @@ class _Envoy:
             passed = b"".join([_piece(await answers.get()) for _ in range(-(-len(body) // 62_000))])
             assert int(sent["content-length"]) == len(passed)
             server = self._there["http://" + sent["x-gateway-destination-endpoint"]]
-            pairs = [("x-request-id", "r0"), *sent.items()]
+            pairs = [*sent.items(), ("x-request-id", f"r{next(self._numbers)}")]  # as Envoy names it
             reply = await server.open(method, sent[":path"], pairs, passed)
             if leaves:
                 return Answer(0, {}, b"")
@@ -333,7 +334,7 @@ class _SeenByVLLM(list[Seen]):
 
     def __iter__(self) -> Any:
         for body, scope in zip(self._vllm.went_in, self._vllm.scopes, strict=True):
-            yield Seen(scope["path"], {n.decode(): v.decode() for n, v in scope["headers"]}, body)
+            yield Seen(scope["path"], {n.decode(): v.decode("latin-1") for n, v in scope["headers"]}, body)
 
 
 @asynccontextmanager

@@ -149,6 +149,7 @@ BODIES = [
     Case("where KV is", {"kv_transfer_params": {"remote_host": "10.9.9.9"}}, status=400, param="kv_transfer_params",
          doors=("server", "gateway", "picker")),
     Case("what the server refuses", {"temperature": -1}, status=400),
+    Case("a length in other digits", {"slo": {"ttft_ms": 900}}, {"content-length": "\xb2"}),
 ]  # fmt: skip
 PATHS = [
     Case("a slash behind the path", path=CHAT + "/"),

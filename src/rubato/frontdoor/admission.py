@@ -6,6 +6,7 @@ go. Whether an API request may pass, and on which terms, is decided here alone.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -190,7 +191,7 @@ class FrontDoor:
         Raises:
             ApiError: 413 as soon as it is known to be longer than this door takes.
         """
-        self.check_size(int(declared) if declared.isdigit() else 0)
+        self.check_size(int(declared) if re.fullmatch("[0-9]{1,18}", declared) else 0)
         found, size = [], 0
         async for part in parts:
             size += len(part)
