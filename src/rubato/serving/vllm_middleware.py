@@ -228,7 +228,8 @@ class FrontEnd:
 
     def _admit(self, request: ApiRequest, tenant: Tenant) -> _Call:
         """Admit it, and listen to what engines report of it. Raises ApiError 400 and 429."""
-        call = _Call(self.door.admit(request, tenant), request.body.flag("background"))
+        background = request.path == RESPONSES and request.body.flag("background")
+        call = _Call(self.door.admit(request, tenant), background)
         if self._reports.connected:
             self._reports.listen(call.ticket, lambda event: self._heard(call, event))
         return call
