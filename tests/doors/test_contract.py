@@ -160,6 +160,8 @@ PATHS = [
     Case("a tab in the path", path="/v1/chat/comp%09letions", status=400, says="control character"),
     Case("a newline behind the path", path=CHAT + "%0A", status=400, says="control character"),
     Case("escapes within escapes", path="/%" + "25" * 30_000, status=400, says="escapes within escapes"),
+    Case("a path that no server has", path="/v1/nothing", method="GET", status=404,
+         doors=("server", "gateway", "picker")),
     Case("up in the path", path="/v1/models/../chat/completions", status=400, says="a part . or .."),
     Case("up, escaped", path="/v1/%2e%2e/rubato/link", status=400, says="a part . or .."),
     Case("up, escaped twice", path="/v1/%252e%252e/x", status=400, says="a part . or .."),

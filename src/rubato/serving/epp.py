@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -340,14 +341,13 @@ class _Stream:
                     raise ProtocolError(f"{kind or 'an empty message'} came after the end of the request")
 
     def _begin(self, head: HttpHeaders, served: str) -> None:
-        call = self._call
-        if call is None:
-            return
         headers = epp_messages.headers_of(head)
         status = headers.pop(":status", "")
-        if not status.isdecimal():
+        if not re.fullmatch("[0-9]{3}", status):
             raise ProtocolError("response_headers without a :status")
         self._picker.door.count_status(int(status))
+        if (call := self._call) is None:
+            return
         if served and served != call.endpoint:
             if served in self._picker.endpoints():
                 self._picker.only.update(dict.fromkeys(call.ids, frozenset({served})))
