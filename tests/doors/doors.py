@@ -320,20 +320,20 @@ class _Recorded(list[Seen]):
     """Completions that came to stub servers."""
 
     def __init__(self, there: Mapping[str, StubServer]) -> None:
-        self._there = there
+        self.servers = there.values()
 
     def __iter__(self) -> Any:
-        for server in self._there.values():
+        for server in self.servers:
             for body, headers in zip(server.bodies, server.heads, strict=True):
                 yield Seen(headers.get(":path", ""), headers, body)
 
 
 class _SeenByVLLM(list[Seen]):
     def __init__(self, vllm: VLLM) -> None:
-        self._vllm = vllm
+        self.servers = [vllm]
 
     def __iter__(self) -> Any:
-        for body, scope in zip(self._vllm.went_in, self._vllm.scopes, strict=True):
+        for body, scope in zip(self.servers[0].went_in, self.servers[0].scopes, strict=True):
             yield Seen(scope["path"], {n.decode(): v.decode("latin-1") for n, v in scope["headers"]}, body)
 
 
