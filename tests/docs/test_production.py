@@ -47,17 +47,17 @@ EVIDENCE = {
         test:fleet/test_ray_host.py::what_moves_kv_is_refused""",
     "SLOs from headers, body, tiers and tenants, with clamping": """
         setting:tiers setting:tenants setting:default_tier test:serving/test_request_slo.py::precedence
-        test:serving/test_tenants.py::stated_slos_are_clamped_and_judged_as_promised""",
+        test:serving/test_tenants.py::what_a_tenant_states_is_granted_within_its_tiers""",
     "the same in vLLM's server": """
-        plugin:endpoint_plugins test:serving/test_vllm_middleware.py::what_a_client_states_is_granted
+        plugin:endpoint_plugins test:doors/test_contract.py::door_given_a_request_answers_right
         test:serving/test_vllm_middleware.py::strangers_state_nothing_past_their_tenant
         test:vllm/test_server.py::a_server_with_the_middleware""",
     "a guide to SLOs": """
         page:choosing-an-slo.md test:planning/test_feasibility.py::it_says_how_many_of_which_tier_and_why""",
     "keys, rate limits, fair shares": """
         tenant:keys tenant:requests_per_minute tenant:tokens_per_minute tenant:max_in_flight tenant:weight
-        setting:fair_share test:serving/test_tenants.py::who_has_no_key_gets_nothing
-        test:serving/test_rate_limits.py::requests_per_minute
+        setting:fair_share test:doors/test_contract.py::door_given_a_request_answers_right
+        test:doors/test_limits.py::tenant_beyond_its_limit_is_refused_until_there_is_room
         test:fleet/test_fair_share.py::weights_divide_the_tokens_of_those_who_all_want_more
         test:serving/test_vllm_middleware.py::limits_of_a_tenant
         test:vllm/test_link.py::a_flood_leaves_another_tenant_its_share""",

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
 from prometheus_client import CollectorRegistry
 
-from rubato.config.build import fair_share_of
+from rubato.config.build import fair_share_of, in_flight_bound
 from rubato.config.schema import load
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.plan import Limits
@@ -89,6 +89,7 @@ class Door:
     in_flight: Callable[[], int] = lambda: 0
     places: Callable[[], int] = lambda: 0
     seen: list[Seen] | None = None
+    clock: Any = None
     open: Callable[..., Awaitable[Answer]] = field(default=lambda: None)  # type: ignore[assignment, return-value]
 
     async def ask(
@@ -162,7 +163,9 @@ class OwnServer(Door):
     async def opened(cls, settings: dict[str, Any]) -> AsyncIterator[Door]:
         clock, config = VirtualClock(), load({**CONFIG, **settings}, [])
         engine = Engine(STEP, LIMITS, clock)
-        options = ClusterOptions(PolicyChoice("edf"), ReplicaOptions(), None, fair_share_of(config))
+        options = ClusterOptions(
+            PolicyChoice("edf"), ReplicaOptions(), in_flight_bound(config, LIMITS.max_num_seqs), fair_share_of(config)
+        )
         cluster = local_cluster([engine], [STEP], clock, options)
         await cluster.start()
         tenants = Tenants(tenants_of(config), tiers_of(config))
@@ -189,7 +192,8 @@ class Gateway(Door):
         async with _servers(clock) as there:
             calls: Calls = {}
             choice = PolicyChoice("edf", {}, "least_loaded")
-            options = ClusterOptions(choice, ReplicaOptions(causes=False), None, fair_share_of(config))
+            bound = in_flight_bound(config, LIMITS.max_num_seqs)
+            options = ClusterOptions(choice, ReplicaOptions(causes=False), bound, fair_share_of(config))
             fleet = ServerFleet(
                 [Server(url) for url in there], clock, options, calls, profile=lambda: None,
                 transport=there.__getitem__, link=None,
@@ -220,10 +224,12 @@ class InVLLM(Door):
         config = load({**CONFIG, **settings}, [])
         link = Link()
         reports = EngineReports(link, PluginMetrics(CollectorRegistry(), counts=True))  # type: ignore[arg-type]
+        reports.clock = VirtualClock()  # type: ignore[assignment]
         vllm = VLLM(link)
         app = Middleware(vllm)
         app._front = FrontEnd(config, LIMITS.max_num_seqs, LIMITS.max_model_len, reports)
         door = cls()
+        door.clock = reports.clock
         door.metrics = lambda: reports.metrics.registry
         door.in_flight = door.places = lambda: app._front.door.in_flight.total()  # type: ignore[union-attr]
         door.open = lambda *request: call_asgi(app, *request)  # type: ignore[assignment]
@@ -305,6 +311,7 @@ class _Envoy:
         finally:
             said.put_nowait(None)
             await task
+            assert first.immediate_response is None or answers.empty()
 
 
 def _set(mutation: Any) -> dict[str, str]:
@@ -355,6 +362,7 @@ def _asgi(door: Door, app: Any, cluster: Any) -> Door:
     closure = dict(zip(route.endpoint.__code__.co_freevars, route.endpoint.__closure__, strict=True))
     state = closure["state"].cell_contents
     door.metrics = lambda: state.metrics.registry
+    door.clock = cluster.clock
     door.in_flight = lambda: cluster.in_flight
     door.places = lambda: state.door.in_flight.total()
     door.open = lambda *request: call_asgi(app, *request)  # type: ignore[assignment]

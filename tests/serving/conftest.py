@@ -9,7 +9,6 @@ from typing import Any
 from urllib.parse import unquote
 
 import httpx2
-import pytest
 from fastapi import FastAPI
 
 from rubato.core.clock import VirtualClock, run_virtual
@@ -62,51 +61,47 @@ class Edge:
 Scenario = Callable[[Edge], Awaitable[None]]
 
 
-@pytest.fixture
-def edge() -> Callable[..., None]:
-    """Runs a scenario against a fresh server: edge(scenario, policy=..., max_in_flight=..., engine=..., tiers=...)."""
+def edge(
+    scenario: Scenario,
+    *,
+    policy: str = "edf",
+    max_in_flight: int | None = None,
+    engine: type[Engine] = Engine,
+    limits: Limits | None = None,
+    tenants: Sequence[Tenant] = (),
+    fair: FairShare | None = None,
+    prefix_cache: bool = False,
+    lengths: LengthPredictor | None = None,
+    tiers: Tiers | None = None,
+    **service: Any,
+) -> None:
+    """Run a scenario against a fresh server."""
 
-    def run(
-        scenario: Scenario,
-        *,
-        policy: str = "edf",
-        max_in_flight: int | None = None,
-        engine: type[Engine] = Engine,
-        limits: Limits | None = None,
-        tenants: Sequence[Tenant] = (),
-        fair: FairShare | None = None,
-        prefix_cache: bool = False,
-        lengths: LengthPredictor | None = None,
-        tiers: Tiers | None = None,
-        **service: Any,
-    ) -> None:
-        async def main() -> None:
-            clock = VirtualClock()
-            limits_ = limits or Limits(
-                max_num_seqs=8, max_num_batched_tokens=512, max_model_len=256, kv_blocks=64, block_size=16
-            )
-            model = Model(k=(0.0, 0.0), b=(STEP, 0.0))
-            engine_ = engine(model, limits_, clock)
-            options = ClusterOptions(
-                PolicyChoice(policy), ReplicaOptions(lengths, prefix_cache=prefix_cache), max_in_flight, fair
-            )
-            cluster = local_cluster([engine_], [model], clock, options)
-            events: list[Event] = []
-            await cluster.start()
-            settings = {"model": "simulated", "most_tokens": limits_.max_model_len, "fair": fair is not None, **service}
-            known = Tenants(tenants, tiers or Tiers())
-            app = create_app(Service(cluster, engine_.text, tenants=known, **settings))
-            cluster.listen(events.append)
-            transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-            try:
-                async with httpx2.AsyncClient(transport=transport, base_url="http://edge", timeout=None) as http:
-                    await scenario(Edge(http, app, cluster, clock, events))
-            finally:
-                await cluster.close()
+    async def main() -> None:
+        clock = VirtualClock()
+        limits_ = limits or Limits(
+            max_num_seqs=8, max_num_batched_tokens=512, max_model_len=256, kv_blocks=64, block_size=16
+        )
+        model = Model(k=(0.0, 0.0), b=(STEP, 0.0))
+        engine_ = engine(model, limits_, clock)
+        options = ClusterOptions(
+            PolicyChoice(policy), ReplicaOptions(lengths, prefix_cache=prefix_cache), max_in_flight, fair
+        )
+        cluster = local_cluster([engine_], [model], clock, options)
+        events: list[Event] = []
+        await cluster.start()
+        settings = {"model": "simulated", "most_tokens": limits_.max_model_len, "fair": fair is not None, **service}
+        known = Tenants(tenants, tiers or Tiers())
+        app = create_app(Service(cluster, engine_.text, tenants=known, **settings))
+        cluster.listen(events.append)
+        transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+        try:
+            async with httpx2.AsyncClient(transport=transport, base_url="http://edge", timeout=None) as http:
+                await scenario(Edge(http, app, cluster, clock, events))
+        finally:
+            await cluster.close()
 
-        run_virtual(main())
-
-    return run
+    run_virtual(main())
 
 
 def http_scope(app: Any, path: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> dict[str, Any]:

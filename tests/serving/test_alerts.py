@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.serving.conftest import Edge
+from tests.scenario import on
+from tests.serving.conftest import Edge, edge
 from tests.serving.promql import DOCS, TIERS, all_of, check, exported, labels_left, recorded, rules
 
 MINUTES = {"5m": 5, "30m": 30, "1h": 60, "6h": 360, "3d": 4320}
@@ -22,22 +23,20 @@ def unit_tests() -> list[dict[str, Any]]:
     return yaml.safe_load((DOCS / "alerts_test.yml").read_text())["tests"]
 
 
-def test_every_metric_and_label_of_the_rules_is_exported(edge: Callable[..., None]) -> None:
-    async def scenario(at: Edge) -> None:
-        there = all_of(await exported(at))
-        for rule in rules("record"):
-            check(rule["record"], rule["expr"], there)
-            assert labels_left(rule["expr"], there) == there[rule["record"]], rule["record"]
-        for rule in rules("alert"):
-            check(rule["alert"], rule["expr"], there)
-            told = " ".join(rule["annotations"].values())
-            assert set(re.findall(r"\$labels\.(\w+)", told)) <= labels_left(rule["expr"], there), rule["alert"]
-            assert set(re.findall(r"rubato_\w+", told)) <= set(there), rule["alert"]
-        for case in unit_tests():
-            for line in case.get("input_series", ()):
-                check(case["name"], line["series"], there)
-
-    edge(scenario, tiers=TIERS)
+@on(edge, tiers=TIERS)
+async def test_every_metric_and_label_of_the_rules_is_exported(at: Edge) -> None:
+    there = all_of(await exported(at))
+    for rule in rules("record"):
+        check(rule["record"], rule["expr"], there)
+        assert labels_left(rule["expr"], there) == there[rule["record"]], rule["record"]
+    for rule in rules("alert"):
+        check(rule["alert"], rule["expr"], there)
+        told = " ".join(rule["annotations"].values())
+        assert set(re.findall(r"\$labels\.(\w+)", told)) <= labels_left(rule["expr"], there), rule["alert"]
+        assert set(re.findall(r"rubato_\w+", told)) <= set(there), rule["alert"]
+    for case in unit_tests():
+        for line in case.get("input_series", ()):
+            check(case["name"], line["series"], there)
 
 
 def test_the_page_on_operations_has_every_alert() -> None:

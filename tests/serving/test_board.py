@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
@@ -23,9 +22,9 @@ from rubato.serving import board
 from rubato.serving.board_counts import MISSES, MOST_TIERS, OTHER, WINDOW, BoardCounts
 from rubato.serving.board_snapshot import MOST_SHOWN, RequestsInFlight, replica_shown, role_words
 from tests.doubles import Seq, request, shown, view
-from tests.serving.conftest import STEP, Edge, key, tenant
+from tests.scenario import on
+from tests.serving.conftest import STEP, Edge, edge, key, tenant
 
-Runs = Callable[..., None]
 TENANTS = [tenant("a"), tenant("b"), tenant("root", admin=True)]
 TIGHT = Limits(2, 512, 256, 64, 16)  # two at a time
 MARKUP = '<img src=x onerror="alert(1)">'
@@ -48,105 +47,97 @@ def assert_counted(told: Any) -> None:
     assert told["queue"]["in_flight"] == sum(states.values())
 
 
-def test_all_that_was_offered_is_counted_and_each_request_has_its_place(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        assert (await seen(at))["total"]["attainment"] is None
-        tasks = [asyncio.create_task(at.complete(max_tokens=10, slo={"ttft_ms": 5000})) for _ in range(4)]
-        await at.clock.sleep_until(2.5 * STEP, 0)
-        await at.http.post("/v1/completions", json={"model": "simulated", "prompt": "a", "service_tier": "no such"})
-        await at.clock.sleep_until(board.FRESH + 0.5 * STEP, 0)
-        told = await seen(at)
-        assert_counted(told)
-        assert (told["total"]["offered"], told["total"]["in_flight"]) == (at.cluster.offered, at.cluster.in_flight)
-        assert told["queue"] == {"in_flight": 4, "held": 0, "waiting": 2, "running": 2, "moving": 0}
-        assert [row["why"] for row in told["requests"]] == [
-            "runs at r0: decode",
-            "runs at r0: decode",
-            "waits for its turn at r0, first in the queue",
-            "waits for its turn at r0, behind 1 other",
-        ]
-        last = told["requests"][-1]
-        assert (last["due_in_ms"], last["age_ms"], last["waited_ms"]) == (4450.0, 550.0, 550.0)
-        assert [row["output_tokens"] for row in told["requests"]] == [5, 5, 0, 0]
-        (replica,) = told["replicas"]
-        assert (replica["running"], replica["waiting"], replica["state"]) == (2, 2, "busy")
-        assert replica["batch"] == {"requests": 2, "tokens": 2}
-        assert (replica["step_ms"], replica["age_ms"], replica["role"]) == (100.0, 0.0, "prefill and decode")
-        assert 0 < replica["kv_used_tokens"] < replica["kv_total_tokens"] == 64 * 16
-        await asyncio.gather(*tasks)
-        await at.clock.sleep_until(3.0, 0)
-        told = await seen(at)
-        assert_counted(told)
-        assert told["total"]["offered"] == told["total"]["met"] == at.cluster.finished == 4
-        assert (told["total"]["attainment"], told["requests"], told["misses"]) == (1.0, [], [])
-
-    edge(scenario, limits=TIGHT)
+@on(edge, limits=TIGHT)
+async def test_all_that_was_offered_is_counted_and_each_request_has_its_place(at: Edge) -> None:
+    assert (await seen(at))["total"]["attainment"] is None
+    tasks = [asyncio.create_task(at.complete(max_tokens=10, slo={"ttft_ms": 5000})) for _ in range(4)]
+    await at.clock.sleep_until(2.5 * STEP, 0)
+    await at.http.post("/v1/completions", json={"model": "simulated", "prompt": "a", "service_tier": "no such"})
+    await at.clock.sleep_until(board.FRESH + 0.5 * STEP, 0)
+    told = await seen(at)
+    assert_counted(told)
+    assert (told["total"]["offered"], told["total"]["in_flight"]) == (at.cluster.offered, at.cluster.in_flight)
+    assert told["queue"] == {"in_flight": 4, "held": 0, "waiting": 2, "running": 2, "moving": 0}
+    assert [row["why"] for row in told["requests"]] == [
+        "runs at r0: decode",
+        "runs at r0: decode",
+        "waits for its turn at r0, first in the queue",
+        "waits for its turn at r0, behind 1 other",
+    ]
+    last = told["requests"][-1]
+    assert (last["due_in_ms"], last["age_ms"], last["waited_ms"]) == (4450.0, 550.0, 550.0)
+    assert [row["output_tokens"] for row in told["requests"]] == [5, 5, 0, 0]
+    (replica,) = told["replicas"]
+    assert (replica["running"], replica["waiting"], replica["state"]) == (2, 2, "busy")
+    assert replica["batch"] == {"requests": 2, "tokens": 2}
+    assert (replica["step_ms"], replica["age_ms"], replica["role"]) == (100.0, 0.0, "prefill and decode")
+    assert 0 < replica["kv_used_tokens"] < replica["kv_total_tokens"] == 64 * 16
+    await asyncio.gather(*tasks)
+    await at.clock.sleep_until(3.0, 0)
+    told = await seen(at)
+    assert_counted(told)
+    assert told["total"]["offered"] == told["total"]["met"] == at.cluster.finished == 4
+    assert (told["total"]["attainment"], told["requests"], told["misses"]) == (1.0, [], [])
 
 
-def test_misses_have_their_cause_and_what_was_measured(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        assert (await at.chat(slo={"ttft_ms": 20})).status_code == 200
-        refused = await at.chat(slo={"ttft_ms": 20, "on_decline": "refuse"})
-        assert refused.status_code == 429
-        told = await seen(at)
-        assert_counted(told)
-        (tier,) = told["tiers"]
-        assert (tier["offered"], tier["met"], tier["attainment"]) == (2, 0, 0.0)
-        assert tier["outcomes"] == {"completed": 1, "refused": 1}
-        assert tier["causes"] == {"infeasible": 2}
-        latest, first = told["misses"]
-        assert (latest["cause"], latest["outcome"], latest["ttft_ms"]) == ("infeasible", "refused", None)
-        assert latest["reason"].startswith(f"{refused.headers['x-rubato-reject-reason']}: ")
-        assert (first["outcome"], first["ttft_ms"], first["targets"]["ttft_ms"]) == ("completed", 100.0, 20.0)
-        assert first["cause"] == "infeasible"
-        assert (first["served"], first["margin_ms"]) == ("best_effort", -80.0)
-
-    edge(scenario)
+@on(edge)
+async def test_misses_have_their_cause_and_what_was_measured(at: Edge) -> None:
+    assert (await at.chat(slo={"ttft_ms": 20})).status_code == 200
+    refused = await at.chat(slo={"ttft_ms": 20, "on_decline": "refuse"})
+    assert refused.status_code == 429
+    told = await seen(at)
+    assert_counted(told)
+    (tier,) = told["tiers"]
+    assert (tier["offered"], tier["met"], tier["attainment"]) == (2, 0, 0.0)
+    assert tier["outcomes"] == {"completed": 1, "refused": 1}
+    assert tier["causes"] == {"infeasible": 2}
+    latest, first = told["misses"]
+    assert (latest["cause"], latest["outcome"], latest["ttft_ms"]) == ("infeasible", "refused", None)
+    assert latest["reason"].startswith(f"{refused.headers['x-rubato-reject-reason']}: ")
+    assert (first["outcome"], first["ttft_ms"], first["targets"]["ttft_ms"]) == ("completed", 100.0, 20.0)
+    assert first["cause"] == "infeasible"
+    assert (first["served"], first["margin_ms"]) == ("best_effort", -80.0)
 
 
-def test_a_tenant_sees_its_own_requests_and_the_totals_an_admin_all(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        late = {"ttft_ms": 20}
-        await at.complete(key("b"), slo=late)
-        tasks = [asyncio.create_task(at.complete(key(who), max_tokens=20)) for who in ("a", "b", "b")]
-        await at.clock.sleep_until(board.FRESH * 2, 0)
-        ids = {t: [e.id for e in at.events if isinstance(e, Offered) and e.request.tenant == t] for t in "ab"}
-        a, b, root = [await seen(at, who) for who in ("a", "b", "root")]
-        assert [row["id"] for row in a["requests"]] == ids["a"]
-        assert [row["id"] for row in b["requests"]] == ids["b"][1:]
-        assert {row["id"] for row in root["requests"]} == {*ids["a"], *ids["b"][1:]}
-        assert (a["misses"], a["replicas"], b["replicas"]) == ([], None, None)
-        assert [miss["id"] for miss in b["misses"]] == [miss["id"] for miss in root["misses"]] == ids["b"][:1]
-        assert not [id for id in ids["b"] if id in str(a)]
-        assert [told["queue"]["in_flight"] for told in (a, b, root)] == [1, 2, 3]
-        assert a["tiers"] == b["tiers"] == root["tiers"]
-        assert a["total"]["offered"] == 4
-        assert [(told["tenant"], told["admin"]) for told in (a, root)] == [("a", False), ("root", True)]
-        assert len(root["replicas"]) == 1
-        await asyncio.gather(*tasks)
-
-    edge(scenario, tenants=TENANTS)
+@on(edge, tenants=TENANTS)
+async def test_a_tenant_sees_its_own_requests_and_the_totals_an_admin_all(at: Edge) -> None:
+    late = {"ttft_ms": 20}
+    await at.complete(key("b"), slo=late)
+    tasks = [asyncio.create_task(at.complete(key(who), max_tokens=20)) for who in ("a", "b", "b")]
+    await at.clock.sleep_until(board.FRESH * 2, 0)
+    ids = {t: [e.id for e in at.events if isinstance(e, Offered) and e.request.tenant == t] for t in "ab"}
+    a, b, root = [await seen(at, who) for who in ("a", "b", "root")]
+    assert [row["id"] for row in a["requests"]] == ids["a"]
+    assert [row["id"] for row in b["requests"]] == ids["b"][1:]
+    assert {row["id"] for row in root["requests"]} == {*ids["a"], *ids["b"][1:]}
+    assert (a["misses"], a["replicas"], b["replicas"]) == ([], None, None)
+    assert [miss["id"] for miss in b["misses"]] == [miss["id"] for miss in root["misses"]] == ids["b"][:1]
+    assert not [id for id in ids["b"] if id in str(a)]
+    assert [told["queue"]["in_flight"] for told in (a, b, root)] == [1, 2, 3]
+    assert a["tiers"] == b["tiers"] == root["tiers"]
+    assert a["total"]["offered"] == 4
+    assert [(told["tenant"], told["admin"]) for told in (a, root)] == [("a", False), ("root", True)]
+    assert len(root["replicas"]) == 1
+    await asyncio.gather(*tasks)
 
 
-def test_without_a_key_there_is_the_page_and_nothing_on_it(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        await at.complete(key("a"))
-        for headers in ({}, {"authorization": "Bearer nobody"}):
-            assert (await at.http.get("/board.json", headers=headers)).status_code == 401
-        page = await at.http.get("/")
-        assert page.status_code == 200
-        assert page.headers["content-type"] == "text/html; charset=utf-8"
-        assert "simulated" not in page.text
-        head = await at.http.head("/")
-        assert (head.status_code, head.headers["content-length"]) == (200, page.headers["content-length"])
-        paths = (await at.http.get("/openapi.json")).json()["paths"]
-        assert paths["/board.json"]["get"]["security"] == [{"key": []}]
-        assert not [path for path in paths if path == "/" or path.startswith("/board/")]
-
-    edge(scenario, tenants=TENANTS)
+@on(edge, tenants=TENANTS)
+async def test_without_a_key_there_is_the_page_and_nothing_on_it(at: Edge) -> None:
+    await at.complete(key("a"))
+    for headers in ({}, {"authorization": "Bearer nobody"}):
+        assert (await at.http.get("/board.json", headers=headers)).status_code == 401
+    page = await at.http.get("/")
+    assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "simulated" not in page.text
+    head = await at.http.head("/")
+    assert (head.status_code, head.headers["content-length"]) == (200, page.headers["content-length"])
+    paths = (await at.http.get("/openapi.json")).json()["paths"]
+    assert paths["/board.json"]["get"]["security"] == [{"key": []}]
+    assert not [path for path in paths if path == "/" or path.startswith("/board/")]
 
 
-def test_a_tenant_is_offered_the_tiers_that_it_may_ask_for(edge: Runs) -> None:
+def test_a_tenant_is_offered_the_tiers_that_it_may_ask_for() -> None:
     async def scenario(at: Edge) -> None:
         limited, all_of_them = [await seen(at, who) for who in ("limited", "root")]
         assert [tier["name"] for tier in limited["may_ask_for"]] == ["slow", "flex"]
@@ -157,7 +148,7 @@ def test_a_tenant_is_offered_the_tiers_that_it_may_ask_for(edge: Runs) -> None:
     edge(scenario, tenants=[tenant("limited", tiers=("slow",)), tenant("root", admin=True)], tiers=tiers)
 
 
-def test_how_things_stand_is_worked_out_once_in_half_a_second(edge: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_things_stand_is_worked_out_once_in_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
 
     class Counted(RequestsInFlight):
@@ -182,28 +173,24 @@ def test_how_things_stand_is_worked_out_once_in_half_a_second(edge: Runs, monkey
     edge(scenario, tenants=TENANTS)
 
 
-def test_names_that_look_like_markup_are_data(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        await at.complete(key(MARKUP), service_tier=MARKUP, slo={"ttft_ms": 20})
-        answer = await at.http.get("/board.json", headers=key(MARKUP))
-        assert answer.headers["content-type"] == "application/json"
-        (tier,) = answer.json()["tiers"]
-        (miss,) = answer.json()["misses"]
-        assert tier["name"] == miss["tier"] == miss["tenant"] == MARKUP
-
-    edge(scenario, tenants=[tenant(MARKUP)], tiers=Tiers([Tier(MARKUP, SLO(0.01))], MARKUP))
+@on(edge, tenants=[tenant(MARKUP)], tiers=Tiers([Tier(MARKUP, SLO(0.01))], MARKUP))
+async def test_names_that_look_like_markup_are_data(at: Edge) -> None:
+    await at.complete(key(MARKUP), service_tier=MARKUP, slo={"ttft_ms": 20})
+    answer = await at.http.get("/board.json", headers=key(MARKUP))
+    assert answer.headers["content-type"] == "application/json"
+    (tier,) = answer.json()["tiers"]
+    (miss,) = answer.json()["misses"]
+    assert tier["name"] == miss["tier"] == miss["tenant"] == MARKUP
 
 
-def test_what_fair_share_holds_says_so(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        tasks = [asyncio.create_task(at.complete(key("a"), max_tokens=10)) for _ in range(3)]
-        await at.clock.sleep_until(STEP, 0)
-        told = await seen(at, "a")
-        assert told["queue"]["held"] == 2
-        assert told["requests"][2]["why"] == "held by the router or for its tenant's share, behind 1 other"
-        await asyncio.gather(*tasks)
-
-    edge(scenario, tenants=TENANTS, fair=FairShare(window=1))
+@on(edge, tenants=TENANTS, fair=FairShare(window=1))
+async def test_what_fair_share_holds_says_so(at: Edge) -> None:
+    tasks = [asyncio.create_task(at.complete(key("a"), max_tokens=10)) for _ in range(3)]
+    await at.clock.sleep_until(STEP, 0)
+    told = await seen(at, "a")
+    assert told["queue"]["held"] == 2
+    assert told["requests"][2]["why"] == "held by the router or for its tenant's share, behind 1 other"
+    await asyncio.gather(*tasks)
 
 
 # --------------------------------------------------------------------------- where requests are, and why
@@ -330,7 +317,7 @@ def files() -> dict[str, str]:
     return {name: (folder / name).read_text(encoding="utf-8") for name, _ in board.FILES.values()}
 
 
-def test_every_file_is_served_under_a_strict_policy(edge: Runs) -> None:
+def test_every_file_is_served_under_a_strict_policy() -> None:
     async def scenario(at: Edge) -> None:
         for path, (name, kind) in board.FILES.items():
             answer = await at.http.get(path)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from tests.serving.conftest import Edge
+from tests.scenario import on
+from tests.serving.conftest import Edge, edge
 from tests.serving.promql import DOCS, PLUGIN, TIERS, all_of, check, exported, labels_left
 
 
@@ -15,19 +16,17 @@ def ours(names: Iterable[str]) -> set[str]:
     return {re.sub("_(total|bucket|sum|count)$", "", name) for name in names if name.startswith("rubato_")}
 
 
-def test_every_metric_and_label_of_the_dashboard_is_exported(edge: Callable[..., None]) -> None:
-    async def scenario(at: Edge) -> None:
-        server = await exported(at)
-        there = all_of(server)
-        used: set[str] = set()
-        for panel in json.loads((DOCS / "grafana.json").read_text())["panels"]:
-            for target in panel.get("targets", ()):
-                used |= check(panel["title"], target["expr"], there)
-                shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
-                assert shown <= labels_left(target["expr"], there), panel["title"]
-        assert ours({*server, *PLUGIN}) <= ours(used)  # what is measured is shown
-
-    edge(scenario, tiers=TIERS)
+@on(edge, tiers=TIERS)
+async def test_every_metric_and_label_of_the_dashboard_is_exported(at: Edge) -> None:
+    server = await exported(at)
+    there = all_of(server)
+    used: set[str] = set()
+    for panel in json.loads((DOCS / "grafana.json").read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            used |= check(panel["title"], target["expr"], there)
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            assert shown <= labels_left(target["expr"], there), panel["title"]
+    assert ours({*server, *PLUGIN}) <= ours(used)  # what is measured is shown
 
 
 def test_the_panels_of_the_dashboard_have_a_place_each() -> None:
@@ -43,16 +42,13 @@ def test_the_panels_of_the_dashboard_have_a_place_each() -> None:
                 assert taken.setdefault((x, y), panel["title"]) == panel["title"]
 
 
-def test_a_draining_server_is_alive_but_not_ready(edge: Callable[..., None]) -> None:
+@on(edge)
+async def test_a_draining_server_is_alive_but_not_ready(at: Edge) -> None:
     """The probes of docs/operations.md: it is sent no more requests, and it is not restarted."""
-
-    async def scenario(at: Edge) -> None:
-        page = (DOCS / "operations.md").read_text()
-        probes = dict(re.findall(r"(\w+)Probe:.*\n +httpGet: {path: ([\w/]+),", page))
-        assert set(probes) == {"startup", "readiness", "liveness"}
-        assert {(await at.http.get(path)).status_code for path in probes.values()} == {200}
-        at.app.state.draining = True
-        answers = {name: (await at.http.get(path)).status_code for name, path in probes.items()}
-        assert answers == {"startup": 503, "readiness": 503, "liveness": 200}
-
-    edge(scenario)
+    page = (DOCS / "operations.md").read_text()
+    probes = dict(re.findall(r"(\w+)Probe:.*\n +httpGet: {path: ([\w/]+),", page))
+    assert set(probes) == {"startup", "readiness", "liveness"}
+    assert {(await at.http.get(path)).status_code for path in probes.values()} == {200}
+    at.app.state.draining = True
+    answers = {name: (await at.http.get(path)).status_code for name, path in probes.items()}
+    assert answers == {"startup": 503, "readiness": 503, "liveness": 200}

@@ -28,12 +28,12 @@ from rubato.core.clock import ARRIVAL, Clock, VirtualClock, WallClock, run_stric
 from rubato.core.events import Event, Finished, HandedOff, Offered, Placed, Tokens
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
-from rubato.core.request import SLO
 from rubato.fleet.envoy_server import endpoint_of
 from rubato.latency.affine import Model
 from rubato.serving.epp import Picker, picker_of
 from rubato.serving.epp_messages import ProtocolError
 from rubato.serving.epp_server import bind, server_of
+from tests.scenario import on
 from tests.stubs.vllm_server import StubCore, StubServer
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=256, block_size=16)
@@ -381,61 +381,14 @@ async def nothing(fleet: Fleet) -> None:
     """No request comes."""
 
 
-def test_what_is_promised_is_read_from_headers_body_and_tier() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        streams = [
-            fleet.sends(service_tier="chat"),
-            fleet.sends(slo={"ttft_ms": 300}, head={"x_slo_tpot_ms": "40"}),
-            fleet.sends(head={"x_llm_d_slo_ttft_ms": "700", "x_session_id": "mine"}),
-            fleet.sends(n=2),
-        ]
-        for stream in streams:
-            assert await stream.endpoint() in ALL
-        offered = [event.request for event in fleet.of(Offered)]
-        assert [request.stages[0].slo for request in offered] == [
-            SLO(1.0, 0.2), SLO(0.3, 0.04), SLO(0.7), SLO(), SLO()
-        ]  # fmt: skip
-        assert [request.tier for request in offered] == ["chat", "default", "default", "default", "default"]
-        assert offered[2].session == "mine"
-        places = {event.id: event.replica for event in fleet.of(Placed)}
-        assert places[offered[3].id] == places[offered[4].id]  # choices of one prompt
-        for stream in streams:
-            stream.shows(None)
-            await stream.task
-
-    picking(scenario)
-
-
-@pytest.mark.parametrize(
-    ("sent", "status", "said"),
-    [
-        ({"head": {"x_slo_ttft_ms": "soon"}}, 400, "x-slo-ttft-ms: 'soon' is no number of milliseconds"),
-        ({"head": {"x_slo_ttf_ms": "9"}}, 400, "did you mean 'x-slo-ttft-ms'"),
-        ({"service_tier": "chta"}, 400, "unknown tier 'chta'; did you mean 'chat'?"),
-        ({"n": 1000}, 400, "1000 choices asked for; this server gives at most 16"),
-        ({"head": {"path": "/rubato/link"}}, 403, "/rubato/link is for gateways"),
-        ({"messages": "x" * 5_000_000}, 413, "larger than 4194304 bytes"),
-    ],
-)
-def test_a_request_that_cannot_be_is_answered_at_once(sent: dict[str, Any], status: int, said: str) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        stream = fleet.sends(**sent)
-        got, headers, error = await stream.error()
-        assert (got, headers["content-type"]) == (status, "application/json")
-        assert said in error["message"]
-        assert len(stream.answers) == 1
-
-    picking(scenario)
-
-
-def test_no_json_is_a_400_too() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        stream = Envoy(fleet)
-        stream.shows(request_head())
-        stream.shows(wire(4, part(b"{", last=True)))
-        assert (await stream.error())[0] == 400
-
-    picking(scenario)
+@on(picking)
+async def test_choices_of_one_prompt_are_placed_together_with_the_session_of_a_header(fleet: Fleet) -> None:
+    stream = fleet.sends(n=2, head={"x_session_id": "mine"})
+    assert await stream.endpoint() in ALL
+    assert [event.request.session for event in fleet.of(Offered)] == ["mine"] * 2
+    assert len({event.replica for event in fleet.of(Placed)}) == 1
+    stream.shows(None)
+    await stream.task
 
 
 def test_a_body_passes_as_it_came_in_pieces_and_trailers_behind_it() -> None:
@@ -464,19 +417,17 @@ def test_a_body_passes_as_it_came_in_pieces_and_trailers_behind_it() -> None:
     picking(scenario)
 
 
-def test_what_generates_nothing_goes_to_the_servers_in_turn() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        streams = [Envoy(fleet) for _ in range(4)]
-        for stream in streams:
-            stream.shows(request_head("/v1/models", "GET", last=True))
-            stream.shows(wire(3, head({":status": "204"}, last=True)))
-            stream.shows(None)
-            await stream.task
-            assert len(stream.answers) == 2
-        assert Counter([await stream.endpoint() for stream in streams]) == dict.fromkeys(ENDPOINTS, 2)
-        assert fleet.of(Offered) == []
-
-    picking(scenario)
+@on(picking)
+async def test_what_generates_nothing_goes_to_the_servers_in_turn(fleet: Fleet) -> None:
+    streams = [Envoy(fleet) for _ in range(4)]
+    for stream in streams:
+        stream.shows(request_head("/v1/models", "GET", last=True))
+        stream.shows(wire(3, head({":status": "204"}, last=True)))
+        stream.shows(None)
+        await stream.task
+        assert len(stream.answers) == 2
+    assert Counter([await stream.endpoint() for stream in streams]) == dict.fromkeys(ENDPOINTS, 2)
+    assert fleet.of(Offered) == []
 
 
 # --------------------------------------------------------------------------- candidates, and where it went
@@ -509,41 +460,37 @@ def test_without_a_known_candidate_it_is_a_503(subset: Any) -> None:
     picking(scenario)
 
 
-def test_a_request_counts_where_it_was_served() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        stream = fleet.sends()
-        picked = await stream.endpoint()
-        other = next(end for end in ENDPOINTS if end != picked)
-        assert fleet.here() == {picked: 1, other: 0}
-        served = metadata(envoy__lb={"x-gateway-destination-endpoint-served": other})
-        stream.shows(wire(3, head({":status": "200", "content-type": "text/event-stream"})) + served)
-        stream.shows(wire(5, part(CHUNKS[1])))
-        await after(fleet, 0.1)
-        assert fleet.here() == {picked: 0, other: 1}
-        assert [event.id for event in fleet.of(HandedOff)] == [fleet.of(Offered)[0].id]
-        for at in (2, 3):
-            stream.shows(wire(5, part(CHUNKS[at], last=at == 3)))
-        stream.shows(None)
-        await stream.task
-        await after(fleet, 0.1)
-        assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 3)]
-
-    picking(scenario)
+@on(picking)
+async def test_a_request_counts_where_it_was_served(fleet: Fleet) -> None:
+    stream = fleet.sends()
+    picked = await stream.endpoint()
+    other = next(end for end in ENDPOINTS if end != picked)
+    assert fleet.here() == {picked: 1, other: 0}
+    served = metadata(envoy__lb={"x-gateway-destination-endpoint-served": other})
+    stream.shows(wire(3, head({":status": "200", "content-type": "text/event-stream"})) + served)
+    stream.shows(wire(5, part(CHUNKS[1])))
+    await after(fleet, 0.1)
+    assert fleet.here() == {picked: 0, other: 1}
+    assert [event.id for event in fleet.of(HandedOff)] == [fleet.of(Offered)[0].id]
+    for at in (2, 3):
+        stream.shows(wire(5, part(CHUNKS[at], last=at == 3)))
+    stream.shows(None)
+    await stream.task
+    await after(fleet, 0.1)
+    assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 3)]
 
 
-def test_an_endpoint_that_is_no_server_of_ours_changes_nothing() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        stream = fleet.sends()
-        picked = await stream.endpoint()
-        served = metadata(envoy__lb={"x-gateway-destination-endpoint-served": "10.9.9.9:1"})
-        stream.shows(wire(3, head({":status": "200", "content-type": "text/event-stream"})) + served)
-        stream.shows(wire(5, part(CHUNKS[1])))
-        await after(fleet, 0.1)
-        assert fleet.here()[picked] == 1
-        stream.shows(None)
-        await stream.task
-
-    picking(scenario)
+@on(picking)
+async def test_an_endpoint_that_is_no_server_of_ours_changes_nothing(fleet: Fleet) -> None:
+    stream = fleet.sends()
+    picked = await stream.endpoint()
+    served = metadata(envoy__lb={"x-gateway-destination-endpoint-served": "10.9.9.9:1"})
+    stream.shows(wire(3, head({":status": "200", "content-type": "text/event-stream"})) + served)
+    stream.shows(wire(5, part(CHUNKS[1])))
+    await after(fleet, 0.1)
+    assert fleet.here()[picked] == 1
+    stream.shows(None)
+    await stream.task
 
 
 # --------------------------------------------------------------------------- refusals, waits and ends
@@ -614,107 +561,83 @@ def test_a_client_that_leaves_while_it_is_held_is_not_placed(tmp_path: Path) -> 
     picking(scenario, router=waiting(tmp_path, 9.0))
 
 
-def test_a_refusal_is_a_429_that_says_when_to_come_again() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        first = fleet.sends(slo={"ttft_ms": 9000})
-        await first.endpoint()
-        status, headers, error = await fleet.sends(slo={"ttft_ms": 9000}).error()
-        assert status == 429
-        assert error["type"] == "rate_limit_error"
-        assert int(headers["retry-after"]) >= 1
-        first.shows(None)
-        await first.task
+@on(picking)
+async def test_without_a_server_it_is_not_ready_and_answers_503_until_one_is_back(fleet: Fleet) -> None:
+    for server in fleet.servers.values():
+        server.down = True
+    await after(fleet, 10.0)
+    assert not fleet.picker.ready
+    assert (await fleet.sends().error())[0] == 503
+    fleet.servers[f"http://{ENDPOINTS[1]}"].down = False
+    await after(fleet, 3.0)
+    assert fleet.picker.ready
+    stream = fleet.sends()
+    assert await stream.endpoint() == ENDPOINTS[1]
+    stream.shows(None)
+    await stream.task
 
-    picking(scenario, max_in_flight=1)
 
-
-def test_without_a_server_it_is_not_ready_and_answers_503_until_one_is_back() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        for server in fleet.servers.values():
-            server.down = True
-        await after(fleet, 10.0)
-        assert not fleet.picker.ready
-        assert (await fleet.sends().error())[0] == 503
-        fleet.servers[f"http://{ENDPOINTS[1]}"].down = False
-        await after(fleet, 3.0)
-        assert fleet.picker.ready
-        stream = fleet.sends()
-        assert await stream.endpoint() == ENDPOINTS[1]
+@on(picking)
+async def test_a_server_that_envoy_cannot_reach_is_given_a_rest(fleet: Fleet) -> None:
+    first = fleet.sends()
+    failed = await first.endpoint()
+    first.shows(wire(3, head({":status": "503", "content-type": "text/plain"})))
+    first.shows(wire(5, part(b"upstream connect error", last=True)))
+    first.shows(None)
+    await first.task
+    await after(fleet, 0.1)
+    (end,) = fleet.of(Finished)
+    assert (end.outcome, "Envoy has sent it to" in end.reason) == ("failed", True)
+    streams = [fleet.sends() for _ in range(2)]
+    assert failed not in [await stream.endpoint() for stream in streams]
+    only = metadata(**{"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": [failed]}})
+    streams.append(fleet.sends(metadata=only))
+    assert await streams[-1].endpoint() == failed  # once it has rested
+    assert 0.9 <= fleet.clock.now() - end.at <= 2.0
+    for stream in streams:
         stream.shows(None)
         await stream.task
 
-    picking(scenario)
+
+@on(picking)
+async def test_a_server_that_is_lost_ends_its_requests_whose_rest_still_passes(fleet: Fleet) -> None:
+    stream = fleet.sends()
+    endpoint = await stream.endpoint()
+    stream.shows(wire(3, head({":status": "200", "content-type": "text/event-stream"})))
+    fleet.servers[f"http://{endpoint}"].down = True
+    await after(fleet, 10.0)
+    assert [end.outcome for end in fleet.of(Finished)] == ["failed"]
+    stream.shows(wire(5, part(CHUNKS[1], last=True)))
+    stream.shows(None)
+    await stream.task
+    assert stream.answers[-1] == passed(4, CHUNKS[1], last=True)
 
 
-def test_a_server_that_envoy_cannot_reach_is_given_a_rest() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        first = fleet.sends()
-        failed = await first.endpoint()
-        first.shows(wire(3, head({":status": "503", "content-type": "text/plain"})))
-        first.shows(wire(5, part(b"upstream connect error", last=True)))
-        first.shows(None)
-        await first.task
-        await after(fleet, 0.1)
-        (end,) = fleet.of(Finished)
-        assert (end.outcome, "Envoy has sent it to" in end.reason) == ("failed", True)
-        streams = [fleet.sends() for _ in range(2)]
-        assert failed not in [await stream.endpoint() for stream in streams]
-        only = metadata(**{"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": [failed]}})
-        streams.append(fleet.sends(metadata=only))
-        assert await streams[-1].endpoint() == failed  # once it has rested
-        assert 0.9 <= fleet.clock.now() - end.at <= 2.0
-        for stream in streams:
-            stream.shows(None)
-            await stream.task
-
-    picking(scenario)
+@on(picking)
+async def test_a_stream_that_envoy_ends_early_is_cancelled(fleet: Fleet) -> None:
+    stream = fleet.sends()
+    endpoint = await stream.endpoint()
+    stream.shows(wire(3, head({":status": "200", "content-type": "text/event-stream"})))
+    stream.shows(wire(5, part(CHUNKS[1])))
+    await after(fleet, 0.1)
+    assert fleet.here()[endpoint] == 1
+    stream.shows(None)
+    await stream.task
+    assert [end.outcome for end in fleet.of(Finished)] == ["cancelled"]
+    assert fleet.here()[endpoint] == 0
 
 
-def test_a_server_that_is_lost_ends_its_requests_whose_rest_still_passes() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        stream = fleet.sends()
-        endpoint = await stream.endpoint()
-        stream.shows(wire(3, head({":status": "200", "content-type": "text/event-stream"})))
-        fleet.servers[f"http://{endpoint}"].down = True
-        await after(fleet, 10.0)
-        assert [end.outcome for end in fleet.of(Finished)] == ["failed"]
-        stream.shows(wire(5, part(CHUNKS[1], last=True)))
-        stream.shows(None)
-        await stream.task
-        assert stream.answers[-1] == passed(4, CHUNKS[1], last=True)
-
-    picking(scenario)
-
-
-def test_a_stream_that_envoy_ends_early_is_cancelled() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        stream = fleet.sends()
-        endpoint = await stream.endpoint()
-        stream.shows(wire(3, head({":status": "200", "content-type": "text/event-stream"})))
-        stream.shows(wire(5, part(CHUNKS[1])))
-        await after(fleet, 0.1)
-        assert fleet.here()[endpoint] == 1
-        stream.shows(None)
-        await stream.task
-        assert [end.outcome for end in fleet.of(Finished)] == ["cancelled"]
-        assert fleet.here()[endpoint] == 0
-
-    picking(scenario)
-
-
-def test_what_the_protocol_does_not_have_ends_the_stream() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        early = Envoy(fleet)
-        early.shows(wire(3, head({":status": "200"})))
-        with pytest.raises(ProtocolError, match="response_headers came before the end of the request"):
-            await early.task
-        late = fleet.sends()
-        await late.endpoint()
-        late.shows(wire(4, part(b"more", last=True)))
-        with pytest.raises(ProtocolError, match="request_body came after the end of the request"):
-            await late.task
-
-    picking(scenario)
+@on(picking)
+async def test_what_the_protocol_does_not_have_ends_the_stream(fleet: Fleet) -> None:
+    early = Envoy(fleet)
+    early.shows(wire(3, head({":status": "200"})))
+    with pytest.raises(ProtocolError, match="response_headers came before the end of the request"):
+        await early.task
+    late = fleet.sends()
+    await late.endpoint()
+    late.shows(wire(4, part(b"more", last=True)))
+    with pytest.raises(ProtocolError, match="request_body came after the end of the request"):
+        await late.task
 
 
 # --------------------------------------------------------------------------- settings

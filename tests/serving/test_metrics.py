@@ -11,9 +11,9 @@ from rubato.core.events import Event, Finished, Offered, Stepped, Tokens, Verdic
 from rubato.core.request import SLO, Request, Stage
 from rubato.frontdoor.metrics import MOST_REASONS, Metrics
 from rubato.frontdoor.slo_fields import Tier, Tiers
-from tests.serving.conftest import STEP, Edge, key, tenant
+from tests.scenario import on
+from tests.serving.conftest import STEP, Edge, edge, key, tenant
 
-Runs = Callable[..., None]
 Key = tuple[str, frozenset[tuple[str, str]]]
 
 
@@ -29,7 +29,7 @@ async def scrape(at: Edge) -> Callable[..., float]:
     return value
 
 
-def test_counts(edge: Runs) -> None:
+def test_counts() -> None:
     async def scenario(at: Edge) -> None:
         await asyncio.gather(
             at.chat(service_tier="good", headers=key("a")),
@@ -74,38 +74,32 @@ def test_counts(edge: Runs) -> None:
     edge(scenario, tiers=tiers, tenants=[tenant("a"), tenant("b"), tenant("c")])
 
 
-def test_gauges_follow_requests_and_offered_is_finished_plus_in_flight_that_began(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        requests = [asyncio.create_task(at.chat(max_tokens=n)) for n in range(1, 13)]
-        running = []
-        while not all(task.done() for task in requests):
-            await at.clock.sleep_until(at.clock.now() + STEP / 2, 0)
-            value = await scrape(at)
-            flight = value("rubato_requests_in_flight")
-            waiting = max(0, flight - 8)  # the engine's limit: what has not begun may yet be the client's mistake
-            assert value("rubato_requests_offered_total") == value("rubato_requests_finished_total") + flight - waiting
-            assert (
-                value("vllm:num_requests_running") + value("vllm:num_requests_waiting") <= flight
-            )  # told a moment later
-            running.append(value("vllm:num_requests_running"))
-            used = 1 - value("rubato_kv_blocks_free") / value("rubato_kv_blocks_total")
-            assert abs(value("vllm:kv_cache_usage_perc") - used) < 1e-9
-        assert max(running) == 8  # the engine's limit, twelve came at once
+@on(edge)
+async def test_gauges_follow_requests_and_offered_is_finished_plus_in_flight_that_began(at: Edge) -> None:
+    requests = [asyncio.create_task(at.chat(max_tokens=n)) for n in range(1, 13)]
+    running = []
+    while not all(task.done() for task in requests):
+        await at.clock.sleep_until(at.clock.now() + STEP / 2, 0)
         value = await scrape(at)
-        assert value("vllm:kv_cache_usage_perc") == value("vllm:num_requests_running") == 0
-        assert value("rubato_requests_offered_total") == 12
+        flight = value("rubato_requests_in_flight")
+        waiting = max(0, flight - 8)  # the engine's limit: what has not begun may yet be the client's mistake
+        assert value("rubato_requests_offered_total") == value("rubato_requests_finished_total") + flight - waiting
+        assert value("vllm:num_requests_running") + value("vllm:num_requests_waiting") <= flight  # told a moment later
+        running.append(value("vllm:num_requests_running"))
+        used = 1 - value("rubato_kv_blocks_free") / value("rubato_kv_blocks_total")
+        assert abs(value("vllm:kv_cache_usage_perc") - used) < 1e-9
+    assert max(running) == 8  # the engine's limit, twelve came at once
+    value = await scrape(at)
+    assert value("vllm:kv_cache_usage_perc") == value("vllm:num_requests_running") == 0
+    assert value("rubato_requests_offered_total") == 12
 
-    edge(scenario)
 
-
-def test_a_clients_words_make_no_labels(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        for i in range(20):
-            await at.complete(user=f"user {i}", max_tokens=1, headers={"x-tenant": f"t{i}"})
-        value = await scrape(at)
-        assert value("rubato_requests_offered_total") == value("rubato_requests_offered_total", tenant="default") == 20
-
-    edge(scenario)
+@on(edge)
+async def test_a_clients_words_make_no_labels(at: Edge) -> None:
+    for i in range(20):
+        await at.complete(user=f"user {i}", max_tokens=1, headers={"x-tenant": f"t{i}"})
+    value = await scrape(at)
+    assert value("rubato_requests_offered_total") == value("rubato_requests_offered_total", tenant="default") == 20
 
 
 def test_reasons_of_refusal_are_bounded() -> None:
@@ -122,20 +116,18 @@ def test_reasons_of_refusal_are_bounded() -> None:
     assert "said at length" not in text
 
 
-def test_replica_seconds_by_tier(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        assert (await at.chat()).status_code == 200
-        await asyncio.sleep(0.01)
-        now = at.cluster.clock.now()
-        value = await scrape(at)
-        assert value("rubato_replica_seconds_total", use="serving", tier="default") > 0.0
-        assert value("rubato_replica_seconds_total", use="starting") == 0.0
-        assert now <= value("rubato_replica_seconds_total") <= at.cluster.clock.now()
-
-    edge(scenario)
+@on(edge)
+async def test_replica_seconds_by_tier(at: Edge) -> None:
+    assert (await at.chat()).status_code == 200
+    await asyncio.sleep(0.01)
+    now = at.cluster.clock.now()
+    value = await scrape(at)
+    assert value("rubato_replica_seconds_total", use="serving", tier="default") > 0.0
+    assert value("rubato_replica_seconds_total", use="starting") == 0.0
+    assert now <= value("rubato_replica_seconds_total") <= at.cluster.clock.now()
 
 
-def test_a_listener_that_fails_is_counted(edge: Runs) -> None:
+def test_a_listener_that_fails_is_counted() -> None:
     """Such as the event log on a full disk. No request ends for it."""
 
     def full(event: Event) -> None:
@@ -167,26 +159,20 @@ def test_drafted_tokens_are_counted_by_what_became_of_them() -> None:
     assert 'rubato_draft_tokens_total{outcome="rejected"} 2.0' in text
 
 
-def test_the_prefix_cache_is_counted_in_tokens(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        for _ in range(2):
-            await at.complete(prompt="x" * 40)
-        await at.complete(prompt="y" * 40)
-        value = await scrape(at)
-        assert value("vllm:prefix_cache_queries_total") == 120
-        assert value("vllm:prefix_cache_hits_total") == 32  # two full blocks of the second
-        assert value("vllm:iteration_tokens_total_sum") == sum(
-            e.shape.tokens for e in at.events if isinstance(e, Stepped)
-        )
-
-    edge(scenario, prefix_cache=True)
+@on(edge, prefix_cache=True)
+async def test_the_prefix_cache_is_counted_in_tokens(at: Edge) -> None:
+    for _ in range(2):
+        await at.complete(prompt="x" * 40)
+    await at.complete(prompt="y" * 40)
+    value = await scrape(at)
+    assert value("vllm:prefix_cache_queries_total") == 120
+    assert value("vllm:prefix_cache_hits_total") == 32  # two full blocks of the second
+    assert value("vllm:iteration_tokens_total_sum") == sum(e.shape.tokens for e in at.events if isinstance(e, Stepped))
 
 
-def test_the_ttft_expected_at_placement_is_right_where_nothing_else_comes(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        await at.complete(prompt="x" * 200)
-        value = await scrape(at)
-        assert value("rubato_predicted_ttft_seconds_count") == 1
-        assert value("rubato_predicted_ttft_seconds_sum") == value("vllm:time_to_first_token_seconds_sum")
-
-    edge(scenario)
+@on(edge)
+async def test_the_ttft_expected_at_placement_is_right_where_nothing_else_comes(at: Edge) -> None:
+    await at.complete(prompt="x" * 200)
+    value = await scrape(at)
+    assert value("rubato_predicted_ttft_seconds_count") == 1
+    assert value("rubato_predicted_ttft_seconds_sum") == value("vllm:time_to_first_token_seconds_sum")

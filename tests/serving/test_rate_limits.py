@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from rubato.core.events import Finished, Offered
 from rubato.frontdoor.rate_limits import AT_ONCE, Bucket, TenantUsage
 from rubato.frontdoor.tenants import Quota
-from tests.serving.conftest import STEP, Edge, key, tenant
+from tests.scenario import on
+from tests.serving.conftest import STEP, Edge, edge, key, tenant
 from tests.serving.test_metrics import scrape
-
-Runs = Callable[..., None]
 
 
 def test_a_bucket() -> None:
@@ -38,143 +37,75 @@ def test_prompts_beyond_the_places_of_a_tenant_are_charged_as_one() -> None:
     assert usage.requests.level == 99.0
 
 
-def test_requests_per_minute(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        answers = [await at.complete(headers=key("a"), max_tokens=1) for _ in range(3)]
-        assert [a.status_code for a in answers] == [200, 200, 429]
-        assert [a.headers["x-ratelimit-limit-requests"] for a in answers] == ["2"] * 3
-        assert [a.headers["x-ratelimit-remaining-requests"] for a in answers] == ["1", "0", "0"]
-        assert answers[1].headers["x-ratelimit-reset-requests"] == "60s"
-        assert "x-ratelimit-limit-tokens" not in answers[0].headers
-        refused = answers[2]
-        error = refused.json()["error"]
-        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-        assert refused.headers["x-rubato-reject-reason"] == "rejected-rate-limit"
-        seconds = int(refused.headers["retry-after"])
-        assert seconds == 30  # one of two a minute, less the moment that passed
-        assert (await at.complete(headers=key("b"))).status_code == 200  # nobody else's business
-        await at.clock.sleep_until(at.clock.now() + seconds - 1, 0)
-        assert (await at.complete(headers=key("a"))).status_code == 429
-        await at.clock.sleep_until(at.clock.now() + 1, 0)
-        assert (await at.complete(headers=key("a"))).status_code == 200
-
-    edge(scenario, tenants=[tenant("a", requests_per_minute=2), tenant("b")])
+@on(edge, tenants=[tenant("a", tokens_per_minute=100)])
+async def test_tokens_per_minute_count_the_prompt_and_what_came_out(at: Edge) -> None:
+    first = asyncio.create_task(at.complete(headers=key("a"), prompt="x" * 20, max_tokens=60))
+    await at.clock.sleep_until(STEP / 2, 0)
+    assert (await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=11)).status_code == 429
+    second = await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=10)
+    assert second.status_code == 200
+    assert second.headers["x-ratelimit-limit-tokens"] == "100"
+    assert (await first).status_code == 200
 
 
-def test_tokens_per_minute_count_the_prompt_and_what_came_out(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        first = asyncio.create_task(at.complete(headers=key("a"), prompt="x" * 20, max_tokens=60))
-        await at.clock.sleep_until(STEP / 2, 0)
-        assert (await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=11)).status_code == 429
-        second = await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=10)
-        assert second.status_code == 200
-        assert second.headers["x-ratelimit-limit-tokens"] == "100"
-        assert (await first).status_code == 200
-
-    edge(scenario, tenants=[tenant("a", tokens_per_minute=100)])
-
-
-def test_what_did_not_come_out_is_given_back(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        task = asyncio.create_task(at.complete(headers=key("a"), prompt="x" * 10, max_tokens=200))
-        await at.clock.sleep_until(4.5 * STEP, 0)
-        task.cancel()  # four of two hundred are out
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await at.clock.sleep_until(5 * STEP, 0)
-        end = next(e for e in at.events if isinstance(e, Finished))
-        used = 10 + end.output
-        assert end.output < 10
-        answer = await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=210 - 10 - used)
-        assert answer.status_code == 200
-
-    edge(scenario, tenants=[tenant("a", tokens_per_minute=210)])
+@on(edge, tenants=[tenant("a", tokens_per_minute=210)])
+async def test_what_did_not_come_out_is_given_back(at: Edge) -> None:
+    task = asyncio.create_task(at.complete(headers=key("a"), prompt="x" * 10, max_tokens=200))
+    await at.clock.sleep_until(4.5 * STEP, 0)
+    task.cancel()  # four of two hundred are out
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await at.clock.sleep_until(5 * STEP, 0)
+    end = next(e for e in at.events if isinstance(e, Finished))
+    used = 10 + end.output
+    assert end.output < 10
+    answer = await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=210 - 10 - used)
+    assert answer.status_code == 200
 
 
-def test_in_flight(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        answers = await asyncio.gather(*(at.complete(headers=key("a"), max_tokens=20) for _ in range(5)))
-        assert sorted(a.status_code for a in answers) == [200, 200, 429, 429, 429]
-        for answer in answers:
-            if answer.status_code == 429:
-                assert answer.headers["x-rubato-reject-reason"] == "rejected-tenant-saturated"
-                assert int(answer.headers["retry-after"]) >= 1
-        again = await asyncio.gather(*(at.complete(headers=key("a"), max_tokens=20) for _ in range(2)))
-        assert [a.status_code for a in again] == [200, 200]
-
-    edge(scenario, tenants=[tenant("a", max_in_flight=2)])
+@on(edge, tenants=[tenant("a", max_in_flight=2)])
+async def test_in_flight(at: Edge) -> None:
+    answers = await asyncio.gather(*(at.complete(headers=key("a"), max_tokens=20) for _ in range(5)))
+    assert sorted(a.status_code for a in answers) == [200, 200, 429, 429, 429]
+    for answer in answers:
+        if answer.status_code == 429:
+            assert answer.headers["x-rubato-reject-reason"] == "rejected-tenant-saturated"
+            assert int(answer.headers["retry-after"]) >= 1
+    again = await asyncio.gather(*(at.complete(headers=key("a"), max_tokens=20) for _ in range(2)))
+    assert [a.status_code for a in again] == [200, 200]
 
 
-def test_choices_of_one_request_pass_together_and_count_each(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        answers = [await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=5, n=3) for _ in range(2)]
-        assert [a.status_code for a in answers] == [200, 429]
-        assert answers[0].headers["x-ratelimit-remaining-tokens"] == str(100 - 10 - 3 * 5)
-        ends = [e for e in at.events if isinstance(e, Finished)]
-        assert [e.outcome for e in ends] == ["completed"] * 3 + ["refused"]  # whose `n` was not read
-        flight = await asyncio.gather(*(at.complete(headers=key("b"), n=2) for _ in range(3)))
-        assert sorted(a.status_code for a in flight) == [200, 200, 429]
-
-    edge(
-        scenario,
-        tenants=[tenant("a", requests_per_minute=3, tokens_per_minute=100), tenant("b", max_in_flight=4)],
-    )
+@on(edge, tenants=[tenant("a", tokens_per_minute=100)])
+async def test_every_choice_is_charged_before_any_may_pass(at: Edge) -> None:
+    first = asyncio.create_task(at.complete(headers=key("a"), max_tokens=7))
+    await at.clock.sleep_until(STEP / 2, 0)
+    assert (await at.complete(headers=key("a"), max_tokens=80, n=8)).status_code == 429
+    assert (await at.complete(headers=key("a"), max_tokens=29, n=3)).status_code == 200  # 3 + 7, then 3 + 87
+    assert (await first).status_code == 200
 
 
-def test_every_choice_is_charged_before_any_may_pass(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        first = asyncio.create_task(at.complete(headers=key("a"), max_tokens=7))
-        await at.clock.sleep_until(STEP / 2, 0)
-        assert (await at.complete(headers=key("a"), max_tokens=80, n=8)).status_code == 429
-        assert (await at.complete(headers=key("a"), max_tokens=29, n=3)).status_code == 200  # 3 + 7, then 3 + 87
-        assert (await first).status_code == 200
-
-    edge(scenario, tenants=[tenant("a", tokens_per_minute=100)])
-
-
-def test_errors_say_what_is_left_too(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        answers = [
-            await at.complete(headers=key("a"), max_tokens=-1),
-            await at.complete(headers=key("a"), max_tokens=1000),
-            await at.complete(headers=key("a"), model="other"),
-            await at.chat(headers=key("a"), messages=[{"role": "user", "content": "x" * 5000}]),
-            await at.chat(headers=key("a")),
-            await at.chat(headers=key("a"), service_tier="nothing"),
-        ]
-        assert [a.status_code for a in answers] == [400, 400, 404, 413, 200, 400]
-        left = [a.headers["x-ratelimit-remaining-requests"] for a in answers]
-        assert left == ["5", "4", "3", "2", "1", "0"]
-        other = await at.complete(headers=key("b"), max_tokens=-1)
-        assert not any(name.startswith("x-ratelimit") for name in other.headers)
-
-    edge(scenario, tenants=[tenant("a", requests_per_minute=6), tenant("b")], max_body_bytes=4096)
-
-
-def test_a_refusal_for_a_limit_is_offered_and_refused_in_every_book(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        sums = []
-        tasks = [asyncio.create_task(at.complete(headers=key("a"), max_tokens=n)) for n in range(1, 9)]
-        while not all(task.done() for task in tasks):
-            value = await scrape(at)
-            ended = value("rubato_requests_finished_total") + value("rubato_requests_in_flight")
-            sums.append((value("rubato_requests_offered_total"), ended))
-            await at.clock.sleep_until(at.clock.now() + STEP / 2, 0)
-        assert all(offered == ended for offered, ended in sums)
+@on(edge, tenants=[tenant("a", requests_per_minute=3)])
+async def test_a_refusal_for_a_limit_is_offered_and_refused_in_every_book(at: Edge) -> None:
+    sums = []
+    tasks = [asyncio.create_task(at.complete(headers=key("a"), max_tokens=n)) for n in range(1, 9)]
+    while not all(task.done() for task in tasks):
         value = await scrape(at)
-        assert value("rubato_requests_offered_total", tenant="a") == 8
-        assert value("rubato_requests_finished_total", outcome="refused") == 5
-        assert value("rubato_requests_refused_total", reason="rejected-rate-limit") == 5
-        assert value("rubato_slo_missed_total", cause="refused") == 5
-        assert value("rubato_slo_met_total", dimension="all") == 3
-        offered = [e.id for e in at.events if isinstance(e, Offered)]
-        assert sorted(offered) == sorted(e.id for e in at.events if isinstance(e, Finished))
-        assert len(offered) == 8
+        ended = value("rubato_requests_finished_total") + value("rubato_requests_in_flight")
+        sums.append((value("rubato_requests_offered_total"), ended))
+        await at.clock.sleep_until(at.clock.now() + STEP / 2, 0)
+    assert all(offered == ended for offered, ended in sums)
+    value = await scrape(at)
+    assert value("rubato_requests_offered_total", tenant="a") == 8
+    assert value("rubato_requests_finished_total", outcome="refused") == 5
+    assert value("rubato_requests_refused_total", reason="rejected-rate-limit") == 5
+    assert value("rubato_slo_missed_total", cause="refused") == 5
+    assert value("rubato_slo_met_total", dimension="all") == 3
+    offered = [e.id for e in at.events if isinstance(e, Offered)]
+    assert sorted(offered) == sorted(e.id for e in at.events if isinstance(e, Finished))
+    assert len(offered) == 8
 
-    edge(scenario, tenants=[tenant("a", requests_per_minute=3)])
 
-
-def test_bad_input_is_charged_and_beyond_the_rate_no_body_is_read(edge: Runs) -> None:
+def test_bad_input_is_charged_and_beyond_the_rate_no_body_is_read() -> None:
     read: list[str] = []
 
     async def body(name: str, content: bytes) -> AsyncIterator[bytes]:
@@ -200,12 +131,3 @@ def test_bad_input_is_charged_and_beyond_the_rate_no_body_is_read(edge: Runs) ->
         assert (await at.complete(headers=key("a"))).status_code == 200
 
     edge(scenario, tenants=[tenant("a", requests_per_minute=2)])
-
-
-def test_what_is_refused_for_its_tokens_was_a_request_all_the_same(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        answers = [await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=m) for m in (90, 90, 90)]
-        assert [a.status_code for a in answers] == [200, 429, 429]
-        assert [a.headers["x-ratelimit-remaining-requests"] for a in answers] == ["2", "1", "0"]
-
-    edge(scenario, tenants=[tenant("a", requests_per_minute=3, tokens_per_minute=100)])

@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,9 +19,9 @@ from rubato.frontdoor.history import MOST_STEPS, RequestHistory
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving import logs
-from tests.serving.conftest import STEP, Edge, key, tenant
+from tests.scenario import on
+from tests.serving.conftest import STEP, Edge, edge, key, tenant
 
-Runs = Callable[..., None]
 TENANTS = [tenant("a"), tenant("b"), tenant("root", admin=True)]
 
 
@@ -32,93 +31,81 @@ async def page(at: Edge, id: str, who: str = "a") -> Any:
     return answer.json()
 
 
-def test_a_finished_request(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        answer = (await at.chat(headers=key("a"), messages=[{"role": "user", "content": "a secret"}])).json()
-        told = await page(at, answer["id"])
-        assert (told["tenant"], told["tier"], told["state"]) == ("a", "good", "finished")
-        assert told["slo"] == [{"until": "eos", "ttft_ms": 5000.0, "tpot_ms": 200.0, "e2e_ms": None}]
-        (choice,) = told["choices"]
-        assert [e["event"] for e in choice["events"]] == ["offered", "placed", "started", "tokens", "finished"]
-        assert [e["at_ms"] for e in choice["events"]] == [0.0, 0.0, 0.0, 100.0, 300.0]
-        assert choice["events"][3] == {"at_ms": 100.0, "event": "tokens", "stage": 0, "tokens": 3, "until_ms": 300.0}
-        (due,) = choice["deadlines"]
-        assert (due["first_token_due_ms"], due["then_every_ms"], due["first_token_ms"]) == (5000.0, 200.0, 100.0)
-        assert choice["verdict"]["met"] is True
-        assert choice["verdict"]["ttft_ms"] == answer["rubato"]["ttft_ms"]
-        assert (choice["state"], choice["now"], choice["waited"], choice["output_tokens"]) == ("completed", None, [], 3)
-        text = json.dumps(told)
-        assert "secret" not in text
-        assert answer["choices"][0]["message"]["content"].strip() not in text
-
-    edge(scenario, tenants=TENANTS, tiers=Tiers([Tier("good", SLO(5.0, 0.2))], "good"))
+@on(edge, tenants=TENANTS, tiers=Tiers([Tier("good", SLO(5.0, 0.2))], "good"))
+async def test_a_finished_request(at: Edge) -> None:
+    answer = (await at.chat(headers=key("a"), messages=[{"role": "user", "content": "a secret"}])).json()
+    told = await page(at, answer["id"])
+    assert (told["tenant"], told["tier"], told["state"]) == ("a", "good", "finished")
+    assert told["slo"] == [{"until": "eos", "ttft_ms": 5000.0, "tpot_ms": 200.0, "e2e_ms": None}]
+    (choice,) = told["choices"]
+    assert [e["event"] for e in choice["events"]] == ["offered", "placed", "started", "tokens", "finished"]
+    assert [e["at_ms"] for e in choice["events"]] == [0.0, 0.0, 0.0, 100.0, 300.0]
+    assert choice["events"][3] == {"at_ms": 100.0, "event": "tokens", "stage": 0, "tokens": 3, "until_ms": 300.0}
+    (due,) = choice["deadlines"]
+    assert (due["first_token_due_ms"], due["then_every_ms"], due["first_token_ms"]) == (5000.0, 200.0, 100.0)
+    assert choice["verdict"]["met"] is True
+    assert choice["verdict"]["ttft_ms"] == answer["rubato"]["ttft_ms"]
+    assert (choice["state"], choice["now"], choice["waited"], choice["output_tokens"]) == ("completed", None, [], 3)
+    text = json.dumps(told)
+    assert "secret" not in text
+    assert answer["choices"][0]["message"]["content"].strip() not in text
 
 
-def test_others_see_nothing_at_all(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        id = (await at.chat(headers=key("a"))).json()["id"]
-        foreign = await at.http.get(f"/debug/requests/{id}", headers=key("b"))
-        unknown = await at.http.get(f"/debug/requests/{id[:-1]}x", headers=key("b"))
-        assert foreign.status_code == unknown.status_code == 404
-        assert foreign.text.replace(id, "ID") == unknown.text.replace(f"{id[:-1]}x", "ID")
-        assert (await page(at, id, "root"))["tenant"] == "a"
-
-    edge(scenario, tenants=TENANTS)
+@on(edge, tenants=TENANTS)
+async def test_others_see_nothing_at_all(at: Edge) -> None:
+    id = (await at.chat(headers=key("a"))).json()["id"]
+    foreign = await at.http.get(f"/debug/requests/{id}", headers=key("b"))
+    unknown = await at.http.get(f"/debug/requests/{id[:-1]}x", headers=key("b"))
+    assert foreign.status_code == unknown.status_code == 404
+    assert foreign.text.replace(id, "ID") == unknown.text.replace(f"{id[:-1]}x", "ID")
+    assert (await page(at, id, "root"))["tenant"] == "a"
 
 
-def test_why_it_waits_for_a_place_in_the_batch(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        tasks = [asyncio.create_task(at.complete(headers=key("a"), max_tokens=10)) for _ in range(3)]
-        await at.clock.sleep_until(2.5 * STEP, 0)
-        ids = [e.id for e in at.events if isinstance(e, Offered)]
-        pages = [await page(at, id) for id in ids]
-        assert [p["state"] for p in pages] == ["in flight"] * 3
-        choices = [p["choices"][0] for p in pages]
-        assert sorted(c["state"] for c in choices) == ["queue of a replica", "running", "running"]
-        late = next(c for c in choices if c["state"] != "running")
-        assert late["now"]["in"] == "waiting"
-        assert late["waited"] == [{"why": "queue of a replica", "at_ms": 0.0, "ms": 250.0}]
-        runs = next(c for c in choices if c["state"] == "running")
-        assert (runs["now"]["in"], runs["now"]["replica"], runs["now"]["of"]) == ("running", "r0", 2)
-        await asyncio.gather(*tasks)
-        waited = (await page(at, late["id"]))["choices"][0]["waited"]
-        assert [w["why"] for w in waited] == ["queue of a replica"]
-        assert waited[0]["ms"] >= 1000.0
-
-    edge(scenario, tenants=TENANTS, limits=Limits(2, 512, 256, 64, 16))
+@on(edge, tenants=TENANTS, limits=Limits(2, 512, 256, 64, 16))
+async def test_why_it_waits_for_a_place_in_the_batch(at: Edge) -> None:
+    tasks = [asyncio.create_task(at.complete(headers=key("a"), max_tokens=10)) for _ in range(3)]
+    await at.clock.sleep_until(2.5 * STEP, 0)
+    ids = [e.id for e in at.events if isinstance(e, Offered)]
+    pages = [await page(at, id) for id in ids]
+    assert [p["state"] for p in pages] == ["in flight"] * 3
+    choices = [p["choices"][0] for p in pages]
+    assert sorted(c["state"] for c in choices) == ["queue of a replica", "running", "running"]
+    late = next(c for c in choices if c["state"] != "running")
+    assert late["now"]["in"] == "waiting"
+    assert late["waited"] == [{"why": "queue of a replica", "at_ms": 0.0, "ms": 250.0}]
+    runs = next(c for c in choices if c["state"] == "running")
+    assert (runs["now"]["in"], runs["now"]["replica"], runs["now"]["of"]) == ("running", "r0", 2)
+    await asyncio.gather(*tasks)
+    waited = (await page(at, late["id"]))["choices"][0]["waited"]
+    assert [w["why"] for w in waited] == ["queue of a replica"]
+    assert waited[0]["ms"] >= 1000.0
 
 
-def test_what_fair_share_holds_back_says_so(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        answers = await asyncio.gather(*(at.complete(headers=key("a"), max_tokens=5) for _ in range(3)))
-        waits = [(await page(at, a.json()["id"]))["choices"][0]["waited"] for a in answers]
-        assert sorted([w["why"] for w in waited] for waited in waits) == [
-            [],
-            ["held before a replica (fair share)"],
-            ["held before a replica (fair share)"],
-        ]
-
-    edge(scenario, tenants=TENANTS, fair=FairShare(window=1))
+@on(edge, tenants=TENANTS, fair=FairShare(window=1))
+async def test_what_fair_share_holds_back_says_so(at: Edge) -> None:
+    answers = await asyncio.gather(*(at.complete(headers=key("a"), max_tokens=5) for _ in range(3)))
+    waits = [(await page(at, a.json()["id"]))["choices"][0]["waited"] for a in answers]
+    assert sorted([w["why"] for w in waited] for waited in waits) == [
+        [],
+        ["held before a replica (fair share)"],
+        ["held before a replica (fair share)"],
+    ]
 
 
-def test_best_effort_against_its_will(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        answer = (await at.complete(headers=key("a"), slo={"ttft_ms": 50})).json()
-        (choice,) = (await page(at, answer["id"]))["choices"]
-        at_ms = {e["event"]: e["at_ms"] for e in choice["events"]}
-        assert choice["best_effort_ms"] == at_ms["finished"] - at_ms["demoted"] > 0
-
-    edge(scenario, tenants=TENANTS)
+@on(edge, tenants=TENANTS)
+async def test_best_effort_against_its_will(at: Edge) -> None:
+    answer = (await at.complete(headers=key("a"), slo={"ttft_ms": 50})).json()
+    (choice,) = (await page(at, answer["id"]))["choices"]
+    at_ms = {e["event"]: e["at_ms"] for e in choice["events"]}
+    assert choice["best_effort_ms"] == at_ms["finished"] - at_ms["demoted"] > 0
 
 
-def test_all_choices_of_one_request(edge: Runs) -> None:
-    async def scenario(at: Edge) -> None:
-        answer = (await at.complete(headers=key("a"), n=3)).json()
-        told = await page(at, answer["id"])
-        assert len(told["choices"]) == 3
-        assert len({choice["id"] for choice in told["choices"]}) == 3
-
-    edge(scenario, tenants=TENANTS)
+@on(edge, tenants=TENANTS)
+async def test_all_choices_of_one_request(at: Edge) -> None:
+    answer = (await at.complete(headers=key("a"), n=3)).json()
+    told = await page(at, answer["id"])
+    assert len(told["choices"]) == 3
+    assert len({choice["id"] for choice in told["choices"]}) == 3
 
 
 def test_only_the_last_are_kept_and_long_histories_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +129,7 @@ def test_only_the_last_are_kept_and_long_histories_are_cut(monkeypatch: pytest.M
     assert (record.preemptions, record.output, record.steps[0]["event"]) == (500, 500, "offered")
 
 
-def test_no_text_of_a_client_is_kept(edge: Runs, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_text_of_a_client_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     """Each of these may be as long as a body, the last thousand requests are remembered, and thousands of steps with
     those who were in them."""
     long, most, ids = "x" * 50_000, 10_000, list(range(300, 3300))
@@ -193,7 +180,7 @@ def test_deadlines_of_a_later_stage_go_on_from_the_one_before() -> None:
     ]
 
 
-def test_one_json_line_a_finished_request(edge: Runs) -> None:
+def test_one_json_line_a_finished_request() -> None:
     lines: list[Any] = []
 
     class Keep(logging.Handler):

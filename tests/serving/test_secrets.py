@@ -22,7 +22,8 @@ from rubato.core.server_url import connection_failure
 from rubato.engines.simulated import Engine
 from rubato.fleet.upstream import Headers, UpstreamError, error_code
 from rubato.serving.logs import Lines, Text
-from tests.serving.conftest import Edge, key, tenant
+from tests.scenario import on
+from tests.serving.conftest import Edge, edge, key, tenant
 from tests.serving.test_gateway import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
 
@@ -153,22 +154,20 @@ def test_a_gateways_servers_that_repeat_a_prompt_are_heard_by_nobody(
         assert any(f"answered {fault} (KindOfError)" in line for _, line in records.lines)
 
 
-def test_a_gateway_that_loses_all_its_servers_names_none_to_clients(records: Records) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        said = [{"role": "user", "content": f"tell me of {PROMPT}"}]
-        asked = [
-            asyncio.ensure_future(fleet.chat(key(who), messages=said, max_tokens=200, **body))
-            for who in (TENANT, "other")
-            for body in ({}, {"stream": True}, {"stream": True, "tools": [{}]})
-        ]
-        await asyncio.sleep(1.0)
-        for server in fleet.servers:
-            server.kill()
-        for response in await asyncio.gather(*asked):
-            assert_without(shown(response))
-        await assert_unseen(fleet.http, records)
-
-    gateway(scenario, host=HOST, tenants=PEOPLE, key=SERVER)
+@on(gateway, host=HOST, tenants=PEOPLE, key=SERVER)
+async def test_a_gateway_that_loses_all_its_servers_names_none_to_clients(fleet: Fleet, records: Records) -> None:
+    said = [{"role": "user", "content": f"tell me of {PROMPT}"}]
+    asked = [
+        asyncio.ensure_future(fleet.chat(key(who), messages=said, max_tokens=200, **body))
+        for who in (TENANT, "other")
+        for body in ({}, {"stream": True}, {"stream": True, "tools": [{}]})
+    ]
+    await asyncio.sleep(1.0)
+    for server in fleet.servers:
+        server.kill()
+    for response in await asyncio.gather(*asked):
+        assert_without(shown(response))
+    await assert_unseen(fleet.http, records)
 
 
 def test_a_servers_error_is_logged_whole_at_level_debug_alone(records: Records) -> None:
@@ -216,7 +215,7 @@ class Failing(Engine):
 
 
 @pytest.mark.parametrize("engine", [Engine, Failing])
-def test_our_own_server_shows_no_prompt_and_no_key(edge: Any, engine: type[Engine], records: Records) -> None:
+def test_our_own_server_shows_no_prompt_and_no_key(engine: type[Engine], records: Records) -> None:
     async def scenario(at: Edge) -> None:
         said = [{"role": "user", "content": f"tell me of {PROMPT}"}]
         statuses = set()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from rubato.core.events import Offered
-from tests.serving.conftest import Edge
-
-Runs = Callable[..., None]
+from tests.scenario import on
+from tests.serving.conftest import Edge, edge
 
 
 def sessions(at: Edge) -> list[str]:
@@ -17,23 +14,19 @@ def sessions(at: Edge) -> list[str]:
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "complete"])
-def test_it_becomes_the_requests_session(edge: Runs, endpoint: str) -> None:
-    async def scenario(at: Edge) -> None:
-        ask = getattr(at, endpoint)
-        assert (await ask()).status_code == 200
-        assert (await ask(headers={"x-session-id": "a" * 128}, n=2)).status_code == 200
-        assert sessions(at) == ["", "a" * 128, "a" * 128]
-
-    edge(scenario)
+@on(edge)
+async def test_it_becomes_the_requests_session(at: Edge, endpoint: str) -> None:
+    ask = getattr(at, endpoint)
+    assert (await ask()).status_code == 200
+    assert (await ask(headers={"x-session-id": "a" * 128}, n=2)).status_code == 200
+    assert sessions(at) == ["", "a" * 128, "a" * 128]
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a" * 129, "b\u00e9", "a\tb"])
-def test_what_is_no_name_is_a_400_that_names_the_header(edge: Runs, name: str) -> None:
-    async def scenario(at: Edge) -> None:
-        answer = await at.complete(headers={"x-session-id": name.encode("latin-1")})  # type: ignore[dict-item]
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "x-session-id"
-        assert "visible ASCII" in answer.json()["error"]["message"]
-        assert sessions(at) == []
-
-    edge(scenario)
+@on(edge)
+async def test_what_is_no_name_is_a_400_that_names_the_header(at: Edge, name: str) -> None:
+    answer = await at.complete(headers={"x-session-id": name.encode("latin-1")})  # type: ignore[dict-item]
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "x-session-id"
+    assert "visible ASCII" in answer.json()["error"]["message"]
+    assert sessions(at) == []

@@ -27,6 +27,7 @@ from rubato.frontdoor import slo_fields
 from rubato.serving import vllm_middleware
 from rubato.serving.vllm_middleware import FrontEnd, Middleware, front_end_of
 from rubato.serving.vllm_reports import LOST, EngineReports, PluginMetrics, answer_of
+from tests.scenario import on
 from tests.stubs.vllm_app import VLLM, Link
 
 TIERS = {"chat": {"ttft_ms": 500, "tpot_ms": 50}, "batch": {"e2e_ms": 60_000}}
@@ -114,189 +115,71 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 # ----------------------------------------------------------------- on the way in
 
 
-@pytest.mark.parametrize(
-    ("sent", "tier", "slo"),
-    [
-        ({}, "chat", SLO(0.5, 0.05)),
-        ({"service_tier": "batch"}, "batch", SLO(e2e=60.0)),
-        ({"service_tier": "flex"}, "flex", SLO()),
-        ({"headers": {"x-slo-ttft-ms": "900"}}, "chat", SLO(0.9, 0.05)),
-        ({"headers": {"x-llm-d-slo-tpot-ms": "90"}}, "chat", SLO(0.5, 0.09)),
-        ({"slo": {"ttft_ms": 700}, "service_tier": "auto"}, "chat", SLO(0.7, 0.05)),
-        ({"slo": {"ttft_ms": 700}, "headers": {"x-slo-ttft-ms": "900"}}, "chat", SLO(0.9, 0.05)),
-        ({"vllm_xargs": {"slo_ttft_ms": "600", "slo_tier": "batch"}}, "batch", SLO(0.6, None, 60.0)),
-        ({"vllm_xargs": {"slo_ttft_ms": 600}, "slo": {"ttft_ms": 700}}, "chat", SLO(0.7, 0.05)),
-        ({"path": "/v1/messages"}, "chat", SLO(0.5, 0.05)),
-        ({"path": "/v1/messages", "service_tier": "standard_only"}, "chat", SLO(0.5, 0.05)),
-        ({"service_tier": "scale"}, "chat", SLO(0.5, 0.05)),
-        ({"path": "/v1/responses", "service_tier": "batch"}, "batch", SLO(e2e=60.0)),
-    ],
-)
-def test_what_a_client_states_is_granted(sent: dict[str, Any], tier: str, slo: SLO) -> None:
-    async def scenario(client: Client) -> None:
-        assert (await client.chat(**sent)).status_code == 200
-        (request,) = client.vllm.requests
-        assert (request.tier, request.stages, request.tenant) == (tier, (Stage(10, slo),), "default")
-
-    run(scenario)
+@on(run, config={"tenants": TENANTS})
+async def test_strangers_state_nothing_past_their_tenant(client: Client) -> None:
+    await client.chat("bulk-key", service_tier="chat", vllm_xargs={"slo_ttft_ms": 1})
+    await client.chat("acme-key", headers={"x-slo-ttft-ms": "1"})
+    bulk, acme = client.vllm.requests
+    assert (bulk.tenant, bulk.tier, bulk.best_effort) == ("bulk", "flex", True)
+    assert (acme.tenant, acme.stages[0].slo) == ("acme", SLO(0.5, 0.05))
+    # without the middleware's seal, or with another's, no key counts
+    xargs = client.vllm.went_in[1]["vllm_xargs"]
+    for changed in ({**xargs, "slo_ttft_ms": "1"}, {**xargs, "slo_seal": "00"}, {"slo_ttft_ms": 1}):
+        params = SimpleNamespace(extra_args=changed, temperature=0.0, stop=None, ignore_eos=False)
+        own = SimpleNamespace(
+            sampling_params=params, request_id="r", num_prompt_tokens=1, max_tokens=1, arrival_time=0.0
+        )
+        request, ticket = request_of(own, 0.0, strangers=False)
+        assert (request.best_effort, request.tenant, ticket) == (True, "default", "")
 
 
-def test_the_rest_of_a_body_goes_on_as_it_is() -> None:
-    async def scenario(client: Client) -> None:
-        more = {"logit_bias": {"5": -100}, "tools": [{"type": "function"}], "vllm_xargs": {"own": 3, "slo_e2e_ms": 5}}
-        await client.chat(slo={"ttft_ms": 1}, service_tier="flex", seed=1 << 70, stop="😀", **more)
-        (body,) = client.vllm.went_in
-        assert body["seed"] == 1 << 70
-        assert (body["logit_bias"], body["tools"], body["stop"]) == ({"5": -100}, [{"type": "function"}], "😀")
-        assert not {"slo", "service_tier"} & body.keys()
-        assert body["vllm_xargs"]["own"] == 3
-        assert float(body["vllm_xargs"]["slo_e2e_ms"]) == 5.0
-
-    run(scenario)
-
-
-@pytest.mark.parametrize(
-    ("sent", "param", "hint"),
-    [
-        ({"headers": {"x-slo-tppt-ms": "5"}}, "x-slo-tppt-ms", "'x-slo-tpot-ms'"),
-        ({"headers": {"x-llm-d-slo-tftt-ms": "5"}}, "x-llm-d-slo-tftt-ms", "'x-llm-d-slo-ttft-ms'"),
-        ({"headers": {"x-slo-ttft-ms": "soon"}}, "x-slo-ttft-ms", "milliseconds"),
-        ({"slo": {"ttf_ms": 5}}, "slo.ttf_ms", "ttft_ms"),
-        ({"slo": {"ttft_ms": "5"}}, "slo.ttft_ms", "number"),
-        ({"slo": 5}, "slo", ""),
-        ({"slo": {"stages": [{}]}}, "slo.stages", "one stage"),
-        ({"slos": {}}, "slos", "slo"),
-        ({"service_teir": "chat"}, "service_teir", "service_tier"),
-        ({"service_tier": "chatt"}, "service_tier", "'chat'"),
-        ({"vllm_xargs": {"slo_tfft_ms": 5}}, "vllm_xargs.slo_tfft_ms", "'slo_ttft_ms'"),
-        ({"vllm_xargs": {"slo_tenant": "acme"}}, "vllm_xargs.slo_tenant", ""),
-        ({"vllm_xargs": {"slo_seal": "00"}}, "vllm_xargs.slo_seal", ""),
-    ],
-)
-def test_a_typo_is_a_400_that_names_what_was_meant(sent: dict[str, Any], param: str, hint: str) -> None:
-    async def scenario(client: Client) -> None:
-        answer = await client.chat(**sent)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, param)
-        assert hint in error["message"]
-        assert not client.vllm.went_in
-
-    run(scenario)
+@on(run, config={"tenants": TENANTS})
+async def test_limits_of_a_tenant(client: Client) -> None:
+    client.vllm.hold = asyncio.Event()
+    running = asyncio.create_task(client.chat("bulk-key"))
+    await client.arrived(1)
+    second = await client.chat("bulk-key")
+    assert (second.status_code, second.json()["error"]["code"]) == (429, "rejected-tenant-saturated")
+    client.vllm.hold.set()
+    assert (await running).status_code == 200
+    # 10 of the prompt and 4 of output, and not what was reserved: the prompt is taken for some 9 tokens
+    assert (await client.chat("bulk-key", max_tokens=70)).status_code == 200
+    fourth = await client.chat("bulk-key", max_tokens=100)
+    assert int(fourth.headers["retry-after"]) == pytest.approx(17, abs=1)  # 28 tokens at 100 a minute
+    assert client.metric("rubato_requests_offered_total", tier="flex", tenant="bulk") == 4
+    assert client.metric("rubato_requests_refused_total", tier="flex", reason="rejected-tenant-saturated") == 1
 
 
-def test_strangers_state_nothing_past_their_tenant() -> None:
-    async def scenario(client: Client) -> None:
-        assert (await client.chat("nobody")).status_code == 401
-        answer = await client.chat("bulk-key", service_tier="chat", vllm_xargs={"slo_ttft_ms": 1})
-        assert answer.headers["x-rubato-clamped"] == "service_tier, ttft"
-        await client.chat("acme-key", headers={"x-slo-ttft-ms": "1"})
-        bulk, acme = client.vllm.requests
-        assert (bulk.tenant, bulk.tier, bulk.best_effort) == ("bulk", "flex", True)
-        assert (acme.tenant, acme.stages[0].slo) == ("acme", SLO(0.5, 0.05))
-        # without the middleware's seal, or with another's, no key counts
-        xargs = client.vllm.went_in[1]["vllm_xargs"]
-        for changed in ({**xargs, "slo_ttft_ms": "1"}, {**xargs, "slo_seal": "00"}, {"slo_ttft_ms": 1}):
-            params = SimpleNamespace(extra_args=changed, temperature=0.0, stop=None, ignore_eos=False)
-            own = SimpleNamespace(
-                sampling_params=params, request_id="r", num_prompt_tokens=1, max_tokens=1, arrival_time=0.0
-            )
-            request, ticket = request_of(own, 0.0, strangers=False)
-            assert (request.best_effort, request.tenant, ticket) == (True, "default", "")
-
-    run(scenario, {"tenants": TENANTS})
-
-
-def test_a_tenants_key_may_come_as_anthropic_has_it_and_an_admin_may_speak_for_another() -> None:
-    async def scenario(client: Client) -> None:
-        body = {"model": "m", "messages": [], "max_tokens": 1}
-        answer = await client.http.post("/v1/messages", json=body, headers={"x-api-key": "acme-key"})
-        assert answer.status_code == 200
-        await client.chat("ops-key", headers={"x-rubato-tenant": "acme"})
-        assert [r.tenant for r in client.vllm.requests] == ["acme", "acme"]
-        assert (await client.chat("acme-key", headers={"x-rubato-tenant": "ops"})).status_code == 400
-        answer = await client.chat("ops-key", headers={"x-rubato-tenant": "acmee"})
-        assert answer.status_code == 400
-        assert "'acme'" in answer.json()["error"]["message"]
-
-    run(scenario, {"tenants": TENANTS})
-
-
-def test_limits_of_a_tenant() -> None:
-    async def scenario(client: Client) -> None:
-        client.vllm.hold = asyncio.Event()
-        running = asyncio.create_task(client.chat("bulk-key"))
-        await client.arrived(1)
-        second = await client.chat("bulk-key")
-        assert (second.status_code, second.json()["error"]["code"]) == (429, "rejected-tenant-saturated")
-        client.vllm.hold.set()
-        first = await running
-        assert first.headers["x-ratelimit-limit-tokens"] == "100"
-        # 10 of the prompt and 4 of output, and not what was reserved: the prompt is taken for some 9 tokens
-        third = await client.chat("bulk-key", max_tokens=70)
-        assert third.status_code == 200
-        fourth = await client.chat("bulk-key", max_tokens=100)
-        assert (fourth.status_code, fourth.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        assert int(fourth.headers["retry-after"]) == pytest.approx(17, abs=1)  # 28 tokens at 100 a minute
-        await client.chat("bulk-key", max_tokens=1)
-        assert (await client.chat("bulk-key", max_tokens=1)).status_code == 429  # the sixth in a minute
-        assert client.metric("rubato_requests_offered_total", tier="flex", tenant="bulk") == 6
-        assert client.metric("rubato_requests_finished_total", tier="flex", tenant="bulk", outcome="refused") == 3
-        refused = [client.metric("rubato_requests_refused_total", tier="flex", reason=why) for why in (
-            "rejected-tenant-saturated", "rejected-rate-limit")]  # fmt: skip
-        assert refused == [1, 2]
-
-    run(scenario, {"tenants": TENANTS})
-
-
-def test_a_full_server_refuses_with_the_time_after_which_to_come_again() -> None:
-    async def scenario(client: Client) -> None:
-        client.vllm.hold = asyncio.Event()
-        running = [asyncio.create_task(client.chat("acme-key")) for _ in range(2)]
-        await client.arrived(2)
-        refused = await client.chat("acme-key")
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert refused.headers["x-rubato-reject-reason"] == "rejected-saturated"
-        other = asyncio.create_task(client.chat("ops-key"))  # another tenant's flood leaves it its share
-        await client.arrived(3)
-        client.vllm.hold.set()
-        assert [r.status_code for r in await asyncio.gather(*running, other)] == [200] * 3
-        assert (await client.chat("acme-key")).status_code == 200
-
-    run(scenario, {"tenants": TENANTS, "max_in_flight": 2})
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"max_tokens": 1, "max_output_tokens": 4000},
-        {"max_completion_tokens": 1, "max_tokens": 4000},
-        {"max_tokens": "4000"},
-    ],
-)
-def test_what_a_body_says_otherwise_is_charged_all_the_same(more: dict[str, Any]) -> None:
-    async def scenario(client: Client) -> None:
-        await client.chat("bulk-key", max_tokens=90)  # 100 a minute
-        assert (await client.chat("bulk-key", path="/v1/completions", **more)).status_code == 429
-        assert len(client.vllm.went_in) == 1
-
-    run(scenario, {"tenants": TENANTS})
+@on(run, config={"tenants": TENANTS, "max_in_flight": 2})
+async def test_a_full_server_refuses_with_the_time_after_which_to_come_again(client: Client) -> None:
+    client.vllm.hold = asyncio.Event()
+    running = [asyncio.create_task(client.chat("acme-key")) for _ in range(2)]
+    await client.arrived(2)
+    refused = await client.chat("acme-key")
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.headers["x-rubato-reject-reason"] == "rejected-saturated"
+    other = asyncio.create_task(client.chat("ops-key"))  # another tenant's flood leaves it its share
+    await client.arrived(3)
+    client.vllm.hold.set()
+    assert [r.status_code for r in await asyncio.gather(*running, other)] == [200] * 3
+    assert (await client.chat("acme-key")).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("path", "reserved"), [("/v1/chat/completions", LONGEST), ("/v1/responses", LONGEST), ("/v1/completions", 16)]
 )
-def test_where_no_limit_is_stated_the_longest_output_is_reserved(path: str, reserved: int) -> None:
-    async def scenario(client: Client) -> None:
-        client.vllm.hold = asyncio.Event()
-        running = [asyncio.create_task(client.chat("free-key", path, max_tokens=None))]
-        await client.arrived(1)
-        usage = client.http._transport.app._front.door._usage["free"]  # type: ignore[attr-defined]
-        assert usage.tokens.level == pytest.approx(5_000 - reserved, abs=10)
-        client.vllm.hold.set()
-        await asyncio.gather(*running)
-        assert usage.tokens.level == pytest.approx(5_000 - 14, abs=10)
-
-    run(scenario, {"tenants": {"free": {"keys": ["free-key"], "tokens_per_minute": 5_000}}})
+@on(run, config={"tenants": {"free": {"keys": ["free-key"], "tokens_per_minute": 5_000}}})
+async def test_where_no_limit_is_stated_the_longest_output_is_reserved(
+    client: Client, path: str, reserved: int
+) -> None:
+    client.vllm.hold = asyncio.Event()
+    running = [asyncio.create_task(client.chat("free-key", path, max_tokens=None))]
+    await client.arrived(1)
+    usage = client.http._transport.app._front.door._usage["free"]  # type: ignore[attr-defined]
+    assert usage.tokens.level == pytest.approx(5_000 - reserved, abs=10)
+    client.vllm.hold.set()
+    await asyncio.gather(*running)
+    assert usage.tokens.level == pytest.approx(5_000 - 14, abs=10)
 
 
 def test_without_reports_no_answer_but_the_first_waits_and_the_output_stays_charged() -> None:
@@ -322,40 +205,28 @@ def test_without_reports_no_answer_but_the_first_waits_and_the_output_stays_char
         client.vllm.silent = False
         assert "rubato" in (await client.chat("ops-key")).json()
 
-    run(scenario, {"tenants": TENANTS}, silent=True)
+    run(scenario, config={"tenants": TENANTS}, silent=True)
 
 
-def test_no_way_past_the_tenants() -> None:
-    async def scenario(client: Client) -> None:
-        assert (await client.chat("bulk-key", path="/v1/chat/completions%0A")).status_code == 400
-        await client.chat("bulk-key", path="/v1//chat/completions/", service_tier="chat")
-        assert client.vllm.requests[0].tier == "flex"
-        assert (await client.chat("acme-key", use_beam_search=True)).status_code == 400
-        for path in ("/v1/chat/completions/batch", "/inference/v1/generate", "/invocations", "/v1/load_lora_adapter"):
-            assert (await client.chat("acme-key", path=path)).status_code == 403
-            assert (await client.chat("ops-key", path=path)).status_code == 200
-        assert (await client.chat("acme-key", path="/tokenize")).status_code == 200
-        sent: list[Any] = []
+@on(run, config={"tenants": TENANTS})
+async def test_websocket_of_a_tenant_is_closed(client: Client) -> None:
+    sent: list[Any] = []
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        middleware = client.http._transport.app  # type: ignore[attr-defined]
-        for key in ("none", "acme-key"):  # no limit would hold what comes of it
-            headers = [(b"authorization", f"Bearer {key}".encode())]
-            await middleware({"type": "websocket", "headers": headers, "path": "/v1/realtime"}, None, send)
-        assert [(m["type"], m["code"]) for m in sent] == [("websocket.close", 1008)] * 2
-
-    run(scenario, {"tenants": TENANTS})
+    middleware = client.http._transport.app  # type: ignore[attr-defined]
+    for key in ("none", "acme-key"):  # no limit would hold what comes of it
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        await middleware({"type": "websocket", "headers": headers, "path": "/v1/realtime"}, None, send)
+    assert [(m["type"], m["code"]) for m in sent] == [("websocket.close", 1008)] * 2
 
 
-def test_an_id_that_clients_use_again_keeps_one_history() -> None:
-    async def scenario(client: Client) -> None:
-        for _ in range(20):
-            await client.chat()  # the stand-in gives all the same id
-        assert len(client.reports.history.find("chatcmpl-abc")) == 1
-
-    run(scenario)
+@on(run)
+async def test_an_id_that_clients_use_again_keeps_one_history(client: Client) -> None:
+    for _ in range(20):
+        await client.chat()  # the stand-in gives all the same id
+    assert len(client.reports.history.find("chatcmpl-abc")) == 1
 
 
 def state_of_vllm(additional: dict[str, Any]) -> SimpleNamespace:
@@ -510,32 +381,29 @@ def test_a_refusal_is_a_429_before_the_first_byte(answer: Any, status: int) -> N
     run(scenario, answer=answer, status=status, outcome="refused", reason=reason)
 
 
-def test_what_begins_goes_out_at_once_whatever_follows() -> None:
+@on(run)
+async def test_what_begins_goes_out_at_once_whatever_follows(client: Client) -> None:
     """The role's chunk does not wait for the first text, which a reasoning parser may hold back for long."""
+    sent: list[bytes] = []
 
-    async def scenario(client: Client) -> None:
-        sent: list[bytes] = []
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
 
-        async def send(message: Any) -> None:
-            sent.append(message.get("body", b""))
+    async def app(scope: Any, receive: Any, forward: Any) -> None:
+        body = json.loads((await receive())["body"])
+        client.vllm._serve(body["vllm_xargs"])
+        types = [(b"content-type", b"text/event-stream")]
+        await forward({"type": "http.response.start", "status": 200, "headers": types})
+        await forward({"type": "http.response.body", "body": ROLE, "more_body": True})
+        assert sent == [b"", ROLE]
+        await forward({"type": "http.response.body", "body": b"", "more_body": False})
 
-        async def app(scope: Any, receive: Any, forward: Any) -> None:
-            body = json.loads((await receive())["body"])
-            client.vllm._serve(body["vllm_xargs"])
-            types = [(b"content-type", b"text/event-stream")]
-            await forward({"type": "http.response.start", "status": 200, "headers": types})
-            await forward({"type": "http.response.body", "body": ROLE, "more_body": True})
-            assert sent == [b"", ROLE]
-            await forward({"type": "http.response.body", "body": b"", "more_body": False})
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b'{"stream": true}'}
 
-        async def receive() -> Any:
-            return {"type": "http.request", "body": b'{"stream": true}'}
-
-        middleware = client.http._transport.app  # type: ignore[attr-defined]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-        await middleware._front.serve(app, scope, receive, send)
-
-    run(scenario)
+    middleware = client.http._transport.app  # type: ignore[attr-defined]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await middleware._front.serve(app, scope, receive, send)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
@@ -579,100 +447,85 @@ def test_an_error_that_is_no_refusal_stays_vllms() -> None:
     run(stream, answer=[ROLE, ERROR, DONE], outcome="failed", reason="error")
 
 
-def test_a_client_that_leaves_takes_its_place_along() -> None:
-    async def scenario(client: Client) -> None:
-        client.vllm.hold = asyncio.Event()
-        left = asyncio.create_task(client.chat())
-        await client.arrived(1)
-        left.cancel()
-        await asyncio.gather(left, return_exceptions=True)
-        client.vllm.hold.set()
-        assert (await client.chat()).status_code == 200
-        state = (await client.http.get("/rubato/state")).json()
-        assert state["in_flight"] == {}
-
-    run(scenario, {"max_in_flight": 1})
+@on(run, config={"max_in_flight": 1})
+async def test_a_client_that_leaves_takes_its_place_along(client: Client) -> None:
+    client.vllm.hold = asyncio.Event()
+    left = asyncio.create_task(client.chat())
+    await client.arrived(1)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    client.vllm.hold.set()
+    assert (await client.chat()).status_code == 200
+    state = (await client.http.get("/rubato/state")).json()
+    assert state["in_flight"] == {}
 
 
 @pytest.mark.parametrize("offered_late", [True, False])
-def test_a_client_that_leaves_is_charged_what_was_made_for_it(offered_late: bool) -> None:
-    async def scenario(client: Client) -> None:
-        client.vllm.hold = asyncio.Event()
-        client.vllm.silent = offered_late
-        left = asyncio.create_task(client.chat("bulk-key", max_tokens=80))
-        await client.arrived(1)
-        left.cancel()
-        await asyncio.gather(left, return_exceptions=True)
-        if offered_late:
-            client.vllm._serve(client.vllm.went_in[0]["vllm_xargs"])
-        client.reports.read()
-        client.vllm.silent = False
-        client.vllm.hold.set()
-        answer = await client.chat("bulk-key", max_tokens=1)
-        assert answer.headers["x-ratelimit-remaining-tokens"] == "77"  # of 100: one of 10 and 4, 9 reserved
-        assert client.metric("rubato_requests_finished_total", tier="flex", tenant="bulk", outcome="completed") == 2
-
-    run(scenario, {"tenants": TENANTS})
+@on(run, config={"tenants": TENANTS})
+async def test_a_client_that_leaves_is_charged_what_was_made_for_it(client: Client, offered_late: bool) -> None:
+    client.vllm.hold = asyncio.Event()
+    client.vllm.silent = offered_late
+    left = asyncio.create_task(client.chat("bulk-key", max_tokens=80))
+    await client.arrived(1)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    if offered_late:
+        client.vllm._serve(client.vllm.went_in[0]["vllm_xargs"])
+    client.reports.read()
+    client.vllm.silent = False
+    client.vllm.hold.set()
+    answer = await client.chat("bulk-key", max_tokens=1)
+    assert answer.headers["x-ratelimit-remaining-tokens"] == "77"  # of 100: one of 10 and 4, 9 reserved
+    assert client.metric("rubato_requests_finished_total", tier="flex", tenant="bulk", outcome="completed") == 2
 
 
-def test_a_request_that_goes_on_behind_its_response_keeps_its_place() -> None:
+@on(run, config={"tenants": TENANTS}, late=0.9)
+async def test_a_request_that_goes_on_behind_its_response_keeps_its_place(client: Client) -> None:
     """`background` of /v1/responses, whose offer is not reported yet when vLLM answers."""
-
-    async def scenario(client: Client) -> None:
-        client.vllm.unheard = 0.3
-        assert (await client.chat("bulk-key", path="/v1/responses", background=True)).status_code == 200
-        assert (await client.chat("bulk-key")).status_code == 429
-        await asyncio.sleep(1.0)
-        client.reports.read()
-        answer = await client.chat("bulk-key", path="/v1/responses", background=True)
-        assert answer.status_code == 200
-        assert client._in_flight_of("bulk") == 1  # the second goes on, too
-
-    run(scenario, {"tenants": TENANTS}, late=0.9)
+    client.vllm.unheard = 0.3
+    assert (await client.chat("bulk-key", path="/v1/responses", background=True)).status_code == 200
+    assert (await client.chat("bulk-key")).status_code == 429
+    await asyncio.sleep(1.0)
+    client.reports.read()
+    answer = await client.chat("bulk-key", path="/v1/responses", background=True)
+    assert answer.status_code == 200
+    assert client._in_flight_of("bulk") == 1  # the second goes on, too
 
 
 # ----------------------------------------------------------------- pages
 
 
-def test_the_history_of_a_request_is_for_its_tenant() -> None:
-    async def scenario(client: Client) -> None:
-        await client.chat("acme-key")
-        get = client.http.get
-        for name in ("acme", "ops"):
-            page = await get("/rubato/requests/chatcmpl-abc", headers={"authorization": f"Bearer {name}-key"})
-            assert (page.json()["state"], page.json()["choices"][0]["output_tokens"]) == ("finished", 4)
-        assert (
-            await get("/rubato/requests/chatcmpl-abc", headers={"authorization": "Bearer bulk-key"})
-        ).status_code == 404
-        assert (await get("/rubato/requests/chatcmpl-abc")).status_code == 401
-        assert (await get("/rubato/state", headers={"authorization": "Bearer acme-key"})).status_code == 403
-        assert (await get("/metrics")).status_code == 200  # vLLM's
-
-    run(scenario, {"tenants": TENANTS})
+@on(run, config={"tenants": TENANTS})
+async def test_the_history_of_a_request_is_for_its_tenant(client: Client) -> None:
+    await client.chat("acme-key")
+    get = client.http.get
+    for name in ("acme", "ops"):
+        page = await get("/rubato/requests/chatcmpl-abc", headers={"authorization": f"Bearer {name}-key"})
+        assert (page.json()["state"], page.json()["choices"][0]["output_tokens"]) == ("finished", 4)
+    assert (await get("/rubato/requests/chatcmpl-abc", headers={"authorization": "Bearer bulk-key"})).status_code == 404
+    assert (await get("/rubato/requests/chatcmpl-abc")).status_code == 401
+    assert (await get("/rubato/state", headers={"authorization": "Bearer acme-key"})).status_code == 403
+    assert (await get("/metrics")).status_code == 200  # vLLM's
 
 
-def test_the_state_of_the_engines() -> None:
-    async def scenario(client: Client) -> None:
-        rows = [("r", "running", 0, 1, 2, False, None), ("w", "waiting", 0, 5, 0, True, 3.0)]
-        client.vllm.link.sent.append(
-            State(
-                0, {**STATE, "at": 0.0, "held": ["h"], "planned": [0.001], "batches": [(4, 2, 0.1)], "sequences": rows}
-            )
-        )
-        deviations = {**STATE, "steps": 9, "deviations": {"kv": 2}, "given_up": True, "planned": [], "batches": []}
-        deviations["drafted"] = {"accepted": 5, "rejected": 3}
-        client.vllm.link.sent.append(State(0, deviations))
-        (engine,) = (await client.http.get("/rubato/state")).json()["engines"]
-        assert (engine["running"], engine["waiting"], engine["steps"], engine["policy"]) == (1, 1, 9, "edf")
-        assert client.metric("rubato_plan_deviations_total", replica="0", cause="kv") == 2
-        assert client.metric("rubato_given_up", replica="0") == 1
-        assert client.metric("rubato_requests_held", replica="0") == 1
-        assert client.metric("rubato_draft_tokens_total", outcome="accepted") == 5
-        assert client.metric("rubato_draft_tokens_total", outcome="rejected") == 3
-        assert client.metric("rubato_step_seqs_sum", replica="0") == 2
-        assert client.metric("rubato_plan_seconds_count", replica="0") == 1
-
-    run(scenario)
+@on(run)
+async def test_the_state_of_the_engines(client: Client) -> None:
+    rows = [("r", "running", 0, 1, 2, False, None), ("w", "waiting", 0, 5, 0, True, 3.0)]
+    client.vllm.link.sent.append(
+        State(0, {**STATE, "at": 0.0, "held": ["h"], "planned": [0.001], "batches": [(4, 2, 0.1)], "sequences": rows})
+    )
+    deviations = {**STATE, "steps": 9, "deviations": {"kv": 2}, "given_up": True, "planned": [], "batches": []}
+    deviations["drafted"] = {"accepted": 5, "rejected": 3}
+    client.vllm.link.sent.append(State(0, deviations))
+    (engine,) = (await client.http.get("/rubato/state")).json()["engines"]
+    assert (engine["running"], engine["waiting"], engine["steps"], engine["policy"]) == (1, 1, 9, "edf")
+    assert client.metric("rubato_plan_deviations_total", replica="0", cause="kv") == 2
+    assert client.metric("rubato_given_up", replica="0") == 1
+    assert client.metric("rubato_requests_held", replica="0") == 1
+    assert client.metric("rubato_draft_tokens_total", outcome="accepted") == 5
+    assert client.metric("rubato_draft_tokens_total", outcome="rejected") == 3
+    assert client.metric("rubato_step_seqs_sum", replica="0") == 2
+    assert client.metric("rubato_plan_seconds_count", replica="0") == 1
 
 
 # ----------------------------------------------------------------- reports

@@ -57,8 +57,11 @@ class VLLM:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        message = await receive()
-        body = json.loads(message["body"]) if message.get("body") else {}
+        raw, more = b"", True
+        while more:
+            message = await receive()
+            raw, more = raw + message.get("body", b""), message.get("more_body", False)
+        body = json.loads(raw) if raw else {}
         self.went_in.append(body)
         self.scopes.append(scope)
         if body.get("temperature", 0) < 0:

@@ -406,7 +406,13 @@ class StubServer:
             "/tokenize": {"count": len(words), "tokens": [WORDS + i for i in range(len(words))]},
             "/v1/models": {"data": [{"id": self.model, "max_model_len": self.core.limits.max_model_len}]},
         }  # fmt: skip
-        return _page(200 if path in pages else 404, pages.get(path, {"error": {"message": "no such page"}}))
+        return _page(
+            200 if path in pages else 404,
+            pages.get(
+                path,
+                {"error": {"message": "no such page.", "type": "invalid_request_error", "param": None, "code": None}},
+            ),
+        )
 
     async def close(self) -> None:
         pass

@@ -153,7 +153,7 @@ def _add_models(app: FastAPI, state: _State) -> None:
         state.door.identify(http.headers)
         return json_page({"object": "list", "data": [_model(service, name, state.created) for name in service.names]})
 
-    @app.get("/v1/models/{name:path}", responses=openapi.errors(401, 404))
+    @app.get("/v1/models/{name:path}", responses=openapi.errors(400, 401, 404))
     async def model(http: Request, name: str) -> Response:
         """One of them."""
         state.door.identify(http.headers)

@@ -106,7 +106,7 @@ def add_operations(app: FastAPI, state: AppState) -> None:
         """Prometheus' text format."""
         return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/debug/requests/{id}", responses=openapi.errors(401, 404))
+    @app.get("/debug/requests/{id}", responses=openapi.errors(400, 401, 404))
     async def request(http: Request, id: str) -> Response:
         """Deadlines, events and waits of a request in flight or lately ended: for its tenant, or an admin's key."""
         tenant = state.door.identify(http.headers)
