@@ -278,6 +278,17 @@ def test_retry_after_is_when_half_of_what_is_in_flight_will_have_finished() -> N
 
 
 @on(edge)
+async def test_retry_after_says_nothing_of_how_long_a_server_was_idle(at: Edge) -> None:
+    for _ in range(3):
+        await at.chat(max_tokens=2)
+        await asyncio.sleep(3600.0)
+    running = [asyncio.create_task(at.chat(max_tokens=10)) for _ in range(8)]
+    await asyncio.sleep(0.01)
+    assert at.cluster.retry_after() <= 10.0
+    await asyncio.gather(*running)
+
+
+@on(edge)
 async def test_a_draining_server_refuses_and_finishes_what_runs(at: Edge) -> None:
     running = asyncio.create_task(at.chat(max_tokens=10))
     await at.clock.sleep_until(2.5 * STEP, 0)

@@ -442,6 +442,7 @@ class Cluster:
             self._scaling.let_leave()
         if not self._requests.unplaced:
             if last and not self._requests.placed:
+                self._completed.clear()  # how long it then has nothing to do says nothing of its speed
                 self._empty.set()
         elif isinstance(event, FREES_PLACES):
             self._request_routing()

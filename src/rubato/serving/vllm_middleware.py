@@ -319,6 +319,8 @@ class FrontEnd:
             prompt, output = 0, admitted.reserved_tokens
         self.door.settle(admitted, admitted.open_choices, prompt - call.settled[0], output - call.settled[1])
         call.settled = prompt, output
+        if not self.door.in_flight.total():
+            self._completed.clear()  # how long it then has nothing to do says nothing of its speed
         if prompt and call.served:
             self.door.learn_length(admitted, prompt)
 
