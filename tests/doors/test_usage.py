@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rubato.engines.vllm import link
-from tests.doors.doors import Answer, Door, Gateway, InVLLM, OwnServer, at
+from tests.doors.doors import Answer, Door, Gateway, InVLLM, OwnServer, _Recorded, at
 
 TENANTS = {"a": {"keys": ["a-key"], "tokens_per_minute": 6000}}
 KEY = {"authorization": "Bearer a-key"}
@@ -55,6 +55,33 @@ def test_tokens_of_a_tenant_are_those_of_usage(door: Any, stream: bool, n: int) 
         assert left == pytest.approx(6000 - used + refilled, abs=60)
 
     at(door, scenario, tenants=TENANTS)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_client_that_leaves_has_used_is_charged(stream: bool) -> None:
+    """Of a whole response of a server without the link nobody knows how much that is: all that was reserved."""
+
+    async def scenario(opened: Door) -> None:
+        await opened.ask(TEXT, {"prompt": "x", "max_tokens": 200, "stream": stream}, KEY, leaves=True)
+        answer = await opened.ask(TEXT, {"prompt": "x", "max_tokens": 1}, KEY)
+        left = int(answer.headers["x-ratelimit-remaining-tokens"])
+        assert (left < 5900) != stream
+
+    at(Gateway, scenario, tenants=TENANTS)
+
+
+def test_prompt_longer_than_the_model_takes_is_not_believed() -> None:
+    async def scenario(opened: Door) -> None:
+        assert isinstance(opened.seen, _Recorded)
+        for claim in (10**9, 0):
+            for server in opened.seen.servers:
+                server.claims = claim
+            answer = await opened.ask(TEXT, {"prompt": "x", "max_tokens": 1}, KEY)
+        answer = await opened.ask(TEXT, {"prompt": "x", "max_tokens": 1}, KEY)
+        assert answer.status == 200
+        assert int(answer.headers["x-ratelimit-remaining-tokens"]) > 4000
+
+    at(Gateway, scenario, tenants=TENANTS)
 
 
 def test_stream_without_a_wish_for_usage_ends_without_it_and_is_counted() -> None:

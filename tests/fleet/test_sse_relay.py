@@ -6,7 +6,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.fleet.sse_relay import StreamRelay
+from rubato.fleet.sse_relay import StreamRelay, is_usage
 
 texts = st.lists(st.text(st.sampled_from('a" \\né{}[]:,\n'), max_size=8), max_size=12)
 
@@ -52,6 +52,15 @@ def test_what_looks_like_an_end_in_a_text_is_none() -> None:
     relay = StreamRelay()
     chunk = b'data: {"choices":[{"index":0,"text":"\\"finish_reason\\":\\"stop\\""}]}\n\n'
     assert relay.feed(chunk) == (chunk, (0,))
+
+
+def test_counts_with_blanks_between_are_counts_too() -> None:
+    relay = StreamRelay()
+    last = b'data: {"choices": [{"index": 0, "text": "", "finish_reason":  "length"}]}\n\n'
+    usage = b'data: {"choices": [ ], "usage": {"completion_tokens": 3}}\n\n'
+    assert relay.feed(b'data: {"choices": [{"index": 0, "text": "", "finish_reason": null}]}\n\n')[1] == ()
+    assert relay.feed(last + usage) == (b"", [])
+    assert (relay.usage, is_usage(usage)) == (usage[6:-2], True)
 
 
 def test_usage_after_the_finish_reason_is_held_back_with_it() -> None:

@@ -363,6 +363,7 @@ class StubServer:
         self.adds: dict[str, Any] = {}  # to the last chunk of streams
         self.open_replies: set[MemoryReply] = set()
         self.merged = 1
+        self.claims = 0  # tokens of each prompt, where its usage is a lie
         self.fuses = False  # for it two words are a token
         self.version = "0.32.0"
         self.says_nothing_of_kv = False
@@ -447,6 +448,7 @@ class StubServer:
         self.open_replies = {one for one in self.open_replies if not one.over} | {reply}
         answering = _Answering(reply, answer, chat, ids, streams, len(prompt), self.cut or -self.says_error_after)
         answering.adds, answering.events, answering.merged = self.adds, EVENTS.get(path), self.merged
+        answering.claims = self.claims
         answering.with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         self.cut, self.says_error_after, self.merged = 0, 0, 1
         for request in requests:
@@ -516,6 +518,7 @@ class _Answering:
         self.kv: dict[str, Any] | None = None  # where the KV is, of a prompt that was prefilled for another
         self.events: tuple[str, str] | None = None  # names of a text's and of the last one
         self.merged = 1  # tokens of the first chunk
+        self.claims = 0
         self.with_usage = False  # a stream's last chunk counts
         self._late = ""  # text that is not sent yet
         self._begun = not (streams and chat)
@@ -557,7 +560,7 @@ class _Answering:
             self._reply.put(b"")
             return
         output = sum(end.output for end in self._ends.values())
-        usage = {"prompt_tokens": self._prompt, "completion_tokens": output}
+        usage = {"prompt_tokens": self.claims or self._prompt, "completion_tokens": output}
         if self._streams:
             if self.with_usage:
                 last = {"id": self._answer, "choices": [], "usage": usage}

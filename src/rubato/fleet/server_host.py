@@ -345,9 +345,9 @@ class ServerHost(ServerWatch, KVBetweenServers):
             raise UpstreamError("the stream ended before its last chunk")
         prompt, output = usage_of(relay.usage)
         self._know_prompt(call, prompt)
-        if not self.linked and len(call.ids) == 1:  # a chunk may have brought several tokens
+        if not self.linked:  # a chunk may have brought several tokens
             missing = min(output, self._most_output(call)) - call.streamed
-            self._count(call, [0] * max(0, missing))
+            self._count(call, [at % len(call.ids) for at in range(missing)])
         await self._ended(call)
         await call.end(relay.rest())
 

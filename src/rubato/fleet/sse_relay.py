@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 END = b"\n\n"
 DONE = b"data: [DONE]"
-EMPTY = (b'"content":""', b'"text":""', b'"delta":{}')  # of a chunk that brings no text
-INDEX = re.compile(rb'"index": ?(\d+)')
+EMPTY = re.compile(rb'"(?:content|text)":\s*""|"delta":\s*\{\s*\}')  # of a chunk that brings no text
+INDEX = re.compile(rb'"index":\s*(\d+)')
+FINISH = re.compile(rb'"finish_reason":\s*"')
+NO_CHOICE = re.compile(rb'"choices":\s*\[\s*\]')
+USAGE = re.compile(rb'"usage":\s*\{')
 # Of streams of named events, as /v1/responses and /v1/messages have them: the last ones, and those that bring text.
 LAST_EVENTS = tuple(
     END + b"event: " + name
@@ -19,12 +22,12 @@ TEXT_EVENTS = (b"event: content_block_delta\n", b".delta\n")
 
 def may_be_last(chunk: bytes) -> bool:
     """A chunk with a finish reason, or without a choice (`usage`). In a text the quotes would be escaped."""
-    return b'"finish_reason":"' in chunk or b'"finish_reason": "' in chunk or b'"choices":[]' in chunk
+    return FINISH.search(chunk) is not None or NO_CHOICE.search(chunk) is not None
 
 
 def is_usage(chunk: bytes) -> bool:
     """A chunk that brings nothing but a stream's counts, as OpenAI's `include_usage` has it."""
-    return b'"choices":[]' in chunk and b'"usage":{' in chunk
+    return NO_CHOICE.search(chunk) is not None and USAGE.search(chunk) is not None
 
 
 class StreamRelay:
@@ -74,8 +77,9 @@ class StreamRelay:
         return b"".join(passed), counted
 
     def _look_for_usage(self, data: bytes) -> None:
-        if (at := data.rfind(b'"usage":{')) >= 0 and (begin := data.rfind(b"data: {", 0, at)) >= 0:
-            self.usage = data[begin + 6 :].partition(b"\n")[0]
+        for found in USAGE.finditer(data):
+            if (begin := data.rfind(b"data: {", 0, found.start())) >= 0:
+                self.usage = data[begin + 6 :].partition(b"\n")[0]
 
     def rest(self) -> bytes:
         """What was held back, and a chunk that was cut short."""
@@ -84,10 +88,10 @@ class StreamRelay:
     def _choices(self, data: bytes) -> Sequence[int]:
         """One number for each chunk that brings something of a choice, that choice's."""
         if not self._several:
-            empty = data.count(b'"choices":[]') + sum([data.count(words) for words in EMPTY])
+            empty = len(NO_CHOICE.findall(data)) + len(EMPTY.findall(data))
             return (0,) * max(0, data.count(b"data: {") - empty)
         found = []
         for chunk in data.split(END):
-            if (index := INDEX.search(chunk)) is not None and not any(words in chunk for words in EMPTY):
+            if (index := INDEX.search(chunk)) is not None and EMPTY.search(chunk) is None:
                 found.append(int(index[1]))
         return found

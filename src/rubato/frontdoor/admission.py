@@ -305,9 +305,11 @@ class FrontDoor:
 
         Args:
             choices: how many have ended; those that were settled before do not count again, tokens do.
-            prompt_tokens: that were used; of several choices of one prompt the first brings them.
+            prompt_tokens: that were used; of several choices of one prompt the first brings them. A server may claim
+                any number: no more count than the model takes.
             output_tokens: that came out.
         """
+        prompt_tokens = min(prompt_tokens, admitted.prompts * self.max_model_len())
         choices = min(choices, admitted.open_choices)
         part = admitted.reserved_tokens * choices // max(1, admitted.open_choices)
         admitted.open_choices -= choices
@@ -321,8 +323,14 @@ class FrontDoor:
         """End one choice as its last event says."""
         self.settle(admitted, 1, 0 if end.outcome == "refused" else prompt_tokens(request, end), end.output)
 
+    def settle_unknown(self, admitted: AdmittedRequest) -> None:
+        """End one choice of which nobody says what it has used: all that was reserved."""
+        self.settle(admitted, 1, 0, admitted.reserved_tokens // max(1, admitted.open_choices))
+
     def learn_length(self, admitted: AdmittedRequest, prompt_tokens: int) -> None:
-        """The prompts of this API request had so many tokens."""
+        """The prompts of this API request had so many tokens, as a server says, which may claim any number."""
+        if prompt_tokens > admitted.prompts * self.max_model_len():
+            return
         self.lengths.learn(admitted.tenant.name, admitted.path, admitted.prompt_bytes, prompt_tokens)
 
     # ----------------------------------------------------------------- what a response says
@@ -380,7 +388,7 @@ def _stated(body: BodyFields) -> _Stated:
     slo = {key.removeprefix(PREFIX): _number(value) for key, value in xargs.items() if key != TIER}
     tier = body.value("service_tier")
     try:
-        whole = {**slo, **said} if isinstance(said, dict) else said or slo or None
+        whole = {**slo, **said} if isinstance(said, dict) else (slo or None) if said is None else said
         return _Stated.model_validate({"slo": whole, "service_tier": xargs.get(TIER) if tier is None else tier})
     except ValidationError as error:
         raise bad_request(error, shown=True) from None

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from rubato.core.events import Event, Finished
+from rubato.core.events import Event, Finished, Placed
 from rubato.core.request import Request
 from rubato.frontdoor.admission import AdmittedRequest, FrontDoor
 
@@ -22,12 +22,20 @@ class Cluster(Protocol):
 
 
 class Offers:
-    """The offers of one admitted API request. Each of its requests is settled once, also one that is never offered."""
+    """The offers of one admitted API request. Each of its requests is settled once, also one that is never offered.
+
+    Args:
+        is_heard: whether tokens are heard of as they come. Of a whole response of a server without the link nothing is,
+            and if its client leaves, all that was reserved is charged.
+    """
 
     def __init__(
-        self, door: FrontDoor, cluster: Cluster, admitted: AdmittedRequest, requests: tuple[Request, ...]
-    ) -> None:
+        self, door: FrontDoor, cluster: Cluster, admitted: AdmittedRequest, requests: tuple[Request, ...],
+        is_heard: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
         self.requests = requests
+        self._is_heard = is_heard
+        self._placed: set[str] = set()
         self._door, self._cluster, self._admitted = door, cluster, admitted
         self._by_id = {request.id: request for request in requests}
         self._open: set[str] = set()
@@ -37,9 +45,15 @@ class Offers:
         """Offer all of them, unless they are cancelled meanwhile; `listener` gets their events."""
 
         def hear(event: Event) -> None:
-            if type(event) is Finished:
+            if type(event) is Placed:
+                self._placed.add(event.id)
+            elif type(event) is Finished:
                 self._open.discard(event.id)
-                self._door.settle_end(self._admitted, self._by_id[event.id], event)
+                used = event.output or event.outcome != "cancelled" or event.id not in self._placed
+                if used or self._is_heard():
+                    self._door.settle_end(self._admitted, self._by_id[event.id], event)
+                else:
+                    self._door.settle_unknown(self._admitted)
             listener(event)
 
         for at, request in enumerate(self.requests):

@@ -106,7 +106,8 @@ class Gateway:
         id = new_id(path, http.headers.get("x-request-id", ""), self._service.calls)
         if path == RESPONSES and self._service.tenants.configured:
             id = self._service.tenants.new_response_id(tenant)
-        offers = Offers(door, self._cluster, admitted, admitted.requests(id, arrival, body))
+        requests, streams = admitted.requests(id, arrival, body), body.flag("stream")
+        offers = Offers(door, self._cluster, admitted, requests, lambda: streams or self._has_link())
         return _Relay(self, offers, admitted, body, self._headers(http, admitted), http.url.query)
 
     def relayed(self, relay: _Relay, path: str, send: Send) -> RelayedCall:
@@ -170,7 +171,7 @@ class Gateway:
         elif not self._state.tenants.configured:
             kept += [(name, value) for name, value in http.headers.items() if name in ("authorization", "x-api-key")]
         if admitted is not None and not self._has_link():
-            kept += to_headers(admitted.granted.slo)
+            kept += to_headers(admitted.granted)
         return kept
 
 
