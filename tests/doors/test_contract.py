@@ -135,7 +135,18 @@ STATED = [
          doors=BEHIND),
     Case("a seal in vllm_xargs", {"vllm_xargs": {"slo_seal": "00"}}, status=400, param="vllm_xargs.slo_seal",
          doors=BEHIND),
-    Case("an slo that is no object", {"slo": 5}, status=400, param="slo"),
+    *[Case(f"an slo that is no object: {slo!r}", {"slo": slo}, status=400, param="slo")
+      for slo in (5, 0, False, "", [])],
+    *[Case(f"a header nearly ours: {name}", headers={name: "4"}, status=400, param=name)
+      for name in ("x-slo", "slo-ttft-ms")],
+    Case("a header nearly ours, with underscores", headers={"x_slo_ttft_ms": "4"}, status=400, param="x_slo_ttft_ms",
+         doors=KEYLESS),
+    Case("a wish to be refused, in a header", headers={"x-slo-on-decline": "refuse", "x-slo-ttft-ms": "900"},
+         targets={"ttft_ms": 900.0}),
+    Case("a wish to be refused, in the body", {"slo": {"ttft_ms": 900, "on_decline": "refuse"}},
+         targets={"ttft_ms": 900.0}, doors=("gateway", "picker"),
+         sent=lambda seen: seen.headers.get("x-slo-on-decline") == "refuse"),
+    Case("an odd wish to be refused", headers={"x-slo-on-decline": "maybe"}, status=400, param="x-slo-on-decline"),
     Case("a misspelt tier", {"service_tier": "chta"}, status=400, param="service_tier",
          says="unknown tier 'chta'; did you mean 'chat'?"),
     Case("an empty tier", {"service_tier": ""}, status=400, param="service_tier"),
@@ -198,6 +209,7 @@ BODIES = [
     Case("a length in other digits", {"slo": {"ttft_ms": 900}}, {"content-length": "\xb2"}),
     Case("where an encoder's output is", {"ec_transfer_params": {"remote_host": "10.9.9.9"}}, status=400,
          param="ec_transfer_params", doors=("gateway", "picker")),
+    Case("many fields", raw(**{f"field{i}": 1 for i in range(300)}), status=400, says="at most 256"),
     Case("what the server refuses", {"temperature": -1}, status=400, says="temperature"),
 ]  # fmt: skip
 PATHS = [

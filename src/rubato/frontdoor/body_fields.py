@@ -19,6 +19,7 @@ from rubato.frontdoor.errors import ApiError, invalid
 
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MAX_PARTS = 65_536  # lists, objects and fields of a body: each takes some 100 bytes where it is decoded, and 1 us
+MAX_FIELDS = 256  # of a body itself: each is kept as long as its request
 MAX_SMALL_BYTES = 65_536  # of a field that is decoded here
 MAX_WHOLE = 1 << 31
 CHUNK_BYTES = 1 << 16  # of a body that are looked through at a time
@@ -54,7 +55,11 @@ class BodyFields:
         _check_parts(raw, max_items)
         raw = raw.removeprefix(BOM)
         try:
-            return cls(_decoder.decode(raw), raw)
+            fields = _decoder.decode(raw)
+            if len(fields) > MAX_FIELDS:
+                message = f"The body has {len(fields)} fields; at most {MAX_FIELDS} are taken."
+                raise ApiError(400, message, code="too_many_fields")
+            return cls(fields, raw)
         except RecursionError:
             raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
         except msgspec.ValidationError:

@@ -62,6 +62,8 @@ def bad_request(error: ValidationError, *, shown: bool) -> ApiError:
         return ApiError(400, "The body must be a JSON object.")
     path = param(first["loc"])
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] in ("model_type", "model_attributes_type"):
+        message = "give an object"
     if first["type"] == "missing":
         return ApiError(400, f"{path}: this field is required.", param=path, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":

@@ -14,12 +14,14 @@ time tighter than any of those tiers promises is loosened to the tightest that t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import islice
 from math import inf
+from typing import cast, get_args
 
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Stage
@@ -32,7 +34,9 @@ HEADERS: Mapping[str, tuple[str, ...]] = {
     "tpot": ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms"),
     "e2e": ("x-slo-e2e-ms",),
 }
-KNOWN_HEADERS = tuple(name for names in HEADERS.values() for name in names)
+ON_DECLINE = "x-slo-on-decline"
+KNOWN_HEADERS = (*(name for names in HEADERS.values() for name in names), ON_DECLINE)
+LIKE_OURS = re.compile("(x[-_])?(llm[-_]d[-_])?slo([-_]|$)")
 MAX_NAMES = 64  # of a body, that are looked through for one of ours misspelt
 NOTHING = SLO()
 BEST_EFFORT = "flex"  # OpenAI's name of the tier without an SLO
@@ -157,6 +161,9 @@ def grant(tiers: Tiers, headers: Mapping[str, str], service_tier: str | None, bo
         if not last and part.until in (None, "eos"):
             raise ApiError(400, f'{where}: say what ends this stage, such as "</think>".', param=where)
     header = from_headers(headers)
+    on_decline = headers.get(ON_DECLINE) or body.on_decline or tier.on_decline
+    if on_decline not in get_args(OnDecline):
+        raise invalid(ON_DECLINE, f"{on_decline[:MAX_NAME_CHARACTERS]!r} is neither best_effort nor refuse.")
     stated = [_first(header, part.slo, body.slo, tier.slo) for part in parts]
     for at, part in enumerate(parts[1:], 1):  # a TTFT that is stated for the whole request is the first stage's
         stated[at] = replace(stated[at], ttft=part.slo.ttft)
@@ -167,7 +174,7 @@ def grant(tiers: Tiers, headers: Mapping[str, str], service_tier: str | None, bo
     if service_tier not in (None, "auto") and tiers.named(service_tier).name != tier.name:
         clamped.insert(0, "service_tier")
     stages = tuple(Stage(0, slo, part.until or "eos") for part, slo in zip(parts, granted, strict=True))
-    return GrantedSLO(tier.name, body.on_decline or tier.on_decline, tuple(clamped), stages)
+    return GrantedSLO(tier.name, cast(OnDecline, on_decline), tuple(clamped), stages)
 
 
 def _first(*slos: SLO) -> SLO:
@@ -179,9 +186,10 @@ def from_headers(headers: Mapping[str, str]) -> SLO:
     """What headers state. Raises ApiError 400 naming one that is no number of milliseconds, or looks like an SLO and is
     none."""
     for name in headers:
-        if name.startswith(("x-slo-", "x-llm-d-slo-")) and name not in KNOWN_HEADERS:
+        if name not in KNOWN_HEADERS and LIKE_OURS.match(name):
             shown = name[:MAX_NAME_CHARACTERS]
-            raise invalid(shown, f"unknown header{nearest(shown, KNOWN_HEADERS)}")
+            hint = nearest(shown, KNOWN_HEADERS)
+            raise invalid(shown, f"unknown header{hint}" + ("" if hint.endswith("?") else "."))
     stated: dict[str, float] = {}
     for dimension, names in HEADERS.items():
         for name in names:
@@ -200,10 +208,11 @@ def _seconds(name: str, text: str) -> float:
     return milliseconds / 1e3
 
 
-def to_headers(slo: SLO) -> list[tuple[str, str]]:
-    """An SLO as the headers that state it; a `max_pause` has none."""
-    promised = slo.promised
-    return [(names[0], f"{promised[name] * 1e3:g}") for name, names in HEADERS.items() if name in promised]
+def to_headers(granted: GrantedSLO) -> list[tuple[str, str]]:
+    """What is granted as the headers that state it; a `max_pause` has none."""
+    promised = granted.slo.promised
+    stated = [(names[0], f"{promised[name] * 1e3:g}") for name, names in HEADERS.items() if name in promised]
+    return stated if granted.on_decline == "best_effort" else [*stated, (ON_DECLINE, granted.on_decline)]
 
 
 def check_names(names: Iterable[str], ours: Sequence[str]) -> None:

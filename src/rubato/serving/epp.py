@@ -246,7 +246,7 @@ class _Stream:
         id = new_id(path, self._headers.get("x-request-id", ""), picker.calls)
         offers = Offers(door, self._cluster, admitted, admitted.requests(id, self._arrival, body))
         ids = [request.id for request in offers.requests]
-        self._changes.set |= dict(to_headers(admitted.granted.slo))
+        self._changes.set |= dict(to_headers(admitted.granted))
         if (changed := for_server(body)) is not body:
             self._raw = changed.to_json()
             self._changes.set["content-length"] = str(len(self._raw))
