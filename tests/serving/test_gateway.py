@@ -568,6 +568,7 @@ async def test_a_servers_final_refusal_is_passed_on_and_no_reason_to_let_it_rest
         server.broken, server.final = 429, True
     refused = await fleet.complete(slo={"tpot_ms": 3, "on_decline": "refuse"})
     assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
+    assert refused.headers["x-rubato-reject-reason"] == "rejected-slo-infeasible"
     assert refused.json() == {"error": {"message": "never"}}
     (end,) = fleet.of(Finished)
     assert (end.outcome, end.verdict.cause) == ("refused", "infeasible")

@@ -390,7 +390,8 @@ class StubServer:
             self.queries.append(query)
             if self.broken:
                 reply = _page(self.broken, {"error": {"message": "never" if self.final else "not now"}})
-                reply.headers = [*reply.headers, *([("x-should-retry", "false")] if self.final else [])]
+                final = [("x-should-retry", "false"), ("x-rubato-reject-reason", "rejected-slo-infeasible")]
+                reply.headers = [*reply.headers, *(final if self.final else [])]
                 return reply
             if fields.get("temperature", 0) < 0:
                 return _page(400, {"error": {"message": "temperature must be 0 or more"}})

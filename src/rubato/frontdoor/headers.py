@@ -27,6 +27,7 @@ NOT_RETURNED = frozenset(
     }
 )  # fmt: skip
 ID_PREFIXES = {CHAT: "chatcmpl-", TEXT: "cmpl-", MESSAGES: "chatcmpl-", RESPONSES: "resp_"}  # of vLLM's responses
+REJECT_REASON = "x-rubato-reject-reason"
 MAX_ID = 128  # characters of a client's X-Request-Id
 
 
@@ -49,11 +50,12 @@ def forwarded(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def returned(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Of a server's headers, those for the client."""
+    """Of a server's headers, those for the client: of our own only why it refused."""
     return [
         (name, value)
         for name, value in headers
-        if name.lower() not in NOT_RETURNED and not name.lower().startswith(("x-rubato-", "x-ratelimit-"))
+        if name.lower() == REJECT_REASON
+        or (name.lower() not in NOT_RETURNED and not name.lower().startswith(("x-rubato-", "x-ratelimit-")))
     ]
 
 
