@@ -7,7 +7,7 @@ body itself, and what goes on to a server is what the client wrote.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ CHUNK_BYTES = 1 << 16  # of a body that are looked through at a time
 TRUE = ("1", "on", "t", "true", "y", "yes")
 BOM = b"\xef\xbb\xbf"
 FIRST_ITEM = re.compile(rb'\[[ \t\r\n]*(["\[])')  # of a list of texts, or of lists
+OPENS, CLOSES, COMMA = list(b"{["), list(b"}]"), ord(",")
 HALF_PAIR = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])")
 
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -54,12 +55,9 @@ class BodyFields:
         """
         _check_parts(raw, max_items)
         raw = raw.removeprefix(BOM)
+        _check_fields(raw)
         try:
-            fields = _decoder.decode(raw)
-            if len(fields) > MAX_FIELDS:
-                message = f"The body has {len(fields)} fields; at most {MAX_FIELDS} are taken."
-                raise ApiError(400, message, code="too_many_fields")
-            return cls(fields, raw)
+            return cls(_decoder.decode(raw), raw)
         except RecursionError:
             raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
         except msgspec.ValidationError:
@@ -162,14 +160,37 @@ def _check_parts(raw: bytes, max_items: int) -> None:
         raise ApiError(400, message, code="invalid_value")
 
 
+def _check_fields(raw: bytes) -> None:
+    """Raises ApiError 400 for a body of more fields of its own than are kept. Before they are read: each takes some
+    400 bytes."""
+    if raw.count(b":") <= MAX_FIELDS:
+        return
+    fields, depth = 1, 0
+    for part in _outside_texts(raw):
+        opened = np.isin(part, OPENS).astype(np.int32) - np.isin(part, CLOSES)
+        depths = depth + np.cumsum(opened, dtype=np.int32)
+        fields += int(np.count_nonzero((part == COMMA) & (depths == 1)))
+        depth = int(depths[-1]) if depths.size else depth
+    if fields > MAX_FIELDS:
+        message = f"The body has {fields} fields; at most {MAX_FIELDS} are taken."
+        raise ApiError(400, message, code="too_many_fields")
+
+
 def _count_outside_texts(json: bytes) -> NDArray[np.int64]:
     """How often each byte stands outside strings."""
+    counts = np.zeros(256, np.int64)
+    for part in _outside_texts(json):
+        counts += np.bincount(part, minlength=256)
+    return counts
+
+
+def _outside_texts(json: bytes) -> Iterator[NDArray[np.uint8]]:
+    """The bytes that stand outside strings."""
     if b"\\" in json:
         json = json.replace(b"\\\\", b"").replace(b'\\"', b"")
-    counts, in_text = np.zeros(256, np.int64), 0
+    in_text = 0
     for begin in range(0, len(json), CHUNK_BYTES):
         part = np.frombuffer(json, np.uint8, min(CHUNK_BYTES, len(json) - begin), begin)
         inside = (np.cumsum(part == ord('"'), dtype=np.uint8) + np.uint8(in_text)) & 1
-        counts += np.bincount(part[inside == 0], minlength=256)
+        yield part[inside == 0]
         in_text = int(inside[-1])
-    return counts
