@@ -221,7 +221,7 @@ def test_what_a_body_says_is_compared_with_known_names_a_bounded_number_of_times
         return []
 
     async def scenario(at: Edge) -> None:
-        assert (await at.chat(**{f"{'y' * 100}{i}": 1 for i in range(5000)})).status_code == 400
+        assert (await at.chat(**{f"{'y' * 100}{i}": 1 for i in range(200)})).status_code == 400
         assert len(looked) <= schemas.MAX_UNKNOWN_FIELDS
         assert max(map(len, looked)) <= slo_body.MAX_NAME_CHARACTERS
 
