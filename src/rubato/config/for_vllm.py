@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rubato.config.schema import Config, ConfigError, load
+from rubato.config.schema import Config, ConfigError, Named, load
 from rubato.core.did_you_mean import nearest
 from rubato.core.length_prediction import PREDICTORS
 from rubato.engines.vllm.settings import Settings, settings_of
@@ -36,14 +36,19 @@ def configured(additional: object) -> tuple[Settings, Config]:
     if "policy" in given and "policy" not in said:
         fill.update(policy=config.policy.name, settings={**config.policy.settings, **said.get("settings", {})})
     if config.latency is not None and "latency" not in said:
-        if config.latency.name != "affine":
-            raise ConfigError(f"latency: inside vLLM the model is affine, and {config.latency.name!r} is asked for")
-        fill["latency"] = config.latency.settings
+        fill["latency"] = latency_in_vllm(config.latency)
     if "lengths" in given and "lengths" not in said:
         fill["lengths"] = lengths_in_vllm(config)
     if "slo_rule" in given and "slo_rule" not in said:
         fill["slo_rule"] = config.slo_rule
     return replace(settings, **fill), config
+
+
+def latency_in_vllm(latency: Named) -> Mapping[str, Any]:
+    """The model's coefficients. Raises ConfigError for one that vLLM cannot have."""
+    if latency.name != "affine":
+        raise ConfigError(f"latency: inside vLLM the model is affine, and {latency.name!r} is asked for")
+    return latency.settings
 
 
 def lengths_in_vllm(config: Config) -> str | None:

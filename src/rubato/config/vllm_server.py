@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from rubato.config.build import choice_of
-from rubato.config.for_vllm import lengths_in_vllm
+from rubato.config.for_vllm import latency_in_vllm, lengths_in_vllm
 from rubato.config.schema import Config, ConfigError
 from rubato.core.did_you_mean import nearest
 from rubato.engines.vllm.settings import settings_of
@@ -128,9 +128,7 @@ def plugin_settings(config: Config, more: Mapping[str, Any]) -> dict[str, Any]:
         name = os.path.abspath(name)
     told: dict[str, Any] = {"policy": name, "settings": dict(config.policy.settings), "slo_rule": config.slo_rule}
     if latency is not None:
-        if latency.name != "affine":
-            raise ConfigError(f"latency: inside vLLM the model is affine, and {latency.name!r} is asked for")
-        told["latency"] = dict(latency.settings)
+        told["latency"] = dict(latency_in_vllm(latency))
     if "lengths" in config.model_fields_set:
         told["lengths"] = lengths_in_vllm(config)
     if twice := [key for key in more if key in (*told, "link")]:
