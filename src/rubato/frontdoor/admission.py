@@ -218,9 +218,7 @@ class FrontDoor:
                 what they may.
         """
         body, path = request.body, request.path
-        for (
-            name
-        ) in SMALL_FIELDS:  # read again once it is admitted: what cannot be read must be said before it is charged
+        for name in SMALL_FIELDS:  # which are read once it is charged: what cannot be read must be said before
             body.value(name)
         if not isinstance(body.value("stream_options") or {}, dict):
             raise invalid("stream_options", 'give an object, such as {"include_usage": true}.')

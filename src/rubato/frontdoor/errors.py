@@ -15,6 +15,8 @@ from fastapi.responses import Response
 from rubato.core.events import Finished
 from rubato.core.request import INFEASIBLE, LATE, SHUTTING_DOWN
 
+REJECT_REASON = "x-rubato-reject-reason"  # the header that names a refusal's
+
 
 class ApiError(Exception):
     """An answer other than 200. `param` is a path such as `messages[0].content`, or a header's name."""
@@ -72,7 +74,7 @@ def from_finished(event: Finished, retry_after: float) -> ApiError:
 def _refused(reason: str, seconds: int) -> ApiError:
     """seconds: after which a request that was refused for want of room may be sent again."""
     kind, _, why = reason.partition(":")
-    named = ("x-rubato-reject-reason", "".join(c if " " <= c <= "~" else "?" for c in kind))  # a policy may give any
+    named = (REJECT_REASON, "".join(c if " " <= c <= "~" else "?" for c in kind))  # a policy may give any
     if kind == INFEASIBLE:
         message = f"No retry will meet this request's SLO here:{why or ' it cannot be met even alone'}."
         return ApiError(429, message, code=kind, kind="rate_limit_error", headers=(("x-should-retry", "false"), named))

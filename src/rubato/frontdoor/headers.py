@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from uuid import uuid4
 
-from rubato.frontdoor.errors import invalid
+from rubato.frontdoor.errors import REJECT_REASON, invalid
 from rubato.frontdoor.paths import CHAT, MESSAGES, RESPONSES, TEXT
 
 SESSION = "x-session-id"  # vLLM reads it, too
@@ -27,7 +27,6 @@ NOT_RETURNED = frozenset(
     }
 )  # fmt: skip
 ID_PREFIXES = {CHAT: "chatcmpl-", TEXT: "cmpl-", MESSAGES: "chatcmpl-", RESPONSES: "resp_"}  # of vLLM's responses
-REJECT_REASON = "x-rubato-reject-reason"
 MAX_ID = 128  # characters of a client's X-Request-Id
 
 

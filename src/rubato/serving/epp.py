@@ -30,7 +30,7 @@ from rubato.fleet.server_host import ServerHost
 from rubato.fleet.upstream import HttpServer, Upstream
 from rubato.frontdoor.admission import ApiRequest, FrontDoor, for_server
 from rubato.frontdoor.choices import response_id
-from rubato.frontdoor.errors import ApiError, from_finished
+from rubato.frontdoor.errors import REJECT_REASON, ApiError, from_finished
 from rubato.frontdoor.headers import is_ours, new_id
 from rubato.frontdoor.offers import Offers
 from rubato.frontdoor.paths import GENERATE, canonical_path, is_internal, written_path
@@ -298,7 +298,7 @@ class _Stream:
         if self._late:
             after = str(max(1, math.ceil(min(seconds, 3600.0))))
             why = f"No server was free for this request within {self._bound:g} s: try again in {after} s."
-            more = (("retry-after", after), ("x-rubato-reject-reason", "held-too-long"))
+            more = (("retry-after", after), (REJECT_REASON, "held-too-long"))
             return ApiError(429, why, code="held-too-long", kind="rate_limit_error", headers=more)
         if call.failed.reason == NO_REPLICA or not self._cluster.hosts:
             return ApiError(503, "No server is ready.", code="no_server", kind="server_error")

@@ -239,11 +239,11 @@ class FrontEnd:
         admitted, tenants = call.admitted, self._tenants
         granted, tenant = admitted.granted, admitted.tenant
         fields = {TIER: granted.tier, ON_DECLINE: granted.on_decline}
-        times = dict(zip((*MILLISECONDS, MAX_PAUSE), astuple(granted.slo), strict=True))
-        pause = times.pop(MAX_PAUSE)
-        fields |= {key: repr(seconds * 1e3) for key, seconds in times.items() if seconds is not None}
-        if self._reports.connected:
-            fields |= {} if pause is None else {MAX_PAUSE: repr(pause * 1e3)}
+        times = zip((*MILLISECONDS, MAX_PAUSE), astuple(granted.slo), strict=True)
+        fields |= {key: repr(seconds * 1e3) for key, seconds in times if seconds is not None}
+        if not self._reports.connected:
+            fields.pop(MAX_PAUSE, None)  # which an engine believes under a seal alone
+        else:
             fields |= {TENANT: tenant.name, TICKET: call.ticket, ARRIVAL: repr(unix_time())}
             fields = sealed(fields)
         body = for_server(body)
