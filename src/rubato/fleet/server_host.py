@@ -543,8 +543,8 @@ class ServerHost(ServerWatch, KVBetweenServers):
         verdict = judge(seq.request, stages, outcome, slo_rule, reason=reason)
         about = self.about
         if outcome == "completed" and not verdict.met and about is not None and "step_times" in about.supports:
-            seq.cached_at_start = seq.request.prompt  # what a prefix cache there saves is not known
-            if is_infeasible(seq, about.latency, about.limits, slo_rule):
+            cached = seq.request.prompt  # what a prefix cache there saves is not known
+            if is_infeasible(seq, cached, about.latency, about.limits, slo_rule):
                 verdict = replace(verdict, cause="infeasible")
         self._fold(Finished(now, id, outcome, reason, verdict, seq.total_output, seq.best_effort))
 

@@ -28,13 +28,14 @@ def of_decode(latency: LatencyModel, predicted: float, decodes: Shape) -> Shares
     return predicted - together, together - latency.step_time(alone)
 
 
-def is_infeasible(seq: Seq, latency: LatencyModel, limits: Limits, slo_rule: str) -> bool:
-    """Whether a request that has ended would have missed its SLO on this replica alone, too."""
+def is_infeasible(seq: Seq, cached: int, latency: LatencyModel, limits: Limits, slo_rule: str) -> bool:
+    """Whether a request that has ended would have missed its SLO on this replica alone, too. cached: tokens of its
+    first prompt that need not be run."""
     outputs = [len(times) for times in seq.times_of_all() if len(times)]
     stages = [
         StageLengths(stage.prompt, stage.slo, n, n) for stage, n in zip(seq.request.stages, outputs, strict=False)
     ]
-    cached = min(seq.cached_at_start, seq.request.stages[0].prompt - 1)
+    cached = min(cached, seq.request.stages[0].prompt - 1)
     tokens_per_step = sum(outputs) / max(1, sum(outputs) - seq.accepted)
     most = limits.max_num_batched_tokens
     return bool(find_infeasible(stages, latency, most, slo_rule, cached=cached, tokens_per_step=tokens_per_step))

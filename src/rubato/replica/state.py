@@ -277,8 +277,8 @@ class ReplicaState:
         slo_rule = self.options.slo_rule
         verdict = judge(seq.request, stages, outcome, slo_rule, reason=reason)
         if outcome == "completed" and not verdict.met:
-            delays: Mapping[Cause, float] = {}
-            if self.causes is not None and is_infeasible(seq, self.latency, self.limits, slo_rule):
+            cached = seq.cached_at_start
+            if self.causes is not None and is_infeasible(seq, cached, self.latency, self.limits, slo_rule):
                 verdict = replace(verdict, cause="infeasible")
             elif delays := self.delays(seq):
                 verdict = replace(verdict, cause=max(delays.items(), key=lambda item: item[1])[0])

@@ -233,7 +233,7 @@ class PolicyDriver(FleetPart):
         stages = [StageTimes(seq.request.arrival, times)]
         verdict = judge(seq.request, stages, outcome, self._slo_rule, reason=reason)
         if outcome == "completed" and not verdict.met:
-            alone = is_infeasible(seq, self.latency, self.limits, self._slo_rule)
+            alone = is_infeasible(seq, seq.cached_at_start, self.latency, self.limits, self._slo_rule)
             verdict = replace(verdict, cause="infeasible" if alone else self._lost_time.cause(seq))
         if outcome == "completed" and self._lengths is not None:
             self._lengths.learn(seq.request, len(times))
