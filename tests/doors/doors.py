@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
+import pytest
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
 from prometheus_client import CollectorRegistry
 
@@ -370,6 +371,13 @@ def _asgi(door: Door, app: Any, cluster: Any) -> Door:
 
 
 DOORS: tuple[Any, ...] = (OwnServer, Gateway, InVLLM, Picker)
+
+
+def asked_of_doors(cases: Sequence[Any]) -> pytest.MarkDecorator:
+    """A test of each of these cases, which have an `id`, at each door that is among its `doors`."""
+    asked = [(door, case) for case in cases for door in DOORS if door.name in case.doors]
+    params = [pytest.param(door, case, id=f"{case.id}-{door.name}") for door, case in asked]
+    return pytest.mark.parametrize(("door", "case"), params)
 
 
 def at(door: Any, scenario: Callable[[Door], Awaitable[None]], **settings: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from rubato.engines.vllm import link
 from rubato.frontdoor.paths import GENERATE
-from tests.doors.doors import DOORS, TENANTS, Answer, Door, Seen, at
+from tests.doors.doors import TENANTS, Answer, Door, Seen, asked_of_doors, at
 
 CHAT, TEXT, RESPONSES, MESSAGES = GENERATE
 KEY = {"authorization": "Bearer acme-key"}
@@ -320,15 +320,7 @@ def _seal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(link.KEY, "a key")  # of what the middleware says to its engine
 
 
-@pytest.mark.parametrize(
-    ("door", "case"),
-    [
-        pytest.param(door, case, id=f"{case.id}-{door.name}")
-        for case in CASES
-        for door in DOORS
-        if door.name in case.doors
-    ],
-)
+@asked_of_doors(CASES)
 def test_door_given_a_request_answers_right(door: Any, case: Case) -> None:
     async def scenario(opened: Door) -> None:
         before = _counts(opened)

@@ -11,7 +11,7 @@ import pytest
 
 from rubato.core.clock import ARRIVAL
 from rubato.engines.vllm import link
-from tests.doors.doors import DOORS, Door, Gateway, OwnServer, Picker, at
+from tests.doors.doors import Door, Gateway, OwnServer, Picker, asked_of_doors, at
 
 TEXT = "/v1/completions"
 PROMPT = "x" * 10  # as many tokens, or some fewer where they are estimated
@@ -53,15 +53,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("door", "case"),
-    [
-        pytest.param(door, case, id=f"{case.id}-{door.name}")
-        for case in CASES
-        for door in DOORS
-        if door.name in case.doors
-    ],
-)
+@asked_of_doors(CASES)
 def test_tenant_beyond_its_limit_is_refused_until_there_is_room(
     door: Any, case: Limited, monkeypatch: pytest.MonkeyPatch
 ) -> None:
