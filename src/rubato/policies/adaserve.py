@@ -37,7 +37,7 @@ from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, make_r
 from rubato.policy_kit.draft_tree import adaptive, select
 from rubato.policy_kit.draft_value import depth_that_pays, drafting, fastest, with_nodes, worth
 from rubato.policy_kit.paces import Together, pace_of, time_for, tokens_needed
-from rubato.policy_kit.refusals import refusable, refusals, why_infeasible
+from rubato.policy_kit.refusals import refusals, wants_refusal
 
 SOURCE = "AdaServe: SLO-customized speculative decoding (2025)"
 ARRIVAL, DUE = attrgetter("request.arrival"), attrgetter("due")
@@ -119,7 +119,7 @@ class Scheduler:
         asking = [s for s in (*running, *waiting) if not s.best_effort]
         late = [
             s for s in asking
-            if s.first_token_at is None and (s.due < view.now or (refusable(s) and why_infeasible(s, view)))
+            if s.first_token_at is None and (s.due < view.now or wants_refusal(s, view))
         ]  # fmt: skip
         refused = refusals(late, view)
         out = {s.id for s in late}

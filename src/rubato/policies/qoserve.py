@@ -36,7 +36,7 @@ from rubato.policy_kit.batch_builder import (
     unreserved_blocks,
 )
 from rubato.policy_kit.prefill_jobs import tpot_of
-from rubato.policy_kit.refusals import refusable, refusals, why_infeasible
+from rubato.policy_kit.refusals import refusable, refusals, wants_refusal
 from rubato.policy_kit.turns import Turns, add_decodes
 
 SOURCE = "QoServe (ASPLOS 2026), before Niyama: Breaking the Silos of LLM Inference Serving (arXiv 2503.22562)"
@@ -157,7 +157,7 @@ class Scheduler:
             return False
         if view.now + seq.pending / self._throughput > _prefill_due(view, seq):
             return True
-        return refusable(seq) and why_infeasible(seq, view) is not None
+        return wants_refusal(seq, view)
 
 
 def _prefill_due(view: View, seq: SeqView) -> float:

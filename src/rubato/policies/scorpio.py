@@ -36,7 +36,7 @@ from rubato.policy_kit.batch_builder import (
     unreserved_blocks,
 )
 from rubato.policy_kit.prefill_jobs import tpot_of
-from rubato.policy_kit.refusals import refusable, refusals, why_infeasible
+from rubato.policy_kit.refusals import refusals, wants_refusal
 from rubato.policy_kit.turns import Turns, add_decodes
 
 SOURCE = (
@@ -106,7 +106,7 @@ class Scheduler:
             together = before.plus(seq.pending, seq.cached)
             first = view.now + view.latency.step_time(together) + self.ttft_reserve
             begun = seq.first_token_at is not None
-            if not begun and (seq.due < first or (refusable(seq) and why_infeasible(seq, view))):
+            if not begun and (seq.due < first or wants_refusal(seq, view)):
                 late.append(seq)
             else:
                 kept.append(seq)

@@ -39,6 +39,11 @@ def why_infeasible(seq: SeqView, view: View) -> str | None:
     return find_infeasible([lengths], view.latency, chunk, cached=min(seq.cached, stage.prompt - 1))
 
 
+def wants_refusal(seq: SeqView, view: View) -> bool:
+    """Whether one that is to be refused rather than late could not meet its SLO here even alone."""
+    return refusable(seq) and why_infeasible(seq, view) is not None
+
+
 def refusal(seq: SeqView, *views: View) -> str:
     """The reason of refusing a request whose SLO cannot be met at the replicas of these views, as they are now."""
     found = [why_infeasible(seq, view) for view in views]

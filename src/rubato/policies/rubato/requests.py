@@ -17,7 +17,7 @@ from rubato.core.plan import Shape
 from rubato.policies.rubato.supply import Entry, Job
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_survival import SENSELESS, Resident
-from rubato.policy_kit.refusals import refusable, why_infeasible
+from rubato.policy_kit.refusals import wants_refusal
 
 MEMORY = 256  # requests over which losses fade
 SLOWLY = 150.0  # requests of a tier that all are lost, until that alone weighs as if it lost all others too
@@ -191,7 +191,7 @@ class Requests:
         pending = seq.length - cached
         due, tpot, until = self._times(view, seq, known, pending)
         alone = view.latency.step_time(Shape().plus(pending, cached)) if pending > 1 else 0.0
-        if due < view.now + alone or seq.missed or (refusable(seq) and why_infeasible(seq, view)):
+        if due < view.now + alone or seq.missed or wants_refusal(seq, view):
             self._given_up.add(seq.id)
             self.losses.count(known.tier, True)
             best_effort.append(seq)
