@@ -44,11 +44,19 @@ CHUNK = (
     b'data: {"id":"cmpl-0","object":"text_completion","created":1,"model":"stub","choices":[{"index":0,"text":" %d ",'
     b'"logprobs":null,"finish_reason":null}]}\n\n'
 )
+LAST = CHUNK.replace(b" %d ", b"").replace(b'"finish_reason":null', b'"finish_reason":"length"')
+MAX_SHORT = 100  # tokens of an answer that comes at once, with its end
+TOKENS = re.compile(rb'"max_tokens":\s*(\d+)')
 SENT = re.compile(rb'"text":" (\d+) "')
 
 
+def chunked(parts: Sequence[bytes]) -> bytes:
+    return b"".join([b"%x\r\n%s\r\n" % (len(part), part) for part in parts])
+
+
 class Upstream(asyncio.Protocol):
-    """A server that answers every completion with a stream without end, and says that it is well."""
+    """A server that answers a short completion at once, any other with a stream without end, and says that it is
+    well."""
 
     open: ClassVar[set[Upstream]] = set()
 
@@ -70,7 +78,11 @@ class Upstream(asyncio.Protocol):
             self._raw = rest[size:]
             if head.startswith(b"POST"):
                 self.transport.write(HEAD)
-                Upstream.open.add(self)
+                tokens = int(found[1]) if (found := TOKENS.search(rest)) else MAX_SHORT + 1
+                if tokens <= MAX_SHORT:
+                    self.transport.write(chunked([CHUNK % 0] * tokens + [LAST, b"data: [DONE]\n\n"]) + b"0\r\n\r\n")
+                else:
+                    Upstream.open.add(self)
             else:
                 page = b"{}"
                 if b"/v1/models" in head:

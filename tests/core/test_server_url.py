@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from rubato.core.server_url import check_server_url, check_url, connection_failure, host_in_url
+from rubato.fleet.http_client import HttpServer
 from rubato.fleet.server_probe import link_address
-from rubato.fleet.upstream import HttpServer, UpstreamError
+from rubato.fleet.upstream import UpstreamError
 from rubato.measure.http_client import BenchError, list_models
 from tests.stubs.vllm_server import MemoryReply
 

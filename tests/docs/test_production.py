@@ -114,7 +114,7 @@ EVIDENCE = {
         policy:adaserve test:engines/torch/test_lossless.py::greedy_output_is_that_of_each_alone
         test:engines/torch/test_served_drafts.py::answers_are_the_same_with_a_drafter""",
     "a gateway of ours in front of vLLM servers that run": """
-        src:fleet/server_host.py plugin-setting:link
+        src:fleet/server_replica.py plugin-setting:link
         test:fleet/test_server_fleet.py::servers_with_the_link_are_routed_to_as_replicas_here_are
         test:vllm/test_gateway_link.py::what_gateways_fold_is_what_the_scheduler_shows_after_every_step""",
     "a fleet of vLLM servers that is started, kept and scaled": """

@@ -23,9 +23,9 @@ from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
-from rubato.fleet.call import Calls
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from rubato.fleet.server_kv import Trips
 from rubato.frontdoor.metrics import SLOMetrics
 from rubato.frontdoor.tenants import Tenants, tenants_of, tiers_of
 from rubato.latency.affine import Model
@@ -191,12 +191,12 @@ class Gateway(Door):
         config = load({**CONFIG, **settings}, [])
         clock = VirtualClock()
         async with _servers(clock) as there:
-            calls: Calls = {}
+            trips: Trips = {}
             choice = PolicyChoice("edf", {}, "least_loaded")
             bound = in_flight_bound(config, LIMITS.max_num_seqs)
             options = ClusterOptions(choice, ReplicaOptions(causes=False), bound, fair_share_of(config))
             fleet = ServerFleet(
-                [Server(url) for url in there], clock, options, calls, profile=lambda: None,
+                [Server(url) for url in there], clock, options, trips, profile=lambda: None,
                 transport=there.__getitem__, link=None,
             )  # fmt: skip
             cluster = await server_cluster(fleet, clock, options)
@@ -204,7 +204,7 @@ class Gateway(Door):
             tenants = Tenants(tenants_of(config), tiers_of(config))
             app = create_gateway(
                 GatewayService(
-                    cluster, calls, "stub", LIMITS.max_model_len, tenants=tenants, fair=bool(config.tenants),
+                    cluster, trips, "stub", LIMITS.max_model_len, tenants=tenants, fair=bool(config.tenants),
                     max_body_bytes=config.max_body_bytes, max_choices=config.max_choices, is_vllm=lambda: True,
                 )
             )  # fmt: skip

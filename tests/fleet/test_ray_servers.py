@@ -28,15 +28,15 @@ from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Progress, Request
 from rubato.fleet import ray_servers
 from rubato.fleet.build import cluster_of
-from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.ray_servers import KeptFleet, RayServerHost, RayServers
+from rubato.fleet.ray_servers import KeptFleet, RayServerReplica, RayServers
 from rubato.fleet.server_actor import ServerCommand
 from rubato.fleet.server_guard import descendants
+from rubato.fleet.server_kv import Trips
 from rubato.fleet.upstream import Headers
 from tests.doubles import request
-from tests.fleet.test_server_fleet import MemoryCall
+from tests.fleet.test_server_fleet import MemoryTrip
 from tests.processes.conftest import servers as processes_of_ours
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "of-this-test")
 
 
-class Continued(MemoryCall):
+class Continued(MemoryTrip):
     """Goes on elsewhere from what has come, whether or not the link has told its ids."""
 
     def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
@@ -94,12 +94,12 @@ class Fleet:
     def __init__(
         self, servers: int, command: ServerCommand, autoscaler: object | None = None, **resources: float
     ) -> None:
-        self.calls: Calls = {}
+        self.trips: Trips = {}
         self.sent: list[Continued] = []
         chosen = ClusterOptions(PolicyChoice("edf"), ReplicaOptions(causes=False))
         options = replace(chosen, autoscaler=autoscaler or KeptFleet(servers))
         clock = WallClock()
-        self.servers = RayServers(command, clock, options, self.calls, resources=resources)
+        self.servers = RayServers(command, clock, options, self.trips, resources=resources)
         self.cluster: Cluster = cluster_of([self.servers.host] * servers, clock, options, self.servers.host)
         self.events: list[Event] = []
         self.cluster.listen(self.hear)
@@ -108,16 +108,16 @@ class Fleet:
         assert self.cluster.offered == self.cluster.finished + self.cluster.in_flight
         self.events.append(event)
 
-    def host(self, id: str) -> RayServerHost:
+    def host(self, id: str) -> RayServerReplica:
         found = self.cluster.hosts[id]
-        assert isinstance(found, RayServerHost)
+        assert isinstance(found, RayServerReplica)
         return found
 
     def offer(self, *requests: Request) -> None:
         for each in requests:
             stages = (replace(each.stages[0], token_ids=tuple(range(each.stages[0].prompt))),)
             asked = replace(each, id=f"cmpl-{each.id}", stages=stages, arrival=self.cluster.clock.now())
-            self.calls[asked.id] = call = Continued(asked)
+            self.trips[asked.id] = call = Continued(asked)
             self.sent.append(call)
             self.cluster.offer(asked)
 
@@ -145,9 +145,9 @@ class Fleet:
 def all_of(fleet: Fleet, tokens: int) -> bool:
     """Whether all ended with so many tokens, as events tell and as came."""
     wrong = {
-        id: (end.outcome, end.reason, end.output, fleet.calls[id].streamed)
+        id: (end.outcome, end.reason, end.output, fleet.trips[id].streamed)
         for id, end in fleet.ends().items()
-        if (end.outcome, end.output, fleet.calls[id].streamed) != ("completed", tokens, tokens)
+        if (end.outcome, end.output, fleet.trips[id].streamed) != ("completed", tokens, tokens)
     }
     assert not wrong
     return True

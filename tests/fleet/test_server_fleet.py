@@ -14,18 +14,21 @@ import pytest
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.events import Assigned, Event, Finished, HandedOff, Offered, Placed
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.plan import Limits
+from rubato.core.plan import KV, Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
-from rubato.fleet.call import Calls, CannotContinueError, name_of_try
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.disaggregation import prefill_only, with_kv
+from rubato.fleet.relay import Ask, Carrier, Trip
+from rubato.fleet.resume import NotResumableError
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
-from rubato.fleet.server_host import LAST_BYTES, ServerHost
+from rubato.fleet.server_kv import Trips
+from rubato.fleet.server_replica import LAST_BYTES, ServerReplica
 from rubato.fleet.server_watch import ServerLostError
-from rubato.fleet.upstream import Headers
+from rubato.fleet.upstream import Headers, Reply
 from rubato.latency.affine import Model
 from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
 
@@ -34,59 +37,60 @@ STEP = Model(k=(0.0, 2e-4), b=(6e-3, 1e-3), a=1e-7, host_per_seq=1e-4)
 TIERS = {"chat": SLO(0.4, 0.03), "tools": SLO(1.5, 0.06), "batch": SLO(e2e=20.0)}
 
 
-class MemoryCall:
-    """A call of which all is kept that came back."""
+class Nobody:
+    """A client that only takes."""
 
-    streams = True
-    path = target = "/v1/completions"
-    choices = 1
+    flow = None
+
+    def start(self, status: int, headers: Headers) -> None: ...
+    def write(self, data: bytes) -> None: ...
+    def end(self, data: bytes = b"") -> None: ...
+
+
+class MemoryTrip(Trip):
+    """A trip of which all is kept that came back."""
+
+    path = "/v1/completions"
 
     def __init__(self, request: Request) -> None:
+        ask = Ask(self.path, self.path, request.id, 1, True, True, True, (), lambda answer: b"")
+        super().__init__(ask, (request,), Nobody(), self.learn)
         self.request = request
-        self.tries = 0
-        self.ids = (request.id,)
-        self.begun = False
-        self.streamed = 0
         self.came = b""
-        self.status = 0
         self.ends = 0
-        self.broken = ""
         self.prompt = 0
 
-    @property
-    def answer(self) -> str:
-        return name_of_try(self.request.id, self.tries)
-
-    def so_far(self) -> str:
-        return ""
+    def learn(self, prompt: int) -> None:
+        self.prompt = prompt
 
     def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         received = 0 if progress is None else len(progress.token_ids)
         if progress is not None and sum(map(len, progress.times)) > received:
-            raise CannotContinueError("its tokens are not known")
+            raise NotResumableError("its tokens are not known")
         prompt = [*self.request.stages[0].token_ids, *(progress.token_ids if progress is not None else ())]
         body = {"prompt": prompt, "max_tokens": self.request.sampling.max_tokens - received, "stream": True}
         return [("x-request-id", self.answer.removeprefix("cmpl-"))], orjson.dumps(body)
 
-    async def begin(self, status: int, headers: Headers) -> None:
-        self.begun, self.status = True, status
+    async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
+        headers, body = self.sent(request.progress)
+        if kv is not None:
+            body = with_kv(body, kv)
+        elif prefills:
+            body = prefill_only(self.ask.path, len(self.ids), body)
+        return await replica.upstream.open("POST", self.ask.target, headers, body)
 
-    async def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         self.came += data
 
-    async def end(self, rest: bytes) -> None:
-        self.came += rest
+    def finish(self, data: bytes) -> None:
+        self.came += data
         self.ends += 1
+        self.over = True
 
-    def counted(self, prompt: int) -> None:
-        self.prompt = prompt
-
-    def breaks(self, why: str) -> None:
-        self.broken = why
-
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        self.status, self.came = status, body
+    def answer_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        self.came = body
         self.ends += 1
+        self.over = True
 
 
 def offered(seed: int, rate: float, seconds: float) -> list[Request]:
@@ -138,8 +142,8 @@ def here(requests: list[Request], chosen: ClusterOptions, replicas: int) -> list
 def there(
     requests: list[Request], chosen: ClusterOptions, replicas: int, linked: bool = True,
     profile: Callable[[], Any] = lambda: None,
-) -> tuple[list[Event], dict[str, MemoryCall]]:  # fmt: skip
-    async def main() -> tuple[list[Event], dict[str, MemoryCall]]:
+) -> tuple[list[Event], dict[str, MemoryTrip]]:  # fmt: skip
+    async def main() -> tuple[list[Event], dict[str, MemoryTrip]]:
         clock, choice = VirtualClock(), chosen.choice
         cores = [
             StubCore(STEP, LIMITS, clock, choice.policy, chosen.replica, seed=i, settings=dict(choice.settings))
@@ -148,17 +152,17 @@ def there(
         for core in cores:
             await core.start()
         servers = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
-        calls: Calls = {}
-        kept: dict[str, MemoryCall] = {}
+        trips: Trips = {}
+        kept: dict[str, MemoryTrip] = {}
         fleet = ServerFleet(
-            [Server(url, "there" if linked else "") for url in servers], clock, chosen, calls, profile=profile,
+            [Server(url, "there" if linked else "") for url in servers], clock, chosen, trips, profile=profile,
             transport=servers.__getitem__, link=lambda address: MemoryLink(next(waiting)),
         )  # fmt: skip
         waiting = iter(cores)
 
         def before(request: Request) -> None:
-            kept[request.id] = MemoryCall(request)
-            calls[request.id] = kept[request.id]
+            kept[request.id] = MemoryTrip(request)
+            trips[request.id] = kept[request.id]
 
         events = await run(await server_cluster(fleet, clock, chosen), requests, before)
         for core in cores:
@@ -192,12 +196,12 @@ def test_servers_with_the_link_are_routed_to_as_replicas_here_are(policy: str, r
     requests = offered(1, 200.0, seconds)
     chosen = options(policy, {}, router)
     ours = here(requests, chosen, 2)
-    theirs, calls = there(requests, chosen, 2)
+    theirs, trips = there(requests, chosen, 2)
     kinds = Counter(type(event).__name__ for event in theirs if isinstance(event, Offered | Finished))
     assert kinds == {"Offered": len(requests), "Finished": len(requests)}
     assert decisions(ours) == decisions(theirs)
     assert met(ours) == met(theirs)
-    assert all(call.ends == 1 for call in calls.values())
+    assert all(call.ends == 1 for call in trips.values())
 
 
 def met(events: list[Event]) -> dict[str, bool]:
@@ -206,19 +210,19 @@ def met(events: list[Event]) -> dict[str, bool]:
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_response_ends_whose_server_is_lost_between_its_last_token_and_its_last_bytes(comes: bool) -> None:
-    async def main() -> MemoryCall:
+    async def main() -> MemoryTrip:
         clock, chosen = VirtualClock(), options("edf", {}, "least_loaded")
         core = StubCore(STEP, LIMITS, clock, "edf", chosen.replica)
         await core.start()
-        server, calls = StubServer(core), Calls()
+        server, trips = StubServer(core), Trips()
         fleet = ServerFleet(
-            [Server("http://s0", "there")], clock, chosen, calls, transport=lambda url: server,
+            [Server("http://s0", "there")], clock, chosen, trips, transport=lambda url: server,
             link=lambda address: MemoryLink(core),
         )  # fmt: skip
         cluster = await server_cluster(fleet, clock, chosen)
         await cluster.start()
         request = replace(offered(1, 200.0, 1.0)[0], arrival=clock.now())
-        call = calls[request.id] = MemoryCall(request)
+        call = trips[request.id] = MemoryTrip(request)
         cluster.offer(request)
         while not server.open_replies:
             await clock.sleep_until(clock.now() + 0.001, ARRIVAL)
@@ -227,7 +231,7 @@ def test_a_response_ends_whose_server_is_lost_between_its_last_token_and_its_las
         while cluster.in_flight:
             await clock.sleep_until(clock.now() + 0.01, ARRIVAL)
         (host,) = cluster.hosts.values()
-        assert isinstance(host, ServerHost)
+        assert isinstance(host, ServerReplica)
         host._die(ServerLostError("its machine is gone"))
         if comes:
             reply.flows.set()
@@ -264,21 +268,21 @@ def used(share: str, more: str = "") -> str:
     )
 
 
-def without_link(pages: Sequence[str], scenario: Callable[[Cluster, Calls, list[StubServer]], Awaitable[None]]) -> None:
+def without_link(pages: Sequence[str], scenario: Callable[[Cluster, Trips, list[StubServer]], Awaitable[None]]) -> None:
     """A cluster with `MostFree` over servers without a link, which have these pages of metrics."""
 
     async def main() -> None:
-        clock, calls = VirtualClock(), Calls()
+        clock, trips = VirtualClock(), Trips()
         chosen = options("edf", {}, "least_loaded")
         cores = [StubCore(STEP, LIMITS, clock, "edf", chosen.replica) for _ in pages]
         servers = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
         for core, server, page in zip(cores, servers.values(), pages, strict=True):
             server.metrics = page
             await core.start()
-        fleet = ServerFleet([Server(url) for url in servers], clock, chosen, calls, transport=servers.__getitem__)
+        fleet = ServerFleet([Server(url) for url in servers], clock, chosen, trips, transport=servers.__getitem__)
         cluster = Cluster([fleet.host] * await fleet.look(), MostFree(), clock)
         await cluster.start()
-        await scenario(cluster, calls, list(servers.values()))
+        await scenario(cluster, trips, list(servers.values()))
         await cluster.close()
         for core in cores:
             await core.host.close()
@@ -291,7 +295,7 @@ def free(cluster: Cluster) -> list[int]:
 
 
 def test_without_a_link_a_router_sees_the_free_kv_of_metrics() -> None:
-    async def scenario(cluster: Cluster, calls: Calls, servers: list[StubServer]) -> None:
+    async def scenario(cluster: Cluster, trips: Trips, servers: list[StubServer]) -> None:
         clock, placed = cluster.clock, list[str]()
         cluster.listen(lambda event: placed.append(event.replica) if isinstance(event, Placed) else None)
 
@@ -300,7 +304,7 @@ def test_without_a_link_a_router_sees_the_free_kv_of_metrics() -> None:
                 id, (Stage(prompt, token_ids=(1,) * prompt),), clock.now(),
                 sampling=Sampling(max_tokens=most, ignore_eos=True),
             )  # fmt: skip
-            calls[id] = MemoryCall(request)
+            trips[id] = MemoryTrip(request)
             cluster.offer(request)
 
         assert free(cluster) == [100, 100]
@@ -346,7 +350,7 @@ def test_without_a_link_a_router_sees_the_free_kv_of_metrics() -> None:
     ],
 )
 def test_metrics_that_do_not_say_how_much_kv_is_in_use_change_nothing(page: str, expected: int) -> None:
-    async def scenario(cluster: Cluster, calls: Calls, servers: list[StubServer]) -> None:
+    async def scenario(cluster: Cluster, trips: Trips, servers: list[StubServer]) -> None:
         await cluster.clock.sleep_until(3.5, ARRIVAL)
         assert free(cluster) == [expected]
 
@@ -354,7 +358,7 @@ def test_metrics_that_do_not_say_how_much_kv_is_in_use_change_nothing(page: str,
 
 
 def test_metrics_that_do_not_come_hold_nothing_up() -> None:
-    async def scenario(cluster: Cluster, calls: Calls, servers: list[StubServer]) -> None:
+    async def scenario(cluster: Cluster, trips: Trips, servers: list[StubServer]) -> None:
         (server,) = servers
         server.no_metrics = True
         await cluster.clock.sleep_until(20.0, ARRIVAL)
@@ -367,12 +371,12 @@ def test_metrics_that_do_not_come_hold_nothing_up() -> None:
 
 
 def test_what_schedulers_handed_on_uses_up_none_of_the_retries_after_a_failure() -> None:
-    async def scenario(cluster: Cluster, calls: Calls, servers: list[StubServer]) -> None:
+    async def scenario(cluster: Cluster, trips: Trips, servers: list[StubServer]) -> None:
         ends = list[Finished]()
         cluster.listen(lambda event: ends.append(event) if isinstance(event, Finished) else None)
         servers[0].broken = 500
         request = replace(offered(1, 200.0, 1.0)[0], handoff=Handoff("elsewhere", "declined", 0.0, hops=9))
-        calls[request.id] = MemoryCall(request)
+        trips[request.id] = MemoryTrip(request)
         cluster.offer(replace(request, arrival=cluster.clock.now()))
         while cluster.in_flight:
             await cluster.clock.sleep_until(cluster.clock.now() + 0.1, ARRIVAL)

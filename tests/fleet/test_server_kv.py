@@ -16,11 +16,11 @@ from rubato.core.events import Event, Finished, HandedOff, Placed, Transferred
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
-from tests.fleet.test_server_fleet import LIMITS, STEP, MemoryCall, offered
+from rubato.fleet.server_kv import Trips
+from tests.fleet.test_server_fleet import LIMITS, STEP, MemoryTrip, offered
 from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
 
 LEASE = 30.0
@@ -42,8 +42,8 @@ class Fleet:
         ]  # fmt: skip
         self.servers = {f"http://s{i}": StubServer(core) for i, core in enumerate(self.cores)}
         self.chosen = chosen
-        self.calls: Calls = {}
-        self.kept: dict[str, MemoryCall] = {}
+        self.trips: Trips = {}
+        self.kept: dict[str, MemoryTrip] = {}
         self.events: list[Event] = []
         self.cluster: Cluster
 
@@ -51,16 +51,16 @@ class Fleet:
         for core in self.cores:
             await core.start()
         fleet = ServerFleet(
-            [Server(url, url) for url in self.servers], self.clock, self.chosen, self.calls,
+            [Server(url, url) for url in self.servers], self.clock, self.chosen, self.trips,
             transport=self.servers.__getitem__, link=lambda address: MemoryLink(self.servers[address].core),
         )  # fmt: skip
         self.cluster = await server_cluster(fleet, self.clock, self.chosen)
         self.cluster.listen(self.events.append)
         await self.cluster.start()
 
-    def offer(self, request: Request, call: type[MemoryCall] = MemoryCall) -> MemoryCall:
+    def offer(self, request: Request, call: type[MemoryTrip] = MemoryTrip) -> MemoryTrip:
         request = replace(request, arrival=self.clock.now())
-        made = self.kept[request.id] = self.calls[request.id] = call(request)
+        made = self.kept[request.id] = self.trips[request.id] = call(request)
         self.cluster.offer(request)
         return made
 
@@ -269,7 +269,7 @@ def test_without_reports_kv_moves_all_the_same(silent: int) -> None:
     assert sum(core.reads for core in fleet.cores) == 6
 
 
-class Odd(MemoryCall):
+class Odd(MemoryTrip):
     """A call that cannot be served in two places."""
 
     fields: ClassVar[dict[str, Any]] = {}
@@ -288,7 +288,7 @@ class OfMessages(Odd):
 
 
 @pytest.mark.parametrize(("call", "says"), [(WithLogprobs, "prompt_logprobs"), (OfMessages, "/v1/messages")])
-def test_what_cannot_be_served_in_two_places_is_refused(call: type[MemoryCall], says: str) -> None:
+def test_what_cannot_be_served_in_two_places_is_refused(call: type[MemoryTrip], says: str) -> None:
     async def offer(fleet: Fleet) -> None:
         fleet.offer(one("cmpl-odd"), call)
 

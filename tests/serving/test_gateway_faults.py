@@ -24,12 +24,12 @@ from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO
 from rubato.engines.simulated import WORDS
 from rubato.fleet.build import cluster_of
-from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster, HostLost, HostMaker
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
-from rubato.fleet.server_host import ServerHost
+from rubato.fleet.server_kv import Trips
+from rubato.fleet.server_replica import ServerReplica
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.frontdoor.tenants import Tenants
 from rubato.latency.affine import Model
@@ -222,10 +222,10 @@ def soak(
         for core in cores:
             await core.start()
         there = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
-        calls: Calls = {}
+        trips: Trips = {}
         options = ClusterOptions(PolicyChoice(policy, {}, router), replica, 1500)
         fleet = ServerFleet(
-            [Server(url, url.replace("http", "tcp") if linked else "") for url in there], clock, options, calls,
+            [Server(url, url.replace("http", "tcp") if linked else "") for url in there], clock, options, trips,
             transport=there.__getitem__, step_timeout=5.0,
             link=lambda address: MemoryLink(there[address.replace("tcp", "http")].core),
         )  # fmt: skip
@@ -236,7 +236,9 @@ def soak(
             cluster = await server_cluster(fleet, clock, options)
         await cluster.start()
         tiers = Tiers([Tier(name, slo) for name, slo in TIERS.items()])
-        app = create_gateway(GatewayService(cluster, calls, "stub", 1024, tenants=Tenants((), tiers)))
+        app = create_gateway(
+            GatewayService(cluster, trips, "stub", 1024, tenants=Tenants((), tiers), is_vllm=lambda: True)
+        )
         cluster.listen(events.append)
         setup = Setup(cluster, Client(app, clock), list(there.values()), clock, rng, events)
         disturbing = asyncio.ensure_future(_disturb(setup, seconds)) if faults else None
@@ -257,7 +259,7 @@ def soak(
                 await task
         await cluster.drain()
         await asyncio.sleep(5.0)
-        assert not calls
+        assert not trips
         for host in cluster.hosts.values():
             view = host.view()
             assert view.count == 0, view
@@ -293,7 +295,7 @@ class Sways:
 def _further(fleet: ServerFleet, there: dict[str, StubServer], cores: list[StubCore]) -> HostMaker:
     """A new server for each host beyond the first ones."""
 
-    def make(id: str, emit: Listener, lost: HostLost) -> ServerHost:
+    def make(id: str, emit: Listener, lost: HostLost) -> ServerReplica:
         first = cores[0]
         core = StubCore(STEP, LIMITS, first.clock, first.policy, ReplicaOptions(causes=False), seed=len(cores))
         core.clock.spawn(core.start(), "start of a server")
@@ -387,16 +389,18 @@ def test_a_gateway_that_is_restarted_ends_what_it_had_and_finds_the_fleet_as_it_
         there = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
 
         async def gateway() -> tuple[Cluster, Client]:
-            calls: Calls = {}
+            trips: Trips = {}
             options = ClusterOptions(PolicyChoice(policy, {}, router), replica, 1500)
             fleet = ServerFleet(
-                [Server(url, url) for url in there], clock, options, calls, transport=there.__getitem__,
+                [Server(url, url) for url in there], clock, options, trips, transport=there.__getitem__,
                 link=lambda address: MemoryLink(there[address].core),
             )  # fmt: skip
             cluster = await server_cluster(fleet, clock, options)
             await cluster.start()
             tiers = Tiers([Tier(name, slo) for name, slo in TIERS.items()])
-            app = create_gateway(GatewayService(cluster, calls, "stub", 1024, tenants=Tenants((), tiers)))
+            app = create_gateway(
+                GatewayService(cluster, trips, "stub", 1024, tenants=Tenants((), tiers), is_vllm=lambda: True)
+            )
             return cluster, Client(app, clock)
 
         async def offer(client: Client, count: int) -> list[asyncio.Future[None]]:

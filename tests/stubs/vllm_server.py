@@ -23,7 +23,7 @@ from rubato.core.request import Progress, Request, Sampling, Stage, without_text
 from rubato.core.slo import judge
 from rubato.engines.simulated import Engine
 from rubato.fleet.local_host import LocalHost
-from rubato.fleet.upstream import Headers, UpstreamError
+from rubato.fleet.upstream import Headers, UnreachableError, UpstreamError
 from rubato.latency.affine import Model
 from rubato.policies import load
 
@@ -334,9 +334,20 @@ class MemoryReply:
         self.over = found == b""
         return found
 
+    async def pump(self, sink: Callable[[bytes], None]) -> None:
+        while part := await self.part():
+            sink(part)
+
+    def pause(self) -> None:
+        self.flows.clear()
+
+    def resume(self) -> None:
+        self.flows.set()
+
     def close(self) -> None:
         if not self.over:
             self.over = True
+            self.put(UpstreamError("given up"))
             self._leave()
 
 
@@ -377,7 +388,7 @@ class StubServer:
     ) -> MemoryReply:
         path, _, query = path.partition("?")
         if self.down:
-            raise UpstreamError("ConnectionRefusedError")
+            raise UnreachableError("ConnectionRefusedError")
         if self.hangs or (self.no_metrics and path == "/metrics"):
             try:
                 await asyncio.wait_for(asyncio.Event().wait(), seconds)

@@ -367,7 +367,12 @@ class Host(Protocol):
     def id(self) -> str: ...
     @property
     def rests_until(self) -> float:
-        """Before this time it is given nothing: it has just failed at a request."""
+        """Before this time it is given nothing: it has just failed at requests."""
+        ...
+
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether it rests because nobody answers there, and not for what requests say of it."""
         ...
 
     async def start(self) -> None: ...

@@ -144,7 +144,7 @@ class Handoff:
     reason: the scheduler's ("prefilled", "declined", "offloaded"), "recalled" by the router, or "failed" where a server
     failed at it. cached: tokens whose KV goes along, held by `source` until it has left; 0: the request alone moves,
     and is prefilled again. hops: how often it has been handed off so far, this time included; failures: how many of
-    these were because a server failed.
+    these were because a server failed; losses: how many of these servers were lost while they ran it.
     """
 
     source: str
@@ -153,12 +153,19 @@ class Handoff:
     cached: int = 0
     hops: int = 1
     failures: int = 0
+    losses: int = 0
 
     @classmethod
     def after(cls, before: Handoff | None, source: str, reason: HandoffReason, at: float, cached: int = 0) -> Handoff:
         """The next of a request that was handed off as `before` says, or (None) never."""
-        hops, failures = (before.hops, before.failures) if before is not None else (0, 0)
-        return cls(source, reason, at, cached, hops + 1, failures + (reason == "failed"))
+        hops, failures, losses = (before.hops, before.failures, before.losses) if before is not None else (0, 0, 0)
+        return cls(source, reason, at, cached, hops + 1, failures + (reason == "failed"), losses)
+
+    @classmethod
+    def after_loss(cls, before: Handoff | None, source: str, at: float) -> Handoff:
+        """The next of a request that ran where a replica was lost: it may be what it was lost by."""
+        after = cls.after(before, source, "failed", at)
+        return replace(after, losses=after.losses + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from rubato.core.events import (
     Placed,
     Preempted,
     Stepped,
+    Tokens,
     Transferred,
 )
 from rubato.core.interfaces import Autoscaler, Dispatch, Host, LengthPredictor, Router, SeqView, View
@@ -43,6 +44,7 @@ FREES_KV = (Stepped, Preempted)
 NO_REPLICA = "rejected-no-replica"  # the reason of a refusal while all are lost and may come back
 KEPT = 10  # one part in so many of `max_in_flight` is for requests with an SLO
 ALONE = 60.0  # seconds that held requests wait for a replica where none is left
+MAX_LOSSES = 2  # of replicas that ran a request, after which it ends
 RECENT = 64  # completions that `retry_after` looks back on
 LEAVES = (Finished, HandedOff, Transferred, Lost)  # after which nothing may be left at a replica
 
@@ -422,6 +424,11 @@ class Cluster:
             self._end(seq, "failed", self._why_dead)
 
     def _emit(self, event: Event) -> None:
+        if type(event) is Tokens:  # most are, and nothing follows from them
+            own = self._own.get(event.id)
+            hears = own is not None and getattr(own, "hears_tokens", True)
+            self._listeners.tell(event, self._router.observe, *((own,) if own is not None and hears else ()))
+            return
         last = False
         if isinstance(event, Finished):
             last = True
@@ -479,6 +486,7 @@ class Cluster:
                 if self._fair is not None and request.handoff is None:
                     self._listeners.guarded(now, None, self._fair.returned, request.id)
                 self._emit(Lost(now, request.id, id))
+                self._end_after_losses(request.id)
         for seq in list(self._requests.unplaced.values()):
             if (request := self._transfers.without_lost_kv(seq.request)) is not seq.request:
                 self._requests.hold(request)
@@ -493,6 +501,13 @@ class Cluster:
             self.clock.call_at(now + ALONE, PLAN, self._end_if_alone)
         else:
             self._give_up(f"no replica is left: {error}", error)
+
+    def _end_after_losses(self, id: str) -> None:
+        """End a request that may be what replicas are lost by: the next one would be, too."""
+        seq = self._requests.unplaced.get(id)
+        if seq is not None and seq.request.handoff is not None and seq.request.handoff.losses >= MAX_LOSSES:
+            log.error("request %s ends: %d replicas were lost while they ran it", id, MAX_LOSSES)
+            self._end(seq, "failed", f"{MAX_LOSSES} replicas were lost while they ran it")
 
     def _end_if_alone(self) -> None:
         """No replica has come in the place of those lost: what is held ends. What comes later may find one."""

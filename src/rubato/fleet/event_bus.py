@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import inf
 from typing import ParamSpec, TypeVar
 
-from rubato.core.events import Event
+from rubato.core.events import Event, Tokens
 
 QUIET = 60.0  # seconds in which a listener that fails again is not reported again
 
@@ -26,10 +26,14 @@ class EventBus:
 
     def __init__(self) -> None:
         self._all: tuple[Listener, ...] = ()
+        self._of_tokens: tuple[Listener, ...] = ()  # of these, those that hear of tokens
         self._failed: dict[str, tuple[int, float]] = {}  # by name: errors so far, and when one was last reported
 
     def add(self, listener: Listener) -> None:
+        """A listener whose `hears_tokens` is False is told of everything else: most events are of tokens."""
         self._all += (listener,)
+        if getattr(listener, "hears_tokens", True):
+            self._of_tokens += (listener,)
 
     @property
     def errors(self) -> dict[str, int]:
@@ -38,7 +42,7 @@ class EventBus:
 
     def tell(self, event: Event, *first: Listener) -> None:
         """Tell `first`, in their order, and then every listener."""
-        for listener in (*first, *self._all):
+        for listener in (*first, *(self._of_tokens if type(event) is Tokens else self._all)):
             try:
                 listener(event)
             except Exception as error:

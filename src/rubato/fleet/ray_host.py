@@ -141,6 +141,7 @@ class RayHost(KVStays):
     """
 
     rests_until = 0.0
+    is_unreachable = False
     stays = STAYS
 
     def __init__(
@@ -279,7 +280,7 @@ class RayHost(KVStays):
             return
         self._gone = True
         self._idle.set()
-        self._lost(self.id, error, self._started().left())
+        self._lost(self.id, error, self._started().left(self.clock.now()))
         # It must not go on with them. This only informs Ray, which also kills a stopped process after 5 s.
         ray.kill(self.actor)
 

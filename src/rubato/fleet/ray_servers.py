@@ -1,6 +1,6 @@
 """OpenAI servers in Ray actors: each actor starts a server on its node and ends it, wherever Ray has room.
 
-Requests go to the server as they do to one that runs already (`server_host`); Ray only starts, watches and ends it. A
+Requests go to the server as they do to one that runs already (`server_replica`); Ray starts, watches and ends it. A
 server that ends, or whose actor dies, is lost at once; Ray restarts none, the cluster starts another.
 """
 
@@ -23,16 +23,16 @@ from rubato.core.events import Event, Left
 from rubato.core.interfaces import LatencyModel, Scaling, SeqView, View
 from rubato.core.link_messages import TOKEN, Message
 from rubato.fleet import server_probe
-from rubato.fleet.call import Calls
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
+from rubato.fleet.http_client import HttpServer
 from rubato.fleet.server_actor import ServerActor, ServerCommand, Started
 from rubato.fleet.server_fleet import Alike
-from rubato.fleet.server_host import ServerAbout, ServerHost
+from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
+from rubato.fleet.server_replica import ServerAbout, ServerReplica
 from rubato.fleet.server_watch import ServerLostError
-from rubato.fleet.upstream import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ class _Actor(ServerActor):
         return found
 
 
-class RayServerHost(ServerHost):
+class RayServerReplica(ServerReplica):
     """A `Host` over a server that a Ray actor starts. resources: Ray's options for the actor, e.g. {"num_gpus": 2},
-    which are of one node. The rest as `ServerHost`. actor, started: the actor, and what it said, once there."""
+    which are of one node. The rest as `ServerReplica`. actor, started: the actor, and what it said, once there."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class KeptFleet:
 
 class RayServers:
     """Makes hosts of servers in Ray actors, all of one command; `ray.init` has been called. resources: as
-    `RayServerHost`. profile, step_timeout: as `ServerFleet`. key: of the servers' API, which their command or its
+    `RayServerReplica`. profile, step_timeout: as `ServerFleet`. key: of the servers' API, which their command or its
     environment sets. Sets the link's token in this process's environment where there is none, and in the servers'."""
 
     def __init__(
@@ -191,7 +191,7 @@ class RayServers:
         command: ServerCommand,
         clock: Clock,
         options: ClusterOptions,
-        calls: Calls,
+        trips: Trips,
         *,
         resources: Mapping[str, Any] | None = None,
         key: str = "",
@@ -202,13 +202,13 @@ class RayServers:
         self._command = ServerCommand(
             command.words, {**command.environment, TOKEN: token}, command.start_seconds
         )  # fmt: skip
-        self._clock, self._options, self._calls = clock, options, calls
+        self._clock, self._options, self._trips = clock, options, trips
         self._resources = resources or {}
         self._key = key
         self._profile, self._step_timeout = profile, step_timeout
         self.alike = Alike(options.choice.policy)
 
-    def host(self, id: str, emit: Listener, lost: HostLost) -> RayServerHost:
+    def host(self, id: str, emit: Listener, lost: HostLost) -> RayServerReplica:
         """One of the fleet, from its start on or later."""
         server = HttpServer("")
 
@@ -222,8 +222,8 @@ class RayServers:
             return found
 
         asked: Callable[[Message | None], Coroutine[Any, Any, ServerAbout]] = about
-        return RayServerHost(
+        return RayServerReplica(
             id, self._clock, command=self._command, resources=self._resources, server=server, about=asked,
-            link=open_link, calls=self._calls, emit=emit, lost=lost, options=self._options.replica,
+            link=open_link, trips=self._trips, emit=emit, lost=lost, options=self._options.replica,
             step_timeout=self._step_timeout,
         )  # fmt: skip

@@ -115,6 +115,7 @@ class Mirror:
         self._lengths = lengths
         self._held: Mapping[str, Held] = {}  # as last reported
         self._strange: set[str] = set()  # requests that were not submitted here
+        self._seen: set[str] = set()  # that the replica has reported
         self._waiting: dict[str, Seq] = {}
         self._running: dict[str, Seq] = {}
         self._leaving: dict[str, Seq] = {}
@@ -204,11 +205,24 @@ class Mirror:
             steps=self._steps,
         )
 
-    def left(self) -> list[Request]:
-        """The requests submitted here that have not ended, each with what it has received: to be served elsewhere."""
+    def left(self, now: float) -> list[Request]:
+        """The requests submitted here that have not ended, each with what it has received: the replica is lost, and
+        they are to be served elsewhere."""
         here = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
-        seqs = [seq for seq in here if seq.id not in self._strange]
-        return [self._with_progress(seq) for seq in seqs]
+        requests = []
+        for seq in here:
+            if seq.id not in self._strange:
+                request = self._with_progress(seq)
+                if self._may_be_cause(seq):
+                    request = replace(request, handoff=Handoff.after_loss(request.handoff, self.id, now))
+                requests.append(request)
+        return requests
+
+    def _may_be_cause(self, seq: Seq) -> bool:
+        """Whether the replica may be lost by it: not by one that was reported to wait, or not to be in the batch."""
+        if seq.id in self._waiting:
+            return seq.id not in self._seen
+        return not self._in_flight.seqs or seq.in_flight > 0
 
     def moved(self, id: str, reason: HandoffReason, at: float, cached: int = 0) -> Request | None:
         """A request that the replica hands off, with what it has received; None if it is not here. cached: tokens of
@@ -239,6 +253,7 @@ class Mirror:
         for where in (self._waiting, self._running, self._arriving, self._leaving):
             where.pop(id, None)
         self._strange.discard(id)
+        self._seen.discard(id)
 
     def correct(self, id: str, prompt: int) -> None:
         """A waiting request's prompt has so many tokens."""
@@ -286,6 +301,10 @@ class Mirror:
 
     def fold(self, event: Event) -> None:
         """Something has happened there."""
+        if type(event) is Tokens:
+            if seq := self._running.get(event.id) or self._waiting.get(event.id) or self._arriving.get(event.id):
+                _add_tokens(seq, event)
+            return
         if isinstance(event, Stepped):
             self.latency.update(Sample(event.shape, event.seconds))
             self._stepped = event.at
@@ -306,6 +325,7 @@ class Mirror:
                 self._waiting[event.id] = self._running.pop(event.id, seq)
                 seq.cached = seq.in_flight = 0
             case HandedOff():
+                self._seen.discard(event.id)
                 self._waiting.pop(event.id, None)
                 self._arriving.pop(event.id, None)
                 handoff = event.request.handoff
@@ -314,26 +334,19 @@ class Mirror:
             case Transferred():
                 self._running[event.id] = self._arriving.pop(event.id, seq)
                 seq.cached = event.tokens
-            case Tokens():
-                seq.got([event.at] * event.tokens)
-                assert seq.token_ids is not None
-                seq.token_ids += event.token_ids
-                if event.tried:
-                    seq.tried += event.tried
-                    seq.accepted += event.tokens - 1
-                if event.stage_done:
-                    seq.next_stage(event.at)
             case Demoted() | Promoted():
                 seq.demoted = isinstance(event, Demoted)
             case Finished():
                 if event.outcome == "completed" and self._lengths is not None:
                     self._lengths.learn(seq.request, event.output)
                 self._strange.discard(event.id)
+                self._seen.discard(event.id)
                 for where in (self._running, self._waiting, self._arriving):
                     where.pop(event.id, None)
 
     def _came(self, event: Offered, seq: Seq | None) -> None:
         """A request has come to the replica: one that was submitted, of which it knows the true length, or another."""
+        self._seen.add(event.id)
         if seq is None:
             self._strange.add(event.id)
             seq = Seq(event.request, self._next_order(), event.at, lengths=self._lengths, kv=self, token_ids=[])
@@ -341,6 +354,18 @@ class Mirror:
         elif event.id in self._waiting:
             self.correct(event.id, event.request.prompt)
         # (of one whose KV comes, the replica that has prefilled it has told the length)
+
+
+def _add_tokens(seq: Seq, event: Tokens) -> None:
+    seq.got([event.at] * event.tokens)
+    if event.token_ids:
+        assert seq.token_ids is not None
+        seq.token_ids += event.token_ids
+    if event.tried:
+        seq.tried += event.tried
+        seq.accepted += event.tokens - 1
+    if event.stage_done:
+        seq.next_stage(event.at)
 
 
 def _of_length(request: Request, prompt: int) -> Request:

@@ -66,17 +66,23 @@ class FleetScaling:
     def views_to_route(self, now: float) -> list[View]:
         """The same, without those that rest; none where these are all of a phase, which a router would think gone."""
         hosts = [host for id, host in self._hosts.items() if id not in self.draining]
-        views = [host.view() for host in hosts if host.rests_until <= now]
-        if len(views) < len(hosts):
-            phases = {host.view().role.phase for host in hosts if host.rests_until > now}
-            return views if phases <= {view.role.phase for view in views} else []
-        return views
+        resting = self._resting(hosts, now)
+        views = [host.view() for host in hosts if host not in resting]
+        phases = {host.view().role.phase for host in resting}
+        return views if phases <= {view.role.phase for view in views} else []
+
+    def _resting(self, hosts: list[Host], now: float) -> list[Host]:
+        """Those that are given nothing for now. Of those that rest for what requests say of them, at most half of the
+        fleet: by then the requests are to blame."""
+        resting = sorted([host for host in hosts if host.rests_until > now], key=lambda host: -host.rests_until)
+        by_words = [host for host in resting if not host.is_unreachable][: len(hosts) // 2]
+        return [host for host in resting if host.is_unreachable or host in by_words]
 
     def first_rested(self) -> float:
         """When the first of the hosts that rest, and take requests, has rested."""
         now = self._clock.now()
         hosts = [host for id, host in self._hosts.items() if id not in self.draining]
-        return min(host.rests_until for host in hosts if host.rests_until > now)
+        return min(host.rests_until for host in self._resting(hosts, now))
 
     def drain(self, id: str) -> None:
         """The host takes nothing more and leaves when empty; its waiting requests come back where hosts can recall.

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from rubato.core.server_url import host_in_url
 from rubato.fleet import server_guard
-from rubato.fleet.upstream import HttpServer, UpstreamError
+from rubato.fleet.http_client import HttpServer
+from rubato.fleet.upstream import UpstreamError
 
 ASK_AGAIN = 0.2  # seconds from one question whether it serves to the next
 ANSWER_SECONDS = 5.0  # for /health

@@ -13,13 +13,14 @@ from rubato.core.interfaces import LatencyModel, Router, Scaling, SeqView, View
 from rubato.core.link_messages import Message
 from rubato.fleet import server_probe
 from rubato.fleet.build import cluster_of
-from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster, HostLost
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
-from rubato.fleet.server_host import ServerAbout, ServerHost
+from rubato.fleet.http_client import HttpServer
+from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
-from rubato.fleet.upstream import HttpServer, Upstream, UpstreamError
+from rubato.fleet.server_replica import ServerAbout, ServerReplica
+from rubato.fleet.upstream import Upstream, UpstreamError
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class ServerFleet:
         servers: Sequence[Server],
         clock: Clock,
         options: ClusterOptions,
-        calls: Calls,
+        trips: Trips,
         *,
         profile: Callable[[], LatencyModel | None] = lambda: None,
         transport: Callable[[str], Upstream] = HttpServer,
@@ -96,7 +97,7 @@ class ServerFleet:
         self._servers = servers
         self._clock = clock
         self._options = options
-        self._calls = calls
+        self._trips = trips
         self._profile, self._transport, self._link = profile, transport, link
         self._step_timeout = step_timeout
         self._taken: dict[str, Server] = {}  # by the replica's id
@@ -123,15 +124,15 @@ class ServerFleet:
         self._servers = [*there, *(server for server, error in found if error is not None)]
         return len(there)
 
-    def host(self, id: str, emit: Listener, lost: HostLost) -> ServerHost:
+    def host(self, id: str, emit: Listener, lost: HostLost) -> ServerReplica:
         """One of the fleet's first hosts: its server must be there."""
         return self._host(id, emit, lost, patient=False)
 
-    def extra_host(self, id: str, emit: Listener, lost: HostLost) -> ServerHost:
+    def extra_host(self, id: str, emit: Listener, lost: HostLost) -> ServerReplica:
         """One for a server that was lost: its start waits until it is back."""
         return self._host(id, emit, lost, patient=True)
 
-    def _host(self, id: str, emit: Listener, lost: HostLost, *, patient: bool) -> ServerHost:
+    def _host(self, id: str, emit: Listener, lost: HostLost, *, patient: bool) -> ServerReplica:
         server = next(one for one in self._servers if one not in self._taken.values())
         self._taken[id] = server
         upstream = self._transport(server.url)
@@ -155,8 +156,8 @@ class ServerFleet:
             log.info("replica %s is server %s", id, server.url)  # elsewhere it has its id alone: clients see that
             return found
 
-        return ServerHost(
-            id, server.url, upstream, self._clock, about=about, link=open_link, calls=self._calls, emit=emit,
+        return ServerReplica(
+            id, server.url, upstream, self._clock, about=about, link=open_link, trips=self._trips, emit=emit,
             lost=gone, options=self._options.replica, step_timeout=self._step_timeout, patient=patient,
             kv_used=lambda: server_probe.kv_used(upstream),
         )  # fmt: skip

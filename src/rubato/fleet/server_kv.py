@@ -10,90 +10,45 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rubato.core.clock import PLAN, Clock
 from rubato.core.events import Event, Finished, HandedOff, Started, Transferred
 from rubato.core.interfaces import Host, TransferError
 from rubato.core.plan import KV, Role
 from rubato.core.request import Outcome, Request
-from rubato.fleet.call import Call, Calls, usage_of
+from rubato.fleet.disaggregation import FORM, where_kv_is
 from rubato.fleet.event_bus import Listener
+from rubato.fleet.relay import Trip
 from rubato.fleet.remote_view import GaveUp, Mirror
+from rubato.wire.response_stream import usage_of
 
+Trips = dict[str, Trip]  # by the id of each of its requests
 SHARE = 2 / 3  # of its lease for which a prefilled request may wait for a place, before it is prefilled again
-FORM = "kv_transfer_params"
-APART = ("/v1/chat/completions", "/v1/completions")  # whose responses say where the KV is
-LIMITS = ("max_tokens", "max_completion_tokens")
-# Fields of a body whose response needs the prompt where it is made, or several sequences.
-WHOLE = ("prompt_logprobs", "echo", "use_beam_search", "best_of")
-NOT_FOR_ONE = ("stream_options", "min_tokens")  # fields that have no sense with one token, and no stream
-ASKED = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
-
-
-class NotApartError(Exception):
-    """A request that cannot be prefilled at one server and decoded at another; the message says why."""
-
-
-def prefill_only(call: Call, body: bytes) -> bytes:
-    """The body by which a server prefills a call's prompt and keeps the KV. Raises NotApartError."""
-    fields = json.loads(body)
-    if call.path not in APART or len(call.ids) > 1:
-        what = "several choices" if call.path in APART else call.path
-        raise NotApartError(
-            f"{what}: a fleet that prefills and decodes apart serves one choice of {' and '.join(APART)}"
-        )
-    for name in WHOLE:
-        asked = fields.get(name)
-        if asked is not None and asked is not False and (name, asked) != ("best_of", 1):
-            raise NotApartError(f"{name}: leave it out, since a fleet that prefills and decodes apart cannot serve it")
-    fields = {name: value for name, value in fields.items() if name not in NOT_FOR_ONE}
-    limits = {name: 1 for name in LIMITS if name in fields} or {LIMITS[0]: 1}
-    return json.dumps({**fields, **limits, "stream": False, FORM: ASKED}).encode()
-
-
-def with_kv(body: bytes, kv: KV) -> bytes:
-    """The body by which a server goes on with a prompt that another has prefilled."""
-    return json.dumps({**json.loads(body), FORM: json.loads(kv.data)}).encode()
-
-
-def where_kv_is(body: bytes) -> Mapping[str, Any] | None:
-    """What a response says of that; None for one that says nothing."""
-    try:
-        found = json.loads(body).get(FORM)
-    except (ValueError, AttributeError):
-        return None
-    return found if isinstance(found, dict) and found.get("do_remote_prefill") else None
 
 
 class KVBetweenServers:
-    """Of a `ServerHost`. kv_lease: seconds that its engine keeps KV for another."""
+    """Of a `ServerReplica`. kv_lease: seconds that its engine keeps KV for another."""
 
     id: str
     clock: Clock
     kv_lease: float | None
-    _calls: Calls
-    _mine: dict[str, Call]
+    _trips: Trips
+    _mine: dict[str, Trip]
     _role: Role | None
     _gone: bool
     _idle: asyncio.Event
-    _news: dict[str, asyncio.Event]
     _emit_outside: Listener
 
     if TYPE_CHECKING:
 
         def _started(self) -> Mirror: ...
-        def _send(self, call: Call, request: Request, kv: KV | None = None) -> None: ...
-        def _leave(self, call: Call) -> None: ...
+        def _send(self, trip: Trip, request: Request, kv: KV | None = None) -> None: ...
+        def _leave(self, trip: Trip) -> None: ...
         def _fold(self, *events: Event) -> None: ...
         def _finish(self, id: str, outcome: Outcome, reason: str) -> None: ...
-        def _as_sent(self, call: Call, request: Request | None) -> Request | None: ...
-        async def _heard_of(self, call: Call) -> None: ...
+        async def heard_of(self, trip: Trip) -> None: ...
 
     def _no_kv_moves(self) -> None:
         self._prefilled: dict[str, GaveUp] = {}  # told by the link, of a response that is not here yet
@@ -104,18 +59,18 @@ class KVBetweenServers:
     # ----------------------------------------------------------------- where it is prefilled
 
     @property
-    def _prefills(self) -> bool:
+    def prefills(self) -> bool:
         """Whether what is sent there now is to go on elsewhere."""
         return self.kv_lease is not None and self._role is not None and self._role.phase == "prefill"
 
-    async def _hand_over(self, call: Call, body: bytes) -> None:
+    async def hand_over(self, trip: Trip, body: bytes) -> None:
         """Its prompt is in KV there, as the response says: it is to be placed where it goes on."""
-        await self._heard_of(call)
-        (id,) = call.ids
+        await self.heard_of(trip)
+        (id,) = trip.ids
         mirror, now = self._started(), self.clock.now()
         told = self._prefilled.pop(id, None)
         if id not in self._mine:
-            call.breaks(f"replica {self.id} ended it otherwise")
+            trip.break_off(f"replica {self.id} ended it otherwise")
             return
         if (words := where_kv_is(body)) is None:
             why = f"replica {self.id} prefilled it, and does not say where its KV is: has its server a KV connector?"
@@ -130,8 +85,9 @@ class KVBetweenServers:
                 mirror.correct(id, prompt)
             self._fold(Started(now, id))
         cached = max(1, prompt - 1) if told is None else told.cached
-        request = self._as_sent(call, mirror.moved(id, "prefilled", now, cached))
-        assert request is not None, "what is served here is here"
+        moved = mirror.moved(id, "prefilled", now, cached)
+        assert moved is not None, "what is served here is here"
+        request = trip.progress_seen(moved, now)
         self._kv[id] = KV(cached, FORM, (), json.dumps(words).encode(), 0), request
         if self.kv_lease is not None:
             self.clock.call_at(now + SHARE * self.kv_lease, PLAN, lambda: self._lapse(id, request))
@@ -176,16 +132,16 @@ class KVBetweenServers:
         if view.limits.blocks(request.handoff.cached + 1) > view.kv_free:
             return False
         mirror.submit(request, self.clock.now())
-        self._mine[request.id] = self._calls[request.id]
+        self._mine[request.id] = self._trips[request.id]
         return True
 
     async def receive(self, id: str, kv: KV) -> None:
         seq = self._started().known(id)
-        call = self._mine.get(id)
-        if seq is None or call is None or id in self._arrivals or not self._started().arrives(id):
+        trip = self._mine.get(id)
+        if seq is None or trip is None or id in self._arrivals or not self._started().arrives(id):
             raise TransferError(f"replica {self.id} expects no KV of request {id!r} any more")
         arrival = self._arrivals[id] = asyncio.get_running_loop().create_future()
-        self._send(call, seq.request, kv)
+        self._send(trip, seq.request, kv)
         try:
             await arrival
         finally:
@@ -198,8 +154,8 @@ class KVBetweenServers:
         mirror = self._started()
         if mirror.arrives(id):
             mirror.forget(id)
-            if (call := self._mine.pop(id, None)) is not None:
-                self._leave(call)
+            if (trip := self._mine.pop(id, None)) is not None:
+                self._leave(trip)
         self._idle.set()
 
     def _arrived(self, event: Event) -> None:
@@ -208,9 +164,9 @@ class KVBetweenServers:
         if arrival is not None and not arrival.done():
             arrival.set_result(None)
 
-    def _failed_to_arrive(self, call: Call, why: str) -> bool:
-        """Whether a call that failed was one whose KV has not come: it is placed again."""
-        arrival = self._arrivals.get(call.ids[0])
+    def _failed_to_arrive(self, trip: Trip, why: str) -> bool:
+        """Whether a trip that failed was one whose KV has not come: it is placed again."""
+        arrival = self._arrivals.get(trip.ids[0])
         if arrival is None:
             return False
         if not arrival.done():

@@ -13,7 +13,7 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.link_messages import Message
 from rubato.core.plan import Limits
 from rubato.core.server_url import host_in_url
-from rubato.fleet.server_host import ServerAbout
+from rubato.fleet.server_replica import ServerAbout
 from rubato.fleet.upstream import Upstream, UpstreamError, whole
 from rubato.latency import affine
 

@@ -12,10 +12,9 @@ from rubato.core.clock import PLAN, Clock, unix_time
 from rubato.core.events import Event, HandedOff
 from rubato.core.link_messages import HEARTBEAT, Message, assign
 from rubato.core.plan import Role
-from rubato.core.request import Request
-from rubato.fleet.call import Call
 from rubato.fleet.link_reader import LinkReader, MissedReportError
 from rubato.fleet.local_host import SLOWER
+from rubato.fleet.relay import Fault, Trip
 from rubato.fleet.remote_view import GaveUp, Mirror, Report, shifted_report
 from rubato.fleet.server_link import Link, hello
 from rubato.fleet.upstream import Upstream, UpstreamError
@@ -35,7 +34,7 @@ class ServerLostError(Exception):
 
 
 class ServerWatch:
-    """Of a `ServerHost`. linked: the link tells what happens there."""
+    """Of a `ServerReplica`. linked: the link tells what happens there."""
 
     id: str
     url: str
@@ -44,8 +43,7 @@ class ServerWatch:
     linked: bool
     _link: Link | None
     _mirror: Mirror | None
-    _mine: dict[str, Call]
-    _news: dict[str, asyncio.Event]
+    _mine: dict[str, Trip]
     _prefilled: dict[str, GaveUp]
     _role: Role | None
     _gone: bool
@@ -57,16 +55,15 @@ class ServerWatch:
 
         def _die(self, error: ServerLostError) -> None: ...
         def _emit(self, events: Sequence[Event]) -> None: ...
-        def _failed(self, call: Call, why: str, *, full: bool = False, once: bool = False) -> None: ...
+        def fail(self, trip: Trip, why: str, fault: Fault) -> None: ...
         def _fold(self, *events: Event) -> None: ...
-        def _as_sent(self, call: Call, request: Request | None) -> Request | None: ...
 
     def _hear_nothing_yet(self) -> None:
         self._name = uuid4().hex  # by which the engine knows whose requests it takes back
         self._reader = LinkReader(self.id, self._own)
         self._greeted: asyncio.Future[Message] | None = None
         self._ahead = 0.0  # what the engine core's clock shows more than this one
-        self._trip = float("inf")  # seconds of the fastest ping so far
+        self._round_trip = float("inf")  # seconds of the fastest ping so far
         self._absent: dict[str, float] = {}  # of those here that a snapshot has not shown: since when
         self._silent = 0.0
 
@@ -98,7 +95,7 @@ class ServerWatch:
             self._silent = 0.0
         match message["kind"]:
             case "hello":
-                self._trip = float("inf")  # it may be another core
+                self._round_trip = float("inf")  # it may be another core
                 self._measure_ahead(message)
                 if self._greeted is not None and not self._greeted.done():
                     self._greeted.set_result(message)
@@ -128,15 +125,14 @@ class ServerWatch:
         self._emit(report.events)
         for told in report.gave_up:
             id, reason, at, cached = told
-            call = self._mine.get(id)
-            if call is not None and cached:  # its response says the rest
+            trip = self._mine.get(id)
+            if trip is not None and cached:  # its response says the rest
                 self._prefilled[id] = told
-                if (news := self._news.get(call.ids[0])) is not None:
-                    news.set()
+                trip.news.set()
                 continue
             request = mirror.moved(id, reason, at)
-            if call is not None and (request := self._as_sent(call, request)) is not None:
-                self._fold(HandedOff(at, id, request))
+            if trip is not None and request is not None:
+                self._fold(HandedOff(at, id, trip.progress_seen(request, self.clock.now())))
             else:
                 mirror.forget(id)
 
@@ -144,9 +140,9 @@ class ServerWatch:
         """Learn what the core's clock shows more than this one: between the bounds that the fastest answer so far has
         set, as Unix time says it, where the two machines' agree."""
         heard, asked = self.clock.now(), message["asked"]
-        if heard - asked > self._trip:
+        if heard - asked > self._round_trip:
             return
-        self._trip = heard - asked
+        self._round_trip = heard - asked
         least, most = message["clock"] - heard, message["clock"] - asked
         ahead: float = (message["clock"] - message["unix"]) - (heard - unix_time())
         self._ahead = ahead if least <= ahead <= most else (least + most) / 2
@@ -154,8 +150,8 @@ class ServerWatch:
     def _own(self, name: str) -> str:
         """The request here that a report's name means; empty where it is none, or an earlier try of it."""
         id, _, tries = name.rpartition(TRY)
-        call = self._mine.get(id)
-        return id if call is not None and tries == str(call.tries) else ""
+        trip = self._mine.get(id)
+        return id if trip is not None and tries == str(trip.tries) else ""
 
     def _command(self, *commands: list[Any]) -> None:
         if self._link is not None:
@@ -197,11 +193,11 @@ class ServerWatch:
         """Place elsewhere what the engine does not know: it has handed it off, in a report that was missed. (Of one
         that has ended, the response has ended.)"""
         for id, since in list(self._absent.items()):
-            if (call := self._mine.get(id)) is None:
+            if (trip := self._mine.get(id)) is None:
                 del self._absent[id]
             elif self.clock.now() - since > ABSENT:
                 del self._absent[id]
-                self._failed(call, f"replica {self.id} does not know request {id!r} any more")
+                self.fail(trip, f"replica {self.id} does not know request {id!r} any more", Fault.UNAVAILABLE)
 
     async def _is_healthy(self) -> bool:
         try:

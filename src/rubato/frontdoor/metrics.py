@@ -13,13 +13,16 @@ Labels are tiers, tenants, replicas and words of ours, all bounded: the tier bey
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.utils import floatToGoString
 
 from rubato.core.events import (
     Demoted,
@@ -63,6 +66,7 @@ class _Open:
     tier: str  # labels
     tenant: str
     used: Counter  # its tenant's output tokens
+    tokens: int = 0  # of these, those that are not counted yet
     counted: bool = False  # as offered
     begun: float | None = None  # its first work
     first: float | None = None  # time of its first token
@@ -77,6 +81,7 @@ class SLOMetrics:
         self.registry = registry
         self._tiers, self._tenants, self._reasons = _Names(MOST_NAMES), _Names(MOST_NAMES), _Names(MOST_REASONS)
         self._open: dict[str, _Open] = {}
+        registry.register(self)  # first: what is shown after it has been brought up to date
         self._build_own()
         self._folds: dict[type[Event], Callable[[Any], None]] = {
             Offered: self._offered,
@@ -95,6 +100,18 @@ class SLOMetrics:
             fold(event)
 
     # ----------------------------------------------------------------- what there is
+
+    def collect(self) -> Iterator[Metric]:
+        """Before what is registered later is shown (prometheus_client's collector protocol)."""
+        for state in self._open.values():
+            self._count_tokens(state)
+        return iter(())
+
+    def _count_tokens(self, state: _Open) -> None:
+        """Most events are of tokens: a counter of prometheus_client, with its lock, costs more than all else there."""
+        if state.tokens:
+            state.used.inc(state.tokens)
+            state.tokens = 0
 
     def counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"rubato_{name}", about, labels, registry=self.registry)
@@ -163,7 +180,7 @@ class SLOMetrics:
         if not event.tokens:  # text that was held back, of tokens counted before
             return
         state = self._open[event.id]
-        state.used.inc(event.tokens)
+        state.tokens += event.tokens
         if state.first is None:
             state.first = event.at
             self._measured.labels(state.tier).observe(event.at - state.request.arrival)
@@ -174,6 +191,7 @@ class SLOMetrics:
 
     def _finished(self, event: Finished) -> None:
         state = self._open.pop(event.id)
+        self._count_tokens(state)
         if event.is_client_error:
             return
         tier, tenant, verdict = state.tier, state.tenant, event.verdict
@@ -238,7 +256,8 @@ class Metrics(SLOMetrics):
         there = views()
         self._cost = ReplicaSecondsMeter((view.id for view in there), max((view.now for view in there), default=0.0))
         self._build_vllm(model)
-        self.registry.register(self)
+        self._gaps = [0] * (len(PER_TOKEN) + 1)  # between tokens, by bucket
+        self._gap_seconds = 0.0
         self._folds[Preempted] = lambda event: self._preemptions.inc()
 
     def __call__(self, event: Event) -> None:
@@ -268,7 +287,6 @@ class Metrics(SLOMetrics):
             "vllm:request_success", "Requests completed", ["model_name", "finished_reason"], registry=self.registry
         )
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", TTFT)
-        self._itl = histogram("inter_token_latency_seconds", "From a token to the next", PER_TOKEN)
         self._tpot = histogram("request_time_per_output_token_seconds", "Mean over a request", PER_TOKEN)
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token", E2E)
         self._prefill = histogram("request_prefill_time_seconds", "From the first work to the first token", E2E)
@@ -280,6 +298,7 @@ class Metrics(SLOMetrics):
 
     def collect(self) -> Iterator[Metric]:
         """How things stand at the moment of a scrape (prometheus_client's collector protocol)."""
+        yield from super().collect()
         views = self._views()
         flight = self._in_flight()
         placed = sum(len(v.running) + len(v.waiting) for v in views)
@@ -308,12 +327,26 @@ class Metrics(SLOMetrics):
             total.add_metric([view.id], view.kv_total)
         yield free
         yield total
+        yield self._gap_histogram()
         failed = CounterMetricFamily("rubato_listener_errors", "Events that a listener failed on", labels=["listener"])
         for name, count in self._errors().items():
             failed.add_metric([name], count)
         yield failed
         dropped = self._log_lines_dropped()
         yield CounterMetricFamily("rubato_log_lines_dropped", "Log lines whose reader was too slow", value=dropped)
+
+    def _count_tokens(self, state: _Open) -> None:
+        if state.tokens:
+            self._generated.inc(state.tokens)
+        super()._count_tokens(state)
+
+    def _gap_histogram(self) -> Metric:
+        buckets = zip([*map(floatToGoString, PER_TOKEN), "+Inf"], accumulate(self._gaps), strict=True)
+        family = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "From a token to the next", labels=["model_name"]
+        )
+        family.add_metric([self._model], list(buckets), self._gap_seconds)
+        return family
 
     def _gauge(self, name: str, about: str, values: Iterable[tuple[View, float]]) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", about, labels=["model_name", "engine"])
@@ -342,13 +375,14 @@ class Metrics(SLOMetrics):
         if not event.tokens:
             return
         state = self._open[event.id]
-        self._generated.inc(event.tokens)
         if state.last is None:
             self._ttft.observe(event.at - state.request.arrival)
             if state.begun is not None:
                 self._prefill.observe(event.at - state.begun)
         else:
-            self._itl.observe(event.at - state.last)
+            gap = event.at - state.last
+            self._gaps[bisect_left(PER_TOKEN, gap)] += 1
+            self._gap_seconds += gap
         super()._token(event)
 
     def _finished(self, event: Finished) -> None:

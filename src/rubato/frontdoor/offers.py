@@ -56,6 +56,7 @@ class Offers:
                     self._door.settle_unknown(self._admitted)
             listener(event)
 
+        hear.hears_tokens = getattr(listener, "hears_tokens", True)  # type: ignore[attr-defined]
         for at, request in enumerate(self.requests):
             if at and at % SLICE == 0:
                 await asyncio.sleep(0)

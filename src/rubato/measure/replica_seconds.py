@@ -31,6 +31,8 @@ class _Replica:
 class ReplicaSecondsMeter:
     """A listener of a cluster. replicas: those there at the start, at time `start`."""
 
+    hears_tokens = False
+
     def __init__(self, replicas: Iterable[str], start: float = 0.0) -> None:
         self._replicas = {id: _Replica(start) for id in replicas}
         self._tiers: dict[str, str] = {}  # of requests in flight

@@ -92,6 +92,8 @@ class TierCounts:
 class BoardCounts:
     """A listener for `Cluster.listen`."""
 
+    hears_tokens = False
+
     def __init__(self) -> None:
         self.tiers: dict[str, TierCounts] = {}
         self._open: dict[str, tuple[Request, TierCounts, _Slice]] = {}

@@ -22,12 +22,14 @@ from rubato.config.build import check_names
 from rubato.config.schema import Config, ConfigError
 from rubato.core.clock import PLAN, Clock
 from rubato.core.interfaces import Router
-from rubato.fleet.call import Calls
 from rubato.fleet.cluster import NO_REPLICA, Cluster
-from rubato.fleet.envoy_server import EnvoyCall, EnvoyServer, endpoint_of
+from rubato.fleet.http_client import HttpServer
+from rubato.fleet.picked_trip import PickedTrip, endpoint_of
+from rubato.fleet.relay import Ask
 from rubato.fleet.server_fleet import server_cluster
-from rubato.fleet.server_host import ServerHost
-from rubato.fleet.upstream import HttpServer, Upstream
+from rubato.fleet.server_kv import Trips
+from rubato.fleet.server_replica import ServerReplica
+from rubato.fleet.upstream import Upstream
 from rubato.frontdoor.admission import ApiRequest, FrontDoor, for_server
 from rubato.frontdoor.choices import response_id
 from rubato.frontdoor.errors import REJECT_REASON, ApiError, from_finished
@@ -52,12 +54,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Picker:
-    """What all streams share. calls: where the hosts find each request, by id; passing: the same, by answer. only: the
-    endpoints that a request may go to, where it may not go to all (`policy_kit.candidates`)."""
+    """What all streams share. trips: where the replicas find each request, by id. only: the endpoints that a request
+    may go to, where it may not go to all (`policy_kit.candidates`)."""
 
     cluster: Cluster
-    calls: Calls
-    passing: dict[str, EnvoyCall]
+    trips: Trips
     only: dict[str, frozenset[str]]
     door: FrontDoor
     draining: bool = False
@@ -77,7 +78,7 @@ class Picker:
     def endpoints(self) -> frozenset[str]:
         """Those of the servers that are not lost."""
         hosts = self.cluster.hosts.values()
-        return frozenset([endpoint_of(host.url) for host in hosts if isinstance(host, ServerHost)])
+        return frozenset([endpoint_of(host.url) for host in hosts if isinstance(host, ServerReplica)])
 
     def candidates(self, subset: frozenset[str] | None) -> frozenset[str]:
         """Of these, the data plane's, which may name an address without a port. Raises ApiError 503 for none."""
@@ -98,16 +99,12 @@ async def picker_of(
     if config.tenants:
         raise ConfigError("tenants: an endpoint picker does not check keys; leave them out, or use `rubato gateway`")
     endpoints = {server.url.rstrip("/"): endpoint_of(server.url) for server in config.servers}
-    calls: Calls = {}
-    passing: dict[str, EnvoyCall] = {}
+    trips: Trips = {}
     only: dict[str, frozenset[str]] = {}
-
-    def server(url: str) -> Upstream:
-        return EnvoyServer(transport(url), endpoints[url], passing)
 
     def endpoint(replica: str) -> str:
         host = cluster.hosts[replica]
-        assert isinstance(host, ServerHost)
+        assert isinstance(host, ServerReplica)
         return endpoints[host.url]
 
     def longest() -> int:
@@ -115,7 +112,7 @@ async def picker_of(
         return fleet.alike.known.limits.max_model_len
 
     # Without the link: by it an engine hands requests off and takes them back, which are Envoy's by then.
-    fleet, options, _ = fleet_of(config, clock, calls, transport=server, link=None)
+    fleet, options, _ = fleet_of(config, clock, trips, transport=transport, link=None)
     cluster = await server_cluster(
         fleet, clock, options, around=lambda router: cast(Router, Candidates(router, only, endpoint))
     )
@@ -123,7 +120,7 @@ async def picker_of(
         Tenants((), tiers_of(config)), clock, cluster, cluster.retry_after, longest,
         config.max_body_bytes, config.max_choices,
     )  # fmt: skip
-    return Picker(cluster, calls, passing, only, door)
+    return Picker(cluster, trips, only, door)
 
 
 class _Stream:
@@ -143,7 +140,7 @@ class _Stream:
         self._size = 0
         self._changes = RequestChanges()
         self._has_body = self._has_trailers = False
-        self._call: EnvoyCall | None = None
+        self._trip: PickedTrip | None = None
         self._bound = HELD_SECONDS
         self._late = False  # it has waited for a place too long
         self._complete = False  # the response has come to its end
@@ -233,17 +230,17 @@ class _Stream:
         if path not in GENERATE or self._headers.get(":method") != "POST":  # whatever else servers have: in turn
             self._picker.turn += 1
             return sorted(endpoints)[self._picker.turn % len(endpoints)]
-        call = await self._offer(path, endpoints)
-        await self._until_settled(call)
-        return call.endpoint
+        trip = await self._offer(path, endpoints)
+        await self._until_settled(trip)
+        return trip.endpoint
 
-    async def _offer(self, path: str, endpoints: frozenset[str]) -> EnvoyCall:
+    async def _offer(self, path: str, endpoints: frozenset[str]) -> PickedTrip:
         """Its requests, offered to the cluster. Raises ApiError 400."""
         picker, door = self._picker, self._picker.door
         tenant = door.identify({})
         body = door.read_fields(self._raw)
         admitted = door.admit(ApiRequest(path, self._headers, body, self._arrival), tenant)
-        id = new_id(path, self._headers.get("x-request-id", ""), picker.calls)
+        id = new_id(path, self._headers.get("x-request-id", ""), picker.trips)
         offers = Offers(door, self._cluster, admitted, admitted.requests(id, self._arrival, body))
         ids = [request.id for request in offers.requests]
         self._changes.set |= dict(to_headers(admitted.granted))
@@ -253,24 +250,21 @@ class _Stream:
 
         def over() -> None:
             for id in ids:
-                picker.calls.pop(id, None)
+                picker.trips.pop(id, None)
                 picker.only.pop(id, None)
-            picker.passing.pop(call.answer, None)
 
-        call = EnvoyCall(
-            path, response_id(offers.requests), offers.requests, admitted.n, body.flag("stream"),
-            lambda tokens: door.learn_length(admitted, tokens), over,
-        )  # fmt: skip
-        self._call = picker.passing[call.answer] = call
+        streams = body.flag("stream")
+        ask = Ask(path, path, response_id(offers.requests), admitted.n, streams, True, False, (), lambda name: b"")
+        trip = self._trip = PickedTrip(ask, offers.requests, lambda tokens: door.learn_length(admitted, tokens), over)
         for id in ids:
-            picker.calls[id] = call
+            picker.trips[id] = trip
             if self._subset is not None:
                 picker.only[id] = endpoints
-        await offers.send(call.hear)
+        await offers.send(trip.on_event)
         self._bound = min(HELD_SECONDS, offers.requests[0].stages[0].slo.e2e or math.inf)
-        return call
+        return trip
 
-    async def _until_settled(self, call: EnvoyCall) -> None:
+    async def _until_settled(self, trip: PickedTrip) -> None:
         """Wait for a place, or for the data plane to leave. Raises ApiError if there is none."""
 
         def too_late() -> None:
@@ -279,7 +273,7 @@ class _Stream:
 
         timer = self._cluster.clock.call_at(self._cluster.clock.now() + self._bound, PLAN, too_late)
         self._ahead = asyncio.ensure_future(anext(self._messages, None))
-        settled = asyncio.ensure_future(call.settled.wait())
+        settled = asyncio.ensure_future(trip.settled.wait())
         try:
             await asyncio.wait({self._ahead, settled}, return_when=asyncio.FIRST_COMPLETED)
             if not settled.done() and await self._ahead is None:
@@ -288,21 +282,21 @@ class _Stream:
         finally:
             timer.cancel()
             settled.cancel()
-        if call.failed is not None:
-            raise self._why(call)
+        if trip.failed is not None:
+            raise self._why(trip)
 
-    def _why(self, call: EnvoyCall) -> ApiError:
+    def _why(self, trip: PickedTrip) -> ApiError:
         """The error of requests that were not placed."""
-        assert call.failed is not None
+        assert trip.failed is not None
         seconds = self._cluster.retry_after()
         if self._late:
             after = str(max(1, math.ceil(min(seconds, 3600.0))))
             why = f"No server was free for this request within {self._bound:g} s: try again in {after} s."
             more = (("retry-after", after), (REJECT_REASON, "held-too-long"))
             return ApiError(429, why, code="held-too-long", kind="rate_limit_error", headers=more)
-        if call.failed.reason == NO_REPLICA or not self._cluster.hosts:
+        if trip.failed.reason == NO_REPLICA or not self._cluster.hosts:
             return ApiError(503, "No server is ready.", code="no_server", kind="server_error")
-        return from_finished(call.failed, seconds)
+        return from_finished(trip.failed, seconds)
 
     async def _send_on(self, endpoint: str) -> None:
         """Headers, body and trailers, in this order, as the protocol has them."""
@@ -346,25 +340,25 @@ class _Stream:
         if not re.fullmatch("[0-9]{3}", status):
             raise ProtocolError("response_headers without a :status")
         self._picker.door.count_status(int(status))
-        if (call := self._call) is None:
+        if (trip := self._trip) is None:
             return
-        if served and served != call.endpoint:
+        if served and served != trip.endpoint:
             if served in self._picker.endpoints():
-                self._picker.only.update(dict.fromkeys(call.ids, frozenset({served})))
+                self._picker.only.update(dict.fromkeys(trip.ids, frozenset({served})))
             else:
-                log.warning("request %s was served by %s, which is none of the servers", call.answer, served)
+                log.warning("request %s was served by %s, which is none of the servers", trip.answer, served)
                 served = ""
-        call.head(int(status), list(headers.items()), served)
+        trip.head(int(status), list(headers.items()), served)
 
     def _show(self, data: bytes, *, last: bool) -> None:
         self._complete = self._complete or last
-        if self._call is not None:
-            self._call.shows(data, last=last)
+        if self._trip is not None:
+            self._trip.shows(data, last=last)
 
     # ----------------------------------------------------------------- the end
 
     def _cancel(self, why: str) -> None:
-        for id in self._call.ids if self._call is not None else ():
+        for id in self._trip.ids if self._trip is not None else ():
             self._cluster.cancel(id, why)
 
     def _leave(self) -> None:
@@ -372,7 +366,7 @@ class _Stream:
         self._let_go()
         if self._ahead is not None:
             self._ahead.cancel()
-        if self._call is not None and self._call.open and not (self._complete and self._call.shown is not None):
+        if self._trip is not None and self._trip.is_open and not (self._complete and self._trip.shown is not None):
             self._cancel("the client left, or the connection broke")
 
 

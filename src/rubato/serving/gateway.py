@@ -8,7 +8,7 @@ paths go to some server of the fleet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,11 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rubato.core.interfaces import View
-from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
-from rubato.fleet.server_host import ServerHost
-from rubato.fleet.upstream import UpstreamError
+from rubato.fleet.relay import REDIRECTED, REDIRECTS, Ask, RelayTrip
+from rubato.fleet.server_kv import Trips
+from rubato.fleet.server_replica import ServerReplica
+from rubato.fleet.upstream import Headers, UpstreamError
 from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, for_server
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.choices import response_id
@@ -32,22 +33,21 @@ from rubato.frontdoor.offers import Offers
 from rubato.frontdoor.paths import CHAT, GENERATE, RESPONSES, TEXT, is_internal, written_path
 from rubato.frontdoor.slo_fields import Tiers, to_headers
 from rubato.frontdoor.tenants import Tenants
+from rubato.frontdoor.verdict import verdict_fields
 from rubato.serving.app_state import AppState, add_door, add_operations
+from rubato.serving.asgi_client import AsgiClient
 from rubato.serving.board import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
-from rubato.serving.relayed_call import RelayedCall, is_redirect, redirected
 from rubato.serving.sse import forbid_buffering
-
-Message = MutableMapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayService:
-    """What is served. calls: where the hosts find each request's body. key: for the servers' API, "" to pass on the
+    """What is served. trips: where the replicas find each request's body. key: for the servers' API, "" to pass on the
     client's. is_vllm: whether the servers are vLLM's. The rest as `app.Service`."""
 
     cluster: Cluster
-    calls: Calls
+    trips: Trips
     model: str
     max_model_len: int
     key: str = ""
@@ -66,9 +66,9 @@ class GatewayService:
     def views(self) -> list[View]:
         return [host.view() for host in self.cluster.hosts.values()]
 
-    def servers(self) -> list[ServerHost]:
+    def servers(self) -> list[ServerReplica]:
         """Those that are not lost."""
-        return [host for host in self.cluster.hosts.values() if isinstance(host, ServerHost)]
+        return [host for host in self.cluster.hosts.values() if isinstance(host, ServerReplica)]
 
 
 def create_gateway(service: GatewayService) -> FastAPI:
@@ -80,7 +80,7 @@ def create_gateway(service: GatewayService) -> FastAPI:
     add_door(app, state.door)
     add_operations(app, state)
     add_board(app, state)
-    service.cluster.listen(GatewayMetrics(state.metrics, service.calls, service.servers))
+    service.cluster.listen(GatewayMetrics(state.metrics, service.trips, service.servers))
     for path in GENERATE:
         app.add_api_route(path, gateway.generate, methods=["POST"], response_model=None)
     app.add_api_route(
@@ -103,26 +103,47 @@ class Gateway:
         tenant = self._state.enter(http)
         body = await self._state.read(http)
         admitted = door.admit(ApiRequest(path, http.headers, body, arrival), tenant)
-        id = new_id(path, http.headers.get("x-request-id", ""), self._service.calls)
+        id = new_id(path, http.headers.get("x-request-id", ""), self._service.trips)
         if path == RESPONSES and self._service.tenants.configured:
             id = self._service.tenants.new_response_id(tenant)
         requests, streams = admitted.requests(id, arrival, body), body.flag("stream")
         offers = Offers(door, self._cluster, admitted, requests, lambda: streams or self._has_link())
         return _Relay(self, offers, admitted, body, self._headers(http, admitted), http.url.query)
 
-    def relayed(self, relay: _Relay, path: str, send: Send) -> RelayedCall:
-        """The call of a response that is about to be sent, registered for the hosts."""
+    def trip(self, relay: _Relay, path: str, client: AsgiClient) -> RelayTrip:
+        """The trip of a response that is about to be sent, registered for the replicas."""
         door, admitted, requests = self._state.door, relay.admitted, relay.offers.requests
         with_usage = bool((relay.fields.value("stream_options") or {}).get("include_usage"))
         answer = response_id(requests)
-        call = RelayedCall(
-            path, written_path(path, relay.query), answer, requests, admitted.n, relay.headers_for_server,
-            self._for_server(relay, path, answer), send, lambda: door.response_headers(admitted),
-            lambda tokens: door.learn_length(admitted, tokens), with_usage=with_usage,
+        fields = self._for_server(relay, path, answer)
+        raw, names_id = fields.to_json(), fields.json("request_id") == orjson.dumps(answer)
+
+        def body(name: str) -> bytes:
+            return fields.with_fields(request_id=name).to_json() if names_id and name != answer else raw
+
+        ask = Ask(
+            path, written_path(path, relay.query), answer, admitted.n, fields.flag("stream"), with_usage,
+            self._service.is_vllm(), relay.headers_for_server, body,
         )  # fmt: skip
-        for id in call.ids:
-            self._service.calls[id] = call
-        return call
+        trip = RelayTrip(
+            ask, requests, client, lambda tokens: door.learn_length(admitted, tokens),
+            lambda ends: verdict_fields(requests, ends),
+        )  # fmt: skip
+        for id in trip.ids:
+            self._service.trips[id] = trip
+        return trip
+
+    def head(self, relay: _Relay) -> Callable[[Headers], list[tuple[bytes, bytes]]]:
+        """How a server's headers go to the client of a response."""
+        answer = response_id(relay.offers.requests)
+        own = (b"x-request-id", (answer.partition("-")[2] or answer).encode())  # of which vLLM makes the response's id
+
+        def head(headers: Headers) -> list[tuple[bytes, bytes]]:
+            sent = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned(headers)]
+            length = [(b"content-length", v.encode()) for n, v in headers[-1:] if n == "content-length"]
+            return [*forbid_buffering(sent), *length, own, *self.limits(relay)]
+
+        return head
 
     def _for_server(self, relay: _Relay, path: str, answer: str) -> BodyFields:
         """What a server gets of a body: what is stated to this side stays here."""
@@ -134,9 +155,12 @@ class Gateway:
             body = body.with_fields(stream_options={**(options or {}), "include_usage": True})
         return self._state.door.with_salt(body, relay.admitted.tenant) if self._service.is_vllm() else body
 
-    def forget(self, call: RelayedCall) -> None:
-        for id in call.ids:
-            self._service.calls.pop(id, None)
+    def limits(self, relay: _Relay) -> list[tuple[bytes, bytes]]:
+        return self._state.door.response_headers(relay.admitted)
+
+    def forget(self, trip: RelayTrip) -> None:
+        for id in trip.ids:
+            self._service.trips.pop(id, None)
 
     async def other(self, http: HttpRequest) -> Response:
         """Whatever else servers have: it goes to one of them, in turn."""
@@ -153,9 +177,9 @@ class Gateway:
                 reply = await host.upstream.open(http.method, target, self._headers(http), raw)
             except UpstreamError:
                 continue  # the next one; this one's own probes tell that it is gone
-            if is_redirect(reply.status):
+            if reply.status in REDIRECTS:
                 reply.close()
-                raise redirected()
+                return Response(REDIRECTED, 502, media_type="application/json")
             return _Passed(reply)
         raise ApiError(503, "No server of the fleet can be reached.", code="no_server", kind="server_error")
 
@@ -188,13 +212,8 @@ class _Relay(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        lock = asyncio.Lock()
-
-        async def one_at_a_time(message: Message) -> None:
-            async with lock:
-                await send(message)
-
-        call = self._gateway.relayed(self, scope["path"], one_at_a_time)
+        client = AsgiClient(scope, send, self._gateway.head(self))
+        trip = self._gateway.trip(self, scope["path"], client)
         gone = asyncio.Event()
 
         async def watch() -> None:
@@ -202,39 +221,39 @@ class _Relay(Response):
                 pass
             gone.set()
             self.offers.cancel()
-            call.breaks("the client left")
+            trip.break_off("the client left")
 
-        watcher = asyncio.create_task(watch())
+        watcher, sender = asyncio.create_task(watch()), asyncio.create_task(client.run())
         try:
-            await self.offers.send(call.hear)
-            await call.done.wait()
-            if not call.over and not gone.is_set():
+            await self.offers.send(trip.on_event)
+            await trip.done.wait()
+            if not trip.over and not gone.is_set():
                 self.offers.cancel()
-                await self._error(call, scope, receive, one_at_a_time)
+                self._say_why(trip, client)
+            if client.ended:
+                await sender
         finally:
             watcher.cancel()
+            sender.cancel()
             self.offers.cancel()
-            self._gateway.forget(call)
+            self._gateway.forget(trip)
 
-    async def _error(self, call: RelayedCall, scope: Scope, receive: Receive, send: Send) -> None:
+    def _say_why(self, trip: RelayTrip, client: AsgiClient) -> None:
         """The response is no answer: a status of its own, or the end of a stream that has begun."""
-        end = call.failed
-        if end is not None:
+        if (end := trip.failed) is not None:
             error = from_finished(end, self.offers.retry_after())
         else:
-            error = ApiError(502, f"The response broke off: {call.broken}", code="server_failed", kind="server_error")
-        call.over = True
-        if call.begun:  # no [DONE]: what came is not an answer
-            piece = b"data: " + error.body() + b"\n\n"
-            if call.path not in (CHAT, TEXT):  # a stream of named events
-                about = {"type": "error", "code": error.code, "message": error.message, "param": None}
-                piece = b"event: error\ndata: " + orjson.dumps({**about, **orjson.loads(error.body())}) + b"\n\n"
-            await send({"type": "http.response.body", "body": piece, "more_body": False})
-            return
-        reply = error.response()
-        for name, value in call.more():
-            reply.headers[name.decode()] = value.decode()
-        await reply(scope, receive, send)
+            error = ApiError(502, f"The response broke off: {trip.broken}", code="server_failed", kind="server_error")
+        trip.over = True
+        body = error.body()
+        if not trip.begun:
+            reply = error.response()
+            client.answer(reply.status_code, [*reply.raw_headers, *self._gateway.limits(self)], body)
+        elif trip.ask.path in (CHAT, TEXT):  # no [DONE]: what came is not an answer
+            client.end(b"data: " + body + b"\n\n")
+        else:  # a stream of named events
+            about = {"type": "error", "code": error.code, "message": error.message, "param": None}
+            client.end(b"event: error\ndata: " + orjson.dumps({**about, **orjson.loads(body)}) + b"\n\n")
 
 
 class _Passed(Response):

@@ -8,19 +8,21 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed
-from rubato.fleet.call import Call
-from rubato.fleet.server_host import ServerHost
+from rubato.fleet.relay import Trip
+from rubato.fleet.server_replica import ServerReplica
 from rubato.frontdoor.metrics import SLOMetrics
 
 
 class GatewayMetrics:
-    """A listener for `Cluster.listen`, whose metrics are shown among those of `metrics`. calls: by request, those whose
+    """A listener for `Cluster.listen`, whose metrics are shown among those of `metrics`. trips: by request, those whose
     response has not ended. servers: those that are not lost."""
 
+    hears_tokens = False
+
     def __init__(
-        self, metrics: SLOMetrics, calls: Mapping[str, Call], servers: Callable[[], Sequence[ServerHost]]
+        self, metrics: SLOMetrics, trips: Mapping[str, Trip], servers: Callable[[], Sequence[ServerReplica]]
     ) -> None:
-        self._calls, self._servers = calls, servers
+        self._trips, self._servers = trips, servers
         self._given_back: set[str] = set()  # by a server that failed, and not placed again yet
         self._again = metrics.counter("requests_placed_again", "Requests placed anew, since their server failed")
         self._continued = metrics.counter("streams_continued", "Streams that broke off and went on at another server")
@@ -37,8 +39,8 @@ class GatewayMetrics:
                 if id in self._given_back:
                     self._given_back.discard(id)
                     self._again.inc()
-                    call = self._calls.get(id)
-                    if call is not None and call.begun:
+                    trip = self._trips.get(id)
+                    if trip is not None and trip.begun:
                         self._continued.inc()
             case Finished(id=id):
                 self._given_back.discard(id)

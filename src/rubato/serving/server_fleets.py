@@ -25,13 +25,14 @@ from rubato.core.did_you_mean import nearest
 from rubato.core.extras import MissingExtra, extra
 from rubato.core.replica_options import ReplicaOptions
 from rubato.fleet.build import cluster_of
-from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions
+from rubato.fleet.http_client import HttpServer
 from rubato.fleet.server_fleet import Alike, Server, ServerFleet, server_cluster
+from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
 from rubato.fleet.server_probe import UNSAID
-from rubato.fleet.upstream import HttpServer, Upstream
+from rubato.fleet.upstream import Upstream
 from rubato.frontdoor.tenants import Tenants
 from rubato.serving.gateway import GatewayService, create_gateway
 
@@ -41,14 +42,14 @@ OF_ACTORS = ["address", "num_cpus", "num_gpus", "resources", "runtime_env"]  # s
 
 async def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     """A cluster over `servers`, and the gateway's app. Raises ConfigError, PolicyError or ValueError."""
-    calls: Calls = {}
-    fleet, options, key = fleet_of(config, clock, calls)
+    trips: Trips = {}
+    fleet, options, key = fleet_of(config, clock, trips)
     cluster = await server_cluster(fleet, clock, options)
-    return cluster, _app_maker(config, clock, cluster, calls, fleet.alike, key)
+    return cluster, _app_maker(config, clock, cluster, trips, fleet.alike, key)
 
 
 def fleet_of(
-    config: Config, clock: Clock, calls: Calls, *, transport: Callable[[str], Upstream] = HttpServer,
+    config: Config, clock: Clock, trips: Trips, *, transport: Callable[[str], Upstream] = HttpServer,
     link: Callable[[str], Link] | None = ZmqLink,
 ) -> tuple[ServerFleet, ClusterOptions, str]:  # fmt: skip
     """What makes the hosts of `servers`, the options of a cluster over them, and the key for the servers' API.
@@ -68,7 +69,7 @@ def fleet_of(
         raise ConfigError("servers: they have different keys; give all of them the same")
     profile = (lambda: latency_of(config)) if config.latency is not None else lambda: None
     fleet = ServerFleet(
-        servers, clock, options, calls,
+        servers, clock, options, trips,
         profile=profile, transport=transport, link=link, step_timeout=config.step_timeout_seconds,
     )  # fmt: skip
     return fleet, options, min(keys)
@@ -86,7 +87,7 @@ def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     resources = {**gpus, **started_ray(config)}
     from rubato.fleet.ray_servers import KeptFleet, RayServers
 
-    calls: Calls = {}
+    trips: Trips = {}
     options = ClusterOptions(
         choice_of(config),
         ReplicaOptions(lengths_of(config), config.slo_rule, config.prefix_cache),
@@ -95,14 +96,14 @@ def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
         scaled or KeptFleet(config.replicas),
     )
     fleet = RayServers(
-        command, clock, options, calls, resources=resources, key=key, step_timeout=config.step_timeout_seconds
+        command, clock, options, trips, resources=resources, key=key, step_timeout=config.step_timeout_seconds
     )  # fmt: skip
     cluster = cluster_of([fleet.host] * config.replicas, clock, options, fleet.host)
-    return cluster, _app_maker(config, clock, cluster, calls, fleet.alike, key)
+    return cluster, _app_maker(config, clock, cluster, trips, fleet.alike, key)
 
 
 def _app_maker(
-    config: Config, clock: Clock, cluster: Cluster, calls: Calls, alike: Alike, key: str
+    config: Config, clock: Clock, cluster: Cluster, trips: Trips, alike: Alike, key: str
 ) -> AppMaker:  # fmt: skip
     """key: for the servers' API."""
 
@@ -111,7 +112,7 @@ def _app_maker(
         assert known is not None, "the cluster has started"
         return create_gateway(
             GatewayService(
-                cluster, calls, config.served_name or known.model, known.limits.max_model_len, key,
+                cluster, trips, config.served_name or known.model, known.limits.max_model_len, key,
                 tenants, bool(config.tenants), config.max_body_bytes, config.max_choices, lambda: bool(known.version),
                 unix_time() - clock.now(), dropped,
             )

@@ -21,7 +21,9 @@ from typing import Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from rubato.fleet.relay import Flow
 from rubato.frontdoor.errors import ApiError
+from rubato.serving.asgi_client import WRITER
 from rubato.serving.connections import Connections, Owed
 
 SEND_BUFFER = 128 << 10  # bytes of a socket's send buffer; Linux would let it grow to megabytes a connection
@@ -67,6 +69,7 @@ class _StallGuard(HttpToolsProtocol):
         self._unread = 0  # looks at which no answer was taken: seconds may have passed while the loop was busy
         self._left = (0, 0)
         self._closing = _Closing(self)
+        self._writer: _BodyWriter | None = None
         self._window: deque[int] = deque(maxlen=CHECKS + 1)  # body bytes at the last looks: over stall_seconds at least
         self._begin("head")
         self._check = self.loop.call_later(self.stall / CHECKS, self._look)
@@ -166,7 +169,20 @@ class _StallGuard(HttpToolsProtocol):
 
     # ------------------------------------------------------------------- what goes out
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._writer is not None and self._writer.flow is not None:
+            self._writer.flow.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._writer is not None and self._writer.flow is not None:
+            self._writer.flow.resume()
+
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._writer = _BodyWriter(self.transport, cycle)
+        cycle.scope.setdefault("extensions", {})[WRITER] = self._writer
+
         async def closing(scope: Any, receive: Any, send: Any) -> None:
             has_length = False
 
@@ -301,6 +317,19 @@ class _StallGuard(HttpToolsProtocol):
         except OSError:  # it is being closed
             return 0
         return int.from_bytes(info[BYTES_ACKED:], sys.byteorder)
+
+
+class _BodyWriter:
+    """Writes parts of a body that has begun, past ASGI (`asgi_client.Writer`): from callbacks, and at once."""
+
+    def __init__(self, transport: asyncio.Transport, cycle: Any) -> None:
+        self._transport, self._cycle = transport, cycle
+        self.flow: Flow | None = None
+
+    def write(self, data: bytes) -> None:
+        cycle = self._cycle
+        if data and not (cycle.disconnected or cycle.response_complete):
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if cycle.chunked_encoding else data)
 
 
 class _Closing:

@@ -34,9 +34,7 @@ from rubato.core.request import Request
 from rubato.engines.vllm.link import address_for_gateways
 from rubato.engines.vllm.sequence import ARRIVAL, MAX_PAUSE, MILLISECONDS, ON_DECLINE, TENANT, TICKET, TIER, sealed
 from rubato.engines.vllm.settings import check_version
-from rubato.fleet.call import usage_of
 from rubato.fleet.cluster import retry_after
-from rubato.fleet.sse_relay import DONE, may_be_last
 from rubato.frontdoor import history, verdict
 from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, FrontDoor, for_server
 from rubato.frontdoor.body_fields import BodyFields
@@ -46,6 +44,7 @@ from rubato.frontdoor.paths import CHAT, GENERATE, OPEN, RESPONSES, TEXT, canoni
 from rubato.frontdoor.tenants import Tenant, Tenants, tenants_of, tiers_of
 from rubato.serving.sse import forbid_buffering
 from rubato.serving.vllm_reports import LATE, EngineReports, reports_of
+from rubato.wire.response_stream import ResponseStream, usage_of, with_fields
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -357,7 +356,8 @@ class _Answer:
         self._early: list[Message] = []  # with it: parts of before vLLM made its request
         self._stream = False
         self._whole: bytearray | None = None  # the body so far of a response that is changed at its end
-        self._last: bytes | None = None  # a chunk that may be the last one
+        admitted = call.admitted
+        self._reader = ResponseStream(admitted.prompts * admitted.n)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -411,7 +411,7 @@ class _Answer:
         requests, ends = await self._front.ends(self._call) if wanted else ([], [])
         self._call.usage = usage_of(raw)
         if status == 200 and ends:
-            raw = _with(raw.rstrip(), verdict.verdict_fields(requests, ends))
+            raw = with_fields(raw, verdict.verdict_fields(requests, ends))
         kept = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
         self._start = {**self._start, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
         await self._begin()
@@ -424,28 +424,12 @@ class _Answer:
             if await self.is_refused(part):
                 return
             await self._begin()
-        if self._last is None and not may_be_last(part):
-            await self._send({**message, "body": part})
-            return
-        out = []
-        for chunk in filter(None, part.split(b"\n\n")):
-            if b'"usage":{' in chunk:
-                self._call.usage = usage_of(chunk.removeprefix(b"data: "))
-            if self._last is not None:
-                ended = chunk.startswith(DONE)
-                out.append(
-                    _with(self._last, verdict.verdict_fields(*await self._front.ends(self._call)))
-                    if ended
-                    else self._last
-                )
-                self._last = None
-            if may_be_last(chunk):
-                self._last = chunk
-            else:
-                out.append(chunk)
-        if not more and self._last is not None:
-            out.append(self._last)
-        await self._send({**message, "body": b"".join(chunk + b"\n\n" for chunk in out)})
+        reader = self._reader
+        passed, _ = reader.feed(part)
+        if reader.has_ended or not more:
+            self._call.usage = reader.usage
+            passed += reader.finish(verdict.verdict_fields(*await self._front.ends(self._call)))
+        await self._send({**message, "body": passed})
 
     async def _instead(self, error: ApiError) -> None:
         self._start = None
@@ -468,11 +452,6 @@ def _is_further_choice(id: str) -> bool:
     """Whether vLLM's request of this id shares its prompt with one before it (vLLM's ids: `CHOICE_...`)."""
     choice = id.partition("_")[0]
     return choice.isdecimal() and choice != "0"
-
-
-def _with(chunk: bytes, more: Mapping[str, Any]) -> bytes:
-    """A chunk `data: {...}`, or a whole response, with further fields."""
-    return chunk[:-1] + b"," + orjson.dumps(more)[1:] if more and chunk.endswith(b"}") else chunk
 
 
 def _engine(number: int, now: float, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""A server to which Envoy sends the requests: what a `ServerHost` would open there, Envoy opens, and shows here.
-
-The host places, counts and judges as it does for the gateway. In the place of the connection is a call that tells the
-picker where the request goes, and then waits for what Envoy shows of the response (`serving.epp`).
-"""
+"""A trip by Envoy: it is told where the request goes, sends it there, and shows here what comes back."""
 
 from __future__ import annotations
 
@@ -10,17 +6,18 @@ import asyncio
 import ipaddress
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from rubato.core.events import Event, Finished
+from rubato.core.plan import KV
 from rubato.core.request import Progress, Request
-from rubato.fleet.call import CannotContinueError
-from rubato.fleet.upstream import Headers, Reply, Upstream, UpstreamError
+from rubato.fleet.relay import Ask, Carrier, Flow, Trip
+from rubato.fleet.resume import NotResumableError
+from rubato.fleet.upstream import Headers, Reply, UpstreamError
 
 log = logging.getLogger(__name__)
 
-ID = "x-request-id"  # the header by which a server finds the call that its host opens; it goes nowhere else
 PORTS = {"http": 80, "https": 443}
 
 
@@ -59,62 +56,76 @@ class Shown:
             await self._news.wait()
         return self._parts.popleft() if self._parts else b""
 
-    def close(self) -> None:
+    async def pump(self, sink: Callable[[bytes], None]) -> None:
+        while part := await self.part():
+            sink(part)
+
+    def pause(self) -> None:
         """The connection is Envoy's."""
 
+    def resume(self) -> None: ...
 
-class EnvoyCall:
-    """A `fleet.call.Call` whose body and response pass through Envoy alone.
+    def close(self) -> None:
+        self.shows(b"", last=True)
 
-    requests: a choice each; choices: of one prompt. counted: told how many tokens the prompt has, once that is known.
-    over: told when all its requests have ended. settled: set when it is placed, or will not be; then either
-    `endpoint` says where it goes, or `failed` why nowhere.
+
+class Elsewhere:
+    """A `relay.Client` that has its response by Envoy."""
+
+    flow: Flow | None = None
+
+    def start(self, status: int, headers: Headers) -> None: ...
+    def write(self, data: bytes) -> None: ...
+    def end(self, data: bytes = b"") -> None: ...
+
+
+class PickedTrip(Trip):
+    """A trip whose body and response pass through Envoy alone.
+
+    Args:
+        over: told when all its requests have ended.
+
+    `settled` is set when it is placed, or will not be; then either `endpoint` says where it goes, or `failed` why
+    nowhere.
     """
 
     def __init__(
-        self, path: str, answer: str, requests: tuple[Request, ...], choices: int, streams: bool,
-        counted: Callable[[int], None], over: Callable[[], None],
+        self, ask: Ask, requests: tuple[Request, ...], learned: Callable[[int], None], over: Callable[[], None]
     ) -> None:  # fmt: skip
-        self.path = self.target = path
-        self.tries = 0
-        self.answer = answer  # the same in each: the servers have no link, and only Envoy knows them
-        self.ids = tuple([request.id for request in requests])
-        self.choices = choices
-        self.streams = streams
-        self.begun = False  # Envoy has been told: it cannot go elsewhere
-        self.streamed = 0
+        super().__init__(ask, requests, Elsewhere(), learned)
         self.endpoint = ""
         self.settled = asyncio.Event()
-        self.failed: Finished | None = None  # the first end that is no completion
         self.shown: Shown | None = None
         self._left = set(self.ids)
-        self._news = asyncio.Event()
-        self.counted = counted
+        self._head = asyncio.Event()  # of its response, or Envoy has gone elsewhere
         self._over = over
 
-    # ----------------------------------------------------------------- from the cluster and the host
+    @property
+    def answer(self) -> str:
+        return self.ask.answer  # the same in each try: the servers have no link, and only Envoy knows them
 
     def hear(self, event: Event) -> None:
-        """Of one of its requests."""
+        super().hear(event)
         if type(event) is not Finished:
             return
         self._left.discard(event.id)
-        if event.outcome != "completed" and self.failed is None:
-            self.failed = event
+        if self.failed is not None:
             self.settled.set()
         if not self._left:
             self._over()
 
     def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         if self.begun:
-            self.so_far()
-        return [(ID, self.answer)], b""
+            raise NotResumableError("Envoy has sent it to a server")
+        return [], b""
 
-    def so_far(self) -> str:
-        raise CannotContinueError("Envoy has sent it to a server")
+    def why_not_resumable(self, progress: Progress | None) -> str | None:
+        return "Envoy has sent it to a server" if self.begun else None
 
-    async def opened(self, endpoint: str) -> Reply:
+    async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
         """Tell where it goes; the response, once its head is there. Raises UpstreamError if Envoy went elsewhere."""
+        self.sent(request.progress)
+        endpoint = endpoint_of(replica.url)
         self.begun = True
         if not self.endpoint:
             self.endpoint = endpoint
@@ -122,26 +133,17 @@ class EnvoyCall:
         while self.endpoint == endpoint:
             if self.shown is not None:
                 return self.shown
-            self._news.clear()
-            await self._news.wait()
+            self._head.clear()
+            await self._head.wait()
         raise UpstreamError("Envoy has sent it to another server")
 
-    async def begin(self, status: int, headers: Headers) -> None:
-        """Its client has it by Envoy, as all that follows."""
-
-    async def write(self, data: bytes) -> None: ...
-
-    async def end(self, rest: bytes) -> None: ...
-
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None: ...
-
-    def breaks(self, why: str) -> None:
+    def break_off(self, why: str) -> None:
         log.info("request %s: %s, after its end", self.answer, why)
 
     # ----------------------------------------------------------------- from Envoy
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether requests of it are in flight."""
         return bool(self._left)
 
@@ -152,29 +154,9 @@ class EnvoyCall:
             log.warning("request %s was to go to %s, and Envoy sent it to %s", self.answer, self.endpoint, served)
             self.endpoint, self.begun = served, False
         self.shown = Shown(status, headers)
-        self._news.set()
+        self._head.set()
 
     def shows(self, data: bytes, *, last: bool) -> None:
         """A part of the response's body; nobody reads it any more when the requests have ended."""
-        if self.shown is not None and (self.open or last):
+        if self.shown is not None and (self.is_open or last):
             self.shown.shows(data, last=last)
-
-
-class EnvoyServer:
-    """A server (`upstream.Upstream`) of this endpoint: what is asked of it itself goes to `server`; the calls of
-    `calls`, by answer, go by Envoy."""
-
-    def __init__(self, server: Upstream, endpoint: str, calls: Mapping[str, EnvoyCall]) -> None:
-        self._server = server
-        self._endpoint = endpoint
-        self._calls = calls
-
-    async def open(
-        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
-    ) -> Reply:
-        if method == "POST" and (call := self._calls.get(dict(headers).get(ID, ""))) is not None:
-            return await call.opened(self._endpoint)
-        return await self._server.open(method, path, headers, body, seconds=seconds)
-
-    async def close(self) -> None:
-        await self._server.close()

@@ -1,0 +1,327 @@
+"""An HTTP/1.1 client whose responses come in callbacks: a relay passes each part on without waking a task.
+
+aiohttp, which the rest of the project uses, wakes one for each part: half of what a gateway's stream then costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+from rubato.core.server_url import connection_failure
+from rubato.fleet.upstream import Headers, Reply, UnreachableError, UpstreamError
+
+KEEP_ALIVE_S = 4.0  # of an idle connection: below the 5 s after which uvicorn, vLLM's server, closes it
+CONNECT_S = 2.0  # for a connection; a machine that is gone answers nothing
+MAX_HEAD_BYTES = 64 << 10  # of a response, and of what comes of a body between two of its parts
+MAX_BUFFERED_BYTES = 256 << 10  # of a body that nobody takes, before the connection is read no more
+PORTS = {"http": 80, "https": 443}
+IDEMPOTENT = frozenset({"GET", "HEAD", "PUT", "DELETE", "OPTIONS"})
+
+
+class HttpServer:
+    """A server by its base URL (`Upstream`), which may have a path. Opened on the running event loop."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        self._host = parts.hostname or ""
+        self._port = parts.port or PORTS[parts.scheme]
+        self._netloc = parts.netloc
+        self._base = parts.path
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._idle: deque[_Connection] = deque()  # the one that was used last is the last
+        self._open: set[_Connection] = set()
+
+    async def open(
+        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
+    ) -> Reply:
+        raw = self._head(method, path, headers, len(body)) + body
+        loop = asyncio.get_running_loop()
+        deadline = None if seconds is None else loop.time() + seconds
+        try:
+            async with asyncio.timeout_at(deadline):
+                while True:
+                    connection = self._idle_connection()
+                    fresh = connection is None
+                    if connection is None:
+                        try:
+                            connection = await self._connect()
+                        except (OSError, TimeoutError) as error:
+                            raise UnreachableError(connection_failure(error)) from error
+                    try:
+                        reply = await connection.send(raw, method == "HEAD", deadline)
+                        break
+                    except _ClosedError as error:  # while it was idle, maybe: a request is then sent once more
+                        if fresh or method not in IDEMPOTENT:
+                            raise UpstreamError(str(error)) from None
+        except TimeoutError as error:
+            raise UpstreamError(connection_failure(error)) from error
+        return reply
+
+    def _head(self, method: str, path: str, headers: Headers, size: int) -> bytes:
+        """Raises UpstreamError for a header that would be several."""
+        lines = [f"{method} {self._base}{path} HTTP/1.1", f"host: {self._netloc}"]
+        lines += [f"{name}: {value}" for name, value in headers]
+        if size or method not in ("GET", "HEAD"):
+            lines.append(f"content-length: {size}")
+        text = "\r\n".join([*lines, "\r\n"])
+        if text.count("\n") != len(lines) + 1 or text.count("\r") != len(lines) + 1 or "\0" in text:
+            raise UpstreamError("a header has a line break")
+        return text.encode("latin-1", "replace")
+
+    async def _connect(self) -> _Connection:
+        async with asyncio.timeout(CONNECT_S):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                lambda: _Connection(self._idle, self._open), self._host, self._port, ssl=self._ssl
+            )
+        return connection
+
+    def _idle_connection(self) -> _Connection | None:
+        now = asyncio.get_running_loop().time()
+        while self._idle:
+            connection = self._idle.pop()
+            if now - connection.idle_since < KEEP_ALIVE_S and not connection.transport.is_closing():
+                return connection
+            connection.abort()
+        return None
+
+    async def close(self) -> None:
+        for connection in list(self._open):
+            connection.abort()
+        self._idle.clear()
+        await asyncio.sleep(0)  # the transports close on the next turn
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class _ClosedError(Exception):
+    """The connection was closed before a byte of a response came."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, with one response at a time."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, idle: deque[_Connection], open_: set[_Connection]) -> None:
+        self._pool, self._open = idle, open_
+        self._reply: _Reply | None = None
+        self.idle_since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._open.add(self)
+
+    async def send(self, raw: bytes, no_body: bool, deadline: float | None) -> _Reply:
+        """no_body: whatever its head says, as of HEAD. Raises UpstreamError, _ClosedError."""
+        self._reply = reply = _Reply(self, no_body, deadline)
+        self._parser = HttpResponseParser(reply)
+        self._in_head = 0
+        self.transport.write(raw)
+        try:
+            await reply.begun
+        except BaseException:
+            self.abort()
+            raise
+        return reply
+
+    def data_received(self, data: bytes) -> None:
+        reply = self._reply
+        if reply is None or reply.complete:
+            self.abort()  # nothing was asked
+            return
+        try:
+            self._parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade):
+            reply.fail(UpstreamError("the server's answer is no HTTP"))
+        if not reply.has_body_part:
+            self._in_head += len(data)
+            if self._in_head > MAX_HEAD_BYTES:
+                reply.fail(UpstreamError("the head of the server's answer is too long"))
+        else:
+            self._in_head = 0
+            reply.has_body_part = False
+
+    def eof_received(self) -> None:
+        """The transport closes."""
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._open.discard(self)
+        if self._reply is None:
+            if self in self._pool:
+                self._pool.remove(self)
+        elif not self._reply.complete:
+            self._reply.lose(error)
+
+    def response_complete(self, keeps: bool) -> None:
+        """keeps: another request may be sent."""
+        if keeps and not self.transport.is_closing():
+            self.transport.resume_reading()
+            self._reply = None
+            self.idle_since = asyncio.get_running_loop().time()
+            self._pool.append(self)
+        else:
+            self.transport.close()
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+
+class _Reply:
+    """A response (`upstream.Reply`), and what its parser calls."""
+
+    def __init__(self, connection: _Connection, no_body: bool, deadline: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.status = 0
+        self.headers: list[tuple[str, str]] = []
+        self.begun: asyncio.Future[None] = loop.create_future()
+        self.complete = False
+        self.has_body_part = False
+        self._connection = connection
+        self._no_body = no_body
+        self._framed = False  # its head says where the body ends
+        self._sink: Callable[[bytes], None] | None = None
+        self._parts: deque[bytes] = deque()
+        self._buffered = 0
+        self._error: Exception | None = None
+        self._news: asyncio.Future[None] | None = None
+        self._timer = None if deadline is None else loop.call_at(deadline, self._expire)
+
+    # ----------------------------------------------------------------- for who asked
+
+    async def part(self) -> bytes:
+        while not self._parts:
+            if self._error is not None:
+                raise self._error
+            if self.complete:
+                return b""
+            await self._wait()
+        part = self._parts.popleft()
+        self._buffered -= len(part)
+        if self._buffered <= MAX_BUFFERED_BYTES:
+            self.resume()
+        return part
+
+    async def pump(self, sink: Callable[[bytes], None]) -> None:
+        while self._parts:
+            sink(self._parts.popleft())
+        self._buffered = 0
+        self._sink = sink
+        self.resume()
+        while not self.complete and self._error is None:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+
+    def pause(self) -> None:
+        if not self.complete and not self._connection.transport.is_closing():
+            self._connection.transport.pause_reading()
+
+    def resume(self) -> None:
+        if not self.complete and not self._connection.transport.is_closing():
+            self._connection.transport.resume_reading()
+
+    def close(self) -> None:
+        if not self.complete:
+            self.fail(UpstreamError("it was given up"))
+
+    async def _wait(self) -> None:
+        self._news = asyncio.get_running_loop().create_future()
+        await self._news
+
+    # ----------------------------------------------------------------- for the connection
+
+    def fail(self, error: Exception) -> None:
+        if self.complete or self._error is not None:
+            return
+        self._error = error
+        self._over()
+        if not self.begun.done():
+            self.begun.set_exception(error)
+        self._connection.abort()
+
+    def lose(self, error: Exception | None) -> None:
+        """The connection is gone."""
+        why = "the server closed the connection" if error is None else connection_failure(error)
+        if not self.begun.done():
+            self.fail(_ClosedError(why))
+        elif error is None and not self._framed:
+            self._complete(keeps=False)
+        else:
+            self.fail(UpstreamError(why))
+
+    def _expire(self) -> None:
+        self.fail(UpstreamError(connection_failure(TimeoutError())))
+
+    def _over(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def _complete(self, keeps: bool) -> None:
+        if not self.complete and self._error is None:
+            self.complete = True
+            self._over()
+            self._connection.response_complete(keeps)
+
+    # ----------------------------------------------------------------- for the parser
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self._connection.abort()  # a second answer to one request
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.decode("latin-1").lower(), value.decode("latin-1")))
+
+    def on_headers_complete(self) -> None:
+        parser = self._connection._parser
+        status = parser.get_status_code()
+        if status < 200:  # 100 Continue, and hints
+            self.headers.clear()
+            return
+        self.status = status
+        names = dict(self.headers)
+        self._framed = "content-length" in names or "transfer-encoding" in names
+        if not self.begun.done():
+            self.begun.set_result(None)
+        if self._no_body:
+            self._complete(keeps=False)
+
+    def on_body(self, data: bytes) -> None:
+        self.has_body_part = True
+        if self.complete:
+            return
+        if self._sink is not None:
+            try:
+                self._sink(data)
+            except Exception as error:  # through the parser it would be another
+                self.fail(error)
+            return
+        self._parts.append(data)
+        self._buffered += len(data)
+        if self._buffered > MAX_BUFFERED_BYTES:
+            self.pause()
+        self._tell()
+
+    def on_message_complete(self) -> None:
+        if self.status:
+            self._complete(keeps=self._connection._parser.should_keep_alive())

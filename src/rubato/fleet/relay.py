@@ -1,0 +1,533 @@
+"""One API request's trip through the gateway: placed at a server, streamed, placed again where that failed, ended.
+
+The cluster places its requests; a `Trip` is told where (`placed`), sends the body there and passes on what comes back,
+in callbacks: no task wakes for a part of a stream. The replica is told what has come (`ServerReplica.count`), and of
+each end. What is added for the client: the verdict, at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Protocol
+
+import orjson
+
+from rubato.core.events import Event, Finished
+from rubato.core.plan import KV
+from rubato.core.request import INFEASIBLE, Progress, Request
+from rubato.fleet.disaggregation import NotApartError, prefill_only, with_kv
+from rubato.fleet.event_bus import Listener
+from rubato.fleet.resume import CHAT, TEXT, NotResumableError, StreamSoFar
+from rubato.fleet.upstream import Headers, Reply, UnreachableError, Upstream, UpstreamError, error_code, whole
+from rubato.wire.response_stream import DONE, ResponseStream, usage_of, with_fields
+
+log = logging.getLogger(__name__)
+
+TOKENIZE_S = 5.0  # for an answer of /tokenize
+# A redirect sends the client to another address, the server's own as a rule (304 does not).
+REDIRECTS = (301, 302, 303, 307, 308)
+REDIRECTED = orjson.dumps(
+    {
+        "error": {
+            "message": "The server answers with a redirect, which is not passed on.",
+            "type": "server_error", "param": None, "code": "server_failed",
+        }
+    }
+)  # fmt: skip
+CLOSE_S = 1.0  # from the end of a stream, by its own word, to the end of its bytes
+MAX_EARLY_BYTES = 1 << 20  # of a stream before its first token, which are kept back
+
+
+class Fault(Enum):
+    """How a server failed at a request, which decides how often it is asked of others."""
+
+    UNREACHABLE = "nobody answers there: the request was not sent"
+    FULL = "it takes no more for now"
+    UNAVAILABLE = "it says that it cannot serve for now"
+    UNKNOWN = "it may be the request's own fault: one other server is asked"
+
+
+class Flow(Protocol):
+    """What can be told to wait."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+FAULTS = {429: Fault.FULL, 503: Fault.UNAVAILABLE}  # by status
+
+
+class Client(Protocol):
+    """Where a response goes: each part at once, or as soon as what came before it has gone. flow: what is to wait while
+    the client takes nothing."""
+
+    flow: Flow | None
+
+    def start(self, status: int, headers: Headers) -> None: ...
+    def write(self, data: bytes) -> None: ...
+    def end(self, data: bytes = b"") -> None: ...
+
+
+class Carrier(Protocol):
+    """A replica as a trip sees it."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def url(self) -> str: ...
+    @property
+    def upstream(self) -> Upstream: ...
+    @property
+    def linked(self) -> bool: ...
+    @property
+    def prefills(self) -> bool:
+        """Whether what is sent there now is to go on elsewhere."""
+        ...
+
+    def has(self, trip: Trip) -> bool:
+        """Whether a request of it is here."""
+        ...
+
+    def begin(self, trip: Trip, prompt: int) -> None:
+        """Something has come of it. prompt: tokens, where the server has said how many."""
+        ...
+
+    def count(self, trip: Trip, choices: Sequence[int]) -> None:
+        """A token of each of these choices."""
+        ...
+
+    def know_prompt(self, trip: Trip, tokens: int) -> None:
+        """The server has counted so many tokens in its prompts; 0: it has not."""
+        ...
+
+    def max_output(self, trip: Trip) -> int:
+        """Output tokens that it may have, whatever its server claims."""
+        ...
+
+    def end(self, trip: Trip, outcome: Any, reason: str) -> None:
+        """End its requests that are here."""
+        ...
+
+    async def heard_of(self, trip: Trip) -> None:
+        """Wait for the link to tell of the ends of its requests, but not for long."""
+        ...
+
+    def fail(self, trip: Trip, why: str, fault: Fault) -> None:
+        """The server could not: what is left of the trip goes elsewhere, if it can."""
+        ...
+
+    async def hand_over(self, trip: Trip, body: bytes) -> None:
+        """Its prompt is in KV there, as this response says."""
+        ...
+
+    def left(self, trip: Trip) -> None:
+        """Nothing of it is under way here any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What an API request asks of a server.
+
+    Args:
+        target: its path, with the query.
+        answer: id of the response that the client sees.
+        choices: of one prompt.
+        body: for the try whose response has this id.
+        with_usage: the client wants to see a stream's counts.
+        resumes: the servers are known to go on from what another has streamed, as vLLM does.
+    """
+
+    path: str
+    target: str
+    answer: str
+    choices: int
+    streams: bool
+    with_usage: bool
+    resumes: bool
+    headers: Headers
+    body: Callable[[str], bytes]
+
+
+class Trip:
+    """What every trip has: how often it was sent, and what has come of it. Of a picker only this.
+
+    Args:
+        requests: a choice each.
+        learned: told how many tokens the prompt has, once that is known.
+    """
+
+    def __init__(
+        self, ask: Ask, requests: tuple[Request, ...], client: Client, learned: Callable[[int], None]
+    ) -> None:  # fmt: skip
+        self.ask, self.requests, self.client, self.learned = ask, requests, client, learned
+        self.ids = tuple([request.id for request in requests])
+        self.tries = 0
+        self.begun = False  # the client has had something of the response
+        self.has_failed = False  # at a server, and it was tried again
+        self.streamed = 0  # tokens, of a stream of one choice
+        self.over = False  # the client has had the whole response
+        self.broken = ""  # why no more will come of it
+        self.failed: Finished | None = None  # the first end that is no completion
+        self.done = asyncio.Event()  # over, broken or failed
+        self.news = asyncio.Event()  # a request of it has ended at its server
+        self._task: asyncio.Task[None] | None = None  # the try that counts
+        self._ends: dict[str, Finished] = {}
+
+    @property
+    def choices(self) -> int:
+        return self.ask.choices
+
+    @property
+    def on_event(self) -> Listener:
+        """`hear`, for a cluster: without tokens, which it counts itself."""
+
+        def hear(event: Event) -> None:
+            self.hear(event)
+
+        hear.hears_tokens = False  # type: ignore[attr-defined]
+        return hear
+
+    @property
+    def answer(self) -> str:
+        """The id that the server gives its response, another for each try, so that what is left of one is not taken
+        for the next."""
+        return name_of_try(self.ask.answer, self.tries)
+
+    def hear(self, event: Event) -> None:
+        """An event of one of its requests."""
+        if type(event) is Finished:
+            self._ends[event.id] = event
+            if event.outcome != "completed" and self.failed is None:
+                self.failed = event
+                self.done.set()
+
+    def placed(self, replica: Carrier, request: Request, kv: KV | None = None) -> asyncio.Task[None]:
+        """The cluster has placed it there. kv: of its prompt, where another server has it."""
+        self.news.clear()
+        self._task = asyncio.ensure_future(self._serve(replica, request, kv))
+        return self._task
+
+    def leave(self, task: asyncio.Task[None]) -> None:
+        """Take no more of a try: the server ends what is left of it."""
+        if self._task is task:
+            self._task = None
+        if task is not asyncio.current_task():
+            task.cancel()
+
+    def break_off(self, why: str) -> None:
+        """No more comes of it, though its requests have ended."""
+        if not self.over:
+            self.broken = self.broken or why
+            self.done.set()
+
+    def why_not_resumable(self, progress: Progress | None) -> str | None:
+        """Why what has begun cannot go on elsewhere; None if it can, or has not begun."""
+        if self.begun and not self.ask.resumes:
+            return "its client has had some of it, and the servers are not known to continue"
+        try:
+            if self.begun:
+                self.sent(progress)
+        except NotResumableError as error:
+            return str(error)
+        except Exception as error:  # of a body or stream that is odd in a new way: the others are not to pay for it
+            log.exception("request %s cannot be continued", self.ask.answer)
+            return f"it cannot be continued ({type(error).__name__})"
+        return None
+
+    def progress_seen(self, request: Request, now: float) -> Request:
+        """A request that goes elsewhere, with what its client has had of it, not with what the engine has told."""
+        count = self.streamed if self.begun else 0
+        if request.progress is None and not count:
+            return request
+        had = request.progress or Progress((request.arrival,), ((),))
+        times = had.times[0][:count]
+        times += (now,) * (count - len(times))
+        ids = had.token_ids[:count]
+        progress = replace(had, times=(times,), token_ids=ids if len(ids) == count else ())
+        return replace(request, progress=progress if count or had.demoted or had.delays else None)
+
+    # ----------------------------------------------------------------- of each kind of trip
+
+    def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
+        """Headers and body for a server.
+
+        Args:
+            progress: what has come of it elsewhere, of a response that has begun.
+            ids: its text in tokens, empty where no server says that; None: it will be asked.
+
+        Raises:
+            NotResumableError: it has begun, and cannot go on elsewhere.
+        """
+        raise NotImplementedError
+
+    async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
+        """Its response there. Raises UpstreamError, NotResumableError, NotApartError."""
+        raise NotImplementedError
+
+    def verdict(self) -> Mapping[str, Any]:
+        """What is added for the client, once all its requests have ended."""
+        return {}
+
+    def write(self, data: bytes) -> None:
+        """Whole events for the client."""
+
+    def finish(self, data: bytes) -> None:
+        """The last of a stream."""
+
+    def answer_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """A response that does not stream, or an error that is the client's."""
+
+    # ----------------------------------------------------------------- one try
+
+    async def _serve(self, replica: Carrier, request: Request, kv: KV | None) -> None:
+        """An error that is ours ends it, too: nothing stays in flight."""
+        reply: Reply | None = None
+        prefills = kv is None and replica.prefills
+        try:
+            reply = await self.open(replica, request, kv, prefills=prefills)
+            await self._pass_on(replica, reply, prefills)
+        except NotResumableError as error:
+            replica.end(self, "failed", str(error))
+        except NotApartError as error:
+            replica.end(self, "refused", f"rejected-invalid: {error}")
+        except UpstreamError as error:
+            if reply is not None:
+                reply.close()  # first: it may come back here
+            what = "cannot be reached" if reply is None else "broke off"
+            fault = Fault.UNREACHABLE if isinstance(error, UnreachableError) else Fault.UNKNOWN
+            replica.fail(self, f"replica {replica.id} {what}: {error}", fault)
+        except Exception as error:
+            log.exception("replica %s: a request could not be passed on", replica.id)
+            replica.end(self, "failed", f"the gateway failed at it ({type(error).__name__})")
+            self.break_off(f"the gateway failed at it ({type(error).__name__})")
+        finally:
+            if reply is not None:
+                reply.close()
+            if self.client.flow is reply:
+                self.client.flow = None
+            replica.left(self)
+
+    async def _pass_on(self, replica: Carrier, reply: Reply, prefills: bool) -> None:
+        if reply.status != 200:
+            await self._pass_error(replica, reply)
+            return
+        if prefills:
+            await replica.hand_over(self, await whole(reply))
+            return
+        if dict(reply.headers).get("content-type", "").startswith("text/event-stream"):
+            await self._stream(replica, reply)
+            return
+        raw = await whole(reply)
+        prompt, output = usage_of(raw)
+        replica.know_prompt(self, prompt)
+        if not replica.linked:
+            replica.begin(self, prompt)
+            output = min(output, replica.max_output(self))
+            replica.count(self, [at % len(self.ids) for at in range(output)])
+        await self._completed(replica)
+        self.answer_whole(200, reply.headers, raw)
+
+    async def _pass_error(self, replica: Carrier, reply: Reply) -> None:
+        status, raw = reply.status, await whole(reply)
+        if not replica.linked and status == 429 and dict(reply.headers).get("x-should-retry") == "false":
+            # its SLO cannot be met there even alone: no fault of the server's
+            self.answer_whole(status, reply.headers, raw)
+            replica.end(self, "refused", f"{INFEASIBLE}: the server answered 429")
+            return
+        if status in REDIRECTS:
+            replica.end(self, "failed", f"replica {replica.id} answered {status}, a redirect")
+            self.failed = None  # this is what its client is told
+            self.answer_whole(502, [("content-type", "application/json")], REDIRECTED)
+            return
+        if status < 500 and status != 429:
+            self.answer_whole(status, reply.headers, raw)
+            replica.end(self, "refused", f"rejected-invalid: the server answered {status}")
+            return
+        await replica.heard_of(self)
+        if not replica.has(self):  # what the server says is the echo of a refusal
+            self.break_off(f"replica {replica.id} answered {status}")
+            return
+        log.debug("replica %s answered %d: %.200r", replica.id, status, raw)  # it may quote the prompt
+        why = f"replica {replica.id} answered {status}{error_code(raw)}"
+        replica.fail(self, why, FAULTS.get(status, Fault.UNKNOWN))
+
+    async def _stream(self, replica: Carrier, reply: Reply) -> None:
+        ask = self.ask
+        is_named = ask.path not in (CHAT, TEXT)
+        reader = ResponseStream(len(self.ids), is_named=is_named, with_usage=ask.with_usage)
+        task = asyncio.current_task()
+        closing: list[asyncio.TimerHandle] = []  # what ends it, once it has said that it ends
+        early: bytearray | None = bytearray()  # before its first token: an engine may still refuse
+
+        def came(data: bytes) -> None:
+            nonlocal early
+            if self._task is not task:
+                return  # it has been taken back, and the connection is about to close
+            passed, choices = reader.feed(data)
+            if reader.error is not None:
+                raise UpstreamError("an error in the stream")
+            if early is not None:
+                early += passed
+                if not (choices or reader.holds or reader.has_ended or len(early) > MAX_EARLY_BYTES):
+                    return
+                passed, early = bytes(early), None
+                if not self.begun:
+                    self.begun = True
+                    self.client.start(200, reply.headers)
+                self.client.flow = reply
+            if choices:
+                self.streamed += len(choices)
+                if not replica.linked:
+                    replica.count(self, choices)
+            if passed:
+                self.write(passed)
+            if reader.has_ended and not closing:
+                closing.append(asyncio.get_running_loop().call_later(CLOSE_S, reply.close))
+
+        try:
+            await reply.pump(came)
+        except UpstreamError:
+            if reader.error is not None:
+                await replica.heard_of(self)
+                log.debug("replica %s: an error in a stream: %.200r", replica.id, reader.error)  # it may quote a prompt
+                raise UpstreamError(f"an error in the stream{error_code(reader.error)}") from None
+            if not reader.is_complete:
+                raise
+        finally:
+            for timer in closing:
+                timer.cancel()
+        if not reader.is_complete:
+            raise UpstreamError("the stream ended before its last chunk")
+        prompt, output = reader.usage
+        replica.know_prompt(self, prompt)
+        if not replica.linked:  # a chunk may have brought several tokens
+            missing = min(output, replica.max_output(self)) - self.streamed
+            replica.count(self, [at % len(self.ids) for at in range(missing)])
+        await self._completed(replica)
+        rest = reader.finish({} if is_named else self.verdict())
+        self.finish(rest if reader.has_ended or is_named else rest + DONE)
+
+    async def _completed(self, replica: Carrier) -> None:
+        """The response has come to its end: so have its requests, which the link tells of as a rule."""
+        await replica.heard_of(self)
+        replica.end(self, "completed", "stop")
+
+
+class RelayTrip(Trip):
+    """A trip that sends the body itself, and brings the response.
+
+    Args:
+        about: what is added for the client, of the ends of all its requests.
+    """
+
+    def __init__(
+        self, ask: Ask, requests: tuple[Request, ...], client: Client, learned: Callable[[int], None],
+        about: Callable[[Sequence[Finished]], Mapping[str, Any]],
+    ) -> None:  # fmt: skip
+        super().__init__(ask, requests, client, learned)
+        self._about = about
+        self._so_far = StreamSoFar(ask.path) if ask.streams and len(requests) == 1 else None
+        self._resumed = False  # what comes is not of the first server
+
+    def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
+        ask = self.ask
+        short = ask.answer.partition("-")[2] or ask.answer
+        headers = [*ask.headers, ("x-request-id", name_of_try(short, self.tries))]
+        raw = ask.body(self.answer)
+        if not self.begun:
+            return headers, raw
+        if self._so_far is None:
+            raise NotResumableError("a response of several choices cannot be continued elsewhere")
+        self._resumed = True
+        received = 0 if progress is None else sum(map(len, progress.times))
+        if progress is None or not received:
+            self._so_far.text()
+            return headers, raw
+        told = ids or (progress.token_ids if len(progress.token_ids) == received else ())
+        received = max(received, len(told))  # some chunk may have brought several tokens, and some text be fewer
+        body = self._so_far.body(raw, received, told, unasked=ids is None)
+        self._so_far.received = received
+        return headers, body
+
+    async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
+        headers, body = self.sent(request.progress)
+        if self.begun and self._so_far is not None:
+            ids = await _tokenized(replica.upstream, self._so_far.text(), headers)
+            headers, body = self.sent(request.progress, ids)
+        if kv is not None:
+            body = with_kv(body, kv)
+        elif prefills:
+            body = prefill_only(self.ask.path, len(self.ids), body)
+        return await replica.upstream.open("POST", self.ask.target, headers, body)
+
+    def verdict(self) -> Mapping[str, Any]:
+        ends = [self._ends[id] for id in self.ids if id in self._ends]
+        return self._about(ends if len(ends) == len(self.ids) else ())
+
+    @property
+    def _is_closed(self) -> bool:
+        """The client has been told another end: what a server still says of it is dropped."""
+        return self.over or self.failed is not None
+
+    def write(self, data: bytes) -> None:
+        if self._is_closed:
+            return
+        data = self._as_first(data)
+        if self._so_far is not None:
+            self._so_far.keep(data)
+        self.client.write(data)
+
+    def finish(self, data: bytes) -> None:
+        if not self._is_closed:
+            self.client.end(self._as_first(data))
+            self._end()
+
+    def answer_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        if self._is_closed:
+            return
+        if self.begun:  # no second answer begins
+            self.break_off(f"a server was to go on with it, and answered {status} as a whole")
+            return
+        body = self._named(body)
+        if status == 200:
+            body = with_fields(body, self.verdict())
+        self.begun = True
+        self.client.start(status, [*headers, ("content-length", str(len(body)))])
+        self.client.end(body)
+        self._end()
+
+    def _end(self) -> None:
+        self.over = True
+        self.done.set()
+
+    def _as_first(self, data: bytes) -> bytes:
+        """Events as if the first server had sent them."""
+        if self._resumed and self._so_far is not None:
+            return self._so_far.rewrite(data)
+        return self._named(data)
+
+    def _named(self, data: bytes) -> bytes:
+        """With the id that the client's was given at first."""
+        return data if self.tries <= 1 else data.replace(self.answer.encode(), self.ask.answer.encode())
+
+
+async def _tokenized(upstream: Upstream, text: str, headers: Headers) -> tuple[int, ...]:
+    """A text in tokens of this server: a chunk may have brought several. Empty where it does not say. Raises
+    UpstreamError."""
+    asked = orjson.dumps({"prompt": text, "add_special_tokens": False})
+    reply = await upstream.open("POST", "/tokenize", headers, asked, seconds=TOKENIZE_S)
+    raw = await whole(reply)
+    try:
+        return tuple(map(int, orjson.loads(raw)["tokens"])) if reply.status == 200 else ()
+    except (ValueError, KeyError, TypeError):
+        return ()
+
+
+def name_of_try(id: str, tries: int) -> str:
+    """What a server's reports call a request, or name its response, of retry number `tries`."""
+    return id if tries <= 1 else f"{id}-t{tries}"

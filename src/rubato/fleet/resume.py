@@ -1,0 +1,133 @@
+"""What a client has had of a stream, and how another server goes on from there, where OpenAI's API can say that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from rubato.wire.response_stream import loads
+from rubato.wire.sse_stream import EventSplitter, read_event, with_data
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MAX_KEPT_BYTES = 1 << 20  # of a stream, to go on from
+LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+# Fields of a body with which an output cannot be cut in two.
+INDIVISIBLE = (
+    "tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "suffix", "use_beam_search", "best_of",
+    "return_token_ids", "continue_final_message", "kv_transfer_params",
+)  # fmt: skip
+NO_TEXT = ("reasoning", "reasoning_content", "tool_calls", "function_call")  # of a chunk, what is no text to go on from
+
+
+class NotResumableError(Exception):
+    """What was streamed so far cannot be gone on from elsewhere; the message says why."""
+
+
+class StreamSoFar:
+    """One stream of one choice. `received`: tokens that came before it broke off."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._kept: list[bytes] | None = [] if path in (CHAT, TEXT) else None
+        self._bytes = 0
+        self._first: dict[str, Any] = {}  # the first chunk
+        self.received = 0
+
+    def keep(self, data: bytes) -> None:
+        """Whole events that went to the client."""
+        if self._kept is None:
+            return
+        self._bytes += len(data)
+        if self._bytes > MAX_KEPT_BYTES:
+            self._kept = None
+        else:
+            self._kept.append(data)
+
+    def text(self) -> str:
+        """The text that has come. Raises NotResumableError for a stream in which something else came."""
+        parts: list[str] = []
+        for event in EventSplitter().feed(b"".join(self._kept or ())):
+            fields = loads(read_event(event).data or b"")
+            if not isinstance(fields, dict):
+                continue
+            self._first = self._first or fields
+            for choice in fields.get("choices") or ():
+                said = choice.get("delta", choice)
+                if any(said.get(name) for name in NO_TEXT):
+                    why = "a response in which the model reasons, or calls tools, stays where it is"
+                    raise NotResumableError(why)
+                parts.append(said.get("content" if self._path == CHAT else "text") or "")
+        return "".join(parts)
+
+    def body(self, raw: bytes, received: int, ids: tuple[int, ...], *, unasked: bool) -> bytes:
+        """The body that asks for the rest.
+
+        Args:
+            raw: the body as it was sent first.
+            received: tokens that have come.
+            ids: of these, where they are known.
+            unasked: they may still become known.
+
+        Raises:
+            NotResumableError: OpenAI's API cannot say it.
+        """
+        if self._kept is None:
+            raise NotResumableError(f"a response of {self._path}, or one so long, cannot be continued elsewhere")
+        fields = json.loads(raw)
+        for name in INDIVISIBLE:
+            if fields.get(name) not in (None, False, []):
+                raise NotResumableError(f"a response with {name} cannot be continued elsewhere")
+        for name in LIMITS:
+            if isinstance(limit := fields.get(name), int):
+                if limit <= received:
+                    raise NotResumableError("all its tokens had come, and only its end had not")
+                fields[name] = limit - received
+        if isinstance(least := fields.get("min_tokens"), int):
+            fields["min_tokens"] = max(0, least - received)
+        text, more = self.text(), dict[str, Any]()
+        if self._path == CHAT:
+            more["messages"] = [*fields["messages"], {"role": "assistant", "content": text}]
+            more |= {"continue_final_message": True, "add_generation_prompt": False}
+        else:
+            more["prompt"] = _longer_prompt(fields.get("prompt"), text, ids, unasked)
+        return json.dumps({**fields, **more}).encode()  # any text, lone surrogates too
+
+    def rewrite(self, data: bytes) -> bytes:
+        """Whole events of another server's response as if they were of the first: its id, no second role, the counts
+        of both."""
+        return b"".join([self._as_before(event) for event in EventSplitter().feed(data)])
+
+    def _as_before(self, event: bytes) -> bytes:
+        fields = loads(read_event(event).data or b"")
+        if not isinstance(fields, dict):
+            return event
+        choices = fields.get("choices") or []
+        if any(_is_role_alone(choice) for choice in choices):
+            return b""
+        fields |= {name: self._first[name] for name in ("id", "created", "model") if name in self._first}
+        usage = fields.get("usage")
+        if isinstance(usage, dict) and isinstance(usage.get("prompt_tokens"), int):
+            usage["prompt_tokens"] = max(0, usage["prompt_tokens"] - self.received)
+            usage["completion_tokens"] = usage.get("completion_tokens", 0) + self.received
+        return with_data(event, orjson.dumps(fields))
+
+
+def _longer_prompt(prompt: Any, text: str, ids: tuple[int, ...], unasked: bool) -> Any:
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        (prompt,) = prompt
+    if isinstance(prompt, str):
+        return prompt + text
+    if not isinstance(prompt, list):
+        raise NotResumableError("its prompt is neither text nor token ids")
+    if not ids and not unasked:
+        raise NotResumableError("its prompt is token ids, and those of its output are not known")
+    return [*prompt, *ids]
+
+
+def _is_role_alone(choice: Mapping[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(delta.get("role")) and not delta.get("content")

@@ -1,0 +1,1 @@
+"""What servers, engines and gateways say to each other, as bytes and as values."""

@@ -1,0 +1,184 @@
+"""One streamed response of OpenAI's API on its way through: counted, its end held back until the verdict is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from rubato.wire.sse_stream import EventSplitter, read_event, with_data
+
+DONE = b"data: [DONE]\n\n"
+ONE = (0,)  # a token of the only choice
+MAX_HELD_EVENTS = 64  # behind a finish reason: a few are counts and [DONE]
+# Of streams of named events, as /v1/responses and /v1/messages have them: the last ones.
+LAST_NAMES = frozenset({b"message_stop", b"response.completed", b"response.incomplete", b"response.failed", b"error"})
+USAGE_NAMES = (("prompt", "input"), ("completion", "output"))  # OpenAI's, and those of responses and messages
+
+
+CACHED = ("cache_creation_input_tokens", "cache_read_input_tokens")  # of a message's prompt, beside its `input_tokens`
+
+
+def loads(raw: bytes) -> Any:
+    """What JSON says, also with Python's -Infinity and NaN, as servers write log probabilities; None for no JSON."""
+    try:
+        return orjson.loads(raw)
+    except ValueError:
+        pass
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+
+
+def usage_of(raw: bytes) -> tuple[int, int]:
+    """Tokens of prompt and output that a response, or an event of one, counts; 0 where it does not."""
+    return _usage(loads(raw))
+
+
+def _usage(fields: Any) -> tuple[int, int]:
+    try:
+        usage = fields.get("usage") or (fields.get("response") or {}).get("usage") or {}
+        prompt, output = (usage.get(f"{a}_tokens") or usage.get(f"{b}_tokens") or 0 for a, b in USAGE_NAMES)
+        prompt += sum(usage.get(name) or 0 for name in CACHED)
+        return max(0, int(prompt)), max(0, int(output))
+    except (ValueError, TypeError, AttributeError, OverflowError):
+        return 0, 0
+
+
+def with_fields(raw: bytes, more: Mapping[str, Any]) -> bytes:
+    """A JSON object with these fields, whatever it said of them; what is none as it is."""
+    raw = raw.rstrip()
+    if not more or not raw.endswith(b"}"):
+        return raw
+    if any(f'"{name}"'.encode() in raw for name in more) and isinstance(fields := loads(raw), dict):
+        return orjson.dumps({**fields, **more})
+    before = raw[:-1].rstrip()
+    return before + (b"" if before.endswith(b"{") else b",") + orjson.dumps(more)[1:]
+
+
+class ResponseStream:
+    """Reads no more of an event than is needed: most bring a token, and pass.
+
+    Args:
+        choices: how many the response has.
+        is_named: it is one of named events, of which none is held back.
+        with_usage: its client wants to see the counts at its end.
+    """
+
+    def __init__(self, choices: int = 1, *, is_named: bool = False, with_usage: bool = True) -> None:
+        self._choices, self._is_named, self._with_usage = choices, is_named, with_usage
+        self._splitter = EventSplitter()
+        self._held: list[tuple[bytes, bool]] = []  # since what may be the last event; whether it may get the verdict
+        self._finished: set[int] = set()  # choices that have a finish reason
+        self.has_ended = False  # by its own word
+        self.usage = (0, 0)  # tokens of prompt and output, as it last said
+        self.error: bytes | None = None  # what it said in the place of an answer, as JSON
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is missing if nothing more comes."""
+        return self.has_ended or (0 < self._choices <= len(self._finished))
+
+    @property
+    def holds(self) -> bool:
+        """Whether something is held back."""
+        return bool(self._held)
+
+    def feed(self, data: bytes) -> tuple[bytes, Sequence[int]]:
+        """What has come: what of it, and of what was held, may be passed on, and the choice of each event that brings
+        something of one."""
+        events = self._splitter.feed(data)
+        if len(events) == 1 and not self._held and self._is_plain(events[0]):
+            return events[0], ONE
+        passed: list[bytes] = []
+        counted: list[int] = []
+        for event in events:
+            holds, brings = self._read(event)
+            counted += brings
+            if (brings and not holds) or len(self._held) >= MAX_HELD_EVENTS:  # what was held is in the middle
+                passed += self._release()
+            if holds or self._held:
+                self._held.append((event, holds))
+            else:
+                passed.append(event)
+        return b"".join(passed), counted
+
+    def finish(self, verdict: Mapping[str, Any]) -> bytes:
+        """What was held back, its last event with a finish reason or the counts with these fields, too."""
+        events = self._held if self._with_usage else [e for e in self._held if not self._has_only_usage(e[0])]
+        at = max([i for i, (_, may) in enumerate(events) if may], default=None)
+        out = [event for event, _ in events]
+        if at is not None and verdict and (data := read_event(out[at]).data) is not None:
+            out[at] = with_data(out[at], with_fields(data, verdict))
+        self._held = []
+        return b"".join(out) + self._splitter.rest
+
+    def _is_plain(self, event: bytes) -> bool:
+        """Whether it surely is a chunk with a token of the only choice, and nothing else that matters here."""
+        return (
+            self._choices == 1
+            and not self._is_named
+            and event.startswith(b"data: {")
+            and b'"finish_reason":null' in event
+            and b'""' not in event
+            and b"{}" not in event
+            and b'"usage"' not in event
+            and b'"error"' not in event
+        )
+
+    def _read(self, event: bytes) -> tuple[bool, Sequence[int]]:
+        """Whether it may be the last, and the choices that it brings something of."""
+        name, data = read_event(event)
+        if data is None:
+            return False, ()
+        if self._is_named:
+            return self._read_named(name, data)
+        if data.strip() == b"[DONE]":
+            self.has_ended = True
+            return False, ()
+        fields = loads(data)
+        if not isinstance(fields, dict):
+            if data.startswith(b'{"error"'):  # it may quote what no client is to see
+                self.error = data
+            return False, ()
+        if fields.get("error"):
+            self.error = data
+            return False, ()
+        counts = isinstance(fields.get("usage"), dict)
+        if counts:
+            self.usage = _usage(fields)
+        choices = fields.get("choices")
+        found = [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+        brings = [self._index(choice) for choice in found if _has_content(choice)]
+        ends = [self._index(choice) for choice in found if choice.get("finish_reason")]
+        self._finished.update(ends)
+        return bool(ends) or (counts and not found), brings
+
+    def _read_named(self, name: bytes, data: bytes) -> tuple[bool, Sequence[int]]:
+        if b'"usage"' in data and (usage := usage_of(data)) != (0, 0):
+            self.usage = usage
+        self.has_ended = self.has_ended or name in LAST_NAMES
+        return False, ONE if name == b"content_block_delta" or name.endswith(b".delta") else ()
+
+    def _index(self, choice: Mapping[str, Any]) -> int:
+        index = choice.get("index", 0)
+        return index if type(index) is int and 0 <= index < self._choices else 0
+
+    def _has_only_usage(self, event: bytes) -> bool:
+        fields = loads(read_event(event).data or b"")
+        return isinstance(fields, dict) and not fields.get("choices") and isinstance(fields.get("usage"), dict)
+
+    def _release(self) -> list[bytes]:
+        held, self._held = self._held, []
+        return [event for event, _ in held]
+
+
+def _has_content(choice: Mapping[str, Any]) -> bool:
+    """Whether a choice of a chunk brings something beside its role."""
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
+        return any(value for name, value in delta.items() if name != "role")
+    return bool(choice.get("text"))

@@ -1,0 +1,186 @@
+"""Whatever servers answer, whenever they are lost, whatever clients send: each response and each request ends once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rubato.core.events import Finished, Left, Offered
+from rubato.fleet.upstream import Headers, UpstreamError
+from rubato.frontdoor.paths import GENERATE
+from tests.serving.conftest import http_scope
+from tests.serving.test_gateway import Fleet, gateway
+from tests.stubs.vllm_server import MemoryReply, StubServer
+
+EVENTS = [
+    b'data: {"id":"x","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
+    b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n',
+    b'data: {"choices":[{"index":1,"delta":{"content":"b"}}]}\r\n\r\n',
+    b'data: {"choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\n',
+    b'data: {"choices":[{"index":0,"text":"","finish_reason":"stop","logprobs":-Infinity}]}\n\n',
+    b'data: {"choices":[{"index":0,"text":"\xff","finish_reason":"stop"}]}\n\n',
+    b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1000000000}}\n\n',
+    b'data: {"choices":null}\n\n',
+    b'data: {"choices":[5,{"delta":7},{"delta":null}]}\n\n',
+    b'data: {"error":{"message":"x"}}\n\n',
+    b"data: [DONE]\n\n",
+    b"event: response.output_text.delta\ndata: {}\n\n",
+    b"event: message_stop\ndata: {}\n\n",
+    b": ping\n\n",
+    b"data: {\n\n",
+    b'{"usage":{"prompt_tokens":-5,"completion_tokens":"x"},"choices":[]}',
+    b'{"choices":[{"text":"whole"}],"usage":{"prompt_tokens":3,"completion_tokens":2}}',
+    b"\n",
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """ends: how its connection does: at its end, by a break, or never."""
+
+    status: int
+    kind: str
+    parts: list[bytes]
+    ends: str
+    delay: float
+
+
+answers = st.builds(
+    Answer,
+    st.sampled_from([200] * 8 + [204, 307, 400, 404, 429, 500, 501, 503]),
+    st.sampled_from(["text/event-stream", "text/event-stream", "application/json", ""]),
+    st.lists(st.one_of(st.sampled_from(EVENTS), st.binary(max_size=12)), max_size=8),
+    st.sampled_from(["whole", "whole", "break", "never"]),
+    st.sampled_from([0.0, 0.0, 0.1]),
+)
+prompts = st.sampled_from([None, "hi", "", [1, 2], [[1, 2], [3]], ["a"], 5, {"a": 1}, [None], [{"role": "user"}]])
+messages = st.sampled_from([None, [], "x", [{"role": "user", "content": "hi"}], [{"role": 5}], [7]])
+bodies = st.fixed_dictionaries(
+    {"model": st.just("stub"), "stream": st.booleans()},
+    optional={
+        "prompt": prompts, "input": prompts, "messages": messages, "max_tokens": st.sampled_from([1, 4, 100]),
+        "n": st.integers(1, 3), "prompt_embeds": st.just("abc"), "tools": st.just([{"type": "function"}]),
+        "slo": st.sampled_from([{"e2e_ms": 500}, {"ttft_ms": 100, "on_decline": "refuse"}]), "echo": st.booleans(),
+    },
+)  # fmt: skip
+calls = st.tuples(st.sampled_from(GENERATE), bodies, st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.3]))
+
+
+class Odd(StubServer):
+    """Answers requests by a script, and everything else as it should."""
+
+    script: list[Answer]
+
+    async def open(
+        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
+    ) -> MemoryReply:
+        if method != "POST" or not self.script or path not in GENERATE or self.down:
+            return await super().open(method, path, headers, body, seconds=seconds)
+        self.bodies.append({})
+        answer = self.script[(len(self.bodies) - 1) % len(self.script)]
+        reply = MemoryReply(answer.status, answer.kind)
+        reply.delay = answer.delay
+        for part in filter(None, answer.parts):
+            reply.put(part)
+        if answer.ends != "never":
+            reply.put(b"" if answer.ends == "whole" else UpstreamError("ConnectionResetError"))
+        self.open_replies.add(reply)
+        return reply
+
+
+async def post(fleet: Fleet, path: str, body: Any, leaves: float) -> list[Any]:
+    """What a client gets: the messages of one ASGI response."""
+    got: list[Any] = []
+    sent = iter([orjson.dumps(body)])
+
+    async def receive() -> dict[str, Any]:
+        for part in sent:
+            return {"type": "http.request", "body": part, "more_body": False}
+        await (asyncio.sleep(leaves) if leaves else asyncio.Event().wait())
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        got.append(message)
+
+    await fleet.app(http_scope(fleet.app, path), receive, send)
+    return got
+
+
+def check(script: list[Answer], asked: list[tuple[str, Any, float]], lost_at: float, linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        async def lose() -> None:
+            await asyncio.sleep(lost_at)
+            for server in fleet.servers:
+                server.kill()
+
+        losing = asyncio.create_task(lose())
+        async with asyncio.timeout(1000.0):
+            all_got = await asyncio.gather(*(post(fleet, *one) for one in asked))
+            await losing
+        for got, (_, _, leaves) in zip(all_got, asked, strict=True):
+            if not leaves:
+                assert [m["type"] for m in got].count("http.response.start") == 1, got
+                assert got[0]["type"] == "http.response.start"
+                assert [m.get("more_body", False) for m in got[1:]] == [True] * (len(got) - 2) + [False]
+        assert fleet.cluster.in_flight == 0
+        assert fleet.cluster.offered == fleet.cluster.finished
+        ends = Counter(event.id for event in fleet.of(Finished))
+        assert ends == Counter(event.id for event in fleet.of(Offered))
+        assert set(ends.values()) <= {1}
+        assert max(Counter(event.id for event in fleet.of(Left)).values(), default=0) <= 1
+        lines = (await fleet.http.get("/metrics")).text.splitlines()
+        assert not [line for line in lines if not line.startswith("#") and float(line.rpartition(" ")[2]) < 0
+                    and "margin" not in line]  # fmt: skip
+
+    def change(servers: list[StubServer]) -> None:
+        for server in servers:
+            server.__class__ = Odd
+            assert isinstance(server, Odd)
+            server.script = script
+
+    gateway(scenario, servers=2, linked=linked, change=change)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(answers, max_size=4), st.lists(calls, min_size=1, max_size=4), st.sampled_from([0.05, 0.4, 20.0]),
+       st.booleans())  # fmt: skip
+def test_each_response_ends(
+    script: list[Answer], asked: list[tuple[str, Any, float]], lost_at: float, linked: bool
+) -> None:
+    check(script, asked, lost_at, linked)
+
+
+@pytest.mark.full
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(answers, max_size=4), st.lists(calls, min_size=1, max_size=4), st.sampled_from([0.05, 0.4, 20.0]),
+       st.booleans())  # fmt: skip
+def test_each_response_ends_many(
+    script: list[Answer], asked: list[tuple[str, Any, float]], lost_at: float, linked: bool
+) -> None:
+    check(script, asked, lost_at, linked)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_stream_that_says_it_ends_does_so_though_its_connection_stays_open(linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        began = fleet.clock.now()
+        (got,) = await asyncio.gather(post(fleet, "/v1/completions", {"prompt": "hi", "stream": True}, 0.0))
+        assert b"".join(m.get("body", b"") for m in got).endswith(b"data: [DONE]\n\n")
+        assert fleet.clock.now() - began < 3.0
+
+    script = [Answer(200, "text/event-stream", [EVENTS[1], EVENTS[3], EVENTS[10]], "never", 0.0)]
+
+    def change(servers: list[StubServer]) -> None:
+        for server in servers:
+            server.__class__ = Odd
+            assert isinstance(server, Odd)
+            server.script = script
+
+    gateway(scenario, servers=1, linked=linked, change=change)

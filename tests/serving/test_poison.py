@@ -1,0 +1,109 @@
+"""Requests at which servers fail, beside a good tenant: what it completes, and how many servers they take with them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rubato.core.events import Finished, Left
+from rubato.fleet.upstream import Headers, UpstreamError
+from tests.serving.test_gateway import Fleet, gateway
+from tests.stubs.vllm_server import MemoryReply, StubServer
+
+SECONDS = 8.0
+POISON = "poison"
+ERROR = b'data: {"error":{"message":"odd","type":"BadRequestError","code":500}}\n\ndata: [DONE]\n\n'
+
+
+class Fails(StubServer):
+    """Fails at a request that says how."""
+
+    async def open(
+        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
+    ) -> MemoryReply:
+        if method != "POST" or POISON.encode() not in body or self.down:
+            return await super().open(method, path, headers, body, seconds=seconds)
+        kind = body.partition(POISON.encode())[2][1:].partition(b'"')[0].decode()
+        reply = MemoryReply(200, "text/event-stream")
+        self.open_replies.add(reply)
+        if kind.isdecimal():
+            reply.status = int(kind)
+            reply.put(b'{"error":{"message":"odd"}}')
+            reply.put(b"")
+        elif kind == "error":
+            reply.put(ERROR)
+            reply.put(b"")
+        elif kind == "closed":
+            raise UpstreamError("ServerDisconnectedError")
+        elif kind == "broken":
+            reply.put(UpstreamError("ConnectionResetError"))
+        elif kind == "dies":
+            self.kill()
+        elif kind == "hangs":
+            self.hangs = self.core.silent = True
+            for open_ in self.open_replies:
+                open_.flows.clear()
+        return reply
+
+
+def change(servers: list[StubServer]) -> None:
+    for server in servers:
+        server.__class__ = Fails
+
+
+def served(kind: str | None, linked: bool) -> int:
+    """Requests that the good tenant completes, four at a time, beside two of this kind a second."""
+    done = 0
+
+    async def scenario(fleet: Fleet) -> None:
+        nonlocal done
+        end = fleet.clock.now() + SECONDS
+
+        async def good() -> None:
+            nonlocal done
+            while fleet.clock.now() < end:
+                response = await fleet.complete(max_tokens=5, stream=True, prompt=[1, 2, 3])
+                done += response.status_code == 200 and response.content.endswith(b"[DONE]\n\n")
+
+        async def bad() -> None:
+            response = await fleet.complete(max_tokens=4, stream=True, prompt=f"{POISON}:{kind}")
+            assert response.status_code in (429, 500, 502, 503)
+
+        async def poisoner() -> None:
+            sent = []
+            while kind is not None and fleet.clock.now() < end:
+                sent.append(asyncio.create_task(bad()))
+                await asyncio.sleep(0.5)
+            await asyncio.gather(*sent)
+
+        await asyncio.gather(*(good() for _ in range(4)), poisoner())
+
+    gateway(scenario, servers=4, linked=linked, change=change)
+    return done
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_good_tenant_beside_a_poisoner_completes_nine_tenths(linked: bool) -> None:
+    alone = served(None, linked)
+    beside = {kind: served(kind, linked) for kind in ("500", "501", "503", "429", "error", "closed", "broken")}
+    assert {kind: count for kind, count in beside.items() if count < 0.9 * alone} == {}, alone
+
+
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("kind", ["dies", "hangs"])
+def test_a_request_that_takes_its_server_with_it_takes_two_at_most(kind: str, linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        others = [asyncio.create_task(fleet.complete(max_tokens=40, stream=True)) for _ in range(6)]
+        await asyncio.sleep(0.05)
+        response = await fleet.complete(max_tokens=4, stream=True, prompt=f"{POISON}:{kind}")
+        assert response.status_code == 500
+        answers = await asyncio.gather(*others)
+        await asyncio.sleep(10.0)  # by then a server that nobody answers for is lost
+        assert len({event.id for event in fleet.of(Left)}) == 2
+        assert sum([server.down or server.hangs for server in fleet.servers]) == 2
+        assert sum([answer.status_code == 200 for answer in answers]) >= 4
+        assert (await fleet.complete()).status_code == 200
+        assert len({event.id for event in fleet.of(Finished)}) == 8
+
+    gateway(scenario, servers=5, linked=linked, change=change)
