@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rubato.core.events import Finished, Left, Offered
-from rubato.fleet.upstream import Headers, UpstreamError
+from rubato.fleet.upstream import BrokenError, Headers
 from rubato.frontdoor.paths import GENERATE
 from tests.serving.conftest import http_scope
 from tests.serving.test_gateway import Fleet, gateway
@@ -90,7 +90,7 @@ class Odd(StubServer):
         for part in filter(None, answer.parts):
             reply.put(part)
         if answer.ends != "never":
-            reply.put(b"" if answer.ends == "whole" else UpstreamError("ConnectionResetError"))
+            reply.put(b"" if answer.ends == "whole" else BrokenError("ConnectionResetError"))
         self.open_replies.add(reply)
         return reply
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rubato.core.events import Finished, Left
-from rubato.fleet.upstream import Headers, UpstreamError
+from rubato.fleet.upstream import BrokenError, Headers
 from tests.serving.test_gateway import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
 
@@ -35,9 +35,9 @@ class Fails(StubServer):
             reply.put(ERROR)
             reply.put(b"")
         elif kind == "closed":
-            raise UpstreamError("ServerDisconnectedError")
+            raise BrokenError("ServerDisconnectedError")
         elif kind == "broken":
-            reply.put(UpstreamError("ConnectionResetError"))
+            reply.put(BrokenError("ConnectionResetError"))
         elif kind == "dies":
             self.kill()
         elif kind == "hangs":
@@ -107,3 +107,18 @@ def test_a_request_that_takes_its_server_with_it_takes_two_at_most(kind: str, li
         assert len({event.id for event in fleet.of(Finished)}) == 8
 
     gateway(scenario, servers=5, linked=linked, change=change)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_server_that_dies_of_itself_costs_no_request_however_many_it_has(linked: bool) -> None:
+    """Half of what runs goes on elsewhere at once: more than the budget of retries."""
+
+    async def scenario(fleet: Fleet) -> None:
+        asked = [asyncio.create_task(fleet.complete(max_tokens=40, stream=True)) for _ in range(24)]
+        await asyncio.sleep(0.05)
+        fleet.servers[0].kill()
+        answers = await asyncio.gather(*asked)
+        assert [answer.content.endswith(b"[DONE]\n\n") for answer in answers] == [True] * 24
+        assert {event.id for event in fleet.of(Left)} == {"r0"}
+
+    gateway(scenario, servers=2, linked=linked, change=change)

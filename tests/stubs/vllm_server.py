@@ -23,7 +23,7 @@ from rubato.core.request import Progress, Request, Sampling, Stage, without_text
 from rubato.core.slo import judge
 from rubato.engines.simulated import Engine
 from rubato.fleet.local_host import LocalHost
-from rubato.fleet.upstream import Headers, UnreachableError, UpstreamError
+from rubato.fleet.upstream import BrokenError, Headers, UnreachableError, UpstreamError
 from rubato.latency.affine import Model
 from rubato.policies import load
 
@@ -434,7 +434,7 @@ class StubServer:
         """As kill -9 does: every connection breaks, what was there is gone, and the core says no more."""
         self.down = self.core.silent = True
         for reply in self.open_replies:
-            reply.put(UpstreamError("ConnectionResetError"))
+            reply.put(BrokenError("ConnectionResetError"))
         self.open_replies.clear()
 
     def _completion(self, path: str, id: str, body: dict[str, Any]) -> MemoryReply:
@@ -551,7 +551,7 @@ class _Answering:
                 self._late = ""
             if self._cut and self._tokens == abs(self._cut):
                 self._over = True
-                self._reply.put(UpstreamError("ConnectionResetError") if self._cut > 0 else FAILED)
+                self._reply.put(BrokenError("ConnectionResetError") if self._cut > 0 else FAILED)
                 self._reply.put(b"")
             return
         self._ends[event.id] = event

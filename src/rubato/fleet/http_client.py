@@ -10,16 +10,16 @@ import ssl
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from rubato.core.server_url import connection_failure
-from rubato.fleet.upstream import Headers, Reply, UnreachableError, UpstreamError
+from rubato.fleet.upstream import BrokenError, Headers, Reply, UnreachableError, UpstreamError
 
 KEEP_ALIVE_S = 4.0  # of an idle connection: below the 5 s after which uvicorn, vLLM's server, closes it
-CONNECT_S = 2.0  # for a connection; a machine that is gone answers nothing
+CONNECT_S = 5.0  # for a connection; a machine that is gone answers nothing, one that is busy does so late
 MAX_HEAD_BYTES = 64 << 10  # of a response, and of what comes of a body between two of its parts
 MAX_BUFFERED_BYTES = 256 << 10  # of a body that nobody takes, before the connection is read no more
 PORTS = {"http": 80, "https": 443}
@@ -30,15 +30,19 @@ class HttpServer:
     """A server by its base URL (`Upstream`), which may have a path. Opened on the running event loop."""
 
     def __init__(self, url: str) -> None:
+        self._idle: deque[_Connection] = deque()  # the one that was used last is the last
+        self._open: set[_Connection] = set()
+        self.set_url(url)
+
+    def set_url(self, url: str) -> None:
+        """Where it is from now on: of a server that is yet to start, nobody knows."""
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         self._host = parts.hostname or ""
-        self._port = parts.port or PORTS[parts.scheme]
+        self._port = parts.port or PORTS.get(parts.scheme, 0)
         self._netloc = parts.netloc
         self._base = parts.path
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
-        self._idle: deque[_Connection] = deque()  # the one that was used last is the last
-        self._open: set[_Connection] = set()
 
     async def open(
         self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
@@ -61,7 +65,7 @@ class HttpServer:
                         break
                     except _ClosedError as error:  # while it was idle, maybe: a request is then sent once more
                         if fresh or method not in IDEMPOTENT:
-                            raise UpstreamError(str(error)) from None
+                            raise BrokenError(str(error)) from None
         except TimeoutError as error:
             raise UpstreamError(connection_failure(error)) from error
         return reply
@@ -123,8 +127,7 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self._open.add(self)
 
     async def send(self, raw: bytes, no_body: bool, deadline: float | None) -> _Reply:
@@ -263,7 +266,7 @@ class _Reply:
         elif error is None and not self._framed:
             self._complete(keeps=False)
         else:
-            self.fail(UpstreamError(why))
+            self.fail(BrokenError(why))
 
     def _expire(self) -> None:
         self.fail(UpstreamError(connection_failure(TimeoutError())))

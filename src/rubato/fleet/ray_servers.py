@@ -107,7 +107,8 @@ class RayServerReplica(ServerReplica):
             raise ValueError(f"the actor of server {self.id} died at its start ({_short(error)})") from error
         if not at.url:
             raise ValueError(f"server {self.id} did not start: {at.why}")
-        self.started, self.url, self._server.url = at, at.url, at.url
+        self.started, self.url = at, at.url
+        self._server.set_url(at.url)
         log.info("replica %s serves at %s (process %d, actor %d, node %s)", self.id, at.url, at.pid, at.actor, at.node)
 
     async def _placed(self) -> None:
@@ -210,7 +211,7 @@ class RayServers:
 
     def host(self, id: str, emit: Listener, lost: HostLost) -> RayServerReplica:
         """One of the fleet, from its start on or later."""
-        server = HttpServer("")
+        server = HttpServer("")  # until it has started
 
         async def open_link() -> Link | None:
             address = await server_probe.link_address(server.url, server, self._key)

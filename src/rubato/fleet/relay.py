@@ -22,7 +22,16 @@ from rubato.core.request import INFEASIBLE, Progress, Request
 from rubato.fleet.disaggregation import NotApartError, prefill_only, with_kv
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.resume import CHAT, TEXT, NotResumableError, StreamSoFar
-from rubato.fleet.upstream import Headers, Reply, UnreachableError, Upstream, UpstreamError, error_code, whole
+from rubato.fleet.upstream import (
+    BrokenError,
+    Headers,
+    Reply,
+    UnreachableError,
+    Upstream,
+    UpstreamError,
+    error_code,
+    whole,
+)
 from rubato.wire.response_stream import DONE, ResponseStream, usage_of, with_fields
 
 log = logging.getLogger(__name__)
@@ -114,6 +123,11 @@ class Carrier(Protocol):
 
     async def heard_of(self, trip: Trip) -> None:
         """Wait for the link to tell of the ends of its requests, but not for long."""
+        ...
+
+    async def look(self, trip: Trip) -> None:
+        """Ask it whether it is there, after it has broken this trip off; where nobody answers it is lost now, with all
+        that it has, and its trips are left."""
         ...
 
     def fail(self, trip: Trip, why: str, fault: Fault) -> None:
@@ -296,6 +310,8 @@ class Trip:
         except NotApartError as error:
             replica.end(self, "refused", f"rejected-invalid: {error}")
         except UpstreamError as error:
+            if isinstance(error, BrokenError | UnreachableError):
+                await replica.look(self)
             if reply is not None:
                 reply.close()  # first: it may come back here
             what = "cannot be reached" if reply is None else "broke off"

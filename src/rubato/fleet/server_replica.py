@@ -294,6 +294,8 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             return "its deadline has passed"
         if request.handoff.failures > (1 if fault is Fault.UNKNOWN else RETRIES):
             return f"it was tried {request.handoff.failures} times"
+        if fault is Fault.UNREACHABLE:  # no server has had it
+            return trip.why_not_resumable(request.progress)
         others = {other.ask.answer for other in self._trips.values() if other.has_failed and other is not trip}
         if len(others) >= max(MIN_RETRIES, RETRY_SHARE * len(self._trips)):
             return "too many others are being tried again"
@@ -435,10 +437,11 @@ class ServerReplica(ServerWatch, KVBetweenServers):
 
     # ----------------------------------------------------------------- parts
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended_task)
+        return task
 
     def _ended_task(self, task: asyncio.Future[None]) -> None:
         """An error in one of them is a fault of ours: without it the host would be deaf or blind."""

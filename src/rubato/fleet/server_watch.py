@@ -17,7 +17,7 @@ from rubato.fleet.local_host import SLOWER
 from rubato.fleet.relay import Fault, Trip
 from rubato.fleet.remote_view import GaveUp, Mirror, Report, shifted_report
 from rubato.fleet.server_link import Link, hello
-from rubato.fleet.upstream import Upstream, UpstreamError
+from rubato.fleet.upstream import UnreachableError, Upstream, UpstreamError
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ SILENT = 5.0  # seconds without a word of the link, after which it counts as bro
 PROBE_SECONDS = 5.0  # for the answer to a probe of a server's health
 PROBE_TURNS = 5  # heartbeats from one probe to the next, of a server whose link speaks
 PROBES = 2  # in a row that may fail
+LOOK_S = 0.01  # before each look at a server that has broken a response off
 ABSENT = 10.0  # seconds that a request may be open here and unknown to its engine, after reports were missed
 TRY = "~"  # in names of requests in reports, before the number of the try
 
@@ -55,6 +56,7 @@ class ServerWatch:
 
         def _die(self, error: ServerLostError) -> None: ...
         def _emit(self, events: Sequence[Event]) -> None: ...
+        def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]: ...
         def fail(self, trip: Trip, why: str, fault: Fault) -> None: ...
         def _fold(self, *events: Event) -> None: ...
 
@@ -66,6 +68,7 @@ class ServerWatch:
         self._round_trip = float("inf")  # seconds of the fastest ping so far
         self._absent: dict[str, float] = {}  # of those here that a snapshot has not shown: since when
         self._silent = 0.0
+        self._looking: asyncio.Future[None] | None = None
 
     # ----------------------------------------------------------------- the link
 
@@ -198,6 +201,27 @@ class ServerWatch:
             elif self.clock.now() - since > ABSENT:
                 del self._absent[id]
                 self.fail(trip, f"replica {self.id} does not know request {id!r} any more", Fault.UNAVAILABLE)
+
+    async def look(self, trip: Trip) -> None:
+        """Ask the server whether it is there, once for all trips that it has broken off: one that is gone breaks them
+        all at once, and they have not failed one by one."""
+        for id in trip.ids:
+            self._reader.disown(id)  # the engine will tell that its client has left
+        if self._looking is None or self._looking.done():
+            self._looking = self._spawn(self._look())
+        await asyncio.shield(self._looking)
+
+    async def _look(self) -> None:
+        for _ in range(PROBES):
+            await self.clock.sleep_until(self.clock.now() + LOOK_S, PLAN)
+            try:
+                (await self.upstream.open("GET", "/health", (), b"", seconds=PROBE_SECONDS)).close()
+                return
+            except UnreachableError as error:
+                why = error
+            except UpstreamError:
+                return  # the next probes tell
+        self._die(ServerLostError(f"the server of replica {self.id} is gone ({why})"))
 
     async def _is_healthy(self) -> bool:
         try:

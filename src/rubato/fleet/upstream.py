@@ -22,6 +22,10 @@ class UnreachableError(UpstreamError):
     """No connection can be made: the request has not been sent."""
 
 
+class BrokenError(UpstreamError):
+    """The connection broke before the end of the response: the server may be gone."""
+
+
 class Reply(Protocol):
     """A response: its head, and its body in the parts that come."""
 
