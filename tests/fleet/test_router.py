@@ -438,7 +438,7 @@ def test_what_a_router_asks_for_must_be_there() -> None:
         serve("simulated", TightFirst(), [request("a")], host=Plain)
 
 
-@pytest.mark.parametrize("kind", [Offered, Placed, Tokens, Finished])
+@pytest.mark.parametrize("kind", [Offered, Placed, Finished])
 def test_a_router_that_fails_to_observe_costs_no_request_its_end(
     kind: type[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,3 +493,18 @@ def test_a_dispatch_of_another_kind_is_named(dispatch: Any, said: str) -> None:
     [end] = ends(serve("simulated", Says(), [request("q0")])).values()
     assert end.reason.startswith("PlanError: policy 'tests.fleet.test_router', router, t=0.000000: ")
     assert said in end.reason
+
+
+def test_a_router_observes_everything_but_tokens() -> None:
+    class Remembers(Places):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: set[type[Event]] = set()
+
+        def observe(self, events: Sequence[Event]) -> None:
+            self.seen |= {type(event) for event in events}
+
+    router = Remembers()
+    told = {type(event) for event in serve("simulated", router, [request("q0")])}
+    assert Tokens in told
+    assert router.seen == told - {Tokens}

@@ -263,9 +263,9 @@ class Router(Protocol):
     (`request.handoff.source`), and stays held while its new replica lacks KV memory.
 
     It is asked while something is held: when a request arrives, ends, is handed off or loses its replica, at `wake_at`,
-    and again as long as it places or rejects; if a held one has KV, also when KV may have come free. One that says
-    `wants = frozenset({"step"})` is asked whenever a step of any replica has ended, too, and then just once at any
-    instant, after all else that happens at it.
+    and again as long as it places or rejects; if a held one has KV, also when KV may have come free. It observes all
+    events but `Tokens`, which the views count. One that says `wants = frozenset({"step"})` is asked whenever a step of
+    any replica has ended, too, and then just once at any instant, after all else that happens at it.
 
     One that decides by output lengths may name the predictor that is used where none is configured, one of
     `length_prediction.PREDICTORS`, as a class attribute `default_lengths`.
@@ -299,7 +299,8 @@ class Scaling(NamedTuple):
 
 
 class Autoscaler(Protocol):
-    """Adds machines to the fleet and drains them. It is asked after requests came or ended, and at `wake_at`."""
+    """Adds machines to the fleet and drains them. It is asked after requests came or ended, and at `wake_at`, and
+    observes all events but `Tokens`."""
 
     def observe(self, events: Sequence[Event]) -> None: ...
 

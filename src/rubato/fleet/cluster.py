@@ -111,7 +111,12 @@ class Cluster:
         self._listeners = EventBus()
         if autoscaler is not None:
             observe = autoscaler.observe
-            self._listeners.add(lambda event: observe((event,)))
+
+            def tell_autoscaler(event: Event) -> None:
+                observe((event,))
+
+            tell_autoscaler.hears_tokens = False  # type: ignore[attr-defined]
+            self._listeners.add(tell_autoscaler)
         self._fair = fair
         self._own: dict[str, Listener] = {}
         self._completed: deque[float] = deque(maxlen=RECENT)  # when each ended
@@ -426,8 +431,10 @@ class Cluster:
     def _emit(self, event: Event) -> None:
         if type(event) is Tokens:  # most are, and nothing follows from them
             own = self._own.get(event.id)
-            hears = own is not None and getattr(own, "hears_tokens", True)
-            self._listeners.tell(event, self._router.observe, *((own,) if own is not None and hears else ()))
+            if own is None or not getattr(own, "hears_tokens", True):
+                self._listeners.tell(event)
+            else:
+                self._listeners.tell(event, own)
             return
         last = False
         if isinstance(event, Finished):

@@ -42,7 +42,8 @@ class EventBus:
 
     def tell(self, event: Event, *first: Listener) -> None:
         """Tell `first`, in their order, and then every listener."""
-        for listener in (*first, *(self._of_tokens if type(event) is Tokens else self._all)):
+        heard = self._of_tokens if type(event) is Tokens else self._all
+        for listener in (*first, *heard) if first else heard:
             try:
                 listener(event)
             except Exception as error:

@@ -237,6 +237,9 @@ class Mirror:
         """A request that is here."""
         return self._running.get(id) or self._waiting.get(id) or self._arriving.get(id)
 
+    def running(self, id: str) -> Seq | None:
+        return self._running.get(id)
+
     def waits(self, id: str) -> bool:
         return id in self._waiting
 

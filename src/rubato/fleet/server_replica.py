@@ -386,12 +386,18 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                 self._fold(Started(now, id))
 
     def count(self, trip: Trip, choices: Sequence[int]) -> None:
-        now, mirror = self.clock.now(), self._started()
-        if any(mirror.waits(id) or mirror.arrives(id) for id in trip.ids):
-            self.begin(trip, 0)
+        now, mirror, ids = self.clock.now(), self._started(), trip.ids
         for at in choices:
-            if at < len(trip.ids) and (id := trip.ids[at]) in self._mine:
-                self._fold(Tokens(now, id, 1))
+            if at >= len(ids) or (id := ids[at]) not in self._mine:
+                continue
+            if (seq := mirror.running(id)) is None:
+                self.begin(trip, 0)
+                seq = mirror.running(id)
+            if seq is not None:
+                seq.got((now,))
+            self._emit_outside(Tokens(now, id, 1))
+        if self._failed_at:
+            self._failed_at.clear()
 
     def _finish(self, id: str, outcome: Outcome, reason: str) -> None:
         """End a request here, of which the link has not said that it ended."""

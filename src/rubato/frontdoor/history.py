@@ -89,6 +89,9 @@ class RequestHistory:
         self._done: OrderedDict[str, None] = OrderedDict()
 
     def __call__(self, event: Event) -> None:
+        if type(event) is Tokens:
+            _tokens(self._open[event.id], event)
+            return
         if isinstance(event, OF_REPLICAS):  # of a replica, not of a request
             return
         if type(event) is Offered:

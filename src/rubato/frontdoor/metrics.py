@@ -261,6 +261,9 @@ class Metrics(SLOMetrics):
         self._folds[Preempted] = lambda event: self._preemptions.inc()
 
     def __call__(self, event: Event) -> None:
+        if type(event) is Tokens:
+            self._token(event)
+            return
         super().__call__(event)
         self._cost(event)
 

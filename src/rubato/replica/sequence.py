@@ -295,7 +295,7 @@ class Seq:
             return
         if self.first_token_at is None:
             self.first_token(times[0])
-        self.times[-1].fromlist(list(times))
+        self.times[-1].extend(times)
         self._output += len(times)
 
     def decode(self) -> None:
