@@ -525,9 +525,6 @@ def test_servers_that_are_not_alike_or_not_there_are_said_at_the_start() -> None
     async def scenario(fleet: Fleet) -> None:
         raise AssertionError("it has started")
 
-    def other_model(servers: list[StubServer]) -> None:
-        servers[1].model = "other"
-
     def other_version(servers: list[StubServer]) -> None:
         servers[1].version = "0.33.0"
 
@@ -536,7 +533,6 @@ def test_servers_that_are_not_alike_or_not_there_are_said_at_the_start() -> None
             server.down = True
 
     for change, linked, words in (
-        (other_model, True, "model 'other', and http://s0 'stub'"),
         (other_version, False, "vLLM '0.33.0', and http://s0 '0.32.0'"),
         (down, True, "http://s0 is not there .* http://s1 is not there"),
     ):

@@ -355,7 +355,8 @@ class StubServer:
     """The API server of a core, in this process (`upstream.Upstream`). down: nobody listens. broken: the next requests
     are answered with this status; final: which says that no retry helps. cut: the stream of the next request breaks off
     after so many tokens. merged: so many come in its first chunk. metrics: the text of that page; empty:
-    it has none; no_metrics: it does not come. servers: all of them, by name, for those that read each other's KV."""
+    it has none; no_metrics: it does not come. pages: answers in the place of its own, by path: status and body; status
+    0: none that is HTTP. servers: all of them, by name, for those that read each other's KV."""
 
     servers: ClassVar[dict[str, StubServer]] = {}
 
@@ -380,6 +381,7 @@ class StubServer:
         self.says_nothing_of_kv = False
         self.metrics = ""
         self.no_metrics = False
+        self.pages: dict[str, tuple[int, bytes]] = {}
         self.name = f"engine {len(self.servers)}"
         self.servers[self.name] = self
 
@@ -410,6 +412,11 @@ class StubServer:
             if not fields.get("stream"):
                 await reply.head.wait()
             return reply
+        if path in self.pages:
+            status, page = self.pages[path]
+            if not status:
+                raise UpstreamError("the server's answer is no HTTP")
+            return _text(status, "application/json", page)
         if path == "/metrics" and self.metrics:
             return _text(200, "text/plain; version=0.0.4", self.metrics.encode())
         words = orjson.loads(body)["prompt"].split() if path == "/tokenize" else []

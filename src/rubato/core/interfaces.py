@@ -352,6 +352,10 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
+class NotReadyError(ValueError):
+    """A host cannot serve yet: another start, later, may succeed."""
+
+
 class TransferError(Exception):
     """KV that was to move is not there any more, or no request waits for it: an engine began afresh meanwhile."""
 

@@ -24,7 +24,16 @@ from rubato.core.events import (
     Tokens,
     Transferred,
 )
-from rubato.core.interfaces import Autoscaler, Dispatch, Host, LengthPredictor, Router, SeqView, View
+from rubato.core.interfaces import (
+    Autoscaler,
+    Dispatch,
+    Host,
+    LengthPredictor,
+    NotReadyError,
+    Router,
+    SeqView,
+    View,
+)
 from rubato.core.plan import Role
 from rubato.core.request import SATURATED, SHUTTING_DOWN, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
@@ -149,10 +158,19 @@ class Cluster:
         return self._listeners.errors
 
     async def start(self) -> None:
-        """Raises ValueError when the router wants more replicas than there are, or needs what one of them lacks."""
+        """Where others may come, a host that is not ready is left out, if there is another. Raises ValueError when the
+        router wants more replicas than there are, or needs what one of them lacks, and NotReadyError."""
         roles = self._router.roles(list(self.hosts))
-        await asyncio.gather(*(host.start() for host in self.hosts.values()))
-        self._assign(roles)
+        hosts = list(self.hosts.values())
+        results = await asyncio.gather(*(host.start() for host in hosts), return_exceptions=True)
+        failed = [(host, error) for host, error in zip(hosts, results, strict=True) if error is not None]
+        for host, error in failed:
+            if not (isinstance(error, NotReadyError) and self._scaling.adds and len(failed) < len(hosts)):
+                raise error
+            log.warning("replica %s is left out for now: %s", host.id, error)
+            del self.hosts[host.id]
+            await host.close()
+        self._assign(self._router.roles(list(self.hosts)) if failed else roles)
         self._scaling.ask_soon()
 
     def begin(self) -> None:

@@ -31,6 +31,7 @@ from rubato.fleet.server_actor import ServerActor, ServerCommand, Started
 from rubato.fleet.server_fleet import Alike
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
+from rubato.fleet.server_probe import Models
 from rubato.fleet.server_replica import ServerAbout, ServerReplica
 from rubato.fleet.server_watch import ServerLostError
 
@@ -213,12 +214,17 @@ class RayServers:
         """One of the fleet, from its start on or later."""
         server = HttpServer("")  # until it has started
 
+        models: Models = {}
+
         async def open_link() -> Link | None:
+            nonlocal models
+            models = await server_probe.ready_models(server.url, server, self._key)
+            self.alike.check_models(server.url, models)
             address = await server_probe.link_address(server.url, server, self._key)
             return None if address is None else ZmqLink(address)
 
         async def about(told: Message | None) -> ServerAbout:
-            found = await server_probe.about(server.url, server, told, self._profile(), self._key)
+            found = await server_probe.about(server.url, server, told, self._profile(), models, self.alike.model)
             self.alike.check(server.url, found)
             return found
 
@@ -227,4 +233,5 @@ class RayServers:
             id, self._clock, command=self._command, resources=self._resources, server=server, about=asked,
             link=open_link, trips=self._trips, emit=emit, lost=lost, options=self._options.replica,
             step_timeout=self._step_timeout,
+            models=lambda: server_probe.models(server.url, server, self._key, server_probe.MODELS_SECONDS),
         )  # fmt: skip

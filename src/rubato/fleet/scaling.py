@@ -39,7 +39,6 @@ class FleetScaling:
         joined: Callable[[], None],
     ) -> None:
         self.draining: set[str] = set()  # ids of hosts that take nothing more
-        self.failed: list[Host] = []  # hosts that did not start, to be closed
         self._hosts = hosts
         self._requests = requests
         self._clock = clock
@@ -114,7 +113,7 @@ class FleetScaling:
             self._check(host)
         except Exception:  # the fleet goes on without it; the log says why
             log.exception("replica %s did not start; another is tried in %.0f s at the earliest", host.id, RETRY)
-            self.failed.append(host)
+            self._clock.spawn(host.close(), f"end of replica {host.id}, which did not start")
             self._not_before = self._clock.now() + RETRY
             return
         finally:
@@ -172,9 +171,9 @@ class FleetScaling:
                 timer.cancel()
 
     def close(self) -> list[Host]:
-        """Stop scaling; returns the hosts that were starting, or failed to start, to be closed."""
+        """Stop scaling; returns the hosts that were starting, to be closed."""
         self.stop_asking()
-        for host, start in list(self._joining.values()):
+        joining = list(self._joining.values())
+        for _, start in joining:
             start.cancel()
-            self.failed.append(host)
-        return self.failed
+        return [host for host, _ in joining]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
+from rubato.core.capabilities import cure
 from rubato.core.clock import Clock
 from rubato.core.events import Event
 from rubato.core.interfaces import LatencyModel, Router, Scaling, SeqView, View
@@ -19,10 +20,13 @@ from rubato.fleet.event_bus import Listener
 from rubato.fleet.http_client import HttpServer
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
-from rubato.fleet.server_replica import ServerAbout, ServerReplica
-from rubato.fleet.upstream import Upstream, UpstreamError
+from rubato.fleet.server_probe import Models
+from rubato.fleet.server_replica import ServerAbout, ServerReplica, UnlikeError
+from rubato.fleet.upstream import Upstream
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # from one look whether all servers have replicas to the next, while some have none
 
 
 @dataclass(frozen=True)
@@ -36,42 +40,53 @@ class Server:
 
 @dataclass
 class FixedFleet:
-    """An `Autoscaler` that wants as many replicas as there are servers: one that is lost is waited for."""
+    """An `Autoscaler` that wants a replica for each server: one that is lost is waited for. unused: how many servers
+    have none."""
 
-    servers: int
+    unused: Callable[[], int]
 
     def observe(self, events: Sequence[Event]) -> None:
         """The views say it all."""
 
     def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
-        return Scaling(add=max(0, self.servers - len(fleet) - starting))
+        unused = self.unused()
+        return Scaling(add=unused, wake_at=now + LOOK_S if unused else None)  # a start may fail
 
 
 class Alike:
-    """What the first server is, as `known`, and all others must be. policy: the one that is routed for."""
+    """What the first server is, as `known`, and all others must be. policy: the one that is routed for. model: the name
+    that the first server lists first, which all others must list, too."""
 
     def __init__(self, policy: str) -> None:
         self.known: ServerAbout | None = None
+        self.model = ""
         self._first = ""  # its address
         self._policy = policy
 
+    def check_models(self, url: str, models: Models) -> None:
+        """Raises ValueError for a server that does not list the fleet's model."""
+        self.model = self.model or next(iter(models))
+        if self.model not in models:
+            raise ValueError(
+                f"server {url} lists the models {', '.join(models):.200}, and not the fleet's, {self.model!r}"
+            )
+
     def check(self, url: str, found: ServerAbout) -> None:
-        """Raises ValueError for a server that serves another model, or is another vLLM, than the first."""
+        """Raises UnlikeError for a server that is another vLLM, or schedules by another policy, than the first."""
         if self.known is None:
             self.known, self._first = found, url
         first = self.known
         for what, ours, theirs in (
-            ("model", first.model, found.model),
             ("vLLM", first.version, found.version),
             ("policy", first.policy, found.policy),
         ):
             if ours and theirs and ours != theirs:
-                raise ValueError(
+                raise UnlikeError(
                     f"server {url} has {what} {theirs!r}, and {self._first} {ours!r}: a gateway is for servers "
                     "that are alike; start another gateway for those"
                 )
         if found.policy and found.policy != self._policy:
-            raise ValueError(
+            raise UnlikeError(
                 f"server {url} schedules by policy {found.policy!r}, and the gateway is to route for "
                 f"{self._policy!r}: give the gateway --policy {found.policy}, or start the server with "
                 f"{self._policy!r}"
@@ -100,49 +115,64 @@ class ServerFleet:
         self._trips = trips
         self._profile, self._transport, self._link = profile, transport, link
         self._step_timeout = step_timeout
-        self._taken: dict[str, Server] = {}  # by the replica's id
+        self._needs: Set[str] = frozenset()  # of the router
+        self._replicas: dict[str, ServerReplica] = {}  # the last one of each server, by its address
         self.alike = Alike(options.choice.policy)
 
+    def _unused(self) -> list[Server]:
+        """Servers that no replica has."""
+        return [s for s in self._servers if s.url not in self._replicas or self._replicas[s.url].is_gone]
+
     @property
-    def size(self) -> int:
-        return len(self._servers)
+    def unused(self) -> int:
+        return len(self._unused())
 
     async def look(self) -> int:
-        """How many servers answer; these come first from now on. Raises ValueError if none does."""
+        """How many servers are ready; these come first from now on. Raises ValueError if none is."""
         upstreams = [self._transport(server.url) for server in self._servers]
-        asked = [self._reachable(server, one) for server, one in zip(self._servers, upstreams, strict=True)]
-        errors = await asyncio.gather(*asked, return_exceptions=True)
+        asked = [
+            server_probe.ready_models(server.url, one, server.key)
+            for server, one in zip(self._servers, upstreams, strict=True)
+        ]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         for upstream in upstreams:
             await upstream.close()
-        found = list(zip(self._servers, errors, strict=True))
-        for _, error in found:
-            if error is not None and not isinstance(error, ValueError):
-                raise error
-        there = [server for server, error in found if error is None]
-        if not there:
-            raise ValueError("; ".join(str(error) for _, error in found))
-        self._servers = [*there, *(server for server, error in found if error is not None)]
-        return len(there)
+        ready, errors = list[Server](), dict[str, BaseException]()
+        for server, answer in zip(self._servers, answers, strict=True):
+            try:
+                if isinstance(answer, BaseException):
+                    raise answer
+                self.alike.check_models(server.url, answer)
+                ready.append(server)
+            except ValueError as error:
+                errors[server.url] = error
+        if not ready:
+            raise ValueError("; ".join(map(str, errors.values())))
+        self._servers = [*ready, *(server for server in self._servers if server.url in errors)]
+        return len(ready)
+
+    def routed_by(self, router: Router) -> Router:
+        """Learn which router places: a server that lacks what it needs is waited for, where others serve already."""
+        self._needs = router.needs
+        return router
 
     def host(self, id: str, emit: Listener, lost: HostLost) -> ServerReplica:
         """One of the fleet's first hosts: its server must be there."""
         return self._host(id, emit, lost, patient=False)
 
     def extra_host(self, id: str, emit: Listener, lost: HostLost) -> ServerReplica:
-        """One for a server that was lost: its start waits until it is back."""
+        """One for a server that was lost: its start waits until it is ready."""
         return self._host(id, emit, lost, patient=True)
 
     def _host(self, id: str, emit: Listener, lost: HostLost, *, patient: bool) -> ServerReplica:
-        server = next(one for one in self._servers if one not in self._taken.values())
-        self._taken[id] = server
+        server = self._unused()[0]
         upstream = self._transport(server.url)
-
-        def gone(id: str, error: BaseException, requests: Sequence[object]) -> None:
-            del self._taken[id]
-            lost(id, error, requests)  # type: ignore[arg-type]
+        models: Models = {}
 
         async def open_link() -> Link | None:
-            await self._reachable(server, upstream)
+            nonlocal models
+            models = await server_probe.ready_models(server.url, upstream, server.key)
+            self.alike.check_models(server.url, models)
             if self._link is None:
                 return None
             address = server.link or await server_probe.link_address(server.url, upstream, server.key)
@@ -151,35 +181,32 @@ class ServerFleet:
             return None if address is None else self._link(address)
 
         async def about(told: Message | None) -> ServerAbout:
-            found = await server_probe.about(server.url, upstream, told, self._profile(), server.key)
+            profile = self._profile()
+            found = await server_probe.about(server.url, upstream, told, profile, models, self.alike.model)
             self.alike.check(server.url, found)
+            if patient and (missing := self._needs - found.supports):
+                lacks = f"server {server.url} lacks {', '.join(sorted(missing))}, which the router needs"
+                raise ValueError(f"{lacks}: {cure(missing)}")
             log.info("replica %s is server %s", id, server.url)  # elsewhere it has its id alone: clients see that
             return found
 
-        return ServerReplica(
+        replica = self._replicas[server.url] = ServerReplica(
             id, server.url, upstream, self._clock, about=about, link=open_link, trips=self._trips, emit=emit,
-            lost=gone, options=self._options.replica, step_timeout=self._step_timeout, patient=patient,
+            lost=lost, options=self._options.replica, step_timeout=self._step_timeout, patient=patient,
             kv_used=lambda: server_probe.kv_used(upstream),
+            models=lambda: server_probe.models(server.url, upstream, server.key, server_probe.MODELS_SECONDS),
         )  # fmt: skip
-
-    async def _reachable(self, server: Server, upstream: Upstream) -> None:
-        """Raises ValueError for a server that does not answer."""
-        try:
-            reply = await upstream.open("GET", "/health", (), b"", seconds=server_probe.SECONDS)
-            reply.close()
-            why = "" if reply.status == 200 else f"/health answered {reply.status}"
-        except UpstreamError as error:
-            why = str(error)
-        if why:
-            raise ValueError(f"server {server.url} is not there ({why}): start it first, or correct its address")
+        return replica
 
 
 async def server_cluster(
     fleet: ServerFleet, clock: Clock, options: ClusterOptions, *,
     around: Callable[[Router], Router] = lambda router: router,
 ) -> Cluster:  # fmt: skip
-    """A cluster over a fleet's servers. One that does not answer yet is waited for while others serve. around: as
-    `build.cluster_of`. Raises ValueError where none answers, else as that."""
-    there = await fleet.look()
-    options = replace(options, autoscaler=FixedFleet(fleet.size))
-    return cluster_of([fleet.host] * there, clock, options, fleet.extra_host, around=around)
+    """A cluster over a fleet's servers. One that is not ready yet is waited for while others serve. around: as
+    `build.cluster_of`. Raises ValueError where none is ready, else as that."""
+    ready = await fleet.look()
+    options = replace(options, autoscaler=FixedFleet(lambda: fleet.unused))
+    return cluster_of(
+        [fleet.host] * ready, clock, options, fleet.extra_host, around=lambda router: around(fleet.routed_by(router))
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,26 +18,32 @@ from rubato.fleet.server_replica import ServerAbout
 from rubato.fleet.upstream import Upstream, UpstreamError, whole
 from rubato.latency import affine
 
+Models = Mapping[str, Mapping[str, Any]]  # what a server lists, by name
+
 SECONDS = 10.0  # for each answer
+MODELS_SECONDS = 5.0  # for the list of models of one that serves
 KV_SECONDS = 2.0  # for one that is asked for every second
 # Of a server that does not say: vLLM's own defaults for its API server, and a context that any model has.
 UNSAID = Limits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096, kv_blocks=16384, block_size=16)
 UNLINKED = frozenset({"recall"})  # of a request of which nothing has come
 LINKED = frozenset({"recall", "step_times"})
+MAX_PAGE_BYTES = 8 << 20  # of an answer to a question of ours
+MAX_MODEL_LEN_TOKENS = 1 << 30
+NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 # One line for each engine, or rank: vLLM, SGLang.
 USED = re.compile(r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{.*\})?[ \t]+(\S+)", re.MULTILINE)
 
 
 async def about(
-    url: str, server: Upstream, told: Message | None, profile: LatencyModel | None, key: str = ""
+    url: str, server: Upstream, told: Message | None, profile: LatencyModel | None, models: Models, model: str
 ) -> ServerAbout:
     """told: a core's greeting, None without the link. profile: what is known of step times, for a server that does not
-    tell them. Raises ValueError and UpstreamError that name the server."""
+    tell them. model: of its `models`, the fleet's. Raises ValueError and UpstreamError."""
     if told is not None:
         try:
             return ServerAbout(
-                model=await _model(url, server, key) or told["model"],
+                model=model,
                 limits=Limits(**told["limits"]),
                 latency=affine.Model.from_dict(told["latency"]),
                 supports=frozenset(told["supports"]) | LINKED,
@@ -46,30 +53,66 @@ async def about(
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"server {url}: its engine's greeting cannot be read ({error})") from error
-    found = await _json(url, server, "/v1/models", key)
-    try:
-        first = found["data"][0]
-        model = str(first["id"])
-        longest = int(first.get("max_model_len") or UNSAID.max_model_len)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"server {url}: /v1/models names no model: is this an OpenAI server?") from error
+    longest = models[model].get("max_model_len") or UNSAID.max_model_len
+    if not (type(longest) is int and 0 < longest <= MAX_MODEL_LEN_TOKENS):
+        raise ValueError(f"server {url}: /v1/models has a max_model_len that is no number of tokens")
     limits = _with_cache(replace(UNSAID, max_model_len=longest), await metrics(server))
     supports = UNLINKED if profile is None else UNLINKED | {"step_times"}
     return ServerAbout(model, limits, profile or affine.Model(), supports, version=await _version(server))
 
 
+async def ready_models(url: str, server: Upstream, key: str = "") -> Models:
+    """The models of a server that is ready: whose /health is 200, or 404 where it has no such page, and which lists
+    some. Raises ValueError for one that is not."""
+    try:
+        reply = await server.open("GET", "/health", (), b"", seconds=SECONDS)
+        reply.close()
+        why = "" if reply.status in (200, 404) else f"/health answered {reply.status}"
+        found = {} if why else await models(url, server, key)
+    except UpstreamError as error:
+        why = str(error)
+    if why:
+        raise ValueError(f"server {url} is not there ({why}): start it first, or correct its address")
+    return found
+
+
+async def models(url: str, server: Upstream, key: str = "", seconds: float = SECONDS) -> Models:
+    """What a server lists at /v1/models. Raises UpstreamError, and ValueError for a list that cannot be read or is
+    empty."""
+    reply = await server.open("GET", "/v1/models", _headers(key), b"", seconds=seconds)
+    raw = await whole(reply, MAX_PAGE_BYTES)
+    if reply.status in (401, 403):
+        raise ValueError(f"server {url} wants a key: set the environment variable that `key_env` names")
+    if reply.status != 200:
+        raise ValueError(f"server {url}: /v1/models answered {reply.status}: is this an OpenAI server?")
+    try:
+        found = {one["id"]: dict(one) for one in orjson.loads(raw)["data"] or ()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"server {url}: /v1/models is no list of models: is this an OpenAI server?") from error
+    if not all(isinstance(name, str) for name in found):
+        raise ValueError(f"server {url}: /v1/models has a model without a name: is this an OpenAI server?")
+    if not found:
+        raise ValueError(f"server {url}: /v1/models names no model yet")
+    return found
+
+
 async def link_address(url: str, server: Upstream, key: str = "") -> str | None:
     """Where the engine core of a server listens for gateways; None for one without. Raises UpstreamError for a server
-    that does not answer."""
+    that does not answer, or not for now, and ValueError for an answer that is no address."""
     reply = await server.open("GET", "/rubato/link", _headers(key), b"", seconds=SECONDS)
-    raw = await whole(reply)
+    raw = await whole(reply, MAX_PAGE_BYTES)
+    if reply.status in (502, 503, 504):
+        raise UpstreamError(f"/rubato/link answered {reply.status}")
     if reply.status != 200:
         return None
-    found = orjson.loads(raw)
-    host = str(found["host"])
+    try:
+        found = orjson.loads(raw)
+        host, port = str(found["host"]), int(found["port"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"server {url}: /rubato/link answered without a host and a port") from error
     if host in ("0.0.0.0", "::", "::1", "127.0.0.1", "localhost"):
         host = urlsplit(url).hostname or host
-    return f"tcp://{host_in_url(host)}:{int(found['port'])}"
+    return f"tcp://{host_in_url(host)}:{port}"
 
 
 async def kv_used(server: Upstream) -> float | None:
@@ -81,7 +124,7 @@ async def metrics(server: Upstream, seconds: float = SECONDS) -> str:
     """A server's metrics; empty where it has none."""
     try:
         reply = await server.open("GET", "/metrics", (), b"", seconds=seconds)
-        raw = await whole(reply)
+        raw = await whole(reply, MAX_PAGE_BYTES)
     except UpstreamError:
         return ""
     return raw.decode(errors="replace") if reply.status == 200 else ""
@@ -92,7 +135,7 @@ def _with_cache(limits: Limits, text: str) -> Limits:
         return limits
     labels = dict(re.findall(r'(\w+)="([^"]*)"', found[1]))
     blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-    if not (blocks.isdecimal() and size.isdecimal() and int(blocks) and int(size)):
+    if not (NUMBER.fullmatch(blocks) and NUMBER.fullmatch(size)):
         return limits
     return replace(limits, kv_blocks=int(blocks), block_size=int(size))
 
@@ -108,33 +151,13 @@ def _share_used(text: str) -> float | None:
     return sum(shares) / len(shares)
 
 
-async def _model(url: str, server: Upstream, key: str) -> str:
-    found = await _json(url, server, "/v1/models", key)
-    data = found.get("data") or [{}]
-    return str(data[0].get("id", ""))
-
-
 async def _version(server: Upstream) -> str:
     reply = await server.open("GET", "/version", (), b"", seconds=SECONDS)
-    raw = await whole(reply)
+    raw = await whole(reply, MAX_PAGE_BYTES)
     try:
         return str(orjson.loads(raw)["version"]) if reply.status == 200 else ""
     except (ValueError, KeyError, TypeError):
         return ""
-
-
-async def _json(url: str, server: Upstream, path: str, key: str) -> dict[str, Any]:
-    reply = await server.open("GET", path, _headers(key), b"", seconds=SECONDS)
-    raw = await whole(reply)
-    if reply.status in (401, 403):
-        raise ValueError(f"server {url} wants a key: set the environment variable that `server_key_env` names")
-    try:
-        found = orjson.loads(raw)
-    except ValueError:
-        found = None
-    if reply.status != 200 or not isinstance(found, dict):
-        raise ValueError(f"server {url}: {path} answered {reply.status} and no JSON object: is this an OpenAI server?")
-    return found
 
 
 def _headers(key: str) -> tuple[tuple[str, str], ...]:

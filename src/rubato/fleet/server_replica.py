@@ -16,7 +16,7 @@ from typing import Any
 
 from rubato.core.clock import Clock
 from rubato.core.events import Event, Finished, HandedOff, Offered, Started, Stepped, Tokens, Transferred
-from rubato.core.interfaces import LatencyModel, View
+from rubato.core.interfaces import LatencyModel, NotReadyError, View
 from rubato.core.link_messages import Message, assign, demote, expect, recall
 from rubato.core.plan import KV, Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
@@ -44,6 +44,10 @@ LAST_BYTES = 2.0  # seconds for the rest of responses whose requests have ended
 REPORT_WAIT = 0.25  # seconds that the end of a response waits for its verdict
 
 
+class UnlikeError(ValueError):
+    """A server is of another kind than the fleet: an operator is to be told at the start."""
+
+
 @dataclass(frozen=True)
 class ServerAbout:
     """What a server is: its model, and what a router sees of it. version: of vLLM, empty where it is not said.
@@ -62,9 +66,11 @@ class ServerReplica(ServerWatch, KVBetweenServers):
     """A `Host` over one server.
 
     link: opens the link; None for a server that has none. about: asks the server what it is (`server_probe.about`),
-    given what its core said first. Both raise ValueError or UpstreamError. trips: of the gateway, by request: where its
-    body is. emit and lost: as every host's. step_timeout: as `local_host.LocalHost`, of steps that the link tells of.
-    kv_used: asks it for the share of its KV that is in use, while no link tells that; None: that is not asked.
+    given what its core said first. Whatever they raise, the server is not ready. models: asks it for the list of its
+    models, and raises ValueError or UpstreamError. trips: of the gateway, by request: where its body is. emit and lost:
+    as every host's. step_timeout: as `local_host.LocalHost`, of steps that the link tells of. patient: its start waits
+    until it is ready. kv_used: asks it for the share of its KV that is in use, while no link tells that; None: that is
+    not asked.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         step_timeout: float | None = None,
         patient: bool = False,
         kv_used: Callable[[], Coroutine[Any, Any, float | None]] | None = None,
+        models: Callable[[], Coroutine[Any, Any, object]],
     ) -> None:
         self.id = id
         self.url = url
@@ -90,7 +97,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self.about: ServerAbout | None = None
         self.linked = False  # the link tells what happens there
         self.upstream = upstream
-        self._ask, self._open_link, self._kv_used = about, link, kv_used
+        self._ask, self._open_link, self._kv_used, self._read_models = about, link, kv_used, models
         self._trips = trips
         self._emit_outside, self._lost = emit, lost
         self._options = options
@@ -115,22 +122,25 @@ class ServerReplica(ServerWatch, KVBetweenServers):
     # ----------------------------------------------------------------- Host
 
     async def start(self) -> None:
-        """Raises UpstreamError for a server that does not answer, ValueError for one that cannot be used; where it is
-        to be waited for, it is asked again and again instead."""
+        """Raises NotReadyError for a server that is not ready, UnlikeError for one of another kind than the fleet;
+        where it is to be waited for, it is asked again and again instead, whatever it has answered."""
         tries = 0
         while True:
             try:
                 await self._begin_to_serve()
                 return
-            except (UpstreamError, ValueError) as error:
+            except Exception as error:
                 for task in self._tasks:
                     task.cancel()
                 if self._link is not None:
                     self._link.close()
-                if not self._patient:
+                if not self._patient and isinstance(error, UnlikeError):
                     raise
+                if not self._patient:
+                    raise NotReadyError(str(error) or type(error).__name__) from error
                 if tries % SAID_EVERY == 0:
-                    log.warning("server %s is waited for: %s", self.url, error)
+                    is_new = not isinstance(error, UpstreamError | ValueError)  # a kind of answer not thought of here
+                    log.warning("server %s is waited for: %s", self.url, error, exc_info=is_new)
                 tries += 1
                 await asyncio.sleep(AGAIN)
 
@@ -149,6 +159,11 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             self._link.send({"kind": "resync"})
             self.linked = True
         self._spawn(self._watch(mirror))
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is lost or closed."""
+        return self._gone
 
     @property
     def has_link(self) -> bool:
@@ -417,7 +432,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self._fold(Finished(now, id, outcome, reason, verdict, seq.total_output, seq.best_effort))
 
     def _die(self, error: ServerLostError) -> None:
-        if self._gone:
+        if self._gone or self._mirror is None:  # it has not begun to serve
             return
         self._gone = True
         now, left, ending = self.clock.now(), [], self._ending_responses()

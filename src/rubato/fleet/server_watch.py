@@ -51,6 +51,7 @@ class ServerWatch:
     _suspect: bool
     _step_timeout: float | None
     _kv_used: Callable[[], Coroutine[Any, Any, float | None]] | None
+    _read_models: Callable[[], Coroutine[Any, Any, object]]
 
     if TYPE_CHECKING:
 
@@ -224,12 +225,15 @@ class ServerWatch:
         self._die(ServerLostError(f"the server of replica {self.id} is gone ({why})"))
 
     async def _is_healthy(self) -> bool:
+        """A server without /health is healthy if it lists its models."""
         try:
             reply = await self.upstream.open("GET", "/health", (), b"", seconds=PROBE_SECONDS)
             reply.close()
-        except UpstreamError:
+            if reply.status == 404:
+                await self._read_models()
+        except (UpstreamError, ValueError):
             return False
-        return reply.status == 200
+        return reply.status in (200, 404)
 
     async def _look_at_kv(self, mirror: Mirror) -> None:
         """How much KV is free, of a server whose link does not say it. One that does not say it either is shown as it

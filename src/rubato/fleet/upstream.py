@@ -65,13 +65,17 @@ class Upstream(Protocol):
     async def close(self) -> None: ...
 
 
-async def whole(reply: Reply) -> bytes:
-    """The rest of a response's body. Raises UpstreamError, also for one that is longer than MAX_ANSWER_BYTES."""
-    raw = bytearray()
-    while part := await reply.part():
-        raw += part
-        if len(raw) > MAX_ANSWER_BYTES:
-            raise UpstreamError(f"the server's answer is longer than {MAX_ANSWER_BYTES} bytes")
+async def whole(reply: Reply, max_bytes: int | None = None) -> bytes:
+    """The rest of a response's body. Raises UpstreamError, also for one that is longer than `max_bytes`, or else than
+    MAX_ANSWER_BYTES."""
+    raw, max_bytes = bytearray(), max_bytes or MAX_ANSWER_BYTES
+    try:
+        while part := await reply.part():
+            raw += part
+            if len(raw) > max_bytes:
+                raise UpstreamError(f"the server's answer is longer than {max_bytes} bytes")
+    finally:
+        reply.close()
     return bytes(raw)
 
 

@@ -1,0 +1,189 @@
+"""When a server of a fleet is ready: whatever one answers before it is, the others serve, and it is taken back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from rubato.core.clock import VirtualClock, run_virtual
+from rubato.fleet.cluster import Cluster
+from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from rubato.fleet.server_kv import Trips
+from rubato.fleet.server_link import Link
+from rubato.fleet.server_replica import ServerReplica
+from tests.fleet.test_server_fleet import LIMITS, STEP, options, used
+from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
+
+MODELS, LINK = "/v1/models", "/rubato/link"
+NOT_READY = [
+    ("/health", 500, b""),
+    ("/health", 503, b"loading"),
+    ("/health", 0, b""),
+    ("/health", 401, b""),
+    (MODELS, 0, b""),
+    (MODELS, 401, b"{}"),
+    (MODELS, 404, b'{"detail":"Not Found"}'),
+    (MODELS, 503, b""),
+    *[
+        (MODELS, 200, body)
+        for body in (
+            b"", b"<html>", b"\xff", b"[]", b"5", b"null", b"{}", b'{"data":null}', b'{"data":[]}', b'{"data":5}',
+            b'{"data":[5]}', b'{"data":[{}]}', b'{"data":["stub"]}', b'{"data":[{"id":5}]}', b'{"data":[{"id":null}]}',
+            b'{"data":[{"id":["stub"]}]}', b'{"data":[{"id":"other"}]}', b"[" * 100_000,
+        )
+    ],
+    (LINK, 0, b""),
+    (LINK, 503, b""),
+    *[
+        (LINK, 200, body)
+        for body in (
+            b"", b"<html>", b"[]", b"5", b"{}", b'{"host":"h"}', b'{"host":"h","port":"x"}', b"{}" * 9,
+            b'{"host":"h","port":null}', b'{"host":"h","port":99999}', b'{"host":"","port":5557}',
+        )
+    ],
+]  # fmt: skip
+ODD_LENGTH = [
+    (MODELS, 200, b'{"data":[{"id":"stub","max_model_len":%b}]}' % value)
+    for value in (b"-1", b'"x"', b"1e99", b"99999999999999999999", b"[1]", b"true")
+]
+
+
+def fleet_of(scenario: Callable[[Cluster, list[StubServer]], Awaitable[None]], *, linked: bool = True,
+             change: Callable[[list[StubServer]], None] = lambda servers: None) -> None:  # fmt: skip
+    """A cluster over three servers, which say themselves where their links are."""
+
+    async def main() -> None:
+        clock, trips, chosen = VirtualClock(), Trips(), options("edf", {}, "least_loaded")
+        cores = [StubCore(STEP, LIMITS, clock, "edf", chosen.replica) for _ in range(3)]
+        servers = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
+        links = {f"tcp://s{i}:5557": core for i, core in enumerate(cores)}
+        for core, server in zip(cores, servers.values(), strict=True):
+            server.pages[LINK] = (200, b'{"host":"0.0.0.0","port":5557}') if linked else (404, b"{}")
+            await core.start()
+        change(list(servers.values()))
+
+        def link(address: str) -> Link:
+            return MemoryLink(links[address])
+
+        fleet = ServerFleet(
+            [Server(url) for url in servers], clock, chosen, trips, transport=servers.__getitem__, link=link
+        )
+        cluster = await server_cluster(fleet, clock, chosen)
+        try:
+            await cluster.start()
+            await scenario(cluster, list(servers.values()))
+        finally:
+            await cluster.close()
+            for core in cores:
+                await core.host.close()
+
+    run_virtual(main())
+
+
+def addresses(cluster: Cluster) -> list[str]:
+    return sorted(host.url for host in cluster.hosts.values() if isinstance(host, ServerReplica))
+
+
+@pytest.mark.parametrize(
+    ("linked", "path", "status", "body"),
+    [*[(True, *case) for case in NOT_READY], *[(False, *case) for case in ODD_LENGTH]],
+)
+def test_lost_server_that_answers_oddly_is_taken_back_once_it_answers_rightly(
+    linked: bool, path: str, status: int, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
+        odd, right = servers[0], servers[0].pages.get(path)
+        odd.down = odd.core.silent = True
+        await asyncio.sleep(20.0)
+        assert addresses(cluster) == ["http://s1", "http://s2"]
+        odd.pages[path] = (status, body)
+        odd.down = odd.core.silent = False
+        await asyncio.sleep(20.0)
+        assert addresses(cluster) == ["http://s1", "http://s2"]
+        odd.pages.pop(path)
+        if right is not None:
+            odd.pages[path] = right
+        await asyncio.sleep(5.0)
+        assert addresses(cluster) == ["http://s0", "http://s1", "http://s2"]
+        assert all(host.linked == linked for host in cluster.hosts.values() if isinstance(host, ServerReplica))
+        servers[1].down = servers[1].core.silent = True  # another one is lost after it, and comes back, too
+        await asyncio.sleep(20.0)
+        assert addresses(cluster) == ["http://s0", "http://s2"]
+        servers[1].down = servers[1].core.silent = False
+        await asyncio.sleep(5.0)
+        assert addresses(cluster) == ["http://s0", "http://s1", "http://s2"]
+
+    with caplog.at_level(logging.WARNING):
+        fleet_of(scenario, linked=linked)
+    waits = [record for record in caplog.records if "is waited for" in record.message]
+    assert len([record for record in waits if "http://s0" in record.message]) == 1
+    assert "autoscaler" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("linked", "path", "status", "body"),
+    [*[(True, *case) for case in NOT_READY], *[(False, *case) for case in ODD_LENGTH]],
+)
+def test_server_that_answers_oddly_at_the_start_is_waited_for_while_others_serve(
+    linked: bool, path: str, status: int, body: bytes
+) -> None:
+    def change(servers: list[StubServer]) -> None:
+        servers[1].pages[path] = (status, body)
+
+    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
+        await asyncio.sleep(5.0)
+        assert addresses(cluster) == ["http://s0", "http://s2"]
+        del servers[1].pages[path]
+        if path == LINK:
+            servers[1].pages[path] = servers[0].pages[path]
+        await asyncio.sleep(5.0)
+        assert addresses(cluster) == ["http://s0", "http://s1", "http://s2"]
+
+    fleet_of(scenario, linked=linked, change=change)
+
+
+def test_start_fails_with_the_reasons_where_no_server_is_ready() -> None:
+    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
+        raise AssertionError("it has started")
+
+    def change(servers: list[StubServer]) -> None:
+        servers[0].down = True
+        servers[1].pages[MODELS] = (200, b'{"data":[]}')
+        servers[2].pages["/health"] = (503, b"")
+
+    with pytest.raises(ValueError, match=r"s0 is not there .*; .*s1: /v1/models names no model yet; .*s2 is not there"):
+        fleet_of(scenario, change=change)
+
+
+@pytest.mark.parametrize("page", ["vllm:cache_config_info{", used("x").replace('"100"', '"' + "9" * 5000 + '"'), "\0"])
+def test_metrics_that_cannot_be_read_keep_no_server_back(page: str) -> None:
+    def change(servers: list[StubServer]) -> None:
+        for server in servers:
+            server.metrics = page
+
+    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
+        await asyncio.sleep(5.0)
+        assert len(cluster.hosts) == 3
+
+    fleet_of(scenario, linked=False, change=change)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_server_without_health_is_ready_and_watched_by_its_list_of_models(linked: bool) -> None:
+    def change(servers: list[StubServer]) -> None:
+        servers[0].pages["/health"] = (404, b'{"detail":"Not Found"}')
+
+    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
+        await asyncio.sleep(20.0)
+        assert list(cluster.hosts) == ["r0", "r1", "r2"]
+        servers[0].pages[MODELS] = (0, b"")
+        await asyncio.sleep(20.0)
+        assert list(cluster.hosts) == ["r1", "r2"]
+        del servers[0].pages[MODELS]
+        await asyncio.sleep(5.0)
+        assert len(cluster.hosts) == 3
+
+    fleet_of(scenario, linked=linked, change=change)
