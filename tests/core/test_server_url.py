@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rubato.core.server_url import check_server_url, check_url, connection_failure, host_in_url
+from rubato.core.server_url import check_url, connection_failure, host_in_url, server_base_url
 from rubato.fleet.http_client import HttpServer
 from rubato.fleet.server_probe import link_address
 from rubato.fleet.upstream import UpstreamError
@@ -19,10 +19,22 @@ PASSWORD = "hush-hush"
 
 
 @pytest.mark.parametrize(
-    "url", ["http://10.0.0.7:8000", "https://vllm/", "http://[fd00::7]:8000", "http://vllm-0.vllm.default.svc:8000"]
+    ("url", "base"),
+    [
+        ("http://10.0.0.7:8000", "http://10.0.0.7:8000"),
+        ("https://vllm/", "https://vllm"),
+        ("http://[fd00::7]:8000", "http://[fd00::7]:8000"),
+        ("http://vllm-0.vllm.default.svc:8000/v1", "http://vllm-0.vllm.default.svc:8000"),
+        ("http://10.0.0.7:8000/v1/", "http://10.0.0.7:8000"),
+        ("http://10.0.0.7:8000/team-a", "http://10.0.0.7:8000/team-a"),
+        ("https://10.0.0.7/team-a/b.2/v1", "https://10.0.0.7/team-a/b.2"),
+        ("http://10.0.0.7/openai/v12", "http://10.0.0.7/openai/v12"),
+        ("http://v1", "http://v1"),
+    ],
 )
-def test_a_server_url_without_a_path_is_taken(url: str) -> None:
-    check_server_url(url, "")
+def test_a_server_url_is_taken_with_its_path_and_without_v1(url: str, base: str) -> None:
+    assert server_base_url(url, "") == base
+    assert server_base_url(base, "") == base
 
 
 @pytest.mark.parametrize(
@@ -38,15 +50,17 @@ def test_a_server_url_without_a_path_is_taken(url: str) -> None:
         (check_url, f"http://user:{PASSWORD}@10.0.0.7", "must not hold a user or a password.*; do this"),
         (check_url, f"http://user:{PASSWORD}/@10.0.0.7", "must not hold a user or a password.*; do this"),
         (check_url, f"user:{PASSWORD}@10.0.0.7:8000", "must not hold a user or a password.*; do this"),
-        (check_server_url, f"http://{PASSWORD}@10.0.0.7", "must not hold a user or a password.*; do this"),
-        (check_server_url, "http://10.0.0.7:8000/v1", "give the address without /v1: http://10.0.0.7:8000$"),
-        (check_server_url, "http://10.0.0.7:8000/v1/", "give the address without /v1: http://10.0.0.7:8000$"),
-        (check_server_url, "http://10.0.0.7:8000/team-a", "without a path"),
-        (check_server_url, f"http://10.0.0.7:8000?key={PASSWORD}", "without a path"),
-        (check_server_url, f"http://10.0.0.7 {PASSWORD}", "without a path"),
+        (server_base_url, f"http://{PASSWORD}@10.0.0.7", "must not hold a user or a password.*; do this"),
+        (server_base_url, f"http://10.0.0.7:8000?key={PASSWORD}", "give the address of a server, such as"),
+        (server_base_url, f"http://10.0.0.7:8000/v1?key={PASSWORD}", "give the address of a server, such as"),
+        (server_base_url, f"http://10.0.0.7:8000/a#{PASSWORD}", "give the address of a server, such as"),
+        (server_base_url, f"http://10.0.0.7 {PASSWORD}", "give the address of a server, such as"),
+        (server_base_url, f"http://10.0.0.7/a {PASSWORD}", "give the address of a server, such as"),
+        (server_base_url, "http://10.0.0.7/a/../b", "give the address of a server, such as"),
+        (server_base_url, "http://10.0.0.7//a", "give the address of a server, such as"),
     ],
 )
-def test_another_url_is_refused_without_its_password(check: Callable[[str, str], None], url: str, says: str) -> None:
+def test_another_url_is_refused_without_its_password(check: Callable[[str, str], object], url: str, says: str) -> None:
     with pytest.raises(ValueError, match=says) as error:
         check(url, "do this")
     assert PASSWORD not in str(error.value)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rubato.fleet import http_client, upstream
+from rubato.fleet import http_client, server_probe, upstream
 from rubato.fleet.http_client import HttpServer
 from rubato.fleet.upstream import UpstreamError, whole
 
@@ -215,3 +215,33 @@ def test_a_base_url_with_a_path_and_a_header_with_a_line_break() -> None:
 
     with pytest.raises(UpstreamError, match="line break"):
         served(echo, broken)
+
+
+def test_a_path_of_a_server_stands_before_each_request_of_its_probes_and_its_clients() -> None:
+    asked: list[bytes] = []
+    page = b'{"data":[{"id":"m"}],"host":"h","port":1,"version":"v"}'
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await _request(reader):
+            asked.append(b" ".join(head.split(b" ")[:2]))
+            writer.write(OK + b"content-length: %d\r\n\r\n" % len(page) + page)
+
+    async def client(server: HttpServer) -> None:
+        url = server.url
+        models = await server_probe.ready_models(url, server)
+        await server_probe.link_address(url, server)
+        await server_probe.about(url, server, None, None, models, "m")
+        await whole(await server.open("POST", "/v1/completions", [], b"{}"))
+        server.url = url.replace("/team-a", "/team-b")
+        await whole(await server.open("POST", "/v1/completions", [], b"{}"))
+
+    served(answer, client, "/team-a")
+    paths = [b"/team-a" + path for path in (b"/health", b"/v1/models", b"/rubato/link", b"/metrics", b"/version")]
+    posts = [b"POST /team-a/v1/completions", b"POST /team-b/v1/completions"]
+    assert asked == [*[b"GET " + path for path in paths], *posts]
+
+
+def test_a_client_without_a_url_gets_one_later() -> None:
+    server = HttpServer()
+    server.url = "http://10.0.0.7:8000/"
+    assert server.url == "http://10.0.0.7:8000"

@@ -661,6 +661,11 @@ def test_a_server_by_name_is_refused(url: str) -> None:
         endpoint_of(url)
 
 
+def test_a_server_under_a_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no servers under a path"):
+        endpoint_of("http://10.0.0.7:8000/team-a")
+
+
 def test_tenants_are_refused() -> None:
     with pytest.raises(ConfigError, match="an endpoint picker does not check keys"):
         picking(nothing, tenants={"me": {"keys": ["a-key-of-sixteen-letters"]}})

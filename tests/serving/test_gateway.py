@@ -661,7 +661,7 @@ def test_its_configuration() -> None:
     assert [server.url for server in config.servers] == ["http://a:1", "https://b"]
     with pytest.raises(ConfigError, match="holds no key"):
         _ = config.servers[1].key
-    for wrong in (["a:1"], ["http://a:1", "http://a:1/"], [{"url": "http://a", "links": "x"}], [{"url": "ftp://a"}]):
+    for wrong in (["a:1"], ["http://a:1", "http://a:1/v1/"], [{"url": "http://a", "links": "x"}], [{"url": "ftp://a"}]):
         with pytest.raises(ConfigError, match="servers"):
             load({"servers": wrong})
 

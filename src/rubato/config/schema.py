@@ -37,7 +37,7 @@ from pydantic import (
 
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import LEAST_MS, MOST, MOST_MS, SLO, OnDecline
-from rubato.core.server_url import check_server_url
+from rubato.core.server_url import server_base_url
 from rubato.core.slo import SLO_RULES
 
 
@@ -157,9 +157,10 @@ class TenantSettings(StrictSettings):
 
 
 class ServerSettings(StrictSettings):
-    """One OpenAI server behind the gateway. link: its engine core's address for gateways, such as tcp://10.0.0.7:5557;
-    default: as the server says (`/rubato/link`). key_env: the environment variable that holds a key for its API;
-    default: a client's own key is passed on, where no tenants are configured."""
+    """One OpenAI server behind the gateway. url: what stands before the path of each request; a /v1 at its end is left
+    out. link: its engine core's address for gateways, such as tcp://10.0.0.7:5557; default: as the server says
+    (`/rubato/link`). key_env: the environment variable that holds a key for its API; default: a client's own key is
+    passed on, where no tenants are configured."""
 
     url: str
     link: str = ""
@@ -174,8 +175,7 @@ class ServerSettings(StrictSettings):
     @field_validator("url")
     @classmethod
     def _check_url(cls, url: str) -> str:
-        check_server_url(url, "for a key of its API set key_env to the environment variable that holds it")
-        return url
+        return server_base_url(url, "for a key of its API set key_env to the environment variable that holds it")
 
     @field_validator("link")
     @classmethod
@@ -308,7 +308,7 @@ class Config(StrictSettings):
             for tier in settings.tiers or ():
                 if tier not in known:
                     raise ValueError(f"tenants.{tenant}.tiers: {tier!r} is not among the tiers{nearest(tier, known)}")
-        urls = [server.url.rstrip("/") for server in self.servers]
+        urls = [server.url for server in self.servers]
         if twice := {url for url in urls if urls.count(url) > 1}:
             raise ValueError(f"servers: {min(twice)} is named twice")
         if self.fair_share is not None and not self.tenants:

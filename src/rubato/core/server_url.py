@@ -21,14 +21,14 @@ def check_url(url: str, instead: str) -> None:
     raise ValueError(f"a URL begins with http:// or https://: give {f'http://{url}' if bare else EXAMPLE}")
 
 
-def check_server_url(url: str, instead: str) -> None:
-    """As `check_url`, and for a URL with a path, of which a server has none here."""
+def server_base_url(url: str, instead: str) -> str:
+    """A server's URL before the path of each request: without slashes at its end, and without the /v1 of what clients
+    call a base URL. Raises ValueError as `check_url`, and for one with a query, a fragment or an odd path."""
     check_url(url, instead)
-    address, path = re.fullmatch(r"(https?://[^/?#]+)(.*)", url, re.DOTALL).groups()  # type: ignore[union-attr]
-    if path.rstrip("/") == "/v1":
-        raise ValueError(f"give the address without /v1: {address}")
-    if path not in ("", "/") or re.search(r"\s", address):
-        raise ValueError(f"give the address of a server without a path, such as {EXAMPLE}")
+    parts = re.fullmatch(r"(https?://[^/\s?#]+)((?:/[\w~%-][\w.~%-]*)*)/*", url, re.ASCII)
+    if parts is None:
+        raise ValueError(f"give the address of a server, such as {EXAMPLE} or {EXAMPLE}/team-a")
+    return parts[1] + parts[2].removesuffix("/v1")
 
 
 def host_in_url(host: str) -> str:

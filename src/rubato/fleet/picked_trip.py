@@ -22,9 +22,11 @@ PORTS = {"http": 80, "https": 443}
 
 
 def endpoint_of(url: str) -> str:
-    """A server's address as the protocol has it, `ip:port`. Raises ValueError for one by name: Envoy connects to what
-    it is told, and looks no name up."""
+    """A server's address as the protocol has it, `ip:port`. Raises ValueError for one by name, or with a path: Envoy
+    connects to what it is told, looks no name up, and sends each request by its own path."""
     parts = urlsplit(url)
+    if parts.path.strip("/"):
+        raise ValueError(f"server {url}: an endpoint picker has no servers under a path; use `rubato gateway`")
     try:
         address = ipaddress.ip_address(parts.hostname or "")
         port = parts.port or PORTS[parts.scheme]

@@ -98,7 +98,7 @@ async def picker_of(
     check_names(config)
     if config.tenants:
         raise ConfigError("tenants: an endpoint picker does not check keys; leave them out, or use `rubato gateway`")
-    endpoints = {server.url.rstrip("/"): endpoint_of(server.url) for server in config.servers}
+    endpoints = {server.url: endpoint_of(server.url) for server in config.servers}
     trips: Trips = {}
     only: dict[str, frozenset[str]] = {}
 

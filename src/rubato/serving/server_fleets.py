@@ -63,7 +63,7 @@ def fleet_of(
         in_flight_bound(config, len(config.servers) * UNSAID.max_num_seqs),
         fair_share_of(config),
     )
-    servers = [Server(one.url.rstrip("/"), one.link, one.key) for one in config.servers]
+    servers = [Server(one.url, one.link, one.key) for one in config.servers]
     keys = {server.key for server in servers}
     if len(keys) > 1:
         raise ConfigError("servers: they have different keys; give all of them the same")
