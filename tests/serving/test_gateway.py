@@ -124,7 +124,15 @@ def gateway(
             await cluster.start()
             known = Tenants(tenants, TIERS)
             app = create_gateway(
-                GatewayService(cluster, trips, "stub", 1024, tenants=known, **{"is_vllm": lambda: True, **service})
+                GatewayService(
+                    cluster,
+                    trips,
+                    "stub",
+                    1024,
+                    tenants=known,
+                    models=fleet.alike.models,
+                    **{"is_vllm": lambda: True, **service},
+                )
             )
             transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
             async with httpx2.AsyncClient(transport=transport, base_url="http://gateway", timeout=None) as http:

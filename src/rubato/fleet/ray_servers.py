@@ -20,18 +20,18 @@ from ray.exceptions import RayError
 
 from rubato.core.clock import Clock
 from rubato.core.events import Event, Left
-from rubato.core.interfaces import LatencyModel, Scaling, SeqView, View
+from rubato.core.interfaces import LatencyModel, Router, Scaling, SeqView, View
 from rubato.core.link_messages import TOKEN, Message
 from rubato.fleet import server_probe
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.http_client import HttpServer
+from rubato.fleet.served_models import Models
 from rubato.fleet.server_actor import ServerActor, ServerCommand, Started
 from rubato.fleet.server_fleet import Alike
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
-from rubato.fleet.server_probe import Models
 from rubato.fleet.server_replica import ServerAbout, ServerReplica
 from rubato.fleet.server_watch import ServerLostError
 
@@ -208,10 +208,18 @@ class RayServers:
         self._resources = resources or {}
         self._key = key
         self._profile, self._step_timeout = profile, step_timeout
+        self._replicas: dict[str, RayServerReplica] = {}
         self.alike = Alike(options.choice.policy)
+
+    def routed_by(self, router: Router) -> Router:
+        """A router that places requests at servers that have their model."""
+        return self.alike.models.placed_by(router, self._trips, lambda id: self._replicas[id].url)
 
     def host(self, id: str, emit: Listener, lost: HostLost) -> RayServerReplica:
         """One of the fleet, from its start on or later."""
+        for gone in [replica for replica in self._replicas.values() if replica.is_gone]:
+            self.alike.models.forget(gone.url)
+            del self._replicas[gone.id]
         server = HttpServer("")  # until it has started
 
         models: Models = {}
@@ -224,14 +232,19 @@ class RayServers:
             return None if address is None else ZmqLink(address)
 
         async def about(told: Message | None) -> ServerAbout:
-            found = await server_probe.about(server.url, server, told, self._profile(), models, self.alike.model)
+            found = await server_probe.about(server.url, server, told, self._profile(), models, self.alike.models.main)
             self.alike.check(server.url, found)
             return found
 
+        async def read_models() -> None:
+            found = await server_probe.models(server.url, server, self._key, server_probe.MODELS_SECONDS)
+            self.alike.models.read(server.url, found)
+
         asked: Callable[[Message | None], Coroutine[Any, Any, ServerAbout]] = about
-        return RayServerReplica(
+        replica = self._replicas[id] = RayServerReplica(
             id, self._clock, command=self._command, resources=self._resources, server=server, about=asked,
             link=open_link, trips=self._trips, emit=emit, lost=lost, options=self._options.replica,
             step_timeout=self._step_timeout,
-            models=lambda: server_probe.models(server.url, server, self._key, server_probe.MODELS_SECONDS),
+            read_models=read_models,
         )  # fmt: skip
+        return replica

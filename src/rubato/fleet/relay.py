@@ -154,6 +154,7 @@ class Ask:
         body: for the try whose response has this id.
         with_usage: the client wants to see a stream's counts.
         resumes: the servers are known to go on from what another has streamed, as vLLM does.
+        model: that it is to be served by; "": by any.
     """
 
     path: str
@@ -165,6 +166,7 @@ class Ask:
     resumes: bool
     headers: Headers
     body: Callable[[str], bytes]
+    model: str = ""
 
 
 class Trip:

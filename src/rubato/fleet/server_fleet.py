@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from rubato.core.capabilities import cure
@@ -18,9 +18,9 @@ from rubato.fleet.cluster import Cluster, HostLost
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.http_client import HttpServer
+from rubato.fleet.served_models import Models, ServedModels
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
-from rubato.fleet.server_probe import Models
 from rubato.fleet.server_replica import ServerAbout, ServerReplica, UnlikeError
 from rubato.fleet.upstream import Upstream
 
@@ -54,22 +54,22 @@ class FixedFleet:
 
 
 class Alike:
-    """What the first server is, as `known`, and all others must be. policy: the one that is routed for. model: the name
-    that the first server lists first, which all others must list, too."""
+    """What the first server is, as `known`, and all others must be. policy: the one that is routed for. urls: of the
+    servers, where they are known."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, urls: Iterable[str] = ()) -> None:
         self.known: ServerAbout | None = None
-        self.model = ""
+        self.models = ServedModels(urls)
         self._first = ""  # its address
         self._policy = policy
 
     def check_models(self, url: str, models: Models) -> None:
-        """Raises ValueError for a server that does not list the fleet's model."""
-        self.model = self.model or next(iter(models))
-        if self.model not in models:
-            raise ValueError(
-                f"server {url} lists the models {', '.join(models):.200}, and not the fleet's, {self.model!r}"
-            )
+        """Of a server that begins to serve. Raises ValueError for one that does not list the fleet's model, which is
+        the one that the first lists first."""
+        main = self.models.main = self.models.main or next(iter(models))
+        if main not in models:
+            raise ValueError(f"server {url} lists the models {', '.join(models):.200}, and not the fleet's, {main!r}")
+        self.models.read(url, models)
 
     def check(self, url: str, found: ServerAbout) -> None:
         """Raises UnlikeError for a server that is another vLLM, or schedules by another policy, than the first."""
@@ -117,7 +117,8 @@ class ServerFleet:
         self._step_timeout = step_timeout
         self._needs: Set[str] = frozenset()  # of the router
         self._replicas: dict[str, ServerReplica] = {}  # the last one of each server, by its address
-        self.alike = Alike(options.choice.policy)
+        self._urls: dict[str, str] = {}  # of the server of each replica
+        self.alike = Alike(options.choice.policy, [server.url for server in servers])
 
     def _unused(self) -> list[Server]:
         """Servers that no replica has."""
@@ -152,9 +153,10 @@ class ServerFleet:
         return len(ready)
 
     def routed_by(self, router: Router) -> Router:
-        """Learn which router places: a server that lacks what it needs is waited for, where others serve already."""
+        """A router that places requests at servers that have their model. A server that lacks what it needs is waited
+        for from now on, where others serve already."""
         self._needs = router.needs
-        return router
+        return self.alike.models.placed_by(router, self._trips, lambda id: self._urls[id])
 
     def host(self, id: str, emit: Listener, lost: HostLost) -> ServerReplica:
         """One of the fleet's first hosts: its server must be there."""
@@ -182,7 +184,8 @@ class ServerFleet:
 
         async def about(told: Message | None) -> ServerAbout:
             profile = self._profile()
-            found = await server_probe.about(server.url, upstream, told, profile, models, self.alike.model)
+            main = self.alike.models.main
+            found = await server_probe.about(server.url, upstream, told, profile, models, main)
             self.alike.check(server.url, found)
             if patient and (missing := self._needs - found.supports):
                 lacks = f"server {server.url} lacks {', '.join(sorted(missing))}, which the router needs"
@@ -190,12 +193,17 @@ class ServerFleet:
             log.info("replica %s is server %s", id, server.url)  # elsewhere it has its id alone: clients see that
             return found
 
+        async def read_models() -> None:
+            found = await server_probe.models(server.url, upstream, server.key, server_probe.MODELS_SECONDS)
+            self.alike.models.read(server.url, found)
+
         replica = self._replicas[server.url] = ServerReplica(
             id, server.url, upstream, self._clock, about=about, link=open_link, trips=self._trips, emit=emit,
             lost=lost, options=self._options.replica, step_timeout=self._step_timeout, patient=patient,
             kv_used=lambda: server_probe.kv_used(upstream),
-            models=lambda: server_probe.models(server.url, upstream, server.key, server_probe.MODELS_SECONDS),
+            read_models=read_models,
         )  # fmt: skip
+        self._urls = {one.id: url for url, one in self._replicas.items()}
         return replica
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
@@ -14,11 +12,10 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.link_messages import Message
 from rubato.core.plan import Limits
 from rubato.core.server_url import host_in_url
+from rubato.fleet.served_models import Models
 from rubato.fleet.server_replica import ServerAbout
 from rubato.fleet.upstream import Upstream, UpstreamError, whole
 from rubato.latency import affine
-
-Models = Mapping[str, Mapping[str, Any]]  # what a server lists, by name
 
 SECONDS = 10.0  # for each answer
 MODELS_SECONDS = 5.0  # for the list of models of one that serves
@@ -73,12 +70,13 @@ async def ready_models(url: str, server: Upstream, key: str = "") -> Models:
         why = str(error)
     if why:
         raise ValueError(f"server {url} is not there ({why}): start it first, or correct its address")
+    if not found:
+        raise ValueError(f"server {url}: /v1/models names no model yet")
     return found
 
 
 async def models(url: str, server: Upstream, key: str = "", seconds: float = SECONDS) -> Models:
-    """What a server lists at /v1/models. Raises UpstreamError, and ValueError for a list that cannot be read or is
-    empty."""
+    """What a server lists at /v1/models. Raises UpstreamError, and ValueError for a list that cannot be read."""
     reply = await server.open("GET", "/v1/models", _headers(key), b"", seconds=seconds)
     raw = await whole(reply, MAX_PAGE_BYTES)
     if reply.status in (401, 403):
@@ -91,8 +89,6 @@ async def models(url: str, server: Upstream, key: str = "", seconds: float = SEC
         raise ValueError(f"server {url}: /v1/models is no list of models: is this an OpenAI server?") from error
     if not all(isinstance(name, str) for name in found):
         raise ValueError(f"server {url}: /v1/models has a model without a name: is this an OpenAI server?")
-    if not found:
-        raise ValueError(f"server {url}: /v1/models names no model yet")
     return found
 
 

@@ -66,11 +66,11 @@ class ServerReplica(ServerWatch, KVBetweenServers):
     """A `Host` over one server.
 
     link: opens the link; None for a server that has none. about: asks the server what it is (`server_probe.about`),
-    given what its core said first. Whatever they raise, the server is not ready. models: asks it for the list of its
-    models, and raises ValueError or UpstreamError. trips: of the gateway, by request: where its body is. emit and lost:
-    as every host's. step_timeout: as `local_host.LocalHost`, of steps that the link tells of. patient: its start waits
-    until it is ready. kv_used: asks it for the share of its KV that is in use, while no link tells that; None: that is
-    not asked.
+    given what its core said first. Whatever they raise, the server is not ready. read_models: reads the list of its
+    models anew, and raises ValueError or UpstreamError. trips: of the gateway, by request: where its body is. emit and
+    lost: as every host's. step_timeout: as `local_host.LocalHost`, of steps that the link tells of. patient: its start
+    waits until it is ready. kv_used: asks it for the share of its KV that is in use, while no link tells that; None:
+    that is not asked.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         step_timeout: float | None = None,
         patient: bool = False,
         kv_used: Callable[[], Coroutine[Any, Any, float | None]] | None = None,
-        models: Callable[[], Coroutine[Any, Any, object]],
+        read_models: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self.id = id
         self.url = url
@@ -97,7 +97,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self.about: ServerAbout | None = None
         self.linked = False  # the link tells what happens there
         self.upstream = upstream
-        self._ask, self._open_link, self._kv_used, self._read_models = about, link, kv_used, models
+        self._ask, self._open_link, self._kv_used, self._read_models = about, link, kv_used, read_models
         self._trips = trips
         self._emit_outside, self._lost = emit, lost
         self._options = options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 SILENT = 5.0  # seconds without a word of the link, after which it counts as broken
 PROBE_SECONDS = 5.0  # for the answer to a probe of a server's health
-PROBE_TURNS = 5  # heartbeats from one probe to the next, of a server whose link speaks
+PROBE_TURNS = 5  # heartbeats from one probe to the next, of a server whose link speaks, and of each one's models
 PROBES = 2  # in a row that may fail
 LOOK_S = 0.01  # before each look at a server that has broken a response off
 ABSENT = 10.0  # seconds that a request may be open here and unknown to its engine, after reports were missed
@@ -51,7 +52,7 @@ class ServerWatch:
     _suspect: bool
     _step_timeout: float | None
     _kv_used: Callable[[], Coroutine[Any, Any, float | None]] | None
-    _read_models: Callable[[], Coroutine[Any, Any, object]]
+    _read_models: Callable[[], Coroutine[Any, Any, None]]
 
     if TYPE_CHECKING:
 
@@ -177,8 +178,12 @@ class ServerWatch:
             failed = 0 if await self._is_healthy() else failed + 1
             if failed >= PROBES:
                 self._die(ServerLostError(f"the server of replica {self.id} does not answer"))
-            elif not (failed or self.linked):
+                continue
+            if not (failed or self.linked):
                 await self._look_at_kv(mirror)
+            if not failed and turns % PROBE_TURNS == 0:
+                with contextlib.suppress(UpstreamError, ValueError):  # the list that was read last stands
+                    await self._read_models()
 
     def _watch_link(self, link: Link, mirror: Mirror) -> None:
         link.send({"kind": "ping", "asked": self.clock.now()})

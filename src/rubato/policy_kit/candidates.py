@@ -1,7 +1,7 @@
 """Requests that only some replicas may serve, for any router: it is asked about each such set apart, shown that alone.
 
-A data plane may say which endpoints a request may go to (the subset of the Gateway API Inference Extension's endpoint
-picker protocol), and which one it went to.
+Not every server of a fleet has the model of each request. A data plane may say which endpoints a request may go to (the
+subset of the Gateway API Inference Extension's endpoint picker protocol), and which one it went to.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ AGAIN = 0.5  # seconds until it is looked again whether one of a set that has no
 
 
 class Candidates(RouterWrapper):
-    """`inner`, which places each request of `only` at one of these endpoints.
+    """`inner`, which places a request at one of the endpoints that it may go to.
 
-    only: request id -> endpoints, kept by the caller; a request that is not there may go anywhere. endpoint: of the
-    replica of this id, so that a server that comes back as another replica is the same endpoint.
+    only: these endpoints, of a request of this id; None: it may go anywhere. endpoint: of the replica of this id, so
+    that a server that comes back as another replica is the same endpoint.
     """
 
-    def __init__(self, inner: Router, only: dict[str, frozenset[str]], endpoint: Callable[[str], str]) -> None:
+    def __init__(
+        self, inner: Router, only: Callable[[str], frozenset[str] | None], endpoint: Callable[[str], str]
+    ) -> None:  # fmt: skip
         super().__init__(inner)
-        self.only = only
+        self._only = only
         self._endpoint = endpoint
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
@@ -32,7 +34,7 @@ class Candidates(RouterWrapper):
         Of sets of which it does nothing of that kind, what else it says is put together."""
         sets: dict[frozenset[str] | None, list[SeqView]] = {}
         for seq in held:
-            sets.setdefault(self.only.get(seq.id), []).append(seq)
+            sets.setdefault(self._only(seq.id), []).append(seq)
         if list(sets) == [None]:
             return self.inner.place(held, fleet, now)
         said = Dispatch()

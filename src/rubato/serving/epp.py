@@ -26,6 +26,7 @@ from rubato.fleet.cluster import NO_REPLICA, Cluster
 from rubato.fleet.http_client import HttpServer
 from rubato.fleet.picked_trip import PickedTrip, endpoint_of
 from rubato.fleet.relay import Ask
+from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_fleet import server_cluster
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
@@ -41,6 +42,7 @@ from rubato.frontdoor.tenants import Tenants, tiers_of
 from rubato.policy_kit.candidates import Candidates
 from rubato.serving import epp_messages
 from rubato.serving.epp_messages import ProtocolError, RequestChanges
+from rubato.serving.model_list import asked_model
 from rubato.serving.server_fleets import fleet_of
 
 HELD_SECONDS = 60.0  # that a request waits for a place, where its e2e is not less
@@ -61,6 +63,7 @@ class Picker:
     trips: Trips
     only: dict[str, frozenset[str]]
     door: FrontDoor
+    models: ServedModels
     draining: bool = False
     turn: int = 0
     held_bytes: int = 0  # of bodies that have not gone on yet
@@ -114,13 +117,13 @@ async def picker_of(
     # Without the link: by it an engine hands requests off and takes them back, which are Envoy's by then.
     fleet, options, _ = fleet_of(config, clock, trips, transport=transport, link=None)
     cluster = await server_cluster(
-        fleet, clock, options, around=lambda router: cast(Router, Candidates(router, only, endpoint))
+        fleet, clock, options, around=lambda router: cast(Router, Candidates(router, only.get, endpoint))
     )
     door = FrontDoor(
         Tenants((), tiers_of(config)), clock, cluster, cluster.retry_after, longest,
         config.max_body_bytes, config.max_choices,
     )  # fmt: skip
-    return Picker(cluster, trips, only, door)
+    return Picker(cluster, trips, only, door, fleet.alike.models)
 
 
 class _Stream:
@@ -239,6 +242,7 @@ class _Stream:
         picker, door = self._picker, self._picker.door
         tenant = door.identify({})
         body = door.read_fields(self._raw)
+        model = asked_model(body, picker.models)
         admitted = door.admit(ApiRequest(path, self._headers, body, self._arrival), tenant)
         id = new_id(path, self._headers.get("x-request-id", ""), picker.trips)
         offers = Offers(door, self._cluster, admitted, admitted.requests(id, self._arrival, body))
@@ -254,7 +258,9 @@ class _Stream:
                 picker.only.pop(id, None)
 
         streams = body.flag("stream")
-        ask = Ask(path, path, response_id(offers.requests), admitted.n, streams, True, False, (), lambda name: b"")
+        ask = Ask(
+            path, path, response_id(offers.requests), admitted.n, streams, True, False, (), lambda name: b"", model
+        )
         trip = self._trip = PickedTrip(ask, offers.requests, lambda tokens: door.learn_length(admitted, tokens), over)
         for id in ids:
             picker.trips[id] = trip

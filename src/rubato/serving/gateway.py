@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.relay import REDIRECTED, REDIRECTS, Ask, RelayTrip
+from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
 from rubato.fleet.upstream import Headers, UpstreamError
@@ -38,13 +39,14 @@ from rubato.serving.app_state import AppState, add_door, add_operations
 from rubato.serving.asgi_client import AsgiClient
 from rubato.serving.board import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
+from rubato.serving.model_list import ModelPages, asked_model
 from rubato.serving.sse import forbid_buffering
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayService:
     """What is served. trips: where the replicas find each request's body. key: for the servers' API, "" to pass on the
-    client's. is_vllm: whether the servers are vLLM's. The rest as `app.Service`."""
+    client's. is_vllm: whether the servers are vLLM's. models: what the servers list. The rest as `app.Service`."""
 
     cluster: Cluster
     trips: Trips
@@ -58,6 +60,7 @@ class GatewayService:
     is_vllm: Callable[[], bool] = lambda: False
     created_offset: float = 0.0
     log_lines_dropped: Callable[[], int] = int
+    models: ServedModels = field(default_factory=ServedModels)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,6 +86,9 @@ def create_gateway(service: GatewayService) -> FastAPI:
     service.cluster.listen(GatewayMetrics(state.metrics, service.trips, service.servers))
     for path in GENERATE:
         app.add_api_route(path, gateway.generate, methods=["POST"], response_model=None)
+    pages = ModelPages(service.models, state)
+    app.add_api_route("/v1/models", pages.all, methods=["GET", "HEAD"], response_model=None)
+    app.add_api_route("/v1/models/{name:path}", pages.one, methods=["GET", "HEAD"], response_model=None)
     app.add_api_route(
         "/{path:path}", gateway.other, methods=["GET", "POST", "PUT", "DELETE", "HEAD"], include_in_schema=False
     )
@@ -102,13 +108,14 @@ class Gateway:
         path, arrival, door = http.scope["path"], self._cluster.clock.now(), self._state.door
         tenant = self._state.enter(http)
         body = await self._state.read(http)
+        model = asked_model(body, self._service.models)
         admitted = door.admit(ApiRequest(path, http.headers, body, arrival), tenant)
         id = new_id(path, http.headers.get("x-request-id", ""), self._service.trips)
         if path == RESPONSES and self._service.tenants.configured:
             id = self._service.tenants.new_response_id(tenant)
         requests, streams = admitted.requests(id, arrival, body), body.flag("stream")
         offers = Offers(door, self._cluster, admitted, requests, lambda: streams or self._has_link())
-        return _Relay(self, offers, admitted, body, self._headers(http, admitted), http.url.query)
+        return _Relay(self, offers, admitted, body, model, self._headers(http, admitted), http.url.query)
 
     def trip(self, relay: _Relay, path: str, client: AsgiClient) -> RelayTrip:
         """The trip of a response that is about to be sent, registered for the replicas."""
@@ -123,7 +130,7 @@ class Gateway:
 
         ask = Ask(
             path, written_path(path, relay.query), answer, admitted.n, fields.flag("stream"), with_usage,
-            self._service.is_vllm(), relay.headers_for_server, body,
+            self._service.is_vllm(), relay.headers_for_server, body, relay.model,
         )  # fmt: skip
         trip = RelayTrip(
             ask, requests, client, lambda tokens: door.learn_length(admitted, tokens),
@@ -203,11 +210,11 @@ class _Relay(Response):
     """Offers the requests of an API request when sent, and passes on what a server makes of them."""
 
     def __init__(
-        self, gateway: Gateway, offers: Offers, admitted: AdmittedRequest, body: BodyFields,
+        self, gateway: Gateway, offers: Offers, admitted: AdmittedRequest, body: BodyFields, model: str,
         headers: list[tuple[str, str]], query: str,
     ) -> None:  # fmt: skip
         self.offers, self.admitted, self.fields, self.headers_for_server = offers, admitted, body, headers
-        self.query = query
+        self.model, self.query = model, query
         self._gateway = gateway
         self.background = None
 

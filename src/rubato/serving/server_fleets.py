@@ -98,7 +98,7 @@ def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     fleet = RayServers(
         command, clock, options, trips, resources=resources, key=key, step_timeout=config.step_timeout_seconds
     )  # fmt: skip
-    cluster = cluster_of([fleet.host] * config.replicas, clock, options, fleet.host)
+    cluster = cluster_of([fleet.host] * config.replicas, clock, options, fleet.host, around=fleet.routed_by)
     return cluster, _app_maker(config, clock, cluster, trips, fleet.alike, key)
 
 
@@ -114,7 +114,7 @@ def _app_maker(
             GatewayService(
                 cluster, trips, config.served_name or known.model, known.limits.max_model_len, key,
                 tenants, bool(config.tenants), config.max_body_bytes, config.max_choices, lambda: bool(known.version),
-                unix_time() - clock.now(), dropped,
+                unix_time() - clock.now(), dropped, alike.models,
             )
         )  # fmt: skip
 

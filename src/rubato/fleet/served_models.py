@@ -1,0 +1,70 @@
+"""Which models the servers of a fleet list, adapters and aliases among them, and which servers a request may go to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+from rubato.core.interfaces import Router
+from rubato.fleet.relay import Trip
+from rubato.policy_kit.candidates import Candidates
+
+Models = Mapping[str, Mapping[str, Any]]  # what a server lists at /v1/models, by name
+
+
+class ServedModels:
+    """The last list of each server, also of one that is lost.
+
+    Args:
+        urls: of the servers, in the order in which their lists are put together.
+    """
+
+    def __init__(self, urls: Iterable[str] = ()) -> None:
+        self.main = ""  # the fleet's model, which every server that serves lists
+        self._lists: dict[str, Models] = {url: {} for url in urls}
+        self._servers: dict[str, frozenset[str] | None] = {}  # by model, as worked out from these
+
+    def read(self, url: str, models: Models) -> None:
+        """A server lists these now."""
+        if self._lists.get(url, {}).keys() != models.keys():
+            self._servers.clear()
+        self._lists[url] = models
+
+    def forget(self, url: str) -> None:
+        """The server will not come back."""
+        self._lists.pop(url, None)
+        self._servers.clear()
+
+    def entries(self) -> dict[str, Mapping[str, Any]]:
+        """What all servers list, each model as the first server that has it."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for models in self._lists.values():
+            for name, entry in models.items():
+                found.setdefault(name, entry)
+        return found
+
+    def is_listed(self, model: str) -> bool:
+        """Whether a request may ask for this model. Of servers that have not been asked anything is possible."""
+        return model == self.main or not any(self._lists.values()) or any(model in one for one in self._lists.values())
+
+    def servers_of(self, model: str) -> frozenset[str] | None:
+        """Addresses of the servers that list a model; None: any server will do."""
+        if model not in self._servers:
+            lists = {url: models for url, models in self._lists.items() if models}
+            found = frozenset([url for url, models in lists.items() if model in models])
+            self._servers[model] = None if not model or len(found) == len(lists) else found
+        return self._servers[model]
+
+    def placed_by(self, router: Router, trips: Mapping[str, Trip], url: Callable[[str], str]) -> Router:
+        """A router that places each request at servers that list its model.
+
+        Args:
+            trips: of requests, by id.
+            url: of a replica's server, by the replica's id.
+        """
+
+        def servers(id: str) -> frozenset[str] | None:
+            trip = trips.get(id)
+            return None if trip is None else self.servers_of(trip.ask.model)
+
+        return cast(Router, Candidates(router, servers, url))

@@ -1,0 +1,49 @@
+"""The models of a fleet as clients see them: which one a request asks for, and the pages that list them."""
+
+from __future__ import annotations
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+
+from rubato.fleet.served_models import ServedModels
+from rubato.frontdoor.body_fields import BodyFields
+from rubato.frontdoor.errors import ApiError
+from rubato.serving.app_state import AppState, json_page
+
+MAX_NAMES = 20  # in the words of an error
+
+
+def asked_model(body: BodyFields, models: ServedModels) -> str:
+    """The model that a body names, "" where it names none, which is its server's to judge. Raises ApiError 404 for one
+    that no server lists."""
+    name = body.value("model")
+    if not isinstance(name, str):
+        return ""
+    if not models.is_listed(name):
+        raise unknown_model(name, models)
+    return name
+
+
+def unknown_model(name: str, models: ServedModels) -> ApiError:
+    """The error of a model that no server lists."""
+    known = list(models.entries())
+    more = f" and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
+    message = f"The model {name[:256]!r} does not exist; this fleet serves {', '.join(known[:MAX_NAMES])}{more}."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+class ModelPages:
+    """`/v1/models`: what all servers list, the same whichever of them would be asked."""
+
+    def __init__(self, models: ServedModels, state: AppState) -> None:
+        self._models, self._state = models, state
+
+    async def all(self, http: HttpRequest) -> Response:
+        self._state.enter(http)
+        return json_page({"object": "list", "data": list(self._models.entries().values())})
+
+    async def one(self, http: HttpRequest, name: str) -> Response:
+        self._state.enter(http)
+        if (entry := self._models.entries().get(name)) is None:
+            raise unknown_model(name, self._models)
+        return json_page(entry)
