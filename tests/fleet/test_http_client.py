@@ -245,3 +245,74 @@ def test_a_client_without_a_url_gets_one_later() -> None:
     server = HttpServer()
     server.url = "http://10.0.0.7:8000/"
     assert server.url == "http://10.0.0.7:8000"
+
+
+# --------------------------------------------------------------------------- silence
+
+
+SILENT = [b"", OK, OK + b"content-length: 5\r\n\r\nhe", OK + b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n"]
+
+
+def silent_after(raw: bytes) -> Answer:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _request(reader)
+        writer.write(raw)
+        await reader.read()
+
+    return answer
+
+
+@pytest.mark.parametrize("raw", SILENT)
+def test_server_that_is_silent_at_any_part_of_an_answer_is_an_error(
+    raw: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_client, "MAX_SILENCE_S", 0.05)
+    for client in (get, pumped):
+        with pytest.raises(UpstreamError, match="no answer in time"):
+            served(silent_after(raw), client)
+
+
+def test_silence_of_a_server_that_is_known_to_work_is_no_error_until_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "MAX_SILENCE_S", 0.02)
+    looks = iter([True] * 5)
+
+    async def client(server: HttpServer) -> None:
+        await server.open("POST", "/x", [], b"{}", is_working=lambda: next(looks, False))
+
+    with pytest.raises(UpstreamError, match="no answer in time"):
+        served(silent_after(b""), client)
+    assert next(looks, None) is None
+
+
+def test_what_a_client_does_not_take_is_no_silence_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "MAX_SILENCE_S", 0.5)
+
+    async def client(server: HttpServer) -> bytes:
+        reply = await server.open("GET", "/x", [], b"")
+        reply.pause()
+        await asyncio.sleep(1.2)
+        reply.resume()
+        return await whole(reply)
+
+    assert served(pieces(OK + b"content-length: 5\r\n\r\n", b"hello"), client) == b"hello"
+
+
+def test_answer_of_a_probe_without_end_is_given_up_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_probe, "MAX_PAGE_BYTES", 100_000)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _request(reader)
+        writer.write(OK + b"\r\n")
+        while True:
+            writer.write(b"vllm:x 1\n" * 1000)
+            await writer.drain()
+
+    async def client(server: HttpServer) -> int:
+        for _ in range(3):
+            assert await server_probe.metrics(server) == ""
+            with pytest.raises(UpstreamError, match="longer than 100000 bytes"):
+                await server_probe.models(server.url, server)
+        await asyncio.sleep(0.01)
+        return len(server._open)
+
+    assert served(answer, client) == 0

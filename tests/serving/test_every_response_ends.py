@@ -78,11 +78,9 @@ class Odd(StubServer):
 
     script: list[Answer]
 
-    async def open(
-        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
-    ) -> MemoryReply:
+    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
         if method != "POST" or not self.script or path not in GENERATE or self.down:
-            return await super().open(method, path, headers, body, seconds=seconds)
+            return await super().open(method, path, headers, body, **more)
         self.bodies.append({})
         answer = self.script[(len(self.bodies) - 1) % len(self.script)]
         reply = MemoryReply(answer.status, answer.kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -19,11 +20,9 @@ ERROR = b'data: {"error":{"message":"odd","type":"BadRequestError","code":500}}\
 class Fails(StubServer):
     """Fails at a request that says how."""
 
-    async def open(
-        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
-    ) -> MemoryReply:
+    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
         if method != "POST" or POISON.encode() not in body or self.down:
-            return await super().open(method, path, headers, body, seconds=seconds)
+            return await super().open(method, path, headers, body, **more)
         kind = body.partition(POISON.encode())[2][1:].partition(b'"')[0].decode()
         reply = MemoryReply(200, "text/event-stream")
         self.open_replies.add(reply)

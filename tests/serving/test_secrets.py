@@ -82,9 +82,7 @@ class Speaking:
     def __init__(self, server: StubServer, fault: str) -> None:
         self._server, self._fault, self._open = server, fault, server.open
 
-    async def open(
-        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
-    ) -> MemoryReply:
+    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
         said = f"cannot serve {PROMPT} at http://{HOST}0"
         fault = self._fault if method == "POST" and "completions" in path else ""
         if path == "/elsewhere":
@@ -113,7 +111,7 @@ class Speaking:
                 reply.put(b"data: " + json.dumps(error).encode() + b"\n\n")
             reply.put(b"")
             return reply
-        return await self._open(method, path, headers, body, seconds=seconds)
+        return await self._open(method, path, headers, body, **more)
 
 
 FAULTS = ["", "400", "307", "429", "500", "501", "503", "refused", "error", "late error", "no JSON", "breaks"]

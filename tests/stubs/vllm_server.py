@@ -23,7 +23,7 @@ from rubato.core.request import Progress, Request, Sampling, Stage, without_text
 from rubato.core.slo import judge
 from rubato.engines.simulated import Engine
 from rubato.fleet.local_host import LocalHost
-from rubato.fleet.upstream import BrokenError, Headers, UnreachableError, UpstreamError
+from rubato.fleet.upstream import MAX_SILENCE_S, BrokenError, Headers, UnreachableError, UpstreamError
 from rubato.latency.affine import Model
 from rubato.policies import load
 
@@ -368,6 +368,7 @@ class StubServer:
         self.queries: list[str] = []
         self.down = False
         self.hangs = False  # it takes requests and never answers
+        self.mute = False  # the same, but for questions such as /health
         self.broken = 0
         self.final = False
         self.cut = 0
@@ -386,14 +387,17 @@ class StubServer:
         self.servers[self.name] = self
 
     async def open(
-        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
-    ) -> MemoryReply:
+        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None,
+        is_working: Callable[[], bool] = lambda: False,
+    ) -> MemoryReply:  # fmt: skip
         path, _, query = path.partition("?")
         if self.down:
             raise UnreachableError("ConnectionRefusedError")
-        if self.hangs or (self.no_metrics and path == "/metrics"):
+        if method == "POST":
+            self.is_working = is_working
+        if self.hangs or (self.no_metrics and path == "/metrics") or (self.mute and method == "POST"):
             try:
-                await asyncio.wait_for(asyncio.Event().wait(), seconds)
+                await asyncio.wait_for(asyncio.Event().wait(), seconds or MAX_SILENCE_S)
             except TimeoutError:
                 raise UpstreamError("TimeoutError") from None
         if method == "POST" and ("completions" in path or path in EVENTS):

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from rubato.core.server_url import connection_failure
-from rubato.fleet.upstream import BrokenError, Headers, Reply, UnreachableError, UpstreamError
+from rubato.fleet.upstream import MAX_SILENCE_S, BrokenError, Headers, Reply, UnreachableError, UpstreamError
 
 KEEP_ALIVE_S = 4.0  # of an idle connection: below the 5 s after which uvicorn, vLLM's server, closes it
 CONNECT_S = 5.0  # for a connection; a machine that is gone answers nothing, one that is busy does so late
@@ -45,8 +45,9 @@ class HttpServer:
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
 
     async def open(
-        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
-    ) -> Reply:
+        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None,
+        is_working: Callable[[], bool] = lambda: False,
+    ) -> Reply:  # fmt: skip
         raw = self._head(method, path, headers, len(body)) + body
         loop = asyncio.get_running_loop()
         deadline = None if seconds is None else loop.time() + seconds
@@ -61,7 +62,7 @@ class HttpServer:
                         except (OSError, TimeoutError) as error:
                             raise UnreachableError(connection_failure(error)) from error
                     try:
-                        reply = await connection.send(raw, method == "HEAD", deadline)
+                        reply = await connection.send(raw, method == "HEAD", deadline, is_working)
                         break
                     except _ClosedError as error:  # while it was idle, maybe: a request is then sent once more
                         if fresh or method not in IDEMPOTENT:
@@ -130,9 +131,11 @@ class _Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self._open.add(self)
 
-    async def send(self, raw: bytes, no_body: bool, deadline: float | None) -> _Reply:
+    async def send(
+        self, raw: bytes, no_body: bool, deadline: float | None, is_working: Callable[[], bool]
+    ) -> _Reply:  # fmt: skip
         """no_body: whatever its head says, as of HEAD. Raises UpstreamError, _ClosedError."""
-        self._reply = reply = _Reply(self, no_body, deadline)
+        self._reply = reply = _Reply(self, no_body, deadline, is_working)
         self._parser = HttpResponseParser(reply)
         self._in_head = 0
         self.transport.write(raw)
@@ -148,6 +151,7 @@ class _Connection(asyncio.Protocol):
         if reply is None or reply.complete:
             self.abort()  # nothing was asked
             return
+        reply.heard()
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade):
@@ -188,7 +192,9 @@ class _Connection(asyncio.Protocol):
 class _Reply:
     """A response (`upstream.Reply`), and what its parser calls."""
 
-    def __init__(self, connection: _Connection, no_body: bool, deadline: float | None) -> None:
+    def __init__(
+        self, connection: _Connection, no_body: bool, deadline: float | None, is_working: Callable[[], bool]
+    ) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
         self.status = 0
         self.headers: list[tuple[str, str]] = []
@@ -204,6 +210,10 @@ class _Reply:
         self._error: Exception | None = None
         self._news: asyncio.Future[None] | None = None
         self._timer = None if deadline is None else loop.call_at(deadline, self._expire)
+        self._loop, self._is_working = loop, is_working
+        self._heard_at = loop.time()
+        self._is_paused = False
+        self._watcher = loop.call_at(self._heard_at + MAX_SILENCE_S, self._look_for_silence)
 
     # ----------------------------------------------------------------- for who asked
 
@@ -232,10 +242,14 @@ class _Reply:
             raise self._error
 
     def pause(self) -> None:
+        self._is_paused = True
         if not self.complete and not self._connection.transport.is_closing():
             self._connection.transport.pause_reading()
 
     def resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self.heard()  # nothing could be
         if not self.complete and not self._connection.transport.is_closing():
             self._connection.transport.resume_reading()
 
@@ -268,10 +282,23 @@ class _Reply:
         else:
             self.fail(BrokenError(why))
 
+    def heard(self) -> None:
+        self._heard_at = self._loop.time()
+
+    def _look_for_silence(self) -> None:
+        """One timer for a response, whatever number of parts it has."""
+        if self._is_paused or self._is_working():
+            self.heard()
+        if self._loop.time() < (at := self._heard_at + MAX_SILENCE_S):
+            self._watcher = self._loop.call_at(at, self._look_for_silence)
+        else:
+            self._expire()
+
     def _expire(self) -> None:
         self.fail(UpstreamError(connection_failure(TimeoutError())))
 
     def _over(self) -> None:
+        self._watcher.cancel()
         if self._timer is not None:
             self._timer.cancel()
         self._tell()

@@ -121,6 +121,10 @@ class Carrier(Protocol):
         """End its requests that are here."""
         ...
 
+    def is_working_at(self, trip: Trip) -> bool:
+        """Whether its link says that the engine has it."""
+        ...
+
     async def heard_of(self, trip: Trip) -> None:
         """Wait for the link to tell of the ends of its requests, but not for long."""
         ...
@@ -481,7 +485,9 @@ class RelayTrip(Trip):
             body = with_kv(body, kv)
         elif prefills:
             body = prefill_only(self.ask.path, len(self.ids), body)
-        return await replica.upstream.open("POST", self.ask.target, headers, body)
+        return await replica.upstream.open(
+            "POST", self.ask.target, headers, body, is_working=lambda: replica.is_working_at(self)
+        )
 
     def verdict(self) -> Mapping[str, Any]:
         ends = [self._ends[id] for id in self.ids if id in self._ends]

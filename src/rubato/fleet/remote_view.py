@@ -243,6 +243,10 @@ class Mirror:
     def waits(self, id: str) -> bool:
         return id in self._waiting
 
+    def is_reported(self, id: str) -> bool:
+        """Whether the replica has told that it has a request, and not yet that it has not."""
+        return id in self._seen or (id not in self._waiting and self.known(id) is not None)
+
     def arrives(self, id: str) -> bool:
         """Whether its KV is to come."""
         return id in self._arriving

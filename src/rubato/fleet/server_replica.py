@@ -255,6 +255,10 @@ class ServerReplica(ServerWatch, KVBetweenServers):
     def has(self, trip: Trip) -> bool:
         return any(id in self._mine for id in trip.ids)
 
+    def is_working_at(self, trip: Trip) -> bool:
+        """Whether its link says that the engine has a request of it."""
+        return self.linked and any(id in self._mine and self._started().is_reported(id) for id in trip.ids)
+
     async def heard_of(self, trip: Trip) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REPORT_WAIT):

@@ -10,6 +10,9 @@ import orjson
 
 Headers = Sequence[tuple[str, str]]
 MAX_ANSWER_BYTES = 64 << 20  # of an answer that does not stream
+# Without a byte of a response: a request may wait in a server's queue, and an answer that does not stream is as silent
+# as its generation is long.
+MAX_SILENCE_S = 300.0
 IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 
@@ -57,9 +60,16 @@ class Upstream(Protocol):
     """One server."""
 
     async def open(
-        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
-    ) -> Reply:
-        """Send a request; its response, once the head is there. seconds: for all of it. Raises UpstreamError."""
+        self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None,
+        is_working: Callable[[], bool] = lambda: False,
+    ) -> Reply:  # fmt: skip
+        """Send a request; its response, once the head is there. Raises UpstreamError, as does the reply, also where
+        nothing comes for MAX_SILENCE_S.
+
+        Args:
+            seconds: for all of it.
+            is_working: whether the server is known to be at it by other means: its silence is then no failure.
+        """
         ...
 
     async def close(self) -> None: ...
