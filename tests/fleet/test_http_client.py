@@ -316,3 +316,23 @@ def test_answer_of_a_probe_without_end_is_given_up_with_its_connection(monkeypat
         return len(server._open)
 
     assert served(answer, client) == 0
+
+
+@pytest.mark.parametrize("raw", SILENT)
+def test_call_that_is_cancelled_leaves_no_connection_at_the_server(raw: bytes) -> None:
+    left = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _request(reader)
+        writer.write(raw)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        left.set()
+
+    async def client(server: HttpServer) -> None:
+        task = asyncio.create_task(get(server))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await left.wait()
+
+    served(answer, client)

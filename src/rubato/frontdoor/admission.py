@@ -253,6 +253,13 @@ class FrontDoor:
         self._charge(admitted, usage)
         return admitted
 
+    def admit_other(self, path: str, tenant: Tenant) -> AdmittedRequest:
+        """Take one place of a tenant's `max_in_flight` for what passes as it is. Raises ApiError 429."""
+        unstated = grant(self.tenants.tiers(tenant), {}, None, None)
+        admitted = AdmittedRequest(path, tenant, unstated, 1, 1, 0, 0, 0, "")
+        self._charge(admitted, self._usage.get(tenant.name))
+        return admitted
+
     def _check_response_id(self, tenant: Tenant, id: str, param: str) -> None:
         """Raises ApiError 404 for a stored response that is not the tenant's."""
         if self.tenants.configured and not tenant.admin and not self.tenants.owns_response(tenant, id):

@@ -8,9 +8,8 @@ paths go to some server of the fleet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import orjson
 from fastapi import FastAPI
@@ -20,11 +19,11 @@ from starlette.types import Receive, Scope, Send
 
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
-from rubato.fleet.relay import REDIRECTED, REDIRECTS, Ask, RelayTrip
+from rubato.fleet.relay import REDIRECTS, Ask, RelayTrip
 from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
-from rubato.fleet.upstream import Headers, UpstreamError
+from rubato.fleet.upstream import Headers, Reply, UnreachableError, UpstreamError
 from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, for_server
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.choices import response_id
@@ -171,24 +170,51 @@ class Gateway:
 
     async def other(self, http: HttpRequest) -> Response:
         """Whatever else servers have: it goes to one of them, in turn."""
-        self._state.enter(http)
-        path = http.scope["path"]
+        tenant = self._state.enter(http)
+        path, door = http.scope["path"], self._state.door
         if is_internal(path):
             raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
-        raw = await self._state.door.read_body(http.stream(), http.headers.get("content-length", ""))
-        hosts, target = self._service.servers(), written_path(path, http.url.query)
-        for _ in range(len(hosts)):
-            self._turn += 1
-            host = hosts[self._turn % len(hosts)]
+        raw = await door.read_body(http.stream(), http.headers.get("content-length", ""))
+        target, headers = written_path(path, http.url.query), self._headers(http)
+        admitted = door.admit_other(path, tenant)
+
+        async def answer() -> Reply:
+            return await self._answer_of_any(http.method, target, headers, raw)
+
+        return _Passed(answer, lambda: door.settle(admitted, 1, 0, 0), lambda: door.response_headers(admitted))
+
+    async def _answer_of_any(self, method: str, target: str, headers: Headers, raw: bytes) -> Reply:
+        """The answer of a server that can be reached; one other is asked where one fails that may have begun. Raises
+        ApiError."""
+        hosts, failures = self._hosts_for(raw), 0
+        for at in range(len(hosts)):
             try:
-                reply = await host.upstream.open(http.method, target, self._headers(http), raw)
-            except UpstreamError:
-                continue  # the next one; this one's own probes tell that it is gone
+                reply = await hosts[at].upstream.open(method, target, headers, raw)
+            except UpstreamError as error:  # its own probes tell whether it is gone
+                failures += not isinstance(error, UnreachableError)
+                if failures > 1:
+                    message = "The servers that were asked did not answer."
+                    raise ApiError(502, message, code="server_failed", kind="server_error") from None
+                continue
             if reply.status in REDIRECTS:
                 reply.close()
-                return Response(REDIRECTED, 502, media_type="application/json")
-            return _Passed(reply)
+                message = "The server answers with a redirect, which is not passed on."
+                raise ApiError(502, message, code="server_failed", kind="server_error")
+            return reply
         raise ApiError(503, "No server of the fleet can be reached.", code="no_server", kind="server_error")
+
+    def _hosts_for(self, raw: bytes) -> list[ServerReplica]:
+        """The servers in turn, those first that list the model which a body names."""
+        hosts = self._service.servers()
+        self._turn += 1
+        at = self._turn % max(1, len(hosts))
+        hosts = hosts[at:] + hosts[:at]
+        try:
+            model = orjson.loads(raw)["model"]
+        except (ValueError, LookupError, TypeError):
+            return hosts
+        urls = self._service.models.servers_of(model) if isinstance(model, str) else None
+        return hosts if not urls else [host for host in hosts if host.url in urls] or hosts
 
     def _has_link(self) -> bool:
         """Whether servers are told what is promised by their links: they may not know the tiers of this gateway."""
@@ -264,19 +290,53 @@ class _Relay(Response):
 
 
 class _Passed(Response):
-    """A server's response, as it comes."""
+    """A server's response, as it comes. It is given up when its client leaves.
 
-    def __init__(self, reply: Any) -> None:
-        self._reply = reply
+    Args:
+        answer: asks for it. Raises ApiError.
+        settle: called at the end, however that comes.
+        limits: headers that say what is left to the tenant.
+    """
+
+    def __init__(
+        self, answer: Callable[[], Awaitable[Reply]], settle: Callable[[], None],
+        limits: Callable[[], list[tuple[bytes, bytes]]],
+    ) -> None:  # fmt: skip
+        self._answer, self._settle, self._limits = answer, settle, limits
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        head = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned(self._reply.headers)]
-        head = forbid_buffering(head)
-        await send({"type": "http.response.start", "status": self._reply.status, "headers": head})
+        passing = asyncio.ensure_future(self._pass(scope, receive, send))
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            passing.cancel()
+
+        watcher = asyncio.create_task(watch())
         try:
-            while part := await self._reply.part():
+            await asyncio.wait({passing})
+        finally:
+            passing.cancel()
+            watcher.cancel()
+            self._settle()
+        if not passing.cancelled():
+            passing.result()
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            reply = await self._answer()
+        except ApiError as error:
+            response = error.response()
+            response.raw_headers += self._limits()
+            return await response(scope, receive, send)
+        head = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned(reply.headers)]
+        head = [*forbid_buffering(head), *self._limits()]
+        try:
+            await send({"type": "http.response.start", "status": reply.status, "headers": head})
+            while part := await reply.part():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         finally:
-            self._reply.close()
+            reply.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return None
