@@ -1,4 +1,5 @@
-"""Addresses of servers: which URLs may be given, how a host stands in one, and why a connection failed without them."""
+"""Addresses of servers: which URLs may be given, how a host stands in one, and why a connection failed without them;
+and the header by which a server knows a question of a gateway's own."""
 
 from __future__ import annotations
 
@@ -47,4 +48,5 @@ def connection_failure(error: BaseException) -> str:
     return type(error).__name__
 
 
+PROBE = "x-rubato-probe"  # a server of ours counts no error of such a question as a client's
 EXAMPLE = "http://10.0.0.7:8000"

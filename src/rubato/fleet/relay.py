@@ -39,14 +39,9 @@ log = logging.getLogger(__name__)
 TOKENIZE_S = 5.0  # for an answer of /tokenize
 # A redirect sends the client to another address, the server's own as a rule (304 does not).
 REDIRECTS = (301, 302, 303, 307, 308)
-REDIRECTED = orjson.dumps(
-    {
-        "error": {
-            "message": "The server answers with a redirect, which is not passed on.",
-            "type": "server_error", "param": None, "code": "server_failed",
-        }
-    }
-)  # fmt: skip
+REDIRECTED = "The server answers with a redirect, which is not passed on."
+KEY_STATUSES = (401, 403)
+KEY_REFUSED = "The server refuses the gateway's own key, or what may be done with it."
 CLOSE_S = 1.0  # from the end of a stream, by its own word, to the end of its bytes
 MAX_EARLY_BYTES = 1 << 20  # of a stream before its first token, which are kept back
 
@@ -159,6 +154,7 @@ class Ask:
         with_usage: the client wants to see a stream's counts.
         resumes: the servers are known to go on from what another has streamed, as vLLM does.
         model: that it is to be served by; "": by any.
+        has_own_key: the gateway's own key is in the headers.
     """
 
     path: str
@@ -171,6 +167,7 @@ class Ask:
     headers: Headers
     body: Callable[[str], bytes]
     model: str = ""
+    has_own_key: bool = False
 
 
 class Trip:
@@ -362,9 +359,12 @@ class Trip:
             replica.end(self, "refused", f"{INFEASIBLE}: the server answered 429")
             return
         if status in REDIRECTS:
-            replica.end(self, "failed", f"replica {replica.id} answered {status}, a redirect")
-            self.failed = None  # this is what its client is told
-            self.answer_whole(502, [("content-type", "application/json")], REDIRECTED)
+            self._end_as_502(replica, f"replica {replica.id} answered {status}, a redirect", REDIRECTED)
+            return
+        if self.ask.has_own_key and status in KEY_STATUSES:
+            why = f"replica {replica.id} answered {status} to the gateway's own key"
+            log.error("%s: see `key_env` of its server", why)
+            self._end_as_502(replica, why, KEY_REFUSED)
             return
         if status < 500 and status != 429:
             self.answer_whole(status, reply.headers, raw)
@@ -377,6 +377,13 @@ class Trip:
         log.debug("replica %s answered %d: %.200r", replica.id, status, raw)  # it may quote the prompt
         why = f"replica {replica.id} answered {status}{error_code(raw)}"
         replica.fail(self, why, FAULTS.get(status, Fault.UNKNOWN))
+
+    def _end_as_502(self, replica: Carrier, why: str, message: str) -> None:
+        """End it as failed, by no fault of its own or of its client, who is told this alone."""
+        replica.end(self, "failed", why)
+        self.failed = None
+        error = {"message": message, "type": "server_error", "param": None, "code": "server_failed"}
+        self.answer_whole(502, [("content-type", "application/json")], orjson.dumps({"error": error}))
 
     async def _stream(self, replica: Carrier, reply: Reply) -> None:
         ask = self.ask

@@ -14,7 +14,7 @@ from rubato.core.plan import Limits
 from rubato.core.server_url import host_in_url
 from rubato.fleet.served_models import Models
 from rubato.fleet.server_replica import ServerAbout
-from rubato.fleet.upstream import Upstream, UpstreamError, whole
+from rubato.fleet.upstream import ASKED, Upstream, UpstreamError, whole
 from rubato.latency import affine
 
 SECONDS = 10.0  # for each answer
@@ -62,7 +62,7 @@ async def ready_models(url: str, server: Upstream, key: str = "") -> Models:
     """The models of a server that is ready: whose /health is 200, or 404 where it has no such page, and which lists
     some. Raises ValueError for one that is not."""
     try:
-        reply = await server.open("GET", "/health", (), b"", seconds=SECONDS)
+        reply = await server.open("GET", "/health", ASKED, b"", seconds=SECONDS)
         reply.close()
         why = "" if reply.status in (200, 404) else f"/health answered {reply.status}"
         found = {} if why else await models(url, server, key)
@@ -119,7 +119,7 @@ async def kv_used(server: Upstream) -> float | None:
 async def metrics(server: Upstream, seconds: float = SECONDS) -> str:
     """A server's metrics; empty where it has none."""
     try:
-        reply = await server.open("GET", "/metrics", (), b"", seconds=seconds)
+        reply = await server.open("GET", "/metrics", ASKED, b"", seconds=seconds)
         raw = await whole(reply, MAX_PAGE_BYTES)
     except UpstreamError:
         return ""
@@ -148,7 +148,7 @@ def _share_used(text: str) -> float | None:
 
 
 async def _version(server: Upstream) -> str:
-    reply = await server.open("GET", "/version", (), b"", seconds=SECONDS)
+    reply = await server.open("GET", "/version", ASKED, b"", seconds=SECONDS)
     raw = await whole(reply, MAX_PAGE_BYTES)
     try:
         return str(orjson.loads(raw)["version"]) if reply.status == 200 else ""
@@ -157,4 +157,4 @@ async def _version(server: Upstream) -> str:
 
 
 def _headers(key: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {key}"),) if key else ()
+    return (*ASKED, ("authorization", f"Bearer {key}")) if key else ASKED

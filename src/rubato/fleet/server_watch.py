@@ -18,7 +18,7 @@ from rubato.fleet.local_host import SLOWER
 from rubato.fleet.relay import Fault, Trip
 from rubato.fleet.remote_view import GaveUp, Mirror, Report, shifted_report
 from rubato.fleet.server_link import Link, hello
-from rubato.fleet.upstream import UnreachableError, Upstream, UpstreamError
+from rubato.fleet.upstream import ASKED, UnreachableError, Upstream, UpstreamError
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ class ServerWatch:
         for _ in range(PROBES):
             await self.clock.sleep_until(self.clock.now() + LOOK_S, PLAN)
             try:
-                (await self.upstream.open("GET", "/health", (), b"", seconds=PROBE_SECONDS)).close()
+                (await self.upstream.open("GET", "/health", ASKED, b"", seconds=PROBE_SECONDS)).close()
                 return
             except UnreachableError as error:
                 why = error
@@ -232,7 +232,7 @@ class ServerWatch:
     async def _is_healthy(self) -> bool:
         """A server without /health is healthy if it lists its models."""
         try:
-            reply = await self.upstream.open("GET", "/health", (), b"", seconds=PROBE_SECONDS)
+            reply = await self.upstream.open("GET", "/health", ASKED, b"", seconds=PROBE_SECONDS)
             reply.close()
             if reply.status == 404:
                 await self._read_models()

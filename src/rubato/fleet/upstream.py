@@ -8,7 +8,10 @@ from typing import Protocol
 
 import orjson
 
+from rubato.core.server_url import PROBE
+
 Headers = Sequence[tuple[str, str]]
+ASKED = ((PROBE, "1"),)  # headers of a question that is no client's
 MAX_ANSWER_BYTES = 64 << 20  # of an answer that does not stream
 # Without a byte of a response: a request may wait in a server's queue, and an answer that does not stream is as silent
 # as its generation is long.

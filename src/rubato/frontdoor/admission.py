@@ -14,11 +14,12 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from pydantic import ValidationError
-from starlette.types import Message, Send
+from starlette.types import Message, Scope, Send
 
 from rubato.core.clock import Clock
 from rubato.core.events import Finished
 from rubato.core.request import SATURATED, Request, Sampling
+from rubato.core.server_url import PROBE
 from rubato.engines.vllm.sequence import KEYS, PREFIX, TIER
 from rubato.frontdoor import headers as header_fields
 from rubato.frontdoor.body_fields import BodyFields
@@ -34,6 +35,7 @@ from rubato.frontdoor.tenants import Tenant, Tenants
 OURS = ("slo", "service_tier")  # fields of a body that no server gets
 KV_FIELDS = ("kv_transfer_params", "ec_transfer_params")  # with these a server connects to another one
 NO_KV = "leave it out: where KV is, the fleet says, and no client."
+PROBE_HEADER = PROBE.encode()
 SMALL_FIELDS = ("stream", "ignore_eos", "background", "cache_salt")
 DEFAULT_MAX_TOKENS = {TEXT: 16}  # of a choice; by other paths it may fill the model's context
 MIN_ITEMS = 65_536  # that the lists of a body may have, however small the model's context
@@ -356,8 +358,11 @@ class FrontDoor:
         if 400 <= status < 500 and status != 429:
             self.count_client_error(status)
 
-    def counting(self, send: Send) -> Send:
-        """ASGI's `send`, by which each response is counted."""
+    def counting(self, scope: Scope, send: Send) -> Send:
+        """ASGI's `send`, by which the response to a request is counted. A gateway that asks whether there is a link, or
+        which models, is no client."""
+        if scope["method"] == "GET" and any(name.lower() == PROBE_HEADER for name, _ in scope["headers"]):
+            return send
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":

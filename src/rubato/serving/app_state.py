@@ -127,7 +127,7 @@ class AtTheDoor:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
 
-        send = self._door.counting(send)
+        send = self._door.counting(scope, send)
         try:
             path = canonical_path(scope["path"])
         except ApiError as error:

@@ -8,6 +8,7 @@ paths go to some server of the fleet.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
-from rubato.fleet.relay import REDIRECTS, Ask, RelayTrip
+from rubato.fleet.relay import KEY_REFUSED, KEY_STATUSES, REDIRECTED, REDIRECTS, Ask, RelayTrip
 from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
@@ -40,6 +41,8 @@ from rubato.serving.board import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
 from rubato.serving.model_list import ModelPages, asked_model
 from rubato.serving.sse import forbid_buffering
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class Gateway:
 
         ask = Ask(
             path, written_path(path, relay.query), answer, admitted.n, fields.flag("stream"), with_usage,
-            self._service.is_vllm(), relay.headers_for_server, body, relay.model,
+            self._service.is_vllm(), relay.headers_for_server, body, relay.model, bool(self._service.key),
         )  # fmt: skip
         trip = RelayTrip(
             ask, requests, client, lambda tokens: door.learn_length(admitted, tokens),
@@ -196,9 +199,12 @@ class Gateway:
                     message = "The servers that were asked did not answer."
                     raise ApiError(502, message, code="server_failed", kind="server_error") from None
                 continue
-            if reply.status in REDIRECTS:
+            is_redirect = reply.status in REDIRECTS
+            if is_redirect or (self._service.key and reply.status in KEY_STATUSES):
                 reply.close()
-                message = "The server answers with a redirect, which is not passed on."
+                if not is_redirect:
+                    log.error("replica %s answered %d to the gateway's own key", hosts[at].id, reply.status)
+                message = REDIRECTED if is_redirect else KEY_REFUSED
                 raise ApiError(502, message, code="server_failed", kind="server_error")
             return reply
         raise ApiError(503, "No server of the fleet can be reached.", code="no_server", kind="server_error")

@@ -177,7 +177,7 @@ class FrontEnd:
     async def serve(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         door, tenant = self.door, None
 
-        send = door.counting(send)
+        send = door.counting(scope, send)
         try:
             path = canonical_path(scope["path"].removeprefix(scope.get("root_path", "")))
             full = scope.get("root_path", "") + path  # as vLLM's routes match it
