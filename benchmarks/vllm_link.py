@@ -42,7 +42,7 @@ class Gateway(threading.Thread):
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 10_000 if kind == "listens" else 1)
         self._socket.connect(f"tcp://127.0.0.1:{port}")
-        self._socket.send(packed({"kind": "hello", "protocol": PROTOCOL, "token": "", "gateway": kind, "asked": 0.0}))
+        self._socket.send(packed({"kind": "hello", "protocol": PROTOCOL, "gateway": kind, "asked": 0.0}))
         self._socket.recv()
 
     def run(self) -> None:

@@ -76,12 +76,12 @@ def test_a_host_in_a_url_stands_in_brackets_where_it_is_ipv6(host: str, written:
 class Link:
     """A server that says where its link is."""
 
-    def __init__(self, host: str) -> None:
-        self.host = host
+    def __init__(self, host: str, page: str = "") -> None:
+        self.page = page or f'{{"host": "{host}", "port": 5557}}'
 
     async def open(self, *_: object, **__: object) -> MemoryReply:
         reply = MemoryReply(200, "application/json")
-        reply.put(f'{{"host": "{self.host}", "port": 5557}}'.encode())
+        reply.put(self.page.encode())
         reply.put(b"")
         return reply
 
@@ -95,12 +95,25 @@ class Link:
         ("http://[fd00::7]:8000/", "::", "tcp://[fd00::7]:5557"),
         ("http://10.0.0.7", "0.0.0.0", "tcp://10.0.0.7:5557"),
         ("https://vllm-0:8000", "127.0.0.1", "tcp://vllm-0:5557"),
-        ("http://10.0.0.7:8000", "fd00::8", "tcp://[fd00::8]:5557"),
-        ("http://10.0.0.7:8000", "10.0.0.8", "tcp://10.0.0.8:5557"),
+        ("http://10.0.0.7:8000", "10.0.0.7", "tcp://10.0.0.7:5557"),
+        ("http://VLLM-0", "vllm-0", "tcp://vllm-0:5557"),
+        ("http://127.0.0.1:8000", "127.0.0.2", "tcp://127.0.0.1:5557"),
     ],
 )
 def test_a_links_address_of_any_family_can_be_connected_to(url: str, host: str, address: str) -> None:
     assert asyncio.run(link_address(url, Link(host))) == address
+
+
+@pytest.mark.parametrize("host", ["10.0.0.8", "fd00::8", "vllm-1", "10.0.0.7.example", ""])
+def test_link_address_of_another_host_is_refused_and_names_the_setting(host: str) -> None:
+    with pytest.raises(ValueError, match=r"server http://10\.0\.0\.7:8000 names .* on another host: .* link: tcp://"):
+        asyncio.run(link_address("http://10.0.0.7:8000", Link(host)))
+
+
+@pytest.mark.parametrize("page", ["{}", "[]", "no JSON", '{"host": "10.0.0.7"}', '{"host": "10.0.0.7", "port": "x"}'])
+def test_link_address_that_cannot_be_read_is_a_sentence(page: str) -> None:
+    with pytest.raises(ValueError, match="names no address"):
+        asyncio.run(link_address("http://10.0.0.7:8000", Link("", page)))
 
 
 def test_a_failed_connection_is_said_without_the_address() -> None:

@@ -23,7 +23,6 @@ import ray.cluster_utils
 from rubato.core.clock import WallClock, run_strict
 from rubato.core.events import Event, Finished, HandedOff, Joined, Left, Lost, Tokens
 from rubato.core.interfaces import Scaling
-from rubato.core.link_messages import TOKEN
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Progress, Request
 from rubato.fleet import ray_servers
@@ -35,6 +34,7 @@ from rubato.fleet.server_actor import ServerCommand
 from rubato.fleet.server_guard import descendants
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.upstream import Headers
+from rubato.wire.link_keys import TOKEN
 from tests.doubles import request
 from tests.fleet.test_server_fleet import MemoryTrip
 from tests.processes.conftest import servers as processes_of_ours

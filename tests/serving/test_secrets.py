@@ -17,11 +17,11 @@ import orjson
 import pytest
 
 from rubato.cli.main import main
-from rubato.core.link_messages import TOKEN
 from rubato.core.server_url import connection_failure
 from rubato.engines.simulated import Engine
 from rubato.fleet.upstream import Headers, UpstreamError, error_code
 from rubato.serving.logs import Lines, Text
+from rubato.wire.link_keys import TOKEN
 from tests.scenario import on
 from tests.serving.conftest import Edge, edge, key, tenant
 from tests.serving.test_gateway import Fleet, gateway

@@ -48,6 +48,7 @@ STATE = {
     "steps": 3,
     "fallbacks": 0,
     "stood_aside": 0,
+    "link_refused": 0,
     "deviations": {},
     "faults": {},
     "given_up": False,

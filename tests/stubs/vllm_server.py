@@ -289,6 +289,8 @@ FAILED = b'data: {"error":{"message":"","type":"InternalServerError"}}\n\ndata: 
 class MemoryLink:
     """A gateway's end of a link to a core in this process (`server_link.Link`)."""
 
+    is_refused = False
+
     def __init__(self, core: StubCore) -> None:
         self._core = core
         self._messages: asyncio.Queue[Message] = asyncio.Queue()

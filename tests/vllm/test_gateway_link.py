@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from rubato.core.events import Finished, HandedOff, Offered, Started, Tokens
-from rubato.core.link_messages import PROTOCOL, TOKEN, Message, assign, demote, expect, packed, recall, unpacked
+from rubato.core.link_messages import PROTOCOL, Message, assign, demote, expect, packed, recall, unpacked
 from rubato.core.plan import Role
 from rubato.core.request import SLO, Progress, Request, Stage
 from rubato.engines.vllm import gateway_link
@@ -21,7 +21,9 @@ from rubato.engines.vllm.gateway_reports import GatewayReports, place_of
 from rubato.engines.vllm.policy_driver import FLEET
 from rubato.fleet.link_reader import LinkReader, MissedReportError
 from rubato.fleet.remote_view import GaveUp, Mirror, Report
+from rubato.fleet.server_link import ZmqLink
 from rubato.latency import affine
+from rubato.wire.link_keys import TOKEN, protect_gateway
 from tests.vllm.harness import Harness, harness
 
 
@@ -29,7 +31,7 @@ class Wire:
     """In the place of the socket: messages go through as bytes, in order, to one gateway; some get lost."""
 
     def __init__(self, losses: random.Random | None = None, share: float = 0.0) -> None:
-        self.listeners, self.wanted = 1, True
+        self.listeners, self.wanted, self.refused = 1, True, 0
         self.asked: list[tuple[str, list[Any]]] = []
         self.messages: list[Message] = []
         self._losses, self._share = losses, share
@@ -359,13 +361,14 @@ class Peer:
         self.socket.setsockopt(zmq.LINGER, 0)
         for name, value in options.items():
             self.socket.setsockopt(getattr(zmq, name), value)
+        protect_gateway(self.socket)
         self.socket.connect(f"tcp://127.0.0.1:{port}")
 
     def say(self, **message: Any) -> None:
         self.socket.send(packed(message))
 
-    def hello(self, token: str = "", protocol: int = PROTOCOL) -> Message:
-        self.say(kind="hello", protocol=protocol, token=token, gateway="g")
+    def hello(self, protocol: int = PROTOCOL) -> Message:
+        self.say(kind="hello", protocol=protocol, gateway="g")
         return self.next()
 
     def next(self, kind: str = "") -> Message:
@@ -426,21 +429,30 @@ def test_who_has_not_the_token_or_another_version_is_told_so_and_is_not_obeyed(
 ) -> None:
     monkeypatch.setenv(TOKEN, "secret")
     made = harness(model, "edf", blocks=60, rubato={"link": {"host": "127.0.0.1"}})
-    forger = Peer(port_of(made))
+    monkeypatch.setenv(TOKEN, "guess")
+    forger, gateway = Peer(port_of(made)), ZmqLink(f"tcp://127.0.0.1:{port_of(made)}")
+    forger.say(kind="hello", protocol=PROTOCOL, gateway="g")
     forger.say(kind="do", commands=[assign(Role(kind="hp"))])
-    assert forger.next()["kind"] == "unknown"
-    assert "token" in forger.hello(token="guess")["why"]
-    forger.say(kind="do", commands=[assign(Role(kind="hp"))])
-    assert forger.next()["kind"] == "unknown"
-    forger.socket.send(b"\xff no JSON")
-    assert "version" in forger.hello(token="secret", protocol=PROTOCOL + 1)["why"]
+    assert not forger.socket.poll(500)
+    assert gateway.is_refused
+    gateway.close()
+    monkeypatch.setenv(TOKEN, "secret")
+    old = Peer(port_of(made))
+    old.say(kind="do", commands=[assign(Role(kind="hp"))])
+    assert old.next()["kind"] == "unknown"
+    old.socket.send(b"\xff no JSON")
+    assert "version" in old.hello(protocol=PROTOCOL + 1)["why"]
+    old.say(kind="do", commands=[assign(Role(kind="hp"))])
+    assert old.next()["kind"] == "unknown"
     made.add("a", [3] * 16, 4)
     made.run()
     assert made.scheduler.view().role == Role()
     assert not made.scheduler.rubato.faults
-    assert forger.hello(token="secret")["kind"] == "hello"
+    assert made.scheduler.rubato._state()["link_refused"] > 2
+    assert old.hello()["kind"] == "hello"
     made.scheduler.rubato.close()
-    forger.socket.close()
+    for peer in (forger, old):
+        peer.socket.close()
 
 
 def test_an_open_address_needs_a_token_and_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,7 @@ from rubato.core.events import Event, Tokens
 from rubato.core.plan import Recall, Role
 from rubato.core.request import SLO, Handoff, OnDecline, Progress, Request
 
-PROTOCOL = 1
-TOKEN = "RUBATO_LINK_TOKEN"  # environment variable: what a gateway must know to be heard; empty on loopback
+PROTOCOL = 2
 HEARTBEAT = 1.0  # seconds from one ping to the next
 
 Message = dict[str, Any]

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from rubato.core.clock import Clock
 from rubato.core.events import Event, Left
 from rubato.core.interfaces import LatencyModel, Router, Scaling, SeqView, View
-from rubato.core.link_messages import TOKEN, Message
+from rubato.core.link_messages import Message
 from rubato.fleet import server_probe
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.cluster_options import ClusterOptions
@@ -34,6 +34,7 @@ from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
 from rubato.fleet.server_replica import ServerAbout, ServerReplica
 from rubato.fleet.server_watch import ServerLostError
+from rubato.wire.link_keys import TOKEN
 
 log = logging.getLogger(__name__)
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
 
-from rubato.core.link_messages import PROTOCOL, TOKEN, Message, packed, unpacked
+from rubato.core.link_messages import PROTOCOL, Message, packed, unpacked
+from rubato.wire.link_keys import FAILED_HANDSHAKES, MAX_COMMAND_BYTES, failed_handshakes, protect_gateway
+
+log = logging.getLogger(__name__)
 
 MOST = 10_000  # messages that wait on either side
 
 
 class Link(Protocol):
-    """Messages to an engine core and from it."""
+    """Messages to an engine core and from it. is_refused: the core and this gateway do not have the same token."""
+
+    @property
+    def is_refused(self) -> bool: ...
 
     def send(self, message: Message) -> None:
         """Without waiting; what there is no room for is lost."""
@@ -30,8 +36,7 @@ class Link(Protocol):
 
 def hello(gateway: str, now: float) -> Message:
     """What a gateway of this name says first, at this time of its clock."""
-    token = os.environ.get(TOKEN, "")
-    return {"kind": "hello", "protocol": PROTOCOL, "gateway": gateway, "token": token, "asked": now}
+    return {"kind": "hello", "protocol": PROTOCOL, "gateway": gateway, "asked": now}
 
 
 class ZmqLink:
@@ -39,6 +44,10 @@ class ZmqLink:
 
     def __init__(self, address: str) -> None:
         self._socket: Any = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        protect_gateway(self._socket)
+        monitor = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
+        self._monitor: Any = zmq.Socket.shadow(monitor)  # which no loop waits for
+        self._failed = 0
         self._socket.setsockopt(zmq.SNDHWM, MOST)
         self._socket.setsockopt(zmq.RCVHWM, MOST)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -46,9 +55,18 @@ class ZmqLink:
         self._socket.setsockopt(zmq.IPV6, int("[" in address))  # of a name it would take an IPv6 address first
         self._socket.connect(address)
 
+    @property
+    def is_refused(self) -> bool:
+        self._failed += failed_handshakes(self._monitor)
+        return self._failed > 0
+
     def send(self, message: Message) -> None:
+        raw = packed(message)
+        if len(raw) > MAX_COMMAND_BYTES:
+            log.error("a message of %d bytes to an engine is left out: it takes %d", len(raw), MAX_COMMAND_BYTES)
+            return
         # Not past the asynchronous socket: it would not learn that something has come meanwhile.
-        sent: asyncio.Future[Any] = self._socket.send(packed(message), zmq.NOBLOCK)
+        sent: asyncio.Future[Any] = self._socket.send(raw, zmq.NOBLOCK)
         if sent.done() and (error := sent.exception()) is not None and not isinstance(error, zmq.Again):
             raise error  # (Again: there is no core, or it hears nothing: it is greeted anew, or lost)
 
@@ -60,4 +78,5 @@ class ZmqLink:
                 continue  # no core of ours
 
     def close(self) -> None:
+        self._socket.disable_monitor()
         self._socket.close(linger=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 import orjson
@@ -94,21 +95,34 @@ async def models(url: str, server: Upstream, key: str = "", seconds: float = SEC
 
 async def link_address(url: str, server: Upstream, key: str = "") -> str | None:
     """Where the engine core of a server listens for gateways; None for one without. Raises UpstreamError for a server
-    that does not answer, or not for now, and ValueError for an answer that is no address."""
+    that does not answer, or not for now, ValueError for one that names no address, or one of another host."""
     reply = await server.open("GET", "/rubato/link", _headers(key), b"", seconds=SECONDS)
     raw = await whole(reply, MAX_PAGE_BYTES)
     if reply.status in (502, 503, 504):
         raise UpstreamError(f"/rubato/link answered {reply.status}")
     if reply.status != 200:
         return None
+    own = urlsplit(url).hostname or ""
     try:
         found = orjson.loads(raw)
-        host, port = str(found["host"]), int(found["port"])
+        named, port = str(found["host"]), int(found["port"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"server {url}: /rubato/link answered without a host and a port") from error
-    if host in ("0.0.0.0", "::", "::1", "127.0.0.1", "localhost"):
-        host = urlsplit(url).hostname or host
-    return f"tcp://{host_in_url(host)}:{port}"
+        raise ValueError(f"server {url}: /rubato/link names no address ({type(error).__name__})") from error
+    if named.lower() != own and not _is_any_of_its_own(named):
+        raise ValueError(
+            f"server {url} names {host_in_url(named)}:{port} as its link, on another host: if it is there, give "
+            f"this server as {{url: ..., link: tcp://{host_in_url(named)}:{port}}}"
+        )
+    return f"tcp://{host_in_url(own)}:{port}"
+
+
+def _is_any_of_its_own(host: str) -> bool:
+    """Whether a server means itself by this address: all of its own, or loopback."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
 
 
 async def kv_used(server: Upstream) -> float | None:

@@ -19,6 +19,7 @@ from rubato.fleet.relay import Fault, Trip
 from rubato.fleet.remote_view import GaveUp, Mirror, Report, shifted_report
 from rubato.fleet.server_link import Link, hello
 from rubato.fleet.upstream import ASKED, UnreachableError, Upstream, UpstreamError
+from rubato.wire.link_keys import TOKEN
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,10 @@ class ServerWatch:
             done, _ = await asyncio.wait({self._greeted}, timeout=HEARTBEAT)
             if done:
                 return self._greeted.result()
+            if link.is_refused:
+                raise ValueError(
+                    f"server {self.url} does not let this gateway in: set {TOKEN} to one secret for both, or for none"
+                )
         raise ValueError(f"server {self.url}: its engine does not answer on the link within {SILENT:g} s")
 
     async def _listen(self, link: Link) -> None:

@@ -43,6 +43,7 @@ class PluginMetrics(SLOMetrics):
         self._totals = {
             "fallbacks": self.counter("plan_fallbacks", "Steps in vLLM's own order", "replica"),
             "stood_aside": self.counter("plan_stood_aside", "Steps left to vLLM, every SLO having room", "replica"),
+            "link_refused": self.counter("link_refused", "Strangers' connections and messages to the link", "replica"),
             "deviations": self.counter("plan_deviations", "Steps not carried out as planned", "replica", "cause"),
             "faults": self.counter("plan_faults", "Faults of the policy and of the plug-in", "replica", "place"),
         }
@@ -66,6 +67,7 @@ class PluginMetrics(SLOMetrics):
                 self._step,
                 self._totals["fallbacks"],
                 self._totals["stood_aside"],
+                self._totals["link_refused"],
                 self.lost,
                 self._given_up,
                 self._held,
@@ -80,7 +82,7 @@ class PluginMetrics(SLOMetrics):
             self._plan.labels(replica).observe(seconds)
         for tokens, seqs, seconds in fields["batches"]:
             self(Stepped(0.0, replica, Shape(tokens, seqs), seconds))
-        for name in ("fallbacks", "stood_aside"):
+        for name in ("fallbacks", "stood_aside", "link_refused"):
             self._total(self._totals[name], (name, replica), fields[name], replica)
         for outcome, count in fields["drafted"].items():
             self._total(self._drafted, ("drafted", replica, outcome), count, outcome)

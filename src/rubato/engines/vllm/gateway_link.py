@@ -2,7 +2,8 @@
 
 A step hands over bytes and goes on; it waits for nobody, and encodes nothing while no gateway listens. A gateway that
 is too slow for its reports misses some, notices by their numbers and asks for a snapshot. The thread answers greetings
-and pings also while the engine runs a long step, or is idle.
+and pings also while the engine runs a long step, or is idle. Strangers (`wire.link_keys`), and messages that are none
+of the link's, are counted and not logged: they could fill the log.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from hmac import compare_digest
 from typing import Any
+
+import zmq
 
 from rubato.core.clock import unix_time
 from rubato.core.did_you_mean import nearest
-from rubato.core.link_messages import PROTOCOL, TOKEN, Message, packed, unpacked
+from rubato.core.link_messages import PROTOCOL, Message, packed, unpacked
 from rubato.core.server_url import host_in_url
+from rubato.wire.link_keys import FAILED_HANDSHAKES, MAX_REPORT_BYTES, TOKEN, failed_handshakes, protect_core
 
 log = logging.getLogger("vllm.rubato")
 
@@ -30,6 +33,8 @@ INSIDE = 10_000  # messages that wait for the thread
 COMMANDS = 10_000  # that wait for the next step
 POLL = 200  # milliseconds after which the thread looks whether it is to end
 GONE = 30.0  # seconds without a word after which a gateway is sent nothing more
+MAX_PEERS = 64  # gateways that are told of one core
+MAX_UNREAD = 64  # messages of one peer that wait for the thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +84,29 @@ class GatewayLink:
     """Listens from the start, and answers from `start` on. Raises OSError for an address that cannot be had."""
 
     def __init__(self, settings: LinkSettings) -> None:
-        import zmq
-
-        self._zmq = zmq
         self._hello: Callable[[], Message] = dict
         self._clock: Callable[[], float] = float
-        self._token = os.environ.get(TOKEN, "")
-        context: Any = zmq.Context.instance()
-        self._socket = context.socket(zmq.ROUTER)
+        self._context: zmq.Context[Any] = zmq.Context()  # its own: ZeroMQ asks one place in it who may speak
+        self._socket: Any = self._context.socket(zmq.ROUTER)
+        self._gatekeeper = protect_core(self._socket)
+        self._monitor = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
         self._socket.setsockopt(zmq.SNDHWM, MOST)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent is said, not dropped in silence
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway that comes back by the same name
         self._socket.setsockopt(zmq.IPV6, int(":" in settings.host))
         host = host_in_url(settings.host)
         try:
             self._socket.bind(f"tcp://{host}:{settings.port or '*'}")
         except zmq.ZMQError as error:
-            self._socket.close()
+            self._context.destroy(linger=0)
             raise OSError(f"rubato.link: cannot listen on {host}:{settings.port} ({error})") from error
-        self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0").rpartition(":")[2])
+        self.port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         inside = f"inproc://rubato-link-{id(self)}"
-        self._from_steps = context.socket(zmq.PULL)
+        self._from_steps = self._context.socket(zmq.PULL)
         self._from_steps.setsockopt(zmq.RCVHWM, INSIDE)
         self._from_steps.bind(inside)
-        self._to_thread = context.socket(zmq.PUSH)
+        self._to_thread = self._context.socket(zmq.PUSH)
         self._to_thread.setsockopt(zmq.SNDHWM, INSIDE)
         self._to_thread.setsockopt(zmq.LINGER, 0)
         self._to_thread.connect(inside)
@@ -113,6 +116,7 @@ class GatewayLink:
         self._ending = False
         self.listeners = 0  # gateways that are to be told
         self.wanted = False  # a snapshot, by some gateway
+        self.refused = 0  # connections and messages of strangers
         self._thread = threading.Thread(target=self._run, name="rubato-link", daemon=True)
 
     def start(self, hello: Callable[[], Message], clock: Callable[[], float]) -> None:
@@ -152,29 +156,35 @@ class GatewayLink:
         self._idle = None
 
     def _hand_over(self, kind: bytes, raw: bytes) -> None:
-        with contextlib.suppress(self._zmq.Again):  # the numbers will show it
-            self._to_thread.send_multipart([kind, raw], self._zmq.NOBLOCK)
+        if len(raw) > MAX_REPORT_BYTES:
+            return  # no gateway would take it: what is sent here is counted there instead
+        with contextlib.suppress(zmq.Again):  # the numbers will show it
+            self._to_thread.send_multipart([kind, raw], zmq.NOBLOCK)
 
     def close(self) -> None:
         self._ending = True
         if self._thread.ident is not None:
             self._thread.join(2.0)
-        for socket in (self._to_thread, self._from_steps, self._socket):
-            socket.close(linger=0)
+        self._socket.disable_monitor()
+        self._context.destroy(linger=0)
 
     # ----------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        poller = self._zmq.Poller()
-        poller.register(self._socket, self._zmq.POLLIN)
-        poller.register(self._from_steps, self._zmq.POLLIN)
+        poller: Any = zmq.Poller()
+        asks = None if self._gatekeeper is None else self._gatekeeper.socket
+        for socket in filter(None, (self._socket, self._from_steps, self._monitor, asks)):
+            poller.register(socket, zmq.POLLIN)
         while not self._ending:
             try:
                 ready = dict(poller.poll(POLL))
                 if self._from_steps in ready:
                     self._forward()
                 if self._socket in ready:
-                    self._hear()
+                    self._hear(self._socket.recv_multipart())
+                if self._gatekeeper is not None and asks in ready:
+                    self._gatekeeper.answer()
+                self.refused += failed_handshakes(self._monitor)
                 self._settle()
             except Exception:  # the engine goes on, and so do other gateways
                 log.exception("the link to gateways failed at one message")
@@ -188,13 +198,16 @@ class GatewayLink:
                 peer.fresh = self._send(who, raw)
                 self.wanted |= not peer.fresh
 
-    def _hear(self) -> None:
-        who, raw = self._socket.recv_multipart()
+    def _hear(self, frames: list[bytes]) -> None:
+        """frames: of one message, after the peer's name; whatever they are."""
         try:
+            who, raw = frames
             message = unpacked(raw)
-        except ValueError:
-            return  # no gateway of ours
-        kind = message["kind"]
+            kind = message["kind"]
+            commands = list(message["commands"]) if kind == "do" else []
+        except (ValueError, KeyError, TypeError):
+            self.refused += 1  # no gateway of ours
+            return
         if kind == "hello":
             self._greet(who, message)
             return
@@ -209,13 +222,15 @@ class GatewayLink:
             peer.fresh = False
             self._refresh(who, peer)
         elif kind == "do":
-            self._commands.extend((peer.name, command) for command in message["commands"])
+            self._commands.extend((peer.name, command) for command in commands)
+        else:
+            self.refused += 1
 
     def _greet(self, who: bytes, message: Message) -> None:
         if message.get("protocol") != PROTOCOL:
             why = f"this engine speaks version {PROTOCOL} of the link, the gateway {message.get('protocol')!r}"
-        elif not compare_digest(str(message.get("token", "")).encode(), self._token.encode()):
-            why = f"the token is not this server's: set {TOKEN} to the same secret for both"
+        elif who not in self._peers and len(self._peers) >= MAX_PEERS:
+            why = f"{MAX_PEERS} gateways listen to this engine already"
         else:
             peer = self._peers[who] = _Peer(str(message.get("gateway", ""))[:64], self._clock())
             self.listeners = len(self._peers)
@@ -223,7 +238,7 @@ class GatewayLink:
             self._send(who, packed({**said, **self._times()}))
             self._refresh(who, peer)
             return
-        log.warning("a gateway is not let in: %s", why)
+        self.refused += 1
         self._send(who, packed({"kind": "refused", "why": why}))
 
     def _refresh(self, who: bytes, peer: _Peer) -> None:
@@ -234,11 +249,11 @@ class GatewayLink:
 
     def _send(self, who: bytes, raw: bytes) -> bool:
         try:
-            self._socket.send_multipart([who, raw], self._zmq.NOBLOCK)
-        except self._zmq.Again:
+            self._socket.send_multipart([who, raw], zmq.NOBLOCK)
+        except zmq.Again:
             return False
-        except self._zmq.ZMQError as error:
-            if error.errno != self._zmq.EHOSTUNREACH:
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._peers.pop(who, None)
             self.listeners = len(self._peers)

@@ -570,6 +570,7 @@ class PolicyDriver(FleetPart):
             "steps": self.steps,
             "fallbacks": self.fallbacks,
             "stood_aside": self.stood_aside,
+            "link_refused": 0 if self._gateways is None else self._gateways.link.refused,
             "deviations": dict(self.deviations),
             "faults": dict(self.faults),
             "given_up": self.given_up,

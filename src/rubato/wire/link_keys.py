@@ -1,0 +1,80 @@
+"""Who may speak on the link between engine cores and gateways: those that share a token, which itself never travels.
+
+Both ends derive their CURVE keys from the token. CURVE is ZeroMQ's own: a peer that cannot prove both keys is dropped
+in the handshake, by ZeroMQ's thread, before a byte of it reaches Python, and what the others say is encrypted. Without
+a token, which a core allows on loopback alone, whoever connects may speak.
+"""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+TOKEN = "RUBATO_LINK_TOKEN"  # environment variable: what both ends must know; empty on loopback
+MAX_COMMAND_BYTES = 1 << 20  # of one message to a core
+MAX_REPORT_BYTES = 64 << 20  # of one from a core: a snapshot has all output of all requests
+HANDSHAKE_S = 5.0  # after which a peer that has not shown the token is dropped
+ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks whether a key may speak, one address a context
+FAILED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+def _key_pair(side: bytes) -> tuple[bytes, bytes]:
+    """The public and the secret key of one side, for the token of this process's environment. Raises OSError where
+    ZeroMQ has no CURVE."""
+    if not zmq.has("curve"):
+        raise OSError(f"{TOKEN} is set, and ZeroMQ is installed without CURVE here: install pyzmq from its wheel")
+    token = os.fsencode(os.environ.get(TOKEN, ""))
+    secret = z85.encode(blake2b(token, digest_size=32, person=side).digest())
+    return zmq.curve_public(secret), secret
+
+
+class Gatekeeper:
+    """A core's answers to ZeroMQ, which asks on `socket` whether a peer's key may speak."""
+
+    def __init__(self, context: Any) -> None:
+        self._gateways_key = z85.decode(_key_pair(b"gateway")[0])
+        self.socket = context.socket(zmq.REP)
+        self.socket.bind(ZAP)
+
+    def answer(self) -> None:
+        version, request, *about = self.socket.recv_multipart()
+        may = about[3:] == [b"CURVE", self._gateways_key]  # behind the domain, the address and the peer's name
+        self.socket.send_multipart([version, request, b"200" if may else b"400", b"", b"", b""])
+
+
+def protect_core(socket: Any) -> Gatekeeper | None:
+    """Let a core's socket take messages of holders of the token alone, where there is one, and none that is too
+    long."""
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_COMMAND_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1e3))
+    if not os.environ.get(TOKEN):
+        return None
+    socket.setsockopt(zmq.CURVE_SECRETKEY, _key_pair(b"core")[1])
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.ZAP_DOMAIN, b"rubato")
+    return Gatekeeper(socket.context)
+
+
+def protect_gateway(socket: Any) -> None:
+    """Let a gateway's socket speak to a core with the same token alone, and take no message that is too long."""
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES)
+    if os.environ.get(TOKEN):
+        public, secret = _key_pair(b"gateway")
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, _key_pair(b"core")[0])
+
+
+def failed_handshakes(monitor: Any) -> int:
+    """How many a socket's monitor (of `FAILED_HANDSHAKES`) has told of since the last call."""
+    failed = 0
+    while monitor.poll(0):
+        monitor.recv_multipart()
+        failed += 1
+    return failed
