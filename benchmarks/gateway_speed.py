@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rubato.core.link_messages import packed, unpacked
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Stage, without_texts
 from rubato.fleet.link_reader import LinkReader
@@ -33,6 +32,7 @@ from rubato.fleet.remote_view import Mirror
 from rubato.latency.affine import Model
 from rubato.policies import load_router
 from rubato.replica.sequence import Seq
+from rubato.wire.messages import PresentRow, Report, Snapshot, TokensRow, decode_from_core, encode
 
 EVERY = 0.05  # seconds from one chunk of a stream to the next
 STREAMS = (100, 500, 1000)
@@ -199,30 +199,27 @@ def reports(servers: int, steps: int = 40) -> dict[str, float]:
     requests = [Request(f"c{i}", (Stage(200, SLO(1.0, 0.05)),), 0.0) for i in range(DECODES)]
     number = 0
 
-    def told(messages: Sequence[dict[str, Any]]) -> float:
-        raw = [packed(message) for message in messages]
+    def told(*messages: Report | Snapshot) -> float:
+        raw = [encode(message) for message in messages]
         began = time.process_time()
         for reader, mirror in folds:
             for one in raw:
-                report = reader.read(unpacked(one))
+                report = reader.read(decode_from_core(one))  # type: ignore[arg-type]
                 assert report is not None
                 mirror.take(report)
         return time.process_time() - began
 
-    first = [[{"at": 0.0, "id": r.id, "request": without_texts(r)}, r.id, (False, True, False, 200, 13), [], []]
-             for r in requests]  # fmt: skip
-    told([{"kind": "snapshot", "n": 0, "at": 0.0, "kv": 1000, "seqs": first, "batches": []}])
+    first = [PresentRow(without_texts(r), r.id, "running", True, False, 200, 13) for r in requests]
+    told(Snapshot(0, 0.0, 1000, first))
     spent = 0.0
     shape = Shape(DECODES, DECODES, DECODES * 200)
     for step in range(steps):
         at = 0.02 * (step + 1)
-        batch = {"kind": "report", "n": number + 1, "at": at - 0.02, "kv": 1000, "shape": shape, "busy": at,
-                 "tokens": {r.id: 1 for r in requests}}  # fmt: skip
-        done = {"kind": "report", "n": number + 2, "at": at, "kv": 1000, "done": (shape, 0.02),
-                "events": [["t", r.id, [7]] for r in requests],
-                "held": {r.id: (201 + step, 13 + step // 16) for r in requests}}  # fmt: skip
+        batch = Report(number + 1, at - 0.02, 1000, shape=shape, busy=at, tokens={r.id: 1 for r in requests})
+        rows, held = [TokensRow(r.id, (7,)) for r in requests], {r.id: (201 + step, 13 + step // 16) for r in requests}
+        done = Report(number + 2, at, 1000, rows, done=(shape, 0.02), held=held)
         number += 2
-        spent += told([batch, done])
+        spent += told(batch, done)
     row = {"servers": servers, "steps' reports a CPU second": servers * steps / spent}
     views = [mirror.view(1.0) for _, mirror in folds]
     for name in ("least_loaded", "lmetric", "polyserve", "slos_serve"):

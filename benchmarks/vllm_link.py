@@ -25,7 +25,7 @@ import zmq
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_PLUGINS="", HF_HUB_OFFLINE="1")
 os.environ.update(VLLM_CONFIGURE_LOGGING="0", VLLM_NO_USAGE_STATS="1")
 
-from rubato.core.link_messages import PROTOCOL, packed
+from rubato.wire.messages import PROTOCOL, Hello, encode
 from tests.vllm.harness import Harness, harness
 
 LISTENERS = ("none", "listens", "slow", "stalled", "dead")
@@ -42,7 +42,7 @@ class Gateway(threading.Thread):
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 10_000 if kind == "listens" else 1)
         self._socket.connect(f"tcp://127.0.0.1:{port}")
-        self._socket.send(packed({"kind": "hello", "protocol": PROTOCOL, "gateway": kind, "asked": 0.0}))
+        self._socket.send(encode(Hello(PROTOCOL, kind)))
         self._socket.recv()
 
     def run(self) -> None:

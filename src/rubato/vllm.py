@@ -54,7 +54,7 @@ class Scheduler:
         chosen = AsyncPolicyScheduler if vllm_config.scheduler_config.async_scheduling else SyncScheduler
         made = chosen(vllm_config, *args, settings=settings, around=around, **kwargs)
         model = vllm_config.model_config
-        made.rubato.open_to_gateways({"model": model.model, "vllm": installed_version(), "rubato": rubato.__version__})
+        made.rubato.open_to_gateways(model=model.model, vllm=installed_version(), rubato=rubato.__version__)
         return made
 
 

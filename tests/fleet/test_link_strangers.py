@@ -16,15 +16,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.clock import WallClock
-from rubato.core.link_messages import PROTOCOL, packed, unpacked
+from rubato.core.plan import Limits
 from rubato.engines.vllm import gateway_link
 from rubato.engines.vllm.gateway_link import GatewayLink, LinkSettings
 from rubato.fleet.server_link import ZmqLink
 from rubato.fleet.server_watch import ServerWatch
+from rubato.latency.affine import Model
 from rubato.wire.link_keys import MAX_COMMAND_BYTES, TOKEN, protect_gateway
+from rubato.wire.messages import (
+    PROTOCOL,
+    CoreAbout,
+    FromGateway,
+    Greeting,
+    Hello,
+    Refused,
+    Report,
+    Snapshot,
+    decode_from_core,
+    decode_from_gateway,
+    encode,
+)
 
 LISTS = b"[" + b"[]," * 300_000 + b"[]]"  # 0.9 MB, a million objects
-HELLO = packed({"kind": "hello", "protocol": PROTOCOL, "gateway": "g", "asked": 0.0})
+HELLO = encode(Hello(PROTOCOL, "g"))
+ABOUT = CoreAbout("edf", (), Limits(8, 512, 1024, 100, 16), Model().to_dict(), None, "m", "0", "0")
 
 
 class Parsed:
@@ -32,11 +47,11 @@ class Parsed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes = 0
-        monkeypatch.setattr(gateway_link, "unpacked", self)
+        monkeypatch.setattr(gateway_link, "decode_from_gateway", self)
 
-    def __call__(self, raw: bytes) -> dict[str, Any]:
+    def __call__(self, raw: bytes) -> FromGateway:
         self.bytes += len(raw)
-        return unpacked(raw)
+        return decode_from_gateway(raw)
 
 
 @pytest.fixture
@@ -64,15 +79,14 @@ def peers() -> Iterator[Callable[..., Any]]:
 
 def started() -> GatewayLink:
     link = GatewayLink(LinkSettings())
-    link.snapshot({"kind": "snapshot", "n": 0}, idle=True)
-    link.start(lambda: {"policy": "edf"}, time.monotonic)
+    link.snapshot(Snapshot(0, 0.0, 100), idle=True)
+    link.start(lambda: ABOUT, time.monotonic)
     return link
 
 
-def heard(peer: Any, kind: str) -> dict[str, Any]:
+def heard(peer: Any, kind: type) -> Any:
     while peer.poll(5000):
-        message = unpacked(peer.recv())
-        if message["kind"] == kind:
+        if isinstance(message := decode_from_core(peer.recv()), kind):
             return message
     raise AssertionError(f"nothing came of kind {kind!r}")
 
@@ -93,7 +107,7 @@ def test_link_strangers_cost_no_parsing_no_log_and_no_report(
     caplog.set_level(logging.DEBUG)
     gateway = peers(link)
     gateway.send(HELLO)
-    heard(gateway, "snapshot")
+    heard(gateway, Snapshot)
     link.busy()
     own = parsed.bytes
     stranger = peers(link, token=False)
@@ -108,8 +122,8 @@ def test_link_strangers_cost_no_parsing_no_log_and_no_report(
                 peer.send(HELLO)
             peer.send(b"x" * (2 * MAX_COMMAND_BYTES))
         for number in range(1, 501):  # a step has to hand over, and finds room
-            link.report({"kind": "report", "n": number})
-            assert heard(gateway, "report")["n"] == number
+            link.report(Report(number, 0.0, 100))
+            assert heard(gateway, Report).n == number
         wait_for(lambda: link.refused >= 3)
     assert (parsed.bytes - own, caplog.records, link.commands()) == (0, [], [])
     link.close()
@@ -143,15 +157,15 @@ def test_link_without_a_token_is_bounded_all_the_same(
     peers(link).send(b"x" * (MAX_COMMAND_BYTES + 1))
     local = peers(link)
     local.send_multipart([b"a", b"b", b"c"])
-    local.send(packed({"kind": "hello", "protocol": PROTOCOL + 1}))
+    local.send(encode(Hello(PROTOCOL + 1)))
     wait_for(lambda: link.refused >= 2)
     assert parsed.bytes < 100
     gateways = [peers(link) for _ in range(3)]
     for gateway in gateways[:2]:
         gateway.send(HELLO)
-        heard(gateway, "hello")
+        heard(gateway, Greeting)
     gateways[2].send(HELLO)
-    assert "2 gateways listen" in heard(gateways[2], "refused")["why"]
+    assert "2 gateways listen" in heard(gateways[2], Refused).why
     assert link.listeners == 2
     assert caplog.records == []
     link.close()
@@ -177,6 +191,7 @@ RAW = st.binary(max_size=50) | st.one_of(FIELDS, OURS, VALUES).map(lambda value:
 )
 def test_link_hears_any_frames_without_an_error(messages: list[list[bytes]]) -> None:
     link = GatewayLink(LinkSettings())
+    link._about, link._clock = lambda: ABOUT, time.monotonic
     try:
         for frames in messages:
             link._peers[b"known"] = gateway_link._Peer("g", 0.0)

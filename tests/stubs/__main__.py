@@ -17,12 +17,12 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from rubato.core.clock import WallClock
-from rubato.core.link_messages import Message
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.engines.vllm.gateway_link import GatewayLink, LinkSettings
 from rubato.fleet.upstream import UpstreamError
 from rubato.latency.affine import Model
+from rubato.wire.messages import Do, FromCore, Report
 from tests.stubs.vllm_server import StubCore, StubServer
 
 
@@ -119,35 +119,25 @@ class Linked:
         self.core, self.link = core, link
         core.peers.append(self.tell)
         core.ask = self.ask
-        self._hello: Message = {}
-        core.hear({"kind": "hello", "asked": 0.0}, self._hello.update)
-        core.peers.remove(self._hello.update)
-        link.snapshot({**self._snapshot()}, idle=True)
-        link.start(
-            lambda: {k: v for k, v in self._hello.items() if k not in ("kind", "protocol", "asked")}, time.monotonic
-        )
+        link.snapshot(core.snapshot(), idle=True)
+        link.start(core.about, time.monotonic)
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: FromCore) -> None:
         self.link.busy()
-        if not self.core.silent:
+        if not self.core.silent and isinstance(message, Report):
             self.link.report(message)
 
     def ask(self) -> None:
         for _, command in self.link.commands():
-            self.core.hear({"kind": "do", "commands": [command]}, self.tell)
+            self.core.hear(Do((command,)), self.tell)
 
     async def run(self) -> None:
         while True:
             self.ask()
             idle = self.core.host.replica is not None and self.core.host.replica.idle
             if (self.link.wanted or idle) and not self.core.silent:
-                self.link.snapshot(self._snapshot(), idle=idle)
+                self.link.snapshot(self.core.snapshot(), idle=idle)
             await asyncio.sleep(0.0005)
-
-    def _snapshot(self) -> Message:
-        found: list[Message] = []
-        self.core._snapshot(found.append)
-        return found[-1]
 
 
 async def main(args: argparse.Namespace) -> None:

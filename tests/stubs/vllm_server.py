@@ -1,7 +1,7 @@
 """A server as vLLM with the plug-in is one, seen from a gateway: OpenAI's completions and the link, over a formula.
 
 `StubCore` is the engine core: a replica of ours with a simulated engine, which tells gateways of its steps in the
-messages of `core.link_messages`. `StubServer` is the API server in front of it.
+messages of `wire.messages`. `StubServer` is the API server in front of it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import orjson
 
 from rubato.core.clock import ARRIVAL, Clock, unix_time
 from rubato.core.events import Event, Finished, HandedOff, Offered, Stepped, Tokens
-from rubato.core.link_messages import PROTOCOL, Contract, Message, contract_of, event_row, packed, role_of, unpacked
 from rubato.core.plan import KV, Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Progress, Request, Sampling, Stage, without_texts
@@ -26,6 +25,35 @@ from rubato.fleet.local_host import LocalHost
 from rubato.fleet.upstream import MAX_SILENCE_S, BrokenError, Headers, UnreachableError, UpstreamError
 from rubato.latency.affine import Model
 from rubato.policies import load
+from rubato.wire.messages import (
+    Assign,
+    Beat,
+    Contract,
+    CoreAbout,
+    Demote,
+    Do,
+    Expect,
+    FromCore,
+    FromGateway,
+    Greeting,
+    HandOffRow,
+    Hello,
+    Ping,
+    PresentRow,
+    Recall,
+    Report,
+    Resync,
+    Row,
+    SentRow,
+    Snapshot,
+    State,
+    decode_command,
+    decode_from_core,
+    decode_from_gateway,
+    encode,
+    event_row,
+    offered_row,
+)
 
 WORDS = 1_000_000  # ids of a text's tokens begin here
 EVENTS = {  # of streams that are no chunks: how their text is named, and their last one
@@ -64,7 +92,7 @@ class StubCore:
         self.reads = 0  # of another core's KV
         self._prefill_only: set[str] = set()
         self._asked: list[tuple[Request, StubCore, str]] = []  # whose KV is to be read when there is memory
-        self.peers: list[Callable[[Message], None]] = []
+        self.peers: list[Callable[[FromCore], None]] = []
         self.silent = False  # its reports are not sent
         self.deaf = False  # nor anything else
         self.unix_off = 0.0  # seconds that this machine's Unix time is off
@@ -72,7 +100,7 @@ class StubCore:
         self.listeners: dict[str, Callable[[Event], None]] = {}
         self._contracts: dict[str, Contract] = {}
         self._offered: dict[str, Request] = {}  # of those that are only prefilled
-        self._rows: list[list[Any]] = []
+        self._rows: list[Row] = []
         self._done: list[Stepped] = []
         self._shown: dict[str, tuple[int, int]] = {}
         self._number = 0
@@ -84,43 +112,41 @@ class StubCore:
 
     # ----------------------------------------------------------------- the link
 
-    def hear(self, message: Message, tell: Callable[[Message], None]) -> None:
+    def about(self) -> CoreAbout:
+        supports, latency = tuple(sorted(self.host.supports)), self.model.to_dict()
+        return CoreAbout(self.policy, supports, self.limits, latency, self.kv_lease, "stub", "0.32.0", "0")
+
+    def hear(self, message: FromGateway, tell: Callable[[FromCore], None]) -> None:
         """A gateway has sent this; answers go to `tell`."""
         if self.deaf:
             return
-        if message["kind"] == "hello":
-            if tell not in self.peers:
-                self.peers.append(tell)
-            tell(
-                {
-                    "kind": "hello", "protocol": PROTOCOL, "asked": message["asked"],
-                    "policy": self.policy, "model": "stub", "vllm": "0.32.0",
-                    "rubato": "0", "supports": sorted(self.host.supports), "limits": asdict(self.limits),
-                    "latency": self.model.to_dict(), "kv_lease": self.kv_lease, **self._times(),
-                }
-            )  # fmt: skip
-            self._snapshot(tell)
-        elif message["kind"] == "ping":
-            tell({"kind": "beat", "asked": message["asked"], **self._times()})
-        elif message["kind"] == "resync":
-            self._snapshot(tell)
-        elif message["kind"] == "do":
-            for command in message["commands"]:
-                self._obey(command)
+        match message:
+            case Hello():
+                if tell not in self.peers:
+                    self.peers.append(tell)
+                tell(Greeting(message.asked, *self._times(), self.about()))
+                self._snapshot(tell)
+            case Ping():
+                tell(Beat(message.asked, *self._times()))
+            case Resync():
+                self._snapshot(tell)
+            case Do(commands):
+                for raw in commands:
+                    self._obey(decode_command(raw))
 
-    def _obey(self, command: Sequence[Any]) -> None:
+    def _obey(self, command: Expect | Assign | Recall | Demote) -> None:
         match command:
-            case ["expect", answer, fields]:
-                self._contracts[answer] = contract_of(fields)
-            case ["assign", fields]:
-                self.host.assign(role_of(fields))
-            case ["recall", kind]:
+            case Expect(answer, contract):
+                self._contracts[answer] = contract
+            case Assign():
+                self.host.assign(command.role)
+            case Recall(kind):
                 self.host.recall(kind)
-            case ["demote", answer]:
+            case Demote(answer):
                 self._contracts[answer] = self._contracts[answer]._replace(demoted=True)
 
-    def _times(self) -> dict[str, float]:
-        return {"clock": self.clock.now(), "unix": unix_time() + self.unix_off}
+    def _times(self) -> tuple[float, float]:
+        return self.clock.now(), unix_time() + self.unix_off
 
     # ----------------------------------------------------------------- requests
 
@@ -181,7 +207,7 @@ class StubCore:
     def give_up(self, id: str) -> None:
         """Its KV was read, or the lease is over."""
         if self.kept.pop(id, None) is not None:
-            self._rows.append(["s", id])
+            self._rows.append(SentRow(id))
             self._tell_soon()
 
     def _kept_blocks(self) -> int:
@@ -194,7 +220,7 @@ class StubCore:
             self._prefill_only.discard(event.id)
             if event.outcome == "completed":
                 self.kept[event.id] = request = self._offered.pop(event.id)
-                self._rows.append(["h", event.id, "prefilled", event.at, max(1, _length(request) - 1)])
+                self._rows.append(HandOffRow(event.id, "prefilled", event.at, max(1, _length(request) - 1)))
                 assert self.kv_lease is not None
                 self.clock.call_at(self.clock.now() + self.kv_lease, ARRIVAL, lambda: self.give_up(event.id))
                 self.listeners.pop(event.id)(event)
@@ -204,14 +230,13 @@ class StubCore:
             self._done.append(event)
             self._read()
         elif isinstance(event, Offered):
-            about = {"at": event.at, "id": event.id, "request": without_texts(event.request)}
-            self._rows.append(["Offered", about, event.id])
+            self._rows.append(offered_row(event, event.id))
             if event.id in self._prefill_only:
                 self._offered[event.id] = event.request
         elif isinstance(event, HandedOff):
             handoff = event.request.handoff
             assert handoff is not None
-            self._rows.append(["h", event.id, handoff.reason, event.at, 0])
+            self._rows.append(HandOffRow(event.id, handoff.reason, event.at, 0))
         else:
             self._rows.append(event_row(event))
         if not isinstance(event, Stepped | Offered):
@@ -233,9 +258,8 @@ class StubCore:
         replica = self.host.replica
         assert replica is not None
         flying = {s.id: s.in_flight for s in replica.running.values() if s.in_flight}
-        at, said = self.clock.now(), dict[str, Any]({"kind": "report", "kv": replica.kv.free - self._kept_blocks()})
-        if self._rows:
-            said["events"], self._rows = self._rows, []
+        at, said = self.clock.now(), dict[str, Any]()
+        rows, self._rows = self._rows, []
         if self._done:
             (done,), self._done = self._done, []
             said["done"], at = (done.shape, done.seconds), done.at
@@ -243,7 +267,11 @@ class StubCore:
         if flying and not self._told_batch:
             self._told_batch = True
             said |= {"shape": replica.shape, "busy": replica.busy_until, "tokens": flying}
-        self._send({**said, "at": at, "held": self._held()})
+        self._number += 1
+        report = Report(self._number, at, replica.kv.free - self._kept_blocks(), rows, held=self._held(), **said)
+        if not self.silent:
+            for tell in self.peers:
+                tell(decode_from_core(encode(report)))
 
     def _held(self) -> dict[str, tuple[int, int]]:
         replica = self.host.replica
@@ -253,31 +281,26 @@ class StubCore:
         self._shown = rows
         return changed
 
-    def _send(self, message: Message) -> None:
-        self._number += 1
+    def _snapshot(self, tell: Callable[[FromCore], None]) -> None:
         if not self.silent:
-            for tell in self.peers:
-                tell(unpacked(packed({**message, "n": self._number})))
+            tell(decode_from_core(encode(self.snapshot())))
 
-    def _snapshot(self, tell: Callable[[Message], None]) -> None:
+    def snapshot(self) -> Snapshot:
         replica = self.host.replica
         assert replica is not None
         rows = []
         for seq in sorted([*replica.waiting, *replica.running.values()], key=lambda s: s.order):
-            about = {"at": self.clock.now(), "id": seq.id, "request": without_texts(seq.request)}
-            where = "running" if seq.id in replica.running else "waiting"
+            where: State = "running" if seq.id in replica.running else "waiting"
             state = (where, seq.started, seq.demoted, seq.cached, seq.blocks)
-            rows.append([about, seq.id, state, list(seq.times_of_stage()), []])
+            rows.append(PresentRow(without_texts(seq.request), seq.id, *state, tuple(seq.times_of_stage())))
         flying = {s.id: s.in_flight for s in replica.running.values() if s.in_flight}
-        coming = [(seq.request, "arriving") for seq in replica.arriving.values()]
+        coming: list[tuple[Request, State]] = [(seq.request, "arriving") for seq in replica.arriving.values()]
         coming += [(request, "arriving") for request, _, _ in self._asked if request.id in self.listeners]
         for request, where in [*coming, *((request, "leaving") for request in self.kept.values())]:
-            about = {"at": self.clock.now(), "id": request.id, "request": without_texts(request)}
-            rows.append([about, request.id, (where, False, False, 0, self.limits.blocks(_length(request))), [], []])
+            blocks = self.limits.blocks(_length(request))
+            rows.append(PresentRow(without_texts(request), request.id, where, False, False, 0, blocks))
         kv = replica.kv.free - self._kept_blocks()
-        said = {"kind": "snapshot", "n": self._number, "at": self.clock.now(), "kv": kv, "seqs": rows}
-        if not self.silent:
-            tell(unpacked(packed({**said, "batches": [flying] if flying else []})))
+        return Snapshot(self._number, self.clock.now(), kv, rows, [flying] if flying else [])
 
     def _lost(self, id: str, error: BaseException, requests: Sequence[Request]) -> None:
         raise error
@@ -293,12 +316,12 @@ class MemoryLink:
 
     def __init__(self, core: StubCore) -> None:
         self._core = core
-        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._messages: asyncio.Queue[FromCore] = asyncio.Queue()
 
-    def send(self, message: Message) -> None:
-        self._core.hear(unpacked(packed(message)), self._messages.put_nowait)
+    def send(self, message: FromGateway) -> None:
+        self._core.hear(decode_from_gateway(encode(message)), self._messages.put_nowait)
 
-    async def receive(self) -> Message:
+    async def receive(self) -> FromCore:
         return await self._messages.get()
 
     def close(self) -> None:

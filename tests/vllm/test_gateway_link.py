@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from rubato.core.events import Finished, HandedOff, Offered, Started, Tokens
-from rubato.core.link_messages import PROTOCOL, Message, assign, demote, expect, packed, recall, unpacked
 from rubato.core.plan import Role
 from rubato.core.request import SLO, Progress, Request, Stage
 from rubato.engines.vllm import gateway_link
@@ -23,7 +23,28 @@ from rubato.fleet.link_reader import LinkReader, MissedReportError
 from rubato.fleet.remote_view import GaveUp, Mirror, Report
 from rubato.fleet.server_link import ZmqLink
 from rubato.latency import affine
+from rubato.wire import messages
 from rubato.wire.link_keys import TOKEN, protect_gateway
+from rubato.wire.messages import (
+    PROTOCOL,
+    Beat,
+    Demote,
+    FromCore,
+    FromGateway,
+    Greeting,
+    Hello,
+    Ping,
+    Recall,
+    Refused,
+    Resync,
+    Snapshot,
+    Unknown,
+    assign,
+    decode_from_core,
+    do,
+    encode,
+    expect,
+)
 from tests.vllm.harness import Harness, harness
 
 
@@ -32,27 +53,27 @@ class Wire:
 
     def __init__(self, losses: random.Random | None = None, share: float = 0.0) -> None:
         self.listeners, self.wanted, self.refused = 1, True, 0
-        self.asked: list[tuple[str, list[Any]]] = []
-        self.messages: list[Message] = []
+        self.asked: list[tuple[str, Any]] = []
+        self.messages: list[FromCore] = []
         self._losses, self._share = losses, share
         self.idle = False  # the last snapshot is true until something happens
         self.lost = 0
 
-    def commands(self) -> list[tuple[str, list[Any]]]:
+    def commands(self) -> list[tuple[str, msgspec.Raw]]:
         asked, self.asked = self.asked, []
-        return [(gateway, unpacked(packed({"kind": "do", "c": command}))["c"]) for gateway, command in asked]
+        return [(gateway, msgspec.Raw(encode(command))) for gateway, command in asked]
 
-    def report(self, message: Message) -> None:
+    def report(self, message: messages.Report) -> None:
         if self._losses is not None and self._losses.random() < self._share:
             self.lost += 1
         else:
-            self.messages.append(unpacked(packed(message)))
+            self.messages.append(decode_from_core(encode(message)))
 
-    def snapshot(self, message: Message, *, idle: bool) -> None:
+    def snapshot(self, message: Snapshot, *, idle: bool) -> None:
         self.idle = idle
         if self.wanted:
             self.wanted = False
-            self.messages.append(unpacked(packed(message)))
+            self.messages.append(decode_from_core(encode(message)))
 
     def busy(self) -> None:
         self.idle = False
@@ -234,14 +255,14 @@ def test_a_gateway_gives_roles_and_takes_back_what_is_its_own(model: Path) -> No
     assert made.scheduler.view().role == Role(tier="fast", kind="hp")
     waiting = {s.id for s in gateway.mirror.view(made.now).waiting}
     assert {"other"} < waiting
-    gateway.wire.asked.append(("g", recall("waiting")))
+    gateway.wire.asked.append(("g", Recall("waiting")))
     made.step()
     gateway.hear()
     back = [event for event in gateway.events if isinstance(event, GaveUp)]
     assert {event.id for event in back} == waiting - {"other"}
     assert {event.reason for event in back} == {"recalled"}
     assert not any(event.id == "other" for event in back)
-    gateway.wire.asked.append(("g", recall("best_effort")))
+    gateway.wire.asked.append(("g", Recall("best_effort")))
     made.step()
     gateway.hear()
     left = made.scheduler.rubato.seqs.values()
@@ -261,7 +282,7 @@ def test_another_gateways_requests_and_strangers_stay_at_a_recall(model: Path) -
     gateway.wire.asked.append(("h", expect("chatcmpl-b", ("chatcmpl-b",), 1, request)))
     for id in ("chatcmpl-a", "chatcmpl-b"):
         made.add(f"{id}-0a1b2c3d", [3] * 16, 4)
-    gateway.wire.asked.append(("h", recall("best_effort")))
+    gateway.wire.asked.append(("h", Recall("best_effort")))
     made.run()
     gateway.hear()
     assert [event.id for event in gateway.events if isinstance(event, GaveUp)] == ["chatcmpl-b"]
@@ -273,12 +294,12 @@ def test_demoted_requests_are_best_effort_from_the_start_and_while_they_run(mode
     gateway = told(made)
     for id in ("chatcmpl-a", "chatcmpl-b"):
         promise(gateway, id, 16, SLO(5.0, 1.0))
-    gateway.wire.asked.append(("g", demote("chatcmpl-a")))
+    gateway.wire.asked.append(("g", Demote("chatcmpl-a")))
     for id in ("chatcmpl-a", "chatcmpl-b"):
         made.add(f"{id}-0a1b2c3d", [3] * 16, 4)
     made.step()
     assert [s.best_effort for s in made.scheduler.rubato.seqs.values()] == [True, False]
-    gateway.wire.asked.append(("g", demote("chatcmpl-b")))
+    gateway.wire.asked.append(("g", Demote("chatcmpl-b")))
     made.step()
     assert [s.best_effort for s in made.scheduler.rubato.seqs.values()] == [True, True]
     made.run()
@@ -364,19 +385,18 @@ class Peer:
         protect_gateway(self.socket)
         self.socket.connect(f"tcp://127.0.0.1:{port}")
 
-    def say(self, **message: Any) -> None:
-        self.socket.send(packed(message))
+    def say(self, message: FromGateway) -> None:
+        self.socket.send(encode(message))
 
-    def hello(self, protocol: int = PROTOCOL) -> Message:
-        self.say(kind="hello", protocol=protocol, gateway="g")
+    def hello(self, protocol: int = PROTOCOL) -> Any:
+        self.say(Hello(protocol, "g"))
         return self.next()
 
-    def next(self, kind: str = "") -> Message:
+    def next(self, kind: type = object) -> Any:
         """The next message of this kind."""
         while True:
             assert self.socket.poll(5000), f"nothing came of kind {kind!r}"
-            message = unpacked(self.socket.recv())
-            if kind in ("", message["kind"]):
+            if isinstance(message := decode_from_core(self.socket.recv()), kind):
                 return message
 
 
@@ -398,13 +418,14 @@ def test_a_gateway_is_greeted_at_once_by_an_idle_engine_and_told_of_all_that_is_
 ) -> None:
     first = Peer(port_of(linked))
     hello = first.hello()
-    assert (hello["kind"], hello["policy"], hello["protocol"]) == ("hello", "edf", PROTOCOL)
-    assert affine.Model.from_dict(hello["latency"]).host == 0.0
-    assert hello["limits"]["kv_blocks"] == 60
-    assert {"handoff", "recall", "chunked"} <= set(hello["supports"])
-    assert first.next()["seqs"] == []
-    first.say(kind="ping", asked=1.5)
-    assert first.next("beat")["asked"] == 1.5
+    assert isinstance(hello, Greeting)
+    assert hello.about.policy == "edf"
+    assert affine.Model.from_dict(hello.about.latency).host == 0.0
+    assert hello.about.limits.kv_blocks == 60
+    assert {"handoff", "recall", "chunked"} <= set(hello.about.supports)
+    assert first.next().seqs == []
+    first.say(Ping(1.5))
+    assert first.next(Beat).asked == 1.5
     linked.add("chatcmpl-a-0a1b2c3d", [3] * 30, 20)
     for _ in range(4):
         linked.step()
@@ -412,8 +433,8 @@ def test_a_gateway_is_greeted_at_once_by_an_idle_engine_and_told_of_all_that_is_
     second.hello()
     time.sleep(0.1)
     linked.step()
-    snapshot = second.next("snapshot")
-    assert [row[0]["id"] for row in snapshot["seqs"]] == ["chatcmpl-a-0a1b2c3d"]
+    snapshot = second.next(Snapshot)
+    assert [row.request.id for row in snapshot.seqs] == ["chatcmpl-a-0a1b2c3d"]
     reader = LinkReader("r0")
     assert reader.read(snapshot) is not None
     linked.step()
@@ -431,25 +452,27 @@ def test_who_has_not_the_token_or_another_version_is_told_so_and_is_not_obeyed(
     made = harness(model, "edf", blocks=60, rubato={"link": {"host": "127.0.0.1"}})
     monkeypatch.setenv(TOKEN, "guess")
     forger, gateway = Peer(port_of(made)), ZmqLink(f"tcp://127.0.0.1:{port_of(made)}")
-    forger.say(kind="hello", protocol=PROTOCOL, gateway="g")
-    forger.say(kind="do", commands=[assign(Role(kind="hp"))])
+    forger.say(Hello(PROTOCOL, "g"))
+    forger.say(do(assign(Role(kind="hp"))))
     assert not forger.socket.poll(500)
     assert gateway.is_refused
     gateway.close()
     monkeypatch.setenv(TOKEN, "secret")
     old = Peer(port_of(made))
-    old.say(kind="do", commands=[assign(Role(kind="hp"))])
-    assert old.next()["kind"] == "unknown"
+    old.say(do(assign(Role(kind="hp"))))
+    assert isinstance(old.next(), Unknown)
     old.socket.send(b"\xff no JSON")
-    assert "version" in old.hello(protocol=PROTOCOL + 1)["why"]
-    old.say(kind="do", commands=[assign(Role(kind="hp"))])
-    assert old.next()["kind"] == "unknown"
+    refused = old.hello(protocol=PROTOCOL + 1)
+    assert isinstance(refused, Refused)
+    assert "version" in refused.why
+    old.say(do(assign(Role(kind="hp"))))
+    assert isinstance(old.next(), Unknown)
     made.add("a", [3] * 16, 4)
     made.run()
     assert made.scheduler.view().role == Role()
     assert not made.scheduler.rubato.faults
     assert made.scheduler.rubato._state()["link_refused"] > 2
-    assert old.hello()["kind"] == "hello"
+    assert isinstance(old.hello(), Greeting)
     made.scheduler.rubato.close()
     for peer in (forger, old):
         peer.socket.close()
@@ -478,7 +501,7 @@ def test_no_listener_holds_up_a_step_and_one_that_lives_hears_all(
     good = Peer(port_of(made))
     good.hello()
     reader = LinkReader("r0")
-    reader.read(good.next("snapshot"))
+    reader.read(good.next(Snapshot))
     if how == "dead":
         bad.socket.close(linger=0)
     events: list[Any] = []
@@ -490,7 +513,7 @@ def test_no_listener_holds_up_a_step_and_one_that_lives_hears_all(
             try:
                 report = reader.read(good.next())
             except MissedReportError:
-                good.say(kind="resync")
+                good.say(Resync())
                 continue
             if report is not None:
                 events += report.events

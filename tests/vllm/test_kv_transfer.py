@@ -12,11 +12,11 @@ from vllm.config import KVTransferConfig
 
 from rubato.core.events import Finished, HandedOff, Preempted, Transferred
 from rubato.core.interfaces import View
-from rubato.core.link_messages import assign
 from rubato.core.plan import Plan, Role, Work
 from rubato.core.request import SLO, Handoff
 from rubato.engines.vllm import kv_transfer
 from rubato.policies import load
+from rubato.wire.messages import assign
 from tests.vllm.harness import Harness, harness
 from tests.vllm.test_gateway_link import Gateway, promise, told
 

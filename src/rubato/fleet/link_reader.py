@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from rubato.core.events import Event, Finished, Offered, Stepped, Transferred
-from rubato.core.link_messages import Message, event_of
-from rubato.core.plan import NO_BATCH, Shape
+from rubato.core.plan import NO_BATCH
 from rubato.core.request import Request
 from rubato.fleet.remote_view import GaveUp, Held, Report, There
+from rubato.wire import messages
+from rubato.wire.messages import EventRow, HandOffRow, OfferedRow, SentRow, Snapshot, TokensRow, event_of
 
 NOTHING = Held(0, 0, 0, 0)
-MOVES = ("h", "s")  # rows of what is handed off, and of what has left with its KV
 
 
 class MissedReportError(Exception):
@@ -40,37 +39,36 @@ class LinkReader:
         self._kv_free = 0
         self._busy_until = 0.0
 
-    def read(self, message: Message) -> Report | None:
-        """The report in a message; None for one that is in already. Raises MissedReportError after a gap; ValueError,
-        KeyError or TypeError for what no core of this version sends."""
-        number, at = message["n"], message["at"]
-        if message["kind"] == "snapshot":
-            return self._snapshot(number, at, message)
+    def read(self, message: messages.Report | Snapshot) -> Report | None:
+        """The report in a message; None for one that is in already. Raises MissedReportError after a gap; ValueError
+        for what no core of this version sends."""
+        number, at = message.n, message.at
+        if isinstance(message, Snapshot):
+            return self._snapshot(message)
         if number <= self.number:
             return None
         if self.number < 0 or number != self.number + 1:
             raise MissedReportError
         self.number = number
-        rows = message.get("events", ())
-        events = [self._event(row, at) for row in rows if row[0] not in MOVES]
-        gave_up = tuple([
-            GaveUp(self._names[id] if cached else self._names.pop(id, id), reason, when, cached)
-            for kind, id, reason, when, cached in [row for row in rows if row[0] == "h"]
-        ])  # fmt: skip
-        sent = [self._names.pop(row[1], row[1]) for row in rows if row[0] == "s"]
-        self._kv_free = message["kv"]
-        if (done := message.get("done")) is not None:
-            shape, seconds = done
+        rows = message.events
+        events = [self._event(row, at) for row in rows if isinstance(row, TokensRow | OfferedRow | EventRow)]
+        moves = [row for row in rows if isinstance(row, HandOffRow)]
+        names = [self._names[row.id] if row.cached else self._names.pop(row.id, row.id) for row in moves]
+        gave_up = tuple([GaveUp(name, row.reason, row.at, row.cached) for name, row in zip(names, moves, strict=True)])
+        sent = [self._names.pop(row.id, row.id) for row in rows if isinstance(row, SentRow)]
+        self._kv_free = message.kv
+        if message.done is not None:
+            shape, seconds = message.done
             landed = self._batches.popleft() if self._batches else {}
             if not self._batches:
                 self._shape, self._busy_until = NO_BATCH, at
             self._fly(landed)
-            events.append(Stepped(at, self._replica, Shape(*shape), seconds))
-        if "tokens" in message:
-            self._run({self._names.get(id, id): count for id, count in message["tokens"].items()})
-            self._shape, self._busy_until = Shape(*message["shape"]), message["busy"]
-        hits = {self._names.get(id, id): hit for id, hit in message.get("hits", {}).items()}
-        for id, (cached, blocks) in message.get("held", {}).items():
+            events.append(Stepped(at, self._replica, shape, seconds))
+        if message.shape is not None:
+            self._run({self._names.get(id, id): count for id, count in message.tokens.items()})
+            self._shape, self._busy_until = message.shape, message.busy
+        hits = {self._names.get(id, id): hit for id, hit in message.hits.items()}
+        for id, (cached, blocks) in message.held.items():
             name = self._names.get(id, id)
             self._held[name] = self._held.get(name, NOTHING)._replace(cached=cached, blocks=blocks, own=blocks)
         report = replace(self._report(at, tuple(events), hits), gave_up=gave_up)
@@ -91,9 +89,10 @@ class LinkReader:
                 )
         self._held.pop(id, None)
 
-    def _event(self, row: list[Any], at: float) -> Event:
-        if row[0] == "Offered":
-            return self._offered(row[1], row[2])
+    def _event(self, row: TokensRow | OfferedRow | EventRow, at: float) -> Event:
+        if isinstance(row, OfferedRow):
+            request = self._named(row.request, row.own)
+            return Offered(row.at, request.id, request)
         event = event_of(row, at)
         if isinstance(event, Transferred):
             event = replace(event, replica=self._replica)
@@ -102,12 +101,10 @@ class LinkReader:
             self._names.pop(event.id, None)
         return event if name is None or name == event.id else replace(event, id=name)
 
-    def _offered(self, fields: Mapping[str, Any], gateway_id: str) -> Offered:
-        event = event_of(["Offered", fields], 0.0)
-        assert isinstance(event, Offered)
-        name = self._own(gateway_id) or event.id
-        self._names[event.id] = name
-        return Offered(event.at, name, replace(event.request, id=name))
+    def _named(self, request: Request, gateway_id: str) -> Request:
+        name = self._own(gateway_id) or request.id
+        self._names[request.id] = name
+        return replace(request, id=name)
 
     def _run(self, tokens: Mapping[str, int]) -> None:
         """A batch runs."""
@@ -125,20 +122,20 @@ class LinkReader:
             at, events, self._kv_free, self._busy_until, self._held, in_flight=self._shape, hits=tuple(hits.items())
         )
 
-    def _snapshot(self, number: int, at: float, message: Message) -> Report | None:
-        if number < self.number:
+    def _snapshot(self, message: Snapshot) -> Report | None:
+        if message.n < self.number:
             return None
-        self.number = number
+        self.number = message.n
         self._names.clear()
         self._held = {}
         self._batches.clear()
-        self._shape, self._kv_free, self._busy_until = NO_BATCH, message["kv"], at
+        self._shape, self._kv_free, self._busy_until = NO_BATCH, message.kv, message.at
         there = []
-        for fields, gateway_id, (state, started, demoted, cached, blocks), times, ids in message["seqs"]:
-            request: Request = self._offered(fields, gateway_id).request
-            if state != "waiting" and (blocks or state != "arriving"):
-                self._held[request.id] = Held(cached, blocks, blocks, 0)
-            there.append(There(request, state, started, demoted, cached, tuple(times), tuple(ids)))
-        for tokens in message["batches"]:
+        for row in message.seqs:
+            request = self._named(row.request, row.own)
+            if row.state != "waiting" and (row.blocks or row.state != "arriving"):
+                self._held[request.id] = Held(row.cached, row.blocks, row.blocks, 0)
+            there.append(There(request, row.state, row.started, row.demoted, row.cached, row.times, row.ids))
+        for tokens in message.batches:
             self._run({self._names.get(id, id): count for id, count in tokens.items()})
-        return replace(self._report(at, (), {}), there=tuple(there))
+        return replace(self._report(message.at, (), {}), there=tuple(there))

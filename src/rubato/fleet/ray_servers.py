@@ -21,7 +21,6 @@ from ray.exceptions import RayError
 from rubato.core.clock import Clock
 from rubato.core.events import Event, Left
 from rubato.core.interfaces import LatencyModel, Router, Scaling, SeqView, View
-from rubato.core.link_messages import Message
 from rubato.fleet import server_probe
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.cluster_options import ClusterOptions
@@ -35,6 +34,7 @@ from rubato.fleet.server_link import Link, ZmqLink
 from rubato.fleet.server_replica import ServerAbout, ServerReplica
 from rubato.fleet.server_watch import ServerLostError
 from rubato.wire.link_keys import TOKEN
+from rubato.wire.messages import CoreAbout
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ class RayServers:
             address = await server_probe.link_address(server.url, server, self._key)
             return None if address is None else ZmqLink(address)
 
-        async def about(told: Message | None) -> ServerAbout:
+        async def about(told: CoreAbout | None) -> ServerAbout:
             found = await server_probe.about(server.url, server, told, self._profile(), models, self.alike.models.main)
             self.alike.check(server.url, found)
             return found
@@ -241,7 +241,7 @@ class RayServers:
             found = await server_probe.models(server.url, server, self._key, server_probe.MODELS_SECONDS)
             self.alike.models.read(server.url, found)
 
-        asked: Callable[[Message | None], Coroutine[Any, Any, ServerAbout]] = about
+        asked: Callable[[CoreAbout | None], Coroutine[Any, Any, ServerAbout]] = about
         replica = self._replicas[id] = RayServerReplica(
             id, self._clock, command=self._command, resources=self._resources, server=server, about=asked,
             link=open_link, trips=self._trips, emit=emit, lost=lost, options=self._options.replica,

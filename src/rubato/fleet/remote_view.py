@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rubato.core.events import (
     Demoted,
@@ -28,6 +28,7 @@ from rubato.core.interfaces import Host, LatencyModel, LengthPredictor, View
 from rubato.core.plan import ANY, KV, NO_BATCH, Limits, Role, Sample, Shape
 from rubato.core.request import Handoff, HandoffReason, Request
 from rubato.replica.sequence import Seq
+from rubato.wire.messages import State
 
 
 class Held(NamedTuple):
@@ -50,9 +51,6 @@ class GaveUp(NamedTuple):
     reason: HandoffReason
     at: float
     cached: int = 0
-
-
-State = Literal["waiting", "running", "arriving", "leaving"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from rubato.core.capabilities import cure
 from rubato.core.clock import Clock
 from rubato.core.events import Event
 from rubato.core.interfaces import LatencyModel, Router, Scaling, SeqView, View
-from rubato.core.link_messages import Message
 from rubato.fleet import server_probe
 from rubato.fleet.build import cluster_of
 from rubato.fleet.cluster import Cluster, HostLost
@@ -23,6 +22,7 @@ from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
 from rubato.fleet.server_replica import ServerAbout, ServerReplica, UnlikeError
 from rubato.fleet.upstream import Upstream
+from rubato.wire.messages import CoreAbout
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class ServerFleet:
                 log.warning("server %s has no link: its load is known from what is sent there", server.url)
             return None if address is None else self._link(address)
 
-        async def about(told: Message | None) -> ServerAbout:
+        async def about(told: CoreAbout | None) -> ServerAbout:
             profile = self._profile()
             main = self.alike.models.main
             found = await server_probe.about(server.url, upstream, told, profile, models, main)

@@ -1,4 +1,4 @@
-"""The link to one server's engine core, over ZeroMQ (`core.link_messages`)."""
+"""The link to one server's engine core, over ZeroMQ (`wire.messages`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import zmq
 import zmq.asyncio
 
-from rubato.core.link_messages import PROTOCOL, Message, packed, unpacked
 from rubato.wire.link_keys import FAILED_HANDSHAKES, MAX_COMMAND_BYTES, failed_handshakes, protect_gateway
+from rubato.wire.messages import FromCore, FromGateway, decode_from_core, encode
 
 log = logging.getLogger(__name__)
 
@@ -23,20 +23,15 @@ class Link(Protocol):
     @property
     def is_refused(self) -> bool: ...
 
-    def send(self, message: Message) -> None:
+    def send(self, message: FromGateway) -> None:
         """Without waiting; what there is no room for is lost."""
         ...
 
-    async def receive(self) -> Message:
+    async def receive(self) -> FromCore:
         """The next one."""
         ...
 
     def close(self) -> None: ...
-
-
-def hello(gateway: str, now: float) -> Message:
-    """What a gateway of this name says first, at this time of its clock."""
-    return {"kind": "hello", "protocol": PROTOCOL, "gateway": gateway, "asked": now}
 
 
 class ZmqLink:
@@ -60,8 +55,8 @@ class ZmqLink:
         self._failed += failed_handshakes(self._monitor)
         return self._failed > 0
 
-    def send(self, message: Message) -> None:
-        raw = packed(message)
+    def send(self, message: FromGateway) -> None:
+        raw = encode(message)
         if len(raw) > MAX_COMMAND_BYTES:
             log.error("a message of %d bytes to an engine is left out: it takes %d", len(raw), MAX_COMMAND_BYTES)
             return
@@ -70,10 +65,10 @@ class ZmqLink:
         if sent.done() and (error := sent.exception()) is not None and not isinstance(error, zmq.Again):
             raise error  # (Again: there is no core, or it hears nothing: it is greeted anew, or lost)
 
-    async def receive(self) -> Message:
+    async def receive(self) -> FromCore:
         while True:
             try:
-                return unpacked(await self._socket.recv())
+                return decode_from_core(await self._socket.recv())
             except ValueError:
                 continue  # no core of ours
 

@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 import orjson
 
 from rubato.core.interfaces import LatencyModel
-from rubato.core.link_messages import Message
 from rubato.core.plan import Limits
 from rubato.core.server_url import host_in_url
 from rubato.fleet.served_models import Models
 from rubato.fleet.server_replica import ServerAbout
 from rubato.fleet.upstream import ASKED, Upstream, UpstreamError, whole
 from rubato.latency import affine
+from rubato.wire.messages import CoreAbout
 
 SECONDS = 10.0  # for each answer
 MODELS_SECONDS = 5.0  # for the list of models of one that serves
@@ -34,7 +34,7 @@ USED = re.compile(r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{.*\})?[
 
 
 async def about(
-    url: str, server: Upstream, told: Message | None, profile: LatencyModel | None, models: Models, model: str
+    url: str, server: Upstream, told: CoreAbout | None, profile: LatencyModel | None, models: Models, model: str
 ) -> ServerAbout:
     """told: a core's greeting, None without the link. profile: what is known of step times, for a server that does not
     tell them. model: of its `models`, the fleet's. Raises ValueError and UpstreamError."""
@@ -42,12 +42,12 @@ async def about(
         try:
             return ServerAbout(
                 model=model,
-                limits=Limits(**told["limits"]),
-                latency=affine.Model.from_dict(told["latency"]),
-                supports=frozenset(told["supports"]) | LINKED,
-                policy=told["policy"],
-                version=told["vllm"],
-                kv_lease=told["kv_lease"],
+                limits=told.limits,
+                latency=affine.Model.from_dict(told.latency),
+                supports=frozenset(told.supports) | LINKED,
+                policy=told.policy,
+                version=told.vllm,
+                kv_lease=told.kv_lease,
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"server {url}: its engine's greeting cannot be read ({error})") from error

@@ -1,6 +1,6 @@
 """One OpenAI server as a replica: requests go there over HTTP, as they came; what it tells of itself is folded here.
 
-With the link of the plug-in (`core.link_messages`) every step is known, and waiting requests can be taken back. Without
+With the link of the plug-in (`wire.messages`) every step is known, and waiting requests can be taken back. Without
 it, or while it is silent, what is sent there is counted: a request waits until its first chunk comes, and each chunk is
 a token. A server that is lost, or that fails at a request, gives it back to the cluster, if it can go on elsewhere.
 """
@@ -17,7 +17,6 @@ from typing import Any
 from rubato.core.clock import Clock
 from rubato.core.events import Event, Finished, HandedOff, Offered, Started, Stepped, Tokens, Transferred
 from rubato.core.interfaces import LatencyModel, NotReadyError, View
-from rubato.core.link_messages import Message, assign, demote, expect, recall
 from rubato.core.plan import KV, Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SATURATED, Outcome, Request
@@ -31,6 +30,8 @@ from rubato.fleet.server_link import Link
 from rubato.fleet.server_watch import TRY, ServerLostError, ServerWatch
 from rubato.fleet.upstream import Upstream, UpstreamError
 from rubato.replica.miss_cause import is_infeasible
+from rubato.wire import messages
+from rubato.wire.messages import CoreAbout, Resync, assign, do, expect
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         upstream: Upstream,
         clock: Clock,
         *,
-        about: Callable[[Message | None], Coroutine[Any, Any, ServerAbout]],
+        about: Callable[[CoreAbout | None], Coroutine[Any, Any, ServerAbout]],
         link: Callable[[], Coroutine[Any, Any, Link | None]],
         trips: Trips,
         emit: Listener,
@@ -145,7 +146,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                 await asyncio.sleep(AGAIN)
 
     async def _begin_to_serve(self) -> None:
-        told: Message | None = None
+        told: CoreAbout | None = None
         self._link = await self._open_link()
         if self._link is not None:
             self._spawn(self._listen(self._link))
@@ -156,7 +157,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         )
         self._mirror, self.kv_lease = mirror, self.about.kv_lease
         if self._link is not None:
-            self._link.send({"kind": "resync"})
+            self._link.send(Resync())
             self.linked = True
         self._spawn(self._watch(mirror))
 
@@ -185,10 +186,9 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             self._reader.disown(id)
         if self._link is not None:
             names = tuple([f"{id}{TRY}{trip.tries}" for id in trip.ids])
-            commands = [expect(trip.answer, names, trip.choices, shifted_request(request, self._ahead))]
-            if request.progress is not None and request.progress.demoted:
-                commands.append(demote(trip.answer))
-            self._link.send({"kind": "do", "commands": commands})
+            promised = expect(trip.answer, names, trip.choices, shifted_request(request, self._ahead))
+            is_demoted = request.progress is not None and request.progress.demoted
+            self._link.send(do(promised, messages.Demote(trip.answer)) if is_demoted else do(promised))
         self._serving[trip.ids[0]] = trip.placed(self, request, kv)
 
     def resume(self, id: str) -> None:
@@ -212,7 +212,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
 
     def recall(self, kind: Recall) -> None:
         if self.linked:
-            self._command(recall(kind))
+            self._command(messages.Recall(kind))
             return
         now, mirror = self.clock.now(), self._started()
         for id, trip in list(self._mine.items()):

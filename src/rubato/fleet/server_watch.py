@@ -11,15 +11,33 @@ from uuid import uuid4
 
 from rubato.core.clock import PLAN, Clock, unix_time
 from rubato.core.events import Event, HandedOff
-from rubato.core.link_messages import HEARTBEAT, Message, assign
 from rubato.core.plan import Role
+from rubato.fleet import remote_view
 from rubato.fleet.link_reader import LinkReader, MissedReportError
 from rubato.fleet.local_host import SLOWER
 from rubato.fleet.relay import Fault, Trip
-from rubato.fleet.remote_view import GaveUp, Mirror, Report, shifted_report
-from rubato.fleet.server_link import Link, hello
+from rubato.fleet.remote_view import GaveUp, Mirror, shifted_report
+from rubato.fleet.server_link import Link
 from rubato.fleet.upstream import ASKED, UnreachableError, Upstream, UpstreamError
 from rubato.wire.link_keys import TOKEN
+from rubato.wire.messages import (
+    HEARTBEAT_S,
+    PROTOCOL,
+    Beat,
+    Command,
+    CoreAbout,
+    FromCore,
+    Greeting,
+    Hello,
+    Ping,
+    Refused,
+    Report,
+    Resync,
+    Snapshot,
+    Unknown,
+    assign,
+    do,
+)
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +84,7 @@ class ServerWatch:
     def _hear_nothing_yet(self) -> None:
         self._name = uuid4().hex  # by which the engine knows whose requests it takes back
         self._reader = LinkReader(self.id, self._own)
-        self._greeted: asyncio.Future[Message] | None = None
+        self._greeted: asyncio.Future[CoreAbout] | None = None
         self._ahead = 0.0  # what the engine core's clock shows more than this one
         self._round_trip = float("inf")  # seconds of the fastest ping so far
         self._absent: dict[str, float] = {}  # of those here that a snapshot has not shown: since when
@@ -75,12 +93,12 @@ class ServerWatch:
 
     # ----------------------------------------------------------------- the link
 
-    async def _greet(self, link: Link) -> Message:
+    async def _greet(self, link: Link) -> CoreAbout:
         """Say hello until the core answers. Raises ValueError where it does not let this gateway in, or is silent."""
         self._greeted = asyncio.get_running_loop().create_future()
-        for _ in range(int(SILENT / HEARTBEAT)):
-            link.send(hello(self._name, self.clock.now()))
-            done, _ = await asyncio.wait({self._greeted}, timeout=HEARTBEAT)
+        for _ in range(int(SILENT / HEARTBEAT_S)):
+            link.send(Hello(PROTOCOL, self._name, self.clock.now()))
+            done, _ = await asyncio.wait({self._greeted}, timeout=HEARTBEAT_S)
             if done:
                 return self._greeted.result()
             if link.is_refused:
@@ -95,35 +113,35 @@ class ServerWatch:
             try:
                 self._hear(link, message)
             except MissedReportError:
-                link.send({"kind": "resync"})
+                link.send(Resync())
             except Exception as error:  # deaf to its replica this host is of no use: its requests must not hang
                 log.exception("replica %s: its report could not be used", self.id)
                 self._die(ServerLostError(f"a report of replica {self.id} cannot be used ({type(error).__name__})"))
 
-    def _hear(self, link: Link, message: Message) -> None:
-        if message["kind"] in ("snapshot", "report") or not self._mine:  # an engine with requests has more to say
+    def _hear(self, link: Link, message: FromCore) -> None:
+        if isinstance(message, Snapshot | Report) or not self._mine:  # an engine with requests has more to say
             self._silent = 0.0
-        match message["kind"]:
-            case "hello":
+        match message:
+            case Greeting():
                 self._round_trip = float("inf")  # it may be another core
                 self._measure_ahead(message)
                 if self._greeted is not None and not self._greeted.done():
-                    self._greeted.set_result(message)
+                    self._greeted.set_result(message.about)
                 elif self._role is not None:  # it was away
                     self._command(assign(self._role))
-            case "refused":
-                error = ValueError(f"server {self.url} does not let this gateway in: {message['why']}")
+            case Refused(why):
+                error = ValueError(f"server {self.url} does not let this gateway in: {why}")
                 if self._greeted is not None and not self._greeted.done():
                     self._greeted.set_exception(error)
-            case "unknown":
-                link.send(hello(self._name, self.clock.now()))
-            case "beat":
+            case Unknown():
+                link.send(Hello(PROTOCOL, self._name, self.clock.now()))
+            case Beat():
                 self._measure_ahead(message)
-            case "snapshot" | "report":
+            case Snapshot() | Report():
                 if self._mirror is not None and (report := self._reader.read(message)) is not None:
                     self._take(self._mirror, shifted_report(report, -self._ahead))
 
-    def _take(self, mirror: Mirror, report: Report) -> None:
+    def _take(self, mirror: Mirror, report: remote_view.Report) -> None:
         if not self.linked:
             log.info("replica %s: the link is back", self.id)
             self.linked = True
@@ -146,15 +164,15 @@ class ServerWatch:
             else:
                 mirror.forget(id)
 
-    def _measure_ahead(self, message: Message) -> None:
+    def _measure_ahead(self, message: Greeting | Beat) -> None:
         """Learn what the core's clock shows more than this one: between the bounds that the fastest answer so far has
         set, as Unix time says it, where the two machines' agree."""
-        heard, asked = self.clock.now(), message["asked"]
+        heard, asked = self.clock.now(), message.asked
         if heard - asked > self._round_trip:
             return
         self._round_trip = heard - asked
-        least, most = message["clock"] - heard, message["clock"] - asked
-        ahead: float = (message["clock"] - message["unix"]) - (heard - unix_time())
+        least, most = message.clock - heard, message.clock - asked
+        ahead: float = (message.clock - message.unix) - (heard - unix_time())
         self._ahead = ahead if least <= ahead <= most else (least + most) / 2
 
     def _own(self, name: str) -> str:
@@ -163,9 +181,9 @@ class ServerWatch:
         trip = self._mine.get(id)
         return id if trip is not None and tries == str(trip.tries) else ""
 
-    def _command(self, *commands: list[Any]) -> None:
+    def _command(self, *commands: Command) -> None:
         if self._link is not None:
-            self._link.send({"kind": "do", "commands": list(commands)})
+            self._link.send(do(*commands))
 
     # ----------------------------------------------------------------- health
 
@@ -173,7 +191,7 @@ class ServerWatch:
         """Notice silence, counted in turns of this loop: a process that was itself stopped heard nothing meanwhile."""
         failed = turns = 0
         while not self._gone:
-            await self.clock.sleep_until(self.clock.now() + HEARTBEAT, PLAN)
+            await self.clock.sleep_until(self.clock.now() + HEARTBEAT_S, PLAN)
             turns += 1
             if self._link is not None:
                 self._watch_link(self._link, mirror)
@@ -191,8 +209,8 @@ class ServerWatch:
                     await self._read_models()
 
     def _watch_link(self, link: Link, mirror: Mirror) -> None:
-        link.send({"kind": "ping", "asked": self.clock.now()})
-        self._silent += HEARTBEAT
+        link.send(Ping(self.clock.now()))
+        self._silent += HEARTBEAT_S
         self._look_for_absent()
         if self.linked and self._silent < SILENT:
             self._check_step(mirror)
@@ -200,8 +218,8 @@ class ServerWatch:
         if self.linked:
             log.warning("replica %s: its link is silent; what is sent there is counted instead", self.id)
             self.linked = False
-        link.send(hello(self._name, self.clock.now()))
-        link.send({"kind": "resync"})
+        link.send(Hello(PROTOCOL, self._name, self.clock.now()))
+        link.send(Resync())
 
     def _look_for_absent(self) -> None:
         """Place elsewhere what the engine does not know: it has handed it off, in a report that was missed. (Of one

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rubato.core.events import Demoted, Event, HandedOff, Transferred
-from rubato.core.link_messages import Message, role_of
 from rubato.core.plan import Limits, Role
 from rubato.core.request import Handoff, HandoffReason
 from rubato.engines.vllm.gateway_reports import GatewayReports
@@ -17,6 +16,7 @@ from rubato.engines.vllm.reports import NAME
 from rubato.engines.vllm.sequence import VllmSeq, promised_request
 from rubato.latency import affine
 from rubato.policy_kit.fair_share import FairShare
+from rubato.wire.messages import Assign, Command, CoreAbout, Demote, Expect, Recall, decode_command
 
 if TYPE_CHECKING:
     from rubato.engines.vllm.kv_view import KVView
@@ -55,47 +55,41 @@ class FleetPart:
         def preempted(self, id: str) -> None: ...
         def _taken_out(self, id: str) -> VllmSeq | None: ...
 
-    def open_to_gateways(self, about: Mapping[str, Any]) -> None:
-        """The engine is ready. about: the engine, beside what is known here (`hello` of `core.link_messages`)."""
+    def open_to_gateways(self, *, model: str, vllm: str, rubato: str) -> None:
+        """The engine is ready. vllm, rubato: their versions."""
         if self._gateways is None:
             return
 
-        def hello() -> Message:
-            return {
-                **about,
-                "policy": self.name,
-                "supports": sorted(self.supports),
-                "limits": asdict(self.limits),
-                "latency": self.latency.to_dict(),
-                "kv_lease": self.kv_lease,
-            }
+        def about() -> CoreAbout:
+            latency, supports = self.latency.to_dict(), tuple(sorted(self.supports))
+            return CoreAbout(self.name, supports, self.limits, latency, self.kv_lease, model, vllm, rubato)
 
-        self._gateways.hand_over_to(hello, self.clock, self._kv.free())
+        self._gateways.hand_over_to(about, self.clock, self._kv.free())
 
     def obey(self) -> list[tuple[str, HandoffReason]]:
         """Take in what gateways ask for. Returns requests that are to be handed off, and why."""
         if self._gateways is None:
             return []
         leaving: list[tuple[str, HandoffReason]] = []
-        for gateway, command in self._gateways.link.commands():
+        for gateway, raw in self._gateways.link.commands():
             try:
-                self._obey(gateway, command, leaving)
+                self._obey(gateway, decode_command(raw), leaving)
             except Exception:  # another version's, or no gateway of ours: the engine goes on
                 self.fault("command")
         return leaving
 
-    def _obey(self, gateway: str, command: Sequence[Any], leaving: list[tuple[str, HandoffReason]]) -> None:
+    def _obey(self, gateway: str, command: Command, leaving: list[tuple[str, HandoffReason]]) -> None:
         assert self._gateways is not None
         match command:
-            case ["expect", str(answer), dict(fields)]:
-                self._gateways.expect(gateway, answer, fields)
+            case Expect(answer, contract):
+                self._gateways.expect(gateway, answer, contract)
                 for seq in self.seqs.values() if self._strange else ():
                     if seq.promised is None:
                         self._promise_late(seq)
-            case ["assign", dict(fields)]:
-                self.role = role_of(fields)
+            case Assign():
+                self.role = command.role
                 self._settled = 0
-            case ["recall", "waiting" | "best_effort" as kind]:
+            case Recall(kind):
                 own = [s for s in self.seqs.values() if s.promised and s.promised.gateway == gateway and movable(s)]
                 leaving += [
                     (seq.id, "recalled")
@@ -103,14 +97,12 @@ class FleetPart:
                     if not seq.arriving
                     and (seq.best_effort if kind == "best_effort" else seq.waiting and not seq.own.num_computed_tokens)
                 ]
-            case ["demote", str(answer)]:
+            case Demote(answer):
                 self._gateways.demote(answer)
                 for seq in self.seqs.values():
                     if seq.promised and seq.promised.contract.ids == self._gateways.ids(answer) and not seq.best_effort:
                         seq.demoted = True
                         self._happened(seq, Demoted(self.clock(), seq.id))
-            case _:
-                raise ValueError(f"unknown command {str(command)[:80]}")
 
     def _promise_late(self, seq: VllmSeq) -> None:
         """A request may be here before what its gateway says of it: it was taken for one of no gateway."""

@@ -1,4 +1,4 @@
-"""A core's end of the link to gateways (`core.link_messages`): a socket, with a thread of its own.
+"""A core's end of the link to gateways (`wire.messages`): a socket, with a thread of its own.
 
 A step hands over bytes and goes on; it waits for nobody, and encodes nothing while no gateway listens. A gateway that
 is too slow for its reports misses some, notices by their numbers and asks for a snapshot. The thread answers greetings
@@ -18,13 +18,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import zmq
 
 from rubato.core.clock import unix_time
 from rubato.core.did_you_mean import nearest
-from rubato.core.link_messages import PROTOCOL, Message, packed, unpacked
 from rubato.core.server_url import host_in_url
 from rubato.wire.link_keys import FAILED_HANDSHAKES, MAX_REPORT_BYTES, TOKEN, failed_handshakes, protect_core
+from rubato.wire.messages import (
+    PROTOCOL,
+    Beat,
+    CoreAbout,
+    Do,
+    FromCore,
+    Greeting,
+    Hello,
+    Ping,
+    Refused,
+    Report,
+    Snapshot,
+    Unknown,
+    decode_from_gateway,
+    encode,
+)
 
 log = logging.getLogger("vllm.rubato")
 
@@ -84,8 +100,6 @@ class GatewayLink:
     """Listens from the start, and answers from `start` on. Raises OSError for an address that cannot be had."""
 
     def __init__(self, settings: LinkSettings) -> None:
-        self._hello: Callable[[], Message] = dict
-        self._clock: Callable[[], float] = float
         self._context: zmq.Context[Any] = zmq.Context()  # its own: ZeroMQ asks one place in it who may speak
         self._socket: Any = self._context.socket(zmq.ROUTER)
         self._gatekeeper = protect_core(self._socket)
@@ -111,7 +125,7 @@ class GatewayLink:
         self._to_thread.setsockopt(zmq.LINGER, 0)
         self._to_thread.connect(inside)
         self._peers: dict[bytes, _Peer] = {}
-        self._commands: deque[tuple[str, list[Any]]] = deque(maxlen=COMMANDS)
+        self._commands: deque[tuple[str, msgspec.Raw]] = deque(maxlen=COMMANDS)
         self._idle: bytes | None = None  # the snapshot of an engine at which nothing happens
         self._ending = False
         self.listeners = 0  # gateways that are to be told
@@ -119,27 +133,27 @@ class GatewayLink:
         self.refused = 0  # connections and messages of strangers
         self._thread = threading.Thread(target=self._run, name="rubato-link", daemon=True)
 
-    def start(self, hello: Callable[[], Message], clock: Callable[[], float]) -> None:
-        """hello: what a gateway is told first. clock: the core's."""
-        self._hello, self._clock = hello, clock
+    def start(self, about: Callable[[], CoreAbout], clock: Callable[[], float]) -> None:
+        """about: what a gateway is told first. clock: the core's."""
+        self._about, self._clock = about, clock
         self._thread.start()
 
     # ----------------------------------------------------------------- called by steps
 
-    def commands(self) -> list[tuple[str, list[Any]]]:
+    def commands(self) -> list[tuple[str, msgspec.Raw]]:
         """What gateways have asked for since the last call, each with the gateway's name, in order."""
         found = []
         while self._commands:
             found.append(self._commands.popleft())
         return found
 
-    def report(self, message: Message) -> None:
+    def report(self, message: Report) -> None:
         """Send a report to all that listen; what the thread has no room for is missed."""
-        self._hand_over(b"report", packed(message))
+        self._hand_over(b"report", encode(message))
 
-    def snapshot(self, message: Message, *, idle: bool) -> None:
+    def snapshot(self, message: Snapshot, *, idle: bool) -> None:
         """All there is, for gateways that have missed something. idle: nothing will happen before the next report."""
-        raw = packed(message)
+        raw = encode(message)
         self._idle = raw if idle else None
         if self.wanted:
             self.wanted = False
@@ -202,50 +216,48 @@ class GatewayLink:
         """frames: of one message, after the peer's name; whatever they are."""
         try:
             who, raw = frames
-            message = unpacked(raw)
-            kind = message["kind"]
-            commands = list(message["commands"]) if kind == "do" else []
-        except (ValueError, KeyError, TypeError):
+            message = decode_from_gateway(raw)
+        except ValueError:
             self.refused += 1  # no gateway of ours
             return
-        if kind == "hello":
+        if isinstance(message, Hello):
             self._greet(who, message)
             return
         peer = self._peers.get(who)
         if peer is None:  # it has not said hello, or was forgotten: it is to say it again
-            self._send(who, packed({"kind": "unknown"}))
+            self._tell(who, Unknown())
             return
         peer.heard = self._clock()
-        if kind == "ping":
-            self._send(who, packed({"kind": "beat", "asked": message.get("asked"), **self._times()}))
-        elif kind == "resync":
+        if isinstance(message, Ping):
+            self._tell(who, Beat(message.asked, peer.heard, unix_time()))
+        elif isinstance(message, Do):
+            self._commands.extend((peer.name, command) for command in message.commands)
+        else:
             peer.fresh = False
             self._refresh(who, peer)
-        elif kind == "do":
-            self._commands.extend((peer.name, command) for command in commands)
-        else:
-            self.refused += 1
 
-    def _greet(self, who: bytes, message: Message) -> None:
-        if message.get("protocol") != PROTOCOL:
-            why = f"this engine speaks version {PROTOCOL} of the link, the gateway {message.get('protocol')!r}"
+    def _greet(self, who: bytes, message: Hello) -> None:
+        if message.protocol != PROTOCOL:
+            why = f"this engine speaks version {PROTOCOL} of the link, the gateway {message.protocol}"
         elif who not in self._peers and len(self._peers) >= MAX_PEERS:
             why = f"{MAX_PEERS} gateways listen to this engine already"
         else:
-            peer = self._peers[who] = _Peer(str(message.get("gateway", ""))[:64], self._clock())
+            peer = self._peers[who] = _Peer(message.gateway[:64], self._clock())
             self.listeners = len(self._peers)
-            said = {"kind": "hello", "protocol": PROTOCOL, "asked": message.get("asked"), **self._hello()}
-            self._send(who, packed({**said, **self._times()}))
+            self._tell(who, Greeting(message.asked, peer.heard, unix_time(), self._about()))
             self._refresh(who, peer)
             return
         self.refused += 1
-        self._send(who, packed({"kind": "refused", "why": why}))
+        self._tell(who, Refused(why))
 
     def _refresh(self, who: bytes, peer: _Peer) -> None:
         """Send a snapshot: the one there is, or the next."""
         if (raw := self._idle) is not None:
             peer.fresh = self._send(who, raw)
         self.wanted |= not peer.fresh
+
+    def _tell(self, who: bytes, message: FromCore) -> None:
+        self._send(who, encode(message))
 
     def _send(self, who: bytes, raw: bytes) -> bool:
         try:
@@ -272,6 +284,3 @@ class GatewayLink:
         for who in [who for who, peer in self._peers.items() if peer.heard < before]:
             del self._peers[who]
             self.listeners = len(self._peers)
-
-    def _times(self) -> dict[str, float]:
-        return {"clock": self._clock(), "unix": unix_time()}

@@ -1,4 +1,4 @@
-"""What an engine core reports to gateways step by step, and whose requests they are (`core.link_messages`)."""
+"""What an engine core reports to gateways step by step, and whose requests they are (`wire.messages`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rubato.core.events import Event, Finished, Offered, Tokens
-from rubato.core.link_messages import HEARTBEAT, Contract, Message, contract_of, event_row
 from rubato.core.plan import Shape
-from rubato.core.request import without_texts
+from rubato.core.request import HandoffReason, without_texts
 from rubato.engines.vllm.gateway_link import GatewayLink
 from rubato.engines.vllm.sequence import Promised, VllmSeq
+from rubato.wire.messages import (
+    HEARTBEAT_S,
+    Contract,
+    CoreAbout,
+    HandOffRow,
+    PresentRow,
+    Report,
+    Row,
+    SentRow,
+    Snapshot,
+    State,
+    event_row,
+    offered_row,
+)
 
 MOST_CONTRACTS = 20_000  # of answers whose requests have not come yet
 
@@ -39,16 +52,15 @@ class GatewayReports:
         self.link = link
         self._number = 0
         self._told = 0.0  # when the last report was sent
-        self._rows: list[list[Any]] = []
+        self._rows: list[Row] = []
         self._shown: dict[str, tuple[int, int]] = {}  # of each request that holds KV: tokens and blocks, as last told
         self._hits: dict[str, int] = {}  # of each that waits: tokens that the prefix cache has, as last told
         self._contracts: dict[str, tuple[str, Contract]] = {}  # by answer: the gateway, and what it said
 
     # ----------------------------------------------------------------- whose requests these are
 
-    def expect(self, gateway: str, answer: str, fields: Mapping[str, Any]) -> None:
-        """Raises ValueError, TypeError or KeyError for what is no contract."""
-        self._contracts[answer] = (gateway, contract_of(fields))
+    def expect(self, gateway: str, answer: str, contract: Contract) -> None:
+        self._contracts[answer] = (gateway, contract)
         while len(self._contracts) > MOST_CONTRACTS:
             del self._contracts[next(iter(self._contracts))]
 
@@ -73,10 +85,10 @@ class GatewayReports:
             return None
         return Promised(gateway, contract.ids[place], contract)
 
-    def hand_over_to(self, hello: Callable[[], Message], clock: Callable[[], float], kv_free: int) -> None:
+    def hand_over_to(self, about: Callable[[], CoreAbout], clock: Callable[[], float], kv_free: int) -> None:
         """The engine is ready: gateways are answered from now on. kv_free: blocks, of an engine without requests."""
         self._snapshot(clock(), kv_free, {}, (), idle=True)
-        self.link.start(hello, clock)
+        self.link.start(about, clock)
 
     def _forget(self, id: str, open: Iterable[str]) -> None:
         """vLLM's request of this id has ended; the contract goes with the last of its answer."""
@@ -99,25 +111,22 @@ class GatewayReports:
             self.link.busy()  # (it may wait for its KV, and no batch run)
         if not self.link.listeners:
             return
-        if type(event) is Offered:
-            self._rows.append(_offered(seq, event))
-        else:
-            self._rows.append(event_row(event))
+        self._rows.append(offered_row(event, _own(seq)) if type(event) is Offered else event_row(event))
 
-    def hand_off(self, seq: VllmSeq, reason: str, at: float, cached: int) -> None:
+    def hand_off(self, seq: VllmSeq, reason: HandoffReason, at: float, cached: int) -> None:
         """Its gateway is to place it elsewhere. cached: tokens of which KV stays here until `sent`."""
         self._contracts.pop(answer_of(seq.id), None)
         if not cached:
             self._shown.pop(seq.id, None)
         self._hits.pop(seq.id, None)
         if self.link.listeners:
-            self._rows.append(["h", seq.id, reason, at, cached])
+            self._rows.append(HandOffRow(seq.id, reason, at, cached))
 
     def sent(self, id: str) -> None:
         """Its KV has been read, or the time for that is over."""
         self._shown.pop(id, None)
         if self.link.listeners:
-            self._rows.append(["s", id])
+            self._rows.append(SentRow(id))
 
     def add_tokens(self, event: Tokens) -> None:
         if self.link.listeners:
@@ -141,10 +150,8 @@ class GatewayReports:
         for seq in seqs.values():
             if seq.waiting and not seq.arriving and self._hits.get(seq.id, 0) != seq.cached:
                 hits[seq.id] = self._hits[seq.id] = seq.cached
-        said: Message = {"shape": shape, "busy": now + seconds, "tokens": tokens, "kv": kv_free}
-        if held := self._changed(seqs):  # their new blocks
-            said["held"] = held
-        self._send(now, {**said, "hits": hits} if hits else said)
+        held = self._changed(seqs)  # their new blocks
+        self._send(now, kv_free, shape=shape, busy=now + seconds, tokens=tokens, held=held, hits=hits)
 
     def step(
         self,
@@ -158,14 +165,10 @@ class GatewayReports:
         """Something happened. done: a batch that is through, and its seconds. leaving: of which only KV is here.
         batches: that run; tokens of each request in it."""
         if self.link.listeners:
-            said: Message = {"kv": kv_free}
-            if done is not None:
-                said["done"] = done
-            if held := self._changed(seqs):
-                said["held"] = held
-            silent = seqs and now - self._told >= HEARTBEAT
+            held = self._changed(seqs)
+            silent = seqs and now - self._told >= HEARTBEAT_S
             if done is not None or held or self._rows or silent:
-                self._send(now, said)
+                self._send(now, kv_free, done=done, held=held)
         else:
             self._rows.clear()
             self._shown.clear()
@@ -187,12 +190,11 @@ class GatewayReports:
                 del shown[id]
         return changed
 
-    def _send(self, now: float, said: Message) -> None:
+    def _send(self, now: float, kv_free: int, **more: Any) -> None:
         self._number += 1
         self._told = now
-        if self._rows:
-            said["events"], self._rows = self._rows, []
-        self.link.report({"kind": "report", "n": self._number, "at": now, **said})
+        rows, self._rows = self._rows, []
+        self.link.report(Report(self._number, now, kv_free, rows, **more))
 
     def _snapshot(
         self, now: float, kv_free: int, seqs: Mapping[str, VllmSeq], batches: Sequence[Mapping[str, int]], *, idle: bool
@@ -204,22 +206,18 @@ class GatewayReports:
             cached, blocks = self._shown.get(id, (0, 0))
             if seq.waiting:
                 cached = self._hits[id] = seq.cached
-            state = "running"
+            state: State = "running"
             if seq.waiting:
                 state = "arriving" if seq.arriving else "waiting"
             elif seq.prefill_only and seq.own.is_finished():
                 state = "leaving"
-            ids = list(seq.own.output_token_ids)
-            times = list(seq.times_of_stage())[-len(ids) :] if ids else []  # not of what came before it moved here
-            offered = _offered(seq, Offered(now, id, seq.request))[1:]
-            row = (state, seq.started, seq.demoted, cached, blocks)
-            rows.append([*offered, row, times, ids[: len(times)]])
-        said = {"n": self._number, "at": now, "kv": kv_free, "seqs": rows, "batches": batches}
-        self.link.snapshot({"kind": "snapshot", **said}, idle=idle)
+            ids = tuple(seq.own.output_token_ids)
+            times = tuple(seq.times_of_stage())[-len(ids) :] if ids else ()  # not of what came before it moved here
+            about = (state, seq.started, seq.demoted, cached, blocks)
+            rows.append(PresentRow(without_texts(seq.request), _own(seq), *about, times, ids[: len(times)]))
+        self.link.snapshot(Snapshot(self._number, now, kv_free, rows, batches), idle=idle)
 
 
-def _offered(seq: VllmSeq, event: Offered) -> list[Any]:
-    """gateway's id: empty for a request that came past every gateway."""
-    request = without_texts(event.request)
-    own = seq.promised.id if seq.promised is not None else ""
-    return ["Offered", {"at": event.at, "id": event.id, "request": request}, own]
+def _own(seq: VllmSeq) -> str:
+    """The gateway's id; empty for a request that came past every gateway."""
+    return seq.promised.id if seq.promised is not None else ""

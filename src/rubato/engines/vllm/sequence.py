@@ -10,11 +10,11 @@ from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from rubato.core.interfaces import LengthPredictor
-from rubato.core.link_messages import Contract
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, Cause, OnDecline, Request, Sampling, Stage
 from rubato.core.slo import TOLERANCE
 from rubato.engines.vllm import link
 from rubato.replica.sequence import Seq
+from rubato.wire.messages import Contract
 
 PREFIX = "slo_"
 MILLISECONDS = ("slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
@@ -142,7 +142,7 @@ class Hit:
 
 
 class Promised(NamedTuple):
-    """What a gateway has said of one request (`core.link_messages`); the gateway's name, and its name for it."""
+    """What a gateway has said of one request (`wire.messages`); the gateway's name, and its name for it."""
 
     gateway: str
     id: str

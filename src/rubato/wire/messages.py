@@ -1,0 +1,316 @@
+"""The link between a vLLM engine core and its gateways: what is said, as JSON, one text a ZeroMQ message.
+
+A gateway (DEALER) says `Hello`, and the core (ROUTER) answers with what it is, a `Greeting`, and a `Snapshot` of all
+requests there. From then on come numbered `Report`s: when a batch is done, and when the next one runs. A reader that
+misses a number asks for another snapshot. Gateways send commands, of one message in order. Times are in the core's own
+clock; a `Beat` answers a `Ping` and lets a gateway measure how far that is ahead of its own. Requests have the engine's
+ids in reports; `OfferedRow` says which request of a gateway each one is.
+
+Messages are written by name, commands and rows, of which there are many, by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+
+from rubato.core import events
+from rubato.core.events import Event, Offered, Tokens
+from rubato.core.plan import Limits, Phase, Role, Shape
+from rubato.core.plan import Recall as RecallKind
+from rubato.core.request import SLO, Handoff, HandoffReason, OnDecline, Progress, Request, without_texts
+
+PROTOCOL = 3
+HEARTBEAT_S = 1.0  # from one ping to the next
+
+State = Literal["waiting", "running", "arriving", "leaving"]
+
+
+class _Message(msgspec.Struct, frozen=True, tag_field="kind"):
+    pass
+
+
+class _Row(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+# --------------------------------------------------------------------------- from a gateway
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """The first word, which every version of the link can read. asked: when, by the gateway's clock."""
+
+    protocol: int = 0
+    gateway: str = ""
+    asked: float = 0.0
+
+
+class Ping(_Message, frozen=True, tag="ping"):
+    asked: float
+
+
+class Resync(_Message, frozen=True, tag="resync"):
+    """A report was missed."""
+
+
+class Do(_Message, frozen=True, tag="do"):
+    """commands: as `encode` writes them."""
+
+    commands: tuple[msgspec.Raw, ...]
+
+
+def do(*commands: Command) -> Do:
+    return Do(tuple([msgspec.Raw(encode(command)) for command in commands]))
+
+
+class Contract(NamedTuple):
+    """What a gateway promises of the requests of one answer, keyed by the answer's id.
+
+    ids: of the gateway's requests, one for each choice of each prompt, in OpenAI's order; n: choices of a prompt.
+    arrival: in the core's clock. demoted: served as best effort. handoff, progress: of a request that another replica
+    gave up, whose output so far is part of the prompt here."""
+
+    ids: tuple[str, ...]
+    n: int
+    slo: SLO
+    tier: str
+    tenant: str
+    on_decline: OnDecline
+    arrival: float
+    handoff: Handoff | None = None
+    progress: Progress | None = None
+    demoted: bool = False
+
+
+class Expect(_Row, frozen=True, tag="expect"):
+    """Tells of the requests of one answer, before their body is sent."""
+
+    answer: str
+    contract: Contract
+
+
+def expect(answer: str, ids: tuple[str, ...], n: int, request: Request) -> Expect:
+    """request: the first of the answer's, with its times in the core's clock."""
+    had = request.progress
+    progress = None if had is None else Progress(had.starts, had.times)
+    slo, arrival = request.stages[0].slo, request.arrival
+    who = (request.tier, request.tenant, request.on_decline)
+    return Expect(answer, Contract(ids, n, slo, *who, arrival, request.handoff, progress))
+
+
+class Assign(_Row, frozen=True, tag="assign"):
+    phase: Phase
+    tier: str
+    group: str
+    kind: str
+
+    @property
+    def role(self) -> Role:
+        return Role(self.phase, self.tier, self.group, self.kind)
+
+
+def assign(role: Role) -> Assign:
+    return Assign(*astuple(role))
+
+
+class Recall(_Row, frozen=True, tag="recall"):
+    """The gateway takes back its own requests of this kind."""
+
+    kind: RecallKind
+
+
+class Demote(_Row, frozen=True, tag="demote"):
+    """The requests of an answer are best effort from now on, those that have not come yet as well."""
+
+    answer: str
+
+
+Command: TypeAlias = Expect | Assign | Recall | Demote
+
+
+# --------------------------------------------------------------------------- from a core
+
+
+class CoreAbout(msgspec.Struct, frozen=True):
+    """What an engine core is. latency: `affine.Model`, as it writes itself. kv_lease: seconds that KV stays for another
+    engine to read; None: it has no connector for that."""
+
+    policy: str
+    supports: tuple[str, ...]
+    limits: Limits
+    latency: dict[str, Any]
+    kv_lease: float | None
+    model: str
+    vllm: str
+    rubato: str
+
+
+class Greeting(_Message, frozen=True, tag="hello"):
+    """asked: of the hello. clock, unix: the core's clock, and its machine's Unix time."""
+
+    asked: float
+    clock: float
+    unix: float
+    about: CoreAbout
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    why: str
+
+
+class Unknown(_Message, frozen=True, tag="unknown"):
+    """The gateway is to say hello first."""
+
+
+class Beat(_Message, frozen=True, tag="beat"):
+    asked: float
+    clock: float
+    unix: float
+
+
+class TokensRow(_Row, frozen=True, tag="t"):
+    """ids: of the tokens, or how many. tried, right: drafted ones."""
+
+    id: str
+    ids: tuple[int, ...] | int
+    tried: int = 0
+    right: int = 0
+
+
+class OfferedRow(_Row, frozen=True, tag="o"):
+    """own: the gateway's id; empty for a request that came past every gateway."""
+
+    at: float
+    request: Request
+    own: str
+
+
+class HandOffRow(_Row, frozen=True, tag="h"):
+    """A request that its gateway is to place elsewhere. cached: tokens of which KV stays until `SentRow`."""
+
+    id: str
+    reason: HandoffReason
+    at: float
+    cached: int
+
+
+class SentRow(_Row, frozen=True, tag="s"):
+    """The KV of a request has been read, or the time for that is over."""
+
+    id: str
+
+
+class EventRow(_Row, frozen=True, tag="e"):
+    """Any other event, by the name of its class."""
+
+    name: str
+    event: Any
+
+
+Row: TypeAlias = TokensRow | OfferedRow | HandOffRow | SentRow | EventRow
+
+
+class Report(_Message, frozen=True, tag="report", omit_defaults=True):
+    """n: its number. kv: free blocks. done: a batch that is through, and its seconds. shape, busy, tokens: of the batch
+    that runs from now on, until when, and of each request in it. held: tokens and blocks of requests that hold KV,
+    where that has changed; hits: of those that wait, tokens that the prefix cache has, likewise."""
+
+    n: int
+    at: float
+    kv: int
+    events: Sequence[Row] = ()
+    done: tuple[Shape, float] | None = None
+    shape: Shape | None = None
+    busy: float = 0.0
+    tokens: Mapping[str, int] = {}
+    held: Mapping[str, tuple[int, int]] = {}
+    hits: Mapping[str, int] = {}
+
+
+class PresentRow(_Row, frozen=True):
+    """A request of a snapshot. times, ids: of its output here."""
+
+    request: Request
+    own: str
+    state: State
+    started: bool
+    demoted: bool
+    cached: int
+    blocks: int
+    times: tuple[float, ...] = ()
+    ids: tuple[int, ...] = ()
+
+
+class Snapshot(_Message, frozen=True, tag="snapshot"):
+    """All that is there after the report of number n, in the order in which it came. batches: that run; tokens of each
+    request in them."""
+
+    n: int
+    at: float
+    kv: int
+    seqs: Sequence[PresentRow] = ()
+    batches: Sequence[Mapping[str, int]] = ()
+
+
+FromGateway: TypeAlias = Hello | Ping | Resync | Do
+FromCore: TypeAlias = Greeting | Refused | Unknown | Beat | Report | Snapshot
+
+
+# --------------------------------------------------------------------------- as bytes
+
+Said = TypeVar("Said")
+encode = msgspec.json.Encoder().encode
+_from_gateway: msgspec.json.Decoder[FromGateway] = msgspec.json.Decoder(FromGateway)
+_from_core: msgspec.json.Decoder[FromCore] = msgspec.json.Decoder(FromCore)
+_command: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
+_KINDS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)
+}
+
+
+def decode_from_gateway(raw: bytes) -> FromGateway:
+    """Raises ValueError for what is no message."""
+    return _decode(_from_gateway, raw)
+
+
+def decode_from_core(raw: bytes) -> FromCore:
+    """Raises ValueError for what is no message."""
+    return _decode(_from_core, raw)
+
+
+def decode_command(raw: msgspec.Raw) -> Command:
+    """Raises ValueError for what is none."""
+    return _decode(_command, raw)
+
+
+def _decode(decoder: msgspec.json.Decoder[Said], raw: bytes | msgspec.Raw) -> Said:
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"no message of the link ({error})") from error
+
+
+def event_row(event: Event) -> Row:
+    """An event as part of a report. Tokens, of which there are some in every step for every request, as few words."""
+    if type(event) is Tokens:
+        return TokensRow(event.id, event.token_ids or event.tokens, event.tried, event.tokens - 1 if event.tried else 0)
+    return EventRow(type(event).__name__, event)
+
+
+def offered_row(event: Offered, own: str) -> OfferedRow:
+    return OfferedRow(event.at, without_texts(event.request), own)
+
+
+def event_of(row: TokensRow | EventRow, at: float) -> Event:
+    """The event of a row of a report about time `at`. Raises ValueError for a row that is none."""
+    if type(row) is TokensRow:
+        tokens, ids = (row.ids, ()) if isinstance(row.ids, int) else (len(row.ids), row.ids)
+        return Tokens(at, row.id, tokens, "", ids, tried=row.tried, accepted=tuple(range(row.right)))
+    assert type(row) is EventRow
+    try:
+        return msgspec.convert(row.event, _KINDS[row.name])
+    except (msgspec.ValidationError, KeyError) as error:
+        raise ValueError(f"no event of the link ({error})") from error
