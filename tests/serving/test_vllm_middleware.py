@@ -21,12 +21,12 @@ from rubato.config.schema import load
 from rubato.core.events import Finished, Offered, Tokens, Verdict
 from rubato.core.request import SLO, Outcome, Request, Stage
 from rubato.engines.vllm import link, settings
-from rubato.engines.vllm.link import State
 from rubato.engines.vllm.sequence import request_of
 from rubato.frontdoor import slo_fields
 from rubato.serving import vllm_middleware
 from rubato.serving.vllm_middleware import FrontEnd, Middleware, front_end_of
 from rubato.serving.vllm_reports import LOST, EngineReports, PluginMetrics, answer_of
+from rubato.wire.messages import EngineState
 from tests.scenario import on
 from tests.stubs.vllm_app import VLLM, Link
 
@@ -513,11 +513,13 @@ async def test_the_history_of_a_request_is_for_its_tenant(client: Client) -> Non
 async def test_the_state_of_the_engines(client: Client) -> None:
     rows = [("r", "running", 0, 1, 2, False, None), ("w", "waiting", 0, 5, 0, True, 3.0)]
     client.vllm.link.sent.append(
-        State(0, {**STATE, "at": 0.0, "held": ["h"], "planned": [0.001], "batches": [(4, 2, 0.1)], "sequences": rows})
+        EngineState(
+            0, 0, {**STATE, "at": 0.0, "held": ["h"], "planned": [0.001], "batches": [(4, 2, 0.1)], "sequences": rows}
+        )
     )
     deviations = {**STATE, "steps": 9, "deviations": {"kv": 2}, "given_up": True, "planned": [], "batches": []}
     deviations["drafted"] = {"accepted": 5, "rejected": 3}
-    client.vllm.link.sent.append(State(0, deviations))
+    client.vllm.link.sent.append(EngineState(0, 0, deviations))
     (engine,) = (await client.http.get("/rubato/state")).json()["engines"]
     assert (engine["running"], engine["waiting"], engine["steps"], engine["policy"]) == (1, 1, 9, "edf")
     assert client.metric("rubato_plan_deviations_total", replica="0", cause="kv") == 2
@@ -543,7 +545,7 @@ def test_requests_whose_end_was_lost_end_with_the_next_report_of_all() -> None:
     wire.tell(Offered(0.0, "d", request("d")), lost=2)
     wire.tell(Tokens(0.0, "never offered", 1))
     fields = {**STATE, "planned": [], "batches": [], "at": 1.0, "held": ["d"], "open": ["b", "d"]}
-    wire.sent.append(State(0, {**fields, "sequences": [("b", "running", 0, 1, 1, False, None)]}))
+    wire.sent.append(EngineState(0, 0, {**fields, "sequences": [("b", "running", 0, 1, 1, False, None)]}))
     reports.read()
     value = reports.metrics.registry.get_sample_value
     assert value("rubato_reports_lost_total", {"replica": "0"}) == 2

@@ -11,22 +11,23 @@ from typing import Any
 
 from rubato.core.events import Event, Finished, Offered, Tokens, Verdict
 from rubato.core.request import Outcome, Request
-from rubato.engines.vllm.link import Events, State
 from rubato.engines.vllm.sequence import request_of
+from rubato.wire.messages import RequestEvents, ToApiServer, decode_for_api_server, encode, full_row
 
 
 class Link:
     """What engines would have sent (a `Reader`)."""
 
     def __init__(self) -> None:
-        self.sent: list[Events | State] = []
+        self.sent: list[ToApiServer] = []
 
-    def messages(self) -> list[Events | State]:
+    def messages(self) -> list[ToApiServer]:
         sent, self.sent = self.sent, []
         return sent
 
     def tell(self, *events: Event, lost: int = 0, **tickets: str) -> None:
-        self.sent.append(Events(0, events, tickets, lost))
+        said = RequestEvents(0, 0, [full_row(event) for event in events], tickets, lost)
+        self.sent.append(decode_for_api_server(encode(said)))
 
 
 @dataclass

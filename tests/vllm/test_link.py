@@ -18,16 +18,17 @@ from vllm.v1.engine import FinishReason
 from rubato.core.events import Event, Finished, Offered, Placed, Started, Tokens
 from rubato.core.request import SLO, Request, Stage
 from rubato.engines.vllm import link, reports
-from rubato.engines.vllm.link import Events, Publisher, Reader, State
+from rubato.engines.vllm.link import Publisher, Reader
 from rubato.engines.vllm.sequence import request_of, sealed
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.vllm_reports import EngineReports, PluginMetrics
+from rubato.wire.messages import EngineState, RequestEvents, ToApiServer
 from tests.vllm.harness import harness
 
 
-def drained(reader: Reader) -> list[Events | State]:
+def drained(reader: Reader) -> list[ToApiServer]:
     """All that was published: ZeroMQ delivers from a thread of its own."""
-    found: list[Events | State] = []
+    found: list[ToApiServer] = []
     for _ in range(20):
         reader._socket.poll(20)
         found += reader.messages()
@@ -55,9 +56,9 @@ def test_each_api_server_hears_of_its_own_requests_and_all_of_every_engine(folde
         publisher.state({"steps": engine})
     for client, reader in zip((0, 1, 10), readers, strict=True):
         found = drained(reader)
-        heard = {event.id for message in found if isinstance(message, Events) for event in message.events}
+        heard = {event.id for message in found if isinstance(message, RequestEvents) for event in message.happened()}
         assert heard == {f"0-{client}", f"1-{client}"}
-        assert sorted(message.engine for message in found if isinstance(message, State)) == [0, 1]
+        assert sorted(message.engine for message in found if isinstance(message, EngineState)) == [0, 1]
         assert not any(message.lost for message in found)
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
     for end in (*readers, *publishers):
@@ -103,7 +104,9 @@ def test_reports_are_the_events_of_the_engine(model: Path, folder: str, seed: in
     made.serve(random.Random(seed), 40, 3, aborts=0.1)
     made.step()
     messages = drained(reader)
-    heard: list[Event] = [event for message in messages if isinstance(message, Events) for event in message.events]
+    heard: list[Event] = [
+        event for message in messages if isinstance(message, RequestEvents) for event in message.happened()
+    ]
     kinds = Counter((type(event), event.id) for event in heard)
     output: Counter[str] = Counter()
     for event in heard:
@@ -122,7 +125,7 @@ def test_reports_are_the_events_of_the_engine(model: Path, folder: str, seed: in
     expected = [e.ttft for e in heard if isinstance(e, Placed)]
     assert expected
     assert all(ttft is not None and ttft > 0.0 for ttft in expected)
-    states = [message.fields for message in messages if isinstance(message, State)]
+    states = [message.fields for message in messages if isinstance(message, EngineState)]
     assert 0 <= made.scheduler.rubato.steps - states[-1]["steps"] <= 2  # empty ones at the end
     assert states[-1]["sequences"] == []
     assert sum(tokens for state in states for tokens, _, _ in state["batches"]) == sum(
@@ -282,7 +285,7 @@ def test_an_engine_that_gave_up_keeps_nothing(model: Path, folder: str) -> None:
     assert driver.given_up
     assert driver._events == driver._reports._new == []
     assert not driver.seqs
-    ends = [e for m in drained(reader) if isinstance(m, Events) for e in m.events if isinstance(e, Finished)]
+    ends = [e for m in drained(reader) if isinstance(m, RequestEvents) for e in m.happened() if isinstance(e, Finished)]
     assert len(ends) == 60
     reader.close()
     driver.close()

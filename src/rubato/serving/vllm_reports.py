@@ -23,9 +23,10 @@ from rubato.core.plan import Shape
 from rubato.core.request import Request
 from rubato.engines.vllm import link
 from rubato.engines.vllm.gateway_reports import answer_of
-from rubato.engines.vllm.link import PLACES, Events, Reader, State
+from rubato.engines.vllm.link import PLACES, Reader
 from rubato.frontdoor.history import RequestHistory
 from rubato.frontdoor.metrics import STEP, SLOMetrics
+from rubato.wire.messages import EngineState, RequestEvents
 
 log = logging.getLogger("vllm.rubato")
 PLAN = tuple(seconds / 100 for seconds in STEP)
@@ -137,8 +138,8 @@ class EngineReports:
             replica = str(message.engine)
             if message.lost:
                 self.metrics.lost.labels(replica).inc(message.lost)
-            if isinstance(message, Events):
-                for event in message.events:
+            if isinstance(message, RequestEvents):
+                for event in message.happened():
                     self._take(message, event)
             else:
                 self._stands(message)
@@ -167,7 +168,7 @@ class EngineReports:
             for engine, fields in self.engines.items()
         ]
 
-    def _take(self, message: Events, event: Event) -> None:
+    def _take(self, message: RequestEvents, event: Event) -> None:
         if type(event) is Offered:
             self._open[event.id] = message.engine
             if (listener := self._tickets.get(message.tickets.get(event.id, ""))) is not None:
@@ -186,7 +187,7 @@ class EngineReports:
         if listener is not None:
             listener(event)
 
-    def _stands(self, state: State) -> None:
+    def _stands(self, state: EngineState) -> None:
         engine, fields = state.engine, state.fields
         self.metrics.state(str(engine), fields)
         self.engines[engine] = {**(self.engines.get(engine, {})), **fields, "planned": [], "batches": [], "open": []}

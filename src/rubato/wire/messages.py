@@ -1,4 +1,4 @@
-"""The link between a vLLM engine core and its gateways: what is said, as JSON, one text a ZeroMQ message.
+"""What vLLM's engine cores say, to gateways over the link and to API servers, as JSON, one text a ZeroMQ message.
 
 A gateway (DEALER) says `Hello`, and the core (ROUTER) answers with what it is, a `Greeting`, and a `Snapshot` of all
 requests there. From then on come numbered `Report`s: when a batch is done, and when the next one runs. A reader that
@@ -255,7 +255,35 @@ class Snapshot(_Message, frozen=True, tag="snapshot"):
     batches: Sequence[Mapping[str, int]] = ()
 
 
+# --------------------------------------------------------------------------- from a core to vLLM's API servers
+
+
+class RequestEvents(_Message, frozen=True, tag="events"):
+    """What happened to requests of one API server. tickets: of those that were just offered, what the API server calls
+    them, by id. n: its number, by API server. lost: messages before this one that the reader did not get."""
+
+    engine: int
+    n: int
+    events: Sequence[EventRow]
+    tickets: Mapping[str, str]
+    lost: int = 0
+
+    def happened(self) -> list[Event]:
+        """Raises ValueError for rows that are no events."""
+        return [event_of(row, 0.0) for row in self.events]
+
+
+class EngineState(_Message, frozen=True, tag="state"):
+    """How an engine stands. n, lost: as of `RequestEvents`."""
+
+    engine: int
+    n: int
+    fields: Mapping[str, Any]
+    lost: int = 0
+
+
 FromGateway: TypeAlias = Hello | Ping | Resync | Do
+ToApiServer: TypeAlias = RequestEvents | EngineState
 FromCore: TypeAlias = Greeting | Refused | Unknown | Beat | Report | Snapshot
 
 
@@ -265,6 +293,7 @@ Said = TypeVar("Said")
 encode = msgspec.json.Encoder().encode
 _from_gateway: msgspec.json.Decoder[FromGateway] = msgspec.json.Decoder(FromGateway)
 _from_core: msgspec.json.Decoder[FromCore] = msgspec.json.Decoder(FromCore)
+_to_api_server: msgspec.json.Decoder[ToApiServer] = msgspec.json.Decoder(ToApiServer)
 _command: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)
@@ -279,6 +308,11 @@ def decode_from_gateway(raw: bytes) -> FromGateway:
 def decode_from_core(raw: bytes) -> FromCore:
     """Raises ValueError for what is no message."""
     return _decode(_from_core, raw)
+
+
+def decode_for_api_server(raw: bytes) -> ToApiServer:
+    """Raises ValueError for what is no message."""
+    return _decode(_to_api_server, raw)
 
 
 def decode_command(raw: msgspec.Raw) -> Command:
@@ -297,6 +331,11 @@ def event_row(event: Event) -> Row:
     """An event as part of a report. Tokens, of which there are some in every step for every request, as few words."""
     if type(event) is Tokens:
         return TokensRow(event.id, event.token_ids or event.tokens, event.tried, event.tokens - 1 if event.tried else 0)
+    return full_row(event)
+
+
+def full_row(event: Event) -> EventRow:
+    """Any event with all that it says."""
     return EventRow(type(event).__name__, event)
 
 

@@ -14,16 +14,16 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
 
 import orjson
+from msgspec.structs import replace
 
-from rubato.core import event_log
 from rubato.core.events import Event
+from rubato.wire.messages import EngineState, RequestEvents, ToApiServer, decode_for_api_server, encode, full_row
 
 FOLDER, KEY = "RUBATO_LINK", "RUBATO_KEY"  # environment variables
 MOST = 20_000  # messages that wait for a reader
@@ -65,26 +65,6 @@ def _open(folder: str) -> None:
         raise OSError(f"{folder} is not a folder of this user's alone")
 
 
-@dataclass(frozen=True, slots=True)
-class Events:
-    """What happened to requests of one API server. tickets: of those that were just offered, what the API server calls
-    them, by id. lost: messages that were lost before this one."""
-
-    engine: int
-    events: Sequence[Event]
-    tickets: Mapping[str, str]
-    lost: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """How an engine stands, as its `Reports` have it."""
-
-    engine: int
-    fields: Mapping[str, Any]
-    lost: int = 0
-
-
 class Publisher:
     """A core's end. Raises OSError for a folder that cannot be made or is open to others."""
 
@@ -101,14 +81,19 @@ class Publisher:
 
     def events(self, client: int, events: Iterable[Event], tickets: Mapping[str, str]) -> None:
         """client: the API server whose requests these are."""
-        self._send(_of_client(client), {"tickets": tickets}, [event_log.encode(event) for event in events])
+        topic, rows = _of_client(client), [full_row(event) for event in events]
+        self._send(topic, RequestEvents(self._engine, self._number(topic), rows, tickets))
 
     def state(self, fields: Mapping[str, Any]) -> None:
-        self._send(ENGINE, {"fields": fields}, [])
+        """How the engine stands, as its `Reports` have it."""
+        self._send(ENGINE, EngineState(self._engine, self._number(ENGINE), fields))
 
-    def _send(self, topic: bytes, head: dict[str, Any], lines: Sequence[bytes]) -> None:
-        number = self._sent[topic] = self._sent.get(topic, 0) + 1
-        self._socket.send_multipart([topic, orjson.dumps({"engine": self._engine, "n": number, **head}), *lines])
+    def _number(self, topic: bytes) -> int:
+        self._sent[topic] = self._sent.get(topic, 0) + 1
+        return self._sent[topic]
+
+    def _send(self, topic: bytes, message: ToApiServer) -> None:
+        self._socket.send_multipart([topic, encode(message)])
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -129,21 +114,18 @@ class Reader:
             self._socket.connect(f"ipc://{_file(folder, engine)}")
         self._numbers: dict[tuple[bytes, int], int] = {}
 
-    def messages(self) -> Iterator[Events | State]:
+    def messages(self) -> Iterator[ToApiServer]:
         """What has come, without waiting."""
         while True:
             try:
-                topic, head, *lines = self._socket.recv_multipart(1)  # NOBLOCK
+                topic, raw = self._socket.recv_multipart(1)  # NOBLOCK
             except self._again:
                 return
-            about = orjson.loads(head)
-            engine, number = about["engine"], about["n"]
-            lost = max(0, number - self._numbers.get((topic, engine), number - 1) - 1)  # a new core begins at 1
-            self._numbers[topic, engine] = number
-            if topic == ENGINE:
-                yield State(engine, about["fields"], lost)
-            else:
-                yield Events(engine, [event_log.decode(line) for line in lines], about["tickets"], lost)
+            message = decode_for_api_server(raw)
+            of, number = (topic, message.engine), message.n
+            lost = max(0, number - self._numbers.get(of, number - 1) - 1)  # a new core begins at 1
+            self._numbers[of] = number
+            yield replace(message, lost=lost) if lost else message
 
     def close(self) -> None:
         self._socket.close(linger=0)
