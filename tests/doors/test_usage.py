@@ -57,15 +57,16 @@ def test_tokens_of_a_tenant_are_those_of_usage(door: Any, stream: bool, n: int) 
     at(door, scenario, tenants=TENANTS)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_a_client_that_leaves_has_used_is_charged(stream: bool) -> None:
-    """Of a whole response of a server without the link nobody knows how much that is: all that was reserved."""
+@pytest.mark.parametrize(("asks", "is_known"), [({"stream": True}, True), ({}, True), ({"echo": True}, False)])
+def test_what_a_client_that_leaves_has_used_is_charged(asks: dict[str, Any], is_known: bool) -> None:
+    """Of a response that a server without the link gives at once nobody knows how much that is: all that was
+    reserved."""
 
     async def scenario(opened: Door) -> None:
-        await opened.ask(TEXT, {"prompt": "x", "max_tokens": 200, "stream": stream}, KEY, leaves=True)
+        await opened.ask(TEXT, {"prompt": "x", "max_tokens": 200, **asks}, KEY, leaves=True)
         answer = await opened.ask(TEXT, {"prompt": "x", "max_tokens": 1}, KEY)
         left = int(answer.headers["x-ratelimit-remaining-tokens"])
-        assert (left < 5900) != stream
+        assert (left < 5900) != is_known
 
     at(Gateway, scenario, tenants=TENANTS)
 

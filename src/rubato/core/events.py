@@ -34,6 +34,8 @@ class Verdict:
     several; e2e leaves out the time that tools took.
     margin: seconds to spare at the tightest token (negative: late by that much), None without an SLO.
     pause: the longest time between two consecutive tokens of one stage.
+    unjudged: it asks for a TTFT or a TPOT that was not measured, and missed nothing that was: `met` is False, and it is
+    no miss either.
     met_by_deadline, met_by_windows: `met` by these two rules, whichever judged; None where they were not asked.
     """
 
@@ -47,6 +49,11 @@ class Verdict:
     pause: float | None = None
     met_by_deadline: bool | None = None
     met_by_windows: bool | None = None
+    unjudged: bool = False
+
+    @property
+    def missed(self) -> bool:
+        return not (self.met or self.unjudged)
 
 
 @happened(frozen=True, slots=True)

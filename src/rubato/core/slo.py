@@ -128,6 +128,15 @@ def judge(
     return Verdict(met, slo_rule, cause, first - request.arrival, tpot, e2e, margin, pause if several else None, *both)
 
 
+def judge_untimed(request: Request, ended: float, slo_rule: str) -> Verdict:
+    """Of a completed request of one stage, of which only the end is known: by its e2e alone."""
+    slo, e2e = request.stages[0].slo, ended - request.arrival
+    margin = None if slo.e2e is None else slo.e2e - e2e
+    in_time = margin is None or margin >= -TOLERANCE
+    unjudged = in_time and (slo.ttft is not None or slo.tpot is not None)
+    return Verdict(in_time and not unjudged, slo_rule, e2e=e2e, margin=margin, unjudged=unjudged)
+
+
 def longest_pause(tokens: Sequence[float] | NDArray[np.float64]) -> float:
     """The longest time between two consecutive tokens of one stage; 0 of one alone."""
     if len(tokens) < MANY:

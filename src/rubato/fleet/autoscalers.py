@@ -158,8 +158,9 @@ class AttainmentAutoscaler(Bounds):
                 self._offered.append((event.at, sum(stage.prompt for stage in request.stages), tpot))
             elif isinstance(event, Finished):
                 ended = self._requests.pop(event.id, None)
-                if ended is not None and not ended.best_effort and event.outcome != "cancelled":
-                    self._ended.append((event.at, ended, not event.verdict.met))
+                is_judged = event.outcome != "cancelled" and not event.verdict.unjudged
+                if ended is not None and not ended.best_effort and is_judged:
+                    self._ended.append((event.at, ended, event.verdict.missed))
             elif isinstance(event, Joined):
                 self._changed = event.at
 

@@ -23,6 +23,7 @@ from rubato.fleet.disaggregation import NotApartError, prefill_only, with_kv
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.resume import CHAT, TEXT, NotResumableError, StreamSoFar
 from rubato.fleet.upstream import (
+    MAX_ANSWER_BYTES,
     BrokenError,
     Headers,
     Reply,
@@ -32,13 +33,16 @@ from rubato.fleet.upstream import (
     error_code,
     whole,
 )
-from rubato.wire.response_stream import DONE, ResponseStream, usage_of, with_fields
+from rubato.wire.folded_answer import FoldedAnswer
+from rubato.wire.response_stream import DONE, ResponseStream, loads, usage_of, with_fields
 
 log = logging.getLogger(__name__)
 
 TOKENIZE_S = 5.0  # for an answer of /tokenize
 # A redirect sends the client to another address, the server's own as a rule (304 does not).
 REDIRECTS = (301, 302, 303, 307, 308)
+JSON: Headers = [("content-type", "application/json")]
+OF_STREAMS = ("content-type", "cache-control", "x-accel-buffering")  # headers that a folded stream does not have
 REDIRECTED = "The server answers with a redirect, which is not passed on."
 KEY_STATUSES = (401, 403)
 KEY_REFUSED = "The server refuses the gateway's own key, or what may be done with it."
@@ -150,7 +154,7 @@ class Ask:
         target: its path, with the query.
         answer: id of the response that the client sees.
         choices: of one prompt.
-        body: for the try whose response has this id.
+        body: for the try whose response has this id. Counted: for a server that tells of it by its response alone.
         with_usage: the client wants to see a stream's counts.
         resumes: the servers are known to go on from what another has streamed, as vLLM does.
         model: that it is to be served by; "": by any.
@@ -165,7 +169,7 @@ class Ask:
     with_usage: bool
     resumes: bool
     headers: Headers
-    body: Callable[[str], bytes]
+    body: Callable[[str, bool], bytes]
     model: str = ""
     has_own_key: bool = False
 
@@ -187,6 +191,7 @@ class Trip:
         self.begun = False  # the client has had something of the response
         self.has_failed = False  # at a server, and it was tried again
         self.streamed = 0  # tokens, of a stream of one choice
+        self.untimed: int | None = None  # tokens of a response of which only the end is seen
         self.over = False  # the client has had the whole response
         self.broken = ""  # why no more will come of it
         self.failed: Finished | None = None  # the first end that is no completion
@@ -198,6 +203,12 @@ class Trip:
     @property
     def choices(self) -> int:
         return self.ask.choices
+
+    def untimed_tokens(self, id: str) -> int | None:
+        """Output tokens of one of its requests whose times were not seen; None where they were."""
+        if self.untimed is None:
+            return None
+        return (self.untimed + len(self.ids) - 1 - self.ids.index(id)) // len(self.ids)
 
     @property
     def on_event(self) -> Listener:
@@ -333,29 +344,30 @@ class Trip:
 
     async def _pass_on(self, replica: Carrier, reply: Reply, prefills: bool) -> None:
         if reply.status != 200:
-            await self._pass_error(replica, reply)
+            await self._pass_error(replica, reply.status, reply.headers, await whole(reply))
             return
         if prefills:
             await replica.hand_over(self, await whole(reply))
             return
         if dict(reply.headers).get("content-type", "").startswith("text/event-stream"):
-            await self._stream(replica, reply)
+            if self.ask.streams or self.ask.path not in (CHAT, TEXT):
+                await self._stream(replica, reply)
+            else:
+                await self._fold(replica, reply)
             return
         raw = await whole(reply)
         prompt, output = usage_of(raw)
         replica.know_prompt(self, prompt)
         if not replica.linked:
             replica.begin(self, prompt)
-            output = min(output, replica.max_output(self))
-            replica.count(self, [at % len(self.ids) for at in range(output)])
+            self.untimed = min(output, replica.max_output(self))
         await self._completed(replica)
         self.answer_whole(200, reply.headers, raw)
 
-    async def _pass_error(self, replica: Carrier, reply: Reply) -> None:
-        status, raw = reply.status, await whole(reply)
-        if not replica.linked and status == 429 and dict(reply.headers).get("x-should-retry") == "false":
+    async def _pass_error(self, replica: Carrier, status: int, headers: Headers, raw: bytes) -> None:
+        if not replica.linked and status == 429 and dict(headers).get("x-should-retry") == "false":
             # its SLO cannot be met there even alone: no fault of the server's
-            self.answer_whole(status, reply.headers, raw)
+            self.answer_whole(status, headers, raw)
             replica.end(self, "refused", f"{INFEASIBLE}: the server answered 429")
             return
         if status in REDIRECTS:
@@ -367,7 +379,7 @@ class Trip:
             self._end_as_502(replica, why, KEY_REFUSED)
             return
         if status < 500 and status != 429:
-            self.answer_whole(status, reply.headers, raw)
+            self.answer_whole(status, headers, raw)
             replica.end(self, "refused", f"rejected-invalid: the server answered {status}")
             return
         await replica.heard_of(self)
@@ -383,7 +395,7 @@ class Trip:
         replica.end(self, "failed", why)
         self.failed = None
         error = {"message": message, "type": "server_error", "param": None, "code": "server_failed"}
-        self.answer_whole(502, [("content-type", "application/json")], orjson.dumps({"error": error}))
+        self.answer_whole(502, JSON, orjson.dumps({"error": error}))
 
     async def _stream(self, replica: Carrier, reply: Reply) -> None:
         ask = self.ask
@@ -418,6 +430,58 @@ class Trip:
             if reader.has_ended and not closing:
                 closing.append(asyncio.get_running_loop().call_later(CLOSE_S, reply.close))
 
+        await self._pump(replica, reply, reader, came, closing)
+        await self._completed(replica)
+        rest = reader.finish({} if is_named else self.verdict())
+        self.finish(rest if reader.has_ended or is_named else rest + DONE)
+
+    async def _fold(self, replica: Carrier, reply: Reply) -> None:
+        """A stream that the server was asked for though the client wants one answer: so its tokens are seen as they
+        come. The client has nothing of it before it is whole."""
+        reader, answer = ResponseStream(len(self.ids)), FoldedAnswer(is_chat=self.ask.path == CHAT)
+        task = asyncio.current_task()
+        closing: list[asyncio.TimerHandle] = []
+        self.streamed = 0
+
+        def came(data: bytes) -> None:
+            if self._task is not task:
+                return
+            passed, choices = reader.feed(data)
+            if reader.error is not None:
+                raise UpstreamError("an error in the stream")
+            answer.add(passed)
+            if answer.is_broken:
+                raise UpstreamError("a chunk of the stream cannot be read")
+            if answer.bytes > MAX_ANSWER_BYTES:
+                raise UpstreamError(f"the server's answer is longer than {MAX_ANSWER_BYTES} bytes")
+            if choices:
+                self.streamed += len(choices)
+                if not replica.linked:
+                    replica.count(self, choices)
+            if reader.has_ended and not closing:
+                closing.append(asyncio.get_running_loop().call_later(CLOSE_S, reply.close))
+
+        try:
+            await self._pump(replica, reply, reader, came, closing)
+        except UpstreamError:
+            if reader.error is None:
+                raise
+            reply.close()  # first: it may come back here
+            await self._pass_error(replica, _status_of(reader.error), JSON, reader.error)
+            return
+        answer.add(reader.finish({}))
+        if not answer.has_choices:
+            raise UpstreamError("the stream brought no answer")
+        await self._completed(replica)
+        headers = [header for header in reply.headers if header[0] not in OF_STREAMS]
+        self.answer_whole(200, [*headers, *JSON], answer.to_json())
+
+    async def _pump(
+        self, replica: Carrier, reply: Reply, reader: ResponseStream, came: Callable[[bytes], None],
+        closing: Sequence[asyncio.TimerHandle],
+    ) -> None:  # fmt: skip
+        """Read a stream to its end, and count what its chunks have not shown. closing: what ends it, once it has said
+        that it ends. Raises UpstreamError."""
         try:
             await reply.pump(came)
         except UpstreamError:
@@ -437,9 +501,6 @@ class Trip:
         if not replica.linked:  # a chunk may have brought several tokens
             missing = min(output, replica.max_output(self)) - self.streamed
             replica.count(self, [at % len(self.ids) for at in range(missing)])
-        await self._completed(replica)
-        rest = reader.finish({} if is_named else self.verdict())
-        self.finish(rest if reader.has_ended or is_named else rest + DONE)
 
     async def _completed(self, replica: Carrier) -> None:
         """The response has come to its end: so have its requests, which the link tells of as a rule."""
@@ -462,12 +523,13 @@ class RelayTrip(Trip):
         self._about = about
         self._so_far = StreamSoFar(ask.path) if ask.streams and len(requests) == 1 else None
         self._resumed = False  # what comes is not of the first server
+        self._is_counted = False  # where it goes now, only its response tells of it
 
     def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         ask = self.ask
         short = ask.answer.partition("-")[2] or ask.answer
         headers = [*ask.headers, ("x-request-id", name_of_try(short, self.tries))]
-        raw = ask.body(self.answer)
+        raw = ask.body(self.answer, self._is_counted)
         if not self.begun:
             return headers, raw
         if self._so_far is None:
@@ -484,6 +546,7 @@ class RelayTrip(Trip):
         return headers, body
 
     async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
+        self._is_counted = not (replica.linked or prefills or kv is not None)
         headers, body = self.sent(request.progress)
         if self.begun and self._so_far is not None:
             ids = await _tokenized(replica.upstream, self._so_far.text(), headers)
@@ -545,6 +608,14 @@ class RelayTrip(Trip):
     def _named(self, data: bytes) -> bytes:
         """With the id that the client's was given at first."""
         return data if self.tries <= 1 else data.replace(self.answer.encode(), self.ask.answer.encode())
+
+
+def _status_of(error: bytes) -> int:
+    """The status that an error in a stream would have had in its place: vLLM says it as `code`."""
+    fields = loads(error)
+    found = fields.get("error") if isinstance(fields, dict) else None
+    status = found.get("code") if isinstance(found, dict) else None
+    return status if type(status) is int and 400 <= status < 600 else 500
 
 
 async def _tokenized(upstream: Upstream, text: str, headers: Headers) -> tuple[int, ...]:

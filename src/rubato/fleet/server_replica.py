@@ -20,7 +20,7 @@ from rubato.core.interfaces import LatencyModel, NotReadyError, View
 from rubato.core.plan import KV, Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SATURATED, Outcome, Request
-from rubato.core.slo import StageTimes, judge
+from rubato.core.slo import StageTimes, judge, judge_untimed
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.relay import Fault, Trip
@@ -425,15 +425,19 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         now, mirror = self.clock.now(), self._started()
         seq = mirror.known(id)
         assert seq is not None, "what is served here is here"
-        stages = [StageTimes(*stage) for stage in zip(seq.starts, seq.times_of_all(), strict=True)]
-        slo_rule = self._options.slo_rule
-        verdict = judge(seq.request, stages, outcome, slo_rule, reason=reason)
+        slo_rule, output, untimed = self._options.slo_rule, seq.total_output, self._mine[id].untimed_tokens(id)
+        if outcome == "completed" and untimed is not None:
+            output = max(output, untimed)
+            verdict = judge_untimed(seq.request, now, slo_rule)
+        else:
+            stages = [StageTimes(*stage) for stage in zip(seq.starts, seq.times_of_all(), strict=True)]
+            verdict = judge(seq.request, stages, outcome, slo_rule, reason=reason)
         about = self.about
-        if outcome == "completed" and not verdict.met and about is not None and "step_times" in about.supports:
+        if outcome == "completed" and verdict.missed and about is not None and "step_times" in about.supports:
             cached = seq.request.prompt  # what a prefix cache there saves is not known
             if is_infeasible(seq, cached, about.latency, about.limits, slo_rule):
                 verdict = replace(verdict, cause="infeasible")
-        self._fold(Finished(now, id, outcome, reason, verdict, seq.total_output, seq.best_effort))
+        self._fold(Finished(now, id, outcome, reason, verdict, output, seq.best_effort))
 
     def _die(self, error: ServerLostError) -> None:
         if self._gone or self._mirror is None:  # it has not begun to serve

@@ -172,6 +172,7 @@ def _fold(record: RequestRecord, event: Event) -> None:
         about = {"outcome": event.outcome, "reason": event.reason}
         _wait(record, event.at, None)
         _served_best_effort(record, event.at)
+        record.output = max(record.output, event.output)  # of an untimed response nothing was heard before
         record.end = event
     _add(record, event, about)
 

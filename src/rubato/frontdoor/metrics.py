@@ -126,6 +126,7 @@ class SLOMetrics:
         self._promised = counter("slo_promised", "Requests offered with an SLO in this dimension", "tier", "dimension")
         self._met = counter("slo_met", "Requests that met it; all: every SLO", "tier", "tenant", "dimension")
         self._missed = counter("slo_missed", "Requests with a missed SLO, by cause", "tier", "tenant", "cause")
+        self._unjudged = counter("slo_unjudged", "Requests whose TTFT or TPOT was not measured", "tier")
         self._client_errors = counter("client_errors", "Responses that were the client's own mistake", "code")
         for status in CLIENT_STATUSES:
             self._client_errors.labels(str(status))  # 0: of a counter that begins at 1 no rate can be told
@@ -152,6 +153,7 @@ class SLOMetrics:
         self._open[event.id] = _Open(request, tier, tenant, used)
         self._n_offered.labels(tier, tenant)  # 0: of a counter that begins at 1 no rate can be told
         self._met.labels(tier, tenant, "all")
+        self._unjudged.labels(tier)
         self._n_finished.labels(tier, tenant, "failed")
 
     def _count_offered(self, state: _Open) -> None:
@@ -191,6 +193,8 @@ class SLOMetrics:
 
     def _finished(self, event: Finished) -> None:
         state = self._open.pop(event.id)
+        if state.first is None and event.outcome == "completed":  # of an untimed response no token was heard
+            state.tokens = event.output
         self._count_tokens(state)
         if event.is_client_error:
             return
@@ -201,6 +205,8 @@ class SLOMetrics:
         self._n_finished.labels(tier, tenant, event.outcome).inc()
         if verdict.met:
             self._met.labels(tier, tenant, "all").inc()
+        elif verdict.unjudged:
+            self._unjudged.labels(tier).inc()
         else:
             self._missed.labels(tier, tenant, verdict.cause or "unknown").inc()
         if event.outcome == "refused":

@@ -38,14 +38,18 @@ def report(request: Request, ends: Sequence[Finished]) -> dict[str, Any]:
 
     Times in milliseconds. margin_ms: to spare at the tightest token, negative when late, null without an SLO;
     max_pause_ms: the longest time between two tokens, null with fewer than two. Of several choices, of one prompt or of
-    several: the report of the one that fared worst, `met` when all met, and each by itself under `choices`.
+    several: the report of the one that fared worst, `met` when all met, and each by itself under `choices`. `met` is
+    null where nothing is missed and a time that is asked for was not measured.
     """
     reports = [_report(request, end) for end in ends]
     if len(reports) == 1:
         return reports[0]
-    worst = min(reports, key=lambda r: (r["met"], inf if r["margin_ms"] is None else r["margin_ms"]))
+    worst = min(reports, key=lambda r: (_RANK[r["met"]], inf if r["margin_ms"] is None else r["margin_ms"]))
     of_all = "best_effort" if any(r["served"] == "best_effort" for r in reports) else "slo"
     return {**worst, "served": of_all, "choices": [{"index": i, **r} for i, r in enumerate(reports)]}
+
+
+_RANK = {False: 0, None: 1, True: 2}  # of `met`
 
 
 def _report(request: Request, end: Finished) -> dict[str, Any]:
@@ -64,7 +68,7 @@ def verdict(end: Finished) -> dict[str, Any]:
     """A verdict in milliseconds."""
     judged = end.verdict
     return {
-        "met": judged.met,
+        "met": None if judged.unjudged else judged.met,
         "cause": judged.cause,
         "ttft_ms": ms(judged.ttft),
         "tpot_ms": ms(judged.tpot),

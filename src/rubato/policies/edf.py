@@ -92,7 +92,7 @@ class Scheduler:
                 tier = self._tiers.pop(event.id, None)
                 if tier is not None and isinstance(event, Finished):  # what is handed off counts for what it did here
                     # what its client cancelled is no loss
-                    self._count_lost(event.id, tier, not event.verdict.met and event.outcome != "cancelled")
+                    self._count_lost(event.id, tier, event.verdict.missed and event.outcome != "cancelled")
                 self._counted.discard(event.id)
                 self._given_up.discard(event.id)
 

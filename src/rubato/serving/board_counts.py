@@ -31,16 +31,18 @@ class _Slice:
     offered: int = 0
     met: int = 0
     missed: int = 0
+    unjudged: int = 0
     pause: float | None = None  # the longest between two tokens of one of them
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """Of one tier, since the server serves. offered = met + missed + those in flight."""
+    """Of one tier, since the server serves. offered = met + missed + unjudged + those in flight."""
 
     offered: int = 0
     met: int = 0
     missed: int = 0
+    unjudged: int = 0  # a TTFT or TPOT that was asked for was not measured
     outcomes: Counter[str] = field(default_factory=Counter)
     causes: Counter[str] = field(default_factory=Counter)  # of misses
     _slices: deque[_Slice] = field(default_factory=deque)
@@ -48,9 +50,9 @@ class TierCounts:
     def shown(self, now: float) -> dict[str, Any]:
         """As JSON."""
         self._forget(now)
-        recent = [sum(getattr(part, name) for part in self._slices) for name in ("offered", "met", "missed")]
+        recent = [sum(getattr(part, name) for part in self._slices) for name in _COUNTS]
         return {
-            **_rates(self.offered, self.met, self.missed),
+            **_rates(self.offered, self.met, self.missed, self.unjudged),
             "outcomes": dict(self.outcomes),
             "causes": dict(self.causes.most_common()),
             "recent": _rates(*recent),
@@ -78,6 +80,9 @@ class TierCounts:
         if end.verdict.met:
             self.met += 1
             offered_in.met += 1
+        elif end.verdict.unjudged:
+            self.unjudged += 1
+            offered_in.unjudged += 1
         else:
             self.missed += 1
             offered_in.missed += 1
@@ -124,7 +129,7 @@ class BoardCounts:
     def _finished(self, event: Finished) -> None:
         request, tier, offered_in = self._open.pop(event.id)
         tier.finish(offered_in, event)
-        if not event.verdict.met and not event.is_client_error:
+        if event.verdict.missed and not event.is_client_error:
             misses = self._misses.setdefault(request.tenant, deque(maxlen=MISSES))
             misses.append((without_texts(request), event))
 
@@ -144,18 +149,22 @@ def in_all(tiers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The same rates of all tiers together, from `TierCounts.shown` of each."""
 
     def total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return _rates(*(sum(row[name] for row in rows) for name in ("offered", "met", "missed")))
+        return _rates(*(sum(row[name] for row in rows) for name in _COUNTS))
 
     return {**total(tiers), "recent": total([tier["recent"] for tier in tiers])}
 
 
-def _rates(offered: int, met: int, missed: int) -> dict[str, Any]:
+_COUNTS = ("offered", "met", "missed", "unjudged")
+
+
+def _rates(offered: int, met: int, missed: int, unjudged: int) -> dict[str, Any]:
     """Attainment is over what was offered: a request in flight is not met yet."""
     return {
         "offered": offered,
         "met": met,
         "missed": missed,
-        "in_flight": offered - met - missed,
+        "unjudged": unjudged,
+        "in_flight": offered - met - missed - unjudged,
         "attainment": met / offered if offered else None,
     }
 

@@ -258,9 +258,8 @@ class _Stream:
                 picker.only.pop(id, None)
 
         streams = body.flag("stream")
-        ask = Ask(
-            path, path, response_id(offers.requests), admitted.n, streams, True, False, (), lambda name: b"", model
-        )
+        answer = response_id(offers.requests)
+        ask = Ask(path, path, answer, admitted.n, streams, True, False, (), lambda name, counted: b"", model)
         trip = self._trip = PickedTrip(ask, offers.requests, lambda tokens: door.learn_length(admitted, tokens), over)
         for id in ids:
             picker.trips[id] = trip

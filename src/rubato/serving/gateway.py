@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import orjson
 from fastapi import FastAPI
@@ -41,6 +42,7 @@ from rubato.serving.board import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
 from rubato.serving.model_list import ModelPages, asked_model
 from rubato.serving.sse import forbid_buffering
+from rubato.wire.folded_answer import NOT_IN_STREAMS
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +118,7 @@ class Gateway:
         if path == RESPONSES and self._service.tenants.configured:
             id = self._service.tenants.new_response_id(tenant)
         requests, streams = admitted.requests(id, arrival, body), body.flag("stream")
+        streams = streams or _can_be_folded(path, body)
         offers = Offers(door, self._cluster, admitted, requests, lambda: streams or self._has_link())
         return _Relay(self, offers, admitted, body, model, self._headers(http, admitted), http.url.query)
 
@@ -125,10 +128,17 @@ class Gateway:
         with_usage = bool((relay.fields.value("stream_options") or {}).get("include_usage"))
         answer = response_id(requests)
         fields = self._for_server(relay, path, answer)
-        raw, names_id = fields.to_json(), fields.json("request_id") == orjson.dumps(answer)
+        names_id = fields.json("request_id") == orjson.dumps(answer)
 
-        def body(name: str) -> bytes:
-            return fields.with_fields(request_id=name).to_json() if names_id and name != answer else raw
+        def made(counted: bool) -> BodyFields:
+            return _counted(path, fields) if counted else fields
+
+        raw = cache(lambda counted: made(counted).to_json())
+
+        def body(name: str, counted: bool) -> bytes:
+            if names_id and name != answer:
+                return made(counted).with_fields(request_id=name).to_json()
+            return raw(counted)
 
         ask = Ask(
             path, written_path(path, relay.query), answer, admitted.n, fields.flag("stream"), with_usage,
@@ -159,9 +169,6 @@ class Gateway:
         body, tenants = for_server(relay.fields), self._service.tenants
         if path == RESPONSES and ("request_id" not in body or tenants.configured):
             body = body.with_fields(request_id=answer)  # where vLLM takes no id from a header
-        if path in (CHAT, TEXT) and body.flag("stream") and not self._has_link():
-            options = body.value("stream_options")  # without the link nothing else says how many tokens there were
-            body = body.with_fields(stream_options={**(options or {}), "include_usage": True})
         return self._state.door.with_salt(body, relay.admitted.tenant) if self._service.is_vllm() else body
 
     def limits(self, relay: _Relay) -> list[tuple[bytes, bytes]]:
@@ -236,6 +243,21 @@ class Gateway:
         if admitted is not None and not self._has_link():
             kept += to_headers(admitted.granted)
         return kept
+
+
+def _can_be_folded(path: str, body: BodyFields) -> bool:
+    """Whether the one answer that a client wants can be made of a stream."""
+    return path in (CHAT, TEXT) and all(body.json(name) in (b"", b"false") for name in NOT_IN_STREAMS)
+
+
+def _counted(path: str, body: BodyFields) -> BodyFields:
+    """What goes to a server of which nothing but the response tells how many tokens there were, and when."""
+    if path in (CHAT, TEXT) and body.flag("stream"):
+        options = body.value("stream_options")
+        return body.with_fields(stream_options={**(options or {}), "include_usage": True})
+    if _can_be_folded(path, body):
+        return body.with_fields(stream=True, stream_options={"include_usage": True}, stream_interval=None)
+    return body
 
 
 class _Relay(Response):

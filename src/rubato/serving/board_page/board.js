@@ -141,7 +141,7 @@ function showSummary({ total, queue, window_seconds, admin }) {
     [`Attainment, last ${window_seconds / 60} min`, percent(recent.attainment), metOf(recent)],
     ["Attainment, since start", percent(total.attainment), metOf(total)],
     ["Offered", count(total.offered)],
-    ["Finished", count(total.met + total.missed)],
+    ["Finished", count(total.offered - total.in_flight), unjudged(total)],
     ["In flight", count(total.in_flight)],
     ["Held at the router", count(queue.held), own],
     ["Waiting at replicas", count(queue.waiting), own],
@@ -149,16 +149,20 @@ function showSummary({ total, queue, window_seconds, admin }) {
   ]);
 }
 
+const unjudged = (counts) => (counts.unjudged ? `${count(counts.unjudged)} not judged: times not measured` : "");
+
 const metOf = (counts) => `${count(counts.met)} met of ${count(counts.offered)} offered`;
 
 function attainment(counts) {
   const { offered, met, missed, in_flight } = counts;
+  const open = 1 - (met + missed) / offered;
   if (!offered) return { text: "–", note: "none offered" };
-  const ended = `${count(met)} met, ${count(missed)} missed`;
+  const others = counts.unjudged ? `, ${count(counts.unjudged)} not judged` : "";
+  const ended = `${count(met)} met, ${count(missed)} missed${others}`;
   return {
     text: percent(counts.attainment), note: `${ended} of ${count(offered)}`,
     about: `${ended}, ${count(in_flight)} in flight, of ${count(offered)} offered`,
-    bar: [[met / offered, "met"], [missed / offered, "missed"], [in_flight / offered, "open"]],
+    bar: [[met / offered, "met"], [missed / offered, "missed"], [open, "open"]],
   };
 }
 
@@ -168,7 +172,7 @@ function tierCells(tier) {
     { text: tier.name, note: slo(tier.slo) },
     attainment(tier.recent), attainment(tier),
     { text: duration(tier.recent_max_pause_ms) },
-    { text: count(tier.offered) }, { text: count(tier.met + tier.missed) }, { text: count(tier.in_flight) },
+    { text: count(tier.offered) }, { text: count(tier.offered - tier.in_flight) }, { text: count(tier.in_flight) },
     { text: causes.join(", ") || "none" },
   ];
 }

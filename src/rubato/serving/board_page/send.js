@@ -154,10 +154,10 @@ class Run {
         `, ${duration(verdict.margin_ms)} to spare at the tightest token`;
     const promised = ["ttft_ms", "tpot_ms", "e2e_ms"].some((name) => bounds[name] !== null);
     const how = !promised ? "Completed; no SLO was asked for." :
-      met ? `SLO met${spare}.` : `SLO missed${spare}. Cause: ${verdict.cause ?? "unknown"}.`;
+      met ? `SLO met${spare}.` : met === null ? "Completed; TTFT and TPOT were not measured." : `SLO missed${spare}. Cause: ${verdict.cause ?? "unknown"}.`;
     const served = verdict.served === "best_effort" && promised ? " Served as best effort." : "";
     const loosened = this.clamped ? ` Less was promised than asked for: ${this.clamped}.` : "";
-    this.say(`${how}${served}${loosened} Tier ${verdict.tier}.`, !promised ? "" : met ? "met" : "missed");
+    this.say(`${how}${served}${loosened} Tier ${verdict.tier}.`, !promised || met === null ? "" : met ? "met" : "missed");
     at("targets").hidden = false;
     targets.show([["TTFT", "ttft_ms"], ["TPOT, mean", "tpot_ms"], ["End to end", "e2e_ms"]].map(([name, field]) => [
       name, [
