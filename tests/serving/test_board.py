@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rubato.core.events import Finished, Left, Offered, Placed, Preempted, Started, Stepped, Verdict
+from rubato.core.events import Finished, Left, Offered, Placed, Preempted, Started, Stepped, Tokens, Verdict
 from rubato.core.plan import NO_BATCH, Limits, Role
 from rubato.core.request import SLO, Handoff, Request, Sampling
 from rubato.frontdoor.history import RequestHistory
@@ -264,6 +264,26 @@ def test_a_replica_says_how_old_its_view_is_and_what_it_is_for() -> None:
     told = replica_shown(replace(view(now=10.0, kv_free=750), as_of=8.5), 0.02, ["r0"])
     assert (told["age_ms"], told["state"], told["kv_used_tokens"], told["step_ms"]) == (1500.0, "draining", 4000, 20.0)
     assert role_words(Role("decode", "chat", "g1", "hp")) == "decode only, tier chat, group g1, kind hp"
+
+
+def test_of_a_replica_that_is_counted_the_board_shows_what_is_known_and_no_more() -> None:
+    one, two = request("a"), request("b")
+    records = history(one, two)
+    for told in (Placed(0.1, "a", "r0"), Placed(0.1, "b", "r0"), Started(0.2, "a"), Tokens(0.3, "a", 2)):
+        records(told)
+    there = view([Seq(two)], running=[Seq(one, length=100, cached=0)])
+    shown_ = RequestsInFlight(records.in_flight, [], [there], 1.0, fair=False, counted={"r0"}).shown(None)
+    most = one.sampling.max_tokens
+    assert [row["why"] for row in shown_["requests"]] == [
+        f"running at r0, 2 of {most}", "sent to r0: nothing has come of it yet",
+    ]  # fmt: skip
+    known = {"running": 1, "waiting": 1, "state": "busy", "reported": False}
+    told = replica_shown(there, None, [], {"r0"})
+    assert {name: told[name] for name in known} == known
+    assert [told[name] for name in ("batch", "age_ms", "steps", "step_ms", "kv_used_tokens")] == [None] * 5
+    assert replica_shown(replace(there, kv_free=750), None, [], {"r0"})["kv_used_tokens"] == 4000
+    assert replica_shown(view([Seq(two)]), None, [], {"r0"})["state"] == "busy"
+    assert replica_shown(there, None, [])["reported"] is True
 
 
 # --------------------------------------------------------------------------- counts

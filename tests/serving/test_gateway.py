@@ -587,9 +587,39 @@ def test_a_miss_at_a_server_without_the_link_is_infeasible_only_where_step_times
     async def scenario(fleet: Fleet) -> None:
         answer = await fleet.complete(stream=True, max_tokens=50, slo={"ttft_ms": 200, "tpot_ms": 40})
         told = chunks(answer)[-1]["rubato"]
-        assert (told["met"], told["cause"]) == (False, "infeasible" if known else None)
+        assert (told["met"], told["cause"]) == (False, "infeasible" if known else "not reported")
 
     gateway(scenario, linked=False, profile=(lambda: STEP) if known else (lambda: None))
+
+
+@on(gateway, linked=False, servers=1)
+async def test_a_miss_at_a_server_without_the_link_is_put_down_to_what_is_known(fleet: Fleet) -> None:
+    slo = {"ttft_ms": 50, "tpot_ms": 1000}  # of which it takes 100 ms
+    assert (await fleet.complete(slo=slo)).json()["rubato"]["cause"] == "not reported"
+    fleet.servers[0].down = True
+    late = asyncio.create_task(fleet.complete(slo=slo))
+    await asyncio.sleep(5.0)
+    assert not fleet.cluster.hosts
+    fleet.servers[0].down = False
+    assert (await late).json()["rubato"]["cause"] == "queue"  # it waited in the gateway
+    board = (await fleet.http.get("/board.json")).json()
+    assert [miss["cause"] for miss in board["misses"]] == ["queue", "not reported"]
+    assert [(one["reported"], one["age_ms"]) for one in board["replicas"]] == [(False, None)]
+
+
+@on(gateway, linked=False, servers=1)
+async def test_a_request_that_decodes_at_a_server_without_the_link_is_shown_to_run(fleet: Fleet) -> None:
+    asked = asyncio.create_task(fleet.complete(max_tokens=20))
+    await asyncio.sleep(0.05)
+    (row,) = (await fleet.http.get("/board.json")).json()["requests"]
+    assert (row["state"], row["why"]) == ("waiting", "sent to r0: nothing has come of it yet")
+    await asyncio.sleep(0.6)
+    (row,) = (await fleet.http.get("/board.json")).json()["requests"]
+    assert (row["state"], row["why"]) == ("running", "running at r0, 6 of 20")
+    page = (await fleet.http.get(f"/debug/requests/{row['id']}")).json()
+    now = page["choices"][0]["now"]
+    assert (now["in"], now["pending_tokens"], now["kv_blocks"], now["position"]) == ("running", None, None, None)
+    await asked
 
 
 def test_a_server_that_is_not_there_at_the_start_is_waited_for() -> None:

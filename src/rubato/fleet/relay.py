@@ -188,6 +188,7 @@ class Trip:
         self.ask, self.requests, self.client, self.learned = ask, requests, client, learned
         self.ids = tuple([request.id for request in requests])
         self.tries = 0
+        self.sent_at: float | None = None  # when it last went to a server, of which nothing had come by then
         self.begun = False  # the client has had something of the response
         self.has_failed = False  # at a server, and it was tried again
         self.streamed = 0  # tokens, of a stream of one choice

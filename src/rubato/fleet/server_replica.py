@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rubato.core.clock import Clock
-from rubato.core.events import Event, Finished, HandedOff, Offered, Started, Stepped, Tokens, Transferred
+from rubato.core.events import Event, Finished, HandedOff, Offered, Started, Stepped, Tokens, Transferred, Verdict
 from rubato.core.interfaces import LatencyModel, NotReadyError, View
 from rubato.core.plan import KV, Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
-from rubato.core.request import SATURATED, Outcome, Request
+from rubato.core.request import SATURATED, Cause, Outcome, Request
 from rubato.core.slo import StageTimes, judge, judge_untimed
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.event_bus import Listener
@@ -30,6 +30,7 @@ from rubato.fleet.server_link import Link
 from rubato.fleet.server_watch import TRY, ServerLostError, ServerWatch
 from rubato.fleet.upstream import Upstream, UpstreamError
 from rubato.replica.miss_cause import is_infeasible
+from rubato.replica.sequence import Seq
 from rubato.wire import messages
 from rubato.wire.messages import CoreAbout, Resync, assign, do, expect
 
@@ -182,6 +183,8 @@ class ServerReplica(ServerWatch, KVBetweenServers):
     def _send(self, trip: Trip, request: Request, kv: KV | None = None) -> None:
         """kv: of its prompt, where another server has it."""
         trip.tries += 1
+        if not trip.begun:
+            trip.sent_at = self.clock.now()
         for id in trip.ids if trip.tries > 1 else ():
             self._reader.disown(id)
         if self._link is not None:
@@ -425,19 +428,28 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         now, mirror = self.clock.now(), self._started()
         seq = mirror.known(id)
         assert seq is not None, "what is served here is here"
-        slo_rule, output, untimed = self._options.slo_rule, seq.total_output, self._mine[id].untimed_tokens(id)
+        trip, slo_rule, output = self._mine[id], self._options.slo_rule, seq.total_output
+        untimed = trip.untimed_tokens(id)
         if outcome == "completed" and untimed is not None:
             output = max(output, untimed)
             verdict = judge_untimed(seq.request, now, slo_rule)
         else:
             stages = [StageTimes(*stage) for stage in zip(seq.starts, seq.times_of_all(), strict=True)]
             verdict = judge(seq.request, stages, outcome, slo_rule, reason=reason)
-        about = self.about
-        if outcome == "completed" and verdict.missed and about is not None and "step_times" in about.supports:
-            cached = seq.request.prompt  # what a prefix cache there saves is not known
-            if is_infeasible(seq, cached, about.latency, about.limits, slo_rule):
-                verdict = replace(verdict, cause="infeasible")
+        if outcome == "completed" and verdict.missed:
+            verdict = replace(verdict, cause=self._why_missed(seq, verdict, trip))
         self._fold(Finished(now, id, outcome, reason, verdict, output, seq.best_effort))
+
+    def _why_missed(self, seq: Seq, verdict: Verdict, trip: Trip) -> Cause:
+        """As far as it is known here: that no idle server would have met it, or that at least half of what it is late
+        by it waited for a place at one."""
+        about = self.about
+        if about is not None and "step_times" in about.supports:
+            cached = seq.request.prompt  # what a prefix cache there saves is not known
+            if is_infeasible(seq, cached, about.latency, about.limits, self._options.slo_rule):
+                return "infeasible"
+        waited = 0.0 if trip.sent_at is None else trip.sent_at - seq.request.arrival
+        return "queue" if verdict.margin is not None and 0.0 < -verdict.margin <= 2 * waited else "not reported"
 
     def _die(self, error: ServerLostError) -> None:
         if self._gone or self._mirror is None:  # it has not begun to serve

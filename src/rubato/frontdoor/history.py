@@ -7,7 +7,7 @@ A fold over events. Kept: every request in flight, and the last `KEEP` ended.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -223,11 +223,13 @@ def _served_best_effort(record: RequestRecord, now: float) -> None:
 
 
 def shown(
-    id: str, records: Sequence[RequestRecord], views: Sequence[View], now: float, *, fair: bool
-) -> dict[str, Any]:
+    id: str, records: Sequence[RequestRecord], views: Sequence[View], now: float, *, fair: bool,
+    counted: Collection[str] = (),
+) -> dict[str, Any]:  # fmt: skip
     """The page of one answer, all its choices; times in milliseconds since its arrival.
 
-    fair: tenants share the replicas, so a request not yet placed waits for its tenant's share.
+    fair: tenants share the replicas, so a request not yet placed waits for its tenant's share. counted: replicas that
+    tell nothing of themselves.
     """
     requests = [record.request for record in records]
     request = requests[0]
@@ -241,11 +243,13 @@ def shown(
         "prompt_tokens": sum(requests[at].prompt for at in firsts(requests)),
         "max_tokens": max(request.sampling.max_tokens for request in requests),
         "age_ms": ms(now - request.arrival),
-        "choices": [_choice(record, views, now, fair=fair) for record in records],
+        "choices": [_choice(record, views, now, fair=fair, counted=counted) for record in records],
     }
 
 
-def _choice(record: RequestRecord, views: Sequence[View], now: float, *, fair: bool) -> dict[str, Any]:
+def _choice(
+    record: RequestRecord, views: Sequence[View], now: float, *, fair: bool, counted: Collection[str]
+) -> dict[str, Any]:
     arrival = record.request.arrival
     until = now if record.end is None else record.end.at
     waits = [*record.waits, *([(*record.waiting, now)] if record.waiting is not None else [])]
@@ -257,7 +261,7 @@ def _choice(record: RequestRecord, views: Sequence[View], now: float, *, fair: b
         "max_tokens": record.request.sampling.max_tokens,
         "replicas": record.replicas,
         "deadlines": _due(record),
-        "now": None if record.end is not None else _now(record, views),
+        "now": None if record.end is not None else _now(record, views, counted),
         "output_tokens": record.output,
         "cached_tokens": record.cached,
         "preemptions": record.preemptions,
@@ -284,19 +288,20 @@ def _state(record: RequestRecord) -> str:
     return "running" if record.waiting is None else record.waiting[0]
 
 
-def _now(record: RequestRecord, views: Sequence[View]) -> dict[str, Any] | None:
+def _now(record: RequestRecord, views: Sequence[View], counted: Collection[str]) -> dict[str, Any] | None:
     """How it stands at its replica, where it has one."""
     for view in views:
         for queue, seqs in (("running", view.running), ("waiting", view.waiting)):
             for position, seq in enumerate(seqs):
                 if seq.id == record.request.id:
+                    is_told = view.id not in counted
                     return {
                         "replica": view.id,
                         "in": queue,
-                        "position": position,
-                        "of": len(seqs),
-                        "pending_tokens": seq.pending,
-                        "kv_blocks": seq.blocks,
+                        "position": position if is_told else None,
+                        "of": len(seqs) if is_told else None,
+                        "pending_tokens": seq.pending if is_told else None,
+                        "kv_blocks": seq.blocks if is_told else None,
                         "best_effort": seq.best_effort,
                         "next_token_due_ms": ms(seq.due - record.request.arrival),
                     }

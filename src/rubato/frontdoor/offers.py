@@ -25,8 +25,8 @@ class Offers:
     """The offers of one admitted API request. Each of its requests is settled once, also one that is never offered.
 
     Args:
-        is_heard: whether tokens are heard of as they come. Of a whole response of a server without the link nothing is,
-            and if its client leaves, all that was reserved is charged.
+        is_heard: whether tokens are heard of as they come. Of a response that a server without the link gives at once
+            none is, and if its client leaves, all that was reserved is charged.
     """
 
     def __init__(

@@ -70,6 +70,9 @@ class Service:
     def views(self) -> list[View]:
         return [host.view() for host in self.cluster.hosts.values()]
 
+    def counted(self) -> tuple[str, ...]:
+        return ()  # every replica tells of itself
+
 
 class _State(AppState):
     """With what turns texts into prompts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -44,6 +44,7 @@ class AnyService(Protocol):
     @property
     def log_lines_dropped(self) -> Callable[[], int]: ...
     def views(self) -> list[View]: ...
+    def counted(self) -> Collection[str]: ...
 
 
 class AppState:
@@ -114,7 +115,8 @@ def add_operations(app: FastAPI, state: AppState) -> None:
         if not records or not (tenant.admin or records[0].request.tenant == tenant.name):
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
         now = service.cluster.clock.now()
-        return json_page(history.shown(id, records, service.views(), now, fair=service.fair))
+        views, counted = service.views(), service.counted()
+        return json_page(history.shown(id, records, views, now, fair=service.fair, counted=counted))
 
 
 class AtTheDoor:

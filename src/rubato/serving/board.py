@@ -7,7 +7,7 @@ many browsers look.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from importlib import resources
 from math import inf
@@ -59,6 +59,9 @@ class BoardService(Protocol):
     @property
     def fair(self) -> bool: ...
     def views(self) -> Sequence[View]: ...
+    def counted(self) -> Collection[str]:
+        """Replicas that tell nothing of themselves: what is sent there is counted."""
+        ...
 
 
 class BoardState(Protocol):
@@ -125,9 +128,11 @@ class Board:
     def _look(self, now: float) -> None:
         service, cluster = self._state.service, self._cluster
         self._at, self._told = now, {}
-        views, draining = service.views(), cluster.draining_replicas
-        self._replicas = [replica_shown(view, self._counts.step_seconds(view.id), draining) for view in views]
-        self._requests = RequestsInFlight(self._state.recorder.in_flight, cluster.held, views, now, fair=service.fair)
+        views, draining, counted = service.views(), cluster.draining_replicas, service.counted()
+        self._replicas = [replica_shown(view, self._counts.step_seconds(view.id), draining, counted) for view in views]
+        self._requests = RequestsInFlight(
+            self._state.recorder.in_flight, cluster.held, views, now, fair=service.fair, counted=counted
+        )
         tiers = {name: tier.shown(now) for name, tier in self._counts.tiers.items()}
         slos = {tier.name: in_ms(tier.slo) for tier in self._state.tenants.all_tiers.usable}
         self._for_all = {

@@ -31,7 +31,7 @@ class _Place(NamedTuple):
 
 class RequestsInFlight:
     """All of them. records: in the order in which they were offered. held: those at no replica. fair: tenants share the
-    replicas, so one that is held may wait for its tenant's share."""
+    replicas, so one that is held may wait for its tenant's share. counted: replicas that tell nothing of themselves."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class RequestsInFlight:
         now: float,
         *,
         fair: bool,
+        counted: Collection[str] = (),
     ) -> None:
         places: dict[str, _Place] = {}
         for view in views:  # one on its way is shown where its KV comes from, and held, too
@@ -50,7 +51,7 @@ class RequestsInFlight:
             places.update((seq.id, _Place("running", seq, view.id)) for seq in view.running)
             places.update((seq.id, _Place("waiting", seq, view.id, at)) for at, seq in enumerate(view.waiting))
         self._now = now
-        self._fair = fair
+        self._fair, self._counted = fair, counted
         self._found = [(record, places.get(id) or _unseen(record)) for id, record in records.items()]
 
     def shown(self, tenant: str | None) -> dict[str, Any]:
@@ -104,6 +105,10 @@ class RequestsInFlight:
                 return f"handed off by {handoff.source} ({handoff.reason}): held until another replica takes it"
             share = " or for its tenant's share" if self._fair else ""
             return f"held by the router{share}, {_after(place.before)}"
+        if replica in self._counted and place.state == "waiting":
+            return f"sent to {replica}: nothing has come of it yet"
+        if replica in self._counted and place.state == "running":
+            return f"running at {replica}, {record.output} of {record.request.sampling.max_tokens}"
         if place.state == "waiting":
             turn = "preempted, waits to go on" if waits_for == PREEMPTED else "waits for its turn"
             return f"{turn} at {replica}, {_after(place.before)}"
@@ -131,21 +136,28 @@ def _after(before: int) -> str:
     return "first in the queue" if before == 0 else f"behind {before} other{'s' if before > 1 else ''}"
 
 
-def replica_shown(view: View, step_seconds: float | None, draining: Collection[str]) -> dict[str, Any]:
-    """A replica as JSON. `batch` is the one that runs now, `age_ms` how old what is known about it is."""
-    block = view.limits.block_size
+def replica_shown(
+    view: View, step_seconds: float | None, draining: Collection[str], counted: Collection[str] = ()
+) -> dict[str, Any]:
+    """A replica as JSON. `batch` is the one that runs now, `age_ms` how old what is known about it is. Of one that is
+    counted neither is known, nor whether KV of which all is free is free, or not told of."""
+    block, is_counted = view.limits.block_size, view.id in counted
+    is_busy = bool(view.running or (is_counted and view.waiting))
+    used = (view.kv_total - view.kv_free) * block
+    batch = {"requests": view.in_flight.seqs, "tokens": view.in_flight.tokens}
     return {
         "id": view.id,
         "role": role_words(view.role),
-        "state": "draining" if view.id in draining else "busy" if view.running else "idle",
+        "state": "draining" if view.id in draining else "busy" if is_busy else "idle",
+        "reported": not is_counted,
         "running": len(view.running),
         "waiting": len(view.waiting),
         "moving": len(view.moving),
-        "batch": {"requests": view.in_flight.seqs, "tokens": view.in_flight.tokens},
-        "kv_used_tokens": (view.kv_total - view.kv_free) * block,
+        "batch": None if is_counted else batch,
+        "kv_used_tokens": None if is_counted and not used else used,
         "kv_total_tokens": view.kv_total * block,
-        "age_ms": ms(max(0.0, view.now - min(view.as_of, view.now))),
-        "steps": view.steps,
+        "age_ms": None if is_counted else ms(max(0.0, view.now - min(view.as_of, view.now))),
+        "steps": None if is_counted else view.steps,
         "step_ms": ms(step_seconds),
     }
 

@@ -73,6 +73,9 @@ class GatewayService:
     def views(self) -> list[View]:
         return [host.view() for host in self.cluster.hosts.values()]
 
+    def counted(self) -> set[str]:
+        return {host.id for host in self.servers() if not host.linked}
+
     def servers(self) -> list[ServerReplica]:
         """Those that are not lost."""
         return [host for host in self.cluster.hosts.values() if isinstance(host, ServerReplica)]

@@ -1,6 +1,6 @@
 // Asks /board.json every second while the tab is seen, and shows what it says.
 
-import { Table, ago, count, counted, duration, element, figures, percent, slo, wholeSeconds } from "./format.js";
+import { NONE, Table, ago, count, counted, duration, element, figures, percent, slo, wholeSeconds } from "./format.js";
 import { sending } from "./send.js";
 
 const EVERY = 1000; // ms
@@ -187,12 +187,12 @@ function replicaCells(replica) {
     { text: count(replica.running), note: replica.moving ? `${count(replica.moving)} moving` : "" },
     { text: count(replica.waiting) },
     {
-      text: batch.requests ? counted(batch.requests, "request") : "none",
-      note: batch.requests ? counted(batch.tokens, "token") : "",
+      text: !batch ? NONE : batch.requests ? counted(batch.requests, "request") : "none",
+      note: batch?.requests ? counted(batch.tokens, "token") : "",
     },
-    { text: percent(share), note: kv, bar: [[share, "used"]], about: kv },
-    { text: duration(replica.step_ms), note: counted(replica.steps, "step") },
-    { text: replica.age_ms < 1 ? "now" : `${duration(replica.age_ms)} ago` },
+    used === null ? { text: NONE } : { text: percent(share), note: kv, bar: [[share, "used"]], about: kv },
+    { text: duration(replica.step_ms), note: replica.steps === null ? "" : counted(replica.steps, "step") },
+    { text: !replica.reported ? "counted, not reported" : replica.age_ms < 1 ? "now" : `${duration(replica.age_ms)} ago` },
   ];
 }
 
@@ -241,7 +241,7 @@ function missCells(miss, told) {
   return [
     { text: miss.id, title: miss.id },
     { text: miss.tier, note: told.keys && told.admin ? `tenant ${miss.tenant}` : "" },
-    { text: miss.cause ?? "unknown", kind: "missed" },
+    { text: miss.cause ?? "unknown", kind: "missed", note: miss.cause === "not reported" ? "its server does not tell" : "" },
     { text: times.join(", ") || `nothing measured (asked ${slo(asked)})`, note: margin },
     { text: miss.outcome, note: miss.reason },
     { text: ago(miss.age_ms) },

@@ -1,6 +1,6 @@
 // Words for numbers, and elements for words. Whatever comes from the server goes in as text, never as markup.
 
-const NONE = "–";
+export const NONE = "–";
 
 // no-break spaces: a number and its unit stay on one line
 export function duration(ms) {
