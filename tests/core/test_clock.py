@@ -1,12 +1,13 @@
 """Virtual time: jumps, a defined order of simultaneous events, no standing still in silence."""
 
 import asyncio
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.clock import ARRIVAL, COMPLETION, PLAN, VirtualClock, WallClock, run_virtual
+from rubato.core.clock import ARRIVAL, COMPLETION, PLAN, VirtualClock, WallClock, run_virtual, watch_timers
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.3, 1e6]), st.sampled_from([COMPLETION, ARRIVAL, PLAN]))))
@@ -74,3 +75,31 @@ def test_wall_clock_is_the_loops_own() -> None:
 
     before, now, after = asyncio.run(main())
     assert before <= now <= after
+
+
+def test_timers_of_a_loop_that_is_held_up_are_told_late_each() -> None:
+    late: list[float] = []
+
+    async def main() -> None:
+        watch = asyncio.create_task(watch_timers(0.01, late.append))
+        await asyncio.sleep(0)
+        time.sleep(0.1)  # noqa: ASYNC251 - it is to hold up the loop
+        await asyncio.sleep(0.02)
+        watch.cancel()
+
+    asyncio.run(main())
+    assert len(late) >= 9
+    assert sorted(late[:8], reverse=True) == late[:8]
+    assert late[0] >= 0.08
+
+
+def test_timers_of_an_idle_loop_are_not_late() -> None:
+    late: list[float] = []
+
+    async def main() -> None:
+        watch = asyncio.create_task(watch_timers(0.5, late.append))
+        await asyncio.sleep(1.75)
+        watch.cancel()
+
+    run_virtual(main())
+    assert late == [0.0] * 3

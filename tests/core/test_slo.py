@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.request import LEAST, LEAST_MS, MOST, MOST_MS, SLO, Request, Sampling, Stage
-from rubato.core.slo import SLO_RULES, StageTimes, judge
+from rubato.core.slo import SLO_RULES, StageTimes, as_passed_on, judge
 from tests.doubles import request
 
 CASES = [
@@ -136,3 +136,29 @@ def test_the_time_of_a_tool_is_in_no_slo() -> None:
     verdict = judge(asked, [StageTimes(0.0, [0.5, 0.6]), StageTimes(30.6, [31.1, 31.2])])
     assert verdict.met
     assert (verdict.tpot, verdict.e2e, verdict.margin) == pytest.approx((0.1, 1.2, 0.5))
+
+
+delays = st.floats(0.0, 2.0)
+
+
+@given(st.sampled_from(SLO_RULES), delays, delays, st.lists(st.floats(0.01, 0.5), min_size=1, max_size=30))
+def test_tokens_that_are_passed_on_late_make_no_verdict_better(
+    slo_rule: str, first: float, last: float, gaps: list[float]
+) -> None:
+    asked = Request("a", (Stage(5, SLO(ttft=1.0, tpot=0.2, e2e=4.0)),), 10.0)
+    times = [10.0 + sum(gaps[: n + 1]) for n in range(len(gaps))]
+    at_engine = judge(asked, [StageTimes(10.0, times)], "completed", slo_rule)
+    there = as_passed_on(asked, at_engine, len(times), times[0], times[-1])
+    assert (there.met, there.cause, there.margin) == (at_engine.met, None, pytest.approx(at_engine.margin))
+    late = as_passed_on(asked, at_engine, len(times), times[0] + first, times[-1] + last)
+    assert late.met <= at_engine.met
+    assert late.margin is not None
+    assert at_engine.margin is not None
+    assert late.margin <= at_engine.margin
+    assert (late.cause == "gateway") == (at_engine.met and not late.met)
+    assert late.e2e == pytest.approx(max(times[-1] + last, times[0] + first) - 10.0)
+    if slo_rule == "deadline" and len(times) == 2 and times[0] + first <= times[1] + last:
+        seen = judge(asked, [StageTimes(10.0, [times[0] + first, times[1] + last])], "completed", slo_rule)
+        assert (late.met, late.margin, late.ttft, late.tpot) == (
+            seen.met, *[pytest.approx(value) for value in (seen.margin, seen.ttft, seen.tpot)]
+        )  # fmt: skip

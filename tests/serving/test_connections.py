@@ -13,11 +13,13 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from rubato.config.schema import ConfigError, load
-from rubato.core.clock import run_virtual
+from rubato.core.clock import WallClock, run_virtual
 from rubato.serving import connections
+from rubato.serving.asgi_client import HEAD_AT
 from rubato.serving.connections import Connections, ListeningSocket, most_connections, report_accept_errors_seldom
 from rubato.serving.serve import _warn_if_open_to_all
 from rubato.serving.stalled_clients import LEAST_RATE, LINGER_BYTES, MOST_HEAD, PIECE, stall_guard
+from tests.scenario import on
 
 STALL = 8.0
 HEAD = b"POST /all HTTP/1.1\r\nHost: x\r\n"
@@ -117,6 +119,16 @@ def on_a_wire(scenario: Callable[[Wire], Awaitable[None]]) -> None:
 
 
 # --------------------------------------------------------------------------- heads
+
+
+@on(on_a_wire)
+async def test_a_request_is_marked_with_when_its_head_had_come_in(wire: Wire) -> None:
+    before = WallClock().now()
+    wire.protocol.data_received(b"POST / HTTP/1.1\r\nContent-Length: 4\r\n")
+    between = WallClock().now()
+    wire.protocol.data_received(b"\r\nab")
+    scope = wire.protocol.cycle.scope  # type: ignore[attr-defined]
+    assert before < between <= scope["extensions"][HEAD_AT] <= WallClock().now()
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.latency.affine import Model
 from rubato.policy_kit.fair_share import FairShare
+from rubato.serving.asgi_client import HEAD_AT
 from rubato.serving.gateway import GatewayService, create_gateway
 from tests.scenario import on
 from tests.serving.conftest import http_scope, key, tenant
@@ -58,7 +59,7 @@ class Fleet:
         defaults = {"model": "stub", "messages": [message], "max_tokens": 4}
         return await self.http.post("/v1/chat/completions", json={**defaults, **body}, headers=headers)
 
-    async def stream(self, body: bytes, *, leaves: bool = False) -> tuple[int, bytes]:
+    async def stream(self, body: bytes, *, leaves: bool = False, **scope: Any) -> tuple[int, bytes]:
         """A text completion, as it comes. leaves: the client, once it has the head."""
         status, raw, left = 0, bytearray(), asyncio.Event()
         sent = iter([body])
@@ -76,7 +77,7 @@ class Fleet:
             if leaves:
                 left.set()
 
-        await self.app(http_scope(self.app, "/v1/completions"), receive, send)
+        await self.app({**http_scope(self.app, "/v1/completions"), **scope}, receive, send)
         return status, bytes(raw)
 
     async def metric(self, name: str) -> float:
@@ -620,6 +621,60 @@ async def test_a_request_that_decodes_at_a_server_without_the_link_is_shown_to_r
     now = page["choices"][0]["now"]
     assert (now["in"], now["pending_tokens"], now["kv_blocks"], now["position"]) == ("running", None, None, None)
     await asked
+
+
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_arrives_when_its_head_has_come_in(linked: bool, stream: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await asyncio.sleep(1.0)
+        body = {"prompt": "abc", "max_tokens": 4, "stream": stream, "slo": {"ttft_ms": 300}}
+        head_at = {"extensions": {HEAD_AT: fleet.clock.now() - 0.25}}  # so long the event loop had else to do
+        _, raw = await fleet.stream(orjson.dumps(body), **head_at)
+        (end,) = fleet.of(Finished)
+        assert (end.verdict.met, end.verdict.ttft) == (False, pytest.approx(0.35))
+        assert b'"ttft_ms":350.0' in raw
+
+    gateway(scenario, linked=linked)
+
+
+@on(gateway, servers=1)
+async def test_a_verdict_by_the_link_has_the_delay_of_what_the_gateway_passes_on(fleet: Fleet) -> None:
+    slo = {"ttft_ms": 150, "tpot_ms": 150, "e2e_ms": 550}
+    assert (await fleet.complete(stream=True, prompt="abc", slo=slo)).status_code == 200
+    (host,) = fleet.cluster.hosts.values()
+    assert isinstance(host, ServerReplica)
+    assert host._link is not None
+    hear, late = host._link.receive, asyncio.Event()
+
+    async def receive() -> Any:
+        told = await hear()
+        if told["kind"] == "report" and late.is_set():
+            await asyncio.sleep(0.2)
+        return told
+
+    host._link.receive = receive  # type: ignore[method-assign]
+    await asyncio.sleep(1.0)  # the one that waits now
+    asked = asyncio.create_task(fleet.complete(prompt="abc", slo=slo))
+    await asyncio.sleep(0.35)
+    late.set()
+    told = (await asked).json()["rubato"]
+    assert (told["met"], told["cause"]) == (False, "gateway")
+    assert (told["ttft_ms"], told["e2e_ms"], told["margin_ms"]) == (100.0, 600.0, -50.0)
+    assert await fleet.metric("rubato_slo_missed_total") == 1
+
+
+@on(gateway, servers=1)
+async def test_a_streams_first_token_counts_from_when_it_is_passed_on(fleet: Fleet) -> None:
+    asked = asyncio.create_task(fleet.complete(stream=True, prompt="abc", max_tokens=9, slo={"ttft_ms": 150}))
+    await asyncio.sleep(0.05)
+    for reply in fleet.servers[0].open_replies:
+        reply.flows.clear()
+    await asyncio.sleep(0.25)
+    for reply in fleet.servers[0].open_replies:
+        reply.flows.set()
+    told = chunks(await asked)[-1]["rubato"]
+    assert (told["met"], told["cause"], told["ttft_ms"]) == (False, "gateway", 300.0)
 
 
 def test_a_server_that_is_not_there_at_the_start_is_waited_for() -> None:

@@ -72,6 +72,22 @@ class WallClock:
         return asyncio.current_task()
 
 
+async def watch_timers(every: float, tell: Callable[[float], object]) -> None:
+    """Tell how many seconds too late a timer fires, every so many seconds, until cancelled. A loop that was held up
+    counts for each timer that it has missed."""
+    loop = asyncio.get_running_loop()
+    due = loop.time()
+    while True:
+        due += every
+        await asyncio.sleep(due - loop.time())
+        late = max(0.0, loop.time() - due)
+        tell(late)
+        while late > every:
+            due += every
+            late -= every
+            tell(late)
+
+
 def unix_time() -> float:
     """Seconds since 1970, for what leaves the process."""
     return time.time()

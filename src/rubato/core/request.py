@@ -112,10 +112,10 @@ PREFIX_BLOCK = 64  # tokens that one key of `Request.prefix` stands for
 OnDecline = Literal["best_effort", "refuse"]
 Outcome = Literal["completed", "refused", "failed", "cancelled"]
 # Why a request missed. infeasible: its replica would have missed its SLO serving nothing else (`find_infeasible`). not
-# reported: its server does not tell what it spent the time on.
+# reported: its server does not tell what it spent the time on. gateway: its engine was in time, the gateway too late.
 Cause = Literal[
     "queue", "prefill interference", "decode interference", "preemption", "transfer", "infeasible", "refused", "failed",
-    "client", "not reported",
+    "client", "not reported", "gateway",
 ]  # fmt: skip
 
 

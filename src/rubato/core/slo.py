@@ -14,6 +14,7 @@ A decode-only stage has no TTFT: its deadlines go on from the previous stage's l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
@@ -135,6 +136,37 @@ def judge_untimed(request: Request, ended: float, slo_rule: str) -> Verdict:
     in_time = margin is None or margin >= -TOLERANCE
     unjudged = in_time and (slo.ttft is not None or slo.tpot is not None)
     return Verdict(in_time and not unjudged, slo_rule, e2e=e2e, margin=margin, unjudged=unjudged)
+
+
+def as_passed_on(request: Request, verdict: Verdict, tokens: int, first: float | None, last: float) -> Verdict:
+    """An engine's verdict on a completed request, as its client had the tokens.
+
+    Args:
+        tokens: of output.
+        first: when the first one was passed on; None where that is not seen.
+        last: the same of the last one.
+    """
+    if verdict.ttft is None or verdict.e2e is None or len(request.stages) > 1:
+        return verdict
+    slo, arrival = request.stages[0].slo, request.arrival
+    ttft = verdict.ttft if first is None else max(verdict.ttft, first - arrival)
+    e2e = max(verdict.e2e, last - arrival, ttft)
+    tpot = verdict.tpot if tokens < 2 else (e2e - ttft) / (tokens - 1)
+    margin = verdict.margin
+    if margin is not None:
+        due = deadlines(slo, arrival, arrival, arrival + ttft, None)
+        margin = min(margin, due.end - arrival - e2e)
+        if slo.ttft is not None:
+            margin = min(margin, slo.ttft - ttft)
+        if verdict.slo_rule == "deadline":
+            margin = min(margin, due.token(max(0, tokens - 1)) - arrival - e2e)
+        elif verdict.slo_rule == "mean" and slo.tpot is not None and tokens > 1:
+            margin = min(margin, (tokens - 1) * slo.tpot - (e2e - ttft))
+    is_late = verdict.met and margin is not None and margin < -TOLERANCE
+    return replace(
+        verdict, met=verdict.met and not is_late, cause="gateway" if is_late else verdict.cause, ttft=ttft, tpot=tpot,
+        e2e=e2e, margin=margin,
+    )  # fmt: skip
 
 
 def longest_pause(tokens: Sequence[float] | NDArray[np.float64]) -> float:

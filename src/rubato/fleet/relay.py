@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from rubato.core.clock import Clock
 from rubato.core.events import Event, Finished
 from rubato.core.plan import KV
 from rubato.core.request import INFEASIBLE, Progress, Request
@@ -91,6 +92,8 @@ class Carrier(Protocol):
     def upstream(self) -> Upstream: ...
     @property
     def linked(self) -> bool: ...
+    @property
+    def clock(self) -> Clock: ...
     @property
     def prefills(self) -> bool:
         """Whether what is sent there now is to go on elsewhere."""
@@ -190,6 +193,7 @@ class Trip:
         self.tries = 0
         self.sent_at: float | None = None  # when it last went to a server, of which nothing had come by then
         self.begun = False  # the client has had something of the response
+        self.began_at: float | None = None  # when, of a stream
         self.has_failed = False  # at a server, and it was tried again
         self.streamed = 0  # tokens, of a stream of one choice
         self.untimed: int | None = None  # tokens of a response of which only the end is seen
@@ -419,7 +423,7 @@ class Trip:
                     return
                 passed, early = bytes(early), None
                 if not self.begun:
-                    self.begun = True
+                    self.begun, self.began_at = True, replica.clock.now()
                     self.client.start(200, reply.headers)
                 self.client.flow = reply
             if choices:

@@ -20,7 +20,7 @@ from rubato.core.interfaces import LatencyModel, NotReadyError, View
 from rubato.core.plan import KV, Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SATURATED, Cause, Outcome, Request
-from rubato.core.slo import StageTimes, judge, judge_untimed
+from rubato.core.slo import StageTimes, as_passed_on, judge, judge_untimed
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.relay import Fault, Trip
@@ -339,10 +339,10 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         mirror = self._started()
         for event in events:
             mirror.fold(event)
-        self._emit(events)
+        self._emit(events, is_told=False)
 
-    def _emit(self, events: Sequence[Event]) -> None:
-        """Tell the cluster of its own requests, and of steps."""
+    def _emit(self, events: Sequence[Event], *, is_told: bool = True) -> None:
+        """Tell the cluster of its own requests, and of steps. is_told: by the link, of what was at its engine."""
         for event in events:
             if isinstance(event, Stepped):
                 self._emit_outside(event)
@@ -366,7 +366,8 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                         trip.learned(event.request.prompt)
                 continue
             if isinstance(event, Finished):
-                event = replace(event, prompt=self._prompts.pop(event.id, None))
+                verdict = self._as_passed_on(trip, event) if is_told else event.verdict
+                event = replace(event, prompt=self._prompts.pop(event.id, None), verdict=verdict)
             if type(event) is Finished and event.outcome == "failed":
                 why = f"replica {self.id} could not read the KV of request {event.id!r}"
                 if self._failed_to_arrive(trip, why):
@@ -384,6 +385,14 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             self._emit_outside(event)
         if not self._mine:
             self._idle.set()
+
+    def _as_passed_on(self, trip: Trip, end: Finished) -> Verdict:
+        """With the delay of the gateway. The last chunk waits for the verdict, so that it is not passed on before
+        this."""
+        if end.outcome != "completed":
+            return end.verdict
+        request = trip.requests[trip.ids.index(end.id)]
+        return as_passed_on(request, end.verdict, end.output, trip.began_at, self.clock.now())
 
     def know_prompt(self, trip: Trip, prompt: int) -> None:
         """The server has counted so many tokens in the prompts of a trip; 0: it has not."""

@@ -53,6 +53,7 @@ TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
 PER_TOKEN = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 E2E = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 STEP = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+DELAY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 PAUSE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 MARGIN = (-30.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -262,6 +263,12 @@ class Metrics(SLOMetrics):
         there = views()
         self._cost = ReplicaSecondsMeter((view.id for view in there), max((view.now for view in there), default=0.0))
         self._build_vllm(model)
+        self.loop_delay = Histogram(
+            "rubato_loop_delay_seconds",
+            "How late the event loop runs its timers",
+            buckets=DELAY,
+            registry=self.registry,
+        )
         self._gaps = [0] * (len(PER_TOKEN) + 1)  # between tokens, by bucket
         self._gap_seconds = 0.0
         self._folds[Preempted] = lambda event: self._preemptions.inc()

@@ -30,7 +30,7 @@ import aiohttp
 import numpy as np
 from tqdm import tqdm
 
-from rubato.core.clock import process_cpu_time
+from rubato.core.clock import process_cpu_time, watch_timers
 from rubato.core.request import Request
 from rubato.core.slo import judge
 from rubato.measure.goodput import Bounds
@@ -203,23 +203,9 @@ async def _offer_in_turn(calls: _Calls, offering: Offering, bar: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def _lags() -> AsyncIterator[list[float]]:
-    """How late a timer fires, every BEAT seconds. A stalled loop counts a lag for each tick it missed."""
-    loop = asyncio.get_running_loop()
+    """How late a timer fires, every BEAT seconds."""
     lags: list[float] = []
-
-    async def watch() -> None:
-        due = loop.time()
-        while True:
-            due += BEAT
-            await asyncio.sleep(due - loop.time())
-            late = loop.time() - due
-            lags.append(late)
-            while late > BEAT:
-                due += BEAT
-                late -= BEAT
-                lags.append(late)
-
-    task = asyncio.create_task(watch())
+    task = asyncio.create_task(watch_timers(BEAT, lags.append))
     try:
         yield lags
     finally:
@@ -257,7 +243,7 @@ def _record(request: Request, arrival: Arrival, answer: ResponseStream, slo_rule
 def _client(records: Sequence[Record], lags: Sequence[float], wall: float, cpu: float, bound: float) -> ClientLoad:
     delays = np.array([max(0.0, r.sent - r.at) for r in records if r.sent is not None] or [0.0])
     p50, p99 = (float(q) for q in np.quantile(delays, [0.5, 0.99]))
-    lag = float(np.quantile(np.maximum(lags, 0.0), 0.99)) if lags else 0.0
+    lag = float(np.quantile(lags, 0.99)) if lags else 0.0
     return ClientLoad(wall, cpu, p50, p99, float(delays.max()), lag, bound)
 
 

@@ -169,7 +169,7 @@ def _add_models(app: FastAPI, state: _State) -> None:
 
 async def _complete(state: _State, http: Request, schema: type[schemas.AnyCompletion]) -> Response:
     service, door = state.service, state.door
-    arrival = service.cluster.clock.now()
+    arrival = state.arrival(http)
     tenant = state.enter(http)
     fields = await state.read(http)
     body = schemas.parse(schema, fields.raw)

@@ -22,6 +22,7 @@ from rubato.frontdoor.metrics import Metrics
 from rubato.frontdoor.paths import canonical_path, written_path
 from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.serving import logs, openapi
+from rubato.serving.asgi_client import HEAD_AT
 
 
 class AnyService(Protocol):
@@ -77,13 +78,20 @@ class AppState:
         self.door.authorize(tenant, http.scope["path"])
         return tenant
 
+    def arrival(self, http: Request) -> float:
+        """When the head of this request had come in: it is handled later, by what else the event loop had to do."""
+        came: float | None = (http.scope.get("extensions") or {}).get(HEAD_AT)
+        return self.service.cluster.clock.now() if came is None else came
+
     async def read(self, http: Request) -> BodyFields:
         """The fields of its body. Raises ApiError 400 and 413."""
         return self.door.read_fields(await self.door.read_body(http.stream(), http.headers.get("content-length", "")))
 
 
 def add_operations(app: FastAPI, state: AppState) -> None:
+    """Mount what operators ask for. Whoever runs the app tells `app.state.loop_delay` of it."""
     service = state.service
+    app.state.loop_delay = state.metrics.loop_delay
 
     @app.head("/ready", responses=openapi.errors(503))
     @app.get("/ready", responses=openapi.errors(503))

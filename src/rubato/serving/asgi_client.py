@@ -12,6 +12,7 @@ from rubato.fleet.relay import Flow
 from rubato.fleet.upstream import Headers
 
 WRITER = "rubato.writer"  # the key in an ASGI scope's `extensions` of what writes parts of a body at once
+HEAD_AT = "rubato.head_at"  # and of when the request's head had come in, by the wall clock
 MAX_QUEUED_BYTES = 256 << 10  # of parts that an ASGI server has not taken, before no more is read for them
 
 Head = Callable[[Headers], list[tuple[bytes, bytes]]]

@@ -112,7 +112,7 @@ class Gateway:
 
     async def generate(self, http: HttpRequest) -> Response:
         """A completion of any form: chat, text, responses, messages."""
-        path, arrival, door = http.scope["path"], self._cluster.clock.now(), self._state.door
+        path, arrival, door = http.scope["path"], self._state.arrival(http), self._state.door
         tenant = self._state.enter(http)
         body = await self._state.read(http)
         model = asked_model(body, self._service.models)

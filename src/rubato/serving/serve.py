@@ -35,7 +35,7 @@ from rubato.config.build import (
     most_in_flight,
 )
 from rubato.config.schema import Config, ConfigError
-from rubato.core.clock import Clock, WallClock, unix_time
+from rubato.core.clock import Clock, WallClock, unix_time, watch_timers
 from rubato.core.did_you_mean import nearest
 from rubato.core.event_log import EventLogWriter
 from rubato.core.events import Stepped
@@ -55,6 +55,7 @@ from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
 from rubato.serving.stalled_clients import SEND_BUFFER, stall_guard
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
+LOOP_LOOK_S = 0.1  # from one look at how late the event loop runs its timers to the next
 THREAD_SECONDS = 2.0  # for threads to end when all requests have, and the interpreter after them
 
 log = logging.getLogger(__name__)
@@ -165,6 +166,7 @@ async def _until_told(
     server = _Server(settings)
     listening.listen(settings.backlog)  # a client that reads the line below may connect at once
     http = asyncio.create_task(server.serve(sockets=[listening]))
+    watch = asyncio.create_task(watch_timers(LOOP_LOOK_S, app.state.loop_delay.observe))
     report_accept_errors_seldom(asyncio.get_running_loop())
     host, port = listening.getsockname()[:2]
     url = f"{'https' if tls else 'http'}://{host_in_url(host)}:{port}"
@@ -181,6 +183,7 @@ async def _until_told(
     await cluster.close()  # whatever is left ends with an error, which its client still gets
     server.should_exit = True
     await http
+    watch.cancel()
     if cluster.error is not None:
         log.error("exit: %s", cluster.error)
     say("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)

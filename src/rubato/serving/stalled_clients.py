@@ -16,14 +16,15 @@ import select
 import socket
 import sys
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from rubato.core.clock import WallClock
 from rubato.fleet.relay import Flow
 from rubato.frontdoor.errors import ApiError
-from rubato.serving.asgi_client import WRITER
+from rubato.serving.asgi_client import HEAD_AT, WRITER
 from rubato.serving.connections import Connections, Owed
 
 SEND_BUFFER = 128 << 10  # bytes of a socket's send buffer; Linux would let it grow to megabytes a connection
@@ -137,6 +138,7 @@ class _StallGuard(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # the parser stops here
         self._begin("body")
+        cast(Any, self.scope)["extensions"] = {HEAD_AT: WallClock().now()}
         super().on_headers_complete()
         self.cycle.transport = self._closing  # type: ignore[assignment]
         if self.scope["http_version"] != "1.1":
