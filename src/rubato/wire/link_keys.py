@@ -18,6 +18,7 @@ TOKEN = "RUBATO_LINK_TOKEN"  # environment variable: what both ends must know; e
 MAX_COMMAND_BYTES = 1 << 20  # of one message to a core
 MAX_REPORT_BYTES = 64 << 20  # of one from a core: a snapshot has all output of all requests
 HANDSHAKE_S = 5.0  # after which a peer that has not shown the token is dropped
+MAX_COUNTED_AT_ONCE = 100
 ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks whether a key may speak, one address a context
 FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -72,9 +73,11 @@ def protect_gateway(socket: Any) -> None:
 
 
 def failed_handshakes(monitor: Any) -> int:
-    """How many a socket's monitor (of `FAILED_HANDSHAKES`) has told of since the last call."""
-    failed = 0
-    while monitor.poll(0):
-        monitor.recv_multipart()
-        failed += 1
-    return failed
+    """How many a socket's monitor (of `FAILED_HANDSHAKES`) has told of since the last call; of more than
+    MAX_COUNTED_AT_ONCE the rest at the next one, so that a storm of strangers keeps nobody waiting."""
+    for failed in range(MAX_COUNTED_AT_ONCE):
+        try:
+            monitor.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return failed
+    return MAX_COUNTED_AT_ONCE
