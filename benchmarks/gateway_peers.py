@@ -120,7 +120,7 @@ def wait_until_it_answers(port: int, log: Path) -> None:
         f"http://127.0.0.1:{port}/v1/completions", data=BODY % 5, headers={"content-type": "application/json"}
     )
     error: Exception | None = None
-    for _ in range(120):
+    for _ in range(300):
         time.sleep(0.5)
         try:
             with urllib.request.urlopen(request, timeout=5) as answer:

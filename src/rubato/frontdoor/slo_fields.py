@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from itertools import islice
 from math import inf
 from typing import cast, get_args
@@ -220,9 +221,15 @@ def check_names(names: Iterable[str], ours: Sequence[str]) -> None:
     for name in islice(names, MAX_NAMES):
         if name in ours or len(name) >= MAX_NAME_CHARACTERS:
             continue
-        if near := get_close_matches(name.lower(), ours, 1, 0.8):
-            message = f"{name}: unknown parameter; did you mean {near[0]}?"
+        if near := _closest(name.lower(), tuple(ours)):
+            message = f"{name}: unknown parameter; did you mean {near}?"
             raise ApiError(400, message, param=name, code="unknown_parameter")
+
+
+@lru_cache(1024)
+def _closest(name: str, ours: tuple[str, ...]) -> str:
+    """Most bodies have the same few names."""
+    return next(iter(get_close_matches(name, ours, 1, 0.8)), "")
 
 
 def unknown_name(where: str, name: str, known: Sequence[str]) -> ApiError:
