@@ -252,10 +252,11 @@ def check_requests(requests: list[Fuzzed], keyed: bool) -> None:
 
 def refusal(answer: Answer) -> tuple[int, str | None] | None:
     """Status and field, of what a door refuses by the request alone: what a server judges, or whether it has room, is
-    another's affair."""
+    another's affair, and which model there is, which a gateway says for its servers."""
     if answer.status < 400 or answer.status == 429 or BY_SERVER in answer.headers:
         return None
-    return answer.status, answer.error["param"]
+    param = answer.error["param"]
+    return None if (answer.status, param) == (404, "model") else (answer.status, param)
 
 
 RUN = settings(

@@ -242,8 +242,8 @@ class _Stream:
         picker, door = self._picker, self._picker.door
         tenant = door.identify({})
         body = door.read_fields(self._raw)
-        model = asked_model(body, picker.models)
         admitted = door.admit(ApiRequest(path, self._headers, body, self._arrival), tenant)
+        model = asked_model(body, picker.models, door, admitted)
         id = new_id(path, self._headers.get("x-request-id", ""), picker.trips)
         offers = Offers(door, self._cluster, admitted, admitted.requests(id, self._arrival, body))
         ids = [request.id for request in offers.requests]

@@ -115,8 +115,8 @@ class Gateway:
         path, arrival, door = http.scope["path"], self._state.arrival(http), self._state.door
         tenant = self._state.enter(http)
         body = await self._state.read(http)
-        model = asked_model(body, self._service.models)
         admitted = door.admit(ApiRequest(path, http.headers, body, arrival), tenant)
+        model = asked_model(body, self._service.models, door, admitted)
         id = new_id(path, http.headers.get("x-request-id", ""), self._service.trips)
         if path == RESPONSES and self._service.tenants.configured:
             id = self._service.tenants.new_response_id(tenant)

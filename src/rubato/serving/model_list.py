@@ -6,6 +6,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from rubato.fleet.served_models import ServedModels
+from rubato.frontdoor.admission import AdmittedRequest, FrontDoor
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.errors import ApiError
 from rubato.serving.app_state import AppState, json_page
@@ -13,13 +14,14 @@ from rubato.serving.app_state import AppState, json_page
 MAX_NAMES = 20  # in the words of an error
 
 
-def asked_model(body: BodyFields, models: ServedModels) -> str:
+def asked_model(body: BodyFields, models: ServedModels, door: FrontDoor, admitted: AdmittedRequest) -> str:
     """The model that a body names, "" where it names none, which is its server's to judge. Raises ApiError 404 for one
-    that no server lists."""
+    that no server lists, and gives back what was admitted: as a server would, after all that the door refuses."""
     name = body.value("model")
     if not isinstance(name, str):
         return ""
     if not models.is_listed(name):
+        door.settle(admitted, admitted.choices, 0, 0)
         raise unknown_model(name, models)
     return name
 
