@@ -94,8 +94,9 @@ def create_gateway(service: GatewayService) -> FastAPI:
     for path in GENERATE:
         app.add_api_route(path, gateway.generate, methods=["POST"], response_model=None)
     pages = ModelPages(service.models, state)
-    app.add_api_route("/v1/models", pages.all, methods=["GET", "HEAD"], response_model=None)
-    app.add_api_route("/v1/models/{name:path}", pages.one, methods=["GET", "HEAD"], response_model=None)
+    for path, page in (("/v1/models", pages.all), ("/v1/models/{name:path}", pages.one)):
+        for method in ("GET", "HEAD"):
+            app.add_api_route(path, page, methods=[method], response_model=None, include_in_schema=method == "GET")
     app.add_api_route(
         "/{path:path}", gateway.other, methods=["GET", "POST", "PUT", "DELETE", "HEAD"], include_in_schema=False
     )
