@@ -608,6 +608,7 @@ async def test_a_server_that_is_lost_ends_its_requests_whose_rest_still_passes(f
     fleet.servers[f"http://{endpoint}"].down = True
     await after(fleet, 10.0)
     assert [end.outcome for end in fleet.of(Finished)] == ["failed"]
+    assert fleet.here().keys() == ALL - {endpoint}
     stream.shows(wire(5, part(CHUNKS[1], last=True)))
     stream.shows(None)
     await stream.task

@@ -465,6 +465,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             return
         self._gone = True
         now, left, ending = self.clock.now(), [], self._ending_responses()
+        trips = {trip.ids[0]: trip for trip in self._mine.values()}  # whose requests end here may be forgotten at once
         for request in self._started().left(now):
             if (trip := self._mine.get(request.id)) is None:
                 continue
@@ -476,7 +477,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         current = asyncio.current_task()
         for answer, task in self._serving.items():
             if task is not current and answer not in ending:
-                self._trips[answer].leave(task)
+                trips[answer].leave(task)
         self._serving = ending
         self._mine.clear()
         self._prompts.clear()
