@@ -166,14 +166,17 @@ def test_each_response_ends_many(
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_a_stream_that_says_it_ends_does_so_though_its_connection_stays_open(linked: bool) -> None:
+@pytest.mark.parametrize("done", [[EVENTS[10]], []])
+def test_a_stream_whose_choices_have_ended_ends_though_its_connection_stays_open(
+    done: list[bytes], linked: bool
+) -> None:
     async def scenario(fleet: Fleet) -> None:
         began = fleet.clock.now()
         (got,) = await asyncio.gather(post(fleet, "/v1/completions", {"prompt": "hi", "stream": True}, 0.0))
         assert b"".join(m.get("body", b"") for m in got).endswith(b"data: [DONE]\n\n")
         assert fleet.clock.now() - began < 3.0
 
-    script = [Answer(200, "text/event-stream", [EVENTS[1], EVENTS[3], EVENTS[10]], "never", 0.0)]
+    script = [Answer(200, "text/event-stream", [EVENTS[1], EVENTS[3], *done], "never", 0.0)]
 
     def change(servers: list[StubServer]) -> None:
         for server in servers:

@@ -47,7 +47,7 @@ OF_STREAMS = ("content-type", "cache-control", "x-accel-buffering")  # headers t
 REDIRECTED = "The server answers with a redirect, which is not passed on."
 KEY_STATUSES = (401, 403)
 KEY_REFUSED = "The server refuses the gateway's own key, or what may be done with it."
-CLOSE_S = 1.0  # from the end of a stream, by its own word, to the end of its bytes
+CLOSE_S = 1.0  # from the last finish reason of a stream to the end of its bytes
 MAX_EARLY_BYTES = 1 << 20  # of a stream before its first token, which are kept back
 
 
@@ -432,7 +432,7 @@ class Trip:
                     replica.count(self, choices)
             if passed:
                 self.write(passed)
-            if reader.has_ended and not closing:
+            if reader.is_complete and not closing:  # the counts, and [DONE], come at once if they do
                 closing.append(asyncio.get_running_loop().call_later(CLOSE_S, reply.close))
 
         await self._pump(replica, reply, reader, came, closing)
@@ -463,7 +463,7 @@ class Trip:
                 self.streamed += len(choices)
                 if not replica.linked:
                     replica.count(self, choices)
-            if reader.has_ended and not closing:
+            if reader.is_complete and not closing:
                 closing.append(asyncio.get_running_loop().call_later(CLOSE_S, reply.close))
 
         try:
