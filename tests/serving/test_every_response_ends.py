@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rubato.core.events import Finished, Left, Offered
 from rubato.fleet.upstream import BrokenError, Headers
 from rubato.frontdoor.paths import GENERATE
+from rubato.wire.sse_stream import MAX_EVENT_BYTES
 from tests.serving.conftest import http_scope
 from tests.serving.test_gateway import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
@@ -93,6 +94,14 @@ class Odd(StubServer):
         return reply
 
 
+def by(script: list[Answer], servers: list[StubServer]) -> None:
+    """Servers that answer so."""
+    for server in servers:
+        server.__class__ = Odd
+        assert isinstance(server, Odd)
+        server.script = script
+
+
 async def post(fleet: Fleet, path: str, body: Any, leaves: float) -> list[Any]:
     """What a client gets: the messages of one ASGI response."""
     got: list[Any] = []
@@ -137,13 +146,7 @@ def check(script: list[Answer], asked: list[tuple[str, Any, float]], lost_at: fl
         assert not [line for line in lines if not line.startswith("#") and float(line.rpartition(" ")[2]) < 0
                     and "margin" not in line]  # fmt: skip
 
-    def change(servers: list[StubServer]) -> None:
-        for server in servers:
-            server.__class__ = Odd
-            assert isinstance(server, Odd)
-            server.script = script
-
-    gateway(scenario, servers=2, linked=linked, change=change)
+    gateway(scenario, servers=2, linked=linked, change=lambda servers: by(script, servers))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -165,8 +168,8 @@ def test_each_response_ends_many(
     check(script, asked, lost_at, linked)
 
 
-@pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("done", [[EVENTS[10]], []])
+@pytest.mark.parametrize("linked", [True, False])
 def test_a_stream_whose_choices_have_ended_ends_though_its_connection_stays_open(
     done: list[bytes], linked: bool
 ) -> None:
@@ -177,11 +180,17 @@ def test_a_stream_whose_choices_have_ended_ends_though_its_connection_stays_open
         assert fleet.clock.now() - began < 3.0
 
     script = [Answer(200, "text/event-stream", [EVENTS[1], EVENTS[3], *done], "never", 0.0)]
+    gateway(scenario, servers=1, linked=linked, change=lambda servers: by(script, servers))
 
-    def change(servers: list[StubServer]) -> None:
-        for server in servers:
-            server.__class__ = Odd
-            assert isinstance(server, Odd)
-            server.script = script
 
-    gateway(scenario, servers=1, linked=linked, change=change)
+@pytest.mark.parametrize("linked", [True, False])
+def test_the_error_that_ends_a_stream_is_an_event_of_its_own_behind_half_an_event(linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        body = {"prompt": "hi", "stream": True, "n": 2}
+        (got,) = await asyncio.gather(post(fleet, "/v1/completions", body, 0.0))
+        last = b"".join(m.get("body", b"") for m in got).rstrip().split(b"\n\n")[-1]
+        assert "error" in orjson.loads(last.removeprefix(b"data: "))
+
+    half = b'data: {"a":"' + b"a" * MAX_EVENT_BYTES
+    script = [Answer(200, "text/event-stream", [EVENTS[1], half], "break", 0.0)]
+    gateway(scenario, servers=1, linked=linked, change=lambda servers: by(script, servers))

@@ -315,10 +315,10 @@ class _Relay(Response):
             reply = error.response()
             client.answer(reply.status_code, [*reply.raw_headers, *self._gateway.limits(self)], body)
         elif trip.ask.path in (CHAT, TEXT):  # no [DONE]: what came is not an answer
-            client.end(b"data: " + body + b"\n\n")
+            client.end(b"\n\ndata: " + body + b"\n\n")  # the event before may not have come whole
         else:  # a stream of named events
             about = {"type": "error", "code": error.code, "message": error.message, "param": None}
-            client.end(b"event: error\ndata: " + orjson.dumps({**about, **orjson.loads(body)}) + b"\n\n")
+            client.end(b"\n\nevent: error\ndata: " + orjson.dumps({**about, **orjson.loads(body)}) + b"\n\n")
 
 
 class _Passed(Response):
