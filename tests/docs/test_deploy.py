@@ -316,7 +316,10 @@ def test_the_gateway_waits_for_its_servers(tmp_path: Path) -> None:
 
 
 def test_probes_ask_for_what_the_app_has() -> None:
-    app, state = FastAPI(), SimpleNamespace(service=None)  # enough for routes to be added, not to be asked
+    app, state = (
+        FastAPI(),
+        SimpleNamespace(service=None, metrics=SimpleNamespace(loop_delay=None)),
+    )  # enough for routes to be added, not to be asked
     add_operations(app, state)  # type: ignore[arg-type]
     ours = {route.path for route in app.routes if isinstance(route, APIRoute)}
     probed = [(one, kind) for _, _, one in containers() for kind in one if kind.endswith("Probe")]

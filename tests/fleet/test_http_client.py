@@ -219,7 +219,7 @@ def test_a_base_url_with_a_path_and_a_header_with_a_line_break() -> None:
 
 def test_a_path_of_a_server_stands_before_each_request_of_its_probes_and_its_clients() -> None:
     asked: list[bytes] = []
-    page = b'{"data":[{"id":"m"}],"host":"h","port":1,"version":"v"}'
+    page = b'{"data":[{"id":"m"}],"host":"127.0.0.1","port":1,"version":"v"}'
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await _request(reader):
@@ -232,7 +232,7 @@ def test_a_path_of_a_server_stands_before_each_request_of_its_probes_and_its_cli
         await server_probe.link_address(url, server)
         await server_probe.about(url, server, None, None, models, "m")
         await whole(await server.open("POST", "/v1/completions", [], b"{}"))
-        server.url = url.replace("/team-a", "/team-b")
+        server.set_url(url.replace("/team-a", "/team-b"))
         await whole(await server.open("POST", "/v1/completions", [], b"{}"))
 
     served(answer, client, "/team-a")
@@ -242,8 +242,8 @@ def test_a_path_of_a_server_stands_before_each_request_of_its_probes_and_its_cli
 
 
 def test_a_client_without_a_url_gets_one_later() -> None:
-    server = HttpServer()
-    server.url = "http://10.0.0.7:8000/"
+    server = HttpServer("")
+    server.set_url("http://10.0.0.7:8000/")
     assert server.url == "http://10.0.0.7:8000"
 
 

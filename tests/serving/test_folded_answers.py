@@ -144,7 +144,7 @@ def test_a_stream_that_fails_half_way_is_tried_elsewhere_and_the_client_gets_one
         assert answer["usage"]["completion_tokens"] == 4
         (end,) = fleet.of(Finished)
         assert (end.outcome, end.output) == ("completed", 4)
-        assert end.verdict.ttft == pytest.approx(0.3)
+        assert end.verdict.ttft == pytest.approx(0.31 if how == "cut" else 0.3)  # a server that is cut off is looked at
         assert len(fleet.of(HandedOff)) == 1
 
     gateway(scenario, linked=False, is_vllm=lambda: False)

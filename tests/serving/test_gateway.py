@@ -30,6 +30,7 @@ from rubato.latency.affine import Model
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.asgi_client import HEAD_AT
 from rubato.serving.gateway import GatewayService, create_gateway
+from rubato.wire.messages import Report
 from tests.scenario import on
 from tests.serving.conftest import http_scope, key, tenant
 from tests.stubs.vllm_server import EVENTS, WORDS, MemoryLink, StubCore, StubServer
@@ -649,7 +650,7 @@ async def test_a_verdict_by_the_link_has_the_delay_of_what_the_gateway_passes_on
 
     async def receive() -> Any:
         told = await hear()
-        if told["kind"] == "report" and late.is_set():
+        if isinstance(told, Report) and late.is_set():
             await asyncio.sleep(0.2)
         return told
 
