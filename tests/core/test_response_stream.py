@@ -56,6 +56,28 @@ def test_parts_of_any_size_come_out_as_they_went_in(
         assert b'"finish_reason":"stop"' in rest
 
 
+@given(
+    st.lists(st.text(st.sampled_from('a" \\né{}[]:,\n'), max_size=5), min_size=3, max_size=12),
+    st.sampled_from(["delta", "text"]),
+)
+def test_what_an_event_brings_does_not_depend_on_those_before_it(said: list[str], form: str) -> None:
+    """Most events differ from one before in their text alone, and are not read."""
+
+    def event(text: str, more: bytes = b"") -> bytes:
+        choice = {"index": 0, **({"delta": {"content": text}} if form == "delta" else {"text": text})}
+        raw = orjson.dumps({"id": "x", "choices": [{**choice, "finish_reason": None}]})
+        return b"data: " + raw + b"\n\n" + more
+
+    odd = [event("a")[:-2] + b'"\n\n', event("a", event("b")), event("a")[:-9], event("a").replace(b'"a"', b'"a\\"')]
+    for last in [*map(event, said), *odd, LAST, USAGE, DONE]:
+        reader, fresh = ResponseStream(), ResponseStream()
+        for text in said:
+            reader.feed(event(text))
+        (passed, counted), (alone, found) = reader.feed(last), fresh.feed(last)
+        assert (passed, [*counted]) == (alone, [*found])
+        assert (reader.finish({}), reader.has_ended, reader.usage) == (fresh.finish({}), fresh.has_ended, fresh.usage)
+
+
 def test_what_looks_like_an_end_in_a_text_is_none() -> None:
     reader = ResponseStream()
     chunk = b'data: {"choices":[{"index":0,"text":"\\"finish_reason\\":\\"stop\\""}]}\n\n'

@@ -12,6 +12,10 @@ from rubato.wire.sse_stream import EventSplitter, read_event, with_data
 
 DONE = b"data: [DONE]\n\n"
 ONE = (0,)  # a token of the only choice
+MAX_LEARNS = 4  # in a row of which none has helped: the events of some streams are all different
+TEXT_NAMES = (b'"content":"', b'"text":"')
+BACKSLASH = 0x5C
+END = b"\n\n"
 MAX_HELD_EVENTS = 64  # behind a finish reason: a few are counts and [DONE]
 # Of streams of named events, as /v1/responses and /v1/messages have them: the last ones.
 LAST_NAMES = frozenset({b"message_stop", b"response.completed", b"response.incomplete", b"response.failed", b"error"})
@@ -71,6 +75,8 @@ class ResponseStream:
     def __init__(self, choices: int = 1, *, is_named: bool = False, with_usage: bool = True) -> None:
         self._choices, self._is_named, self._with_usage = choices, is_named, with_usage
         self._splitter = EventSplitter()
+        self._before = self._behind = b""  # the text of an event that brings nothing else; empty: none came yet
+        self._learns = MAX_LEARNS if choices == 1 and not is_named else 0
         self._held: list[tuple[bytes, bool]] = []  # since what may be the last event; whether it may get the verdict
         self._finished: set[int] = set()  # choices that have a finish reason
         self.has_ended = False  # by its own word
@@ -90,9 +96,9 @@ class ResponseStream:
     def feed(self, data: bytes) -> tuple[bytes, Sequence[int]]:
         """What has come: what of it, and of what was held, may be passed on, and the choice of each event that brings
         something of one."""
+        if self._is_like_before(data):
+            return data, ONE
         events = self._splitter.feed(data)
-        if len(events) == 1 and not self._held and self._is_plain(events[0]):
-            return events[0], ONE
         passed: list[bytes] = []
         counted: list[int] = []
         for event in events:
@@ -104,6 +110,8 @@ class ResponseStream:
                 self._held.append((event, holds))
             else:
                 passed.append(event)
+                if brings:
+                    self._learn(event)
         return b"".join(passed), counted
 
     def finish(self, verdict: Mapping[str, Any]) -> bytes:
@@ -116,18 +124,34 @@ class ResponseStream:
         self._held = []
         return b"".join(out) + self._splitter.rest
 
-    def _is_plain(self, event: bytes) -> bool:
-        """Whether it surely is a chunk with a token of the only choice, and nothing else that matters here."""
-        return (
-            self._choices == 1
-            and not self._is_named
-            and event.startswith(b"data: {")
-            and b'"finish_reason":null' in event
-            and b'""' not in event
-            and b"{}" not in event
-            and b'"usage"' not in event
-            and b'"error"' not in event
-        )
+    def _learn(self, event: bytes) -> None:
+        """An event has brought something of the only choice: what is around its text, if that is all that it brings."""
+        if not self._learns:
+            return
+        self._learns -= 1
+        for name in TEXT_NAMES:
+            begin = event.find(name) + len(name)
+            if begin >= len(name) and (end := event.find(b'"', begin)) > begin and event[end - 1] != BACKSLASH:
+                if self._brings_nothing(event[:begin] + event[end:]) and event.endswith(END):
+                    self._before, self._behind = event[:begin], event[end:]
+                return
+
+    def _brings_nothing(self, event: bytes) -> bool:
+        fields = loads(read_event(event).data or b"")
+        choices = fields.get("choices") if isinstance(fields, dict) else None
+        return isinstance(choices, list) and not any(map(_has_content, choices)) and b"\r" not in event
+
+    def _is_like_before(self, data: bytes) -> bool:
+        """Whether it is one whole event that differs from an earlier one in its text alone: most do. Nothing else is to
+        be learned from it."""
+        before, behind = self._before, self._behind
+        if self._held or not before or not data.startswith(before) or not data.endswith(behind):
+            return False
+        text = data[len(before) : -len(behind)]
+        if not text or b'"' in text or b"\n" in text or b"\r" in text or text[-1] == BACKSLASH:
+            return False
+        self._learns = MAX_LEARNS
+        return self._splitter.is_empty
 
     def _read(self, event: bytes) -> tuple[bool, Sequence[int]]:
         """Whether it may be the last, and the choices that it brings something of."""

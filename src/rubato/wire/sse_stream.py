@@ -67,6 +67,11 @@ class EventSplitter:
         return events
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing has come of an event that has not ended."""
+        return not self._parts
+
+    @property
     def rest(self) -> bytes:
         """What has come of an event that has not ended."""
         return bytes(self._parts)
