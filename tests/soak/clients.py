@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -25,8 +26,10 @@ LIES = ({"ttft_ms": 0.001}, {"tpot_ms": 0.001}, {"ttft_ms": 0.001, "tpot_ms": 1e
 
 @dataclass
 class Seen:
-    """What clients and the probe saw. excused: from when to when timing says nothing, and what an error may say."""
+    """What clients and the probe saw. excused: from when to when timing says nothing, and what an error may say. lies:
+    a server may send what is no chunk. others: what became of requests that are no tenant's load."""
 
+    sent: Counter[str] = field(default_factory=Counter)
     outcomes: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in KEYS})
     met: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
@@ -34,7 +37,8 @@ class Seen:
     may_fail: tuple[str, ...] = ()
     health: list[tuple[float, float]] = field(default_factory=list)  # when, seconds
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    rss: list[tuple[float, int]] = field(default_factory=list)  # when, MiB
+    lies: bool = False
+    others: Counter[str] = field(default_factory=Counter)
 
     def broken(self, what: str) -> None:
         if len(self.violations) < 50:
@@ -85,10 +89,16 @@ def _body(name: str, rng: Random) -> dict[str, Any]:
 
 async def _ask(server: Server, http: aiohttp.ClientSession, name: str, body: dict[str, Any], seen: Seen) -> None:
     headers = {"authorization": f"Bearer {KEYS[name]}"}
+    seen.sent[name] += 1
     try:
         async with http.post(f"{server.url}/v1/chat/completions", json=body, headers=headers) as answer:
             if answer.status != 200:
                 _refused(name, str(answer.status), await answer.text(), seen)
+                return
+            if answer.content_type != "text/event-stream":
+                seen.outcomes[name]["no stream"] += 1
+                if not seen.lies:
+                    seen.broken(f"{name}: a stream was asked for, and {answer.content_type} came")
                 return
             await _read(name, answer, seen)
     except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
@@ -106,25 +116,40 @@ def _refused(name: str, status: str, text: str, seen: Seen) -> None:
 
 async def _read(name: str, answer: aiohttp.ClientResponse, seen: Seen) -> None:
     last, done, report = None, False, None
-    async for line in answer.content:
-        if not line.startswith(b"data: "):
+    async for line in _lines(answer):
+        if not line.startswith(b"data:"):
             continue
         now = time.monotonic()
         if last is not None and name != "hostile":
             seen.gaps.append((now, now - last))
         last = now
-        if line.startswith(b"data: [DONE]"):
+        if line[5:].strip() == b"[DONE]":
             done = True
-            break
-        chunk = json.loads(line[6:])
+            continue
+        try:
+            chunk = json.loads(line[5:])
+        except ValueError:
+            if not seen.lies:
+                seen.broken(f"{name}: a chunk is no JSON: {line[:100]!r}")
+            continue
         if "error" in chunk:
             _refused(name, str(chunk["error"].get("code")), chunk["error"]["message"], seen)
             return
         report = chunk.get("rubato") or report
     if not done:
-        seen.broken(f"{name}: a stream ended without [DONE]")
+        seen.broken(f"{name}: the stream {answer.headers.get('x-request-id')} ended without [DONE]")
     seen.outcomes[name]["completed"] += done
     seen.met[name] += bool(report and report["met"])
+
+
+async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """By any of the three line ends of server-sent events."""
+    rest = b""
+    async for data in answer.content.iter_any():
+        *lines, rest = re.split(rb"\r\n|\n|\r(?!\Z)", rest + data)
+        for line in lines:
+            yield line
+    yield rest.strip()
 
 
 # --------------------------------------------------------------------------- from outside
@@ -157,7 +182,8 @@ async def probe(server: Server, seen: Seen) -> None:
                 seen.broken(f"/health or /metrics: {type(error).__name__} {error}")
             else:
                 offered, ended = value("rubato_requests_offered_total"), value("rubato_requests_finished_total")
-                if offered != ended + value("rubato_requests_in_flight"):
+                if not ended <= offered <= ended + value("rubato_requests_in_flight"):  # it counts what has begun
                     seen.broken(f"offered {offered}, finished {ended}, in flight {value('rubato_requests_in_flight')}")
-            seen.rss.append((time.monotonic(), server.rss()))
+            for process in (server, *server.beside):
+                process.look_at_memory()
             await asyncio.sleep(max(0.0, began + 1.0 - time.monotonic()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import resource
@@ -12,38 +13,57 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
+if TYPE_CHECKING:
+    from tests.soak.clients import Seen
+
 START_SECONDS = 240.0
 DRAIN_SECONDS = 5.0
+ADDRESS = re.compile(r"(?:serving at http://|picking endpoints at )([\d.]+):(\d+)")
 KEYS = {"shop": "sk-shop", "lab": "sk-lab", "hostile": "sk-hostile"}
+
+
+ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1", "RUBATO_LINK_TOKEN": "soak"}
 
 
 class Server:
     """`rubato serve` with this configuration, in `folder`. Its log's reader can be stopped."""
 
+    verb = "serve"
+
+    @classmethod
+    async def start(cls, config: Mapping[str, Any], folder: Path, seen: Seen) -> Self:
+        return await asyncio.to_thread(cls, config, folder)
+
+    @property
+    def beside(self) -> tuple[Server, ...]:
+        """Other processes under test."""
+        return ()
+
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
+        self.memory: list[tuple[float, int]] = []  # when, MiB
         self.event_log = folder / "events.jsonl"
         path = folder / "config.yaml"
         settings = {"port": 0, "drain_seconds": DRAIN_SECONDS, "event_log": str(self.event_log), **config}
         path.write_text(yaml.safe_dump(settings))
         self._reading = threading.Event()
         self._reading.set()
-        verb = "gateway" if "servers" in config else "serve"
         with (folder / "stdout").open("wb") as stdout:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rubato.cli", verb, "--config", str(path)],
+                [sys.executable, "-m", "rubato.cli", self.verb, "--config", str(path)],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env=ENVIRONMENT,
             )
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self.host, self.port = self._address()
 
     @property
@@ -64,9 +84,10 @@ class Server:
 
     def _address(self) -> tuple[str, int]:
         until = time.monotonic() + START_SECONDS
-        while not (found := re.search(r"serving at http://([\d.]+):(\d+)", (self.folder / "stdout").read_text())):
+        while not (found := ADDRESS.search((self.folder / "stdout").read_text())):
             if self.process.poll() is not None or time.monotonic() > until:
                 self.process.kill()
+                self._reader.join(5.0)
                 raise RuntimeError(f"the server did not start:\n{self.log}")
             time.sleep(0.05)
         return found[1], int(found[2])
@@ -80,11 +101,10 @@ class Server:
     def descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
-    def rss(self) -> int:
-        """MiB."""
+    def look_at_memory(self) -> None:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        found = re.search(r"VmRSS:\s+(\d+)", status)
-        return int(found[1]) // 1024 if found else 0  # 0: it has ended
+        if found := re.search(r"VmRSS:\s+(\d+)", status):  # else it has ended
+            self.memory.append((time.monotonic(), int(found[1]) // 1024))
 
     def actors(self) -> list[int]:
         """Processes of Ray's replicas below it."""
@@ -136,9 +156,3 @@ class Server:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-
-
-def _ps(columns: str) -> list[list[str]]:
-    """Three columns of all processes, the last of them the command."""
-    done = subprocess.run(["ps", "-e", "-o", columns], capture_output=True, text=True, check=True)
-    return [line.split(None, 2) for line in done.stdout.splitlines()]
