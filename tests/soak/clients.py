@@ -21,6 +21,7 @@ SHARES = {"shop": 0.4, "lab": 0.4, "hostile": 0.2}  # of the arrivals
 LEVELS = (0.5, 1.0, 1.5)  # of the rate, a third of the time each
 OUTPUT = 24  # tokens
 LATE = 60.0  # seconds after which a request counts as hung
+KEEP_ALIVE_S = 2.0  # of an idle connection: below the 5 s after which a server closes it
 LIES = ({"ttft_ms": 0.001}, {"tpot_ms": 0.001}, {"ttft_ms": 0.001, "tpot_ms": 1e9, "e2e_ms": 1e9}, {"e2e_ms": 0.001})
 
 
@@ -52,7 +53,9 @@ class Seen:
 async def load(server: Server, rate: float, seconds: float, seed: int, seen: Seen, hostile: bool = True) -> None:
     """Offer requests for so long, each tenant's from a stream of its own, and wait for all that is in flight."""
     timeout = aiohttp.ClientTimeout(total=LATE)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    ) as http:
         tenants = [name for name in KEYS if hostile or name != "hostile"]
         await asyncio.gather(*(_tenant(server, http, name, rate, seconds, seed, seen) for name in tenants))
 

@@ -19,7 +19,7 @@ import zmq
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
 from tests.serving.test_epp import head, part, request_head, wire
-from tests.soak.clients import LATE, Seen
+from tests.soak.clients import KEEP_ALIVE_S, LATE, Seen
 from tests.soak.fleet import Fleet
 from tests.soak.front import FAILURES
 from tests.soak.server import KEYS
@@ -40,7 +40,10 @@ def chat(content: object, **fields: object) -> dict[str, Any]:
 async def harass(fleet: Fleet, seconds: float, rng: Random, seen: Seen) -> None:
     """All of it, each at its own pace, for so long and until all has ended."""
     until = time.monotonic() + seconds
-    timeout, connector = aiohttp.ClientTimeout(total=LATE), aiohttp.TCPConnector(limit=0)
+    timeout, connector = (
+        aiohttp.ClientTimeout(total=LATE),
+        aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+    )
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http, asyncio.TaskGroup() as group:
 
         async def repeat(attack: Attack, every: float) -> None:
