@@ -149,3 +149,9 @@ def test_further_fields_of_what_is_no_object() -> None:
     assert with_fields(b"{ }", {"v": 1}) == b'{"v":1}'
     assert with_fields(b'{"v": {"v": 2}, "a": 3}', {"v": 1}) == b'{"v":1,"a":3}'
     assert with_fields(b"[1]", {"v": 1}) == b"[1]"
+
+
+def test_half_an_event_at_the_end_gives_way_to_the_end_that_is_added() -> None:
+    reader = ResponseStream()
+    reader.feed(TOKEN + LAST + b"data: [DO")
+    assert reader.finish({}, DONE) == LAST + DONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import Any
 
@@ -100,3 +101,20 @@ def test_the_end_of_one_try_is_not_taken_for_that_of_the_next() -> None:
     assert again is not None
     assert again.there is not None
     assert [one.request.id for one in again.there] == ["e3", "a"]
+
+
+def test_links_that_are_closed_twice_leave_nothing_open() -> None:
+    async def main() -> list[int]:
+        found = []
+        for _ in range(4):
+            link = ZmqLink("tcp://127.0.0.1:9")
+            await asyncio.sleep(0.02)
+            assert not link.is_refused
+            link.close()
+            link.close()
+            await asyncio.sleep(0.1)
+            found.append(len(os.listdir("/proc/self/fd")))
+        return found
+
+    first, *others = asyncio.run(main())
+    assert others == [first] * 3

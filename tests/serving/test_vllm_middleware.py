@@ -287,7 +287,7 @@ def test_a_server_that_cannot_be_served_is_ended_with_a_sentence(
 
 def test_names_in_a_body_are_not_all_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
-    monkeypatch.setattr(slo_fields, "get_close_matches", lambda name, *rest: compared.append(name))
+    monkeypatch.setattr(slo_fields, "_closest", lambda name, *rest: compared.append(name))
 
     async def scenario(client: Client) -> None:
         assert (await client.chat(**{f"name{i}": 1 for i in range(200)})).status_code == 200

@@ -145,7 +145,7 @@ class Handoff:
     reason: the scheduler's ("prefilled", "declined", "offloaded"), "recalled" by the router, or "failed" where a server
     failed at it. cached: tokens whose KV goes along, held by `source` until it has left; 0: the request alone moves,
     and is prefilled again. hops: how often it has been handed off so far, this time included; failures: how many of
-    these were because a server failed; losses: how many of these servers were lost while they ran it.
+    these were because a server failed.
     """
 
     source: str
@@ -154,19 +154,12 @@ class Handoff:
     cached: int = 0
     hops: int = 1
     failures: int = 0
-    losses: int = 0
 
     @classmethod
     def after(cls, before: Handoff | None, source: str, reason: HandoffReason, at: float, cached: int = 0) -> Handoff:
         """The next of a request that was handed off as `before` says, or (None) never."""
-        hops, failures, losses = (before.hops, before.failures, before.losses) if before is not None else (0, 0, 0)
-        return cls(source, reason, at, cached, hops + 1, failures + (reason == "failed"), losses)
-
-    @classmethod
-    def after_loss(cls, before: Handoff | None, source: str, at: float) -> Handoff:
-        """The next of a request that ran where a replica was lost: it may be what it was lost by."""
-        after = cls.after(before, source, "failed", at)
-        return replace(after, losses=after.losses + 1)
+        hops, failures = (before.hops, before.failures) if before is not None else (0, 0)
+        return cls(source, reason, at, cached, hops + 1, failures + (reason == "failed"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +173,7 @@ class Request:
     prefix: for routers, a key for each `PREFIX_BLOCK` tokens of its prompt that stands for all up to their end, so that
     prompts which begin alike have keys that begin alike; empty: worked out from token ids, where these are known.
     session: a client's name for requests that go on from each other (`x-session-id`).
+    losses: replicas that were lost while they ran it, maybe by it.
     """
 
     id: str
@@ -195,6 +189,7 @@ class Request:
     handoff: Handoff | None = None
     prefix: tuple[int, ...] = ()
     session: str = ""
+    losses: int = 0
 
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0].prompt < 1:

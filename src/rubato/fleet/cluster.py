@@ -530,7 +530,7 @@ class Cluster:
     def _end_after_losses(self, id: str) -> None:
         """End a request that may be what replicas are lost by: the next one would be, too."""
         seq = self._requests.unplaced.get(id)
-        if seq is not None and seq.request.handoff is not None and seq.request.handoff.losses >= MAX_LOSSES:
+        if seq is not None and seq.request.losses >= MAX_LOSSES:
             log.error("request %s ends: %d replicas were lost while they ran it", id, MAX_LOSSES)
             self._end(seq, "failed", f"{MAX_LOSSES} replicas were lost while they ran it")
 

@@ -437,8 +437,8 @@ class Trip:
 
         await self._pump(replica, reply, reader, came, closing)
         await self._completed(replica)
-        rest = reader.finish({} if is_named else self.verdict())
-        self.finish(rest if reader.has_ended or is_named else rest + DONE)
+        end = b"" if reader.has_ended or is_named else DONE
+        self.finish(reader.finish({} if is_named else self.verdict(), end))
 
     async def _fold(self, replica: Carrier, reply: Reply) -> None:
         """A stream that the server was asked for though the client wants one answer: so its tokens are seen as they

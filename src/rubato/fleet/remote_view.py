@@ -203,7 +203,7 @@ class Mirror:
             steps=self._steps,
         )
 
-    def left(self, now: float) -> list[Request]:
+    def left(self) -> list[Request]:
         """The requests submitted here that have not ended, each with what it has received: the replica is lost, and
         they are to be served elsewhere."""
         here = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
@@ -212,7 +212,7 @@ class Mirror:
             if seq.id not in self._strange:
                 request = self._with_progress(seq)
                 if self._may_be_cause(seq):
-                    request = replace(request, handoff=Handoff.after_loss(request.handoff, self.id, now))
+                    request = replace(request, losses=request.losses + 1)
                 requests.append(request)
         return requests
 

@@ -40,8 +40,8 @@ class ZmqLink:
     def __init__(self, address: str) -> None:
         self._socket: Any = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         protect_gateway(self._socket)
-        monitor = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
-        self._monitor: Any = zmq.Socket.shadow(monitor)  # which no loop waits for
+        self._own_monitor: Any = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
+        self._monitor: Any = zmq.Socket.shadow(self._own_monitor)  # the same, for which no loop waits
         self._failed = 0
         self._socket.setsockopt(zmq.SNDHWM, MOST)
         self._socket.setsockopt(zmq.RCVHWM, MOST)
@@ -73,5 +73,7 @@ class ZmqLink:
                 continue  # no core of ours
 
     def close(self) -> None:
-        self._socket.disable_monitor()
-        self._socket.close(linger=0)
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._own_monitor.close(linger=0)
+            self._socket.close(linger=0)

@@ -314,8 +314,8 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         e2e = request.stages[0].slo.e2e
         if e2e is not None and now > request.arrival + e2e:
             return "its deadline has passed"
-        if request.handoff.failures > (1 if fault is Fault.UNKNOWN else RETRIES):
-            return f"it was tried {request.handoff.failures} times"
+        if (failures := request.handoff.failures + request.losses) > (1 if fault is Fault.UNKNOWN else RETRIES):
+            return f"it was tried {failures} times"
         if fault is Fault.UNREACHABLE:  # no server has had it
             return trip.why_not_resumable(request.progress)
         others = {other.ask.answer for other in self._trips.values() if other.has_failed and other is not trip}
@@ -466,7 +466,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self._gone = True
         now, left, ending = self.clock.now(), [], self._ending_responses()
         trips = {trip.ids[0]: trip for trip in self._mine.values()}  # whose requests end here may be forgotten at once
-        for request in self._started().left(now):
+        for request in self._started().left():
             if (trip := self._mine.get(request.id)) is None:
                 continue
             moved = trip.progress_seen(request, now)

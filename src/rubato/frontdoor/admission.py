@@ -248,7 +248,7 @@ class FrontDoor:
             tokens, size = ids, 0
         else:
             size = self.lengths.text_bytes(body)
-            tokens = self.lengths.estimate(tenant.name, path, size)
+            tokens = min(self.lengths.estimate(tenant.name, path, size), prompts * longest)  # no server takes more
         room = longest if size else max(1, longest - tokens // prompts)  # an estimate must not cut what is promised
         max_tokens = min(max(1, body.max_tokens(DEFAULT_MAX_TOKENS.get(path, longest))), room)
         admitted = AdmittedRequest(path, tenant, granted, prompts, n, tokens, size, max_tokens, session)

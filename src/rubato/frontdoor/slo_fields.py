@@ -222,14 +222,14 @@ def check_names(names: Iterable[str], ours: Sequence[str]) -> None:
         if name in ours or len(name) >= MAX_NAME_CHARACTERS:
             continue
         if near := _closest(name.lower(), tuple(ours)):
-            message = f"{name}: unknown parameter; did you mean {near}?"
+            message = f"{name}: unknown parameter; did you mean {near[0]}?"
             raise ApiError(400, message, param=name, code="unknown_parameter")
 
 
 @lru_cache(1024)
-def _closest(name: str, ours: tuple[str, ...]) -> str:
+def _closest(name: str, ours: tuple[str, ...]) -> list[str]:
     """Most bodies have the same few names."""
-    return next(iter(get_close_matches(name, ours, 1, 0.8)), "")
+    return get_close_matches(name, ours, 1, 0.8)
 
 
 def unknown_name(where: str, name: str, known: Sequence[str]) -> ApiError:

@@ -114,15 +114,19 @@ class ResponseStream:
                     self._learn(event)
         return b"".join(passed), counted
 
-    def finish(self, verdict: Mapping[str, Any]) -> bytes:
-        """What was held back, its last event with a finish reason or the counts with these fields, too."""
+    def finish(self, verdict: Mapping[str, Any], end: bytes = b"") -> bytes:
+        """What was held back, its last event with a finish reason or the counts with these fields, too.
+
+        Args:
+            end: is added, in the place of half an event, which nobody reads.
+        """
         events = self._held if self._with_usage else [e for e in self._held if not self._has_only_usage(e[0])]
         at = max([i for i, (_, may) in enumerate(events) if may], default=None)
         out = [event for event, _ in events]
         if at is not None and verdict and (data := read_event(out[at]).data) is not None:
             out[at] = with_data(out[at], with_fields(data, verdict))
         self._held = []
-        return b"".join(out) + self._splitter.rest
+        return b"".join(out) + (end or self._splitter.rest)
 
     def _learn(self, event: bytes) -> None:
         """An event has brought something of the only choice: what is around its text, if that is all that it brings."""
