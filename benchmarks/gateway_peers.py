@@ -135,7 +135,7 @@ async def measure_streams(port: int, streams: int, seconds: float, pids: list[in
     """Ages of chunks in milliseconds, and the CPU seconds of those processes."""
     loop = asyncio.get_running_loop()
     open_ = [(await loop.create_connection(Stream, "127.0.0.1", port))[0] for _ in range(streams)]
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(1.5 + streams / 200)  # all have begun, and what that took is over
     Client.ages, Client.measuring = [], True
     used = cpu_seconds(pids)
     await asyncio.sleep(seconds)
