@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from rubato.core.events import Finished, Placed
 from rubato.latency.affine import Model
+from rubato.serving.model_list import named_model
 from tests.scenario import on
 from tests.serving.conftest import key, tenant
 from tests.serving.test_gateway import Fleet, gateway
@@ -139,3 +141,26 @@ async def test_request_that_fails_is_tried_at_a_server_that_lists_its_model(flee
     response = await fleet.complete(model="lora-x")
     assert response.status_code == 500
     assert (got(fleet, "lora-x")[1], sum(got(fleet, "lora-x"))) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        (b'{"model":"a","input":["x"]}', "a"),
+        (b'{"input":[[]],"model":"a","model":"b"}', "b"),
+        (b'{"model":null}', ""), (b'{"model":7}', ""), (b'{"input":1}', ""),
+        (b'["model"]', ""), (b"", ""), (b"--form\r\n", ""), (b"[" * 100_000, ""),
+    ],
+)  # fmt: skip
+def test_the_model_of_a_body_that_passes_as_it_is(raw: bytes, name: str) -> None:
+    assert named_model(raw) == name
+
+
+def test_a_body_that_passes_as_it_is_takes_no_memory_to_find_its_model() -> None:
+    raw = b'{"input":[' + b"[]," * 500_000 + b'[]],"model":"a"}'
+    tracemalloc.start()
+    try:
+        assert named_model(raw) == "a"
+        assert tracemalloc.get_traced_memory()[1] < len(raw)
+    finally:
+        tracemalloc.stop()

@@ -40,7 +40,7 @@ from rubato.serving.app_state import AppState, add_door, add_operations
 from rubato.serving.asgi_client import AsgiClient
 from rubato.serving.board import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
-from rubato.serving.model_list import ModelPages, asked_model
+from rubato.serving.model_list import ModelPages, asked_model, named_model
 from rubato.serving.sse import forbid_buffering
 from rubato.wire.folded_answer import NOT_IN_STREAMS
 
@@ -226,11 +226,7 @@ class Gateway:
         self._turn += 1
         at = self._turn % max(1, len(hosts))
         hosts = hosts[at:] + hosts[:at]
-        try:
-            model = orjson.loads(raw)["model"]
-        except (ValueError, LookupError, TypeError):
-            return hosts
-        urls = self._service.models.servers_of(model) if isinstance(model, str) else None
+        urls = self._service.models.servers_of(named_model(raw))
         return hosts if not urls else [host for host in hosts if host.url in urls] or hosts
 
     def _has_link(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
@@ -24,6 +25,22 @@ def asked_model(body: BodyFields, models: ServedModels, door: FrontDoor, admitte
         door.settle(admitted, admitted.choices, 0, 0)
         raise unknown_model(name, models)
     return name
+
+
+class _Named(msgspec.Struct):
+    model: str = ""
+
+
+_decoder = msgspec.json.Decoder(_Named)
+
+
+def named_model(raw: bytes) -> str:
+    """The model that a body of any kind names; "" where it names none. What else there is in it is not kept: it is
+    not admitted, and could take far more memory than its bytes."""
+    try:
+        return _decoder.decode(raw).model
+    except (msgspec.MsgspecError, RecursionError):
+        return ""
 
 
 def unknown_model(name: str, models: ServedModels) -> ApiError:
