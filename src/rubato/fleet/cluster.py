@@ -37,7 +37,7 @@ from rubato.core.interfaces import (
 from rubato.core.plan import Role
 from rubato.core.request import SATURATED, SHUTTING_DOWN, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
-from rubato.fleet.event_bus import EventBus, Listener
+from rubato.fleet.event_bus import EventBus, Listener, without_tokens
 from rubato.fleet.local_host import FAILURES
 from rubato.fleet.request_table import RequestTable
 from rubato.fleet.router_calls import RouterCalls, RouterError, RoutingTimer
@@ -120,12 +120,7 @@ class Cluster:
         self._listeners = EventBus()
         if autoscaler is not None:
             observe = autoscaler.observe
-
-            def tell_autoscaler(event: Event) -> None:
-                observe((event,))
-
-            tell_autoscaler.hears_tokens = False  # type: ignore[attr-defined]
-            self._listeners.add(tell_autoscaler)
+            self._listeners.add(without_tokens(lambda event: observe((event,))))
         self._fair = fair
         self._own: dict[str, Listener] = {}
         self._completed: deque[float] = deque(maxlen=RECENT)  # when each ended

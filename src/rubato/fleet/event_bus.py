@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import wraps
 from math import inf
 from typing import ParamSpec, TypeVar
 
@@ -14,6 +15,17 @@ QUIET = 60.0  # seconds in which a listener that fails again is not reported aga
 Listener = Callable[[Event], None]
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def without_tokens(listener: Listener) -> Listener:
+    """A listener that is not told of tokens: most events are of them."""
+
+    @wraps(listener)
+    def hear(event: Event) -> None:
+        listener(event)
+
+    hear.hears_tokens = False  # type: ignore[attr-defined]
+    return hear
 
 
 class EventBus:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from rubato.core.server_url import host_in_url
 from rubato.fleet import server_guard
 from rubato.fleet.http_client import HttpServer
-from rubato.fleet.upstream import UpstreamError
+from rubato.fleet.upstream import UpstreamError, ask_health
 
 ASK_AGAIN = 0.2  # seconds from one question whether it serves to the next
 ANSWER_SECONDS = 5.0  # for /health
@@ -121,9 +121,7 @@ class ServerActor:
         async with HttpServer(url) as server:
             while True:
                 with contextlib.suppress(UpstreamError):
-                    reply = await server.open("GET", "/health", (), b"", seconds=ANSWER_SECONDS)
-                    reply.close()
-                    if reply.status == 200:
+                    if await ask_health(server, ANSWER_SECONDS) == 200:
                         return
                 await asyncio.sleep(ASK_AGAIN)
 

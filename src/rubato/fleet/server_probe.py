@@ -14,7 +14,7 @@ from rubato.core.plan import Limits
 from rubato.core.server_url import host_in_url
 from rubato.fleet.served_models import Models
 from rubato.fleet.server_replica import ServerAbout
-from rubato.fleet.upstream import ASKED, Upstream, UpstreamError, whole
+from rubato.fleet.upstream import ASKED, Upstream, UpstreamError, ask_health, whole
 from rubato.latency import affine
 from rubato.wire.messages import CoreAbout
 
@@ -63,9 +63,8 @@ async def ready_models(url: str, server: Upstream, key: str = "") -> Models:
     """The models of a server that is ready: whose /health is 200, or 404 where it has no such page, and which lists
     some. Raises ValueError for one that is not."""
     try:
-        reply = await server.open("GET", "/health", ASKED, b"", seconds=SECONDS)
-        reply.close()
-        why = "" if reply.status in (200, 404) else f"/health answered {reply.status}"
+        status = await ask_health(server, SECONDS)
+        why = "" if status in (200, 404) else f"/health answered {status}"
         found = {} if why else await models(url, server, key)
     except UpstreamError as error:
         why = str(error)

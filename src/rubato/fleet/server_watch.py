@@ -18,7 +18,7 @@ from rubato.fleet.local_host import SLOWER
 from rubato.fleet.relay import Fault, Trip
 from rubato.fleet.remote_view import GaveUp, Mirror, shifted_report
 from rubato.fleet.server_link import Link
-from rubato.fleet.upstream import ASKED, UnreachableError, Upstream, UpstreamError
+from rubato.fleet.upstream import UnreachableError, Upstream, UpstreamError, ask_health
 from rubato.wire.link_keys import TOKEN
 from rubato.wire.messages import (
     HEARTBEAT_S,
@@ -244,7 +244,7 @@ class ServerWatch:
         for _ in range(PROBES):
             await self.clock.sleep_until(self.clock.now() + LOOK_S, PLAN)
             try:
-                (await self.upstream.open("GET", "/health", ASKED, b"", seconds=PROBE_SECONDS)).close()
+                await ask_health(self.upstream, PROBE_SECONDS)
                 return
             except UnreachableError as error:
                 why = error
@@ -255,13 +255,12 @@ class ServerWatch:
     async def _is_healthy(self) -> bool:
         """A server without /health is healthy if it lists its models."""
         try:
-            reply = await self.upstream.open("GET", "/health", ASKED, b"", seconds=PROBE_SECONDS)
-            reply.close()
-            if reply.status == 404:
+            status = await ask_health(self.upstream, PROBE_SECONDS)
+            if status == 404:
                 await self._read_models()
         except (UpstreamError, ValueError):
             return False
-        return reply.status in (200, 404)
+        return status in (200, 404)
 
     async def _look_at_kv(self, mirror: Mirror) -> None:
         """How much KV is free, of a server whose link does not say it. One that does not say it either is shown as it

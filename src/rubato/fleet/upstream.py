@@ -78,6 +78,13 @@ class Upstream(Protocol):
     async def close(self) -> None: ...
 
 
+async def ask_health(server: Upstream, seconds: float) -> int:
+    """The status of a server's /health. Raises UpstreamError."""
+    reply = await server.open("GET", "/health", ASKED, b"", seconds=seconds)
+    reply.close()
+    return reply.status
+
+
 async def whole(reply: Reply, max_bytes: int | None = None) -> bytes:
     """The rest of a response's body. Raises UpstreamError, also for one that is longer than `max_bytes`, or else than
     MAX_ANSWER_BYTES."""
