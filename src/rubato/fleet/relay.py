@@ -21,7 +21,7 @@ from rubato.core.events import Event, Finished
 from rubato.core.plan import KV
 from rubato.core.request import INFEASIBLE, Progress, Request
 from rubato.fleet.disaggregation import NotApartError, prefill_only, with_kv
-from rubato.fleet.event_bus import Listener
+from rubato.fleet.event_bus import Listener, without_tokens
 from rubato.fleet.resume import CHAT, TEXT, NotResumableError, StreamSoFar
 from rubato.fleet.upstream import (
     MAX_ANSWER_BYTES,
@@ -219,11 +219,7 @@ class Trip:
     def on_event(self) -> Listener:
         """`hear`, for a cluster: without tokens, which it counts itself."""
 
-        def hear(event: Event) -> None:
-            self.hear(event)
-
-        hear.hears_tokens = False  # type: ignore[attr-defined]
-        return hear
+        return without_tokens(self.hear)
 
     @property
     def answer(self) -> str:
@@ -375,13 +371,8 @@ class Trip:
             self.answer_whole(status, headers, raw)
             replica.end(self, "refused", f"{INFEASIBLE}: the server answered 429")
             return
-        if status in REDIRECTS:
-            self._end_as_502(replica, f"replica {replica.id} answered {status}, a redirect", REDIRECTED)
-            return
-        if self.ask.has_own_key and status in KEY_STATUSES:
-            why = f"replica {replica.id} answered {status} to the gateway's own key"
-            log.error("%s: see `key_env` of its server", why)
-            self._end_as_502(replica, why, KEY_REFUSED)
+        if (kept := kept_back(replica.id, status, has_own_key=self.ask.has_own_key)) is not None:
+            self._end_as_502(replica, *kept)
             return
         if status < 500 and status != 429:
             self.answer_whole(status, headers, raw)
@@ -406,17 +397,10 @@ class Trip:
         ask = self.ask
         is_named = ask.path not in (CHAT, TEXT)
         reader = ResponseStream(len(self.ids), is_named=is_named, with_usage=ask.with_usage)
-        task = asyncio.current_task()
-        closing: list[asyncio.TimerHandle] = []  # what ends it, once it has said that it ends
         early: bytearray | None = bytearray()  # before its first token: an engine may still refuse
 
-        def came(data: bytes) -> None:
+        def take(passed: bytes, choices: Sequence[int]) -> None:
             nonlocal early
-            if self._task is not task:
-                return  # it has been taken back, and the connection is about to close
-            passed, choices = reader.feed(data)
-            if reader.error is not None:
-                raise UpstreamError("an error in the stream")
             if early is not None:
                 early += passed
                 if not (choices or reader.holds or reader.has_ended or len(early) > MAX_EARLY_BYTES):
@@ -426,16 +410,11 @@ class Trip:
                     self.begun, self.began_at = True, replica.clock.now()
                     self.client.start(200, reply.headers)
                 self.client.flow = reply
-            if choices:
-                self.streamed += len(choices)
-                if not replica.linked:
-                    replica.count(self, choices)
+            self._count(replica, choices)
             if passed:
                 self.write(passed)
-            if reader.is_complete and not closing:  # the counts, and [DONE], come at once if they do
-                closing.append(asyncio.get_running_loop().call_later(CLOSE_S, reply.close))
 
-        await self._pump(replica, reply, reader, came, closing)
+        await self._pump(replica, reply, reader, take)
         await self._completed(replica)
         end = b"" if reader.has_ended or is_named else DONE
         self.finish(reader.finish({} if is_named else self.verdict(), end))
@@ -444,30 +423,18 @@ class Trip:
         """A stream that the server was asked for though the client wants one answer: so its tokens are seen as they
         come. The client has nothing of it before it is whole."""
         reader, answer = ResponseStream(len(self.ids)), FoldedAnswer(is_chat=self.ask.path == CHAT)
-        task = asyncio.current_task()
-        closing: list[asyncio.TimerHandle] = []
         self.streamed = 0
 
-        def came(data: bytes) -> None:
-            if self._task is not task:
-                return
-            passed, choices = reader.feed(data)
-            if reader.error is not None:
-                raise UpstreamError("an error in the stream")
+        def take(passed: bytes, choices: Sequence[int]) -> None:
             answer.add(passed)
             if answer.is_broken:
                 raise UpstreamError("a chunk of the stream cannot be read")
             if answer.bytes > MAX_ANSWER_BYTES:
                 raise UpstreamError(f"the server's answer is longer than {MAX_ANSWER_BYTES} bytes")
-            if choices:
-                self.streamed += len(choices)
-                if not replica.linked:
-                    replica.count(self, choices)
-            if reader.is_complete and not closing:
-                closing.append(asyncio.get_running_loop().call_later(CLOSE_S, reply.close))
+            self._count(replica, choices)
 
         try:
-            await self._pump(replica, reply, reader, came, closing)
+            await self._pump(replica, reply, reader, take)
         except UpstreamError:
             if reader.error is None:
                 raise
@@ -481,12 +448,34 @@ class Trip:
         headers = [header for header in reply.headers if header[0] not in OF_STREAMS]
         self.answer_whole(200, [*headers, *JSON], answer.to_json())
 
+    def _count(self, replica: Carrier, choices: Sequence[int]) -> None:
+        """A token of each of these choices has come."""
+        if choices:
+            self.streamed += len(choices)
+            if not replica.linked:
+                replica.count(self, choices)
+
     async def _pump(
-        self, replica: Carrier, reply: Reply, reader: ResponseStream, came: Callable[[bytes], None],
-        closing: Sequence[asyncio.TimerHandle],
-    ) -> None:  # fmt: skip
-        """Read a stream to its end, and count what its chunks have not shown. closing: what ends it, once it has said
-        that it ends. Raises UpstreamError."""
+        self, replica: Carrier, reply: Reply, reader: ResponseStream, take: Callable[[bytes, Sequence[int]], None]
+    ) -> None:
+        """Read a stream to its end, and count what its chunks have not shown. Raises UpstreamError.
+
+        Args:
+            take: is given what may be passed on, and the choices that it brings something of.
+        """
+        task = asyncio.current_task()
+        closing: list[asyncio.TimerHandle] = []  # what ends it, once it has said that it ends
+
+        def came(data: bytes) -> None:
+            if self._task is not task:
+                return  # it has been taken back, and the connection is about to close
+            passed, choices = reader.feed(data)
+            if reader.error is not None:
+                raise UpstreamError("an error in the stream")
+            take(passed, choices)
+            if reader.is_complete and not closing:  # the counts, and [DONE], come at once if they do
+                closing.append(asyncio.get_running_loop().call_later(CLOSE_S, reply.close))
+
         try:
             await reply.pump(came)
         except UpstreamError:
@@ -613,6 +602,18 @@ class RelayTrip(Trip):
     def _named(self, data: bytes) -> bytes:
         """With the id that the client's was given at first."""
         return data if self.tries <= 1 else data.replace(self.answer.encode(), self.ask.answer.encode())
+
+
+def kept_back(replica: str, status: int, *, has_own_key: bool) -> tuple[str, str] | None:
+    """Why a server's answer is no client's affair, and what the client is told in its place; None where it is passed
+    on. has_own_key: the gateway's own key was in the request."""
+    if status in REDIRECTS:
+        return f"replica {replica} answered {status}, a redirect", REDIRECTED
+    if has_own_key and status in KEY_STATUSES:
+        why = f"replica {replica} answered {status} to the gateway's own key"
+        log.error("%s: see `key_env` of its server", why)
+        return why, KEY_REFUSED
+    return None
 
 
 def _status_of(error: bytes) -> int:

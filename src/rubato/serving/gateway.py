@@ -8,7 +8,6 @@ paths go to some server of the fleet.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
-from rubato.fleet.relay import KEY_REFUSED, KEY_STATUSES, REDIRECTED, REDIRECTS, Ask, RelayTrip
+from rubato.fleet.relay import Ask, RelayTrip, kept_back
 from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
@@ -43,8 +42,6 @@ from rubato.serving.gateway_metrics import GatewayMetrics
 from rubato.serving.model_list import ModelPages, asked_model, named_model
 from rubato.serving.sse import forbid_buffering
 from rubato.wire.folded_answer import NOT_IN_STREAMS
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +207,9 @@ class Gateway:
                     message = "The servers that were asked did not answer."
                     raise ApiError(502, message, code="server_failed", kind="server_error") from None
                 continue
-            is_redirect = reply.status in REDIRECTS
-            if is_redirect or (self._service.key and reply.status in KEY_STATUSES):
+            if (kept := kept_back(hosts[at].id, reply.status, has_own_key=bool(self._service.key))) is not None:
                 reply.close()
-                if not is_redirect:
-                    log.error("replica %s answered %d to the gateway's own key", hosts[at].id, reply.status)
-                message = REDIRECTED if is_redirect else KEY_REFUSED
-                raise ApiError(502, message, code="server_failed", kind="server_error")
+                raise ApiError(502, kept[1], code="server_failed", kind="server_error")
             return reply
         raise ApiError(503, "No server of the fleet can be reached.", code="no_server", kind="server_error")
 
