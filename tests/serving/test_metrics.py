@@ -143,6 +143,17 @@ def test_a_listener_that_fails_is_counted() -> None:
     edge(scenario)
 
 
+def test_each_of_several_tokens_told_of_at_once_has_its_own_gap() -> None:
+    metrics = Metrics("m", list, lambda: 0)
+    metrics(Offered(0.0, "q", Request("q", (Stage(1),), 0.0)))
+    metrics(Tokens(2.0, "q", 3, times=(1.0, 1.25, 2.0)))
+    metrics(Tokens(2.5, "q", 1))
+    text = metrics.text().decode()
+    assert 'vllm:time_to_first_token_seconds_sum{model_name="m"} 1.0' in text
+    assert 'vllm:inter_token_latency_seconds_count{model_name="m"} 3.0' in text
+    assert 'vllm:inter_token_latency_seconds_sum{model_name="m"} 1.5' in text
+
+
 def test_drafted_tokens_are_counted_by_what_became_of_them() -> None:
     metrics = Metrics("m", list, lambda: 0)
     metrics(Offered(0.0, "q", Request("q", (Stage(1),), 0.0)))

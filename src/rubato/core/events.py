@@ -92,7 +92,8 @@ class Started(Event):
 class Tokens(Event):
     """Output tokens came out. stage_done: the last of `stage`; the next stage began with it, or begins when its tool
     has returned. tried: drafted tokens that were put to the test, of which all but one of `tokens` were right.
-    accepted: which these were, nodes of the candidate tree (`Emitted`; none in logs from before it was kept)."""
+    accepted: which these were, nodes of the candidate tree (`Emitted`; none in logs from before it was kept).
+    times: when each of them came, where several are told of at once; empty: all at `at`."""
 
     tokens: int
     text: str = ""
@@ -102,6 +103,7 @@ class Tokens(Event):
     stage_done: bool = False
     tried: int = 0
     accepted: tuple[int, ...] = ()
+    times: tuple[float, ...] = ()
 
 
 @happened(frozen=True, slots=True)

@@ -22,6 +22,7 @@ KEEP_ALIVE_S = 4.0  # of an idle connection: below the 5 s after which uvicorn, 
 CONNECT_S = 5.0  # for a connection; a machine that is gone answers nothing, one that is busy does so late
 MAX_HEAD_BYTES = 64 << 10  # of a response, and of what comes of a body between two of its parts
 MAX_BUFFERED_BYTES = 256 << 10  # of a body that nobody takes, before the connection is read no more
+READ_BYTES = 64 << 10  # at a time; asyncio makes room for 256 KiB at each read else, which takes longer than the read
 PORTS = {"http": 80, "https": 443}
 IDEMPOTENT = frozenset({"GET", "HEAD", "PUT", "DELETE", "OPTIONS"})
 
@@ -32,6 +33,7 @@ class HttpServer:
     def __init__(self, url: str) -> None:
         self._idle: deque[_Connection] = deque()  # the one that was used last is the last
         self._open: set[_Connection] = set()
+        self._buffer = memoryview(bytearray(READ_BYTES))  # of all connections: what is in it is parsed at once
         self.set_url(url)
 
     def set_url(self, url: str) -> None:
@@ -85,7 +87,7 @@ class HttpServer:
     async def _connect(self) -> _Connection:
         async with asyncio.timeout(CONNECT_S):
             _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: _Connection(self._idle, self._open), self._host, self._port, ssl=self._ssl
+                lambda: _Connection(self._idle, self._open, self._buffer), self._host, self._port, ssl=self._ssl
             )
         return connection
 
@@ -117,13 +119,14 @@ class _ClosedError(Exception):
     """The connection was closed before a byte of a response came."""
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """One connection, with one response at a time."""
 
+    __slots__ = ("_buffer", "_in_head", "_open", "_parser", "_pool", "_reply", "idle_since", "transport")
     transport: asyncio.Transport
 
-    def __init__(self, idle: deque[_Connection], open_: set[_Connection]) -> None:
-        self._pool, self._open = idle, open_
+    def __init__(self, idle: deque[_Connection], open_: set[_Connection], buffer: memoryview) -> None:
+        self._pool, self._open, self._buffer = idle, open_, buffer
         self._reply: _Reply | None = None
         self.idle_since = 0.0
 
@@ -146,23 +149,26 @@ class _Connection(asyncio.Protocol):
             raise
         return reply
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, size: int) -> None:
         reply = self._reply
         if reply is None or reply.complete:
             self.abort()  # nothing was asked
             return
         reply.heard()
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(self._buffer[:size])
         except (HttpParserError, HttpParserUpgrade):
             reply.fail(UpstreamError("the server's answer is no HTTP"))
-        if not reply.has_body_part:
-            self._in_head += len(data)
-            if self._in_head > MAX_HEAD_BYTES:
-                reply.fail(UpstreamError("the head of the server's answer is too long"))
-        else:
+        if reply.has_body_part:
             self._in_head = 0
             reply.has_body_part = False
+        else:
+            self._in_head += size
+            if self._in_head > MAX_HEAD_BYTES:
+                reply.fail(UpstreamError("the head of the server's answer is too long"))
 
     def eof_received(self) -> None:
         """The transport closes."""
@@ -191,6 +197,11 @@ class _Connection(asyncio.Protocol):
 
 class _Reply:
     """A response (`upstream.Reply`), and what its parser calls."""
+
+    __slots__ = (
+        "_buffered", "_connection", "_error", "_framed", "_heard_at", "_is_paused", "_is_working", "_loop", "_news",
+        "_no_body", "_parts", "_sink", "_timer", "_watcher", "begun", "complete", "has_body_part", "headers", "status",
+    )  # fmt: skip
 
     def __init__(
         self, connection: _Connection, no_body: bool, deadline: float | None, is_working: Callable[[], bool]

@@ -75,6 +75,7 @@ class Elsewhere:
     """A `relay.Client` that has its response by Envoy."""
 
     flow: Flow | None = None
+    direct = None
 
     def start(self, status: int, headers: Headers) -> None: ...
     def write(self, data: bytes) -> None: ...

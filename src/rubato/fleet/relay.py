@@ -23,6 +23,7 @@ from rubato.core.request import INFEASIBLE, Progress, Request
 from rubato.fleet.disaggregation import NotApartError, prefill_only, with_kv
 from rubato.fleet.event_bus import Listener, without_tokens
 from rubato.fleet.resume import CHAT, TEXT, NotResumableError, StreamSoFar
+from rubato.fleet.token_path import TokenCount, TokenPath, Writer
 from rubato.fleet.upstream import (
     MAX_ANSWER_BYTES,
     BrokenError,
@@ -76,6 +77,11 @@ class Client(Protocol):
 
     flow: Flow | None
 
+    @property
+    def direct(self) -> Writer | None:
+        """What takes parts of a body that has begun, once all that came before has gone."""
+        ...
+
     def start(self, status: int, headers: Headers) -> None: ...
     def write(self, data: bytes) -> None: ...
     def end(self, data: bytes = b"") -> None: ...
@@ -109,6 +115,10 @@ class Carrier(Protocol):
 
     def count(self, trip: Trip, choices: Sequence[int]) -> None:
         """A token of each of these choices."""
+        ...
+
+    def counting(self, trip: Trip) -> TokenCount | None:
+        """Where tokens of its only choice are counted; None before the first, and where the link tells of them."""
         ...
 
     def know_prompt(self, trip: Trip, tokens: int) -> None:
@@ -195,7 +205,8 @@ class Trip:
         self.begun = False  # the client has had something of the response
         self.began_at: float | None = None  # when, of a stream
         self.has_failed = False  # at a server, and it was tried again
-        self.streamed = 0  # tokens, of a stream of one choice
+        self._streamed = 0  # tokens, of a stream of one choice, but for those that have taken the path
+        self._path: TokenPath | None = None  # of the try that counts
         self.untimed: int | None = None  # tokens of a response of which only the end is seen
         self.over = False  # the client has had the whole response
         self.broken = ""  # why no more will come of it
@@ -208,6 +219,18 @@ class Trip:
     @property
     def choices(self) -> int:
         return self.ask.choices
+
+    @property
+    def streamed(self) -> int:
+        """Tokens that have come in a stream."""
+        return self._streamed + (0 if self._path is None else self._path.passed)
+
+    def shut(self) -> None:
+        """Nothing more passes unseen: the trip has changed."""
+        if self._path is not None:
+            self._streamed = self.streamed
+            self._path.writer = None
+            self._path = None
 
     def untimed_tokens(self, id: str) -> int | None:
         """Output tokens of one of its requests whose times were not seen; None where they were."""
@@ -234,9 +257,11 @@ class Trip:
             if event.outcome != "completed" and self.failed is None:
                 self.failed = event
                 self.done.set()
+                self.shut()
 
     def placed(self, replica: Carrier, request: Request, kv: KV | None = None) -> asyncio.Task[None]:
         """The cluster has placed it there. kv: of its prompt, where another server has it."""
+        self.shut()
         self.news.clear()
         self._task = asyncio.ensure_future(self._serve(replica, request, kv))
         return self._task
@@ -245,6 +270,7 @@ class Trip:
         """Take no more of a try: the server ends what is left of it."""
         if self._task is task:
             self._task = None
+            self.shut()
         if task is not asyncio.current_task():
             task.cancel()
 
@@ -253,6 +279,7 @@ class Trip:
         if not self.over:
             self.broken = self.broken or why
             self.done.set()
+            self.shut()
 
     def why_not_resumable(self, progress: Progress | None) -> str | None:
         """Why what has begun cannot go on elsewhere; None if it can, or has not begun."""
@@ -301,6 +328,10 @@ class Trip:
     def verdict(self) -> Mapping[str, Any]:
         """What is added for the client, once all its requests have ended."""
         return {}
+
+    def keeps(self) -> Callable[[bytes], None] | None:
+        """What is given the events that have gone to the client, if something is to."""
+        return None
 
     def write(self, data: bytes) -> None:
         """Whole events for the client."""
@@ -413,6 +444,10 @@ class Trip:
             self._count(replica, choices)
             if passed:
                 self.write(passed)
+            if (
+                choices and self._path is not None and self.tries <= 1
+            ):  # a later try's events are not passed as they are
+                self._path.count, self._path.writer = replica.counting(self), self.client.direct
 
         await self._pump(replica, reply, reader, take)
         await self._completed(replica)
@@ -423,7 +458,7 @@ class Trip:
         """A stream that the server was asked for though the client wants one answer: so its tokens are seen as they
         come. The client has nothing of it before it is whole."""
         reader, answer = ResponseStream(len(self.ids)), FoldedAnswer(is_chat=self.ask.path == CHAT)
-        self.streamed = 0
+        self._streamed = 0
 
         def take(passed: bytes, choices: Sequence[int]) -> None:
             answer.add(passed)
@@ -451,7 +486,7 @@ class Trip:
     def _count(self, replica: Carrier, choices: Sequence[int]) -> None:
         """A token of each of these choices has come."""
         if choices:
-            self.streamed += len(choices)
+            self._streamed += len(choices)
             if not replica.linked:
                 replica.count(self, choices)
 
@@ -476,8 +511,9 @@ class Trip:
             if reader.is_complete and not closing:  # the counts, and [DONE], come at once if they do
                 closing.append(asyncio.get_running_loop().call_later(CLOSE_S, reply.close))
 
+        self._path = TokenPath(replica, reader, came, self.keeps())
         try:
-            await reply.pump(came)
+            await reply.pump(self._path.take)
         except UpstreamError:
             if reader.error is not None:
                 await replica.heard_of(self)
@@ -515,7 +551,7 @@ class RelayTrip(Trip):
     ) -> None:  # fmt: skip
         super().__init__(ask, requests, client, learned)
         self._about = about
-        self._so_far = StreamSoFar(ask.path) if ask.streams and len(requests) == 1 else None
+        self._so_far = StreamSoFar(ask.path) if ask.resumes and ask.streams and len(requests) == 1 else None
         self._resumed = False  # what comes is not of the first server
         self._is_counted = False  # where it goes now, only its response tells of it
 
@@ -557,6 +593,9 @@ class RelayTrip(Trip):
         ends = [self._ends[id] for id in self.ids if id in self._ends]
         return self._about(ends if len(ends) == len(self.ids) else ())
 
+    def keeps(self) -> Callable[[bytes], None] | None:
+        return None if self._so_far is None else self._so_far.keep
+
     @property
     def _is_closed(self) -> bool:
         """The client has been told another end: what a server still says of it is dropped."""
@@ -592,6 +631,7 @@ class RelayTrip(Trip):
     def _end(self) -> None:
         self.over = True
         self.done.set()
+        self.shut()
 
     def _as_first(self, data: bytes) -> bytes:
         """Events as if the first server had sent them."""

@@ -22,6 +22,7 @@ from rubato.fleet.disaggregation import FORM, where_kv_is
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.relay import Trip
 from rubato.fleet.remote_view import GaveUp, Mirror
+from rubato.fleet.token_path import TokenCount
 from rubato.wire.response_stream import usage_of
 
 Trips = dict[str, Trip]  # by the id of each of its requests
@@ -36,6 +37,7 @@ class KVBetweenServers:
     kv_lease: float | None
     _trips: Trips
     _mine: dict[str, Trip]
+    _counted: dict[str, TokenCount]
     _role: Role | None
     _gone: bool
     _idle: asyncio.Event
@@ -154,6 +156,7 @@ class KVBetweenServers:
         mirror = self._started()
         if mirror.arrives(id):
             mirror.forget(id)
+            self._counted.pop(id, None)
             if (trip := self._mine.pop(id, None)) is not None:
                 self._leave(trip)
         self._idle.set()

@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from rubato.core.clock import Clock
@@ -28,6 +29,7 @@ from rubato.fleet.remote_view import Mirror, shifted_request
 from rubato.fleet.server_kv import KVBetweenServers, Trips
 from rubato.fleet.server_link import Link
 from rubato.fleet.server_watch import TRY, ServerLostError, ServerWatch
+from rubato.fleet.token_path import TokenCount
 from rubato.fleet.upstream import Upstream, UpstreamError
 from rubato.replica.miss_cause import is_infeasible
 from rubato.replica.sequence import Seq
@@ -36,6 +38,7 @@ from rubato.wire.messages import CoreAbout, Resync, assign, do, expect
 
 log = logging.getLogger(__name__)
 
+TELL_S = 1.0  # from a token that is counted until listeners are told of it, and of those that came after it
 AGAIN = 1.0  # seconds from one look whether a server is there to the next
 SAID_EVERY = 60  # of such looks, one that fails is logged
 REST = 1.0  # seconds that it is given nothing after failures
@@ -113,6 +116,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self._serving: dict[str, asyncio.Task[None]] = {}  # by a trip's first id
         self.rests_until = 0.0
         self.is_unreachable = False
+        self._counted: dict[str, TokenCount] = {}  # by request
         self._failed_at: set[str] = set()  # answers, since the server last brought anything
         self._no_kv_moves()
         self._hear_nothing_yet()
@@ -300,6 +304,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         """Give the server nothing for a while: where nobody answers, or by the word of two requests that nothing has
         come between. One alone may itself be at fault, as may one that has failed elsewhere."""
         self._suspect = True
+        self._tell_of_counted()  # of what has come since another failed
         if not trip.has_failed:
             self._failed_at.add(trip.ask.answer)
         self.is_unreachable = fault is Fault.UNREACHABLE
@@ -347,6 +352,8 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             if isinstance(event, Stepped):
                 self._emit_outside(event)
                 continue
+            if (count := self._counted.get(event.id)) is not None:
+                self._tell_of(count)
             if self._absent:
                 self._absent.pop(event.id, None)
             if type(event) is Tokens:
@@ -372,12 +379,14 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                 why = f"replica {self.id} could not read the KV of request {event.id!r}"
                 if self._failed_to_arrive(trip, why):
                     del self._mine[event.id]
+                    self._counted.pop(event.id, None)
                     self._leave(trip)
                     continue
             self._arrived(event)
             if isinstance(event, Finished | HandedOff):
                 self._prompts.pop(event.id, None)
                 self._prefilled.pop(event.id, None)
+                self._counted.pop(event.id, None)
                 del self._mine[event.id]
                 trip.news.set()
                 if isinstance(event, HandedOff) and not any(id in self._mine for id in trip.ids):
@@ -417,18 +426,40 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                 self._fold(Started(now, id))
 
     def count(self, trip: Trip, choices: Sequence[int]) -> None:
-        now, mirror, ids = self.clock.now(), self._started(), trip.ids
         for at in choices:
-            if at >= len(ids) or (id := ids[at]) not in self._mine:
-                continue
-            if (seq := mirror.running(id)) is None:
+            if at < len(trip.ids) and (count := self._counting(trip, trip.ids[at])) is not None:
+                count.add()
+
+    def counting(self, trip: Trip) -> TokenCount | None:
+        return None if self.linked else self._counted.get(trip.ids[0])
+
+    def _counting(self, trip: Trip, id: str) -> TokenCount | None:
+        if id not in self._counted and id in self._mine:
+            if self._started().running(id) is None:
                 self.begin(trip, 0)
-                seq = mirror.running(id)
-            if seq is not None:
-                seq.got((now,))
-            self._emit_outside(Tokens(now, id, 1))
-        if self._failed_at:
+            self._counted[id] = TokenCount(id, self.clock.now, self._tell_of, self.clock.now() + TELL_S)
+        return self._counted.get(id)
+
+    def _tell_of(self, count: TokenCount) -> None:
+        """Tell listeners of the tokens that have come since this was last done."""
+        now = self.clock.now()
+        count.tell_at = now + TELL_S
+        if count.times:
+            self._settle(count)
+            times, count.times, count.settled = tuple(count.times), [], 0
             self._failed_at.clear()
+            self._emit_outside(Tokens(now, count.id, len(times), times=times))
+
+    def _tell_of_counted(self, before: float = inf) -> None:
+        """Of all those that were to be told of before then."""
+        for count in [count for count in self._counted.values() if count.tell_at <= before]:
+            self._tell_of(count)
+
+    def _settle(self, count: TokenCount) -> None:
+        """Show in the view what has come."""
+        if self._mirror is not None and (seq := self._mirror.known(count.id)) is not None:
+            seq.got(count.times[count.settled :])
+        count.settled = len(count.times)
 
     def _finish(self, id: str, outcome: Outcome, reason: str) -> None:
         """End a request here, of which the link has not said that it ended."""
@@ -464,6 +495,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         if self._gone or self._mirror is None:  # it has not begun to serve
             return
         self._gone = True
+        self._tell_of_counted()
         now, left, ending = self.clock.now(), [], self._ending_responses()
         trips = {trip.ids[0]: trip for trip in self._mine.values()}  # whose requests end here may be forgotten at once
         for request in self._started().left():
@@ -480,6 +512,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                 trips[answer].leave(task)
         self._serving = ending
         self._mine.clear()
+        self._counted.clear()
         self._prompts.clear()
         self._kv.clear()
         self._idle.set()
@@ -505,4 +538,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
     def _started(self) -> Mirror:
         if self._mirror is None:
             raise RuntimeError(f"host {self.id!r} is not started: await start() first")
+        for count in self._counted.values():
+            if len(count.times) > count.settled:
+                self._settle(count)
         return self._mirror

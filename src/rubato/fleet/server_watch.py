@@ -77,6 +77,7 @@ class ServerWatch:
 
         def _die(self, error: ServerLostError) -> None: ...
         def _emit(self, events: Sequence[Event]) -> None: ...
+        def _tell_of_counted(self, before: float = ...) -> None: ...
         def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]: ...
         def fail(self, trip: Trip, why: str, fault: Fault) -> None: ...
         def _fold(self, *events: Event) -> None: ...
@@ -145,6 +146,7 @@ class ServerWatch:
         if not self.linked:
             log.info("replica %s: the link is back", self.id)
             self.linked = True
+        self._tell_of_counted()
         if report.there is not None:
             shown = {one.request.id for one in report.there}
             now = self.clock.now()
@@ -193,6 +195,7 @@ class ServerWatch:
         while not self._gone:
             await self.clock.sleep_until(self.clock.now() + HEARTBEAT_S, PLAN)
             turns += 1
+            self._tell_of_counted(self.clock.now())
             if self._link is not None:
                 self._watch_link(self._link, mirror)
             if self.linked and not (failed or self._suspect) and turns % PROBE_TURNS:

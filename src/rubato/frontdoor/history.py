@@ -183,15 +183,16 @@ def _tokens(record: RequestRecord, event: Tokens) -> None:
     while len(record.stages) <= event.stage:
         record.stages.append(_Stage(record.stages[-1].last))
     stage = record.stages[event.stage]
-    stage.first = event.at if stage.first is None else stage.first
-    stage.last = event.at
+    first, until = (event.times[0], event.times[-1]) if event.times else (event.at, event.at)
+    stage.first = first if stage.first is None else stage.first
+    stage.last = until
     stage.tokens += event.tokens
     record.output += event.tokens
     last = record.steps[-1]
     if last["event"] != "tokens" or last["stage"] != event.stage:
-        last = _add(record, event, {"stage": event.stage, "tokens": 0})
+        last = _add(record, event, {"at": first, "stage": event.stage, "tokens": 0})
     last["tokens"] += event.tokens
-    last["until"] = event.at
+    last["until"] = until
 
 
 def _add(record: RequestRecord, event: Event, about: dict[str, Any]) -> dict[str, Any]:

@@ -184,10 +184,11 @@ class SLOMetrics:
             return
         state = self._open[event.id]
         state.tokens += event.tokens
+        times = event.times or (event.at,)
         if state.first is None:
-            state.first = event.at
-            self._measured.labels(state.tier).observe(event.at - state.request.arrival)
-        state.last = event.at
+            state.first = times[0]
+            self._measured.labels(state.tier).observe(times[0] - state.request.arrival)
+        state.last = times[-1]
         if event.tried:
             self._accepted.inc(event.tokens - 1)
             self._rejected.inc(event.tried - (event.tokens - 1))
@@ -391,14 +392,17 @@ class Metrics(SLOMetrics):
         if not event.tokens:
             return
         state = self._open[event.id]
-        if state.last is None:
-            self._ttft.observe(event.at - state.request.arrival)
-            if state.begun is not None:
-                self._prefill.observe(event.at - state.begun)
-        else:
-            gap = event.at - state.last
-            self._gaps[bisect_left(PER_TOKEN, gap)] += 1
-            self._gap_seconds += gap
+        last = state.last
+        for at in event.times or (event.at,):
+            if last is None:
+                self._ttft.observe(at - state.request.arrival)
+                if state.begun is not None:
+                    self._prefill.observe(at - state.begun)
+            else:
+                gap = at - last
+                self._gaps[bisect_left(PER_TOKEN, gap)] += 1
+                self._gap_seconds += gap
+            last = at
         super()._token(event)
 
     def _finished(self, event: Finished) -> None:

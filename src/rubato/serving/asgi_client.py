@@ -36,7 +36,7 @@ class AsgiClient:
     def __init__(self, scope: Scope, send: Send, head: Head) -> None:
         self._send, self._head = send, head
         self._extension: Writer | None = (scope.get("extensions") or {}).get(WRITER)
-        self._direct: Writer | None = None  # once all that came before has been sent
+        self.direct: Writer | None = None  # once all that came before has been sent
         self._queue: list[Message] = []
         self._queued = 0  # bytes
         self._paused = False
@@ -51,8 +51,8 @@ class AsgiClient:
     @flow.setter
     def flow(self, flow: Flow | None) -> None:
         self._flow = flow
-        if self._direct is not None:
-            self._direct.flow = flow
+        if self.direct is not None:
+            self.direct.flow = flow
 
     def start(self, status: int, headers: Headers) -> None:
         self._put({"type": "http.response.start", "status": status, "headers": self._head(headers)})
@@ -63,15 +63,15 @@ class AsgiClient:
         self.end(body)
 
     def write(self, data: bytes) -> None:
-        if self._direct is not None:
-            self._direct.write(data)
+        if self.direct is not None:
+            self.direct.write(data)
         else:
             self._put({"type": "http.response.body", "body": data, "more_body": True}, len(data))
 
     def end(self, data: bytes = b"") -> None:
-        if self._direct is not None:
-            self._direct.flow = None
-            self._direct = None
+        if self.direct is not None:
+            self.direct.flow = None
+            self.direct = None
         self.ended = True
         self._put({"type": "http.response.body", "body": data, "more_body": False})
 
@@ -98,5 +98,5 @@ class AsgiClient:
                 if self._flow is not None:
                     self._flow.resume()
             if last and not self.ended and self._extension is not None:
-                self._direct = self._extension
-                self._direct.flow = self._flow
+                self.direct = self._extension
+                self.direct.flow = self._flow

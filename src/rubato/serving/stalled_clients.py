@@ -77,6 +77,8 @@ class _StallGuard(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._check.cancel()
+        if self._writer is not None:
+            self._writer.is_open = False
         self.open_connections.gone(self._descriptor)
         super().connection_lost(exc)
 
@@ -324,14 +326,19 @@ class _StallGuard(HttpToolsProtocol):
 class _BodyWriter:
     """Writes parts of a body that has begun, past ASGI (`asgi_client.Writer`): from callbacks, and at once."""
 
+    __slots__ = ("_cycle", "_is_chunked", "_transport", "flow", "is_open")
+
     def __init__(self, transport: asyncio.Transport, cycle: Any) -> None:
         self._transport, self._cycle = transport, cycle
+        self._is_chunked: bool | None = None
+        self.is_open = True  # the connection is there
         self.flow: Flow | None = None
 
     def write(self, data: bytes) -> None:
-        cycle = self._cycle
-        if data and not (cycle.disconnected or cycle.response_complete):
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if cycle.chunked_encoding else data)
+        if self._is_chunked is None:
+            self._is_chunked = self._cycle.chunked_encoding
+        if data and self.is_open:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
 
 class _Closing:

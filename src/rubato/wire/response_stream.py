@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ ONE = (0,)  # a token of the only choice
 MAX_LEARNS = 4  # in a row of which none has helped: the events of some streams are all different
 TEXT_NAMES = (b'"content":"', b'"text":"')
 BACKSLASH = 0x5C
+TEXT = re.compile(rb'[^"\\\n\r]+')  # of an event that is not read: what has escapes is
 END = b"\n\n"
 MAX_HELD_EVENTS = 64  # behind a finish reason: a few are counts and [DONE]
 # Of streams of named events, as /v1/responses and /v1/messages have them: the last ones.
@@ -72,10 +74,16 @@ class ResponseStream:
         with_usage: its client wants to see the counts at its end.
     """
 
+    __slots__ = (
+        "_before", "_behind", "_choices", "_finished", "_held", "_is_named", "_learns", "_passes", "_splitter",
+        "_with_usage", "error", "has_ended", "usage",
+    )  # fmt: skip
+
     def __init__(self, choices: int = 1, *, is_named: bool = False, with_usage: bool = True) -> None:
         self._choices, self._is_named, self._with_usage = choices, is_named, with_usage
         self._splitter = EventSplitter()
         self._before = self._behind = b""  # the text of an event that brings nothing else; empty: none came yet
+        self._passes = False  # an event like the one before may be passed on as it is
         self._learns = MAX_LEARNS if choices == 1 and not is_named else 0
         self._held: list[tuple[bytes, bool]] = []  # since what may be the last event; whether it may get the verdict
         self._finished: set[int] = set()  # choices that have a finish reason
@@ -96,8 +104,6 @@ class ResponseStream:
     def feed(self, data: bytes) -> tuple[bytes, Sequence[int]]:
         """What has come: what of it, and of what was held, may be passed on, and the choice of each event that brings
         something of one."""
-        if self._is_like_before(data):
-            return data, ONE
         events = self._splitter.feed(data)
         passed: list[bytes] = []
         counted: list[int] = []
@@ -112,6 +118,7 @@ class ResponseStream:
                 passed.append(event)
                 if brings:
                     self._learn(event)
+        self._passes = bool(self._before) and not self._held and self._splitter.is_empty
         return b"".join(passed), counted
 
     def finish(self, verdict: Mapping[str, Any], end: bytes = b"") -> bytes:
@@ -145,17 +152,16 @@ class ResponseStream:
         choices = fields.get("choices") if isinstance(fields, dict) else None
         return isinstance(choices, list) and not any(map(_has_content, choices)) and b"\r" not in event
 
-    def _is_like_before(self, data: bytes) -> bool:
-        """Whether it is one whole event that differs from an earlier one in its text alone: most do. Nothing else is to
-        be learned from it."""
+    def is_like_before(self, data: bytes) -> bool:
+        """Whether it is one whole event that differs from an earlier one in its text alone: most do. It may be passed
+        on, brings a token, and there is nothing else to know of it: `feed` need not see it."""
         before, behind = self._before, self._behind
-        if self._held or not before or not data.startswith(before) or not data.endswith(behind):
+        if not (self._passes and data.startswith(before) and data.endswith(behind)):
             return False
-        text = data[len(before) : -len(behind)]
-        if not text or b'"' in text or b"\n" in text or b"\r" in text or text[-1] == BACKSLASH:
+        if TEXT.fullmatch(data, len(before), len(data) - len(behind)) is None:
             return False
         self._learns = MAX_LEARNS
-        return self._splitter.is_empty
+        return True
 
     def _read(self, event: bytes) -> tuple[bool, Sequence[int]]:
         """Whether it may be the last, and the choices that it brings something of."""
