@@ -17,6 +17,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -197,6 +198,26 @@ def run(gateway: Gateway, streams: list[int], seconds: float, core: int, folder:
     return rows
 
 
+def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all rounds, by gateway and streams: median, low and high of each measure."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for row in rows:
+        load = f"{row['streams']} streams" if "streams" in row else "short answers"
+        for name, value in row.items():
+            if name not in ("round", "gateway", "streams"):
+                found.setdefault(row["gateway"], {}).setdefault(load, {}).setdefault(name, []).append(value)
+    return {
+        gateway: {
+            load: {
+                name: {"median": statistics.median(values), "low": min(values), "high": max(values)}
+                for name, values in measures.items()
+            }
+            for load, measures in loads.items()
+        }
+        for gateway, loads in found.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--peers", type=Path)
@@ -229,7 +250,7 @@ def main() -> None:
             upstream.kill()
             upstream.wait()
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"values": medians(rows)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
