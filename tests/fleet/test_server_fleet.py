@@ -41,6 +41,7 @@ class Nobody:
     """A client that only takes."""
 
     flow = None
+    direct = None
 
     def start(self, status: int, headers: Headers) -> None: ...
     def write(self, data: bytes) -> None: ...

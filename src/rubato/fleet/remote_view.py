@@ -245,6 +245,10 @@ class Mirror:
         """Whether the replica has told that it has a request, and not yet that it has not."""
         return id in self._seen or (id not in self._waiting and self.known(id) is not None)
 
+    def unreported(self) -> dict[str, float]:
+        """Waiting requests that the replica has told nothing of, and since when."""
+        return {id: seq.waiting_since for id, seq in self._waiting.items() if id not in self._seen}
+
     def arrives(self, id: str) -> bool:
         """Whether its KV is to come."""
         return id in self._arriving
@@ -278,6 +282,7 @@ class Mirror:
         self._waiting, self._running, self._arriving, self._leaving = {}, {}, {}, {}
         strange, self._strange = self._strange, set()
         for one in there:
+            self._seen.add(one.request.id)
             had = before.pop(one.request.id, None) or left.get(one.request.id)
             request = one.request
             if had is None or request.id in strange:

@@ -275,7 +275,8 @@ class ServerReplica(ServerWatch, KVBetweenServers):
 
     def end(self, trip: Trip, outcome: Outcome, reason: str) -> None:
         for id in trip.ids:
-            self._finish(id, outcome, reason)
+            was_cut = outcome == "completed" and id in self._aborted
+            self._finish(id, *(("cancelled", "aborted") if was_cut else (outcome, reason)))
 
     def fail(self, trip: Trip, why: str, fault: Fault) -> None:
         """The server could not, or went away meanwhile: what is left of the trip goes elsewhere, if it can."""
@@ -304,7 +305,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         """Give the server nothing for a while: where nobody answers, or by the word of two requests that nothing has
         come between. One alone may itself be at fault, as may one that has failed elsewhere."""
         self._suspect = True
-        self._tell_of_counted()  # of what has come since another failed
+        self.tell_of_counted()  # of what has come since another failed
         if not trip.has_failed:
             self._failed_at.add(trip.ask.answer)
         self.is_unreachable = fault is Fault.UNREACHABLE
@@ -387,6 +388,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                 self._prompts.pop(event.id, None)
                 self._prefilled.pop(event.id, None)
                 self._counted.pop(event.id, None)
+                self._aborted.discard(event.id)
                 del self._mine[event.id]
                 trip.news.set()
                 if isinstance(event, HandedOff) and not any(id in self._mine for id in trip.ids):
@@ -450,7 +452,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             self._failed_at.clear()
             self._emit_outside(Tokens(now, count.id, len(times), times=times))
 
-    def _tell_of_counted(self, before: float = inf) -> None:
+    def tell_of_counted(self, before: float = inf) -> None:
         """Of all those that were to be told of before then."""
         for count in [count for count in self._counted.values() if count.tell_at <= before]:
             self._tell_of(count)
@@ -495,7 +497,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         if self._gone or self._mirror is None:  # it has not begun to serve
             return
         self._gone = True
-        self._tell_of_counted()
+        self.tell_of_counted()
         now, left, ending = self.clock.now(), [], self._ending_responses()
         trips = {trip.ids[0]: trip for trip in self._mine.values()}  # whose requests end here may be forgotten at once
         for request in self._started().left():
@@ -513,6 +515,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self._serving = ending
         self._mine.clear()
         self._counted.clear()
+        self._aborted.clear()
         self._prompts.clear()
         self._kv.clear()
         self._idle.set()

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from rubato.core.clock import PLAN, Clock, unix_time
-from rubato.core.events import Event, HandedOff
+from rubato.core.events import Event, Finished, HandedOff
 from rubato.core.plan import Role
 from rubato.fleet import remote_view
 from rubato.fleet.link_reader import LinkReader, MissedReportError
@@ -77,7 +78,7 @@ class ServerWatch:
 
         def _die(self, error: ServerLostError) -> None: ...
         def _emit(self, events: Sequence[Event]) -> None: ...
-        def _tell_of_counted(self, before: float = ...) -> None: ...
+        def tell_of_counted(self, before: float = ...) -> None: ...
         def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]: ...
         def fail(self, trip: Trip, why: str, fault: Fault) -> None: ...
         def _fold(self, *events: Event) -> None: ...
@@ -88,7 +89,8 @@ class ServerWatch:
         self._greeted: asyncio.Future[CoreAbout] | None = None
         self._ahead = 0.0  # what the engine core's clock shows more than this one
         self._round_trip = float("inf")  # seconds of the fastest ping so far
-        self._absent: dict[str, float] = {}  # of those here that a snapshot has not shown: since when
+        self._absent: dict[str, float] = {}  # of those here that the engine does not know: since when
+        self._aborted: set[str] = set()  # of these, those that it knew, and was told to give up
         self._silent = 0.0
         self._looking: asyncio.Future[None] | None = None
 
@@ -146,11 +148,20 @@ class ServerWatch:
         if not self.linked:
             log.info("replica %s: the link is back", self.id)
             self.linked = True
-        self._tell_of_counted()
+        self.tell_of_counted()
         if report.there is not None:
             shown = {one.request.id for one in report.there}
             now = self.clock.now()
             self._absent = {id: self._absent.get(id, now) for id in self._mine if id not in shown}
+        if left := {
+            e.id for e in report.events if type(e) is Finished and e.outcome == "cancelled" and e.id in self._mine
+        }:
+            # Nobody here has: its API server has failed at it, and the response will say so, if anything comes of it.
+            self._absent |= {id: self._absent.get(id, self.clock.now()) for id in left}
+            self._aborted |= left
+            report = replace(
+                report, events=tuple([e for e in report.events if type(e) is not Finished or e.id not in left])
+            )
         mirror.take(report)  # all of it first: told of an end, the cluster may place another
         self._emit(report.events)
         for told in report.gave_up:
@@ -195,7 +206,7 @@ class ServerWatch:
         while not self._gone:
             await self.clock.sleep_until(self.clock.now() + HEARTBEAT_S, PLAN)
             turns += 1
-            self._tell_of_counted(self.clock.now())
+            self.tell_of_counted(self.clock.now())
             if self._link is not None:
                 self._watch_link(self._link, mirror)
             if self.linked and not (failed or self._suspect) and turns % PROBE_TURNS:
@@ -214,7 +225,7 @@ class ServerWatch:
     def _watch_link(self, link: Link, mirror: Mirror) -> None:
         link.send(Ping(self.clock.now()))
         self._silent += HEARTBEAT_S
-        self._look_for_absent()
+        self._look_for_absent(mirror)
         if self.linked and self._silent < SILENT:
             self._check_step(mirror)
             return
@@ -224,15 +235,17 @@ class ServerWatch:
         link.send(Hello(PROTOCOL, self._name, self.clock.now()))
         link.send(Resync())
 
-    def _look_for_absent(self) -> None:
-        """Place elsewhere what the engine does not know: it has handed it off, in a report that was missed. (Of one
-        that has ended, the response has ended.)"""
-        for id, since in list(self._absent.items()):
+    def _look_for_absent(self, mirror: Mirror) -> None:
+        """Place elsewhere what the engine does not know: it has handed it off, in a report that was missed, or the API
+        server has kept it to itself. (Of one that has ended, the response has ended.)"""
+        # (a server whose link is silent, too, may hang: its health tells, and the request may be what it hangs at)
+        unreported = mirror.unreported() if self.linked else {}
+        for id, since in {**unreported, **self._absent}.items():
             if (trip := self._mine.get(id)) is None:
-                del self._absent[id]
+                self._absent.pop(id, None)
             elif self.clock.now() - since > ABSENT:
-                del self._absent[id]
-                self.fail(trip, f"replica {self.id} does not know request {id!r} any more", Fault.UNAVAILABLE)
+                self._absent.pop(id, None)
+                self.fail(trip, f"replica {self.id} does not know request {id!r}", Fault.UNAVAILABLE)
 
     async def look(self, trip: Trip) -> None:
         """Ask the server whether it is there, once for all trips that it has broken off: one that is gone breaks them

@@ -68,6 +68,8 @@ class GatewayService:
         return (self.model,)
 
     def views(self) -> list[View]:
+        for host in self.servers():
+            host.tell_of_counted()  # who looks at a view looks at the histories, too
         return [host.view() for host in self.cluster.hosts.values()]
 
     def counted(self) -> set[str]:
