@@ -225,7 +225,11 @@ class Trip:
         """Tokens that have come in a stream."""
         return self._streamed + (0 if self._path is None else self._path.passed)
 
-    def shut(self) -> None:
+    def _set_done(self) -> None:
+        self.done.set()
+        self._shut()
+
+    def _shut(self) -> None:
         """Nothing more passes unseen: the trip has changed."""
         if self._path is not None:
             self._streamed = self.streamed
@@ -256,12 +260,11 @@ class Trip:
             self._ends[event.id] = event
             if event.outcome != "completed" and self.failed is None:
                 self.failed = event
-                self.done.set()
-                self.shut()
+                self._set_done()
 
     def placed(self, replica: Carrier, request: Request, kv: KV | None = None) -> asyncio.Task[None]:
         """The cluster has placed it there. kv: of its prompt, where another server has it."""
-        self.shut()
+        self._shut()
         self.news.clear()
         self._task = asyncio.ensure_future(self._serve(replica, request, kv))
         return self._task
@@ -270,7 +273,7 @@ class Trip:
         """Take no more of a try: the server ends what is left of it."""
         if self._task is task:
             self._task = None
-            self.shut()
+            self._shut()
         if task is not asyncio.current_task():
             task.cancel()
 
@@ -278,8 +281,7 @@ class Trip:
         """No more comes of it, though its requests have ended."""
         if not self.over:
             self.broken = self.broken or why
-            self.done.set()
-            self.shut()
+            self._set_done()
 
     def why_not_resumable(self, progress: Progress | None) -> str | None:
         """Why what has begun cannot go on elsewhere; None if it can, or has not begun."""
@@ -444,9 +446,8 @@ class Trip:
             self._count(replica, choices)
             if passed:
                 self.write(passed)
-            if (
-                choices and self._path is not None and self.tries <= 1
-            ):  # a later try's events are not passed as they are
+            # A later try's events are not passed as they are.
+            if choices and self._path is not None and self.tries <= 1:
                 self._path.count, self._path.writer = replica.counting(self), self.client.direct
 
         await self._pump(replica, reply, reader, take)
@@ -630,8 +631,7 @@ class RelayTrip(Trip):
 
     def _end(self) -> None:
         self.over = True
-        self.done.set()
-        self.shut()
+        self._set_done()
 
     def _as_first(self, data: bytes) -> bytes:
         """Events as if the first server had sent them."""

@@ -210,6 +210,8 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             self._leave(trip)
 
     def view(self) -> View:
+        for count in self._counted.values():
+            self._settle(count)
         return self._started().view(self.clock.now())
 
     def assign(self, role: Role) -> None:
@@ -353,8 +355,6 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             if isinstance(event, Stepped):
                 self._emit_outside(event)
                 continue
-            if (count := self._counted.get(event.id)) is not None:
-                self._tell_of(count)
             if self._absent:
                 self._absent.pop(event.id, None)
             if type(event) is Tokens:
@@ -459,14 +459,17 @@ class ServerReplica(ServerWatch, KVBetweenServers):
 
     def _settle(self, count: TokenCount) -> None:
         """Show in the view what has come."""
-        if self._mirror is not None and (seq := self._mirror.known(count.id)) is not None:
-            seq.got(count.times[count.settled :])
-        count.settled = len(count.times)
+        if len(count.times) > count.settled:
+            if (seq := self._started().known(count.id)) is not None:
+                seq.got(count.times[count.settled :])
+            count.settled = len(count.times)
 
     def _finish(self, id: str, outcome: Outcome, reason: str) -> None:
         """End a request here, of which the link has not said that it ended."""
         if id not in self._mine:
             return
+        if (count := self._counted.get(id)) is not None:
+            self._tell_of(count)
         now, mirror = self.clock.now(), self._started()
         seq = mirror.known(id)
         assert seq is not None, "what is served here is here"
@@ -541,7 +544,4 @@ class ServerReplica(ServerWatch, KVBetweenServers):
     def _started(self) -> Mirror:
         if self._mirror is None:
             raise RuntimeError(f"host {self.id!r} is not started: await start() first")
-        for count in self._counted.values():
-            if len(count.times) > count.settled:
-                self._settle(count)
         return self._mirror

@@ -153,15 +153,7 @@ class ServerWatch:
             shown = {one.request.id for one in report.there}
             now = self.clock.now()
             self._absent = {id: self._absent.get(id, now) for id in self._mine if id not in shown}
-        if left := {
-            e.id for e in report.events if type(e) is Finished and e.outcome == "cancelled" and e.id in self._mine
-        }:
-            # Nobody here has: its API server has failed at it, and the response will say so, if anything comes of it.
-            self._absent |= {id: self._absent.get(id, self.clock.now()) for id in left}
-            self._aborted |= left
-            report = replace(
-                report, events=tuple([e for e in report.events if type(e) is not Finished or e.id not in left])
-            )
+        report = self._without_aborts(report)
         mirror.take(report)  # all of it first: told of an end, the cluster may place another
         self._emit(report.events)
         for told in report.gave_up:
@@ -176,6 +168,16 @@ class ServerWatch:
                 self._fold(HandedOff(at, id, trip.progress_seen(request, self.clock.now())))
             else:
                 mirror.forget(id)
+
+    def _without_aborts(self, report: remote_view.Report) -> remote_view.Report:
+        """But for ends of requests that the engine was told to give up, and not from here: their API server has failed
+        at them, and each response will say so, if anything comes of it."""
+        left = {e.id for e in report.events if type(e) is Finished and e.outcome == "cancelled" and e.id in self._mine}
+        if not left:
+            return report
+        self._absent |= {id: self._absent.get(id, self.clock.now()) for id in left}
+        self._aborted |= left
+        return replace(report, events=tuple([e for e in report.events if type(e) is not Finished or e.id not in left]))
 
     def _measure_ahead(self, message: Greeting | Beat) -> None:
         """Learn what the core's clock shows more than this one: between the bounds that the fastest answer so far has

@@ -301,7 +301,6 @@ class _Relay(Response):
         else:
             error = ApiError(502, f"The response broke off: {trip.broken}", code="server_failed", kind="server_error")
         trip.over = True
-        trip.shut()
         body = error.body()
         if not trip.begun:
             reply = error.response()
