@@ -1,9 +1,10 @@
-"""What the link to gateways costs a step of vLLM's scheduler: with none, and one that listens, is slow, stalled, dead.
+"""What the link costs a step of vLLM's scheduler: with no gateway, with one that listens, is slow, stalled or dead, and
+with an API server.
 
     .venv-vllm/bin/python benchmarks/vllm_link.py [--json FILE] [--steps 1500]
 
 vLLM's real scheduler under `edf`, a formula for a model, so many requests that decode. Timed on the wall is what the
-plug-in does for gateways in a step: both reports with their encoding, and taking in commands. A step of the harness
+plug-in does for them in a step: reports with their encoding, and taking in commands. A step of the harness
 takes no time of a model, so that the link's thread competes for Python's lock at every one.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -22,13 +24,16 @@ from typing import Any
 import numpy as np
 import zmq
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_PLUGINS="", HF_HUB_OFFLINE="1")
 os.environ.update(VLLM_CONFIGURE_LOGGING="0", VLLM_NO_USAGE_STATS="1")
 
+from rubato.engines.vllm.link import FOLDER, Reader
 from rubato.wire.messages import PROTOCOL, Hello, encode
 from tests.vllm.harness import Harness, harness
 
-LISTENERS = ("none", "listens", "slow", "stalled", "dead")
+API_SERVER = "an API server"
+LISTENERS = ("none", "listens", "slow", "stalled", "dead", API_SERVER)
 RUNNING = (16, 64, 256)
 
 
@@ -59,8 +64,23 @@ class Gateway(threading.Thread):
         self._socket.close(linger=0)
 
 
+class ApiServer(threading.Thread):
+    """Reads as one does, at each of vLLM's records of stats."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(daemon=True)
+        self.heard, self.ending = 0, False
+        self._reader = Reader(folder, [0], 0)
+
+    def run(self) -> None:
+        while not self.ending:
+            self.heard += sum(1 for _ in self._reader.messages())
+            time.sleep(0.02)
+        self._reader.close()
+
+
 def timed(made: Harness) -> list[float]:
-    """Seconds that each step spends for gateways, from now on."""
+    """Seconds that each step spends for its listeners, from now on."""
     driver, spent = made.scheduler.rubato, [0.0]
 
     def counted(name: str, of: Any) -> None:
@@ -76,18 +96,35 @@ def timed(made: Harness) -> list[float]:
         setattr(of, name, call)
 
     counted("obey", driver)
-    for name in ("batch", "step", "add", "add_tokens"):
-        counted(name, driver._gateways)
+    for of, names in (
+        (driver._gateways, ("batch", "step", "add", "add_tokens")),
+        (driver._reports, ("look_at", "send", "add", "add_tokens")),
+    ):
+        for name in names if of is not None else ():
+            counted(name, of)
     return spent
 
 
 def run(model: Path, running: int, kind: str, steps: int) -> dict[str, Any]:
-    made = harness(model, "edf", blocks=running * 20, tokens=2048, seqs=running, watched=False, rubato={"link": {}})
-    port = made.scheduler.rubato._gateways.link.port
-    gateway = None if kind == "none" else Gateway(port, kind)
-    if gateway is not None:
-        gateway.start()
-        time.sleep(0.3)
+    with tempfile.TemporaryDirectory() as base:
+        folder = f"{base}/link"
+        if kind == API_SERVER:
+            os.environ[FOLDER] = folder
+        rubato: dict[str, Any] = {} if kind == API_SERVER else {"link": {}}
+        made = harness(model, "edf", blocks=running * 20, tokens=2048, seqs=running, watched=False, rubato=rubato)
+        os.environ.pop(FOLDER, None)
+        gateway: Gateway | ApiServer | None = None
+        if kind == API_SERVER:
+            gateway = ApiServer(folder)
+        elif kind != "none":
+            gateway = Gateway(made.scheduler.rubato.link.port, kind)
+        if gateway is not None:
+            gateway.start()
+            time.sleep(0.3)
+        return _figures(made, gateway, running, kind, steps)
+
+
+def _figures(made: Harness, gateway: Gateway | ApiServer | None, running: int, kind: str, steps: int) -> dict[str, Any]:
     gc.collect()
     gc.freeze()  # as vLLM does once it has started: a full collection over all its modules takes 350 ms
     spent, number = timed(made), 0
@@ -105,7 +142,7 @@ def run(model: Path, running: int, kind: str, steps: int) -> dict[str, Any]:
     heard = gateway.heard if gateway is not None else 0
     figures = {"p50, us": p50, "p99, us": p99, "longest, us": most}
     figures = {name: round(float(value), 1) for name, value in figures.items()}
-    return {"running": running, "gateway": kind, **figures, "messages heard": heard}
+    return {"running": running, "listener": kind, **figures, "messages heard": heard}
 
 
 def tiny_model(folder: Path) -> Path:

@@ -15,8 +15,7 @@ from rubato.config.build import fair_share_of
 from rubato.config.for_vllm import configured, left_to_vllm
 from rubato.core.server_url import host_in_url
 from rubato.engines.vllm import link
-from rubato.engines.vllm.gateway_link import GatewayLink, LinkSettings
-from rubato.engines.vllm.gateway_reports import GatewayReports
+from rubato.engines.vllm.core_link import CoreLink, LinkSettings
 from rubato.engines.vllm.settings import check_version, installed_version
 
 if TYPE_CHECKING:
@@ -43,26 +42,26 @@ class Scheduler:
             raise ValueError("tenants are configured, and VLLM_PLUGINS leaves out `rubato`, which they need: name it")
         if ignored := left_to_vllm(config):
             log.warning("%s: inside vLLM these have no effect: %s", settings.config, ", ".join(ignored))
-        folder = os.environ.get(link.FOLDER)
-        gateways = _gateways(settings.link, folder, vllm_config)
+        engine = vllm_config.parallel_config.data_parallel_index
         around = {
             "fair": fair_share_of(config),
             "strangers": not config.tenants,
-            "publisher": link.Publisher(folder, vllm_config.parallel_config.data_parallel_index) if folder else None,
-            "gateways": gateways,
+            "link": _link(settings.link, engine, vllm_config),
+            "engine": engine,
         }
         chosen = AsyncPolicyScheduler if vllm_config.scheduler_config.async_scheduling else SyncScheduler
         made = chosen(vllm_config, *args, settings=settings, around=around, **kwargs)
         model = vllm_config.model_config
-        made.rubato.open_to_gateways(model=model.model, vllm=installed_version(), rubato=rubato.__version__)
+        made.rubato.open_link(model=model.model, vllm=installed_version(), rubato=rubato.__version__)
         return made
 
 
-def _gateways(asked: Mapping[str, Any] | None, folder: str | None, vllm_config: Any) -> GatewayReports | None:
-    """The link to gateways, where one is configured; its address is left in the folder for the API server. Raises
-    ValueError and OSError for what cannot be."""
+def _link(asked: Mapping[str, Any] | None, engine: int, vllm_config: Any) -> CoreLink | None:
+    """The link to API servers, where their folder was announced, and to gateways, where that is configured: its address
+    is left in the folder for the API server. Raises ValueError and OSError for what cannot be."""
+    folder = os.environ.get(link.FOLDER)
     if asked is None:
-        return None
+        return None if folder is None else CoreLink(None, link.endpoint(folder, engine))
     where = LinkSettings.of(asked)
     engines = vllm_config.parallel_config.data_parallel_size
     if engines > 1:
@@ -70,11 +69,11 @@ def _gateways(asked: Mapping[str, Any] | None, folder: str | None, vllm_config: 
             f"rubato.link: data_parallel_size is {engines}, and a gateway places requests on one engine a server: "
             "start a server for each engine"
         )
-    made = GatewayLink(where)
+    made = CoreLink(where, "" if folder is None else link.endpoint(folder, engine))
     if folder is not None:
         link.leave_address(folder, where.host, made.port)
     log.info("gateways reach this engine at tcp://%s:%d", host_in_url(where.host), made.port)
-    return GatewayReports(made)
+    return made
 
 
 def __getattr__(name: str) -> Any:

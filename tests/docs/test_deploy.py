@@ -25,7 +25,7 @@ import rubato.vllm
 from rubato import policies
 from rubato.cli.main import parser as rubato_parser
 from rubato.config.schema import Config, load
-from rubato.engines.vllm.gateway_link import LinkSettings
+from rubato.engines.vllm.core_link import LinkSettings
 from rubato.engines.vllm.settings import TESTED, Settings, check_version, settings_of
 from rubato.serving.app_state import add_operations
 from rubato.serving.shutdown import CLOSE_SECONDS

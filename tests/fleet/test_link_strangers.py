@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from rubato.core.clock import WallClock
 from rubato.core.plan import Limits
-from rubato.engines.vllm import gateway_link
-from rubato.engines.vllm.gateway_link import GatewayLink, LinkSettings
+from rubato.engines.vllm import core_link
+from rubato.engines.vllm.core_link import CoreLink, LinkSettings
 from rubato.fleet.server_link import ZmqLink
 from rubato.fleet.server_watch import ServerWatch
 from rubato.latency.affine import Model
@@ -26,14 +26,14 @@ from rubato.wire.link_keys import MAX_COMMAND_BYTES, TOKEN, protect_gateway
 from rubato.wire.messages import (
     PROTOCOL,
     CoreAbout,
-    FromGateway,
     Greeting,
     Hello,
     Refused,
     Report,
     Snapshot,
+    ToCore,
     decode_from_core,
-    decode_from_gateway,
+    decode_to_core,
     encode,
 )
 
@@ -47,11 +47,11 @@ class Parsed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes = 0
-        monkeypatch.setattr(gateway_link, "decode_from_gateway", self)
+        monkeypatch.setattr(core_link, "decode_to_core", self)
 
-    def __call__(self, raw: bytes) -> FromGateway:
+    def __call__(self, raw: bytes) -> ToCore:
         self.bytes += len(raw)
-        return decode_from_gateway(raw)
+        return decode_to_core(raw)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def peers() -> Iterator[Callable[..., Any]]:
     """Makes sockets of peers, with the token of the environment or without one."""
     context = zmq.Context()
 
-    def peer(link: GatewayLink, *, token: bool = True) -> Any:
+    def peer(link: CoreLink, *, token: bool = True) -> Any:
         made = context.socket(zmq.DEALER)
         made.setsockopt(zmq.SNDHWM, 0)
         made.setsockopt(zmq.LINGER, 0)
@@ -77,8 +77,8 @@ def peers() -> Iterator[Callable[..., Any]]:
     context.destroy(linger=0)
 
 
-def started() -> GatewayLink:
-    link = GatewayLink(LinkSettings())
+def started() -> CoreLink:
+    link = CoreLink(LinkSettings())
     link.snapshot(Snapshot(0, 0.0, 100), idle=True)
     link.start(lambda: ABOUT, time.monotonic)
     return link
@@ -152,7 +152,7 @@ def test_link_without_a_token_is_bounded_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, parsed: Parsed, peers: Callable[..., Any]
 ) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
-    monkeypatch.setattr(gateway_link, "MAX_PEERS", 2)
+    monkeypatch.setattr(core_link, "MAX_PEERS", 2)
     link = started()
     peers(link).send(b"x" * (MAX_COMMAND_BYTES + 1))
     local = peers(link)
@@ -190,11 +190,11 @@ RAW = st.binary(max_size=50) | st.one_of(FIELDS, OURS, VALUES).map(lambda value:
     st.lists(st.lists(RAW, max_size=4).map(lambda frames: [b"known", *frames]) | st.lists(RAW, max_size=4), max_size=5)
 )
 def test_link_hears_any_frames_without_an_error(messages: list[list[bytes]]) -> None:
-    link = GatewayLink(LinkSettings())
+    link = CoreLink(LinkSettings())
     link._about, link._clock = lambda: ABOUT, time.monotonic
     try:
         for frames in messages:
-            link._peers[b"known"] = gateway_link._Peer("g", 0.0)
+            link._peers[b"known"] = core_link._Peer("g", 0.0)
             before = link.refused, len(link._commands)
             link._hear(frames)
             assert link.refused >= before[0]

@@ -201,6 +201,22 @@ def test_best_effort_is_a_guest_when_no_replica_is_in_the_pool_for_long() -> Non
     assert second < max(at for id, at in ends.items() if id.startswith("l"))
 
 
+def test_what_no_replica_has_the_kv_for_is_sent_at_once_and_refused() -> None:
+    """Held, it would wait for ever beside tiers that leave no replica in the pool, and keep best effort from the
+    pool."""
+    busy = [tight("t0", most=120), *(loose(f"l{i}", 0.2 * i, most=120) for i in range(130))]
+    long = request("long", 1700, most=20, ttft=1.0, tpot=0.06, arrival=1.0)
+    spec = run_spec(
+        STEP, replace(LIMITS, max_model_len=4000), "polyserve", replicas=1, learns=False,
+        router_settings={"mode": "co", "tiers": [0.01, 0.05]},
+    )  # fmt: skip
+    requests = [*busy, long]
+    events = simulate_events(requests, {r.id: [r.sampling.max_tokens] for r in requests}, spec)
+    (end,) = [e for e in events if isinstance(e, Finished) and e.id == "long"]
+    assert end.outcome == "refused"
+    assert end.at < 1.1
+
+
 def test_a_prompt_that_has_begun_gives_way_to_a_nearer_deadline() -> None:
     """In mode pd, between chunks."""
     long = request("long", 190, most=5, ttft=5.0, tpot=0.06)

@@ -30,6 +30,7 @@ LOST = (
     "cannot be continued", "broke off", "does not answer", "tried 3 times", "hangs in a step", "only its end had not",
     "no replica has come back", "cannot be reached", "its deadline has passed", "replicas were lost while they ran it",
     "which is not passed on",
+    "too many others are being tried again",  # where one server has swallowed what it was sent
 )  # fmt: skip
 
 

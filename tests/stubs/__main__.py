@@ -1,6 +1,6 @@
 """A stub vLLM server as a process: `python -m tests.stubs --port 0`, which prints its addresses as one line of JSON.
 
-Its API server speaks HTTP, its core ZeroMQ, by the very class that is inside vLLM (`engines.vllm.gateway_link`).
+Its API server speaks HTTP, its core ZeroMQ, by the very class that is inside vLLM (`engines.vllm.core_link`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from rubato.core.clock import WallClock
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
-from rubato.engines.vllm.gateway_link import GatewayLink, LinkSettings
+from rubato.engines.vllm.core_link import CoreLink, LinkSettings
 from rubato.fleet.upstream import UpstreamError
 from rubato.latency.affine import Model
 from rubato.wire.messages import Do, FromCore, Report
@@ -115,7 +115,7 @@ class App:
 class Linked:
     """The core's messages over ZeroMQ. The link's thread hands commands over to the loop."""
 
-    def __init__(self, core: StubCore, link: GatewayLink) -> None:
+    def __init__(self, core: StubCore, link: CoreLink) -> None:
         self.core, self.link = core, link
         core.peers.append(self.tell)
         core.ask = self.ask
@@ -146,7 +146,7 @@ async def main(args: argparse.Namespace) -> None:
     step = Model(k=(0.0, args.token), b=(args.step, 0.0), host_per_seq=args.seq)
     core = StubCore(step, limits, clock, args.policy, ReplicaOptions(causes=False), noise=0.02, seed=os.getpid())
     await core.start()
-    link = GatewayLink(LinkSettings.of({"host": args.host, "port": args.link})) if args.link >= 0 else None
+    link = CoreLink(LinkSettings.of({"host": args.host, "port": args.link})) if args.link >= 0 else None
     app = App(StubServer(core, args.model), {"host": args.host, "port": link.port} if link is not None else None)
     tasks = [asyncio.create_task(Linked(core, link).run())] if link is not None else []
     bound = socket.socket()

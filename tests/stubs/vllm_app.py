@@ -12,22 +12,24 @@ from typing import Any
 from rubato.core.events import Event, Finished, Offered, Tokens, Verdict
 from rubato.core.request import Outcome, Request
 from rubato.engines.vllm.sequence import request_of
-from rubato.wire.messages import RequestEvents, ToApiServer, decode_for_api_server, encode, full_row
+from rubato.wire.messages import EngineState, Refused, RequestEvents, decode_for_api_server, encode, full_row
 
 
 class Link:
     """What engines would have sent (a `Reader`)."""
 
     def __init__(self) -> None:
-        self.sent: list[ToApiServer] = []
+        self.sent: list[EngineState | RequestEvents] = []
 
-    def messages(self) -> list[ToApiServer]:
+    def messages(self) -> list[EngineState | RequestEvents]:
         sent, self.sent = self.sent, []
         return sent
 
     def tell(self, *events: Event, lost: int = 0, **tickets: str) -> None:
         said = RequestEvents(0, 0, [full_row(event) for event in events], tickets, lost)
-        self.sent.append(decode_for_api_server(encode(said)))
+        message = decode_for_api_server(encode(said))
+        assert not isinstance(message, Refused)
+        self.sent.append(message)
 
 
 @dataclass

@@ -34,7 +34,6 @@ from rubato.wire.messages import (
     Do,
     Expect,
     FromCore,
-    FromGateway,
     Greeting,
     HandOffRow,
     Hello,
@@ -47,9 +46,10 @@ from rubato.wire.messages import (
     SentRow,
     Snapshot,
     State,
+    ToCore,
     decode_command,
     decode_from_core,
-    decode_from_gateway,
+    decode_to_core,
     encode,
     event_row,
     offered_row,
@@ -116,7 +116,7 @@ class StubCore:
         supports, latency = tuple(sorted(self.host.supports)), self.model.to_dict()
         return CoreAbout(self.policy, supports, self.limits, latency, self.kv_lease, "stub", "0.32.0", "0")
 
-    def hear(self, message: FromGateway, tell: Callable[[FromCore], None]) -> None:
+    def hear(self, message: ToCore, tell: Callable[[FromCore], None]) -> None:
         """A gateway has sent this; answers go to `tell`."""
         if self.deaf:
             return
@@ -318,8 +318,8 @@ class MemoryLink:
         self._core = core
         self._messages: asyncio.Queue[FromCore] = asyncio.Queue()
 
-    def send(self, message: FromGateway) -> None:
-        self._core.hear(decode_from_gateway(encode(message)), self._messages.put_nowait)
+    def send(self, message: ToCore) -> None:
+        self._core.hear(decode_to_core(encode(message)), self._messages.put_nowait)
 
     async def receive(self) -> FromCore:
         return await self._messages.get()

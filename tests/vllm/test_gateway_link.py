@@ -15,8 +15,8 @@ import zmq
 from rubato.core.events import Finished, HandedOff, Offered, Started, Tokens
 from rubato.core.plan import Role
 from rubato.core.request import SLO, Progress, Request, Stage
-from rubato.engines.vllm import gateway_link
-from rubato.engines.vllm.gateway_link import GatewayLink, LinkSettings
+from rubato.engines.vllm import core_link
+from rubato.engines.vllm.core_link import CoreLink, LinkSettings
 from rubato.engines.vllm.gateway_reports import GatewayReports, place_of
 from rubato.engines.vllm.policy_driver import FLEET
 from rubato.fleet.link_reader import LinkReader, MissedReportError
@@ -30,7 +30,6 @@ from rubato.wire.messages import (
     Beat,
     Demote,
     FromCore,
-    FromGateway,
     Greeting,
     Hello,
     Ping,
@@ -38,6 +37,7 @@ from rubato.wire.messages import (
     Refused,
     Resync,
     Snapshot,
+    ToCore,
     Unknown,
     assign,
     decode_from_core,
@@ -385,7 +385,7 @@ class Peer:
         protect_gateway(self.socket)
         self.socket.connect(f"tcp://127.0.0.1:{port}")
 
-    def say(self, message: FromGateway) -> None:
+    def say(self, message: ToCore) -> None:
         self.socket.send(encode(message))
 
     def hello(self, protocol: int = PROTOCOL) -> Any:
@@ -409,7 +409,7 @@ def linked(model: Path) -> Iterator[Any]:
 
 def port_of(made: Harness) -> int:
     link = made.scheduler.rubato._gateways.link
-    assert isinstance(link, GatewayLink)
+    assert isinstance(link, CoreLink)
     return link.port
 
 
@@ -494,7 +494,7 @@ def test_no_listener_holds_up_a_step_and_one_that_lives_hears_all(
     model: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that does not read costs the engine nothing: reports go on, and it would need a snapshot."""
-    monkeypatch.setattr(gateway_link, "MOST", 200)
+    monkeypatch.setattr(core_link, "MOST", 200)
     made = harness(model, "edf", blocks=60, rubato={"link": {}})
     bad = Peer(port_of(made), RCVHWM=1)
     bad.hello()

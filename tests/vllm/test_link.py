@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import stat
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,24 +16,62 @@ from prometheus_client import CollectorRegistry
 from vllm import SamplingParams
 from vllm.v1.engine import FinishReason
 
+from rubato.core.clock import WallClock
 from rubato.core.events import Event, Finished, Offered, Placed, Started, Tokens
+from rubato.core.plan import Limits, Role
 from rubato.core.request import SLO, Request, Stage
-from rubato.engines.vllm import link, reports
-from rubato.engines.vllm.link import Publisher, Reader
+from rubato.engines.vllm import core_link, link, reports
+from rubato.engines.vllm.core_link import CoreLink
+from rubato.engines.vllm.link import Reader
 from rubato.engines.vllm.sequence import request_of, sealed
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.vllm_reports import EngineReports, PluginMetrics
-from rubato.wire.messages import EngineState, RequestEvents, ToApiServer
+from rubato.wire.messages import (
+    PROTOCOL,
+    CoreAbout,
+    EngineState,
+    Ping,
+    RequestEvents,
+    Resync,
+    Subscribe,
+    assign,
+    do,
+    encode,
+    full_row,
+)
 from tests.vllm.harness import harness
 
+ABOUT = CoreAbout("edf", (), Limits(8, 512, 1024, 100, 16), {}, None, "m", "0", "0")
+Said = RequestEvents | EngineState
 
-def drained(reader: Reader) -> list[ToApiServer]:
-    """All that was published: ZeroMQ delivers from a thread of its own."""
-    found: list[ToApiServer] = []
+
+def drained(reader: Reader) -> list[Said]:
+    """All that was told: ZeroMQ delivers from a thread of its own."""
+    found: list[Said] = []
     for _ in range(20):
-        reader._socket.poll(20)
+        time.sleep(0.02)
         found += reader.messages()
     return found
+
+
+def listening(folder: str, engine: int, *clients: int) -> tuple[CoreLink, list[Reader]]:
+    """A core's link, and API servers that it knows of."""
+    made = CoreLink(None, link.endpoint(folder, engine))
+    made.start(lambda: ABOUT, WallClock().now)
+    readers = [Reader(folder, [engine], client) for client in clients]
+    heard(made, readers)
+    return made, readers
+
+
+def heard(made: CoreLink, readers: list[Reader]) -> None:
+    """Wait until the core knows its API servers."""
+    for _ in range(500):
+        if len(made.clients) == len(readers):
+            return
+        time.sleep(0.01)
+        for reader in readers:
+            reader._ask()
+    raise AssertionError(f"{made.clients} of {len(readers)} have come")
 
 
 @pytest.fixture
@@ -45,23 +84,24 @@ def request(id: str) -> Request:
 
 
 def test_each_api_server_hears_of_its_own_requests_and_all_of_every_engine(folder: str) -> None:
-    publishers = [Publisher(folder, engine) for engine in (0, 1)]
+    links = [CoreLink(None, link.endpoint(folder, engine)) for engine in (0, 1)]
     readers = [Reader(folder, (0, 1), client) for client in (0, 1, 10)]
-    for reader in readers:
-        assert reader._socket.poll(100) == 0  # time for the subscriptions to arrive
-    for engine, publisher in enumerate(publishers):
+    for engine, made in enumerate(links):
+        made.start(lambda: ABOUT, WallClock().now)
+        heard(made, readers)
         for client in (0, 1, 10):
             id = f"{engine}-{client}"
-            publisher.events(client, [Offered(0.0, id, request(id))], {id: "ticket"})
-        publisher.state({"steps": engine})
+            rows = [full_row(Offered(0.0, id, request(id)))]
+            made.tell_client(client, RequestEvents(engine, 1, rows, {id: "ticket"}))
+        made.tell_clients(EngineState(engine, 1, {"steps": engine}))
     for client, reader in zip((0, 1, 10), readers, strict=True):
         found = drained(reader)
-        heard = {event.id for message in found if isinstance(message, RequestEvents) for event in message.happened()}
-        assert heard == {f"0-{client}", f"1-{client}"}
+        heard_of = {event.id for message in found if isinstance(message, RequestEvents) for event in message.happened()}
+        assert heard_of == {f"0-{client}", f"1-{client}"}
         assert sorted(message.engine for message in found if isinstance(message, EngineState)) == [0, 1]
         assert not any(message.lost for message in found)
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-    for end in (*readers, *publishers):
+    for end in (*readers, *links):
         end.close()
 
 
@@ -69,32 +109,48 @@ def test_a_reader_that_is_too_slow_is_told_what_it_lost_and_no_step_waits(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "MOST", 10)
-    publisher, reader = Publisher(folder, 0), Reader(folder, [0], 0)
-    reader._socket.poll(100)
+    monkeypatch.setattr(core_link, "MOST", 10)
+    made, [reader] = listening(folder, 0, 0)
     for step in range(20_000):
-        publisher.state({"step": step, "filler": "x" * 1000})
+        made.tell_clients(EngineState(0, step + 1, {"step": step, "filler": "x" * 1000}))
     found = drained(reader)
-    publisher.state({"step": 20_000})
+    made.tell_clients(EngineState(0, 20_001, {"step": 20_000}))
     (last,) = drained(reader)[-1:]
     lost = sum(message.lost for message in [*found, last])
     assert 0 < lost == 20_001 - len(found) - 1
     reader.close()
-    publisher.close()
+    made.close()
+
+
+def test_an_api_server_says_who_it_is_and_asks_for_nothing_else(folder: str) -> None:
+    made, [reader] = listening(folder, 0, 3)
+    (socket,) = reader._sockets
+    for message in (do(assign(Role(kind="hp"))), Ping(1.0), Resync()):
+        socket.send(encode(message))
+        time.sleep(0.05)
+    assert drained(reader) == []
+    assert (made.refused, made.commands(), made.listeners, made.clients) == (3, [], 0, {3})
+    socket.send(encode(Subscribe(PROTOCOL + 1, 3)))
+    time.sleep(0.1)
+    with pytest.raises(OSError, match="version"):
+        list(reader.messages())
+    reader.close()
+    made.close()
 
 
 def test_a_folder_that_others_may_enter_is_refused(folder: str) -> None:
     os.makedirs(folder, mode=0o755)
     os.chmod(folder, 0o755)
     with pytest.raises(OSError, match="not a folder of this user's alone"):
-        Publisher(folder, 0)
+        link.endpoint(folder, 0)
 
 
 def watched(model: Path, folder: str, **around: Any) -> tuple[Any, Reader]:
     """A scheduler of the harness that reports."""
     made = harness(model, **{"policy": "edf", "blocks": 30, **around})
-    made.scheduler.rubato._reports = reports.Reports(Publisher(folder, 0))
-    reader = Reader(folder, [0], 0)
-    reader._socket.poll(100)
+    driver = made.scheduler.rubato
+    driver.link, [reader] = listening(folder, 0, 0)
+    driver._reports = reports.Reports(driver.link, 0)
     return made, reader
 
 
@@ -139,7 +195,7 @@ def test_reports_are_the_events_of_the_engine(model: Path, folder: str, seed: in
 def test_a_link_that_fails_costs_the_reports_and_nothing_else(model: Path, folder: str) -> None:
     made, reader = watched(model, folder)
     driver = made.scheduler.rubato
-    driver._reports._publisher._socket.close()
+    driver.link._to_thread.close()
     for i in range(20):
         made.add(f"r{i}", [i] * 10, 5)
     while made.scheduler.has_requests():
@@ -156,10 +212,10 @@ def test_what_a_fault_kept_from_an_api_server_is_made_up_for(model: Path, folder
     """Offers and ends of one step are lost, of requests in a view and in none; no request is open for ever."""
     made, reader = watched(model, folder)
     told = EngineReports(reader, PluginMetrics(CollectorRegistry(), counts=True))
-    publisher = made.scheduler.rubato._reports._publisher
+    driver = made.scheduler.rubato
     for i in range(10):
         made.add(f"r{i}", [i] * 10, 2 + i)
-    own, calls = publisher.events, 0
+    own, calls = driver.link.tell_client, 0
 
     def events(*args: Any) -> None:
         nonlocal calls
@@ -168,12 +224,12 @@ def test_what_a_fault_kept_from_an_api_server_is_made_up_for(model: Path, folder
             raise OverflowError("an event that cannot be written")
         own(*args)
 
-    publisher.events = events
+    driver.link.tell_client = events
     while made.scheduler.has_requests():
         made.step()
         told.read()
     made.step()
-    reader._socket.poll(100)
+    time.sleep(0.1)
     told.read()
     assert made.scheduler.rubato.faults == {"report": 1}
     assert not told._open
@@ -262,13 +318,14 @@ def test_what_vllm_ends_with_an_error_has_failed(model: Path, folder: str, reaso
 def test_an_engine_core_that_begins_anew_has_lost_nothing(folder: str) -> None:
     reader = Reader(folder, [0], 0)
     for _ in range(2):
-        publisher = Publisher(folder, 0)
-        reader._socket.poll(500)
+        made = CoreLink(None, link.endpoint(folder, 0))
+        made.start(lambda: ABOUT, WallClock().now)
+        heard(made, [reader])
         for step in range(3):
-            publisher.state({"step": step})
+            made.tell_clients(EngineState(0, step + 1, {"step": step}))
         found = drained(reader)
-        assert all(message.lost == 0 for message in found)
-        publisher.close()
+        assert [message.lost for message in found] == [0, 0, 0]
+        made.close()
     reader.close()
 
 

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from rubato.wire.link_keys import FAILED_HANDSHAKES, MAX_COMMAND_BYTES, failed_handshakes, protect_gateway
-from rubato.wire.messages import FromCore, FromGateway, decode_from_core, encode
+from rubato.wire.messages import FromCore, ToCore, decode_from_core, encode
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class Link(Protocol):
     @property
     def is_refused(self) -> bool: ...
 
-    def send(self, message: FromGateway) -> None:
+    def send(self, message: ToCore) -> None:
         """Without waiting; what there is no room for is lost."""
         ...
 
@@ -55,7 +55,7 @@ class ZmqLink:
         self._failed += failed_handshakes(self._monitor)
         return self._failed > 0
 
-    def send(self, message: FromGateway) -> None:
+    def send(self, message: ToCore) -> None:
         raw = encode(message)
         if len(raw) > MAX_COMMAND_BYTES:
             log.error("a message of %d bytes to an engine is left out: it takes %d", len(raw), MAX_COMMAND_BYTES)

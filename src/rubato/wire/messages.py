@@ -4,7 +4,8 @@ A gateway (DEALER) says `Hello`, and the core (ROUTER) answers with what it is, 
 requests there. From then on come numbered `Report`s: when a batch is done, and when the next one runs. A reader that
 misses a number asks for another snapshot. Gateways send commands, of one message in order. Times are in the core's own
 clock; a `Beat` answers a `Ping` and lets a gateway measure how far that is ahead of its own. Requests have the engine's
-ids in reports; `OfferedRow` says which request of a gateway each one is.
+ids in reports; `OfferedRow` says which request of a gateway each one is. An API server says `Subscribe`, and hears of
+its own requests (`RequestEvents`) and of how the engine stands (`EngineState`).
 
 Messages are written by name, commands and rows, of which there are many, by position.
 """
@@ -54,6 +55,13 @@ class Ping(_Message, frozen=True, tag="ping"):
 
 class Resync(_Message, frozen=True, tag="resync"):
     """A report was missed."""
+
+
+class Subscribe(_Message, frozen=True, tag="subscribe"):
+    """An API server's word: it is to be told of its own requests. client: its number."""
+
+    protocol: int
+    client: int
 
 
 class Do(_Message, frozen=True, tag="do"):
@@ -282,8 +290,8 @@ class EngineState(_Message, frozen=True, tag="state"):
     lost: int = 0
 
 
-FromGateway: TypeAlias = Hello | Ping | Resync | Do
-ToApiServer: TypeAlias = RequestEvents | EngineState
+ToCore: TypeAlias = Hello | Ping | Resync | Do | Subscribe
+ToApiServer: TypeAlias = RequestEvents | EngineState | Refused
 FromCore: TypeAlias = Greeting | Refused | Unknown | Beat | Report | Snapshot
 
 
@@ -291,7 +299,7 @@ FromCore: TypeAlias = Greeting | Refused | Unknown | Beat | Report | Snapshot
 
 Said = TypeVar("Said")
 encode = msgspec.json.Encoder().encode
-_from_gateway: msgspec.json.Decoder[FromGateway] = msgspec.json.Decoder(FromGateway)
+_to_core: msgspec.json.Decoder[ToCore] = msgspec.json.Decoder(ToCore)
 _from_core: msgspec.json.Decoder[FromCore] = msgspec.json.Decoder(FromCore)
 _to_api_server: msgspec.json.Decoder[ToApiServer] = msgspec.json.Decoder(ToApiServer)
 _command: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
@@ -300,9 +308,9 @@ _KINDS: dict[str, type[Event]] = {
 }
 
 
-def decode_from_gateway(raw: bytes) -> FromGateway:
+def decode_to_core(raw: bytes) -> ToCore:
     """Raises ValueError for what is no message."""
-    return _decode(_from_gateway, raw)
+    return _decode(_to_core, raw)
 
 
 def decode_from_core(raw: bytes) -> FromCore:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rubato.core.events import Demoted, Event, HandedOff, Transferred
 from rubato.core.plan import Limits, Role
 from rubato.core.request import Handoff, HandoffReason
+from rubato.engines.vllm.core_link import CoreLink
 from rubato.engines.vllm.gateway_reports import GatewayReports
 from rubato.engines.vllm.guards import guarded
 from rubato.engines.vllm.kv_transfer import hands_over
@@ -34,6 +35,7 @@ class FleetPart:
     clock: Callable[[], float]
     seqs: dict[str, VllmSeq]
     role: Role
+    link: CoreLink | None
     _gateways: GatewayReports | None
     _strange: int  # requests here that no gateway can place elsewhere
     _settled: int
@@ -55,16 +57,18 @@ class FleetPart:
         def preempted(self, id: str) -> None: ...
         def _taken_out(self, id: str) -> VllmSeq | None: ...
 
-    def open_to_gateways(self, *, model: str, vllm: str, rubato: str) -> None:
-        """The engine is ready. vllm, rubato: their versions."""
-        if self._gateways is None:
+    def open_link(self, *, model: str, vllm: str, rubato: str) -> None:
+        """The engine is ready: who asks on the link is answered from now on. vllm, rubato: their versions."""
+        if self.link is None:
             return
 
         def about() -> CoreAbout:
             latency, supports = self.latency.to_dict(), tuple(sorted(self.supports))
             return CoreAbout(self.name, supports, self.limits, latency, self.kv_lease, model, vllm, rubato)
 
-        self._gateways.hand_over_to(about, self.clock, self._kv.free())
+        if self._gateways is not None:
+            self._gateways.begin(self.clock(), self._kv.free())
+        self.link.start(about, self.clock)
 
     def obey(self) -> list[tuple[str, HandoffReason]]:
         """Take in what gateways ask for. Returns requests that are to be handed off, and why."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rubato.core.events import Event, Finished, Offered, Tokens
 from rubato.core.plan import Shape
 from rubato.core.request import HandoffReason, without_texts
-from rubato.engines.vllm.gateway_link import GatewayLink
+from rubato.engines.vllm.core_link import CoreLink
 from rubato.engines.vllm.sequence import Promised, VllmSeq
 from rubato.wire.messages import (
     HEARTBEAT_S,
     Contract,
-    CoreAbout,
     HandOffRow,
     PresentRow,
     Report,
@@ -48,7 +47,7 @@ def place_of(id: str) -> tuple[str, int, int]:
 class GatewayReports:
     """link: to the gateways; none of them: nothing is kept for them but what they have promised."""
 
-    def __init__(self, link: GatewayLink) -> None:
+    def __init__(self, link: CoreLink) -> None:
         self.link = link
         self._number = 0
         self._told = 0.0  # when the last report was sent
@@ -85,10 +84,9 @@ class GatewayReports:
             return None
         return Promised(gateway, contract.ids[place], contract)
 
-    def hand_over_to(self, about: Callable[[], CoreAbout], clock: Callable[[], float], kv_free: int) -> None:
-        """The engine is ready: gateways are answered from now on. kv_free: blocks, of an engine without requests."""
-        self._snapshot(clock(), kv_free, {}, (), idle=True)
-        self.link.start(about, clock)
+    def begin(self, now: float, kv_free: int) -> None:
+        """The engine is ready. kv_free: blocks, of an engine without requests."""
+        self._snapshot(now, kv_free, {}, (), idle=True)
 
     def _forget(self, id: str, open: Iterable[str]) -> None:
         """vLLM's request of this id has ended; the contract goes with the last of its answer."""

@@ -1,9 +1,9 @@
-"""From engine cores to API servers: what became of requests, how steps went, how each engine stands.
+"""What API servers hear from engine cores: what became of requests, how steps went, how each engine stands.
 
-vLLM's own messages to its API servers have no place for that. Each core publishes on a socket in a folder that is open
-to this user alone; all API servers of this machine read. The folder's name, and the key with which an API server seals
-what it says of a request, are in the environment of all processes of one vLLM: `announce` runs before any is started.
-A step never waits for a reader: what one is too slow for is lost to it, and it is told how many messages that were.
+vLLM's own messages to its API servers have no place for that. Each core listens (`core_link`) also on a socket in a
+folder that is open to this user alone; all API servers of this machine connect to it. The folder's name, and the key
+with which an API server seals what it says of a request, are in the environment of all processes of one vLLM:
+`announce` runs before any is started.
 """
 
 from __future__ import annotations
@@ -15,15 +15,27 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from hashlib import blake2b
+from math import inf
 from typing import Any
 from uuid import uuid4
 
 import orjson
 from msgspec.structs import replace
 
-from rubato.core.events import Event
-from rubato.wire.messages import EngineState, RequestEvents, ToApiServer, decode_for_api_server, encode, full_row
+from rubato.core.clock import WallClock
+from rubato.wire.link_keys import protect_gateway
+from rubato.wire.messages import (
+    HEARTBEAT_S,
+    PROTOCOL,
+    EngineState,
+    Refused,
+    RequestEvents,
+    Subscribe,
+    decode_for_api_server,
+    encode,
+)
 
 FOLDER, KEY = "RUBATO_LINK", "RUBATO_KEY"  # environment variables
 MOST = 20_000  # messages that wait for a reader
@@ -58,6 +70,12 @@ def seal(fields: Mapping[str, str]) -> str:
     return blake2b(text, key=key.encode(), digest_size=16).hexdigest() if key else ""
 
 
+def endpoint(folder: str, engine: int) -> str:
+    """Where API servers reach an engine core. Raises OSError for a folder that cannot be made or is open to others."""
+    _open(folder)
+    return f"ipc://{_file(folder, engine)}"
+
+
 def _open(folder: str) -> None:
     os.makedirs(folder, mode=0o700, exist_ok=True)
     about = os.stat(folder)
@@ -65,70 +83,53 @@ def _open(folder: str) -> None:
         raise OSError(f"{folder} is not a folder of this user's alone")
 
 
-class Publisher:
-    """A core's end. Raises OSError for a folder that cannot be made or is open to others."""
-
-    def __init__(self, folder: str, engine: int) -> None:
-        import zmq
-
-        _open(folder)
-        self._engine = engine
-        self._socket: Any = zmq.Context.instance().socket(zmq.PUB)
-        self._socket.setsockopt(zmq.SNDHWM, MOST)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(f"ipc://{_file(folder, engine)}")
-        self._sent: dict[bytes, int] = {}
-
-    def events(self, client: int, events: Iterable[Event], tickets: Mapping[str, str]) -> None:
-        """client: the API server whose requests these are."""
-        topic, rows = _of_client(client), [full_row(event) for event in events]
-        self._send(topic, RequestEvents(self._engine, self._number(topic), rows, tickets))
-
-    def state(self, fields: Mapping[str, Any]) -> None:
-        """How the engine stands, as its `Reports` have it."""
-        self._send(ENGINE, EngineState(self._engine, self._number(ENGINE), fields))
-
-    def _number(self, topic: bytes) -> int:
-        self._sent[topic] = self._sent.get(topic, 0) + 1
-        return self._sent[topic]
-
-    def _send(self, topic: bytes, message: ToApiServer) -> None:
-        self._socket.send_multipart([topic, encode(message)])
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-
-
 class Reader:
-    """An API server's end. engines: numbers of those that may run on this machine; client: this API server's number."""
+    """An API server's end of the link. engines: numbers of those that may run on this machine; client: this API
+    server's number."""
 
     def __init__(self, folder: str, engines: Iterable[int], client: int) -> None:
         import zmq
 
-        self._again = zmq.Again
-        self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.setsockopt(zmq.RCVHWM, MOST)
-        for topic in (_of_client(client), ENGINE):
-            self._socket.setsockopt(zmq.SUBSCRIBE, topic)
+        self._again, self._sockets = zmq.Again, []
         for engine in engines:
-            self._socket.connect(f"ipc://{_file(folder, engine)}")
-        self._numbers: dict[tuple[bytes, int], int] = {}
+            socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+            socket.setsockopt(zmq.RCVHWM, MOST)
+            socket.setsockopt(zmq.SNDHWM, 1)
+            socket.setsockopt(zmq.LINGER, 0)
+            protect_gateway(socket)
+            socket.connect(f"ipc://{_file(folder, engine)}")
+            self._sockets.append(socket)
+        self._numbers: dict[tuple[type, int], int] = {}
+        self._subscribe = encode(Subscribe(PROTOCOL, client))
+        self._clock, self._subscribed = WallClock(), -inf
+        self._ask()
 
-    def messages(self) -> Iterator[ToApiServer]:
-        """What has come, without waiting."""
-        while True:
-            try:
-                topic, raw = self._socket.recv_multipart(1)  # NOBLOCK
-            except self._again:
-                return
-            message = decode_for_api_server(raw)
-            of, number = (topic, message.engine), message.n
-            lost = max(0, number - self._numbers.get(of, number - 1) - 1)  # a new core begins at 1
-            self._numbers[of] = number
-            yield replace(message, lost=lost) if lost else message
+    def _ask(self) -> None:
+        """Say again who listens: a core may have begun anew."""
+        if (now := self._clock.now()) < self._subscribed + HEARTBEAT_S:
+            return
+        self._subscribed = now
+        for socket in self._sockets:
+            with suppress(self._again):
+                socket.send(self._subscribe, 1)  # NOBLOCK
+
+    def messages(self) -> Iterator[RequestEvents | EngineState]:
+        """What has come, without waiting. Raises OSError where an engine core refuses to tell."""
+        self._ask()
+        for socket in self._sockets:
+            with suppress(self._again):
+                while True:
+                    message = decode_for_api_server(socket.recv(1))
+                    if isinstance(message, Refused):
+                        raise OSError(message.why)
+                    of, number = (type(message), message.engine), message.n
+                    lost = max(0, number - self._numbers.get(of, number - 1) - 1)  # a new core begins at 1
+                    self._numbers[of] = number
+                    yield replace(message, lost=lost) if lost else message
 
     def close(self) -> None:
-        self._socket.close(linger=0)
+        for socket in self._sockets:
+            socket.close(linger=0)
 
 
 def leave_address(folder: str, host: str, port: int) -> None:
@@ -148,13 +149,6 @@ def address_for_gateways() -> dict[str, Any] | None:
             return found
     except OSError:
         return None
-
-
-ENGINE = b"engine"
-
-
-def _of_client(client: int) -> bytes:
-    return b"client-%d." % client  # ended, since subscriptions are to what begins so
 
 
 def _file(folder: str, engine: int) -> str:

@@ -32,12 +32,12 @@ from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import ANY, NO_BATCH, Limits, Plan, Sample, Shape
 from rubato.core.request import Outcome
 from rubato.core.slo import StageTimes, judge
+from rubato.engines.vllm.core_link import CoreLink
 from rubato.engines.vllm.drafts import Drafts
 from rubato.engines.vllm.fleet_part import NONE, FleetPart, movable
 from rubato.engines.vllm.gateway_reports import GatewayReports
 from rubato.engines.vllm.guards import guarded
 from rubato.engines.vllm.kv_transfer import comes_with_kv, hands_over
-from rubato.engines.vllm.link import Publisher
 from rubato.engines.vllm.lost_time import LostTime
 from rubato.engines.vllm.reports import NAME, Reports
 from rubato.engines.vllm.room import SETTLED, Room
@@ -110,8 +110,9 @@ class PolicyDriver(FleetPart):
     these books, by place. given_up: no step is planned any more.
 
     fair: holds requests of tenants beyond their share back from the policy. strangers: clients may state SLOs
-    themselves. publisher: to vLLM's API servers. gateways: to those, if the engine is one of a fleet. kv_lease: seconds
-    that KV stays here for another engine (`kv_transfer`); None: none goes there.
+    themselves. link: to vLLM's API servers, and to gateways if the engine is one of a fleet. engine: its number among
+    those of its server. kv_lease: seconds that KV stays here for another engine (`kv_transfer`); None: none goes
+    there.
     """
 
     def __init__(
@@ -123,14 +124,16 @@ class PolicyDriver(FleetPart):
         *,
         fair: FairShare | None = None,
         strangers: bool = True,
-        publisher: Publisher | None = None,
-        gateways: GatewayReports | None = None,
+        link: CoreLink | None = None,
+        engine: int = 0,
         kv_lease: float | None = None,
     ) -> None:
         self.name = settings.policy
         self.policy = load(settings.policy, settings.settings)
         self.supports = SUPPORTS | {"draft"} if num_spec_tokens else SUPPORTS
-        if gateways is not None:
+        self.link = link
+        self._gateways = GatewayReports(link) if link is not None and link.port else None
+        if self._gateways is not None:
             self.supports |= FLEET if kv_lease is None else FLEET | {"kv_transfer"}
         self.kv_lease = kv_lease
         self.arriving: set[str] = set()
@@ -138,7 +141,6 @@ class PolicyDriver(FleetPart):
         self.leaving: dict[str, VllmSeq] = {}
         self.hidden = self.beside = NONE
         self.role = ANY
-        self._gateways = gateways
         self._strange = 0  # requests here that no gateway can place elsewhere
         missing = self.policy.needs - self.supports
         if missing:
@@ -174,7 +176,7 @@ class PolicyDriver(FleetPart):
         self._fair = fair
         self._held: dict[str, VllmSeq] = {}  # by `fair`
         self._strangers = strangers
-        self._reports = Reports(publisher) if publisher is not None else None
+        self._reports = Reports(link, engine) if link is not None and link.endpoint else None
         self._lost_time = LostTime(self.latency)
         self._events: list[Event] = []
         self._flights: deque[Flight] = deque()
@@ -570,7 +572,7 @@ class PolicyDriver(FleetPart):
             "steps": self.steps,
             "fallbacks": self.fallbacks,
             "stood_aside": self.stood_aside,
-            "link_refused": 0 if self._gateways is None else self._gateways.link.refused,
+            "link_refused": 0 if self.link is None else self.link.refused,
             "deviations": dict(self.deviations),
             "faults": dict(self.faults),
             "given_up": self.given_up,
@@ -579,10 +581,8 @@ class PolicyDriver(FleetPart):
         }
 
     def close(self) -> None:
-        if self._reports is not None:
-            self._reports.close()
-        if self._gateways is not None:
-            self._gateways.link.close()
+        if self.link is not None:
+            self.link.close()
 
     def _book(self, out: Any, now: float, drafted: int) -> None:
         seq = self.seqs.get(out.request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from math import inf
@@ -10,20 +11,22 @@ from typing import Any
 from rubato.core.events import Event, Finished, Offered, Placed, Tokens
 from rubato.core.interfaces import View
 from rubato.core.request import without_texts
-from rubato.engines.vllm.link import Publisher
+from rubato.engines.vllm.core_link import CoreLink
 from rubato.engines.vllm.sequence import VllmSeq
 from rubato.policy_kit.backlog import prefill_seconds
+from rubato.wire.messages import EngineState, RequestEvents, full_row
 
 NAME = "vllm"  # of the one replica that an engine core is
 REPORT, SHOW = 0.25, 1.0  # seconds from one report of steps to the next, and from one of all sequences
 
 
 class Reports:
-    """What the API servers are to be told next. planned: seconds that plans took; batches: tokens, sequences and
-    seconds of each step."""
+    """What the API servers are to be told next. engine: this core's number. planned: seconds that plans took; batches:
+    tokens, sequences and seconds of each step."""
 
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
+    def __init__(self, link: CoreLink, engine: int) -> None:
+        self._link, self._engine = link, engine
+        self._sent: Counter[int | None] = Counter()  # messages to each API server, and to all
         self._events: dict[int, list[Event]] = {}  # by API server
         self._tickets: dict[int, dict[str, str]] = {}
         self._new: list[VllmSeq] = []  # in no view yet
@@ -84,7 +87,9 @@ class Reports:
         by_client, tickets = self._events, self._tickets
         self._events, self._tickets = {}, {}
         for client, events in by_client.items():
-            self._publisher.events(client, events, tickets.get(client, {}))
+            if client in self._link.clients:
+                rows, number = [full_row(event) for event in events], self._number(client)
+                self._link.tell_client(client, RequestEvents(self._engine, number, rows, tickets.get(client, {})))
         if now < self._told + REPORT and (self._idle or not idle):  # an engine with nothing to run may spin
             return
         self._told, self._idle = now, idle
@@ -93,7 +98,9 @@ class Reports:
             shown = {**shown, "open": list(open)}
         steps = {"planned": self.planned, "batches": self.batches}
         self.planned, self.batches, self._shown = [], [], {}
-        self._publisher.state({**state(), **steps, **shown})
+        if self._link.clients:
+            self._link.tell_clients(EngineState(self._engine, self._number(None), {**state(), **steps, **shown}))
 
-    def close(self) -> None:
-        self._publisher.close()
+    def _number(self, client: int | None) -> int:
+        self._sent[client] += 1
+        return self._sent[client]

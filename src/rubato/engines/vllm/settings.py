@@ -23,7 +23,7 @@ class Settings:
     requests are judged, for policies that learn from it. uniform_drafts: all requests of a batch verify as many drafted
     tokens, which CUDA graphs of decodes need. stand_aside: a step is vLLM's own while every SLO has room. config: path
     of a server's YAML, for what is left out here and for tiers and tenants (`rubato.config.for_vllm`). link: where
-    gateways reach the engine core (`gateway_link.LinkSettings`); None: nowhere."""
+    gateways reach the engine core (`core_link.LinkSettings`); None: nowhere."""
 
     policy: str = "edf"
     settings: Mapping[str, Any] = field(default_factory=dict)

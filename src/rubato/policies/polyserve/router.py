@@ -161,6 +161,7 @@ class Router:
         self._freed.clear()
         until = min(held_until.values(), default=inf)
         if for_pool:
+            self._send_too_long([seq for seq in fresh if seq.id in for_pool], turn)
             parked = [seq for seq in held if seq.id in for_pool]
             pooled = any(replica.group is None for replica in self._replicas.values())
             if pooled:
@@ -387,6 +388,16 @@ class Router:
             coming = [replica for _, replica in self._moving.values()]
             pool = [r for r in pool if r not in coming]
         return min(pool, key=lambda r: (len(r.forecast), r.index), default=None)
+
+    def _send_too_long(self, parked: Sequence[SeqView], turn: _Turn) -> None:
+        """What no replica has the KV for goes to one all the same, which refuses it, or knows better: of a prompt that
+        was sent as text the length is a guess."""
+        most = max([replica.capacity for replica in self._replicas.values()], default=inf)
+        for seq in parked:
+            if not seq.cached and self._best_effort(seq).most > most:
+                replica = min(self._replicas.values(), key=lambda r: (r.group is not None, len(r.forecast), r.index))
+                self._for_pool.discard(seq.id)
+                turn.place[seq.id], turn.why[seq.id] = replica.id, "best effort: longer than the KV of every replica"
 
     def _fill_pool(self, parked: Sequence[SeqView], turn: _Turn) -> None:
         """Best effort goes to the pool, as far as its KV goes."""

@@ -1,9 +1,9 @@
-"""A core's end of the link to gateways (`wire.messages`): a socket, with a thread of its own.
+"""A core's end of the link to gateways and to vLLM's API servers (`wire.messages`): a socket with a thread of its own.
 
-A step hands over bytes and goes on; it waits for nobody, and encodes nothing while no gateway listens. A gateway that
-is too slow for its reports misses some, notices by their numbers and asks for a snapshot. The thread answers greetings
-and pings also while the engine runs a long step, or is idle. Strangers (`wire.link_keys`), and messages that are none
-of the link's, are counted and not logged: they could fill the log.
+A step hands over bytes and goes on; it waits for nobody, and encodes nothing that nobody listens to. A gateway that
+is too slow for its reports misses some, notices by their numbers and asks for a snapshot; an API server counts what it
+missed. The thread answers greetings and pings also while the engine runs a long step, or is idle. Strangers
+(`wire.link_keys`), and messages that are none of the link's, are counted and not logged: they could fill the log.
 """
 
 from __future__ import annotations
@@ -30,26 +30,29 @@ from rubato.wire.messages import (
     Beat,
     CoreAbout,
     Do,
+    EngineState,
     FromCore,
     Greeting,
     Hello,
     Ping,
     Refused,
     Report,
+    RequestEvents,
     Snapshot,
+    Subscribe,
     Unknown,
-    decode_from_gateway,
+    decode_to_core,
     encode,
 )
 
 log = logging.getLogger("vllm.rubato")
 
-MOST = 1000  # reports that wait for one gateway
+MOST = 1000  # messages that wait for one peer
 INSIDE = 10_000  # messages that wait for the thread
 COMMANDS = 10_000  # that wait for the next step
 POLL = 200  # milliseconds after which the thread looks whether it is to end
 GONE = 30.0  # seconds without a word after which a gateway is sent nothing more
-MAX_PEERS = 64  # gateways that are told of one core
+MAX_PEERS = 64  # gateways and API servers that are told of one core
 MAX_UNREAD = 64  # messages of one peer that wait for the thread
 
 
@@ -89,17 +92,20 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(slots=True)
 class _Peer:
-    """A gateway that has said who it is. fresh: it has had a snapshot, and every report since."""
+    """One that has said who it is. client: of an API server, its number. fresh: of a gateway, it has had a snapshot and
+    every report since."""
 
     name: str
     heard: float
     fresh: bool = False
+    client: int | None = None
 
 
-class GatewayLink:
-    """Listens from the start, and answers from `start` on. Raises OSError for an address that cannot be had."""
+class CoreLink:
+    """Listens from the start, and answers from `start` on. settings: where gateways reach it, None: nowhere; endpoint:
+    ZeroMQ's, where API servers do. Raises OSError for an address that cannot be had."""
 
-    def __init__(self, settings: LinkSettings) -> None:
+    def __init__(self, settings: LinkSettings | None, endpoint: str = "") -> None:
         self._context: zmq.Context[Any] = zmq.Context()  # its own: ZeroMQ asks one place in it who may speak
         self._socket: Any = self._context.socket(zmq.ROUTER)
         self._gatekeeper = protect_core(self._socket)
@@ -108,14 +114,13 @@ class GatewayLink:
         self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent is said, not dropped in silence
-        self._socket.setsockopt(zmq.IPV6, int(":" in settings.host))
-        host = host_in_url(settings.host)
-        try:
-            self._socket.bind(f"tcp://{host}:{settings.port or '*'}")
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise OSError(f"rubato.link: cannot listen on {host}:{settings.port} ({error})") from error
-        self.port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.port, self.endpoint = 0, endpoint
+        if endpoint:
+            self._bind(endpoint)
+        if settings is not None:
+            self._socket.setsockopt(zmq.IPV6, int(":" in settings.host))
+            self._bind(f"tcp://{host_in_url(settings.host)}:{settings.port or '*'}")
+            self.port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         inside = f"inproc://rubato-link-{id(self)}"
         self._from_steps = self._context.socket(zmq.PULL)
         self._from_steps.setsockopt(zmq.RCVHWM, INSIDE)
@@ -129,9 +134,17 @@ class GatewayLink:
         self._idle: bytes | None = None  # the snapshot of an engine at which nothing happens
         self._ending = False
         self.listeners = 0  # gateways that are to be told
+        self.clients: frozenset[int] = frozenset()  # API servers that are, by their numbers
         self.wanted = False  # a snapshot, by some gateway
         self.refused = 0  # connections and messages of strangers
         self._thread = threading.Thread(target=self._run, name="rubato-link", daemon=True)
+
+    def _bind(self, endpoint: str) -> None:
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(f"rubato.link: cannot listen on {endpoint.replace('*', '0')} ({error})") from error
 
     def start(self, about: Callable[[], CoreAbout], clock: Callable[[], float]) -> None:
         """about: what a gateway is told first. clock: the core's."""
@@ -158,6 +171,14 @@ class GatewayLink:
         if self.wanted:
             self.wanted = False
             self._hand_over(b"snapshot", raw)
+
+    def tell_clients(self, message: EngineState) -> None:
+        """Send to all API servers; what the thread has no room for is missed."""
+        self._hand_over(b"state", encode(message))
+
+    def tell_client(self, client: int, message: RequestEvents) -> None:
+        """Send to the API server of this number, likewise."""
+        self._hand_over(b"%d" % client, encode(message))
 
     def begin_afresh(self) -> None:
         """What was told of some request is not so: a snapshot is to say how it is."""
@@ -198,7 +219,8 @@ class GatewayLink:
                     self._hear(self._socket.recv_multipart())
                 if self._gatekeeper is not None and asks in ready:
                     self._gatekeeper.answer()
-                self.refused += failed_handshakes(self._monitor)
+                if self._monitor in ready:
+                    self.refused += failed_handshakes(self._monitor)
                 self._settle()
             except Exception:  # the engine goes on, and so do other gateways
                 log.exception("the link to gateways failed at one message")
@@ -206,9 +228,12 @@ class GatewayLink:
     def _forward(self) -> None:
         kind, raw = self._from_steps.recv_multipart()
         for who, peer in list(self._peers.items()):
-            if kind == b"afresh":
+            if peer.client is not None:
+                if kind == b"state" or kind == b"%d" % peer.client:
+                    self._send(who, raw)
+            elif kind == b"afresh":
                 peer.fresh = False
-            elif peer.fresh == (kind == b"report"):  # reports to those that miss none, the snapshot to all others
+            elif kind == (b"report" if peer.fresh else b"snapshot"):  # reports to those that miss none
                 peer.fresh = self._send(who, raw)
                 self.wanted |= not peer.fresh
 
@@ -216,11 +241,11 @@ class GatewayLink:
         """frames: of one message, after the peer's name; whatever they are."""
         try:
             who, raw = frames
-            message = decode_from_gateway(raw)
+            message = decode_to_core(raw)
         except ValueError:
             self.refused += 1  # no gateway of ours
             return
-        if isinstance(message, Hello):
+        if isinstance(message, Hello | Subscribe):
             self._greet(who, message)
             return
         peer = self._peers.get(who)
@@ -228,7 +253,9 @@ class GatewayLink:
             self._tell(who, Unknown())
             return
         peer.heard = self._clock()
-        if isinstance(message, Ping):
+        if peer.client is not None:
+            self.refused += 1  # an API server says who it is, and nothing else
+        elif isinstance(message, Ping):
             self._tell(who, Beat(message.asked, peer.heard, unix_time()))
         elif isinstance(message, Do):
             self._commands.extend((peer.name, command) for command in message.commands)
@@ -236,19 +263,27 @@ class GatewayLink:
             peer.fresh = False
             self._refresh(who, peer)
 
-    def _greet(self, who: bytes, message: Hello) -> None:
+    def _greet(self, who: bytes, message: Hello | Subscribe) -> None:
         if message.protocol != PROTOCOL:
             why = f"this engine speaks version {PROTOCOL} of the link, the gateway {message.protocol}"
         elif who not in self._peers and len(self._peers) >= MAX_PEERS:
             why = f"{MAX_PEERS} gateways listen to this engine already"
+        elif isinstance(message, Subscribe):
+            self._peers[who] = _Peer("", self._clock(), client=message.client)
+            self._count_peers()
+            return
         else:
             peer = self._peers[who] = _Peer(message.gateway[:64], self._clock())
-            self.listeners = len(self._peers)
+            self._count_peers()
             self._tell(who, Greeting(message.asked, peer.heard, unix_time(), self._about()))
             self._refresh(who, peer)
             return
         self.refused += 1
         self._tell(who, Refused(why))
+
+    def _count_peers(self) -> None:
+        self.clients = frozenset(peer.client for peer in self._peers.values() if peer.client is not None)
+        self.listeners = sum(peer.client is None for peer in self._peers.values())
 
     def _refresh(self, who: bytes, peer: _Peer) -> None:
         """Send a snapshot: the one there is, or the next."""
@@ -268,19 +303,20 @@ class GatewayLink:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._peers.pop(who, None)
-            self.listeners = len(self._peers)
+            self._count_peers()
             return False
         return True
 
     def _settle(self) -> None:
         """The snapshot of an engine that has become idle meanwhile, to those that wait for one; and forget the dead."""
+        gateways = [(who, peer) for who, peer in self._peers.items() if peer.client is None]
         if self.wanted and (raw := self._idle) is not None:
             self.wanted = False
-            for who, peer in list(self._peers.items()):
+            for who, peer in gateways:
                 if not peer.fresh:
                     peer.fresh = self._send(who, raw)
                     self.wanted |= not peer.fresh
         before = self._clock() - GONE
-        for who in [who for who, peer in self._peers.items() if peer.heard < before]:
-            del self._peers[who]
-            self.listeners = len(self._peers)
+        for who in [who for who, peer in gateways if peer.heard < before]:
+            self._peers.pop(who, None)
+            self._count_peers()
