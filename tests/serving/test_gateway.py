@@ -95,6 +95,7 @@ def gateway(
     *,
     servers: int = 2,
     linked: bool = True,
+    counted: int = 0,
     policy: str = "edf",
     router: str = "least_loaded",
     tenants: Sequence[Tenant] = (),
@@ -117,7 +118,8 @@ def gateway(
         trips: Trips = {}
         options = ClusterOptions(PolicyChoice(policy, {}, router), replica, max_in_flight, fair)
         fleet = ServerFleet(
-            [Server(url, url.replace("http", "tcp") if linked else "") for url in there], clock, options, trips,
+            [Server(url, url.replace("http", "tcp") if linked and i >= counted else "") for i, url in enumerate(there)],
+            clock, options, trips,
             profile=profile, transport=there.__getitem__,
             link=lambda address: MemoryLink(there[address.replace("tcp", "http")].core),
         )  # fmt: skip
@@ -229,6 +231,13 @@ async def test_server_gets_the_gateways_key_and_no_slo(fleet: Fleet) -> None:
     assert [head.get("authorization") for head in heads] == ["Bearer servers-key"]
     assert not any(name.startswith("x-slo") for name in heads[0])
     assert (await fleet.http.get("/v1/models", headers=key("b"))).json()["data"][0]["id"] == "stub"
+
+
+@on(gateway, counted=1)
+async def test_each_server_that_has_no_link_is_told_of_the_slo_by_headers(fleet: Fleet) -> None:
+    await asyncio.gather(*(fleet.complete(service_tier="chat") for _ in range(4)))
+    told = [{head.get("x-slo-ttft-ms") for head in server.heads} for server in fleet.servers]
+    assert told == [{"1000"}, {None}]
 
 
 @on(gateway)

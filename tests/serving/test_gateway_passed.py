@@ -11,9 +11,10 @@ import pytest
 
 from rubato.core.events import Finished
 from rubato.fleet.upstream import MAX_SILENCE_S, Headers, UnreachableError, UpstreamError
+from rubato.serving.asgi_client import WRITER
 from tests.doors.doors import call_asgi
 from tests.scenario import on
-from tests.serving.conftest import key, tenant
+from tests.serving.conftest import http_scope, key, tenant
 from tests.serving.test_gateway import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
 
@@ -23,12 +24,12 @@ BODY = json.dumps({"model": "stub", "input": "a"}).encode()
 
 class Embedding(StubServer):
     """Has embeddings, once `done` is set. asked: how often; open_: calls that have not ended; fails: with this; breaks:
-    an answer begins and does not end."""
+    an answer begins and does not end, or with this."""
 
     asked = 0
     open_ = 0
     fails: Exception | None = None
-    breaks = False
+    breaks: bool | UpstreamError = False
 
     async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
         if path != EMBED:
@@ -45,6 +46,8 @@ class Embedding(StubServer):
         reply = MemoryReply(200, "application/json", self._left)
         if self.breaks:
             reply.put(b'{"data"')
+            if isinstance(self.breaks, UpstreamError):
+                reply.put(self.breaks)
             return reply
         self.open_ -= 1
         reply.put(b'{"data":[]}')
@@ -111,6 +114,36 @@ def test_passed_call_whose_client_leaves_is_given_up_at_the_server(breaks: bool)
         assert {status for status, _ in await asyncio.gather(*[call(fleet) for _ in range(60)])} == {200}
 
     gateway(scenario, change=change, tenants=[tenant("a", max_in_flight=60)])
+
+
+@on(gateway, change=change, tenants=[tenant("a")])
+async def test_passed_response_that_breaks_off_breaks_its_clients_connection(fleet: Fleet) -> None:
+    """It does not end as if it were whole, and no error is left to the HTTP server to log."""
+    for server in embeddings(fleet):
+        server.breaks = UpstreamError("closed")
+        server.done.set()
+    sent, aborted, parts = list[Any](), asyncio.Event(), [BODY]
+
+    class Connection:
+        flow = None
+
+        def abort(self) -> None:
+            aborted.set()
+
+    async def receive() -> dict[str, Any]:
+        if parts:
+            return {"type": "http.request", "body": parts.pop(), "more_body": False}
+        await aborted.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(name.encode(), value.encode()) for name, value in key("a").items()]
+    scope = {**http_scope(fleet.app, EMBED, headers), "extensions": {WRITER: Connection()}}
+    await fleet.app(scope, receive, send)
+    assert aborted.is_set()
+    assert [message.get("more_body") for message in sent] == [None, True]
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,11 @@ class Carrier(Protocol):
     @property
     def linked(self) -> bool: ...
     @property
+    def has_link(self) -> bool:
+        """Whether a link tells it what is promised, also while that is silent."""
+        ...
+
+    @property
     def clock(self) -> Clock: ...
     @property
     def prefills(self) -> bool:
@@ -172,6 +177,7 @@ class Ask:
         resumes: the servers are known to go on from what another has streamed, as vLLM does.
         model: that it is to be served by; "": by any.
         has_own_key: the gateway's own key is in the headers.
+        slo_headers: what is granted, for a server that no link tells of it.
     """
 
     path: str
@@ -185,6 +191,7 @@ class Ask:
     body: Callable[[str, bool], bytes]
     model: str = ""
     has_own_key: bool = False
+    slo_headers: Headers = ()
 
 
 class Trip:
@@ -555,11 +562,12 @@ class RelayTrip(Trip):
         self._so_far = StreamSoFar(ask.path) if ask.resumes and ask.streams and len(requests) == 1 else None
         self._resumed = False  # what comes is not of the first server
         self._is_counted = False  # where it goes now, only its response tells of it
+        self._slo_headers: Headers = ()  # for where it goes now
 
     def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         ask = self.ask
         short = ask.answer.partition("-")[2] or ask.answer
-        headers = [*ask.headers, ("x-request-id", name_of_try(short, self.tries))]
+        headers = [*ask.headers, *self._slo_headers, ("x-request-id", name_of_try(short, self.tries))]
         raw = ask.body(self.answer, self._is_counted)
         if not self.begun:
             return headers, raw
@@ -578,6 +586,7 @@ class RelayTrip(Trip):
 
     async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
         self._is_counted = not (replica.linked or prefills or kv is not None)
+        self._slo_headers = () if replica.has_link else self.ask.slo_headers
         headers, body = self.sent(request.progress)
         if self.begun and self._so_far is not None:
             ids = await _tokenized(replica.upstream, self._so_far.text(), headers)

@@ -281,6 +281,7 @@ class Mirror:
         left, arrived = self._leaving, self._arriving
         self._waiting, self._running, self._arriving, self._leaving = {}, {}, {}, {}
         strange, self._strange = self._strange, set()
+        self._seen -= strange
         for one in there:
             self._seen.add(one.request.id)
             had = before.pop(one.request.id, None) or left.get(one.request.id)

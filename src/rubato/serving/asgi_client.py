@@ -24,6 +24,13 @@ class Writer(Protocol):
     flow: Flow | None
 
     def write(self, data: bytes) -> None: ...
+    def abort(self) -> None: ...
+
+
+def written_by(scope: Scope) -> Writer | None:
+    """What writes to the connection of a request; None where its server has no such thing."""
+    writer: Writer | None = (scope.get("extensions") or {}).get(WRITER)
+    return writer
 
 
 class AsgiClient:
@@ -35,7 +42,7 @@ class AsgiClient:
 
     def __init__(self, scope: Scope, send: Send, head: Head) -> None:
         self._send, self._head = send, head
-        self._extension: Writer | None = (scope.get("extensions") or {}).get(WRITER)
+        self._extension = written_by(scope)
         self.direct: Writer | None = None  # once all that came before has been sent
         self._queue: list[Message] = []
         self._queued = 0  # bytes

@@ -8,6 +8,7 @@ paths go to some server of the fleet.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -36,12 +37,14 @@ from rubato.frontdoor.slo_fields import Tiers, to_headers
 from rubato.frontdoor.tenants import Tenants
 from rubato.frontdoor.verdict import verdict_fields
 from rubato.serving.app_state import AppState, add_door, add_operations
-from rubato.serving.asgi_client import AsgiClient
+from rubato.serving.asgi_client import AsgiClient, written_by
 from rubato.serving.board import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
 from rubato.serving.model_list import ModelPages, asked_model, named_model
 from rubato.serving.sse import forbid_buffering
 from rubato.wire.folded_answer import NOT_IN_STREAMS
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ class Gateway:
         requests, streams = admitted.requests(id, arrival, body), body.flag("stream")
         streams = streams or _can_be_folded(path, body)
         offers = Offers(door, self._cluster, admitted, requests, lambda: streams or self._has_link())
-        return _Relay(self, offers, admitted, body, model, self._headers(http, admitted), http.url.query)
+        return _Relay(self, offers, admitted, body, model, self._headers(http), http.url.query)
 
     def trip(self, relay: _Relay, path: str, client: AsgiClient) -> RelayTrip:
         """The trip of a response that is about to be sent, registered for the replicas."""
@@ -146,6 +149,7 @@ class Gateway:
         ask = Ask(
             path, written_path(path, relay.query), answer, admitted.n, fields.flag("stream"), with_usage,
             self._service.is_vllm(), relay.headers_for_server, body, relay.model, bool(self._service.key),
+            to_headers(admitted.granted),
         )  # fmt: skip
         trip = RelayTrip(
             ask, requests, client, lambda tokens: door.learn_length(admitted, tokens),
@@ -228,15 +232,13 @@ class Gateway:
         """Whether servers are told what is promised by their links: they may not know the tiers of this gateway."""
         return any(host.has_link for host in self._service.servers())
 
-    def _headers(self, http: HttpRequest, admitted: AdmittedRequest | None = None) -> list[tuple[str, str]]:
-        """Of a request, those for a server. Without the link what is granted goes along as headers."""
+    def _headers(self, http: HttpRequest) -> list[tuple[str, str]]:
+        """Of a request, those for a server."""
         kept = forwarded(http.headers.items())
         if self._service.key:
             kept.append(("authorization", f"Bearer {self._service.key}"))
         elif not self._state.tenants.configured:
             kept += [(name, value) for name, value in http.headers.items() if name in ("authorization", "x-api-key")]
-        if admitted is not None and not self._has_link():
-            kept += to_headers(admitted.granted)
         return kept
 
 
@@ -359,6 +361,12 @@ class _Passed(Response):
             await send({"type": "http.response.start", "status": reply.status, "headers": head})
             while part := await reply.part():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
+        except UpstreamError as error:  # its client is not to take what has come for all of it
+            if (connection := written_by(scope)) is None:
+                raise
+            log.info("a response that was passed through broke off: %s", error)
+            connection.abort()
+            await asyncio.Event().wait()  # until the client is seen to be gone
         finally:
             reply.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

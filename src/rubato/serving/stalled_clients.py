@@ -340,6 +340,9 @@ class _BodyWriter:
         if data and self.is_open:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
+    def abort(self) -> None:
+        self._transport.abort()
+
 
 class _Closing:
     """The transport as a request's cycle sees it: `close` gives its client the time to read the answer."""
