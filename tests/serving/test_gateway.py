@@ -24,6 +24,7 @@ from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
+from rubato.fleet.upstream import BrokenError, Headers, UnreachableError
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.latency.affine import Model
@@ -33,7 +34,7 @@ from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.wire.messages import Report
 from tests.scenario import on
 from tests.serving.conftest import http_scope, key, tenant
-from tests.stubs.vllm_server import EVENTS, WORDS, MemoryLink, StubCore, StubServer
+from tests.stubs.vllm_server import EVENTS, WORDS, MemoryLink, MemoryReply, StubCore, StubServer
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=256, block_size=16)
 STEP = Model(k=(0.0, 0.0), b=(0.1, 0.0))  # seconds, whatever the batch
@@ -231,6 +232,69 @@ async def test_server_gets_the_gateways_key_and_no_slo(fleet: Fleet) -> None:
     assert [head.get("authorization") for head in heads] == ["Bearer servers-key"]
     assert not any(name.startswith("x-slo") for name in heads[0])
     assert (await fleet.http.get("/v1/models", headers=key("b"))).json()["data"][0]["id"] == "stub"
+
+
+class Failing(StubServer):
+    """Answers the first completions otherwise. asked: how often all of them were."""
+
+    fails = 0
+    how = "503"
+    asked = 0
+
+    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
+        if method == "POST" and "completions" in path:
+            Failing.asked += 1
+            if Failing.fails > 0:
+                Failing.fails -= 1
+                if self.how in ("broken", "refused"):
+                    raise (BrokenError if self.how == "broken" else UnreachableError)(self.how)
+                reply = MemoryReply(int(self.how), "application/json")
+                reply.put(b"{}")
+                reply.put(b"")
+                return reply
+        return await super().open(method, path, headers, body, **more)
+
+
+def failing(servers: list[StubServer]) -> None:
+    for server in servers:
+        server.__class__ = Failing
+
+
+@pytest.mark.parametrize("how", ["503", "500", "broken"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("linked", [True, False])
+def test_choices_whose_server_fails_go_on_together(how: str, count: int, n: int, linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        Failing.fails, Failing.how, Failing.asked = 1, how, 0
+        answer = await asyncio.wait_for(fleet.complete(n=n), 60.0)
+        assert answer.status_code == 200
+        assert len(answer.json()["choices"]) == n
+        assert Failing.asked == 2
+        assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
+
+    gateway(scenario, servers=count, linked=linked, change=failing)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_choices_end_together_where_every_server_fails(linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        Failing.fails, Failing.how, Failing.asked = 1000, "503", 0
+        answers = await asyncio.wait_for(asyncio.gather(*(fleet.complete(n=8) for _ in range(8))), 60.0)
+        assert {answer.status_code for answer in answers} <= {429, 500, 503}
+
+    gateway(scenario, servers=4, linked=linked, change=failing)
+
+
+@on(gateway, servers=4, change=failing)
+async def test_servers_that_refuse_one_request_and_are_healthy_do_not_rest(fleet: Fleet) -> None:
+    """One request has one word, also where its connections are refused."""
+    Failing.fails, Failing.how, Failing.asked = 1000, "refused", 0
+    assert (await fleet.complete()).status_code >= 500
+    Failing.fails = 0
+    resting = [host.rests_until - fleet.clock.now() for host in fleet.cluster.hosts.values()]
+    assert max(resting) < 0.1
+    assert len(resting) == 4
 
 
 @on(gateway, counted=1)

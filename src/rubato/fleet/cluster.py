@@ -456,7 +456,7 @@ class Cluster:
         elif isinstance(event, HandedOff):
             if event.id in self._transfers:  # the KV is given up that was about to move: its transfer fails
                 return
-            self._requests.take_from_replica(event.id)
+            self._requests.take_back(event.request)
             self._requests.hold(event.request)
         elif isinstance(event, Transferred):
             self._transfers.arrived(event.id)

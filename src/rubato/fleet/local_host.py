@@ -44,7 +44,6 @@ class LocalHost:
     """
 
     rests_until = 0.0
-    is_unreachable = False
 
     def __init__(
         self,

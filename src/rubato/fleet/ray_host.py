@@ -141,7 +141,6 @@ class RayHost(KVStays):
     """
 
     rests_until = 0.0
-    is_unreachable = False
     stays = STAYS
 
     def __init__(

@@ -66,6 +66,12 @@ class RequestTable:
                 del self.groups[request.group]
         return request
 
+    def take_back(self, request: Request) -> None:
+        """A replica has handed it on. The others of its group, if it still is of one, will follow it."""
+        if request.group in self.groups and request.id in self.groups[request.group][1]:
+            del self.groups[request.group]
+        self.take_from_replica(request.id)
+
     def remove(self, id: str) -> Request | None:
         """It has ended; None if it was not in flight."""
         seq = self.unplaced.pop(id, None)

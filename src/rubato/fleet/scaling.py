@@ -71,11 +71,10 @@ class FleetScaling:
         return views if phases <= {view.role.phase for view in views} else []
 
     def _resting(self, hosts: list[Host], now: float) -> list[Host]:
-        """Those that are given nothing for now. Of those that rest for what requests say of them, at most half of the
-        fleet: by then the requests are to blame."""
+        """Those that are given nothing for now, for what requests say of them: at most half of the fleet, by then the
+        requests are to blame."""
         resting = sorted([host for host in hosts if host.rests_until > now], key=lambda host: -host.rests_until)
-        by_words = [host for host in resting if not host.is_unreachable][: len(hosts) // 2]
-        return [host for host in resting if host.is_unreachable or host in by_words]
+        return resting[: len(hosts) // 2]
 
     def first_rested(self) -> float:
         """When the first of the hosts that rest, and take requests, has rested."""

@@ -115,7 +115,6 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self._prompts: dict[str, int] = {}  # tokens as the server counts them, by a trip's first id
         self._serving: dict[str, asyncio.Task[None]] = {}  # by a trip's first id
         self.rests_until = 0.0
-        self.is_unreachable = False
         self._counted: dict[str, TokenCount] = {}  # by request
         self._failed_at: set[str] = set()  # answers, since the server last brought anything
         self._no_kv_moves()
@@ -285,12 +284,13 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         if not self.has(trip):  # its requests have ended: this is the echo, or too late to matter
             trip.break_off(why)
             return
-        self._rest(trip, fault)
+        self._rest(trip)
         log.warning("%s", why)
         if self._failed_to_arrive(trip, why):
             return
-        now, mirror = self.clock.now(), self._started()
-        for id in [id for id in trip.ids if id in self._mine]:
+        self._leave(trip)  # first: the choices, which go on together, may come back here at once
+        now, mirror, handed_off = self.clock.now(), self._started(), []
+        for id, group in [(one.id, one.group) for one in trip.requests if one.id in self._mine]:
             moved = mirror.moved(id, "failed", now)
             if moved is None:  # the link tells that it has left the engine, and not how it ended
                 self._finish(id, "failed", why)
@@ -301,18 +301,17 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                 self._finish(id, "refused" if full else "failed", SATURATED if full else f"{why}; {no}")
             else:
                 trip.has_failed = True
-                self._fold(HandedOff(now, id, request))
+                handed_off.append(HandedOff(now, id, replace(request, group=group)))
+        self._fold(*handed_off)
 
-    def _rest(self, trip: Trip, fault: Fault) -> None:
-        """Give the server nothing for a while: where nobody answers, or by the word of two requests that nothing has
-        come between. One alone may itself be at fault, as may one that has failed elsewhere."""
+    def _rest(self, trip: Trip) -> None:
+        """Give the server nothing for a while, by the word of two requests that nothing has come between. One alone may
+        itself be at fault, as may one that has failed elsewhere. (Where nobody answers, `look` has told.)"""
         self._suspect = True
         self.tell_of_counted()  # of what has come since another failed
         if not trip.has_failed:
             self._failed_at.add(trip.ask.answer)
-        self.is_unreachable = fault is Fault.UNREACHABLE
-        rests = self.is_unreachable or len(self._failed_at) > 1
-        if rests:
+        if rests := len(self._failed_at) > 1:
             self._failed_at.clear()
         self.rests_until = max(self.rests_until, self.clock.now() + (REST if rests else ASIDE))
 

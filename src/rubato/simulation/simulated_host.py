@@ -59,7 +59,6 @@ class SimulatedHost:
     each stage. every_step: whether the cluster has to be told of every step now."""
 
     rests_until = 0.0
-    is_unreachable = False
 
     def __init__(
         self,
