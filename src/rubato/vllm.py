@@ -59,9 +59,9 @@ class Scheduler:
 def _link(asked: Mapping[str, Any] | None, engine: int, vllm_config: Any) -> CoreLink | None:
     """The link to API servers, where their folder was announced, and to gateways, where that is configured: its address
     is left in the folder for the API server. Raises ValueError and OSError for what cannot be."""
-    folder = os.environ.get(link.FOLDER)
+    folder, key = os.environ.get(link.FOLDER), os.environ.get(link.KEY, "")
     if asked is None:
-        return None if folder is None else CoreLink(None, link.endpoint(folder, engine))
+        return None if folder is None else CoreLink(None, link.endpoint(folder, engine), key)
     where = LinkSettings.of(asked)
     engines = vllm_config.parallel_config.data_parallel_size
     if engines > 1:
@@ -69,7 +69,7 @@ def _link(asked: Mapping[str, Any] | None, engine: int, vllm_config: Any) -> Cor
             f"rubato.link: data_parallel_size is {engines}, and a gateway places requests on one engine a server: "
             "start a server for each engine"
         )
-    made = CoreLink(where, "" if folder is None else link.endpoint(folder, engine))
+    made = CoreLink(where, "" if folder is None else link.endpoint(folder, engine), key)
     if folder is not None:
         link.leave_address(folder, where.host, made.port)
     log.info("gateways reach this engine at tcp://%s:%d", host_in_url(where.host), made.port)

@@ -351,10 +351,11 @@ def test_commands_that_cannot_be_are_faults_and_change_nothing(model: Path) -> N
     gateway.wire.asked += [
         ("g", ["expect", "chatcmpl-a", {"ids": []}]), ("g", ["assign", {"colour": "red"}]), ("g", ["recall", "all"]),
         ("g", ["end"]), ("g", []),
-    ]  # fmt: skip
+    ] * 3  # fmt: skip
     made.add("chatcmpl-a-0a1b2c3d", [3] * 16, 4)
     made.run()
-    assert made.scheduler.rubato.faults["command"] == 5
+    assert made.scheduler.rubato.faults == {"command": 15}
+    assert not made.scheduler.rubato.given_up
     assert len(made.out["chatcmpl-a-0a1b2c3d"]) == 4
 
 

@@ -130,12 +130,29 @@ def test_an_api_server_says_who_it_is_and_asks_for_nothing_else(folder: str) -> 
         time.sleep(0.05)
     assert drained(reader) == []
     assert (made.refused, made.commands(), made.listeners, made.clients) == (3, [], 0, {3})
-    socket.send(encode(Subscribe(PROTOCOL + 1, 3)))
+    socket.send(encode(Subscribe(PROTOCOL + 1, 3, "")))
     time.sleep(0.1)
     with pytest.raises(OSError, match="version"):
         list(reader.messages())
     reader.close()
     made.close()
+
+
+def test_who_has_not_the_key_hears_nothing_of_requests(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger of this machine may reach the link's port, where it has no token, and not the folder."""
+    monkeypatch.setenv(link.KEY, "ours")
+    made = CoreLink(None, link.endpoint(folder, 0), "ours")
+    made.start(lambda: ABOUT, WallClock().now)
+    reader = Reader(folder, [0], 0)
+    heard(made, [reader])
+    monkeypatch.setenv(link.KEY, "")
+    stranger = Reader(folder, [0], 0)
+    time.sleep(0.1)
+    with pytest.raises(OSError, match="key"):
+        list(stranger.messages())
+    assert len(made._peers) == 1
+    for end in (reader, stranger, made):
+        end.close()
 
 
 def test_a_folder_that_others_may_enter_is_refused(folder: str) -> None:

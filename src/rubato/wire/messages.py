@@ -58,10 +58,12 @@ class Resync(_Message, frozen=True, tag="resync"):
 
 
 class Subscribe(_Message, frozen=True, tag="subscribe"):
-    """An API server's word: it is to be told of its own requests. client: its number."""
+    """An API server's word: it is to be told of its own requests. client: its number; key: what the processes of one
+    vLLM share."""
 
     protocol: int
     client: int
+    key: str
 
 
 class Do(_Message, frozen=True, tag="do"):

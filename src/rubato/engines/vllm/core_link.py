@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hmac import compare_digest
 from typing import Any
 
 import msgspec
@@ -103,9 +104,9 @@ class _Peer:
 
 class CoreLink:
     """Listens from the start, and answers from `start` on. settings: where gateways reach it, None: nowhere; endpoint:
-    ZeroMQ's, where API servers do. Raises OSError for an address that cannot be had."""
+    ZeroMQ's, where API servers do; key: that they show. Raises OSError for an address that cannot be had."""
 
-    def __init__(self, settings: LinkSettings | None, endpoint: str = "") -> None:
+    def __init__(self, settings: LinkSettings | None, endpoint: str = "", key: str = "") -> None:
         self._context: zmq.Context[Any] = zmq.Context()  # its own: ZeroMQ asks one place in it who may speak
         self._socket: Any = self._context.socket(zmq.ROUTER)
         self._gatekeeper = protect_core(self._socket)
@@ -114,7 +115,7 @@ class CoreLink:
         self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent is said, not dropped in silence
-        self.port, self.endpoint = 0, endpoint
+        self.port, self.endpoint, self._key = 0, endpoint, key
         if endpoint:
             self._bind(endpoint)
         if settings is not None:
@@ -266,6 +267,8 @@ class CoreLink:
     def _greet(self, who: bytes, message: Hello | Subscribe) -> None:
         if message.protocol != PROTOCOL:
             why = f"this engine speaks version {PROTOCOL} of the link, the gateway {message.protocol}"
+        elif isinstance(message, Subscribe) and not compare_digest(message.key.encode(), self._key.encode()):
+            why = "no API server of this vLLM has that key"
         elif who not in self._peers and len(self._peers) >= MAX_PEERS:
             why = f"{MAX_PEERS} gateways listen to this engine already"
         elif isinstance(message, Subscribe):

@@ -51,7 +51,7 @@ class FleetPart:
 
     if TYPE_CHECKING:
 
-        def fault(self, place: str) -> None: ...
+        def odd_command(self) -> None: ...
         def _happened(self, seq: VllmSeq, event: Event) -> None: ...
         def _to_observe(self, event: Event) -> None: ...
         def preempted(self, id: str) -> None: ...
@@ -78,8 +78,8 @@ class FleetPart:
         for gateway, raw in self._gateways.link.commands():
             try:
                 self._obey(gateway, decode_command(raw), leaving)
-            except Exception:  # another version's, or no gateway of ours: the engine goes on
-                self.fault("command")
+            except Exception:  # another version's, or no gateway of ours: no fault of the policy, which goes on
+                self.odd_command()
         return leaving
 
     def _obey(self, gateway: str, command: Command, leaving: list[tuple[str, HandoffReason]]) -> None:

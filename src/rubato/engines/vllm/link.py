@@ -100,7 +100,7 @@ class Reader:
             socket.connect(f"ipc://{_file(folder, engine)}")
             self._sockets.append(socket)
         self._numbers: dict[tuple[type, int], int] = {}
-        self._subscribe = encode(Subscribe(PROTOCOL, client))
+        self._subscribe = encode(Subscribe(PROTOCOL, client, os.environ.get(KEY, "")))
         self._clock, self._subscribed = WallClock(), -inf
         self._ask()
 

@@ -448,6 +448,12 @@ class PolicyDriver(FleetPart):
                 self.name, self.steps, place, self.faults.total(),
             )  # fmt: skip
 
+    def odd_command(self) -> None:
+        """Count and log the exception being handled, which is of a gateway's making."""
+        self.faults["command"] += 1
+        if self._due("command"):
+            log.exception("what a gateway asks for cannot be done")
+
     def _count_fault(self, place: str) -> None:
         now = self.clock() - self._slow  # else the slowest policy would be given up last
         self.faults[place] += 1
