@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,3 +71,20 @@ def test_an_event_without_end_passes_in_parts(monkeypatch: pytest.MonkeyPatch) -
     parts = [splitter.feed(b"data: xxxx") for _ in range(101)]
     assert parts == [[]] * 100 + [[b"data: xxxx" * 101]]
     assert splitter.feed(b"x\n\ndata: a\n\n") == [b"x\n\n", b"data: a\n\n"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'data: {"a":\ndata: 1}\n\n',
+        b'\xef\xbb\xbfdata: {"a":1}\n\n',
+        b'\xef\xbb\xbfevent: x\rdata: {"a":\rdata: 1}\r\r',
+    ],
+)
+def test_with_data_keeps_one_data_line(raw: bytes) -> None:
+    """Of JSON in several lines, and behind a byte order mark."""
+    data = read_event(raw).data
+    assert data is not None
+    said = read_event(with_data(raw, data))
+    assert said.data is not None
+    assert (said.name, json.loads(said.data)) == (read_event(raw).name, {"a": 1})

@@ -315,8 +315,8 @@ class Cluster:
             self._end_cancelled()
         now = self.clock.now()
         if not (views := self._scaling.views_to_route(now)):
-            if self._rested is None:
-                self._rested = self.clock.call_at(self._scaling.first_rested(), PLAN, self._route_after_rest)
+            if self._rested is None and (at := self._scaling.first_rested()) is not None:
+                self._rested = self.clock.call_at(at, PLAN, self._route_after_rest)
             return False
         unplaced = list(self._requests.unplaced.values())
         if self._fair is not None:
@@ -515,23 +515,26 @@ class Cluster:
                 self._transfers.take_back(moving)
                 self._emit(Lost(now, moving, id))
         self._scaling.ask_soon()
-        if self.hosts:
+        if self._scaling.open_views():
             self._request_routing()
-        elif self._scaling.adds:
+        elif self._scaling.adds or self.hosts:  # (those that drain take nothing)
             self.clock.call_at(now + ALONE, PLAN, self._end_if_alone)
         else:
             self._give_up(f"no replica is left: {error}", error)
 
     def _end_after_losses(self, id: str) -> None:
         """End a request that may be what replicas are lost by: the next one would be, too."""
-        seq = self._requests.unplaced.get(id)
-        if seq is not None and seq.request.losses >= MAX_LOSSES:
-            log.error("request %s ends: %d replicas were lost while they ran it", id, MAX_LOSSES)
-            self._end(seq, "failed", f"{MAX_LOSSES} replicas were lost while they ran it")
+        if (seq := self._requests.unplaced.get(id)) is None or not (losses := seq.request.losses):
+            return
+        if losses >= MAX_LOSSES:
+            log.error("request %s ends: %d replicas were lost while they ran it", id, losses)
+            self._end(seq, "failed", f"{losses} replicas were lost while they ran it")
+        elif seq.request.handoff is not None and losses + seq.request.handoff.failures >= MAX_LOSSES:
+            self._end(seq, "failed", "a replica was lost while it ran it, and another failed at it")
 
     def _end_if_alone(self) -> None:
         """No replica has come in the place of those lost: what is held ends. What comes later may find one."""
-        if not self.hosts and not self._why_dead:
+        if not self._scaling.open_views() and not self._why_dead:
             for seq in list(self._requests.unplaced.values()):
                 self._end(seq, "failed", f"no replica has come back for {ALONE:g} s")
 

@@ -104,6 +104,11 @@ class Carrier(Protocol):
         ...
 
     @property
+    def continues(self) -> bool:
+        """Whether its server is known to go on from what another has streamed."""
+        ...
+
+    @property
     def clock(self) -> Clock: ...
     @property
     def prefills(self) -> bool:
@@ -390,7 +395,7 @@ class Trip:
         if prefills:
             await replica.hand_over(self, await whole(reply))
             return
-        if dict(reply.headers).get("content-type", "").startswith("text/event-stream"):
+        if dict(reply.headers).get("content-type", "").lower().startswith("text/event-stream"):
             if self.ask.streams or self.ask.path not in (CHAT, TEXT):
                 await self._stream(replica, reply)
             else:
@@ -458,7 +463,12 @@ class Trip:
                 self._path.count, self._path.writer = replica.counting(self), self.client.direct
 
         await self._pump(replica, reply, reader, take)
-        await self._completed(replica)
+        if reader.has_failed:  # which its client has seen
+            await replica.heard_of(self)
+            replica.end(self, "failed", "the server's response says that it failed")
+            self.failed = None
+        else:
+            await self._completed(replica)
         end = b"" if reader.has_ended or is_named else DONE
         self.finish(reader.finish({} if is_named else self.verdict(), end))
 
@@ -576,7 +586,8 @@ class RelayTrip(Trip):
         self._resumed = True
         received = 0 if progress is None else sum(map(len, progress.times))
         if progress is None or not received:
-            self._so_far.text()
+            if self._so_far.text():
+                raise NotResumableError("its tokens were not counted")
             return headers, raw
         told = ids or (progress.token_ids if len(progress.token_ids) == received else ())
         received = max(received, len(told))  # some chunk may have brought several tokens, and some text be fewer
@@ -587,6 +598,8 @@ class RelayTrip(Trip):
     async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
         self._is_counted = not (replica.linked or prefills or kv is not None)
         self._slo_headers = () if replica.has_link else self.ask.slo_headers
+        if self.begun and not replica.continues:
+            raise NotResumableError(f"replica {replica.id} is not known to continue what another has begun")
         headers, body = self.sent(request.progress)
         if self.begun and self._so_far is not None:
             ids = await _tokenized(replica.upstream, self._so_far.text(), headers)

@@ -217,9 +217,10 @@ class Mirror:
         return requests
 
     def _may_be_cause(self, seq: Seq) -> bool:
-        """Whether the replica may be lost by it: not by one that was reported to wait, or not to be in the batch."""
+        """Whether the replica may be lost by it: not by one that was reported to wait, or not to be in the batch, while
+        that runs. The step that killed it may have begun unreported."""
         if seq.id in self._waiting:
-            return seq.id not in self._seen
+            return seq.id not in self._seen or not self._in_flight.seqs
         return not self._in_flight.seqs or seq.in_flight > 0
 
     def moved(self, id: str, reason: HandoffReason, at: float, cached: int = 0) -> Request | None:

@@ -20,7 +20,10 @@ INDIVISIBLE = (
     "guided_grammar", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "suffix", "use_beam_search", "best_of",
     "return_token_ids", "continue_final_message", "kv_transfer_params",
 )  # fmt: skip
-NO_TEXT = ("reasoning", "reasoning_content", "tool_calls", "function_call")  # of a chunk, what is no text to go on from
+# Of a chunk's choice, what may be there where it is gone on from: what else is set is no text, or not known here.
+IN_TEXT = frozenset({
+    "index", "delta", "role", "content", "text", "finish_reason", "stop_reason", "matched_stop", "token_ids",
+})  # fmt: skip
 
 
 class NotResumableError(Exception):
@@ -49,18 +52,24 @@ class StreamSoFar:
 
     def text(self) -> str:
         """The text that has come. Raises NotResumableError for a stream in which something else came."""
+        if self._kept is None:
+            raise NotResumableError(f"a response of {self._path}, or one so long, cannot be continued elsewhere")
         parts: list[str] = []
-        for event in EventSplitter().feed(b"".join(self._kept or ())):
-            fields = loads(read_event(event).data or b"")
-            if not isinstance(fields, dict):
+        for event in EventSplitter().feed(b"".join(self._kept)):
+            if (data := read_event(event).data) is None:
                 continue
+            fields = loads(data)
+            if not isinstance(fields, dict):
+                raise NotResumableError("something came in it that is not read here")
             self._first = self._first or fields
             for choice in fields.get("choices") or ():
-                said = choice.get("delta", choice)
-                if any(said.get(name) for name in NO_TEXT):
-                    why = "a response in which the model reasons, or calls tools, stays where it is"
-                    raise NotResumableError(why)
-                parts.append(said.get("content" if self._path == CHAT else "text") or "")
+                said = {**choice, **(choice.get("delta") or {})}
+                if other := [name for name, value in said.items() if value and name not in IN_TEXT]:
+                    raise NotResumableError(f"a response with {other[0]!r} stays where it is: it is more than text")
+                text = said.get("content" if self._path == CHAT else "text") or ""
+                if not isinstance(text, str):
+                    raise NotResumableError("its text is not read here")
+                parts.append(text)
         return "".join(parts)
 
     def body(self, raw: bytes, received: int, ids: tuple[int, ...], *, unasked: bool) -> bytes:
@@ -75,8 +84,7 @@ class StreamSoFar:
         Raises:
             NotResumableError: OpenAI's API cannot say it.
         """
-        if self._kept is None:
-            raise NotResumableError(f"a response of {self._path}, or one so long, cannot be continued elsewhere")
+        text, more = self.text(), dict[str, Any]()
         fields = json.loads(raw)
         for name in INDIVISIBLE:
             if fields.get(name) not in (None, False, []):
@@ -88,7 +96,6 @@ class StreamSoFar:
                 fields[name] = limit - received
         if isinstance(least := fields.get("min_tokens"), int):
             fields["min_tokens"] = max(0, least - received)
-        text, more = self.text(), dict[str, Any]()
         if self._path == CHAT:
             more["messages"] = [*fields["messages"], {"role": "assistant", "content": text}]
             more |= {"continue_final_message": True, "add_generation_prompt": False}

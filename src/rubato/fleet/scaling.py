@@ -76,11 +76,11 @@ class FleetScaling:
         resting = sorted([host for host in hosts if host.rests_until > now], key=lambda host: -host.rests_until)
         return resting[: len(hosts) // 2]
 
-    def first_rested(self) -> float:
-        """When the first of the hosts that rest, and take requests, has rested."""
+    def first_rested(self) -> float | None:
+        """When the first of the hosts that rest, and take requests, has rested; None where none takes requests."""
         now = self._clock.now()
         hosts = [host for id, host in self._hosts.items() if id not in self.draining]
-        return min(host.rests_until for host in self._resting(hosts, now))
+        return min([host.rests_until for host in self._resting(hosts, now)], default=None)
 
     def drain(self, id: str) -> None:
         """The host takes nothing more and leaves when empty; its waiting requests come back where hosts can recall.

@@ -21,12 +21,13 @@ class ServedModels:
 
     def __init__(self, urls: Iterable[str] = ()) -> None:
         self.main = ""  # the fleet's model, which every server that serves lists
-        self._lists: dict[str, Models] = {url: {} for url in urls}
+        self._lists: dict[str, Models | None] = dict.fromkeys(urls)  # None: it was not asked yet
         self._servers: dict[str, frozenset[str] | None] = {}  # by model, as worked out from these
 
     def read(self, url: str, models: Models) -> None:
         """A server lists these now."""
-        if self._lists.get(url, {}).keys() != models.keys():
+        before = self._lists.get(url)
+        if before is None or before.keys() != models.keys():
             self._servers.clear()
         self._lists[url] = models
 
@@ -39,21 +40,25 @@ class ServedModels:
         """What all servers list, each model as the first server that has it."""
         found: dict[str, Mapping[str, Any]] = {}
         for models in self._lists.values():
-            for name, entry in models.items():
+            for name, entry in (models or {}).items():
                 found.setdefault(name, entry)
         return found
 
     def is_listed(self, model: str) -> bool:
         """Whether a request may ask for this model. Of servers that have not been asked anything is possible."""
-        return model == self.main or not any(self._lists.values()) or any(model in one for one in self._lists.values())
+        known = [models for models in self._lists.values() if models is not None]
+        return model == self.main or not known or any(model in models for models in known)
 
     def servers_of(self, model: str) -> frozenset[str] | None:
         """Addresses of the servers that list a model; None: any server will do."""
-        if model not in self._servers:
-            lists = {url: models for url, models in self._lists.items() if models}
-            found = frozenset([url for url, models in lists.items() if model in models])
-            self._servers[model] = None if not model or len(found) == len(lists) else found
-        return self._servers[model]
+        if model in self._servers:
+            return self._servers[model]
+        lists = {url: models for url, models in self._lists.items() if models is not None}
+        found = frozenset([url for url, models in lists.items() if model in models])
+        servers = None if not model or len(found) == len(lists) else found
+        if found:  # (what is named and listed nowhere may be any number of names)
+            self._servers[model] = servers
+        return servers
 
     def placed_by(self, router: Router, trips: Mapping[str, Trip], url: Callable[[str], str]) -> Router:
         """A router that places each request at servers that list its model.

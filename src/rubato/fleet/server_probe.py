@@ -29,6 +29,7 @@ MAX_PAGE_BYTES = 8 << 20  # of an answer to a question of ours
 MAX_MODEL_LEN_TOKENS = 1 << 30
 NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+LABEL = re.compile(r'\b(\w{1,64})="([^"]{0,256})"')  # bounded: a page is a server's, of any length
 # One line for each engine, or rank: vLLM, SGLang.
 USED = re.compile(r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{.*\})?[ \t]+(\S+)", re.MULTILINE)
 
@@ -142,7 +143,7 @@ async def metrics(server: Upstream, seconds: float = SECONDS) -> str:
 def _with_cache(limits: Limits, text: str) -> Limits:
     if (found := CACHE.search(text)) is None:
         return limits
-    labels = dict(re.findall(r'(\w+)="([^"]*)"', found[1]))
+    labels = dict(LABEL.findall(found[1]))
     blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
     if not (NUMBER.fullmatch(blocks) and NUMBER.fullmatch(size)):
         return limits

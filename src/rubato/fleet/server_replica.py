@@ -175,6 +175,11 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         """Whether it is told by a link what is promised, also while that is silent."""
         return self._link is not None
 
+    @property
+    def continues(self) -> bool:
+        """Whether its server is known to go on from what another has streamed: vLLM is."""
+        return self.about is not None and bool(self.about.version)
+
     def submit(self, request: Request) -> None:
         mirror = self._started()
         trip = self._trips[request.id]
@@ -321,7 +326,8 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         e2e = request.stages[0].slo.e2e
         if e2e is not None and now > request.arrival + e2e:
             return "its deadline has passed"
-        if (failures := request.handoff.failures + request.losses) > (1 if fault is Fault.UNKNOWN else RETRIES):
+        most = 1 if fault is Fault.UNKNOWN or request.losses else RETRIES
+        if (failures := request.handoff.failures + request.losses) > most:
             return f"it was tried {failures} times"
         if fault is Fault.UNREACHABLE:  # no server has had it
             return trip.why_not_resumable(request.progress)

@@ -220,13 +220,13 @@ class Gateway:
         raise ApiError(503, "No server of the fleet can be reached.", code="no_server", kind="server_error")
 
     def _hosts_for(self, raw: bytes) -> list[ServerReplica]:
-        """The servers in turn, those first that list the model which a body names."""
+        """The servers in turn that list the model which a body names, all where none lists it."""
         hosts = self._service.servers()
         self._turn += 1
         at = self._turn % max(1, len(hosts))
         hosts = hosts[at:] + hosts[:at]
         urls = self._service.models.servers_of(named_model(raw))
-        return hosts if not urls else [host for host in hosts if host.url in urls] or hosts
+        return hosts if not urls else [host for host in hosts if host.url in urls]
 
     def _has_link(self) -> bool:
         """Whether servers are told what is promised by their links: they may not know the tiers of this gateway."""

@@ -21,6 +21,7 @@ END = b"\n\n"
 MAX_HELD_EVENTS = 64  # behind a finish reason: a few are counts and [DONE]
 # Of streams of named events, as /v1/responses and /v1/messages have them: the last ones.
 LAST_NAMES = frozenset({b"message_stop", b"response.completed", b"response.incomplete", b"response.failed", b"error"})
+FAILED_NAMES = frozenset({b"response.failed", b"error"})
 USAGE_NAMES = (("prompt", "input"), ("completion", "output"))  # OpenAI's, and those of responses and messages
 
 
@@ -76,7 +77,7 @@ class ResponseStream:
 
     __slots__ = (
         "_before", "_behind", "_choices", "_finished", "_held", "_is_named", "_learns", "_passes", "_splitter",
-        "_with_usage", "error", "has_ended", "usage",
+        "_with_usage", "error", "has_ended", "has_failed", "usage",
     )  # fmt: skip
 
     def __init__(self, choices: int = 1, *, is_named: bool = False, with_usage: bool = True) -> None:
@@ -87,7 +88,7 @@ class ResponseStream:
         self._learns = MAX_LEARNS if choices == 1 and not is_named else 0
         self._held: list[tuple[bytes, bool]] = []  # since what may be the last event; whether it may get the verdict
         self._finished: set[int] = set()  # choices that have a finish reason
-        self.has_ended = False  # by its own word
+        self.has_ended = self.has_failed = False  # by its own word
         self.usage = (0, 0)  # tokens of prompt and output, as it last said
         self.error: bytes | None = None  # what it said in the place of an answer, as JSON
 
@@ -195,6 +196,7 @@ class ResponseStream:
         if b'"usage"' in data and (usage := usage_of(data)) != (0, 0):
             self.usage = usage
         self.has_ended = self.has_ended or name in LAST_NAMES
+        self.has_failed = self.has_failed or name in FAILED_NAMES
         return False, ONE if name == b"content_block_delta" or name.endswith(b".delta") else ()
 
     def _index(self, choice: Mapping[str, Any]) -> int:

@@ -38,9 +38,9 @@ def read_event(raw: bytes) -> Event:
 
 
 def with_data(raw: bytes, data: bytes) -> bytes:
-    """An event with other data, in one line, and its other lines as they were."""
-    kept = [line for line in raw.splitlines() if line and line.partition(b":")[0] != b"data"]
-    return b"\n".join([*kept, b"data: " + data, b"", b""])
+    """An event with other data, which is JSON, in one line, and its other lines as they were."""
+    kept = [line for line in raw.removeprefix(BOM).splitlines() if line and line.partition(b":")[0] != b"data"]
+    return b"\n".join([*kept, b"data: " + data.replace(b"\n", b" "), b"", b""])
 
 
 class EventSplitter:

@@ -1,0 +1,214 @@
+"""Ends that were not thought of at first: models whose servers are gone, streams that are more than text, kills that
+follow errors, servers of another kind among vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rubato.core.events import Finished, Left
+from rubato.core.plan import Limits
+from rubato.fleet.served_models import ServedModels
+from rubato.fleet.server_probe import _with_cache
+from rubato.fleet.upstream import Headers
+from tests.scenario import on
+from tests.serving.test_every_response_ends import Answer, by, post
+from tests.serving.test_gateway import Fleet, gateway
+from tests.serving.test_gateway_models import READ_S, change, got, listed
+from tests.stubs.vllm_server import MemoryReply, StubServer
+
+END = b'data: {"id":"x","choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_requests_for_a_model_whose_only_server_is_lost_end(linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        begun = asyncio.create_task(fleet.complete(model="lora-y", stream=True, max_tokens=50))
+        await asyncio.sleep(0.35)
+        fleet.servers[2].kill()
+        await asyncio.sleep(30.0)
+        later = asyncio.create_task(fleet.complete(model="lora-y"))
+        other = await fleet.complete(model="stub")
+        await asyncio.wait_for(asyncio.gather(begun, later), 120.0)
+        assert (other.status_code, later.result().status_code) == (200, 429)
+        assert b"[DONE]" not in begun.result().content
+        assert fleet.cluster.in_flight == 0
+
+    gateway(scenario, servers=3, linked=linked, change=change)
+
+
+@on(gateway, linked=False)
+async def test_requests_for_a_model_that_every_server_has_stopped_listing_end(fleet: Fleet) -> None:
+    for server in fleet.servers:
+        listed(server, ["other"])
+    await asyncio.sleep(READ_S)
+    assert (await asyncio.wait_for(fleet.complete(), 120.0)).status_code == 429
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_server_that_lists_nothing_any_more_gets_nothing(linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        listed(fleet.servers[1], [])
+        await asyncio.sleep(READ_S)
+        await asyncio.gather(*(fleet.complete() for _ in range(8)))
+        assert got(fleet, "stub") == [8, 0]
+
+    gateway(scenario, linked=linked)
+
+
+def test_names_that_no_server_lists_are_not_kept() -> None:
+    models = ServedModels(["a", "b"])
+    assert models.servers_of("m") is None or models.servers_of("m") == frozenset()
+    models.read("a", {"m": {}})
+    for number in range(1000):
+        assert models.servers_of(f"odd{number}") == frozenset()
+    assert models.servers_of("m") is None  # b was not asked yet
+    assert len(models._servers) == 1
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_last_server_that_takes_requests_is_lost_while_another_drains(linked: bool) -> None:
+    """What runs there goes on, and what comes waits for a server."""
+
+    async def scenario(fleet: Fleet) -> None:
+        asked = [asyncio.create_task(fleet.complete(max_tokens=100, stream=True)) for _ in range(4)]
+        await asyncio.sleep(0.25)
+        fleet.cluster._scaling.drain("r1")
+        fleet.servers[0].kill()
+        await asyncio.sleep(2.0)
+        late = asyncio.create_task(fleet.complete())
+        await asyncio.wait_for(asyncio.gather(*asked, late), 600.0)
+        assert all(task.result().content.endswith(b"[DONE]\n\n") for task in asked[1::2])
+        assert {event.id for event in fleet.of(Left)} >= {"r0"}
+
+    gateway(scenario, linked=linked)
+
+
+def parts(data: bytes) -> list[bytes]:
+    return [data[at : at + 65536] for at in range(0, len(data), 65536)]
+
+
+TEXTS = {
+    "an event of more than a megabyte": parts(
+        b'data: {"id":"x","choices":[{"index":0,"text":"AAA ","logprobs":"' + b"l" * (2 << 20) + b'"}]}\n\n'
+    ),
+    "a field that is not known": [b'data: {"id":"x","choices":[{"index":0,"text":"AAA","thinking":"x"}]}\n\n'],
+    "log probabilities": [b'data: {"id":"x","choices":[{"index":0,"text":"AAA","logprobs":{"tokens":["A"]}}]}\n\n'],
+    "a text that is none": [b'data: {"id":"x","choices":[{"index":0,"text":["AAA"]}]}\n\n'],
+    "what is no JSON": [b"data: AAA\n\n", b'data: {"id":"x","choices":[{"index":0,"text":"B"}]}\n\n'],
+}
+
+
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("came", TEXTS)
+def test_stream_that_is_more_than_text_is_begun_once(came: str, linked: bool) -> None:
+    def breaks(servers: list[StubServer]) -> None:
+        by([Answer(200, "text/event-stream", TEXTS[came], "break", 0.0)], servers[:1])
+        by([Answer(200, "text/event-stream", [*TEXTS[came], END], "whole", 0.0)], servers[1:])
+
+    async def scenario(fleet: Fleet) -> None:
+        said = await post(fleet, "/v1/completions", {"model": "stub", "prompt": "hi", "stream": True}, 0.0)
+        raw = b"".join(message.get("body", b"") for message in said)
+        assert raw.count(b"AAA") == 1
+        assert b'"error"' in raw
+        assert len(fleet.servers[1].bodies) == 0
+        assert [event.outcome for event in fleet.of(Finished)] == ["failed"]
+
+    gateway(scenario, linked=linked, change=breaks)
+
+
+class NoVllm(StubServer):
+    """Has no /version, and would begin anew."""
+
+    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
+        if path in ("/version", "/tokenize"):
+            reply = MemoryReply(404, "application/json")
+            reply.put(b"{}")
+            reply.put(b"")
+            return reply
+        return await super().open(method, path, headers, body, **more)
+
+
+def mixed(servers: list[StubServer]) -> None:
+    servers[1].__class__ = NoVllm
+
+
+@on(gateway, linked=False, change=mixed)
+async def test_stream_of_a_vllm_server_does_not_go_on_at_one_that_is_none(fleet: Fleet) -> None:
+    fleet.servers[0].cut = 2
+    response = await fleet.chat(stream=True, max_tokens=8)
+    assert b"not known to continue" in response.content
+    assert fleet.servers[1].bodies == []
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_response_that_says_it_failed_is_no_success(linked: bool) -> None:
+    event = b'event: response.failed\ndata: {"type":"response.failed","response":{"error":{"message":"odd"}}}\n\n'
+
+    def fails(servers: list[StubServer]) -> None:
+        by([Answer(200, "text/event-stream", [event], "whole", 0.0)], servers)
+
+    async def scenario(fleet: Fleet) -> None:
+        said = await post(fleet, "/v1/responses", {"model": "stub", "input": "hi", "stream": True}, 0.0)
+        assert b"".join(message.get("body", b"") for message in said) == event
+        assert [(one.outcome, one.verdict.met) for one in fleet.of(Finished)] == [("failed", False)]
+
+    gateway(scenario, linked=linked, change=fails)
+
+
+class Dies(StubServer):
+    """At the prompt `poison`: answers with an error and dies, or dies at once."""
+
+    how: Sequence[str] = ()
+    tries = 0
+
+    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
+        if method != "POST" or b"poison" not in body or self.down:
+            return await super().open(method, path, headers, body, **more)
+        kind = Dies.how[min(Dies.tries, len(Dies.how) - 1)]
+        Dies.tries += 1
+        reply = MemoryReply(200, "text/event-stream")
+        self.open_replies.add(reply)
+        if kind == "dies":
+            self.kill()
+            return reply
+        reply.status = int(kind)
+        reply.put(json.dumps({"error": {"message": "engine dead"}}).encode())
+        reply.put(b"")
+        asyncio.get_running_loop().call_later(0.05, self.kill)
+        return reply
+
+
+def deadly(servers: list[StubServer]) -> None:
+    for server in servers:
+        server.__class__ = Dies
+
+
+@pytest.mark.parametrize("how", [("dies",), ("500",), ("500", "dies"), ("dies", "503")])
+@pytest.mark.parametrize("linked", [True, False])
+def test_request_whose_servers_fail_and_die_takes_two(how: Sequence[str], linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        Dies.how, Dies.tries = how, 0
+        others = [asyncio.create_task(fleet.complete(max_tokens=40, stream=True)) for _ in range(6)]
+        await asyncio.sleep(0.05)
+        assert (await fleet.complete(prompt="poison", stream=True)).status_code == 500
+        await asyncio.gather(*others)
+        await asyncio.sleep(10.0)
+        assert len(fleet.of(Left)) == 2
+        cut = [other for other in others if not other.result().content.endswith(b"[DONE]\n\n")]
+        assert len(cut) <= 1  # one that was at both: nobody can tell it from what they died of
+
+    gateway(scenario, servers=7, linked=linked, change=deadly)
+
+
+def test_metrics_page_with_an_endless_name_is_read_once() -> None:
+    """Each of its bytes began a name anew: a page of 100 kB took a minute."""
+    limits = Limits(8, 512, 1024, 100, 16)
+    assert _with_cache(limits, "vllm:cache_config_info{" + "a" * 1_000_000 + "}") is limits
+    page = 'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="77"} 1.0'
+    found = _with_cache(limits, page)
+    assert (found.kv_blocks, found.block_size) == (77, 32)
