@@ -13,6 +13,7 @@ from rubato.fleet import relay
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.serving.gateway import _counted
 from rubato.wire.folded_answer import FoldedAnswer
+from rubato.wire.sse_stream import MAX_EVENT_BYTES
 from tests.scenario import on
 from tests.serving.conftest import Edge, edge
 from tests.serving.test_gateway import Fleet, gateway
@@ -219,6 +220,16 @@ def test_an_answer_without_end_is_cut_off_where_memory_ends(monkeypatch: pytest.
         assert (await fleet.complete()).status_code == 500
 
     gateway(scenario, linked=False, change=scripted(*[CHUNK] * 1000, b"data: [DONE]\n\n"))
+
+
+@on(gateway, linked=False, change=scripted(
+    *[CHUNK.replace(b'"a"', b'"%b"' % (b"a" * 2 * MAX_EVENT_BYTES)).replace(b"null", b'"stop"')[at : at + 65536]
+      for at in range(0, 2 * MAX_EVENT_BYTES + 100, 65536)]
+))  # fmt: skip
+async def test_an_answer_of_one_chunk_is_as_long_as_one_that_does_not_stream(fleet: Fleet) -> None:
+    answer = (await fleet.complete()).json()
+    assert answer["choices"][0]["text"] == "a" * 2 * MAX_EVENT_BYTES
+    assert [end.outcome for end in fleet.of(Finished)] == ["completed"]
 
 
 @on(gateway)

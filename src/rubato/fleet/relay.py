@@ -475,7 +475,8 @@ class Trip:
     async def _fold(self, replica: Carrier, reply: Reply) -> None:
         """A stream that the server was asked for though the client wants one answer: so its tokens are seen as they
         come. The client has nothing of it before it is whole."""
-        reader, answer = ResponseStream(len(self.ids)), FoldedAnswer(is_chat=self.ask.path == CHAT)
+        reader = ResponseStream(len(self.ids), max_event_bytes=MAX_ANSWER_BYTES)
+        answer = FoldedAnswer(is_chat=self.ask.path == CHAT)
         self._streamed = 0
 
         def take(passed: bytes, choices: Sequence[int]) -> None:

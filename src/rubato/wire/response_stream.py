@@ -73,6 +73,7 @@ class ResponseStream:
         choices: how many the response has.
         is_named: it is one of named events, of which none is held back.
         with_usage: its client wants to see the counts at its end.
+        max_event_bytes: of an event that is read; 0: as `EventSplitter`.
     """
 
     __slots__ = (
@@ -80,9 +81,11 @@ class ResponseStream:
         "_with_usage", "error", "has_ended", "has_failed", "usage",
     )  # fmt: skip
 
-    def __init__(self, choices: int = 1, *, is_named: bool = False, with_usage: bool = True) -> None:
+    def __init__(
+        self, choices: int = 1, *, is_named: bool = False, with_usage: bool = True, max_event_bytes: int = 0
+    ) -> None:  # fmt: skip
         self._choices, self._is_named, self._with_usage = choices, is_named, with_usage
-        self._splitter = EventSplitter()
+        self._splitter = EventSplitter(max_event_bytes)
         self._before = self._behind = b""  # the text of an event that brings nothing else; empty: none came yet
         self._passes = False  # an event like the one before may be passed on as it is
         self._learns = MAX_LEARNS if choices == 1 and not is_named else 0

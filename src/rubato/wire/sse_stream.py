@@ -44,14 +44,15 @@ def with_data(raw: bytes, data: bytes) -> bytes:
 
 
 class EventSplitter:
-    """Cuts a stream, in whatever parts it comes, into events."""
+    """Cuts a stream, in whatever parts it comes, into events. max_bytes: of one; 0: MAX_EVENT_BYTES."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = 0) -> None:
+        self._max_bytes = max_bytes or MAX_EVENT_BYTES
         self._parts = bytearray()  # the beginning of an event of which the end has not come
         self._searched = 0  # bytes of it in which there is no end
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that are whole now. One of more than MAX_EVENT_BYTES comes in several parts, as it is."""
+        """The events that are whole now. One of more than the maximum comes in several parts, as it is."""
         if not self._parts and len(data) > 2 and data.find(b"\n\n") == len(data) - 2 and b"\r" not in data:
             return [data]  # one whole event, as a server sends it
         self._parts += data
@@ -60,7 +61,7 @@ class EventSplitter:
             events.append(bytes(self._parts[begin : end.end()]))
             begin = end.end()
         del self._parts[:begin]
-        if len(self._parts) > MAX_EVENT_BYTES:
+        if len(self._parts) > self._max_bytes:
             events.append(bytes(self._parts))
             self._parts.clear()
         self._searched = max(0, len(self._parts) - 3)  # an end may be cut in two
