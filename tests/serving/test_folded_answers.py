@@ -232,6 +232,40 @@ async def test_an_answer_of_one_chunk_is_as_long_as_one_that_does_not_stream(fle
     assert [end.outcome for end in fleet.of(Finished)] == ["completed"]
 
 
+class Strict(StubServer):
+    """Refuses what it does not know: counts in streams."""
+
+    status: int
+
+    async def open(self, method: str, path: str, headers: Any, body: bytes, **more: Any) -> MemoryReply:
+        if method != "POST" or b"stream_options" not in body:
+            return await super().open(method, path, headers, body, **more)
+        reply = MemoryReply(self.status, "application/json")
+        reply.put(b'{"detail":"stream_options: Extra inputs are not permitted"}')
+        reply.put(b"")
+        return reply
+
+
+@pytest.mark.parametrize("status", [400, 422])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_server_that_refuses_what_is_added_is_asked_as_the_client_asks(status: int, stream: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        assert (await fleet.complete(stream=stream)).status_code == 200
+        (body,) = [body for server in fleet.servers for body in server.bodies]
+        assert body.get("stream", False) is stream
+        assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 4)]
+        own = await fleet.complete(stream=True, stream_options={"include_usage": True})
+        assert own.status_code == status
+
+    def change(servers: list[StubServer]) -> None:
+        for server in servers:
+            server.__class__ = Strict
+            assert isinstance(server, Strict)
+            server.status = status
+
+    gateway(scenario, linked=False, change=change)
+
+
 @on(gateway)
 async def test_a_server_with_the_link_is_asked_as_the_client_asks(fleet: Fleet) -> None:
     await fleet.complete()

@@ -48,6 +48,7 @@ OF_STREAMS = ("content-type", "cache-control", "x-accel-buffering")  # headers t
 REDIRECTED = "The server answers with a redirect, which is not passed on."
 KEY_STATUSES = (401, 403)
 KEY_REFUSED = "The server refuses the gateway's own key, or what may be done with it."
+NOT_UNDERSTOOD = (400, 422)  # what a server answers to a body with a field that it does not know
 CLOSE_S = 1.0  # from the last finish reason of a stream to the end of its bytes
 MAX_EARLY_BYTES = 1 << 20  # of a stream before its first token, which are kept back
 
@@ -601,6 +602,19 @@ class RelayTrip(Trip):
         self._slo_headers = () if replica.has_link else self.ask.slo_headers
         if self.begun and not replica.continues:
             raise NotResumableError(f"replica {replica.id} is not known to continue what another has begun")
+        reply = await self._ask(replica, request, kv, prefills)
+        if reply.status in NOT_UNDERSTOOD and self._is_counted and self._adds:
+            reply.close()  # it may not know what was added: as the client asks, it may answer
+            self._is_counted = False
+            reply = await self._ask(replica, request, kv, prefills)
+        return reply
+
+    @property
+    def _adds(self) -> bool:
+        """Whether something is added to the body for a server that tells of it by its response alone."""
+        return self.ask.body(self.answer, True) != self.ask.body(self.answer, False)
+
+    async def _ask(self, replica: Carrier, request: Request, kv: KV | None, prefills: bool) -> Reply:
         headers, body = self.sent(request.progress)
         if self.begun and self._so_far is not None:
             ids = await _tokenized(replica.upstream, self._so_far.text(), headers)
