@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.events import Event, Finished, HandedOff, Offered, Placed, Started, Stepped, Tokens
 from rubato.core.interfaces import View
-from rubato.core.plan import Limits
+from rubato.core.plan import Limits, Shape
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Handoff, Progress, Request, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.remote_view import Mirror, Report, shifted, shifted_report, shifted_request
+from rubato.fleet.remote_view import Held, Mirror, Report, shifted, shifted_report, shifted_request
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, instant, loads, spec_for
 
@@ -150,7 +150,7 @@ def test_what_was_received_moves_with_a_request() -> None:
         Tokens(0.7, "a", 1, "y", (9,), stage=1),
     )
     mirror.take(Report(0.7, events, 10, 0.7, {}))
-    left = {r.id: r.progress for r in mirror.left()}
+    left = {r.id: r.progress for r in mirror.left(0.7)}
     assert left == {"a": Progress((0.0, 0.6), ((0.5, 0.6), (0.7,)), (7, 8, 9)), "untouched": None}
 
 
@@ -158,9 +158,22 @@ def test_what_was_waited_elsewhere_moves_with_a_request_that_has_no_output_yet()
     mirror = Mirror("r0", Engine(Linear(), LIMITS, VirtualClock()).limits, Linear(), frozenset(), 0.0)
     waited = Progress((0.0,), ((),), delays={"queue": 0.5})
     mirror.submit(replace(request("a"), progress=waited, handoff=Handoff("r1", "offloaded", 0.5)), 0.6)
-    (left,) = mirror.left()
+    (left,) = mirror.left(0.6)
     assert left.progress == waited
     assert (left.handoff, left.losses) == (Handoff("r1", "offloaded", 0.5), 1)  # what policies know of it stays
+
+
+def test_a_request_outside_the_reported_batch_may_be_to_blame_for_a_loss_once_that_batch_is_over() -> None:
+    mirror = Mirror("r0", LIMITS, Linear(), frozenset(), 0.0)
+    for id in ("runs", "waits", "new"):
+        mirror.submit(request(id), 0.0)
+    events = (Offered(0.0, "runs", request("runs")), Offered(0.0, "waits", request("waits")), Started(0.1, "runs"))
+    batch = Shape(tokens=5, seqs=1, kv=5)
+    mirror.take(Report(0.1, events, 10, 0.5, {"runs": Held(0, 1, 1, 5)}, in_flight=batch))
+    assert {r.id: r.losses for r in mirror.left(0.4)} == {"runs": 1, "waits": 0, "new": 1}
+    assert {r.id: r.losses for r in mirror.left(0.6)} == {"runs": 1, "waits": 1, "new": 1}
+    mirror.take(Report(0.6, (), 10, 0.6, {"runs": Held(5, 1, 1, 0)}))
+    assert {r.id: r.losses for r in mirror.left(0.6)} == {"runs": 1, "waits": 1, "new": 1}  # no batch is known
 
 
 def test_times_in_another_clock() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,6 +107,31 @@ def test_a_request_that_takes_its_server_with_it_takes_two_at_most(kind: str, li
         assert len({event.id for event in fleet.of(Finished)}) == 8
 
     gateway(scenario, servers=5, linked=linked, change=change)
+
+
+def test_a_request_whose_step_kills_its_server_before_the_report_of_that_step_takes_two_at_most() -> None:
+    def die_at_the_step(servers: list[StubServer]) -> None:
+        for server in servers:
+
+            def report(server: StubServer = server, report: Callable[[], None] = server.core._report) -> None:
+                replica = server.core.host.replica
+                assert replica is not None
+                if any(POISON in seq.id and seq.in_flight for seq in replica.running.values()) and not server.down:
+                    server.kill()
+                report()
+
+            server.core._report = report  # type: ignore[method-assign]
+
+    async def scenario(fleet: Fleet) -> None:
+        others = [asyncio.create_task(fleet.complete(max_tokens=300, stream=True)) for _ in range(6)]
+        await asyncio.sleep(0.35)  # in the middle of a step: it is reported to wait while that runs
+        response = await fleet.complete({"x-request-id": POISON}, max_tokens=4, stream=True)
+        answers = await asyncio.gather(*others)
+        assert len(fleet.of(Left)) == 2
+        assert b"[DONE]" not in response.content
+        assert sum([answer.content.endswith(b"[DONE]\n\n") for answer in answers]) >= 4
+
+    gateway(scenario, servers=6, change=die_at_the_step)
 
 
 @pytest.mark.parametrize("linked", [True, False])

@@ -279,7 +279,7 @@ class RayHost(KVStays):
             return
         self._gone = True
         self._idle.set()
-        self._lost(self.id, error, self._started().left())
+        self._lost(self.id, error, self._started().left(self.clock.now()))
         # It must not go on with them. This only informs Ray, which also kills a stopped process after 5 s.
         ray.kill(self.actor)
 

@@ -203,25 +203,25 @@ class Mirror:
             steps=self._steps,
         )
 
-    def left(self) -> list[Request]:
+    def left(self, at: float) -> list[Request]:
         """The requests submitted here that have not ended, each with what it has received: the replica is lost, and
-        they are to be served elsewhere."""
+        they are to be served elsewhere. at: up to when it may have begun a batch that no report tells of."""
         here = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
         requests = []
         for seq in here:
             if seq.id not in self._strange:
                 request = self._with_progress(seq)
-                if self._may_be_cause(seq):
+                if self._may_be_cause(seq, at):
                     request = replace(request, losses=request.losses + 1)
                 requests.append(request)
         return requests
 
-    def _may_be_cause(self, seq: Seq) -> bool:
-        """Whether the replica may be lost by it: not by one that was reported to wait, or not to be in the batch, while
-        that runs. The step that killed it may have begun unreported."""
-        if seq.id in self._waiting:
-            return seq.id not in self._seen or not self._in_flight.seqs
-        return not self._in_flight.seqs or seq.in_flight > 0
+    def _may_be_cause(self, seq: Seq, at: float) -> bool:
+        """Whether the replica may be lost by it: not by one that was reported, while a batch without it runs. The
+        report of the next batch may be lost with the replica."""
+        is_reported = seq.id in self._seen or seq.id not in self._waiting
+        runs_without = self._in_flight.seqs > 0 and seq.in_flight == 0 and at <= self._busy_until
+        return not (is_reported and runs_without)
 
     def moved(self, id: str, reason: HandoffReason, at: float, cached: int = 0) -> Request | None:
         """A request that the replica hands off, with what it has received; None if it is not here. cached: tokens of

@@ -28,7 +28,7 @@ from rubato.fleet.relay import Fault, Trip
 from rubato.fleet.remote_view import Mirror, shifted_request
 from rubato.fleet.server_kv import KVBetweenServers, Trips
 from rubato.fleet.server_link import Link
-from rubato.fleet.server_watch import TRY, ServerLostError, ServerWatch
+from rubato.fleet.server_watch import TRY, ServerLostError, ServerWatch, StepHangsError
 from rubato.fleet.token_path import TokenCount
 from rubato.fleet.upstream import Upstream, UpstreamError
 from rubato.replica.miss_cause import is_infeasible
@@ -508,7 +508,8 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self.tell_of_counted()
         now, left, ending = self.clock.now(), [], self._ending_responses()
         trips = {trip.ids[0]: trip for trip in self._mine.values()}  # whose requests end here may be forgotten at once
-        for request in self._started().left():
+        mirror = self._started()
+        for request in mirror.left(mirror.as_of if isinstance(error, StepHangsError) else now):
             if (trip := self._mine.get(request.id)) is None:
                 continue
             moved = trip.progress_seen(request, now)

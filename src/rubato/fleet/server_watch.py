@@ -55,6 +55,10 @@ class ServerLostError(Exception):
     """A server cannot be reached, or its engine hangs."""
 
 
+class StepHangsError(ServerLostError):
+    """Its engine hangs in the step that it told of last."""
+
+
 class ServerWatch:
     """Of a `ServerReplica`. linked: the link tells what happens there."""
 
@@ -294,4 +298,4 @@ class ServerWatch:
             return
         predicted = max(0.0, view.busy_until - view.as_of)
         if self.clock.now() - view.as_of > self._step_timeout + SLOWER * predicted:
-            self._die(ServerLostError(f"the engine of replica {self.id} hangs in a step"))
+            self._die(StepHangsError(f"the engine of replica {self.id} hangs in a step"))
