@@ -60,19 +60,20 @@ def _link(asked: Mapping[str, Any] | None, engine: int, vllm_config: Any) -> Cor
     """The link to API servers, where their folder was announced, and to gateways, where that is configured: its address
     is left in the folder for the API server. Raises ValueError and OSError for what cannot be."""
     folder, key = os.environ.get(link.FOLDER), os.environ.get(link.KEY, "")
-    if asked is None:
-        return None if folder is None else CoreLink(None, link.endpoint(folder, engine), key)
-    where = LinkSettings.of(asked)
+    if asked is None and folder is None:
+        return None
+    where = None if asked is None else LinkSettings.of(asked)
     engines = vllm_config.parallel_config.data_parallel_size
-    if engines > 1:
+    if where is not None and engines > 1:
         raise ValueError(
             f"rubato.link: data_parallel_size is {engines}, and a gateway places requests on one engine a server: "
             "start a server for each engine"
         )
     made = CoreLink(where, "" if folder is None else link.endpoint(folder, engine), key)
-    if folder is not None:
-        link.leave_address(folder, where.host, made.port)
-    log.info("gateways reach this engine at tcp://%s:%d", host_in_url(where.host), made.port)
+    if where is not None:
+        if folder is not None:
+            link.leave_address(folder, where.host, made.port)
+        log.info("gateways reach this engine at tcp://%s:%d", host_in_url(where.host), made.port)
     return made
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.wire import sse_stream
 from rubato.wire.sse_stream import Event, EventSplitter, read_event, with_data
 
 
@@ -65,9 +64,8 @@ def test_other_data_leaves_the_other_lines() -> None:
     assert with_data(b"data: a\n\n", b"c") == b"data: c\n\n"
 
 
-def test_an_event_without_end_passes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse_stream, "MAX_EVENT_BYTES", 1000)
-    splitter = EventSplitter()
+def test_an_event_without_end_passes_in_parts() -> None:
+    splitter = EventSplitter(1000)
     parts = [splitter.feed(b"data: xxxx") for _ in range(101)]
     assert parts == [[]] * 100 + [[b"data: xxxx" * 101]]
     assert splitter.feed(b"x\n\ndata: a\n\n") == [b"x\n\n", b"data: a\n\n"]

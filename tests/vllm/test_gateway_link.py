@@ -495,7 +495,7 @@ def test_no_listener_holds_up_a_step_and_one_that_lives_hears_all(
     model: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that does not read costs the engine nothing: reports go on, and it would need a snapshot."""
-    monkeypatch.setattr(core_link, "MOST", 200)
+    monkeypatch.setattr(core_link, "MAX_QUEUED_MESSAGES", 200)
     made = harness(model, "edf", blocks=60, rubato={"link": {}})
     bad = Peer(port_of(made), RCVHWM=1)
     bad.hello()

@@ -122,7 +122,7 @@ def test_a_reader_that_is_too_slow_is_told_what_it_lost_and_no_step_waits(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "MOST", 10)
-    monkeypatch.setattr(core_link, "MOST", 10)
+    monkeypatch.setattr(core_link, "MAX_QUEUED_MESSAGES", 10)
     made, [reader] = listening(folder, 0, 0)
     for step in range(20_000):
         made.tell_clients(EngineState(0, step + 1, {"step": step, "filler": "x" * 1000}))

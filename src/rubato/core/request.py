@@ -245,3 +245,5 @@ SATURATED = "rejected-saturated"  # too many wait
 LATE = "rejected-slo-late"  # the SLO cannot be met beside the requests that are there
 INFEASIBLE = "rejected-slo-infeasible"  # nor without them: to ask again is in vain
 SHUTTING_DOWN = "rejected-shutting-down"
+NO_REPLICA = "rejected-no-replica"  # while all that could serve it are lost, and may come back
+ALONE_S = 60.0  # for which held requests wait for a replica where none is left

@@ -35,7 +35,7 @@ from rubato.core.interfaces import (
     View,
 )
 from rubato.core.plan import Role
-from rubato.core.request import SATURATED, SHUTTING_DOWN, Outcome, Progress, Request
+from rubato.core.request import ALONE_S, NO_REPLICA, SATURATED, SHUTTING_DOWN, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.event_bus import EventBus, Listener, without_tokens
 from rubato.fleet.local_host import FAILURES
@@ -50,9 +50,7 @@ log = logging.getLogger(__name__)
 
 FREES_PLACES = (Finished, HandedOff)
 FREES_KV = (Stepped, Preempted)
-NO_REPLICA = "rejected-no-replica"  # the reason of a refusal while all are lost and may come back
 KEPT = 10  # one part in so many of `max_in_flight` is for requests with an SLO
-ALONE = 60.0  # seconds that held requests wait for a replica where none is left
 MAX_LOSSES = 2  # of replicas that ran a request, after which it ends
 RECENT = 64  # completions that `retry_after` looks back on
 LEAVES = (Finished, HandedOff, Transferred, Lost)  # after which nothing may be left at a replica
@@ -515,10 +513,10 @@ class Cluster:
                 self._transfers.take_back(moving)
                 self._emit(Lost(now, moving, id))
         self._scaling.ask_soon()
-        if self._scaling.open_views():
+        if self._scaling.is_open:
             self._request_routing()
         elif self._scaling.adds or self.hosts:  # (those that drain take nothing)
-            self.clock.call_at(now + ALONE, PLAN, self._end_if_alone)
+            self.clock.call_at(now + ALONE_S, PLAN, self._end_if_alone)
         else:
             self._give_up(f"no replica is left: {error}", error)
 
@@ -534,9 +532,9 @@ class Cluster:
 
     def _end_if_alone(self) -> None:
         """No replica has come in the place of those lost: what is held ends. What comes later may find one."""
-        if not self._scaling.open_views() and not self._why_dead:
+        if not self._scaling.is_open and not self._why_dead:
             for seq in list(self._requests.unplaced.values()):
-                self._end(seq, "failed", f"no replica has come back for {ALONE:g} s")
+                self._end(seq, "failed", f"no replica has come back for {ALONE_S:g} s")
 
     def _give_up(self, why: str, error: BaseException) -> None:
         """Nothing can be placed any more: unplaced requests end, later ones too."""

@@ -434,10 +434,14 @@ class Trip:
 
     def _end_as_502(self, replica: Carrier, why: str, message: str) -> None:
         """End it as failed, by no fault of its own or of its client, who is told this alone."""
-        replica.end(self, "failed", why)
-        self.failed = None
+        self._end_as_told(replica, why)
         error = {"message": message, "type": "server_error", "param": None, "code": "server_failed"}
         self.answer_whole(502, JSON, orjson.dumps({"error": error}))
+
+    def _end_as_told(self, replica: Carrier, why: str) -> None:
+        """End it as failed, where the client is told so in another way."""
+        replica.end(self, "failed", why)
+        self.failed = None
 
     async def _stream(self, replica: Carrier, reply: Reply) -> None:
         ask = self.ask
@@ -466,8 +470,7 @@ class Trip:
         await self._pump(replica, reply, reader, take)
         if reader.has_failed:  # which its client has seen
             await replica.heard_of(self)
-            replica.end(self, "failed", "the server's response says that it failed")
-            self.failed = None
+            self._end_as_told(replica, "the server's response says that it failed")
         else:
             await self._completed(replica)
         end = b"" if reader.has_ended or is_named else DONE

@@ -58,6 +58,11 @@ class FleetScaling:
         """Whether replicas may come."""
         return self._autoscaler is not None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether some host takes requests."""
+        return len(self.draining) < len(self._hosts)
+
     def open_views(self) -> list[View]:
         """Views of the hosts that take requests."""
         return [host.view() for id, host in self._hosts.items() if id not in self.draining]

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from rubato.core.interfaces import Dispatch, Router, SeqView, View
+from rubato.core.request import ALONE_S, NO_REPLICA
 from rubato.policy_kit.router_wrapper import RouterWrapper
 
 AGAIN = 0.5  # seconds until it is looked again whether one of a set that has none is there
-GONE_S = 60.0  # from then on it is taken to be gone
-NONE_LEFT = "rejected-no-replica"
 
 
 class Candidates(RouterWrapper):
@@ -35,7 +34,7 @@ class Candidates(RouterWrapper):
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         """What `inner` decides for the first set of which it places or rejects something: the cluster then asks again.
         Of sets of which it does nothing of that kind, what else it says is put together. Of one of which none has been
-        there for GONE_S all are rejected."""
+        there for ALONE_S all are rejected."""
         sets: dict[frozenset[str] | None, list[SeqView]] = {}
         for seq in held:
             sets.setdefault(self._only(seq.id), []).append(seq)
@@ -47,8 +46,8 @@ class Candidates(RouterWrapper):
             views = [view for view in fleet if endpoints is None or self._endpoint(view.id) in endpoints]
             if endpoints is not None and not views:  # lost, or given a rest: no event tells that it is over
                 since = self._missing[endpoints] = before.get(endpoints, now)
-                if now >= since + GONE_S:
-                    return Dispatch(reject={seq.id: NONE_LEFT for seq in seqs})
+                if now >= since + ALONE_S:
+                    return Dispatch(reject={seq.id: NO_REPLICA for seq in seqs})
                 said = said._replace(wake_at=min(now + AGAIN, said.wake_at or inf))
                 continue
             own = self.inner.place(seqs, views, now)

@@ -22,7 +22,8 @@ from rubato.config.build import check_names
 from rubato.config.schema import Config, ConfigError
 from rubato.core.clock import PLAN, Clock
 from rubato.core.interfaces import Router
-from rubato.fleet.cluster import NO_REPLICA, Cluster
+from rubato.core.request import NO_REPLICA
+from rubato.fleet.cluster import Cluster
 from rubato.fleet.http_client import HttpServer
 from rubato.fleet.picked_trip import PickedTrip, endpoint_of
 from rubato.fleet.relay import Ask

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from rubato.wire.sse_stream import EventSplitter, read_event, with_data
+from rubato.wire.sse_stream import MAX_EVENT_BYTES, EventSplitter, read_event, with_data
 
 DONE = b"data: [DONE]\n\n"
 ONE = (0,)  # a token of the only choice
@@ -73,7 +73,7 @@ class ResponseStream:
         choices: how many the response has.
         is_named: it is one of named events, of which none is held back.
         with_usage: its client wants to see the counts at its end.
-        max_event_bytes: of an event that is read; 0: as `EventSplitter`.
+        max_event_bytes: of an event that is read.
     """
 
     __slots__ = (
@@ -82,7 +82,8 @@ class ResponseStream:
     )  # fmt: skip
 
     def __init__(
-        self, choices: int = 1, *, is_named: bool = False, with_usage: bool = True, max_event_bytes: int = 0
+        self, choices: int = 1, *, is_named: bool = False, with_usage: bool = True,
+        max_event_bytes: int = MAX_EVENT_BYTES,
     ) -> None:  # fmt: skip
         self._choices, self._is_named, self._with_usage = choices, is_named, with_usage
         self._splitter = EventSplitter(max_event_bytes)

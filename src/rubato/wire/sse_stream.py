@@ -44,10 +44,10 @@ def with_data(raw: bytes, data: bytes) -> bytes:
 
 
 class EventSplitter:
-    """Cuts a stream, in whatever parts it comes, into events. max_bytes: of one; 0: MAX_EVENT_BYTES."""
+    """Cuts a stream, in whatever parts it comes, into events. max_bytes: of one."""
 
-    def __init__(self, max_bytes: int = 0) -> None:
-        self._max_bytes = max_bytes or MAX_EVENT_BYTES
+    def __init__(self, max_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._parts = bytearray()  # the beginning of an event of which the end has not come
         self._searched = 0  # bytes of it in which there is no end
 

@@ -48,7 +48,7 @@ from rubato.wire.messages import (
 
 log = logging.getLogger("vllm.rubato")
 
-MOST = 1000  # messages that wait for one peer
+MAX_QUEUED_MESSAGES = 1000  # that wait for one peer
 INSIDE = 10_000  # messages that wait for the thread
 COMMANDS = 10_000  # that wait for the next step
 POLL = 200  # milliseconds after which the thread looks whether it is to end
@@ -111,7 +111,7 @@ class CoreLink:
         self._socket: Any = self._context.socket(zmq.ROUTER)
         self._gatekeeper = protect_core(self._socket)
         self._monitor = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
-        self._socket.setsockopt(zmq.SNDHWM, MOST)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent is said, not dropped in silence
@@ -284,6 +284,10 @@ class CoreLink:
         self.refused += 1
         self._tell(who, Refused(why))
 
+    def _forget(self, who: bytes) -> None:
+        self._peers.pop(who, None)
+        self._count_peers()
+
     def _count_peers(self) -> None:
         self.clients = frozenset(peer.client for peer in self._peers.values() if peer.client is not None)
         self.listeners = sum(peer.client is None for peer in self._peers.values())
@@ -305,8 +309,7 @@ class CoreLink:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._peers.pop(who, None)
-            self._count_peers()
+            self._forget(who)
             return False
         return True
 
@@ -321,5 +324,4 @@ class CoreLink:
                     self.wanted |= not peer.fresh
         before = self._clock() - GONE
         for who in [who for who, peer in gateways if peer.heard < before]:
-            self._peers.pop(who, None)
-            self._count_peers()
+            self._forget(who)
