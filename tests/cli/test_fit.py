@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import yaml
 
+from rubato.cli.main import main
 from rubato.config.build import latency_of
 from rubato.config.schema import load
 from rubato.core import event_log
 from rubato.core.events import Stepped
 from rubato.core.plan import Sample, Shape
+from rubato.engines.simulated import step_noise
 from rubato.latency import affine
 from rubato.latency.fit import Fitted, fit, fit_file
 from rubato.latency.fitted_model import FittedModel
@@ -77,3 +79,15 @@ def test_a_log_without_steps_is_refused(tmp_path: Path) -> None:
         fit_file(tmp_path / "empty")
     with pytest.raises(ValueError, match="samples cannot determine"):
         fit(samples(10))
+
+
+def test_residuals_are_a_recording_that_can_be_replayed(tmp_path: Path) -> None:
+    log, out = tmp_path / "log.jsonl", tmp_path / "residuals.txt"
+    with event_log.EventLogWriter(log) as write:
+        for i, sample in enumerate(samples(spread=0.1)):
+            write(Stepped(float(i), "r0", sample.shape, sample.seconds))
+    assert main(["fit", str(log), "--residuals", str(out)]) == 0
+    model = fit_file(log).model
+    expected = [s.seconds / model.step_time(s.shape) for s in samples(spread=0.1)]
+    assert step_noise.read(str(out)) == pytest.approx(expected, rel=1e-3)
+    assert out.read_text().startswith("# log.jsonl: measured over predicted seconds (affine")

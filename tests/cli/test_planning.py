@@ -265,7 +265,7 @@ class Scheduler:
         (["sweep", *REPLICA, "--rates", "1", "--count", "0"], "--count 0: give 1 or more"),
         (["sweep", *REPLICA, "--rates", "1", "--duration", "-1"], "--duration -1.0: give a positive"),
         (["sweep", *REPLICA, "--rates", "1", "--replicas", "0"], "--replicas 0: give 1 or more"),
-        (["sweep", *REPLICA, "--rates", "1", "--noise", "2"], "--noise 2.0: give a relative spread"),
+        (["sweep", *REPLICA, "--rates", "1", "--noise", "2"], "noise 2.0: give a relative spread"),
         (["plan", *REPLICA, "--trace", "TRACE", "--max-num-seqs", "0"], "--max-num-seqs 0: give 1 or more"),
         (
             ["plan", *REPLICA, "--trace", "TRACE", "--max-num-batched-tokens", "-4"],

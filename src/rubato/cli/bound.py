@@ -6,6 +6,7 @@ import argparse
 
 from rubato.cli import running, simulation_options
 from rubato.config.schema import load
+from rubato.engines.simulated import step_noise
 from rubato.planning import bound
 
 
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     config = load(args.config or {}, args.set)
     if config.slo_rule != "deadline":
         raise ValueError(f"slo_rule {config.slo_rule!r}: a bound is worked out for the deadline rule")
-    if args.noise:
+    if step_noise.factors(args.noise, 0) is not None:
         raise ValueError("--noise: a bound is of step times as they are; leave it out")
     if config.engine.settings.get("drafter") is not None:
         raise ValueError(

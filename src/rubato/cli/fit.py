@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rubato.cli import running
 from rubato.latency import fit
@@ -19,9 +20,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", action="append", default=[], metavar="PART", help="fit on tags that contain this")
     parser.add_argument("--test", action="append", default=[], metavar="PART", help="test on others that contain this")
     parser.add_argument("--json", metavar="FILE", help="write coefficients and errors as JSON; - for standard output")
+    parser.add_argument(
+        "--residuals", metavar="FILE", help="write by how much each step was off, for `--noise replay:FILE`"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     fitted = fit.fit_file(args.log, args.model, args.train, args.test, args.of)
+    if args.residuals:
+        Path(args.residuals).write_text(fit.residuals_text(fitted, Path(args.log).name), "utf-8")
     running.write(args.json, fitted.text(), results.as_json(fitted.to_json()))
     return 0

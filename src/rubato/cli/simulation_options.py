@@ -21,10 +21,19 @@ from rubato.config.build import (
 from rubato.config.schema import Config, load
 from rubato.core.plan import Limits
 from rubato.core.slo import SLO_RULES
+from rubato.engines.simulated import step_noise
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.planning.request_source import FileSource, MixSource, RequestSource, ScenarioSource, TraceSource
 from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware
 from rubato.workloads.workload import check_rate
+
+
+def _noise(text: str) -> step_noise.Noise:
+    """A number stays one, which is a spread."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def replica(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +49,10 @@ def replica(parser: argparse.ArgumentParser) -> None:
         "--host-scale", type=float, default=1.0, metavar="F",
         help="with --profile: factor on the seconds of a step outside the device",
     )  # fmt: skip
-    options.add_argument("--noise", type=float, default=0.0, help="relative spread of step times")
+    options.add_argument(
+        "--noise", type=_noise, default=0.0, metavar="KIND",
+        help="of step times: iid:0.05 (or 0.05), replay:RECORDING, wander, fast:1.3, or several joined by +",
+    )  # fmt: skip
 
 
 def add(parser: argparse.ArgumentParser, seeds: bool = True, policies: bool = True) -> None:
@@ -137,8 +149,7 @@ def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
 
 def run_spec(args: argparse.Namespace, config: Config, machine: Hardware, choice: PolicyChoice) -> RunSpec:
     """Of replicas as `machine`, with what the configuration says beside them. Raises ValueError (ConfigError)."""
-    if not 0.0 <= args.noise < 1.0:
-        raise ValueError(f"--noise {args.noise}: give a relative spread in [0, 1)")
+    step_noise.check(args.noise)
     return RunSpec(
         machine,
         choice,

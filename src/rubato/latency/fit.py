@@ -50,10 +50,23 @@ def error_report(model: LatencyModel, samples: Sequence[Sample]) -> Report:
     return Report(r2, p50, p95, len(samples))
 
 
+def residuals(model: LatencyModel, samples: Sequence[Sample]) -> list[float]:
+    """Measured over predicted seconds of each step; of those predicted to take no time there is none."""
+    both = [(sample.seconds, model.step_time(sample.shape)) for sample in samples]
+    return [measured / predicted for measured, predicted in both if measured > 0.0 and predicted > 0.0]
+
+
+def residuals_text(fitted: Fitted, source: str) -> str:
+    """As `--noise replay:FILE` reads them: a line each. source: what was measured."""
+    head = f"# {source}: measured over predicted seconds ({fitted.kind}, fitted on these steps), in order"
+    return "\n".join([head, *(f"{residual:.4g}" for residual in fitted.residuals), ""])
+
+
 @dataclass(frozen=True)
 class Fitted:
     """A model fitted on all steps; errors of one fitted without the held-out, on its own steps and on the held-out.
-    held: which they are. outside: on steps of another distribution, by tag, none of which it has seen."""
+    held: which they are. outside: on steps of another distribution, by tag, none of which it has seen. residuals:
+    measured over predicted of the steps it was fitted on, in their order."""
 
     kind: str
     model: FittedModel
@@ -61,6 +74,7 @@ class Fitted:
     held_out: Report
     held: str = "the last fifth"
     outside: Mapping[str, Report] = field(default_factory=dict)
+    residuals: Sequence[float] = ()
 
     def config(self) -> dict[str, object]:
         """As `latency:` in a server's configuration."""
@@ -93,7 +107,8 @@ def fit(samples: Sequence[Sample], kind: str = "affine", of: profiles.Profile | 
     trial, model = blank(kind, of), blank(kind, of)
     model.fit(samples)
     trial.fit(samples[:cut])
-    return Fitted(kind, model, error_report(trial, samples[:cut]), error_report(trial, samples[cut:]))
+    inside, held = error_report(trial, samples[:cut]), error_report(trial, samples[cut:])
+    return Fitted(kind, model, inside, held, residuals=residuals(model, samples))
 
 
 def fit_groups(
@@ -122,7 +137,7 @@ def fit_groups(
     if len(others) > 1:
         outside["all of these"] = error_report(trial, [sample for tag in others for sample in groups[tag]])
     inside, held = error_report(trial, seen), error_report(trial, samples[::FOLD])
-    return Fitted(kind, model, inside, held, "every fifth", outside)
+    return Fitted(kind, model, inside, held, "every fifth", outside, residuals(model, samples))
 
 
 def fit_file(

@@ -20,6 +20,7 @@ from rubato.core.length_prediction import PREDICTORS, ConditionalMean, Oracle, R
 from rubato.core.plan import Limits, Sample
 from rubato.core.replica_options import ReplicaOptions
 from rubato.engines.simulated import FREE, Drafter, Link
+from rubato.engines.simulated.step_noise import Noise
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency import profiles
 from rubato.latency.model_wrapper import ModelWrapper
@@ -98,20 +99,21 @@ class Fixed(ModelWrapper):
 class RunSpec:
     """All of a simulated run but its requests and its seed.
 
-    noise: relative spread of step times. lengths: makes what predicts output lengths, given the true ones; None: the
-    router's own predictor, if it names one (`policies.default_lengths`). believed: the step times that schedulers begin
-    with, None: the hardware's. learns: schedulers update them from the steps, as they do live. Off by default: step
-    times are exact already, and steps are simulated one by one where models learn. link: what moving KV to a replica
-    costs. drafter: None = the engines do not speculate; schedulers know its step times. stated_max_tokens: what each
-    request of a workload asks for at least. With 0 it asks for its true output, which then bounds what is predicted of
-    it. prefix_cache, max_in_flight: as `ReplicaOptions` and `ClusterOptions`. fair: makes the tenants' shares.
-    autoscaler: makes what adds and drains replicas, None = no scaling; start_seconds: until an added replica serves."""
+    noise: of step times (`engines.simulated.step_noise`). lengths: makes what predicts output lengths, given the true
+    ones; None: the router's own predictor, if it names one (`policies.default_lengths`). believed: the step times that
+    schedulers begin with, None: the hardware's. learns: schedulers update them from the steps, as they do live. Off by
+    default: step times are exact already, and steps are simulated one by one where models learn. link: what moving KV
+    to a replica costs. drafter: None = the engines do not speculate; schedulers know its step times. stated_max_tokens:
+    what each request of a workload asks for at least. With 0 it asks for its true output, which then bounds what is
+    predicted of it. prefix_cache, max_in_flight: as `ReplicaOptions` and `ClusterOptions`. fair: makes the tenants'
+    shares. autoscaler: makes what adds and drains replicas, None = no scaling; start_seconds: until an added replica
+    serves."""
 
     hardware: Hardware
     choice: PolicyChoice
     replicas: int = 1
     slo_rule: str = "deadline"
-    noise: float = 0.0
+    noise: Noise = 0.0
     lengths: Lengths | None = None
     learns: bool = False
     link: Link = FREE

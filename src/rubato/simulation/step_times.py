@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import ceil, inf
 from typing import cast
 
-import numpy as np
-
 from rubato.core.interfaces import LatencyModel, Line
-from rubato.engines.simulated import check_noise, factors
+from rubato.engines.simulated import step_noise
 from rubato.replica.step_log import StepRun
 
 DRAWN = 1024  # step-time factors drawn at a time
@@ -19,15 +17,14 @@ Seconds = Callable[[int, int, int, int, int, int, int], float]  # `LatencyModel.
 
 
 class StepTimes:
-    """How long steps take, in the order run: a model's step times multiplied by `engines.simulated`'s factors."""
+    """How long steps take, in the order run: a model's step times multiplied by the factors of
+    `engines.simulated.step_noise`."""
 
-    def __init__(self, truth: LatencyModel, noise: float, seed: int) -> None:
-        check_noise(noise)
+    def __init__(self, truth: LatencyModel, noise: step_noise.Noise, seed: int) -> None:
         self._seconds: Seconds = truth.seconds_of
         self._step_time = truth.step_time
         self._line = None if truth.line(1, 1) is None else cast(Callable[[int, int], Line], truth.line)
-        self._noise = noise
-        self._rng = np.random.default_rng(seed)
+        self._noise = step_noise.factors(noise, seed)
         self._factors: list[float] = []
         self._first = 0  # the step whose factor is first in the list
 
@@ -35,7 +32,7 @@ class StepTimes:
         """Put the end of each of so many steps of the run into `ends`."""
         run.steps = steps
         seconds, n, kv = self._seconds, run.seqs, run.kv
-        if self._line is not None and steps > 1 and not (run.chunks or self._noise):
+        if self._line is not None and steps > 1 and not run.chunks and self._noise is None:
             run.ends = _ends_along(self._line, n, kv, steps, run.begin)
             return
         if run.chunks:
@@ -46,7 +43,7 @@ class StepTimes:
             took = [seconds(n, n, at, 0, 0, 0, 0) for at in range(kv + n, kv + n * (steps + 1), n)]
         else:
             took = _along(self._line, n, kv, steps)
-        if self._noise:
+        if self._noise is not None:
             took = [seconds * self.factor(run.tick + i) for i, seconds in enumerate(took)]
         took[0] += run.begin
         run.ends = list(accumulate(took))
@@ -87,12 +84,12 @@ class StepTimes:
 
     def factor(self, tick: int) -> float:
         """What the time of this step is multiplied by; no step much earlier is asked for again."""
-        if not self._noise:
+        if self._noise is None:
             return 1.0
         at = tick - self._first
         if at >= len(self._factors):
             keep = max(0, at - DRAWN)  # steps that were worked out in vain are worked out again
-            self._factors = self._factors[keep:] + factors(self._rng, self._noise, DRAWN).tolist()
+            self._factors = self._factors[keep:] + list(islice(self._noise, DRAWN))
             self._first += keep
             at -= keep
         return self._factors[at]

@@ -11,9 +11,6 @@ from functools import lru_cache
 from math import inf, log
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rubato.core.clock import COMPLETION, Clock
 from rubato.core.did_you_mean import nearest
 from rubato.core.finite_settings import check_finite
@@ -21,6 +18,7 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import KV, NO_BATCH, Batch, Emitted, Entry, FinishReason, Limits, Logprob, Shape, StepResult, Tree
 from rubato.core.request import Request
 from rubato.core.stop_strings import StopText
+from rubato.engines.simulated import step_noise
 from rubato.engines.simulated.acceptance import Acceptance, Draft, Process
 from rubato.latency import profiles
 from rubato.latency.with_drafter import without_drafts
@@ -105,19 +103,8 @@ class _Progress:
     stop: StopText | None = None  # where the request has stop strings
 
 
-def check_noise(noise: float) -> None:
-    """Raises ValueError unless it is a relative spread of step times."""
-    if not 0.0 <= noise < 1.0:
-        raise ValueError(f"engine noise is {noise}: give a relative spread in [0, 1)")
-
-
-def factors(rng: np.random.Generator, noise: float, count: int) -> NDArray[np.float64]:
-    """What the next steps' times are multiplied by: lognormal, 1 on average."""
-    return rng.lognormal(-(noise**2) / 2, noise, count)
-
-
 class Engine:
-    """`latency` gives each step's time, times a lognormal factor of relative spread `noise` from its own stream.
+    """`latency` gives each step's time, times a factor of `noise` (`step_noise`) from its own stream.
 
     lengths: request id -> output tokens of each stage (the truth, hidden from policies); an id that is not there runs
     to its max_tokens. A request never goes beyond its max_tokens, nor its stop ids and stop strings, looked for in the
@@ -136,20 +123,18 @@ class Engine:
         clock: Clock,
         *,
         lengths: Mapping[str, Sequence[int]] | None = None,
-        noise: float = 0.0,
+        noise: step_noise.Noise = 0.0,
         seed: int = 0,
         link: Link = FREE,
         drafter: Drafter | None = None,
         start_seconds: float = 0.0,
     ) -> None:
-        check_noise(noise)
+        self._factors = step_noise.factors(noise, seed)
         self._start_seconds = start_seconds
         self._latency = latency
         self._limits = limits
         self._clock = clock
         self._lengths = lengths or {}
-        self._noise = noise
-        self._rng = np.random.default_rng(seed)
         self._link = link
         self._drafter = drafter
         if drafter is not None:
@@ -212,8 +197,8 @@ class Engine:
                 deep.setdefault((seq.draft.depth, seq.draft.width), []).append(length)
         if first and self._drafter is not None and self._drafter.latency is not None:
             seconds += _drafting_seconds(self._drafter.latency, first, deep)
-        if self._noise:
-            seconds *= float(factors(self._rng, self._noise, 1)[0])
+        if self._factors is not None:
+            seconds *= next(self._factors)
         return StepResult(emitted, seconds)
 
     def forget(self, seqs: Iterable[str]) -> None:

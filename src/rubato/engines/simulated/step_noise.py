@@ -1,0 +1,154 @@
+"""By what simulated steps take longer or shorter than the latency model says: factors, one a step, as `--noise` names
+them.
+
+Independent errors of a few percent are what a simulation is usually given, and what a policy that plans close to its
+deadlines bears well. Errors of a real server come in runs: a machine is slow for a while, or pauses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import repeat
+from math import exp, inf, sqrt
+from pathlib import Path
+
+import numpy as np
+
+from rubato.core.did_you_mean import nearest
+
+Noise = float | str
+"""A relative spread of independent factors, or text as `factors` takes it."""
+
+RECORDINGS = Path(__file__).parent / "residuals"
+DRAWN = 1024  # factors drawn at a time
+# wander: the spread of the logarithm, what is kept of it from a step to the next, and pauses: one step in so many takes
+# so many times as long.
+SPREAD, KEPT, PAUSES = 0.15, 0.97, ((200, 3.0), (800, 8.0))
+KINDS = ("iid", "replay", "wander", "fast")
+ALLOWED = "give iid:SPREAD, replay:RECORDING, wander, fast:TIMES, or several joined by +"
+
+Draw = Callable[[np.random.Generator], Iterator[float]]
+
+
+def check(noise: Noise) -> None:
+    """Raises ValueError, and OSError for a recording that cannot be read, where `factors` would."""
+    _parts(noise)
+
+
+def factors(noise: Noise, seed: int) -> Iterator[float] | None:
+    """What the time of each step is multiplied by, without end; None where it is 1 for all. noise: a relative spread s
+    (lognormal, independent, 1 on average), or parts joined by `+`, multiplied:
+
+    - `iid:s`: the same;
+    - `replay:RECORDING`: measured over predicted of a run's steps, in order, over and over, from a place that the seed
+      says: the name of a recording that ships (`recordings`), or a file as `rubato fit --residuals` writes it;
+    - `wander`: errors that stay a while (the logarithm is autoregressive, 15 %, 0.97 from step to step), and pauses
+      (one step in 200 takes 3 times as long, one in 800 takes 8 times);
+    - `fast:f`: steps take f times what the model says: the model is of a machine that is f times as fast.
+
+    Raises ValueError for other text, OSError for a file that cannot be read.
+    """
+    parts = _parts(noise)
+    if not parts:
+        return None
+    rngs = [np.random.default_rng(seed if i == 0 else (seed, i)) for i in range(len(parts))]
+    drawn = [part(rng) for part, rng in zip(parts, rngs, strict=True)]
+    return drawn[0] if len(drawn) == 1 else _product(drawn)
+
+
+def recordings() -> list[str]:
+    """Names of those that ship."""
+    return sorted(file.stem for file in RECORDINGS.glob("*.txt"))
+
+
+def read(recording: str) -> list[float]:
+    """Its factors. recording: the name of one that ships, or a file. Raises ValueError, OSError."""
+    file = Path(recording)
+    if "/" not in recording and not file.suffix:
+        if recording not in recordings():
+            raise ValueError(
+                f"no recording {recording!r} ships, nor is it a file with a suffix{nearest(recording, recordings())}"
+            )
+        file = RECORDINGS / f"{recording}.txt"
+    found: list[float] = []
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        if not (text := line.partition("#")[0].strip()):
+            continue
+        factor = _number(text)
+        if not 0.0 < factor < inf:
+            raise ValueError(f"{file}, line {number}: {text!r} is no factor: give one number above 0 a line")
+        found.append(factor)
+    if not found:
+        raise ValueError(f"{file} holds no factors: give one number a line, as `rubato fit --residuals` writes them")
+    return found
+
+
+def _parts(noise: Noise) -> list[Draw]:
+    if not isinstance(noise, str):
+        return _iid(noise, str(noise))
+    if not noise.partition("+")[0].partition(":")[0].strip().isalpha():  # a number alone, as `--noise 0.05`
+        return _iid(_number(noise), noise)
+    return [draw for part in noise.split("+") for draw in _part(part.strip(), noise)]
+
+
+def _part(part: str, noise: str) -> list[Draw]:
+    kind, colon, value = part.partition(":")
+    if kind == "wander" and not colon:
+        return [_wander]
+    if kind == "iid":
+        return _iid(_number(value), noise)
+    if kind == "fast":
+        if not 0.0 < (times := _number(value)) < inf:
+            raise ValueError(f"noise {noise!r}: fast:{value} is no factor: give one above 0, such as fast:1.3")
+        return [lambda _: repeat(times)]
+    if kind == "replay":
+        return [partial(_replay, read(value))]
+    raise ValueError(f"noise {noise!r}: {ALLOWED}; {part!r} is none{nearest(kind, KINDS)}")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def _iid(spread: float, said: str) -> list[Draw]:
+    if not 0.0 <= spread < 1.0:
+        raise ValueError(f"noise {said}: give a relative spread in [0, 1), or {ALLOWED.removeprefix('give ')}")
+    return [partial(_independent, spread)] if spread else []
+
+
+def _independent(spread: float, rng: np.random.Generator) -> Iterator[float]:
+    while True:
+        yield from rng.lognormal(-(spread**2) / 2, spread, DRAWN).tolist()
+
+
+def _replay(recorded: list[float], rng: np.random.Generator) -> Iterator[float]:
+    at = int(rng.integers(len(recorded)))
+    while True:
+        yield from recorded[at:]
+        at = 0
+
+
+def _wander(rng: np.random.Generator) -> Iterator[float]:
+    fresh = SPREAD * sqrt(1.0 - KEPT**2)
+    error = SPREAD * float(rng.standard_normal())
+    while True:
+        for shock, chance in zip(rng.standard_normal(DRAWN).tolist(), rng.random(DRAWN).tolist(), strict=True):
+            error = KEPT * error + fresh * shock
+            factor, below = exp(error - SPREAD**2 / 2), 0.0
+            for steps, times in PAUSES:
+                if below <= chance < below + 1.0 / steps:
+                    factor *= times
+                below += 1.0 / steps
+            yield factor
+
+
+def _product(drawn: list[Iterator[float]]) -> Iterator[float]:
+    for each in zip(*drawn, strict=False):
+        product = 1.0
+        for factor in each:
+            product *= factor
+        yield product
