@@ -164,7 +164,7 @@ class LongPrompts(RateSearch):
             ttft = max(LEAST_TTFT, TTFT_TIMES * prefill(one.prompt_tokens))
             slo = made.slo(one)
             arrivals.append(replace(one, slo=replace(slo, ttft=ttft, tpot=TPOTS[slo.tpot or 0.1])))
-        self._load: Workload = replace(
+        self.load: Workload = replace(
             made, arrivals=tuple(arrivals), duration=arrivals[-1].at, rate=len(arrivals) / arrivals[-1].at
         )
 
@@ -173,7 +173,7 @@ class LongPrompts(RateSearch):
             large(), PolicyChoice.parse(choice), REPLICAS, lengths=conditional_mean, noise=runs.NOISE, learns=True,
             link=LONG_LINK, stated_max_tokens=2048,
         )  # fmt: skip
-        return shares_of(simulate(self._load.rescaled(rate), spec, self.seed, times=False, causes=False).records)
+        return shares_of(simulate(self.load.rescaled(rate), spec, self.seed, times=False, causes=False).records)
 
 
 class LooseTiers(RateSearch):
@@ -182,14 +182,14 @@ class LooseTiers(RateSearch):
     def __init__(self, seed: int, count: int) -> None:
         super().__init__(1.04, 0.05)
         self.seed = seed
-        self._load = ScenarioSource(f"slos-serve-{LOOSE}", hardware(LOOSE), count=count).make(seed)
+        self.load = ScenarioSource(f"slos-serve-{LOOSE}", hardware(LOOSE), count=count).make(seed)
 
     def run(self, choice: str, rate: float) -> dict[str, float]:
         spec = RunSpec(
             hardware(LOOSE), PolicyChoice.parse(choice), LOOSE_REPLICAS, lengths=conditional_mean, noise=runs.NOISE,
             learns=True, link=LOOSE_LINK, stated_max_tokens=2048,
         )  # fmt: skip
-        return shares_of(simulate(self._load.rescaled(rate), spec, self.seed, times=False, causes=False).records)
+        return shares_of(simulate(self.load.rescaled(rate), spec, self.seed, times=False, causes=False).records)
 
 
 def searched(load: str, name: str, seed: int, count: int) -> dict[str, Any]:

@@ -87,7 +87,11 @@ def test_residuals_are_a_recording_that_can_be_replayed(tmp_path: Path) -> None:
         for i, sample in enumerate(samples(spread=0.1)):
             write(Stepped(float(i), "r0", sample.shape, sample.seconds))
     assert main(["fit", str(log), "--residuals", str(out)]) == 0
-    model = fit_file(log).model
-    expected = [s.seconds / model.step_time(s.shape) for s in samples(spread=0.1)]
-    assert step_noise.read(str(out)) == pytest.approx(expected, rel=1e-3)
-    assert out.read_text().startswith("# log.jsonl: measured over predicted seconds (affine")
+    model, given = fit_file(log).model, samples(spread=0.1)
+    usual = float(np.median([model.step_time(s.shape) for s in given]))
+    found = step_noise.read(str(out))
+    assert len(found) == len(given)
+    for residual, sample in zip(found, given, strict=True):
+        predicted = model.step_time(sample.shape)
+        assert sample.seconds == pytest.approx(predicted + (residual - 1.0) * max(predicted, usual), rel=5e-3)
+    assert out.read_text().startswith("# log.jsonl: seconds of each step over those predicted (affine")

@@ -20,6 +20,7 @@ from rubato.latency.model_kinds import MODELS
 from rubato.latency.profiles.aiconfigurator import GPUS
 
 HELD_OUT = 0.2  # the last share of a log's steps
+LEAST = 0.1  # of what is predicted, that a replayed step takes at least
 FOLD = 5  # of a table's, every fifth
 
 
@@ -51,14 +52,16 @@ def error_report(model: LatencyModel, samples: Sequence[Sample]) -> Report:
 
 
 def residuals(model: LatencyModel, samples: Sequence[Sample]) -> list[float]:
-    """Measured over predicted seconds of each step; of those predicted to take no time there is none."""
+    """1 + (measured - predicted) / predicted of each step, in seconds; of a step shorter than the median one, over the
+    median: a pause of the machine takes as long whatever it falls into, and is to be replayed in other steps."""
     both = [(sample.seconds, model.step_time(sample.shape)) for sample in samples]
-    return [measured / predicted for measured, predicted in both if measured > 0.0 and predicted > 0.0]
+    usual = float(np.median([predicted for _, predicted in both]))
+    return [max(LEAST, 1.0 + (measured - predicted) / max(predicted, usual)) for measured, predicted in both]
 
 
 def residuals_text(fitted: Fitted, source: str) -> str:
     """As `--noise replay:FILE` reads them: a line each. source: what was measured."""
-    head = f"# {source}: measured over predicted seconds ({fitted.kind}, fitted on these steps), in order"
+    head = f"# {source}: seconds of each step over those predicted ({fitted.kind}, fitted on them), in order"
     return "\n".join([head, *(f"{residual:.4g}" for residual in fitted.residuals), ""])
 
 

@@ -1,0 +1,50 @@
+"""A cell of the gate: one load under one kind of noise and one policy, and what of it was attained and broken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments._gate_loads import loads
+from experiments._rate_search import shares_of
+from rubato.core.events import Demoted, Event
+from rubato.fleet.cluster_options import PolicyChoice
+from rubato.measure.records import summarise_sessions
+from rubato.simulation.simulate import simulate
+
+NOISES = {
+    "independent": ("iid:0.05",),
+    "replayed": ("replay:torch-busy", "replay:torch-quiet", "replay:vllm-cpu"),  # seed by seed
+    "wandering": ("wander",),
+    "20 % too fast": ("iid:0.05+fast:1.2",),
+    "60 % too fast": ("iid:0.05+fast:1.6",),
+}
+
+
+def cell(load: str, noise: str, policy: str, seed: int) -> dict[str, Any]:
+    own, kinds = loads()[load], NOISES[noise]
+    made = own.make(seed)
+    demoted: dict[str, float] = {}
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Demoted):
+            demoted.setdefault(event.id, event.at)
+
+    spec = own.spec(choice=PolicyChoice.parse(policy), noise=kinds[seed % len(kinds)])
+    run = simulate(made, spec, seed, causes=False, listen=listen)
+    records = run.records if own.counted is None else run.records[slice(*own.counted)]
+    shares = shares_of(records)
+    promised = broken = 0
+    for r in records:
+        ttft, first = made.tiers[r.tier].ttft or 1e9, r.verdict.ttft
+        if first is not None and first <= ttft and demoted.get(r.id, 1e12) > r.at + first:
+            promised += 1
+            broken += not (r.verdict.met and not r.best_effort)
+    attained = shares["all"]
+    if own.sessions:
+        sessions = summarise_sessions(run)
+        assert sessions is not None
+        attained = sessions.attainment
+    return {
+        "load": load, "noise": noise, "policy": policy, "seed": seed, "attained": attained, "worst": shares["worst"],
+        "promised": promised, "broken": broken,
+    }  # fmt: skip
