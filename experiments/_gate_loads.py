@@ -23,7 +23,9 @@ from rubato.demo import runs as demo
 from rubato.latency import affine
 from rubato.planning.request_source import ScenarioSource
 from rubato.simulation.run_spec import Hardware, RunSpec, conditional_mean, packaged_hardware
-from rubato.workloads import Kind, Workload, make, scenarios
+from rubato.workloads import Workload, scenarios
+from rubato.workloads.generate import make
+from rubato.workloads.request_kinds import Kind
 
 # What `rubato demo` found of two cores with AVX-512: the latency model of the torch engine, and SLOs; and the rate at
 # which vllm attains 90 % with them in simulation.
