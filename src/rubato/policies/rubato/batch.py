@@ -17,6 +17,7 @@ from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end
 from rubato.policy_kit.draft_value import drafting, with_nodes
 
 SPARE = 0.5  # of the time that prompts can spare, taken by decodes that could wait: with none, Coder loses 15 points
+NEEDED = 0.9  # of the time that decodes may need in the shortest steps
 LEAST = 1.2  # times the seconds of a single token: no step is planned shorter
 ONE_MORE = 1.5  # of these seconds, within which another step cannot be squeezed in before a deadline
 TURN, TURN_TOKENS = 16, 64  # one step in so many, at least, gives the oldest best effort so much of its prompt
@@ -76,13 +77,13 @@ class StepBatch:
         steps = self._steps
         all_, now = len(steps.decodes), steps.now
         hard = steps.within(steps.first_due() - now)
-        bound = max(min(longest, hard), LEAST * steps.base)
+        bound = max(min(longest, hard), LEAST * steps.base, steps.shortest(NEEDED))
         behind = steps.entry.draft is not None and bound < steps.full
         if behind:  # the step that brings most tokens a second: shorter ones, or fewer decodes, end in delay for all
             bound = hard = steps.full
         if not self._kept:
             return (all_ if steps.least(all_) <= bound else steps.most_within(all_, bound)), bound
-        following = min(steps.full, longest)
+        following = longest
 
         def urgent(seconds: float) -> int:
             """Decodes due before the step after one of so many seconds would end."""

@@ -25,7 +25,8 @@ FARTHEST = 0.6  # how far behind, at most: a tier that cannot be served must not
 FORGOTTEN = 0.05  # a tier offered less than this, after fading, is dropped: a client may name any
 RECENT = 64  # requests whose time to spare says how long a step may be
 LATE_ARRIVALS = 0.03  # share of those that may lose their TTFT to a step that is under way when they come
-E2E_DECODE = 0.5  # share of an e2e SLO that is for the decode, the rest for waiting and the prompt
+E2E_PACE = 1.25  # of the seconds of a usual step, in which a token is expected of a decode that has an e2e SLO
+MOST_AHEAD = 3.0  # tokens
 PACE_UP = 0.85  # of its TPOT, in which a decode that is to get further ahead has its next token
 PACE_UP_DRAFTED = 1.15  # the same of the time that its tokens are worth: shorter steps bring fewer tokens a second
 SOONER = 0.5  # of the time that a prompt has, at most, by which it is due sooner
@@ -57,11 +58,14 @@ class Parts:
     queued: list[SeqView] = field(default_factory=list)
     late: list[SeqView] = field(default_factory=list)
 
-    def in_order(self, now: float, cushion: float, entry: Entry) -> None:
-        """Decodes and prompts by deadline. cushion: seconds that decodes stay ahead; with drafts, whose luck varies,
-        more of it, and prompts are due sooner by what is more."""
-        if cushion or entry.draft is not None:
-            self.decodes = [_ahead(job, now, cushion + entry.unlucky(job.tpot), entry.tokens) for job in self.decodes]
+    def in_order(self, now: float, lead: float, entry: Entry) -> None:
+        """Decodes and prompts by deadline. lead: seconds that decodes stay ahead, at most some tokens; with drafts,
+        whose luck varies, more, and prompts are due sooner by what is more."""
+        if lead or entry.draft is not None:
+            self.decodes = [
+                _ahead(job, now, min(lead, MOST_AHEAD * job.tpot) + entry.unlucky(job.tpot), entry.tokens)
+                for job in self.decodes
+            ]
         if entry.draft is not None:
             self.prompts = [
                 job._replace(due=job.due - min(entry.unlucky(job.tpot), SOONER * (job.due - job.arrival)))
@@ -112,6 +116,7 @@ class Requests:
         self.losses = TierLosses(fairness)
         self._delayed = 1.0  # share of arrivals that came while a step with prompts was under way
         self.with_prompts = False  # whether the last step had prompts
+        self.pace = self.quickest = 0.0  # seconds of a step, as they are of late, and of a single token
         self.shortest_step = inf  # seconds: the longest step that is no danger to what arrives meanwhile
 
     def left(self, id: str, finished: bool) -> tuple[str, float]:
@@ -189,9 +194,9 @@ class Requests:
             known = self._meet(view, seq)
         cached = seq.cached
         pending = seq.length - cached
-        due, tpot, until = self._times(view, seq, known, pending)
+        due, tpot, until, last = self._times(view, seq, known, pending)
         alone = view.latency.step_time(Shape().plus(pending, cached)) if pending > 1 else 0.0
-        if due < view.now + alone or seq.missed or wants_refusal(seq, view):
+        if last < view.now + alone or seq.missed or wants_refusal(seq, view):
             self._given_up.add(seq.id)
             self.losses.count(known.tier, True)
             best_effort.append(seq)
@@ -221,31 +226,30 @@ class Requests:
             self.shortest_step = low
         return known
 
-    def _times(self, view: View, seq: SeqView, known: _Known, pending: int) -> tuple[float, float, float]:
-        """When its next token is due, the seconds from there to the one after it, and until when that is so if nothing
-        comes out."""
+    def _times(self, view: View, seq: SeqView, known: _Known, pending: int) -> tuple[float, float, float, float]:
+        """When its next token is due, the seconds from there to the one after it, until when that is so if nothing
+        comes out, and when that token must be out at the very latest."""
         if known.stage != seq.stage:
             known.stage, known.tpot = seq.stage, _tightest_tpot(seq)
         due, tpot, now = seq.due, known.tpot, view.now
         e2e = seq.request.stages[seq.stage].slo.e2e
         if e2e is not None:
-            left = remaining_output(seq)
-            steady = E2E_DECODE * e2e / (left + seq.output)
             end = seq.request.arrival + seq.tool_seconds + e2e
-            early = end - (left - 1.0) * steady
-            until = inf if early >= due else early - steady
-            return max(min(due, early), min(due, now + steady)), min(tpot, steady), until
+            pace = E2E_PACE * self.pace
+            left = 0.5 * e2e / pace if seq.predicted is None else seq.predicted
+            early, last = end - (left - 1.0) * pace, end - (left - 1.0) * self.quickest
+            return max(min(due, early), min(due, now + pace)), min(tpot, pace), now, min(due, max(last, early))
         if due == inf and (pending > 1 or not seq.output):
             soon, due = min(tpot, self._patience), seq.stage_start + self._patience
-            return max(due, now + soon), tpot, due - soon
-        return due, tpot, inf
+            return max(due, now + soon), tpot, due - soon, inf
+        return due, tpot, inf, due
 
 
-def _ahead(job: Job, now: float, cushion: float, tokens: float) -> Job:
+def _ahead(job: Job, now: float, lead: float, tokens: float) -> Job:
     """A decode that is to stay so many seconds ahead, at so many tokens a step; one that is not gets there by and
     by."""
     soon = now + (PACE_UP if tokens == 1.0 else PACE_UP_DRAFTED) * job.tpot * tokens
-    return job._replace(due=max(job.due - cushion, min(job.due, soon)))
+    return job._replace(due=max(job.due - lead, min(job.due, soon)))
 
 
 def _tightest_tpot(seq: SeqView) -> float:

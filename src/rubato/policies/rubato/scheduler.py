@@ -24,7 +24,7 @@ import numpy as np
 
 from rubato.core.events import Event, Finished, HandedOff
 from rubato.core.interfaces import SeqView, View
-from rubato.core.plan import Plan
+from rubato.core.plan import Plan, Shape
 from rubato.policies import polyserve
 from rubato.policies.rubato.batch import StepBatch
 from rubato.policies.rubato.drafts import Drafts
@@ -91,10 +91,11 @@ class Scheduler:
             return self._polyserve.plan(view)
         self._errors.learn(view)
         doubt = self.risk * self._errors.spread(view.latency.spread)
-        step = view.latency.step_time(view.decodes) if view.decodes.seqs else 0.0
+        self._requests.quickest = self._errors.slower * view.latency.step_time(Shape(1, 1, 1))
+        self._requests.pace = max(self._errors.usual, 3.0 * self._requests.quickest)
         parts = self._requests.parts(view)
         entry = self._drafts.entry(view, parts.decodes)
-        parts.in_order(view.now, self._errors.cushion(step, doubt), entry)
+        parts.in_order(view.now, self._errors.lead(), entry)
         steps = DecodeSteps(view, parts.decodes, doubt, self.deadline_reserve, self._errors.slower, entry)
         oldest = self._requests.oldest(view, parts)
         drop = refusals(parts.late, view)

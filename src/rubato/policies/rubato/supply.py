@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf, sqrt
@@ -20,12 +19,12 @@ from rubato.policy_kit.draft_value import drafting, with_nodes
 
 MEMORY = 256  # steps over which measured errors fade
 UNSURE = 16  # steps before they count
-CUSHION = 0.5  # of the worst burst of late, that decodes stay ahead: with all of it twice as many prompts are late
-BURST = 8  # steps in a row of which a burst is looked for
 UNLUCKY = 12  # steps without luck in a row that decodes with drafts are ahead for: with 4 more promises break
-FADE = 0.5 ** (1 / 1024)  # how fast it is forgotten, a step
+FADE = 0.5 ** (1 / 512)  # how fast it is forgotten, a step, by how much steps were behind
 WORST = 1.0  # the largest error of one step that is counted: a pause of the machine says nothing of the next step
-PAUSE = 2.0  # the same where bursts are looked for, which are of several steps
+PAUSE = 2.0  # the same where it is asked how far steps fall behind
+KEPT = 0.1  # of each step, by which what is behind is made up for
+UNKNOWN = 2.0  # steps that decodes stay ahead at first
 POINTS = 24  # deadlines at which what decodes are owed is worked out; between them it is interpolated
 
 Array = NDArray[np.float64]
@@ -75,8 +74,9 @@ class StepErrors:
         self._mean = 0.0
         self._square = 0.0
         self._asked = (0.0, 0.0)  # when the last plan was made, and the seconds predicted for it
-        self._excess: deque[float] = deque([0.0] * BURST, BURST)  # seconds beyond what was predicted, of the last steps
-        self._burst = 0.0
+        self._behind = self._worst = 0.0  # seconds by which steps are behind what was planned, now and at worst of late
+        self.usual = 0.0  # seconds of a step
+        self._unknown = UNKNOWN
 
     def planned(self, now: float, seconds: float) -> None:
         """A step begins; 0 seconds: none does."""
@@ -92,13 +92,17 @@ class StepErrors:
             self._mean += (error - self._mean) * rate
             self._square += ((error - self._mean) ** 2 - self._square) * rate
             if self._steps > UNSURE:  # until then steps are off because the model is
-                self._excess.append(min(view.now - at - seconds * self.slower, PAUSE * seconds))
-            self._burst = max(self._burst * FADE, sum(self._excess))
+                planned = seconds * self.slower
+                late = min(view.now - at - planned, PAUSE * planned)
+                self._behind = max(0.0, self._behind + late - KEPT * planned)
+                self._worst = max(self._worst * FADE, self._behind)
+                self.usual += 0.05 * (planned - self.usual) if self.usual else planned
+                self._unknown *= FADE
 
-    def cushion(self, step: float, doubt: float) -> float:
-        """Seconds that decodes should be ahead of their deadlines: what the worst burst of late has cost, beyond what
-        is kept for every step of `step` seconds (`doubt`) anyway."""
-        return max(0.0, CUSHION * self._burst - doubt * step * sqrt(BURST))
+    def lead(self) -> float:
+        """Seconds that decodes should be ahead of their deadlines: as far as the machine has been behind its plan of
+        late, were a tenth of its time left to catch up (Lindley's recursion); some steps until that is known."""
+        return max(self._worst, self._unknown * self.usual)
 
     @property
     def slower(self) -> float:
@@ -127,6 +131,13 @@ class DecodeSteps:
         self.full = self.seconds(count)  # of all decodes
         self.unit = max(self.full, 2.0 * self.base)
         self.each = max(0.0, self.full - self.base) / count if count else 0.0  # seconds of one decode more
+
+    def shortest(self, needed: float) -> float:
+        """Seconds of the shortest steps that still bring a token of each decode as often as one falls due, where these
+        may take such a share of the time; of a step of all decodes if that is less. In shorter ones the decode that is
+        due first is saved, and all others are lost."""
+        falls_due = self.each * sum([1.0 / job.tpot for job in self.decodes])
+        return min(self.full, self.base / max(1e-9, needed - falls_due))
 
     def within(self, seconds: float) -> float:
         """The longest step, as predicted, that surely ends by then."""
