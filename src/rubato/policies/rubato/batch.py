@@ -76,7 +76,7 @@ class StepBatch:
         """How many decodes, those due first, are in the step whatever prompts there are; and its seconds at most."""
         steps = self._steps
         all_, now = len(steps.decodes), steps.now
-        hard = steps.within(steps.first_due() - now)
+        hard = steps.first_due() - now
         bound = max(min(longest, hard), LEAST * steps.base, steps.shortest(NEEDED))
         behind = steps.entry.draft is not None and bound < steps.full
         if behind:  # the step that brings most tokens a second: shorter ones, or fewer decodes, end in delay for all
@@ -87,7 +87,7 @@ class StepBatch:
 
         def urgent(seconds: float) -> int:
             """Decodes due before the step after one of so many seconds would end."""
-            return steps.due_by(now + (seconds + following) * (1.0 + steps.doubt) + steps.reserve)
+            return steps.due_by(now + seconds + following)
 
         spared = SPARE * max(0.0, laxity) / max(steps.each, 1e-9)
         count = all_ if behind else min(all_, int(min(1e9, urgent(bound) + spared)))
@@ -152,7 +152,7 @@ class StepBatch:
             middle = (low + high + 1) // 2
             fits = step_time(with_nodes(drafts, count, kv, middle)) <= bound
             low, high = (middle, high) if fits else (low, middle - 1)
-        end = steps.now + (min(bound, longest) + min(steps.full, longest)) * (1.0 + steps.doubt) + steps.reserve
+        end = steps.now + min(bound, longest) + min(steps.full, longest)
         return nodes_to_verify(jobs, end, low), draft
 
     def _add_chunk(self, seq: SeqView, bound: float, draft: tuple[int, int] | None = None) -> bool | None:

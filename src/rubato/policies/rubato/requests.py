@@ -27,7 +27,7 @@ RECENT = 64  # requests whose time to spare says how long a step may be
 LATE_ARRIVALS = 0.03  # share of those that may lose their TTFT to a step that is under way when they come
 E2E_PACE = 1.25  # of the seconds of a usual step, in which a token is expected of a decode that has an e2e SLO
 MOST_AHEAD = 3.0  # tokens
-PACE_UP = 0.85  # of its TPOT, in which a decode that is to get further ahead has its next token
+PACE_UP = 0.95  # of its TPOT, in which a decode that is to get further ahead has its next token
 PACE_UP_DRAFTED = 1.15  # the same of the time that its tokens are worth: shorter steps bring fewer tokens a second
 SOONER = 0.5  # of the time that a prompt has, at most, by which it is due sooner
 ARRIVAL = attrgetter("request.arrival")
@@ -58,14 +58,13 @@ class Parts:
     queued: list[SeqView] = field(default_factory=list)
     late: list[SeqView] = field(default_factory=list)
 
-    def in_order(self, now: float, lead: float, entry: Entry) -> None:
+    def in_order(self, now: float, lead: float, doubt: float, reserve: float, entry: Entry) -> None:
         """Decodes and prompts by deadline. lead: seconds that decodes stay ahead, at most some tokens; with drafts,
         whose luck varies, more, and prompts are due sooner by what is more."""
-        if lead or entry.draft is not None:
-            self.decodes = [
-                _ahead(job, now, min(lead, MOST_AHEAD * job.tpot) + entry.unlucky(job.tpot), entry.tokens)
-                for job in self.decodes
-            ]
+        self.decodes = [
+            _ahead(job, now, min(lead, MOST_AHEAD * job.tpot) + entry.unlucky(job.tpot), entry.tokens, doubt, reserve)
+            for job in self.decodes
+        ]
         if entry.draft is not None:
             self.prompts = [
                 job._replace(due=job.due - min(entry.unlucky(job.tpot), SOONER * (job.due - job.arrival)))
@@ -245,11 +244,12 @@ class Requests:
         return due, tpot, inf, due
 
 
-def _ahead(job: Job, now: float, lead: float, tokens: float) -> Job:
+def _ahead(job: Job, now: float, lead: float, tokens: float, doubt: float, reserve: float) -> Job:
     """A decode that is to stay so many seconds ahead, at so many tokens a step; one that is not gets there by and
     by."""
     soon = now + (PACE_UP if tokens == 1.0 else PACE_UP_DRAFTED) * job.tpot * tokens
-    return job._replace(due=max(job.due - lead, min(job.due, soon)))
+    due = max(job.due - lead, min(job.due, soon))
+    return job._replace(due=min(due, now + (job.due - now - reserve) / (1.0 + doubt)))
 
 
 def _tightest_tpot(seq: SeqView) -> float:

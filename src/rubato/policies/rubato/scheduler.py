@@ -95,7 +95,7 @@ class Scheduler:
         self._requests.pace = max(self._errors.usual, 3.0 * self._requests.quickest)
         parts = self._requests.parts(view)
         entry = self._drafts.entry(view, parts.decodes)
-        parts.in_order(view.now, self._errors.lead(), entry)
+        parts.in_order(view.now, self._errors.lead(), doubt, self.deadline_reserve, entry)
         steps = DecodeSteps(view, parts.decodes, doubt, self.deadline_reserve, self._errors.slower, entry)
         oldest = self._requests.oldest(view, parts)
         drop = refusals(parts.late, view)
@@ -129,7 +129,7 @@ class Scheduler:
         weights = [s * tiers.get(job.seq.request.tier, 1.0) for s, job in zip(seconds, prompts, strict=True)]
         gone, longest, room = self._fewest_left_out(steps, ladder, prompts, seconds, weights)
         if not gone:  # all have time: prefill as much as decodes and what arrives can bear
-            ahead = (AHEAD if steps.entry.draft is None else AHEAD_DRAFTED) * steps.within(steps.first_due() - view.now)
+            ahead = (AHEAD if steps.entry.draft is None else AHEAD_DRAFTED) * (steps.first_due() - view.now)
             longest = max(longest, min(ladder[-1], shortest, ahead))
         kept, total, laxity = [], 0.0, inf
         for i, job in enumerate(prompts):

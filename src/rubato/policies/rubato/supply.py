@@ -17,7 +17,7 @@ from rubato.core.plan import Shape
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.draft_value import drafting, with_nodes
 
-MEMORY = 256  # steps over which measured errors fade
+MEMORY = 64  # steps over which measured errors fade
 UNSURE = 16  # steps before they count
 UNLUCKY = 12  # steps without luck in a row that decodes with drafts are ahead for: with 4 more promises break
 FADE = 0.5 ** (1 / 512)  # how fast it is forgotten, a step, by how much steps were behind
