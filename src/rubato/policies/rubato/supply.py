@@ -25,7 +25,6 @@ WORST = 1.0  # the largest error of one step that is counted: a pause of the mac
 PAUSE = 8.0  # the same where it is asked how far steps fall behind
 KEPT = 0.1  # of each step, by which what is behind is made up for
 UNKNOWN = 2.0  # steps that decodes stay ahead at first
-STOCK, GAIN = 10.0, 0.15
 POINTS = 24  # deadlines at which what decodes are owed is worked out; between them it is interpolated
 
 Array = NDArray[np.float64]
@@ -182,8 +181,6 @@ class DecodeSteps:
         left = np.array([remaining_output(job.seq) for job in self.decodes]) / brings
         at = span if len(span) <= POINTS else np.linspace(span[0], span[-1], POINTS)
         each = np.clip(np.floor((at[:, None] - first) / tpot) + 1.0, 0.0, left)
-        lacks = np.clip(STOCK - first / tpot, 0.0, left)
-        each += np.minimum(lacks, GAIN * at[:, None] / tpot)
         most, all_ = each.max(axis=1), each.sum(axis=1)
         if at is span:
             return most, all_
