@@ -25,6 +25,7 @@ FARTHEST = 0.6  # how far behind, at most: a tier that cannot be served must not
 FORGOTTEN = 0.05  # a tier offered less than this, after fading, is dropped: a client may name any
 RECENT = 64  # requests whose time to spare says how long a step may be
 LATE_ARRIVALS = 0.03  # share of those that may lose their TTFT to a step that is under way when they come
+LONGEST_WAIT = 3.0
 E2E_PACE = 1.25  # of the seconds of a usual step, in which a token is expected of a decode that has an e2e SLO
 MOST_AHEAD = 8.0  # tokens
 PACE_UP = 0.95  # of its TPOT, in which a decode that is to get further ahead has its next token
@@ -237,6 +238,8 @@ class Requests:
             pace = E2E_PACE * self.pace
             left = 0.5 * e2e / pace if seq.predicted is None else seq.predicted
             early, last = end - (left - 1.0) * pace, end - (left - 1.0) * self.quickest
+            if pending == 1 and seq.output:
+                early = min(early, now + LONGEST_WAIT * pace)
             return max(min(due, early), min(due, now + pace)), min(tpot, pace), now, min(due, max(last, early))
         if due == inf and (pending > 1 or not seq.output):
             soon, due = min(tpot, self._patience), seq.stage_start + self._patience
