@@ -17,18 +17,19 @@ from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end
 from rubato.policy_kit.draft_value import drafting, with_nodes
 
 SPARE = 0.5  # of the time that prompts can spare, taken by decodes that could wait: with none, Coder loses 15 points
-NEEDED = 0.9  # of the time that decodes may need in the shortest steps
 LEAST = 1.2  # times the seconds of a single token: no step is planned shorter
 ONE_MORE = 1.5  # of these seconds, within which another step cannot be squeezed in before a deadline
 TURN, TURN_TOKENS = 16, 64  # one step in so many, at least, gives the oldest best effort so much of its prompt
 
 
 class StepBatch:
-    """kept: the prompts to be served, by deadline. oldest: best effort that has turns."""
+    """kept: the prompts to be served, by deadline. oldest: best effort that has turns. floor: seconds that a step takes
+    at least, where there is that much to do."""
 
     def __init__(
-        self, view: View, steps: DecodeSteps, parts: Parts, kept: Sequence[Job], oldest: SeqView | None
+        self, view: View, steps: DecodeSteps, parts: Parts, kept: Sequence[Job], oldest: SeqView | None, floor: float
     ) -> None:
+        self._floor = floor
         self._view, self._steps, self._parts, self._kept, self._oldest = view, steps, parts, kept, oldest
         self._builder = BatchBuilder(view)
         parts.held.sort(key=ARRIVAL)
@@ -77,7 +78,7 @@ class StepBatch:
         steps = self._steps
         all_, now = len(steps.decodes), steps.now
         hard = steps.first_due() - now
-        bound = max(min(longest, hard), LEAST * steps.base, steps.shortest(NEEDED))
+        bound = max(min(longest, hard), LEAST * steps.base, self._floor)
         behind = steps.entry.draft is not None and bound < steps.full
         if behind:  # the step that brings most tokens a second: shorter ones, or fewer decodes, end in delay for all
             bound = hard = steps.full

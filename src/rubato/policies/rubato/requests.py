@@ -25,9 +25,12 @@ FARTHEST = 0.6  # how far behind, at most: a tier that cannot be served must not
 FORGOTTEN = 0.05  # a tier offered less than this, after fading, is dropped: a client may name any
 RECENT = 64  # requests whose time to spare says how long a step may be
 LATE_ARRIVALS = 0.03  # share of those that may lose their TTFT to a step that is under way when they come
-LONGEST_WAIT = 3.0
-E2E_PACE = 1.25  # of the seconds of a usual step, in which a token is expected of a decode that has an e2e SLO
-MOST_AHEAD = 8.0  # tokens
+# A decode with an e2e SLO is expected to get a token in so many times a usual step, or a step of which the part that is
+# the same for all takes a third: paced by shorter ones, it forces steps to be short, and these lose capacity.
+E2E_PACE, E2E_STEP = 1.25, 3.0
+E2E_WAIT = 3.0  # such tokens' time that it waits at most: its output may be longer than predicted
+UNKNOWN = 0.5  # of an e2e SLO that is for the decode while nothing is known of lengths
+MOST_AHEAD = 8.0  # tokens that a decode is ahead at most, for slow steps to come
 PACE_UP = 0.95  # of its TPOT, in which a decode that is to get further ahead has its next token
 PACE_UP_DRAFTED = 1.15  # the same of the time that its tokens are worth: shorter steps bring fewer tokens a second
 SOONER = 0.5  # of the time that a prompt has, at most, by which it is due sooner
@@ -116,7 +119,7 @@ class Requests:
         self.losses = TierLosses(fairness)
         self._delayed = 1.0  # share of arrivals that came while a step with prompts was under way
         self.with_prompts = False  # whether the last step had prompts
-        self.pace = self.quickest = 0.0  # seconds of a step, as they are of late, and of a single token
+        self._pace = self._quickest = 0.0  # seconds of a token of a decode with an e2e SLO: as expected, and at best
         self.shortest_step = inf  # seconds: the longest step that is no danger to what arrives meanwhile
 
     def left(self, id: str, finished: bool) -> tuple[str, float]:
@@ -128,6 +131,10 @@ class Requests:
         elif known is not None and finished:
             self.losses.count(known.tier, False)
         return ("", 0.0) if known is None else (known.kind, known.expected)
+
+    def steps_take(self, quickest: float, usual: float) -> None:
+        """Seconds of a step of a single token, and of one as they are of late."""
+        self._quickest, self._pace = quickest, E2E_PACE * max(usual, E2E_STEP * quickest)
 
     def parts(self, view: View) -> Parts:
         """What is here; `Parts.in_order` must be called before decodes and prompts are used."""
@@ -235,11 +242,11 @@ class Requests:
         e2e = seq.request.stages[seq.stage].slo.e2e
         if e2e is not None:
             end = seq.request.arrival + seq.tool_seconds + e2e
-            pace = E2E_PACE * self.pace
-            left = 0.5 * e2e / pace if seq.predicted is None else seq.predicted
-            early, last = end - (left - 1.0) * pace, end - (left - 1.0) * self.quickest
+            pace = self._pace
+            left = (UNKNOWN * e2e / pace if seq.predicted is None else seq.predicted) - 1.0
+            early, last = end - left * pace, end - left * self._quickest
             if pending == 1 and seq.output:
-                early = min(early, now + LONGEST_WAIT * pace)
+                early = min(early, now + E2E_WAIT * pace)
             return max(min(due, early), min(due, now + pace)), min(tpot, pace), now, min(due, max(last, early))
         if due == inf and (pending > 1 or not seq.output):
             soon, due = min(tpot, self._patience), seq.stage_start + self._patience

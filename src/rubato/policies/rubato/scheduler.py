@@ -91,11 +91,10 @@ class Scheduler:
             return self._polyserve.plan(view)
         self._errors.learn(view)
         doubt = self.risk * self._errors.spread(view.latency.spread)
-        self._requests.quickest = self._errors.slower * view.latency.step_time(Shape(1, 1, 1))
-        self._requests.pace = max(self._errors.usual, 3.0 * self._requests.quickest)
+        self._requests.steps_take(self._errors.slower * view.latency.step_time(Shape(1, 1, 1)), self._errors.usual)
         parts = self._requests.parts(view)
         entry = self._drafts.entry(view, parts.decodes)
-        parts.in_order(view.now, self._errors.lead(), doubt, self.deadline_reserve, entry)
+        parts.in_order(view.now, self._errors.lead, doubt, self.deadline_reserve, entry)
         steps = DecodeSteps(view, parts.decodes, doubt, self.deadline_reserve, self._errors.slower, entry)
         oldest = self._requests.oldest(view, parts)
         drop = refusals(parts.late, view)
@@ -106,7 +105,8 @@ class Scheduler:
         kept, longest, laxity = self._in_time(view, steps, parts.prompts, tiers)
         kept = self._with_room(view, steps.decodes, kept, oldest, tiers)
         self._requests.with_prompts = bool(kept)
-        batch = StepBatch(view, steps, parts, kept, oldest)
+        floor = steps.shortest() if self._errors.lead else 0.0
+        batch = StepBatch(view, steps, parts, kept, oldest, floor)
         self._turn = 0 if batch.fill(longest, laxity, self._turn + 1) else self._turn + 1
         self._errors.planned(view.now, batch.seconds())
         return batch.plan(demote=[s.id for s in parts.late if s.id not in drop and not s.demoted], drop=drop)

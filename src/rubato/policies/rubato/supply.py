@@ -17,14 +17,17 @@ from rubato.core.plan import Shape
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.draft_value import drafting, with_nodes
 
-MEMORY = 64  # steps over which measured errors fade
+MEMORY = 64  # steps over which measured errors fade: with 256 a model that has been corrected is doubted for too long
 UNSURE = 16  # steps before they count
-UNLUCKY = 12  # steps without luck in a row that decodes with drafts are ahead for: with 4 more promises break
-FADE = 0.5 ** (1 / 2048)  # how fast it is forgotten, a step, by how much steps were behind
 WORST = 1.0  # the largest error of one step that is counted: a pause of the machine says nothing of the next step
-PAUSE = 8.0  # the same where it is asked how far steps fall behind
-KEPT = 0.1  # of each step, by which what is behind is made up for
-UNKNOWN = 2.0  # steps that decodes stay ahead at first
+NEEDED = 0.9  # of the time, that decodes may need in the shortest steps
+KEPT = 0.1  # of each step, with which what steps are behind is taken to be made up for
+PAUSE = 8.0  # steps' time by which one step is behind at most: longer pauses no lead outlasts
+FADE = 0.5 ** (1 / 2048)  # how fast it is forgotten, a step, by how much steps were behind
+LEAST_LEAD = (
+    2.0  # usual steps that decodes stay ahead once a step has been late: with 0 the demo breaks 2 % more promises
+)
+UNLUCKY = 12  # steps without luck in a row that decodes with drafts are ahead for: with 4 more promises break
 POINTS = 24  # deadlines at which what decodes are owed is worked out; between them it is interpolated
 
 Array = NDArray[np.float64]
@@ -74,9 +77,8 @@ class StepErrors:
         self._mean = 0.0
         self._square = 0.0
         self._asked = (0.0, 0.0)  # when the last plan was made, and the seconds predicted for it
-        self._behind = self._worst = 0.0  # seconds by which steps are behind what was planned, now and at worst of late
-        self.usual = 0.0  # seconds of a step
-        self._unknown = UNKNOWN
+        self._behind = self._worst = 0.0  # seconds by which steps are behind their plan: now, and at worst of late
+        self.usual = 0.0  # seconds of a step, as it was planned, on average of late
 
     def planned(self, now: float, seconds: float) -> None:
         """A step begins; 0 seconds: none does."""
@@ -97,12 +99,13 @@ class StepErrors:
                 self._behind = max(0.0, self._behind + late - KEPT * planned)
                 self._worst = max(self._worst * FADE, self._behind)
                 self.usual += 0.05 * (planned - self.usual) if self.usual else planned
-                self._unknown *= FADE
 
+    @property
     def lead(self) -> float:
-        """Seconds that decodes should be ahead of their deadlines: as far as the machine has been behind its plan of
-        late, were a tenth of its time left to catch up (Lindley's recursion); some steps until that is known."""
-        return max(self._worst, self._unknown * self.usual)
+        """Seconds that decodes should be ahead of their deadlines: as far as steps have been behind their plan of late,
+        were a tenth of the time left to catch up (a queue of lateness: Lindley's recursion), and two steps at least. 0
+        while steps take what is predicted, as in a simulation without noise."""
+        return max(self._worst, LEAST_LEAD * self.usual) if self._worst else 0.0
 
     @property
     def slower(self) -> float:
@@ -132,12 +135,12 @@ class DecodeSteps:
         self.unit = max(self.full, 2.0 * self.base)
         self.each = max(0.0, self.full - self.base) / count if count else 0.0  # seconds of one decode more
 
-    def shortest(self, needed: float) -> float:
-        """Seconds of the shortest steps that still bring a token of each decode as often as one falls due, where these
-        may take such a share of the time; of a step of all decodes if that is less. In shorter ones the decode that is
-        due first is saved, and all others are lost."""
+    def shortest(self) -> float:
+        """Seconds of the shortest steps that still bring a token of each decode as often as one falls due, if a tenth
+        of the time is left for what else may be; of a step of all decodes if that is less. Shorter ones save the decode
+        that is due first, and then lose all the others: each step costs `base` however few are in it."""
         falls_due = self.each * sum([1.0 / job.tpot for job in self.decodes])
-        return min(self.full, self.base / max(1e-9, needed - falls_due))
+        return min(self.full, self.base / max(1e-9, NEEDED - falls_due))
 
     def within(self, seconds: float) -> float:
         """The longest step, as predicted, that surely ends by then."""
