@@ -17,7 +17,7 @@ from rubato.core.plan import Tree
 from rubato.latency.roofline import Model
 from rubato.policies.rubato.drafts import Drafts, nodes_to_verify
 from rubato.policies.rubato.requests import Requests, TierLosses
-from rubato.policies.rubato.supply import PLAIN, DecodeSteps, Job, StepErrors, left_out
+from rubato.policies.rubato.supply import PLAIN, UNSURE, DecodeSteps, Job, StepErrors, left_out
 from rubato.policy_kit.kv_survival import ENOUGH, KVSurvival, OutputRatios, Resident, SurvivalCurve
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
@@ -168,21 +168,32 @@ def test_errors_are_measured_from_plan_to_plan_mean_and_deviation_apart() -> Non
     assert errors.slower == pytest.approx(1.1, abs=0.01)
     assert errors.spread(0.0) == pytest.approx(0.1, abs=0.01)
     assert errors.spread(0.3) == 0.3
-    assert errors.cushion(0.1, 3 * 0.1) == 0.0  # no burst
-    for _ in range(5):
-        errors.planned(now, 0.1)
-        now += 0.3
-        errors.learn(seen([], running, now=now))
-    assert errors.cushion(0.1, 0.0) == pytest.approx(0.5 * 5 * 0.2, rel=0.2)
 
 
-def test_neither_a_pause_nor_a_model_that_is_being_fitted_is_a_burst() -> None:
+def lead_after(*took: float) -> float:
+    """Of steps of 100 ms that took so long, in seconds, after as many as make errors count."""
     errors, now, running = StepErrors(), 0.0, [decode("a")]
-    for seconds, cushion in ((1.0, 0.0), *[(0.1, 0.0)] * 40, (10.0, 0.5 * 2.0 * 0.1)):
+    for seconds in [*[0.1] * UNSURE, *took]:
         errors.planned(now, 0.1)
         now += seconds
         errors.learn(seen([], running, now=now))
-        assert errors.cushion(0.1, 0.0) == pytest.approx(cushion, abs=0.02)
+    return errors.lead
+
+
+@pytest.mark.parametrize(
+    ("took", "lead"),
+    [
+        ([0.1] * 40, 0.0),  # as predicted, always
+        ([0.15], 0.2),  # once late: two steps
+        ([0.15] * 8, 0.2),  # late again and again: the steps are planned longer
+        ([0.6], 0.49),  # a pause of five steps, a tenth of a step of which is made up for at once
+        ([0.6, *[0.1] * 10, 0.3], 0.52),  # ten steps later it is still 350 ms behind
+        ([0.6, *[0.1] * 100], 0.48),  # forgotten by half in 2,048 steps
+        ([9.0], 0.84),  # eight steps at most
+    ],
+)
+def test_the_lead_is_how_far_steps_have_been_behind_their_plan(took: list[float], lead: float) -> None:
+    assert lead_after(*took) == pytest.approx(lead, abs=0.03)
 
 
 @pytest.mark.parametrize(("with_prompts", "seconds"), [(True, 0.085 / 0.97), (False, 1.0)])
