@@ -6,8 +6,8 @@ from typing import Any
 
 from experiments._gate_loads import loads
 from experiments._rate_search import shares_of
-from rubato.core.events import Demoted, Event
 from rubato.fleet.cluster_options import PolicyChoice
+from rubato.measure.promises import promises
 from rubato.measure.records import summarise_sessions
 from rubato.simulation.simulate import simulate
 
@@ -22,23 +22,10 @@ NOISES = {
 
 def cell(load: str, noise: str, policy: str, seed: int) -> dict[str, Any]:
     own, kinds = loads()[load], NOISES[noise]
-    made = own.make(seed)
-    demoted: dict[str, float] = {}
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Demoted):
-            demoted.setdefault(event.id, event.at)
-
     spec = own.spec(choice=PolicyChoice.parse(policy), noise=kinds[seed % len(kinds)])
-    run = simulate(made, spec, seed, causes=False, listen=listen)
+    run = simulate(own.make(seed), spec, seed, causes=False)
     records = run.records if own.counted is None else run.records[slice(*own.counted)]
-    shares = shares_of(records)
-    promised = broken = 0
-    for r in records:
-        ttft, first = made.tiers[r.tier].ttft or 1e9, r.verdict.ttft
-        if first is not None and first <= ttft and demoted.get(r.id, 1e12) > r.at + first:
-            promised += 1
-            broken += not (r.verdict.met and not r.best_effort)
+    shares, kept = shares_of(records), promises(run)
     attained = shares["all"]
     if own.sessions:
         sessions = summarise_sessions(run)
@@ -46,5 +33,5 @@ def cell(load: str, noise: str, policy: str, seed: int) -> dict[str, Any]:
         attained = sessions.attainment
     return {
         "load": load, "noise": noise, "policy": policy, "seed": seed, "attained": attained, "worst": shares["worst"],
-        "promised": promised, "broken": broken,
+        "promised": kept.made, "broken": kept.broken, "together": kept.together,
     }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rubato.core.events import Event, Finished, Offered, Tokens
+from rubato.core.events import Demoted, Event, Finished, Offered, Promoted, Tokens
 from rubato.core.timeline import Timeline
 
 
@@ -18,6 +18,10 @@ def timelines(events: Iterable[Event]) -> Iterator[Timeline]:
             line = open_[event.id]
             line.times.append(event.at)
             line.tokens.append(event.tokens + (line.tokens[-1] if line.tokens else 0))
+        elif isinstance(event, Demoted):
+            open_[event.id].demoted_at = event.at
+        elif isinstance(event, Promoted):
+            open_[event.id].demoted_at = None
         elif isinstance(event, Finished):
             line = open_.pop(event.id)
             line.end = event

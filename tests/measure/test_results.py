@@ -133,14 +133,14 @@ def test_the_json_says_what_is_needed_to_judge_it(tmp_path):
     results.write_json(tmp_path / "r.json", runs, [compared])
     data = json.loads((tmp_path / "r.json").read_text())
     assert set(data) == {
-        "format", "attainment", "attained_rps", "goodput_tokens_per_s", "policies", "runs", "comparisons",
+        "format", "attainment", "attained_rps", "goodput_tokens_per_s", "policies", "promises", "runs", "comparisons",
     }  # fmt: skip
     assert set(data["policies"]) == {"a", "b"}
     assert set(data["policies"]["a"][0]) == {field.name for field in fields(TierSummary)}
     first, second = data["runs"]
     assert set(first) == {
         "policy", "slo_rule", "valid", "problems", "notes", "workload", "goodput", "tiers", "requests", "client",
-        "settings", "versions", "replica_seconds",
+        "settings", "versions", "replica_seconds", "promises",
     }  # fmt: skip
     assert (first["slo_rule"], first["valid"], first["notes"]) == ("deadline", True, ["odd"])
     assert (second["valid"], len(second["problems"])) == (False, 1)

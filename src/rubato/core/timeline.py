@@ -12,12 +12,14 @@ from rubato.core.request import Request
 
 @dataclass(slots=True)
 class Timeline:
-    """One request from offer to end: tokens[i] output tokens were out by times[i] (the clock's seconds)."""
+    """One request from offer to end: tokens[i] output tokens were out by times[i] (the clock's seconds). demoted_at:
+    since when it is best effort, without having asked for that."""
 
     request: Request
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     end: Finished | None = None
+    demoted_at: float | None = None
 
 
 def steps(events: Iterable[Event]) -> list[Sample]:

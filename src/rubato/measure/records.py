@@ -35,7 +35,8 @@ class Record:
 
     at: scheduled arrival, or, where that follows from how others end, when it was to be offered; sent: when the client
     began to send (None in simulation). asked, output: tokens asked for and received. counted: token counts are the
-    server's usage (else one token was assumed per non-empty chunk). best_effort: the tier served was best effort.
+    server's usage (else one token was assumed per non-empty chunk). best_effort: the tier served was best effort;
+    demoted_at: since when, where the request had not asked for that (None where it is not known, and live).
     reason: of a refusal or failure. server: the server's own verdict.
     """
 
@@ -55,6 +56,7 @@ class Record:
     prompt_tokens: int | None = None
     counted: bool = True
     best_effort: bool = False
+    demoted_at: float | None = None
     server: Mapping[str, Any] | None = None
 
 

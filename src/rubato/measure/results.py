@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from rubato.core.request import SLO
+from rubato.measure.promises import promises
 from rubato.measure.records import BenchResult, TierSummary, fingerprint, summarise, summarise_sessions
 from rubato.measure.replica_seconds import ReplicaSeconds
 
@@ -41,6 +42,7 @@ def dumps(runs: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]] 
             "goodput_tokens_per_s": "output tokens of attained requests per second, over the same seconds",
             "policies": {label: summarise(own) for label, own in by_label.items()},
             **({"sessions": sessions} if sessions else {}),
+            "promises": {label: promises(own) for label, own in by_label.items()},
             "runs": [run_json(run) for run in runs],
             "comparisons": comparisons,
         }
@@ -69,6 +71,7 @@ def run_json(run: BenchResult, requests: bool = True) -> dict[str, Any]:
         "goodput": asdict(run.goodput) if run.goodput else None,
         "tiers": [asdict(row) for row in summarise(run)],
         "client": asdict(run.client) if run.client else None,
+        "promises": asdict(promises(run)),
         "replica_seconds": asdict(run.replica_seconds) if run.replica_seconds else None,
         "settings": dict(run.settings),
         "versions": dict(run.versions),
@@ -150,6 +153,11 @@ def table(runs: Sequence[BenchResult]) -> str:
             foot.append(
                 f"{label}: {total.attained_rps:.2f} attained requests/s, "
                 f"{total.goodput_tokens_per_s:.1f} output tokens/s of attained requests"
+            )
+        if (kept := promises(own)).broken:
+            foot.append(
+                f"{label}: {kept.broken} of {kept.made} requests whose first token was in time missed a later one "
+                f"({100 * kept.share:.1f} %), up to {kept.together} of them within a second"
             )
         if sessions := summarise_sessions(own):
             low, high = sessions.attainment_low, sessions.attainment_high

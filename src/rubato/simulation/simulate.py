@@ -11,7 +11,7 @@ from itertools import count
 from math import inf
 
 from rubato.core.clock import ARRIVAL, Clock, VirtualClock, run_virtual
-from rubato.core.events import Event, Finished, HandedOff, Offered, Tokens
+from rubato.core.events import Demoted, Event, Finished, HandedOff, Offered, Promoted, Tokens
 from rubato.core.interfaces import LatencyModel
 from rubato.core.request import NOTHING, Request
 from rubato.core.slo import StageTimes
@@ -196,6 +196,10 @@ def simulate_requests(
     def follow(event: Event) -> None:
         if isinstance(event, Offered):
             lines[event.id] = Timeline(event.request)
+        elif isinstance(event, Demoted):
+            lines[event.id].demoted_at = event.at
+        elif isinstance(event, Promoted):
+            lines[event.id].demoted_at = None
         elif isinstance(event, HandedOff):
             progress = event.request.progress  # should no replica take it, this is all that it had
             came[event.id] = [] if progress is None else [t for stage in progress.times for t in stage]
@@ -256,4 +260,5 @@ def _record(arrival: Arrival, line: Timeline, times: bool) -> Record:
         reason="" if end.outcome == "completed" else end.reason,
         prompt_tokens=arrival.prompt_tokens,
         best_effort=end.best_effort,
+        demoted_at=line.demoted_at,
     )
