@@ -12,6 +12,7 @@ from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.policies import least_loaded, rubato_pd
 from rubato.policies.rubato.division import Recent, divided, prompts_gain, work
+from rubato.policies.rubato.replica_load import Replica
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.refusals import fleet_refusal, refusable
 from rubato.policy_kit.step_table import StepTable
@@ -24,9 +25,6 @@ SEEN, EVERY = 256, 64  # requests of late by which replicas are divided, and how
 # figure `rubato-loads` (1.5) 1.2 to 1.8 times, uniform-4096-1024 with TPOTs doubled (1.6) as much, half as long again
 # (1.4) 0.75 times; mooncake-conversation with TPOTs a quarter longer (2.7) 0.7 times.
 DIVIDES, JOINS = 1.8, 1.5
-# Times what is predicted that a prompt may take where it is admitted: steps are off, and its replica keeps a margin.
-# 1.25 loses 4 points on mooncake-conversation.
-MARGIN = 1.1
 PATIENCE = 10.0  # seconds from arrival after which best effort need not wait until a replica has no prompts
 AGAIN = 0.5  # seconds after which what is held is looked at again, whatever happens
 
@@ -107,7 +105,7 @@ class Router:
         why: dict[str, str] = {}
         reject: dict[str, str] = {}
         demote: list[str] = []
-        for seq in sorted(held, key=lambda seq: (seq.best_effort, seq.due, seq.request.arrival)):
+        for seq in sorted(held, key=in_turn):
             late = not seq.best_effort and seq.due < now + min([r.steps.alone(seq.pending) for r in replicas])
             if late and refusable(seq):
                 reject[seq.id] = fleet_refusal(seq, fleet)
@@ -119,76 +117,24 @@ class Router:
                 replica, why[seq.id] = found
                 replica.add(seq)
                 place[seq.id] = replica.view.id
+            elif seq.best_effort:
+                break  # the others are younger
         waits = len(place) + len(reject) < len(held)
         return Dispatch(place, reject, demote, wake_at=now + AGAIN if waits else None, why=why)
 
     def _steps(self, view: View) -> StepTable:
         """Its step times: one table for all with the same latency model, which takes a thousand questions to fill."""
         most = view.limits.max_num_batched_tokens
-        table = self._tables.setdefault((id(view.latency), most), StepTable(view.latency, most))
+        table = self._tables.get((id(view.latency), most))
+        if table is None:
+            table = self._tables[id(view.latency), most] = StepTable(view.latency, most)
         table.renew(view.now)
         return table
 
 
-class Replica:
-    """A replica in one dispatch, and those that it has promised something. tpot: the tightest that it is for, in
-    seconds. prompts: (due, seconds alone). others: best effort that is here, other_prompts: with a prompt to come."""
-
-    def __init__(self, view: View, tpot: float, steps: StepTable) -> None:
-        self.view, self.tpot, self.steps = view, tpot, steps
-        self.count = self.kv = self.decodes = self.decodes_kv = self.others = self.other_prompts = 0
-        self.first_due = inf
-        self.prompts: list[tuple[float, float]] = []
-        for seq in view.known.values():
-            self.add(seq)
-
-    def add(self, seq: SeqView) -> None:
-        if seq.best_effort:
-            self.others += 1
-            self.other_prompts += seq.pending > 1
-            return
-        self.count += 1
-        self.kv += seq.length
-        if seq.pending > 1:
-            self.prompts.append((seq.due, self.steps.alone(seq.pending - seq.in_flight)))
-            return
-        self.decodes += 1
-        self.decodes_kv += seq.length
-        due = seq.due + ((seq.request.stages[seq.stage].slo.tpot or inf) if seq.in_flight else 0.0)
-        if due >= self.view.now:
-            self.first_due = min(self.first_due, due)
-
-    @property
-    def load(self) -> float:
-        """Seconds of a step of all that are here, and of their prompts."""
-        step = self.steps.decodes(self.count, self.kv) if self.count else 0.0
-        return step + sum([seconds for _, seconds in self.prompts])
-
-    def keeps(self, seq: SeqView, tpot: float, now: float) -> bool:
-        """Whether one more finds memory, steps within its TPOT and the replica's, and time for its prompt and those
-        that are due later: all of it until the first decode is due, then what decodes leave of each TPOT."""
-        tpot, limits, left = min(tpot, self.tpot), self.view.limits, remaining_output(seq)
-        if self.count >= limits.max_num_seqs or self.kv + seq.length + left > self.view.kv_total * limits.block_size:
-            return False
-        if self.steps.decodes(self.count + 1, int(self.kv + seq.length + left / 2)) > tpot:
-            return False
-        at = max(now, self.view.busy_until)
-        ahead = max(0.0, self.first_due - tpot - at)
-        decodes = self.steps.decodes(self.decodes, self.decodes_kv) if self.decodes else 0.0
-        rest = max(1e-3, 1.0 - decodes / tpot)
-
-        def end(seconds: float) -> float:
-            return at + min(seconds, ahead) + max(0.0, seconds - ahead) / rest
-
-        own = MARGIN * self.steps.alone(seq.pending)
-        total = sum([seconds for due, seconds in self.prompts if due <= seq.due])
-        if end(total + own) > seq.due:
-            return False
-        for due, seconds in sorted([prompt for prompt in self.prompts if prompt[0] > seq.due]):
-            total += seconds
-            if end(total) <= due < end(total + own):
-                return False
-        return True
+def in_turn(seq: SeqView) -> tuple[bool, float]:
+    """A key to sort by: nearest deadline first, best effort last, the oldest first."""
+    return seq.best_effort, seq.request.arrival if seq.best_effort else seq.due
 
 
 def keeping(seq: SeqView, replicas: Sequence[Replica], now: float) -> tuple[Replica, str] | None:
@@ -199,9 +145,9 @@ def keeping(seq: SeqView, replicas: Sequence[Replica], now: float) -> tuple[Repl
     order = [r for r in order if r.tpot <= tpot * (1.0 + 1e-9)] or order[::-1]
     for replica in order:
         if replica.keeps(seq, tpot, now):
-            return replica, f"keeps {1e3 * min(tpot, replica.tpot):g} ms a token"
+            return replica, "keeps its TPOT" if replica.tpot == inf else f"for TPOTs from {1e3 * replica.tpot:g} ms"
     if slo.ttft is None or not any(r.steps.decodes(1, seq.length) <= tpot for r in replicas):
-        return order[0], "nearest TPOT"
+        return order[0], "the nearest TPOT"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil, exp, inf
+from math import ceil, inf
 from typing import ClassVar
 
 from rubato.core.events import Event, Finished, HandedOff, Left, Lost, Placed, Transferred
@@ -30,14 +30,9 @@ PREFILL_ROLE = Role("prefill", kind="prefill")
 FAIRNESS, PRICE = 20.0, 30.0
 TIER_MEMORY, MEMORY = 200.0, 500.0  # requests over which the share lost is a mean, of a tier and of all: some seconds
 TRIES = 3  # prompts in a row without a prefill replica, after which the others are not asked about: it saves CPU time
-# A tier has fewer replicas than it needs up to so many times what its residents take together. Above 1, for the next.
-ENOUGH = 1.03
 # Part of a replica that guests leave, of as many as their hosts need: else hosts find those full and claim others. 0.3
 # leaves too few guests (splitwise at 464/s: 0.88 instead of 0.92 in time), none too many (0.89).
 HOST_ROOM = 0.1
-# Seconds over which the work placed is a mean; as many replicas are kept for prefill as that takes. By the work that
-# comes in, some of which is given up later, too many are kept: mooncake-toolagent loses 2 points, sharegpt 7.
-RATE_SECONDS = 5.0
 SPARE = 0.1  # part of the fleet that stays idle before best effort gets the pool: a claim waits for the step there
 POOL_TOKENS = 4096  # of best effort that may wait at a replica of the pool: what is recalled has begun in vain
 CREDIT = 2.0  # seconds for which best effort's share may be saved up: more would come at once
@@ -64,8 +59,6 @@ class Router:
     _parked: dict[str, SeqView] = field(init=False, repr=False, default_factory=dict)  # best effort, oldest first
     _moving: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # KV on its way: since
     _token_moves: float = field(init=False, repr=False, default=0.0)  # seconds of a token's KV on its way
-    _work: float = field(init=False, repr=False, default=0.0)  # seconds of prefill that are placed, a second
-    _work_at: float = field(init=False, repr=False, default=0.0)
     _loss: float = field(init=False, repr=False, default=0.0)
     _tier_loss: list[float] = field(init=False, repr=False, default_factory=list)
     _need: list[float] = field(init=False, repr=False, default_factory=list)  # replicas that each tier's residents take
@@ -248,9 +241,6 @@ class Router:
         self._tier_loss[tier] += (lost - self._tier_loss[tier]) / TIER_MEMORY
         self._loss += (lost - self._loss) / MEMORY
 
-    def _work_rate(self, now: float) -> float:
-        return self._work * exp((self._work_at - now) / RATE_SECONDS)
-
     # ----------------------------------------------------------------- prompts
 
     def _start(self, turn: Turn) -> None:
@@ -283,8 +273,6 @@ class Router:
         turn.place[id] = to.id
         if prompt.until < inf:
             self._count(prompt.tier, 0.0)
-        self._work = self._work_rate(turn.now) + prompt.work / RATE_SECONDS
-        self._work_at = turn.now
         return ""
 
     def _ready(self, turn: Turn) -> Sequence[Prompt]:
@@ -305,16 +293,14 @@ class Router:
 
     def _prefiller(self, prompt: Prompt, turn: Turn) -> Replica | None:
         """Where it can begin soon and nothing would be late: short ones where most is queued, which share steps, long
-        ones where least is; one of the pool if there is none, or for a long one that would wait, or while fewer prefill
-        than the work that comes in takes."""
-        prefills = turn.group(PREFILL)
+        ones where least is; one of the pool if there is none, or for a long one that would wait."""
         short = prompt.tokens < BUDGET
         best, queued = None, 0.0
-        for replica in prefills:
+        for replica in turn.group(PREFILL):
             seconds = replica.takes(prompt)
             if seconds is not None and (best is None or (seconds > queued if short else seconds < queued)):
                 best, queued = replica, seconds
-        if best is not None and (queued == 0.0 or (short and len(prefills) >= self._work_rate(turn.now))):
+        if best is not None and (queued == 0.0 or short):
             return best
         for replica in turn.group(None):
             if turn.now + replica.wait() + prompt.alone * replica.pace <= prompt.due or prompt.until == inf:
@@ -324,20 +310,14 @@ class Router:
     # ----------------------------------------------------------------- seats to decode in
 
     def _find_seat(self, prompt: Prompt, turn: Turn, besides: Replica | None) -> tuple[Replica, int] | None:
-        """Where it can decode, and in which tier's group that replica is or is to be: the fullest of its own, one of
-        the pool if its tier has less than it needs, as a guest of a tighter tier, one of the pool. Guests go where
-        their hosts would be anyway, so that the other replicas can empty."""
+        """Where it can decode, and in which tier's group that replica is or is to be: the fullest of its own; as a
+        guest of a tighter tier; one of the pool. Guests go where their hosts would be anyway, so that the other
+        replicas can empty."""
         tier = prompt.tier
         if (replica := _fullest(turn.group(tier), prompt, self.tiers[tier], besides)) is not None:
             return replica, tier
         rest = len(turn.group(PREFILL)) + len(turn.group(None)) - 1  # that prefill, or could
         pool = [replica for replica in turn.group(None) if replica is not besides] if rest > 0 else []
-        kept = rest < ceil(self._work_rate(turn.now))
-        has = len(turn.group(tier))
-        if pool and has < ceil(self._need[tier] * ENOUGH) and not (kept and has):
-            return pool[0], tier
-        if kept:
-            pool = []
         for group in range(tier - 1, -1, -1):
             hosts, tpot = turn.group(group), self.tiers[group]
             room = ceil(self._need[group]) - HOST_ROOM - sum([host.fullness(tpot) for host in hosts])
