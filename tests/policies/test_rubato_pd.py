@@ -181,7 +181,7 @@ def test_kv_whose_seat_is_lost_finds_another_and_never_where_it_is() -> None:
 
 
 def test_a_looser_request_is_a_guest_before_its_tier_takes_a_replica() -> None:
-    """Three replicas: one prefills, one serves the tight tier, and the last is left for prompts."""
+    """Three replicas: one prefills, one serves the tight tier, and the last stays in the pool."""
     router = made()
     router.place(shown(asked("t", tpot=0.01)), fleet(3), 0.0)
     views = [replica(f"r{i}", role=role) for i, role in enumerate((Role("prefill"), Role("decode", "0.01"), Role()))]
