@@ -7,8 +7,8 @@ run here, on the same requests and seeds, tuned for every measure too. On the th
 prefill of ours take too large a part of ten, and all are run here on 20, too: one seed, the 12,000 requests of one mean
 stay, the others at the best of the settings that the other figure found best, splits scaled, on these same requests.
 The means are of eight data sets, that one on 20; what is least is of all nine rows.
-Ours is in mode pd, prefill and decode apart, in its default settings else. The rules of its router were chosen on seed 1
-of the same data sets.
+Ours is in mode pd, prefill and decode apart, in its default settings else. The rules of its router were chosen on seed
+1 of the same data sets.
 """
 
 from __future__ import annotations
