@@ -296,7 +296,8 @@ def _origin(run: Mapping[str, Any]) -> str:
     if not changed:
         return said
     more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
-    named = ", ".join(f"`{module}`" for module in changed[:NAMED])
+    there = [(provenance.ROOT / module).is_file() for module in changed[:NAMED]]
+    named = ", ".join(f"`{m}`" if is_there else f"{m} (gone)" for m, is_there in zip(changed, there, strict=False))
     return f"{said} **Older than its code**: {named}{more} changed since then."
 
 

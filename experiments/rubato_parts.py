@@ -22,7 +22,8 @@ from experiments.rubato_robust import tried
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
-from rubato.policies.rubato import batch, prefill_step, replica_model, requests, router, scheduler, supply
+from rubato.policies.rubato import batch, requests, scheduler, supply
+from rubato.policies.rubato_pd import prefill_step, replica_model, router
 from rubato.policy_kit import kv_survival
 
 SOURCE = "ours"
@@ -53,8 +54,6 @@ FLEET: Mapping[str, Patches] = {
     "tiers weigh by their losses": ((router, "FAIRNESS", 0.0),),
     "long prompts are put back": ((router, "PRICE", 0.0),),
     "guests of tighter tiers": ((router, "HOST_ROOM", inf),),
-    "a tier gets what it needs before it has guests": ((router, "ENOUGH", 0.0),),
-    "replicas are kept for prefill": ((router.Router, "_work_rate", lambda *_: 0.0),),
 }  # fmt: skip
 
 

@@ -218,7 +218,7 @@ LONE = [router for router in ROUTERS if not divides(router)]  # in front of any 
 @few
 @given(load=loads(), replicas=st.integers(1, 3))
 def test_routers_place_everything(router: str, load: Load, replicas: int) -> None:
-    policy = router if divides(router) else "vllm"
+    policy = "vllm" if not divides(router) else "rubato" if router == "rubato_pd" else router
     events = run(load, policy, router=router, replicas=replicas + (policy != "vllm"))
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
 

@@ -1,4 +1,4 @@
-"""The router of `rubato`: what it may never do, whatever comes and goes, and its rules on small fleets."""
+"""The router of `rubato`: all replicas alike, and divided by TPOT; what changes when, and what it may never do."""
 
 from __future__ import annotations
 
@@ -13,34 +13,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.events import Event, Finished, HandedOff, Left, Placed
-from rubato.core.interfaces import Dispatch, View
-from rubato.core.plan import ANY, Limits, Role
-from rubato.core.request import SLO, Handoff, Request, Stage
-from rubato.policies.rubato import Router, Scheduler
-from rubato.policies.rubato.prefill_step import prefill_step
-from rubato.policies.rubato.prompt import Prompt
-from rubato.policies.rubato.replica_model import AHEAD, PREFILL, Replica
-from rubato.policies.rubato.router import SEEN, prompts_gain
-from rubato.policy_kit.step_table import StepTable
-from rubato.simulation.simulate import simulate_events
+from rubato.core.events import Finished, Placed
+from rubato.core.interfaces import Assigner, Dispatch, View
+from rubato.core.plan import Limits
+from rubato.core.request import SLO, Request, Stage
+from rubato.policies import least_loaded
+from rubato.policies.rubato import Router, Scheduler, router
+from rubato.policies.rubato.division import Recent, divided, prompts_gain
+from rubato.policies.rubato.router import AGAIN, EVERY, PATIENCE, SEEN
 from tests.conftest import few
-from tests.doubles import Linear, Seq, request, run_spec, shown
+from tests.doubles import Linear, Seq, request, shown
 from tests.fleet.routers import serve
 from tests.fleet.test_conservation import LIMITS as SMALL
 from tests.fleet.test_conservation import LINK, Breaks, Elsewhere, breaks, cancels, vanishes
 from tests.policies.test_properties import Load, loads, run
 
-TIERS = (0.005, 0.02, 0.1)
-MODES = st.sampled_from(["co", "pd", "auto"])
+MODES = st.sampled_from(["co", "auto"])
+SOONER = {"SEEN": 8, "EVERY": 2, "FEWEST": 2, "DIVIDES": 1.2, "JOINS": 1.1}
 
 
 @few
-@given(load=loads(), mode=MODES, replicas=st.integers(2, 5))
+@given(load=loads(), mode=MODES, replicas=st.integers(1, 5))
 def test_every_request_ends(load: Load, mode: str, replicas: int) -> None:
-    """In mode auto also where the division is undone, of 4 replicas in co and of 5 in pd, after two requests."""
-    with mock.patch.multiple("rubato.policies.rubato.router", SEEN=2, DIVIDED=5):
-        events = run(load, "rubato", replicas=replicas, router_settings={"mode": mode, "tiers": list(TIERS)})
+    with mock.patch.multiple(router, **SOONER):
+        events = run(load, "rubato", replicas=replicas, router_settings={"mode": mode})
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
 
 
@@ -48,21 +44,28 @@ TIMES = st.sampled_from([0.0, 0.001, 0.02, 0.1, 0.3])
 
 
 class Strict(Router):
-    """It names no replica but those of the fleet, and no request but those that are held."""
+    """It names no replica but those of the fleet, no request but those that are held and each once, recalls nothing and
+    gives no roles. It places in divided fleets and in alike ones."""
 
     def place(self, held: Sequence[Any], fleet: Sequence[View], now: float) -> Dispatch:
         dispatch = super().place(held, fleet, now)
         ids, replicas = {seq.id for seq in held}, {view.id for view in fleet}
         assert {*dispatch.place, *dispatch.demote, *dispatch.reject} <= ids
-        assert {*dispatch.place.values(), *dispatch.assign, *dispatch.recall} <= replicas
-        assert len(dispatch.place) == len(held) or dispatch.wake_at is not None
+        assert not dispatch.place.keys() & dispatch.reject.keys()
+        assert set(dispatch.place.values()) <= replicas
+        assert not dispatch.recall
+        assert not dispatch.assign
+        assert len(dispatch.place) + len(dispatch.reject) == len(held) or dispatch.wake_at is not None
         return dispatch
 
 
 @few
 @given(
     mode=MODES,
-    slos=st.lists(st.sampled_from([SLO(), SLO(0.5, 0.1), SLO(0.05, 0.02), SLO(tpot=0.05), SLO(e2e=1.0)]), min_size=1),
+    slos=st.lists(
+        st.sampled_from([SLO(), SLO(0.5, 0.1), SLO(0.05, 0.02), SLO(0.3, 0.02), SLO(tpot=0.05), SLO(e2e=1.0)]),
+        min_size=1,
+    ),
     gone=st.lists(st.tuples(TIMES, st.integers(0, 2)), max_size=2),
     broken=st.lists(st.tuples(TIMES, st.integers(0, 2)), max_size=2),
     cancelled=st.lists(st.tuples(TIMES, st.integers(0, 11)), max_size=3),
@@ -71,274 +74,192 @@ def test_every_request_ends_where_replicas_are_lost(
     mode: str, slos: list[SLO], gone: list[tuple[float, int]], broken: list[tuple[float, int]],
     cancelled: list[tuple[float, int]],
 ) -> None:  # fmt: skip
-    """`serve` checks that each ends once, and that no KV is left. With one replica left, KV that only this one holds
-    finds no other, and is refused in the end. In mode auto pd is given up after three requests."""
+    """Each is at one replica at a time: between two placements it was lost there. `serve` checks that each ends
+    once."""
     requests = [Request(f"q{i}", (Stage(8 + 4 * i, slo),), 0.01 * i) for i, slo in enumerate(slos[:12])]
     requests = [replace(r, sampling=replace(r.sampling, max_tokens=10)) for r in requests]
     acts: Any = [(at, vanishes(i)) for at, i in gone] + [(at, breaks(i)) for at, i in broken]
-    router = Strict(mode=mode, tiers=TIERS)
-    with mock.patch.multiple("rubato.policies.rubato.router", SEEN=3, DIFFER=2, DIVIDED=2, PAYS=9.0):
+    with mock.patch.multiple(router, **SOONER):
         events = serve(
-            "simulated", router, requests, replicas=3, scheduler=Scheduler, limits=SMALL, host=Elsewhere, engine=Breaks,
-            link=LINK, acts=[*acts, *((at, cancels(f"q{i}")) for at, i in cancelled)],
+            "simulated", Strict(mode=mode), requests, replicas=3, scheduler=Scheduler, limits=SMALL, host=Elsewhere,
+            engine=Breaks, link=LINK, acts=[*acts, *((at, cancels(f"q{i}")) for at, i in cancelled)],
         )  # fmt: skip
     if not (gone or broken or cancelled):
         assert {e.outcome for e in events if isinstance(e, Finished)} == {"completed"}
-    assert not any((router._queue, router._parked, router._seats, router._prefills, router._moving))
-    for replica in router._replicas.values():
-        assert (sum(replica.residents), len(replica.forecast), replica.prompts) == (0, 0, {})
-    assert max(map(abs, router._need)) < 1e-9 or router._decided == "each"
+        placed = Counter(e.id for e in events if isinstance(e, Placed))
+        assert placed == Counter(r.id for r in requests)
 
 
-# --------------------------------------------------------------------------- its rules, one by one
+# --------------------------------------------------------------------------- when it divides
 
-LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=4000, kv_blocks=500, block_size=8)
+LIMITS = Limits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4000, kv_blocks=500, block_size=8)
 STEP = Linear(0.002, 0.0001)  # 2 ms and 0.1 ms a token
 
 
-def replica(id: str, **changes: Any) -> View:
-    made = View(id, 0.0, [], [], 500, 500, LIMITS, STEP, supports=frozenset({"kv_transfer", "recall"}))
-    return replace(made, **changes)
-
-
 def fleet(count: int, **changes: Any) -> list[View]:
-    return [replica(f"r{i}", **changes) for i in range(count)]
+    return [replace(View(f"r{i}", 0.0, [], [], 500, 500, LIMITS, STEP), **changes) for i in range(count)]
 
 
-def asked(id: str, prompt: int = 20, ttft: float | None = 1.0, tpot: float | None = 0.06, **more: Any) -> Request:
-    return request(id, prompt, ttft=ttft, tpot=tpot, **more)
+def asked(id: str, tpot: float | None, **more: Any) -> Request:
+    return request(id, 20, **{"ttft": 1.0, "tpot": tpot, **more})
 
 
-def made(mode: str = "pd", **more: Any) -> Router:
-    return Router(mode=mode, tiers=(0.01, 0.05), **more)
+def many(name: str, tpot: float | None, count: int = SEEN, **more: Any) -> list[Seq]:
+    return shown(*(asked(f"{name}{i}", tpot, **more) for i in range(count)))
 
 
-def roles(dispatch: Dispatch) -> dict[str, tuple[str, str]]:
-    return {id: (role.phase, role.tier) for id, role in dispatch.assign.items()}
+def is_divided(own: Router, fleet: list[View]) -> bool:
+    """Whether the next one goes elsewhere than the least loaded."""
+    tight, loose = (own.place(shown(asked("next", tpot)), fleet, 0.0) for tpot in (0.003, 0.06))
+    return tight.place != loose.place
 
 
-def test_a_prompt_is_placed_with_a_seat() -> None:
-    dispatch = made().place(shown(asked("a"), asked("b")), fleet(3), 0.0)
-    assert dispatch.place == {"a": "r0", "b": "r0"}  # they share steps
-    assert roles(dispatch) == {"r0": ("prefill", ""), "r1": ("decode", "0.05")}
-    assert dispatch.why["a"] == "prefill, then r1"
-    dispatch = made("co").place(shown(asked("a"), asked("b", tpot=0.01)), fleet(3), 0.0)
-    assert roles(dispatch) == {"r0": ("both", "0.05"), "r1": ("both", "0.01")}
-    assert dispatch.place == {"a": "r0", "b": "r1"}
+def test_mode_auto_starts_with_all_alike() -> None:
+    """Whatever their number, and whether KV can move."""
+    for supports in (frozenset({"kv_transfer", "recall"}), frozenset[str]()):
+        views, own = fleet(8, supports=supports), Router()
+        held = [*many("t", 0.003, EVERY // 4), *many("l", 0.06, EVERY // 4)]
+        assert own.place(held, views, 0.0) == least_loaded.Router().place(held, views, 0.0)
+        assert not isinstance(own, Assigner), "all replicas have the same role, also those that join"
 
 
-@pytest.mark.parametrize(
-    ("supports", "count", "phases", "places"),
-    [
-        (["kv_transfer"], 8, {"prefill", "decode"}, {"a": "r0", "b": "r0"}),
-        (["kv_transfer"], 7, {"both"}, {"a": "r0", "b": "r0"}),
-        (["kv_transfer"], 4, {"both"}, {"a": "r0", "b": "r0"}),
-        (["kv_transfer"], 3, set(), {"a": "r0", "b": "r1"}),
-        ([], 8, {"both"}, {"a": "r0", "b": "r0"}),
-        ([], 1, set(), {"a": "r0", "b": "r0"}),
-    ],
-)
-def test_mode_auto(supports: list[str], count: int, phases: set[str], places: dict[str, str]) -> None:
-    """Of fewer than four replicas each serves all tiers; from eight on some prefill for others, where KV can move."""
-    router = made("auto")
-    assert {role.kind for role in router.roles([f"r{i}" for i in range(count)]).values()} == (
-        {"best_effort"} if count >= 4 else {""}
-    )
-    dispatch = router.place(shown(asked("a"), asked("b")), fleet(count, supports=frozenset(supports)), 0.0)
-    assert {role.phase for role in dispatch.assign.values()} == phases
-    assert dispatch.place == places
+def test_mode_auto_divides_and_joins_again() -> None:
+    """By the TPOTs of late: a step takes 2.1 ms at least, so that those of 3 and 60 ms leave prompts 0.3 and 0.965 of
+    the time on replicas of their own, and 0.3 of all where both are on one."""
+    assert prompts_gain([0.003, 0.06], fleet(4)) == pytest.approx((0.3 + 0.965) / 2 / 0.3)
+    views, own = fleet(8), Router()
+    told = [own.place(many("l", 0.06, EVERY), views, 0.0)]
+    assert not is_divided(own, views)
+    told.append(own.place([*many("m", 0.06, EVERY), *many("t", 0.003, EVERY)], views, 1.0))
+    assert is_divided(own, views)
+    told.append(own.place(many("n", 0.06, SEEN - EVERY), views, 2.0))
+    assert is_divided(own, views), "a quarter are still tight"
+    told.append(own.place(many("o", 0.06, EVERY), views, 3.0))
+    assert not is_divided(own, views)
+    assert all(len(each.place) and not (each.recall or each.assign) for each in told), "residents stay"
 
 
-def test_mode_auto_undoes_the_division_where_it_gains_nothing() -> None:
-    """By the tiers of the first requests: a step takes 2.1 ms at least, so that those of 3 and 50 ms leave prompts 0.3
-    and 0.958 of the time in replicas of their own, and 0.3 of all where both are in one."""
-    loose = [asked(f"l{i}", tpot=0.06) for i in range(SEEN)]
-    assert prompts_gain([0.003, 0.05], fleet(4)) == pytest.approx((0.3 + 0.958) / 2 / 0.3)
-    coming = replace(asked("m"), handoff=Handoff("r0", "prefilled", 0.0, cached=20))
-    views = [*fleet(3), replica("r3", moving=shown(coming))]
-    views = [replace(view, role=Role("both", "0.05", kind="tier")) for view in views]
-    router = Router(mode="auto", tiers=(0.003, 0.05))
-    router.place(shown(*loose[:-1]), fleet(4), 0.0)
-    dispatch = router.place(shown(loose[-1]), views, 0.1)
-    assert dispatch.assign == {"r0": ANY, "r1": ANY, "r2": ANY}
-    assert dispatch.place == {loose[-1].id: "r0"}
-    waits = router.place(shown(asked("w")), views[-1:], 0.2)
-    assert not waits.place
-    assert waits.wake_at is not None
+def test_between_the_bounds_it_stays_as_it_is() -> None:
+    """Of those of 4.35 ms and 60 ms prompts get 1.65 times as much."""
+    between = [*many("t", 0.00435, SEEN // 4), *many("m", 0.06, SEEN // 4 * 3)]
+    assert router.JOINS < prompts_gain([0.00435, 0.06, 0.06, 0.06], fleet(4)) < router.DIVIDES
+    views, alike, split = fleet(4), Router(), Router()
+    split.place([*many("t", 0.003), *many("l", 0.06, SEEN // 2)], views, 0.0)
+    for own, what in ((alike, False), (split, True)):
+        own.place(between, views, 1.0)
+        assert is_divided(own, views) is what
 
 
 @pytest.mark.parametrize(
-    ("others", "undone"),
+    ("others", "divides"),
     [
-        ([asked(f"t{i}", tpot=0.003) for i in range(SEEN // 10)], False),
-        ([asked(f"t{i}", tpot=0.003) for i in range(SEEN // 40)], True),  # too few to decide
-        ([asked(f"t{i}", tpot=0.001) for i in range(SEEN // 10)], True),  # in no tier
-        ([asked(f"t{i}", tpot=0.02) for i in range(SEEN // 10)], True),  # 0.9 of the time is left
+        (many("t", 0.003, SEEN // 10), True),
+        (many("t", 0.003, SEEN // 40), False),  # too few to decide
+        (many("t", 0.001, SEEN // 10), False),  # shorter than any step
+        (many("t", 0.02, SEEN // 10), False),  # 0.9 of the time is left
+        (many("e", None, SEEN // 10, ttft=None, e2e=0.05), False),  # which TPOT that takes varies
     ],
 )
-def test_what_undoes_the_division(others: list[Request], undone: bool) -> None:
-    router = Router(mode="auto", tiers=(0.003, 0.02, 0.05))
-    loose = [asked(f"l{i}", tpot=0.06) for i in range(SEEN)]
-    router.place(shown(*others, *loose), fleet(4), 0.0)
-    assert (router._decided == "each") is undone
+def test_what_divides(others: list[Seq], divides: bool) -> None:
+    own, views = Router(), fleet(4)
+    own.place([*many("l", 0.06, SEEN - len(others)), *others], views, 0.0)
+    assert is_divided(own, views) is divides
 
 
-def test_an_e2e_slo_undoes_no_division() -> None:
-    """Which tier it belongs to depends on the time that is left."""
-    router = made("auto")
-    requests = [request(f"e{i}", 20, ttft=None, tpot=None, e2e=5.0) for i in range(2 * SEEN)]
-    router.place(shown(*requests), fleet(4), 0.0)
-    assert router._decided == "co"
+def test_by_the_number_of_replicas_that_there_are() -> None:
+    own, held = Router(), [*many("t", 0.003, 60), *many("l", 0.06, 60)]
+    for count, divides in ((3, False), (4, True), (3, False), (5, True)):
+        own.place(held, fleet(count), 0.0)
+        assert is_divided(own, fleet(count)) is divides
+
+
+# --------------------------------------------------------------------------- for which TPOTs a replica is
 
 
 @pytest.mark.parametrize(
-    ("slo", "what"),
+    ("works", "replicas", "tpots"),
     [
-        (SLO(0.001, 0.06), "demoted"),  # not even alone
-        (SLO(1.0, 0.005), "demoted"),  # tighter than every tier
-        (SLO(1.0, None), "prefilled"),  # of the loosest tier
-        (SLO(None, 0.06), "prefilled"),
-        (SLO(e2e=0.001), "demoted"),
-        (SLO(), "in the pool"),
+        ({0.02: 1.0, 0.1: 1.0}, 4, [0.02, 0.02, 0.1, 0.1]),  # 2 and 1.1 replicas' time
+        ({0.02: 1.0, 0.1: 5.0}, 4, [0.02, 0.1, 0.1, 0.1]),
+        ({0.02: 0.3, 0.03: 0.3, 0.1: 1.0}, 2, [0.02, 0.1]),  # neighbours share one
+        ({0.05: 1.0, 0.055: 1.0}, 3, [0.05] * 3),  # much alike
+        ({0.02: 1.0, inf: 3.0}, 3, [0.02, inf, inf]),
+        ({0.005: 1.0, 0.1: 1.0}, 2, [0.1, 0.1]),  # what no step keeps takes no replica
+        ({}, 2, [inf, inf]),
     ],
 )
-def test_what_is_promised(slo: SLO, what: str) -> None:
-    one = replace(asked("a"), stages=(Stage(20, slo),))
-    dispatch = made().place(shown(one), fleet(4), 0.0)
-    assert (list(dispatch.demote) == ["a"]) is (what == "demoted")
-    assert dispatch.place["a"] == "r0"
-    assert ("prefill" in dispatch.why["a"]) is (what == "prefilled")
-    if what == "demoted":
-        refused = made().place(shown(replace(one, on_decline="refuse")), fleet(4), 0.0)
-        assert (list(refused.reject), dict(refused.place)) == (["a"], {})
+def test_replicas_are_divided_by_the_work_of_late(works: dict[float, float], replicas: int, tpots: list[float]) -> None:
+    recent = [Recent(tpot, work / 10) for tpot, work in works.items() for _ in range(10)]
+    assert divided(recent, 0.01, replicas) == tpots
 
 
-def test_a_tier_that_the_hardware_cannot_keep_claims_nothing() -> None:
-    slow = fleet(3, latency=Linear(0.02, 0.0001))
-    dispatch = made().place(shown(asked("a", tpot=0.01)), slow, 0.0)
-    assert list(dispatch.demote) == ["a"]
-    assert dispatch.why == {"a": "best effort: in the pool"}
-
-
-def test_a_slow_replica_gets_no_prompt_that_it_would_delay() -> None:
-    views = [replica("r0", latency=Linear(0.02, 0.001)), replica("r1"), replica("r2")]
-    assert made().place(shown(asked("a", 60, ttft=0.05)), views, 0.0).place == {"a": "r1"}
-    assert made().place(shown(asked("a", 60, ttft=0.5)), views, 0.0).place == {"a": "r0"}
-
-
-def test_kv_goes_to_its_seat() -> None:
-    router = made()
-    router.place(shown(asked("a")), fleet(3), 0.0)
-    router.observe([Placed(0.0, "a", "r0")])
-    came = replace(asked("a"), handoff=Handoff("r0", "prefilled", 0.1, cached=20))
-    router.observe([HandedOff(0.1, "a", came)])
-    views = [replica(f"r{i}", now=0.1) for i in range(3)]
-    full = [views[0], replace(views[1], kv_free=0), views[2]]
-    assert router.place(shown(came), full, 0.1).place == {}, "held while its seat's replica lacks memory"
-    assert router.place(shown(came), views, 0.1).place == {"a": "r1"}
-
-
-def test_kv_whose_seat_is_lost_finds_another_and_never_where_it_is() -> None:
-    router = made()
-    router.place(shown(asked("a")), fleet(3), 0.0)
-    came = replace(asked("a"), handoff=Handoff("r0", "prefilled", 0.1, cached=20))
-    router.observe([HandedOff(0.1, "a", came), Left(0.1, "r1")])
-    dispatch = router.place(shown(came), [replica("r0", now=0.1), replica("r2", now=0.1)], 0.1)
-    assert (dispatch.place, dispatch.assign["r2"].phase) == ({"a": "r2"}, "decode")
-    router.observe([Left(0.2, "r2")])
-    alone = [replica("r0", now=0.2)]
-    held = router.place(shown(came), alone, 0.2)
-    assert (held.place, held.reject, held.wake_at) == ({}, {}, 0.7)
-    assert list(router.place(shown(came), [replica("r0", now=31.0)], 31.0).reject) == ["a"]
-
-
-def test_a_looser_request_is_a_guest_where_the_pool_is_needed_for_prompts() -> None:
-    """Three replicas: one prefills, one serves the tight tier, and the last is left for prompts."""
-    router = made()
-    router._work = 2.0  # two replicas' work is placed
-    router.place(shown(asked("t", tpot=0.01)), fleet(3), 0.0)
-    views = [replica(f"r{i}", role=role) for i, role in enumerate((Role("prefill"), Role("decode", "0.01"), Role()))]
-    dispatch = router.place(shown(asked("l")), views, 0.0)
-    assert dispatch.why["l"] == "prefill, then r1"
-
-
-def test_best_effort_leaves_a_part_of_the_pool_idle_and_comes_back_when_it_is_claimed() -> None:
-    free = [replace(asked(f"free{i}"), stages=(Stage(1900, SLO()),)) for i in range(4)]
-    router = made()
-    dispatch = router.place(shown(*free, asked("a")), fleet(4), 0.0)
-    assert dispatch.place == {"a": "r0", "free0": "r3", "free1": "r3"}, "r2 stays idle, and r3 has KV for two"
-    views = [replica(f"r{i}", now=0.01) for i in range(4)]
-    dispatch = router.place(shown(asked("b", tpot=0.01), *free[2:]), views, 0.01)
-    assert (dispatch.place["b"], dispatch.recall) == ("r0", {}), "r2 serves the tight tier"
-
-
-def test_best_effort_has_its_share_while_no_replica_is_idle() -> None:
-    """Two replicas have more to do than they can for 9 s. What is asked for without SLO ends before."""
-    busy = [request(f"q{i}", 400, most=5, ttft=0.5, tpot=0.06, arrival=0.03 * i) for i in range(300)]
-    free = [replace(request(f"free{i}", 8, most=5, arrival=0.05), stages=(Stage(8, SLO()),)) for i in range(3)]
-    spec = run_spec(
-        STEP, replace(LIMITS, max_num_seqs=16), "rubato", replicas=2, learns=False,
-        router_settings={"mode": "pd", "tiers": [0.05]},
-    )  # fmt: skip
-    events = simulate_events([*busy[:2], *free, *busy[2:]], {}, spec)
-    ends = {e.id: e.at for e in events if isinstance(e, Finished)}
-    assert 5.0 < max(ends[f"free{i}"] for i in range(3)) < 8.0
-    assert 0.5 < sum(e.verdict.met for e in events if isinstance(e, Finished)) / 303 < 0.9
-
-
-# --------------------------------------------------------------------------- prompts at a replica
-
-
-def prompt(id: str, order: float, tokens: int = 20, until: float = 0.0) -> Prompt:
-    seconds = STEP.fixed + STEP.per_token * tokens
-    seq = Seq(request(id, tokens, ttft=1.0, tpot=0.05), length=tokens)
-    return Prompt(seq, 0, order, order, until, tokens, 4.0, seconds, seconds)
-
-
-@pytest.mark.parametrize(
-    ("queued", "own", "backlog"),
-    [
-        ([], (0.1, 500), 0.0),
-        ([], (0.05, 500), None),  # 52 ms alone
-        ([(0.3, 500)], (0.5, 500), 0.052),  # behind the nearer deadline
-        ([(0.5, 500)], (0.1, 500), 0.052),  # before the other one
-        ([(0.11, 500)], (0.1, 500), None),  # which would be late
-        ([(0.01, 500)], (0.2, 500), 0.052),  # what is late already cannot be made late
-        ([(0.9, 500)] * 2, (1.0, 500), None),  # it could not begin soon
-    ],
+@given(
+    st.lists(st.tuples(st.sampled_from([0.011, 0.02, 0.03, 0.05, 0.1, inf]), st.floats(0.01, 10.0)), min_size=1),
+    st.integers(1, 9),
 )
-def test_which_prompts_a_replica_takes(
-    queued: list[tuple[float, int]], own: tuple[float, int], backlog: float | None
-) -> None:
-    here = Replica(replica("r0"), 0, 1, StepTable(STEP, 64))
-    here.group = PREFILL
-    for i, (due, tokens) in enumerate(queued):
-        here.queue(prompt(f"q{i}", due, tokens))
-    assert here.takes(prompt("own", *own)) == (None if backlog is None else pytest.approx(backlog))
-    assert AHEAD == 0.1
+def test_every_tpot_of_late_has_a_replica(recent: list[tuple[float, float]], replicas: int) -> None:
+    tpots = divided([Recent(*one) for one in recent], 0.01, replicas)
+    assert len(tpots) == replicas
+    assert tpots == sorted(tpots)
+    assert tpots[0] == min(tpot for tpot, _ in recent)
+    assert set(tpots) <= {tpot for tpot, _ in recent}
 
 
-def test_behind_what_is_promised_nothing_no_prompt_is_sent() -> None:
-    """So it ends, though it gives way to every other."""
-    here = Replica(replica("r0"), 0, 1, StepTable(STEP, 64))
-    here.queue(prompt("patient", -inf, 2000, until=inf))
-    assert here.takes(prompt("own", 1.0)) is None
+# --------------------------------------------------------------------------- where it goes in a divided fleet
 
 
-def test_a_prompt_that_has_begun_gives_way_to_a_nearer_deadline() -> None:
-    long = Seq(request("long", 9000, ttft=9.0, tpot=0.05), length=9000, cached=2048, blocks=1125, due=9.0)
-    short = Seq(request("short", 100, ttft=0.5, tpot=0.05), length=100, due=0.5)
-    free = Seq(request("free", 100), length=100)
-    limits = replace(LIMITS, max_num_batched_tokens=8192)
-    view = replica("r0", waiting=[free, short], running=[long], limits=limits, role=Role("prefill"))
-    work = [(w.seq, w.tokens) for w in prefill_step(view).work]
-    assert work == [("short", 100), ("long", 1948)]
-    urgent = replace(view, running=[replace_due(long, 0.6)], waiting=[free])
-    assert [(w.seq, w.tokens) for w in prefill_step(urgent).work] == [("long", 6952)], "in one step, to be in time"
+def split(tpots: Sequence[float]) -> tuple[Router, list[View]]:
+    own, views = Router(mode="co"), fleet(len(tpots))
+    own._tpots = {view.id: tpot for view, tpot in zip(views, tpots, strict=True)}
+    return own, views
 
 
-def replace_due(seq: Seq, due: float) -> Seq:
-    return replace(seq, due=due)
+def running(count: int, tpot: float, due: float = 0.0) -> list[Seq]:
+    made = [request(f"d{i}", 20, ttft=1.0, tpot=tpot) for i in range(count)]
+    return [Seq(one, length=21, cached=20, blocks=3, output=1, due=due) for one in made]
+
+
+def test_the_nearest_tpot_that_keeps_it() -> None:
+    own, views = split([0.003, 0.02, 0.05])
+    held = shown(*(asked(f"a{tpot}", tpot) for tpot in (0.002, 0.003, 0.03, 0.05, None)))
+    dispatch = own.place(held, views, 0.0)
+    assert dispatch.place == {"a0.002": "r0", "a0.003": "r0", "a0.03": "r1", "a0.05": "r2", "aNone": "r2"}
+    assert dispatch.why["a0.03"] == "for TPOTs from 20 ms"
+    full = [*views[:2], replace(views[2], running=running(64, 0.05))]
+    assert own.place(shown(asked("b", 0.05)), full, 0.0).place == {"b": "r1"}, "a tighter one"
+
+
+def test_it_is_held_while_it_would_be_late_and_best_effort_once_it_is() -> None:
+    """A prompt waits that takes 26 ms and is due in 50. This one would be in time, in 30 of 40 ms, and that one not."""
+    own, [view] = split([0.05])
+    busy = replace(view, waiting=[Seq(request("w", 256, ttft=0.05, tpot=0.05), length=256, due=0.05)])
+    [one] = shown(asked("a", 0.05, ttft=0.04))
+    held = own.place([one], [busy], 0.0)
+    assert (held.place, list(held.demote), held.wake_at) == ({}, [], AGAIN)
+    assert own.place([one], [view], 0.0).place == {"a": "r0"}
+    late = own.place([one], [busy], 0.02)
+    assert (late.place, list(late.demote), late.reject) == ({}, ["a"], {})
+    [refused] = shown(asked("a", 0.05, ttft=0.04, refuse=True))
+    assert list(own.place([refused], [busy], 0.02).reject) == ["a"]
+
+
+def test_decodes_that_are_ahead_lend_their_time() -> None:
+    """40 decodes of 6 ms leave 0.4 of each 10 ms; before the first is due a prompt of 30 ms has all of it."""
+    own, [view] = split([0.01])
+    [one] = shown(asked("a", 0.01, ttft=0.05))
+    for due, there in ((0.005, {}), (0.1, {"a": "r0"})):
+        assert own.place([one], [replace(view, running=running(40, 0.01, due))], 0.0).place == there
+
+
+def test_best_effort_goes_where_no_prompt_waits_of_the_loosest() -> None:
+    own, views = split([0.02, 0.05])
+    free = shown(asked("f", None, ttft=None), asked("g", None, ttft=None))
+    busy = [replace(view, running=running(3, 0.05, 1.0)) for view in views]
+    assert own.place(free, busy, 0.0).place == {"f": "r1"}, "one prompt at a time"
+    prompts = [replace(view, waiting=shown(asked(f"w{view.id}", 0.05))) for view in busy]
+    assert own.place(free, prompts, 0.0).place == {}
+    assert own.place(free, prompts, PATIENCE).place == {"f": "r1"}, "so each ends"
+    assert own.place(free, [views[0], prompts[1]], 0.0).place == {"f": "r0"}, "an idle one"
 
 
 @pytest.mark.parametrize(
@@ -346,17 +267,20 @@ def replace_due(seq: Seq, due: float) -> Seq:
     [
         ({"mode": "both"}, "mode is 'both': give co, pd, auto"),
         ({"tiers": []}, r"tiers are \(\): give TPOTs in seconds, above 0 and ascending"),
-        ({"tiers": [0.1, 0.02]}, r"tiers are \(0.1, 0.02\): give TPOTs"),
         ({"best_effort": 0.0}, "best_effort is 0.0: give a share of the fleet, above 0 and up to 1"),
     ],
 )
 def test_impossible_settings(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Router(**settings)
-    with pytest.raises(ValueError, match="at least 2 replicas"):
-        Router(mode="pd").roles(["r0"])
 
 
-def test_events_of_replicas_it_does_not_know() -> None:
-    events: list[Event] = [Left(0.0, "r9"), Placed(0.0, "a", "r9")]
-    made().observe(events)
+def test_mode_pd_is_the_other_router() -> None:
+    own = Router(mode="pd")
+    assert isinstance(own, Assigner)
+    assert {role.kind for role in own.roles(["r0", "r1"]).values()} == {"best_effort"}
+    assert own.needs == {"recall", "step_times", "kv_transfer"}
+    assert Router().needs == {"step_times"}
+    held, views = shown(asked("a", 0.05)), fleet(3, supports=frozenset({"kv_transfer", "recall"}))
+    dispatch = own.place(held, views, 0.0)
+    assert {id: role.phase for id, role in dispatch.assign.items()} == {"r0": "prefill", "r1": "decode"}

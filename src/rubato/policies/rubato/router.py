@@ -1,545 +1,172 @@
-"""Which replica is for what, and which one each held request goes to."""
+"""Which replica each request goes to: all replicas alike, or divided by TPOT while the requests of late gain by it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil, exp, inf
+from math import inf
 from typing import ClassVar
 
-from rubato.core.events import Event, Finished, HandedOff, Left, Lost, Placed, Transferred
+from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.plan import ANY, Role, Shape
-from rubato.core.request import Handoff
-from rubato.policies import least_loaded, polyserve
-from rubato.policies.rubato.prefill_step import BUDGET, PATIENCE, seconds_in_turns
-from rubato.policies.rubato.prompt import Prompt, promised, tier_of, unpromised
-from rubato.policies.rubato.replica_model import PREFILL, Replica, Seat
-from rubato.policies.rubato.turn import Turn
+from rubato.policies import least_loaded, rubato_pd
+from rubato.policies.rubato.division import Recent, divided, prompts_gain, work
+from rubato.policies.rubato.replica_load import Replica
 from rubato.policy_kit.batch_builder import remaining_output
-from rubato.policy_kit.kv_forecast import KVForecast
-from rubato.policy_kit.refusals import fleet_refusal
+from rubato.policy_kit.refusals import fleet_refusal, refusable
 from rubato.policy_kit.step_table import StepTable
 
 MODES = ("co", "pd", "auto")
-POOL_ROLE = Role(kind="best_effort")
-PREFILL_ROLE = Role("prefill", kind="prefill")
-
-# The order of the queue is by deadline, but a tier that loses all its requests is put forward by so many seconds, and a
-# prompt back by so many times its work where all requests are lost: so each tier loses as much, and long prompts first.
-# On mooncake-conversation at 45/s the worst tier loses 2.5 points without the first, 7 with a third of the second.
-FAIRNESS, PRICE = 20.0, 30.0
-TIER_MEMORY, MEMORY = 200.0, 500.0  # requests over which the share lost is a mean, of a tier and of all: some seconds
-TRIES = 3  # prompts in a row without a prefill replica, after which the others are not asked about: it saves CPU time
-# A tier has fewer replicas than it needs up to so many times what its residents take together. Above 1, for the next.
-ENOUGH = 1.03
-# Part of a replica that guests leave, of as many as their hosts need: else hosts find those full and claim others. 0.3
-# leaves too few guests (splitwise at 464/s: 0.88 instead of 0.92 in time), none too many (0.89).
-HOST_ROOM = 0.1
-# Seconds over which the work placed is a mean; as many replicas are kept for prefill as that takes. By the work that
-# comes in, some of which is given up later, too many are kept: mooncake-toolagent loses 2 points, sharegpt 7.
-RATE_SECONDS = 5.0
-# Replicas from which on mode auto makes them differ, by the TPOTs they serve; and from which on some only prefill: each
-# is too large a part of a smaller fleet. On 6, mooncake-conversation at 90 % of all: co 1.8 requests/s a replica, pd
-# 0.9; on 8 co 1.7, pd 1.9. On 2, splitwise: co none, each alike 10.
-DIFFER, DIVIDED = 4, 8
-# Requests by whose tiers mode auto decides whether replicas are to differ; how many times as much of their time prompts
-# must then get; and the part of the requests that a tier must have to count as the tightest. On 4 replicas each alike
-# holds, of what co does: slos-serve-mixed (1.2) 1.3 times, at 5/s a replica 0.98 in time and not 0.76;
-# uniform-4096-1024 with TPOTs doubled (1.6) as much, half as long again (1.4) 0.75 times; the 70B model of the figure
-# `rubato-loads` (1.5) 1.2 to 1.8 times; mooncake-conversation with TPOTs a quarter longer (2.7) 0.7 times.
-SEEN, PAYS, TIGHTEST = 256, 1.8, 1 / 32
-SPARE = 0.1  # part of the fleet that stays idle before best effort gets the pool: a claim waits for the step there
-POOL_TOKENS = 4096  # of best effort that may wait at a replica of the pool: what is recalled has begun in vain
-CREDIT = 2.0  # seconds for which best effort's share may be saved up: more would come at once
-AGAIN = 0.5  # seconds after which a request that found nothing is looked at again, whatever happens
-FORLORN = 30.0  # seconds that KV waits for a replica to decode, where only the one that holds it is left
-SOON = 1e-5  # seconds from now at which the router is asked again at the earliest
+FEWEST = 4  # replicas from which on mode auto divides them: each is too large a part of a smaller fleet
+SEEN, EVERY = 256, 64  # requests of late by which replicas are divided, and how many come between two decisions
+# How many times as much of their time prompts must get (`prompts_gain`) for mode auto to divide, and below which it
+# joins again. On 4 replicas each alike holds, of what bins hold: slos-serve-mixed (1.2) 1.3 times, the 70B model of the
+# figure `rubato-loads` (1.5) 1.2 to 1.8 times, uniform-4096-1024 with TPOTs doubled (1.6) as much, half as long again
+# (1.4) 0.75 times; mooncake-conversation with TPOTs a quarter longer (2.7) 0.7 times.
+DIVIDES, JOINS = 1.8, 1.5
+PATIENCE = 10.0  # seconds from arrival after which best effort need not wait until a replica has no prompts
+AGAIN = 0.5  # seconds after which what is held is looked at again, whatever happens
 
 
 @dataclass
 class Router:
-    """mode: "pd" for prefill and decode replicas, "co" for PolyServe's way to run prompts beside decodes, "auto": with
-    fewer than `DIFFER` replicas at the start each serves all tiers, and a request goes to the least loaded; else pd
-    where there are `DIVIDED` and KV can move, co where not, until `SEEN` requests have come: if their tiers are loose,
-    or much alike (`prompts_gain`), each serves all tiers from then on, for good. tiers: TPOTs in seconds, ascending; a
-    request belongs to the loosest that is no looser than its own. best_effort: the share of the fleet's time that goes
-    to best effort, and to what was too late, where no replica is free (pd).
+    """mode: "auto": a request goes to the least loaded replica, or, from `FEWEST` replicas on and while the requests of
+    late gain by it, as in "co": replicas are divided by TPOT. "pd": prefill and decode apart (`rubato_pd`). tiers,
+    best_effort: of mode pd, see there.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"recall", "step_times"})
+    needs: ClassVar[frozenset[str]] = frozenset({"step_times"})
     default_lengths: ClassVar[str] = "conditional_mean"
     mode: str = "auto"
     tiers: Sequence[float] = (0.02, 0.03, 0.05, 0.1)
     best_effort: float = 0.02
-    _together: polyserve.Router = field(init=False, repr=False)
-    _each: least_loaded.Router = field(init=False, repr=False, default_factory=least_loaded.Router)
-    _decided: str = field(init=False, repr=False, default="")  # "pd", "co", "each"; "" not yet
-    _tpots: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # of the first requests, by id
-    _replicas: dict[str, Replica] = field(init=False, repr=False, default_factory=dict)
+    _apart: rubato_pd.Router | None = field(init=False, repr=False, default=None)
+    _alike: least_loaded.Router = field(init=False, repr=False, default_factory=least_loaded.Router)
+    _recent: deque[Recent] = field(init=False, repr=False, default_factory=lambda: deque(maxlen=SEEN))
+    _fresh: int = field(init=False, repr=False, default=0)  # requests since the last decision
+    _tpots: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # by replica; {}: all are alike
+    _held: set[str] = field(init=False, repr=False, default_factory=set)
     _tables: dict[tuple[int, int], StepTable] = field(init=False, repr=False, default_factory=dict)
-    _queue: dict[str, Prompt] = field(init=False, repr=False, default_factory=dict)
-    _prefills: dict[str, Replica] = field(init=False, repr=False, default_factory=dict)  # where prompts are
-    _seats: dict[str, Seat] = field(init=False, repr=False, default_factory=dict)
-    _parked: dict[str, SeqView] = field(init=False, repr=False, default_factory=dict)  # best effort, oldest first
-    _moving: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # KV on its way: since
-    _token_moves: float = field(init=False, repr=False, default=0.0)  # seconds of a token's KV on its way
-    _work: float = field(init=False, repr=False, default=0.0)  # seconds of prefill that are placed, a second
-    _work_at: float = field(init=False, repr=False, default=0.0)
-    _loss: float = field(init=False, repr=False, default=0.0)
-    _tier_loss: list[float] = field(init=False, repr=False, default_factory=list)
-    _need: list[float] = field(init=False, repr=False, default_factory=list)  # replicas that each tier's residents take
-    _credit: float = field(init=False, repr=False, default=0.0)  # replica-seconds that best effort may take
-    _credit_at: float = field(init=False, repr=False, default=0.0)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}: give {', '.join(MODES)}")
-        if self.mode != "auto":
-            self._decided = self.mode
+        apart = rubato_pd.Router(self.tiers, self.best_effort)  # it checks them
+        self.tiers = apart.tiers
         if self.mode == "pd":
-            self.needs = self.needs | {"kv_transfer"}  # type: ignore[misc]  # of this one alone
-        if not 0.0 < self.best_effort <= 1.0:
-            raise ValueError(f"best_effort is {self.best_effort!r}: give a share of the fleet, above 0 and up to 1")
-        self._together = polyserve.Router(tiers=self.tiers)  # it checks them
-        self.tiers = self._together.tiers
-        self._tier_loss = [0.0] * len(self.tiers)
-        self._need = [0.0] * len(self.tiers)
-
-    def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
-        """All are in the pool at first; few are not divided."""
-        if self.mode == "auto" and len(replicas) < DIFFER:
-            return dict.fromkeys(replicas, ANY)
-        if self.mode == "pd" and len(replicas) < 2:
-            raise ValueError("rubato in mode pd needs at least 2 replicas, to prefill and to decode: there is 1")
-        return dict.fromkeys(replicas, POOL_ROLE)
-
-    # ----------------------------------------------------------------- what happens
+            self._apart = apart
+            self.needs = apart.needs  # type: ignore[misc]  # of this one alone
+            self.roles = apart.roles  # so that it assigns roles in this mode alone
 
     def observe(self, events: Sequence[Event]) -> None:
-        if self._decided == "co":
-            self._together.observe(events)
-        if self._decided != "pd":
-            return
-        for event in events:
-            if isinstance(event, HandedOff) and event.request.handoff and event.request.handoff.reason == "prefilled":
-                self._leave_prefill(event.id)
-            elif isinstance(event, Finished | HandedOff | Lost):
-                self._leave(event.id)
-            elif isinstance(event, Transferred):
-                if (since := self._moving.pop(event.id, None)) is not None:
-                    self._token_moves += 0.1 * ((event.at - since) / event.tokens - self._token_moves)
-            elif isinstance(event, Placed):
-                self._placed(event.id, self._replicas.get(event.replica))
-            elif isinstance(event, Left):
-                self._forget(self._replicas.pop(event.id, None))
-
-    def _placed(self, id: str, replica: Replica | None) -> None:
-        """It is there, if that is not where it was sent: with the rest of its group, or where its prefix is cached."""
-        self._queue.pop(id, None)
-        self._parked.pop(id, None)
-        before, seat = self._prefills.get(id), self._seats.get(id)
-        if replica is None or replica is (before or (seat and seat.replica)):
-            return
-        if before is not None and replica.group == PREFILL:
-            prompt = before.unqueue(id)
-            if prompt is not None:
-                replica.queue(prompt)
-            self._prefills[id] = replica
-            return
-        self._leave(id)
-        self._seats[id] = Seat(replica, None, 0.0)
-        replica.add(id, None, 1, 1.0)  # its length is looked up when that has passed
-
-    def _leave(self, id: str) -> None:
-        """It ends, or is to be placed anew."""
-        self._queue.pop(id, None)
-        self._parked.pop(id, None)
-        self._moving.pop(id, None)
-        self._leave_prefill(id)
-        if (seat := self._seats.pop(id, None)) is not None:
-            seat.replica.drop(id, seat.tier)
-            if seat.tier is not None:
-                self._need[seat.tier] -= seat.share
-
-    def _leave_prefill(self, id: str) -> None:
-        if (replica := self._prefills.pop(id, None)) is not None:
-            replica.unqueue(id)
-
-    def _forget(self, replica: Replica | None) -> None:
-        """It is gone, with all that was there."""
-        for id in [id for id, seat in self._seats.items() if seat.replica is replica]:
-            prefills = self._prefills.pop(id, None)
-            self._leave(id)
-            if prefills is not None and prefills is not replica:
-                self._prefills[id] = prefills
-        for id in [id for id, at in self._prefills.items() if at is replica]:
-            self._leave(id)
-
-    # ----------------------------------------------------------------- what goes where
+        if self._apart is not None:
+            self._apart.observe(events)
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        if not self._decided and len(fleet) > 1:
-            apart = len(fleet) >= DIVIDED and all("kv_transfer" in view.supports for view in fleet)
-            self._decided = "each" if len(fleet) < DIFFER else "pd" if apart else "co"
-        if self.mode == "auto" and self._decided in ("pd", "co") and len(self._tpots) < SEEN:
-            self._tpots |= {seq.id: tpot for seq in held if (tpot := self._tier_tpot(seq)) is not None}
-            if len(self._tpots) >= SEEN and prompts_gain(list(self._tpots.values()), fleet) < PAYS:
-                self._decided = "each"
-                for known in (self._replicas, self._queue, self._prefills, self._seats, self._parked, self._moving):
-                    known.clear()
-        if self._decided in ("", "each"):
-            return self._place_anywhere(held, fleet, now)
-        if self._decided == "co":
-            return self._together.place(held, fleet, now)
-        replicas = self._look(fleet, now)
-        turn = Turn(held, replicas, now)
-        self._settle(turn)
-        if len(replicas) == 1 and replicas[0].role.phase == "both":
-            return self._to_the_last(held, turn)
-        queue, parked = self._queue, self._parked
+        if self._apart is not None:
+            return self._apart.place(held, fleet, now)
+        self._look_back(held, fleet)
+        if self._tpots:
+            dispatch = self._place_by_tpot(held, fleet, now)
+        else:
+            dispatch = self._alike.place(held, fleet, now)
+        self._held = {seq.id for seq in held} - dispatch.place.keys()
+        return dispatch
+
+    def _look_back(self, held: Sequence[SeqView], fleet: Sequence[View]) -> None:
+        """Whether replicas are to be divided, and how: anew now and then, and when one came or went. It decides where
+        requests go from now on; what a replica has, it keeps."""
+        steps = self._steps(fleet[0])
         for seq in held:
-            if seq.cached > 0:
-                self._move(seq, turn)
-            elif seq.id in queue:
-                queue[seq.id].seq = seq
-            elif seq.id not in parked:
-                self._enter(seq, turn)
-        self._admit_best_effort(turn)
-        if queue:
-            self._start(turn)
-        if parked:
-            self._fill_pool(turn)
-        until = min([prompt.until for prompt in queue.values()], default=inf)
-        if parked or any(seq.id not in turn.place and seq.id not in queue for seq in held):
-            until = min(until, now + AGAIN)
-        elif queue:
-            until = min(until, now + PATIENCE)
-        return Dispatch(
-            place=turn.place,
-            reject=turn.reject,
-            demote=turn.demote,
-            recall=turn.recall,
-            wake_at=max(until, now + SOON) if until < inf else None,
-            assign=self._assigned(turn),
-            why=turn.why,
-        )
-
-    def _tier_tpot(self, seq: SeqView) -> float | None:
-        """The TPOT of its tier, inf if it asks for none; None if it is in no tier, or its e2e SLO says in which."""
-        slo = seq.request.stages[0].slo
-        if seq.best_effort or (slo.tpot is None and slo.e2e is not None):
-            return None
-        if slo.tpot is None:
-            return inf
-        tier = tier_of(slo.tpot, self.tiers)
-        return self.tiers[tier] if tier >= 0 else None
-
-    def _place_anywhere(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        """Each replica serves all; one of another role does once no KV is on its way to it."""
-        able = [view for view in fleet if view.role == ANY or not self._decided or not _kv_comes(view)]
-        if not able:
-            return Dispatch(wake_at=now + AGAIN)
-        assign = {view.id: ANY for view in able if self._decided and view.role != ANY}
-        return self._each.place(held, able, now)._replace(assign=assign)
-
-    def _to_the_last(self, held: Sequence[SeqView], turn: Turn) -> Dispatch:
-        """One replica is left: it takes all but KV, which only it may hold."""
-        for seq in held:
-            if seq.cached > 0:
-                self._move(seq, turn)
-            else:
-                self._leave(seq.id)
-                turn.place[seq.id] = turn.fleet[0].id
-        wake_at = turn.now + AGAIN if len(turn.place) + len(turn.reject) < len(held) else None
-        return Dispatch(turn.place, turn.reject, wake_at=wake_at, assign=self._assigned(turn), why=turn.why)
-
-    def _assigned(self, turn: Turn) -> Mapping[str, Role]:
-        return {id: role for id, role in turn.roles.items() if self._replicas[id].view.role != role}
-
-    def _look(self, fleet: Sequence[View], now: float) -> Sequence[Replica]:
-        """The replicas of the fleet, as they are now."""
-        found: list[Replica] = []
-        joined = False
-        for index, view in enumerate(fleet):
-            replica = self._replicas.get(view.id)
-            if replica is None:
-                most = view.limits.max_num_batched_tokens
-                # one table for all with the same latency model: it takes a thousand questions to fill
-                table = self._tables.setdefault((id(view.latency), most), StepTable(view.latency, most))
-                replica = self._replicas[view.id] = Replica(view, index, len(self.tiers), table)
-                joined = True
-            replica.look(view)
-            found.append(replica)
-        if joined:
-            seconds = {replica: seconds_in_turns(replica.view.latency, BUDGET) for replica in self._replicas.values()}
-            for replica, each in seconds.items():
-                replica.pace = each / min(seconds.values())
-        self._credit += self.best_effort * len(found) * (now - self._credit_at)
-        self._credit = min(self._credit, self.best_effort * len(found) * CREDIT)
-        self._credit_at = now
-        return found
-
-    def _enter(self, seq: SeqView, turn: Turn) -> None:
-        """A request without KV: to the queue, or to best effort."""
-        if seq.id in self._seats or seq.id in self._prefills:  # it came back, or was not taken
-            self._leave(seq.id)
-        if seq.best_effort:
-            self._parked[seq.id] = seq
+            slo = seq.request.stages[seq.stage].slo
+            if seq.id not in self._held:
+                self._fresh += 1
+                if not seq.best_effort and (slo.tpot is not None or slo.e2e is None):  # which TPOT an e2e takes varies
+                    self._recent.append(Recent(slo.tpot or inf, work(seq, steps)))
+        divides = self.mode == "co" or bool(self._tpots)
+        if self._fresh < EVERY and not (divides and self._tpots.keys() != {view.id for view in fleet}):
             return
-        prompt = self._prompt(seq, turn)
-        if prompt is None or prompt.until < turn.now:
-            self._give_up(seq, turn)
-            if prompt is not None:
-                self._count(prompt.tier, 1.0)
-            return
-        self._queue[seq.id] = prompt
-
-    def _prompt(self, seq: SeqView, turn: Turn) -> Prompt | None:
-        return promised(seq, self.tiers, [r.view for r in turn.fleet], turn.now, self._token_moves)
-
-    def _give_up(self, seq: SeqView, turn: Turn) -> None:
-        """It cannot be in time any more."""
-        if seq.request.on_decline == "refuse" and seq.request.progress is None:
-            turn.reject[seq.id] = fleet_refusal(seq, [r.view for r in turn.fleet])
-            return
-        turn.demote.append(seq.id)
-        self._parked[seq.id] = seq
-
-    def _count(self, tier: int, lost: float) -> None:
-        self._tier_loss[tier] += (lost - self._tier_loss[tier]) / TIER_MEMORY
-        self._loss += (lost - self._loss) / MEMORY
-
-    def _work_rate(self, now: float) -> float:
-        return self._work * exp((self._work_at - now) / RATE_SECONDS)
-
-    # ----------------------------------------------------------------- prompts
-
-    def _start(self, turn: Turn) -> None:
-        """Prompts go to replicas that have time for them, each with a seat to decode in, until none has."""
-        full: set[int] = set()
-        failed = 0
-        for prompt in self._ready(turn):
-            if prompt.tier in full:
-                continue
-            lacks = self._found_lacking(prompt, turn)
-            if lacks == "seat" and prompt.until < inf:  # what is promised nothing waits alone
-                full.add(prompt.tier)
-            elif lacks and (failed := failed + 1) >= TRIES:
+        self._fresh = 0
+        if self.mode == "auto":
+            gain = prompts_gain([each.tpot for each in self._recent], fleet)
+            if len(fleet) < FEWEST or gain < (JOINS if self._tpots else DIVIDES):
+                self._tpots = {}
                 return
+        tpots = divided(self._recent, steps.decodes(1, 1), len(fleet))
+        before = sorted(fleet, key=lambda view: self._tpots.get(view.id, inf))  # stable: few get another TPOT
+        self._tpots = {view.id: tpot for view, tpot in zip(before, tpots, strict=True)}
 
-    def _found_lacking(self, prompt: Prompt, turn: Turn) -> str:
-        """Place it; or say what it lacks."""
-        id = prompt.seq.id
-        if (to := self._prefiller(prompt, turn)) is None:
-            return "prefill"
-        if (seat := self._find_seat(prompt, turn, besides=to)) is None:
-            return "seat"
-        del self._queue[id]
-        if to.group is None:
-            self._enlist(to, PREFILL, turn)
-        self._sit(prompt, seat, turn)
-        turn.why[id] = f"prefill, then {seat[0].id}"
-        to.queue(prompt)
-        self._prefills[id] = to
-        turn.place[id] = to.id
-        if prompt.until < inf:
-            self._count(prompt.tier, 0.0)
-        self._work = self._work_rate(turn.now) + prompt.work / RATE_SECONDS
-        self._work_at = turn.now
-        return ""
-
-    def _ready(self, turn: Turn) -> Sequence[Prompt]:
-        """Those of the queue in the order in which they are tried; those that are too late leave it."""
-        ready: list[tuple[float, str, Prompt]] = []
-        for id, prompt in list(self._queue.items()):
-            if id not in turn.held:
+    def _place_by_tpot(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+        """Each as soon as a replica can keep its promise and those given. What could not be in time even alone is best
+        effort from then on, or refused."""
+        replicas = [Replica(view, self._tpots[view.id], self._steps(view)) for view in fleet]
+        place: dict[str, str] = {}
+        why: dict[str, str] = {}
+        reject: dict[str, str] = {}
+        demote: list[str] = []
+        for seq in sorted(held, key=in_turn):
+            late = not seq.best_effort and seq.due < now + min([r.steps.alone(seq.pending) for r in replicas])
+            if late and refusable(seq):
+                reject[seq.id] = fleet_refusal(seq, fleet)
                 continue
-            if prompt.until < turn.now:
-                del self._queue[id]
-                self._give_up(prompt.seq, turn)
-                self._count(prompt.tier, 1.0)
-                continue
-            back = PRICE * self._loss * prompt.work - FAIRNESS * self._tier_loss[prompt.tier]
-            ready.append((prompt.due + back, id, prompt))
-        ready.sort()
-        return [prompt for _, _, prompt in ready]
+            if late:
+                demote.append(seq.id)
+            found = with_time(seq, replicas, now) if late or seq.best_effort else keeping(seq, replicas, now)
+            if found is not None:
+                replica, why[seq.id] = found
+                replica.add(seq)
+                place[seq.id] = replica.view.id
+            elif seq.best_effort:
+                break  # the others are younger
+        waits = len(place) + len(reject) < len(held)
+        return Dispatch(place, reject, demote, wake_at=now + AGAIN if waits else None, why=why)
 
-    def _prefiller(self, prompt: Prompt, turn: Turn) -> Replica | None:
-        """Where it can begin soon and nothing would be late: short ones where most is queued, which share steps, long
-        ones where least is; one of the pool if there is none, or for a long one that would wait, or while fewer prefill
-        than the work that comes in takes."""
-        prefills = turn.group(PREFILL)
-        short = prompt.tokens < BUDGET
-        best, queued = None, 0.0
-        for replica in prefills:
-            seconds = replica.takes(prompt)
-            if seconds is not None and (best is None or (seconds > queued if short else seconds < queued)):
-                best, queued = replica, seconds
-        if best is not None and (queued == 0.0 or (short and len(prefills) >= self._work_rate(turn.now))):
-            return best
-        for replica in turn.group(None):
-            if turn.now + replica.wait() + prompt.alone * replica.pace <= prompt.due or prompt.until == inf:
-                return replica
-        return best
-
-    # ----------------------------------------------------------------- seats to decode in
-
-    def _find_seat(self, prompt: Prompt, turn: Turn, besides: Replica | None) -> tuple[Replica, int] | None:
-        """Where it can decode, and in which tier's group that replica is or is to be: the fullest of its own, one of
-        the pool if its tier has less than it needs, as a guest of a tighter tier, one of the pool. Guests go where
-        their hosts would be anyway, so that the other replicas can empty."""
-        tier = prompt.tier
-        if (replica := _fullest(turn.group(tier), prompt, self.tiers[tier], besides)) is not None:
-            return replica, tier
-        rest = len(turn.group(PREFILL)) + len(turn.group(None)) - 1  # that prefill, or could
-        pool = [replica for replica in turn.group(None) if replica is not besides] if rest > 0 else []
-        kept = rest < ceil(self._work_rate(turn.now))
-        has = len(turn.group(tier))
-        if pool and has < ceil(self._need[tier] * ENOUGH) and not (kept and has):
-            return pool[0], tier
-        if kept:
-            pool = []
-        for group in range(tier - 1, -1, -1):
-            hosts, tpot = turn.group(group), self.tiers[group]
-            room = ceil(self._need[group]) - HOST_ROOM - sum([host.fullness(tpot) for host in hosts])
-            if not hosts or hosts[0].share(prompt.seq.length, prompt.left, tpot) > room:
-                continue
-            if (replica := _fullest(hosts, prompt, tpot, besides)) is not None:
-                return replica, group
-        return (pool[0], tier) if pool else None
-
-    def _sit(self, prompt: Prompt, seat: tuple[Replica, int], turn: Turn) -> None:
-        replica, group = seat
-        if replica.group is None:
-            self._enlist(replica, group, turn)
-        length, tier = prompt.seq.length, prompt.tier
-        share = replica.share(length, prompt.left, self.tiers[tier])
-        replica.add(prompt.seq.id, tier, length, prompt.left)
-        self._seats[prompt.seq.id] = Seat(replica, tier, share)
-        self._need[tier] += share
-        turn.changed(group)
-
-    def _move(self, seq: SeqView, turn: Turn) -> None:
-        """It brings KV: to its seat; without one to the decode replica with most KV free, whatever it misses."""
-        id, handoff = seq.id, seq.request.handoff or Handoff("", "failed", turn.now)
-        seat = self._seats.get(id)
-        if seat is not None and (
-            seat.tier is None or seat.replica.id == handoff.source or seat.replica not in turn.fleet
-        ):
-            self._leave(id)
-            seat = None
-        if seat is None:
-            source = self._replicas.get(handoff.source)
-            prompt = None if seq.best_effort else self._prompt(seq, turn)
-            prompt = prompt or unpromised(seq, self.tiers, turn.fleet[0].view)
-            found = self._find_seat(prompt, turn, besides=source)
-            if found is None:
-                groups = [(r, r.group) for r in turn.fleet if r is not source and r.group is not None and r.group >= 0]
-                groups += [(r, prompt.tier) for r in turn.group(None) if r is not source]
-                found = max(groups, key=lambda at: (at[0].group is not None, at[0].view.kv_free), default=None)
-            if found is None:
-                if turn.now > handoff.at + FORLORN:
-                    turn.reject[id] = "rejected-no-replica: none is left to decode"
-                return
-            self._sit(prompt, found, turn)
-            seat = self._seats[id]
-        view = seat.replica.view
-        if view.limits.blocks(seq.length) <= view.kv_free:
-            self._moving[id] = turn.now
-            turn.place[id], turn.why[id] = seat.replica.id, "decodes"
-
-    # ----------------------------------------------------------------- best effort
-
-    def _admit_best_effort(self, turn: Turn) -> None:
-        """The one that waits longest joins the queue, at its head, once the share of the fleet that is best effort's
-        has paid for those before it."""
-        if self._credit < 0.0 or any(p.seq.best_effort for p in self._queue.values()):
-            return
-        for id, seq in self._parked.items():
-            if id in turn.held:
-                if turn.now >= seq.request.arrival + PATIENCE:
-                    self._queue[id] = prompt = unpromised(seq, self.tiers, turn.fleet[0].view)
-                    self._credit -= prompt.work + prompt.left * self.tiers[-1] * turn.fleet[0].share(
-                        prompt.tokens, prompt.left, self.tiers[-1]
-                    )
-                    del self._parked[id]
-                return
-
-    def _fill_pool(self, turn: Turn) -> None:
-        """Best effort goes to the pool, as far as KV goes, but for some of it that stays idle for what has an SLO."""
-        pool = turn.group(None)
-        busy = bool(self._queue or self._prefills or any(seat.tier is not None for seat in self._seats.values()))
-        idle = [replica for replica in pool if not replica.others]
-        for replica in idle[: ceil(SPARE * len(turn.fleet)) if busy else 0]:
-            pool = [other for other in pool if other is not replica]
-        if not pool:
-            return
-        for id, seq in list(self._parked.items()):
-            if id not in turn.held:
-                continue
-            left = remaining_output(seq)
-            fits = [r for r in pool if r.view.pending + r.given <= POOL_TOKENS + len(r.forecast)]
-            fits = [r for r in fits if not len(r.forecast) or r.has_seat(seq.length, left)]
-            if not fits:
-                return
-            replica = min(fits, key=lambda r: (len(r.forecast), r.index))
-            replica.add(id, None, seq.length, left)
-            replica.given += seq.pending
-            self._seats[id] = Seat(replica, None, 0.0)
-            del self._parked[id]
-            turn.place[id], turn.why[id] = replica.id, "best effort: in the pool"
-        turn.changed(None)
-
-    # ----------------------------------------------------------------- roles
-
-    def _enlist(self, replica: Replica, group: int, turn: Turn) -> None:
-        """It leaves the pool for a group; best effort that is there comes back."""
-        if len(replica.forecast):
-            turn.recall[replica.id] = "best_effort"
-            replica.forecast = KVForecast()
-            self._seats = {id: seat for id, seat in self._seats.items() if seat.replica is not replica}
-        self._assign(replica, group, turn)
-
-    def _settle(self, turn: Turn) -> None:
-        """Replicas that are empty go to the pool; where no resident of its tier or a tighter one is left, a replica
-        serves its tightest ones' tier; and the only one that is left does both, once no KV is on its way to it."""
-        for replica in turn.fleet:
-            group = replica.group
-            tightest = next((tier for tier, count in enumerate(replica.residents) if count), None)
-            if group is not None and replica.empty:
-                self._assign(replica, None, turn)
-            elif group is not None and group != PREFILL and tightest is not None and tightest > group:
-                self._assign(replica, tightest, turn)
-        only, coming = turn.fleet[0], [self._seats[id].replica for id in self._moving if id in self._seats]
-        if len(turn.fleet) == 1 and only.role.phase != "both" and only not in coming:
-            self._assign(only, None, turn)
-
-    def _assign(self, replica: Replica, group: int | None, turn: Turn) -> None:
-        turn.changed(replica.group, group)
-        replica.group = group
-        replica.role = POOL_ROLE
-        if group == PREFILL:
-            replica.role = PREFILL_ROLE
-        elif group is not None:
-            replica.role = Role("decode", f"{self.tiers[group]:g}", kind="tier")
-        turn.roles[replica.id] = replica.role
+    def _steps(self, view: View) -> StepTable:
+        """Its step times: one table for all with the same latency model, which takes a thousand questions to fill."""
+        most = view.limits.max_num_batched_tokens
+        table = self._tables.get((id(view.latency), most))
+        if table is None:
+            table = self._tables[id(view.latency), most] = StepTable(view.latency, most)
+        table.renew(view.now)
+        return table
 
 
-def prompts_gain(tpots: Sequence[float], fleet: Sequence[View]) -> float:
-    """How many times as much of a replica's time prompts get where each replica has one of these TPOTs, and steps as
-    long, as where all have steps of the tightest: a step costs a part that no token in it can share."""
-    least = min([view.latency.step_time(Shape(1, 1, 1)) for view in fleet])
-    left = sorted([1.0 - least / tpot for tpot in tpots if tpot > least])
-    return sum(left) / len(left) / left[int(len(left) * TIGHTEST)] if left else 1.0
+def in_turn(seq: SeqView) -> tuple[bool, float]:
+    """A key to sort by: nearest deadline first, best effort last, the oldest first."""
+    return seq.best_effort, seq.request.arrival if seq.best_effort else seq.due
 
 
-def _kv_comes(view: View) -> bool:
-    return any((h := seq.request.handoff) is not None and h.cached and h.source != view.id for seq in view.moving)
-
-
-def _fullest(replicas: Sequence[Replica], prompt: Prompt, tpot: float, besides: Replica | None) -> Replica | None:
-    for replica in replicas:
-        if replica is not besides and replica.has_seat(prompt.seq.length, prompt.left, tpot):
-            return replica
+def keeping(seq: SeqView, replicas: Sequence[Replica], now: float) -> tuple[Replica, str] | None:
+    """Where its promise is kept, and why there: of the replicas for TPOTs no looser than its own the nearest, and of
+    these the least loaded. One without a TTFT goes to that, whatever it keeps, and so does one whose TPOT none can."""
+    slo, tpot = seq.request.stages[seq.stage].slo, tpot_of(seq, now)
+    order = sorted(replicas, key=lambda r: (-r.tpot, r.load))
+    order = [r for r in order if r.tpot <= tpot * (1.0 + 1e-9)] or order[::-1]
+    for replica in order:
+        if replica.keeps(seq, tpot, now):
+            return replica, "keeps its TPOT" if replica.tpot == inf else f"for TPOTs from {1e3 * replica.tpot:g} ms"
+    if slo.ttft is None or not any(r.steps.decodes(1, seq.length) <= tpot for r in replicas):
+        return order[0], "the nearest TPOT"
     return None
+
+
+def with_time(seq: SeqView, replicas: Sequence[Replica], now: float) -> tuple[Replica, str] | None:
+    """For best effort: an idle replica, or one for the loosest TPOT where no prompt waits; after `PATIENCE` one for the
+    loosest TPOT, if no other best effort is anywhere."""
+    loosest = max([replica.tpot for replica in replicas])
+    for replica in sorted(replicas, key=lambda r: (r.count > 0, r.count + r.others)):
+        if not replica.other_prompts and (not replica.count or (replica.tpot == loosest and not replica.prompts)):
+            return replica, "best effort: no prompt waits"
+    if now >= seq.request.arrival + PATIENCE and not any(replica.others for replica in replicas):
+        return max(replicas, key=lambda r: (r.tpot, -r.count)), "best effort: has waited"
+    return None
+
+
+def tpot_of(seq: SeqView, now: float) -> float:
+    """Seconds in which its tokens are wanted: its TPOT, or what its e2e leaves for each; inf for one without."""
+    slo = seq.request.stages[seq.stage].slo
+    if slo.e2e is None:
+        return slo.tpot or inf
+    end = seq.request.arrival + slo.e2e + seq.tool_seconds
+    return min(slo.tpot or inf, max(0.0, end - now) / (remaining_output(seq) + 1.0))

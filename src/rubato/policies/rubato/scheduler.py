@@ -25,12 +25,11 @@ import numpy as np
 from rubato.core.events import Event, Finished, HandedOff
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan, Shape
-from rubato.policies import polyserve
 from rubato.policies.rubato.batch import StepBatch
 from rubato.policies.rubato.drafts import Drafts
-from rubato.policies.rubato.prefill_step import prefill_step
 from rubato.policies.rubato.requests import Requests
 from rubato.policies.rubato.supply import Array, DecodeSteps, Job, StepErrors, left_out
+from rubato.policies.rubato_pd.prefill_step import prefill_step
 from rubato.policy_kit.batch_builder import decodes_only
 from rubato.policy_kit.kv_survival import KVSurvival, OutputRatios
 from rubato.policy_kit.refusals import refusals
@@ -63,7 +62,6 @@ class Scheduler:
     _errors: StepErrors = field(default_factory=StepErrors, init=False, repr=False)
     _drafts: Drafts = field(default_factory=Drafts, init=False, repr=False)
     _ratios: OutputRatios = field(default_factory=OutputRatios, init=False, repr=False)
-    _polyserve: polyserve.Scheduler = field(default_factory=polyserve.Scheduler, init=False, repr=False)
     _turn: int = field(default=0, init=False)  # steps since the oldest best effort had one
 
     def __post_init__(self) -> None:
@@ -87,8 +85,6 @@ class Scheduler:
             return prefill_step(view)
         if view.role.phase == "decode":
             return decodes_only(view)
-        if view.role.kind == "tier":  # the router's mode is co
-            return self._polyserve.plan(view)
         self._errors.learn(view)
         doubt = self.risk * self._errors.spread(view.latency.spread)
         self._requests.steps_take(self._errors.slower * view.latency.step_time(Shape(1, 1, 1)), self._errors.usual)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from rubato.core.interfaces import View
-from rubato.policies.rubato.prompt import Prompt
+from rubato.policies.rubato_pd.prompt import Prompt
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_forecast import KVForecast
 from rubato.policy_kit.step_table import StepTable

@@ -10,7 +10,7 @@ from math import inf
 from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
-from rubato.policies.rubato.prefill_step import prompt_due, seconds_in_turns
+from rubato.policies.rubato_pd.prefill_step import prompt_due, seconds_in_turns
 from rubato.policy_kit.batch_builder import remaining_output
 
 

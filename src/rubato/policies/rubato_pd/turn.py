@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rubato.core.interfaces import SeqView
 from rubato.core.plan import Recall, Role
-from rubato.policies.rubato.replica_model import Replica
+from rubato.policies.rubato_pd.replica_model import Replica
 
 
 class Turn:

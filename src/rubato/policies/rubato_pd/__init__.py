@@ -1,0 +1,12 @@
+"""Ours for a fleet: one queue, prefill and decode apart; the router that `rubato` has in mode pd.
+
+Each replica prefills for the others, or decodes for one TPOT tier, or serves best effort, and changes as requests come.
+The replicas' scheduler is `rubato`'s, which runs `prefill_step` where prompts are computed for others. docs/rubato.md
+says what it does, when to use it and where it loses.
+"""
+
+from rubato.policies.rubato_pd.router import Router
+
+__all__ = ["SOURCE", "Router"]
+
+SOURCE = "ours; EDF (Liu and Layland 1973), bins by TPOT from PolyServe"
