@@ -58,7 +58,7 @@ def divided(recent: Sequence[Recent], step: float, replicas: int) -> list[float]
             best[first] = min(choices, key=len)
         return best[0]
 
-    low, high = 0.0, sum(works) / (1.0 - step / tpots[0])
+    low, high = 0.0, 1.001 * sum(works) / (1.0 - step / tpots[0])  # at which one does all: more than rounding is off
     while high - low > 0.01 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if len(within(middle)) <= replicas else (middle, high)
