@@ -13,9 +13,9 @@ from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.promises import Promises, promises
 from rubato.measure.records import BenchResult, Record
 from rubato.measure.results import run_json, table
-from rubato.simulation.run_spec import Hardware, RunSpec
+from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate
-from rubato.workloads import Arrival, Workload
+from rubato.workloads import Arrival, Workload, scenarios
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
 from tests.doubles import Linear, view
@@ -89,3 +89,11 @@ def test_a_pause_of_the_machine_breaks_those_that_run(tmp_path: Path) -> None:
     (tmp_path / "pause.txt").write_text("1\n" * 39 + "100\n")
     paused = simulate(load, RunSpec(hardware, PolicyChoice("vllm"), noise=f"replay:{tmp_path}/pause.txt"), seed=6)
     assert promises(paused) == Promises(20, 20, 20)
+
+
+def test_a_session_s_turns_are_promised_what_remains_of_its_deadline() -> None:
+    load = scenarios.make("agent-sessions", 8.0, count=120, seed=1)
+    hardware = packaged_hardware(scenarios.get("agent-sessions").profile)
+    found = promises(simulate(load, RunSpec(hardware, PolicyChoice("vllm"), noise="fast:1.5"), 1))
+    assert found.made > 60
+    assert 0 < found.together <= found.broken < found.made

@@ -16,6 +16,7 @@ from rubato.core.request import Request
 from rubato.core.slo import deadlines, tool_seconds
 from rubato.measure.records import BenchResult, Record, stages
 from rubato.workloads import Arrival
+from rubato.workloads.offering import as_offered
 
 TOGETHER_SECONDS = 1.0
 
@@ -43,9 +44,14 @@ def promises(runs: BenchResult | Sequence[BenchResult]) -> Promises:
     for run in [runs] if isinstance(runs, BenchResult) else runs:
         late: list[float] = []
         records = {record.id: record for record in run.records}
+        sessions = run.workload.session_e2es
+        began: dict[str, float] = {}  # a session's turns are offered with what remains of its e2e
         for request, arrival in zip(run.workload.requests(), run.workload.arrivals, strict=True):
             record = records.get(request.id)
-            if record is None or not _promised(request, record):
+            if record is None:
+                continue
+            request = as_offered(request, record.at, began.setdefault(request.session, record.at), sessions)
+            if not _promised(request, record):
                 continue
             made += 1
             if not record.verdict.met:
