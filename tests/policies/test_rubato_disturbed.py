@@ -22,7 +22,7 @@ from rubato.replica.plan_check import spelled_out
 from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.simulation.simulate import simulate
 from rubato.workloads.generate import make
-from tests.doubles import Linear, Seq, view
+from tests.doubles import Linear, Seq, request, view
 from tests.policies.test_tables import decode, load, prompt, seen, work
 
 # Decodes take most of a step, as on two cores: 40 of them 45 ms, of which 20 ms are the same for one.
@@ -109,10 +109,23 @@ def test_a_hurried_answer_does_not_force_short_steps() -> None:
 
 
 def test_an_answer_waits_while_there_is_time_for_what_is_left_of_it() -> None:
-    """A token is expected in 1.25 * 3 * 11 ms. Of two alike the one that has more to say is due first."""
-    short, long = answer("short", 1.0, 2.0), answer("long", 1.0, 20.0)
+    """A token is expected in 1.25 * 11 ms. Of two alike the one that has more to say is due first."""
+    short, long = answer("short", 1.0, 2.0), answer("long", 1.0, 60.0)
     plan = load("rubato").plan(seen([short, long, prompt("p", 60, ttft=0.3)], []))
     assert list(work(plan))[:3] == ["long", "p", "short"]
+
+
+def test_a_hurried_answer_is_tried_while_hardly_any_is_lost() -> None:
+    """Its prompt takes 70 ms, 30 tokens 330 ms at best: it can end in 500 ms, but not at 41 ms a token."""
+    hurried = answer("a", 0.5, 30.0)
+    hurried.length, hurried.request = 60, request("a", 60, e2e=0.5)
+    policy = load("rubato")
+    assert work(policy.plan(seen([hurried], []))) == {"a": 60}
+    for _ in range(9):
+        policy.inner._requests.losses.count("default", True)  # type: ignore[attr-defined]
+    plan = policy.plan(seen([hurried, prompt("p", 20, ttft=0.05)], []))
+    assert list(work(plan)) == ["p"]
+    assert plan.demote == ()
 
 
 def test_an_answer_of_unknown_length_is_not_given_up() -> None:

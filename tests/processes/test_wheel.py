@@ -43,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_is_in_it_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     source = ROOT / "src"
-    kinds = ("*.py", "py.typed", "profiles/data/*.json", "workloads/*.yaml", "board_page/*")
+    kinds = ("*.py", "py.typed", "profiles/data/*.json", "workloads/*.yaml", "board_page/*", "residuals/*.txt")
     wanted = {str(p.relative_to(source)) for kind in kinds for p in (source / "rubato").rglob(kind)}
     info = {name for name in names if ".dist-info/" in name}
     assert set(names) - info == wanted

@@ -29,6 +29,7 @@ LATE_ARRIVALS = 0.03  # share of those that may lose their TTFT to a step that i
 # the same for all takes a third: paced by shorter ones, it forces steps to be short, and these lose capacity.
 E2E_PACE, E2E_STEP = 1.25, 3.0
 E2E_WAIT = 3.0  # such tokens' time that it waits at most: its output may be longer than predicted
+FEW = 0.02  # of requests, lost of late: up to that steps may be short, and whatever can end in time is tried
 UNKNOWN = 0.5  # of an e2e SLO that is for the decode while nothing is known of lengths
 MOST_AHEAD = 8.0  # tokens that a decode is ahead at most, for slow steps to come
 PACE_UP = 0.95  # of its TPOT, in which a decode that is to get further ahead has its next token
@@ -119,6 +120,7 @@ class Requests:
         self.losses = TierLosses(fairness)
         self._delayed = 1.0  # share of arrivals that came while a step with prompts was under way
         self.with_prompts = False  # whether the last step had prompts
+        self._overloaded = False
         self._pace = self._quickest = 0.0  # seconds of a token of a decode with an e2e SLO: as expected, and at best
         self.shortest_step = inf  # seconds: the longest step that is no danger to what arrives meanwhile
 
@@ -134,7 +136,8 @@ class Requests:
 
     def steps_take(self, quickest: float, usual: float) -> None:
         """Seconds of a step of a single token, and of one as they are of late."""
-        self._quickest, self._pace = quickest, E2E_PACE * max(usual, E2E_STEP * quickest)
+        self._overloaded = self.losses.share() > FEW
+        self._quickest, self._pace = quickest, E2E_PACE * max(usual, (E2E_STEP if self._overloaded else 1.0) * quickest)
 
     def parts(self, view: View) -> Parts:
         """What is here; `Parts.in_order` must be called before decodes and prompts are used."""
@@ -245,6 +248,8 @@ class Requests:
             pace = self._pace
             left = (UNKNOWN * e2e / pace if seq.predicted is None else seq.predicted) - 1.0
             early, last = end - left * pace, end - left * self._quickest
+            if pending > 1 and not self._overloaded:
+                early = max(early, 0.5 * (now + last))
             if pending == 1 and seq.output:
                 early = min(early, now + E2E_WAIT * pace)
             return max(min(due, early), min(due, now + pace)), min(tpot, pace), now, min(due, max(last, early))
