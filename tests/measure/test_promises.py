@@ -15,7 +15,7 @@ from rubato.measure.records import BenchResult, Record
 from rubato.measure.results import run_json, table
 from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate
-from rubato.workloads import Arrival, Workload, scenarios
+from rubato.workloads import Arrival, OfferedStage, Workload, scenarios
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
 from tests.doubles import Linear, view
@@ -40,11 +40,13 @@ def run(*records: Record) -> BenchResult:
     ("what", "counts"),
     [
         (record(0.0, [0.5, 0.6, 0.7], met=True), (1, 0)),
+        (record(0.0, [1.0 + 5e-10, 1.1, 1.2], met=True), (1, 0)),  # as in time as the judge has it
         (record(0.0, [0.5, 0.6, 2.0]), (1, 1)),  # a later token is late
         (record(0.0, [1.5, 1.6, 1.7]), (0, 0)),  # the first is
         (record(0.0, []), (0, 0)),
         (record(0.0, [0.5, 0.6, 2.0], best_effort=True, demoted_at=0.3), (0, 0)),  # declined before it began
         (record(0.0, [0.5, 0.6, 2.0], best_effort=True, demoted_at=1.0), (1, 1)),  # given up later
+        (record(0.1, [0.2, 0.3, 2.0], best_effort=True, demoted_at=0.3), (1, 1)),  # by the plan after its first token
         (record(0.0, [0.5, 0.6, 2.0], best_effort=True), (0, 0)),  # live nobody says when
         (record(0.0, [0.5, 0.6], outcome="cancelled"), (0, 0)),
         (record(0.0, [0.5], outcome="failed"), (1, 1)),
@@ -69,6 +71,23 @@ def test_those_broken_within_one_second_are_counted_by_when_a_token_was_late() -
     assert Promises(0, 0, 0).share == 0.0
 
 
+def test_what_broke_off_is_broken_when_the_token_was_due_that_never_came() -> None:
+    """All three stop at 6.0 in pace, so half a second before a token is due; their first tokens are 1.5 s apart."""
+    off = [record(at, [0.5 + 0.1 * i for i in range(round(55 - 10 * at))], outcome="failed") for at in (0.0, 1.5, 3.0)]
+    off = [replace(one, verdict=replace(one.verdict, e2e=None)) for one in off]
+    assert promises(run(*off)) == Promises(3, 3, 3)
+
+
+@pytest.mark.parametrize(("apart", "together"), [(0.9, 2), (1.1, 1)])
+def test_of_a_stage_that_never_began_the_first_token_is_due_after_its_tool(apart: float, together: int) -> None:
+    """One that stops while its tool runs, at 0.6, has until 0.6 + 2.0 + 1.0; the other is late `apart` after that."""
+    parts = (OfferedStage(10, 2, SLO(ttft=1.0, tpot=0.1)), OfferedStage(10, 2, SLO(ttft=1.0, tpot=0.1), pause=2.0))
+    off, late = record(0.0, [0.5, 0.6], outcome="failed"), record(1.0, [0.5, 0.6, 2.6 + apart])
+    told = run(off, late)
+    arrivals = (replace(told.workload.arrivals[0], parts=parts, output_tokens=4), told.workload.arrivals[1])
+    assert promises(replace(told, workload=replace(told.workload, arrivals=arrivals))) == Promises(2, 2, together)
+
+
 def test_they_are_in_the_table_and_in_the_file() -> None:
     told = run(record(0.0, [0.5, 0.6, 2.0]), record(1.0, [0.5, 0.6, 0.7], met=True))
     line = (
@@ -77,6 +96,9 @@ def test_they_are_in_the_table_and_in_the_file() -> None:
     assert line in table([told])
     assert "first token was in time" not in table([run(record(1.0, [0.5, 0.6, 0.7], met=True))])
     assert run_json(told)["promises"] == {"made": 2, "broken": 1, "together": 1}
+    untimed = replace(told, records=tuple(replace(r, times=(), tokens=()) for r in told.records))
+    assert "missed a later one (50.0 %)\n" in table([untimed]) + "\n"
+    assert run_json(untimed)["promises"] == {"made": 2, "broken": 1, "together": None}
 
 
 def test_a_pause_of_the_machine_breaks_those_that_run(tmp_path: Path) -> None:
@@ -87,8 +109,11 @@ def test_a_pause_of_the_machine_breaks_those_that_run(tmp_path: Path) -> None:
     quiet = simulate(load, RunSpec(hardware, PolicyChoice("vllm")))
     assert promises(quiet) == Promises(20, 0, 0)
     (tmp_path / "pause.txt").write_text("1\n" * 39 + "100\n")
-    paused = simulate(load, RunSpec(hardware, PolicyChoice("vllm"), noise=f"replay:{tmp_path}/pause.txt"), seed=6)
-    assert promises(paused) == Promises(20, 20, 20)
+    spec = RunSpec(hardware, PolicyChoice("vllm"), noise=f"replay:{tmp_path}/pause.txt")
+    assert promises(simulate(load, spec, seed=6)) == Promises(20, 20, 20)
+    untimed = promises(simulate(load, spec, seed=6, times=False))  # as a sweep: nobody knows when they were broken
+    assert untimed == Promises(20, 20, None)
+    assert promises(simulate(load, replace(spec, noise="0"), seed=6, times=False)) == Promises(20, 0, 0)
 
 
 def test_a_session_s_turns_are_promised_what_remains_of_its_deadline() -> None:

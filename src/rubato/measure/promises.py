@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf
 
 from rubato.core.request import Request
-from rubato.core.slo import deadlines, tool_seconds
+from rubato.core.slo import TOLERANCE, StageTimes, deadlines, tool_seconds
 from rubato.measure.records import BenchResult, Record, stages
 from rubato.workloads import Arrival
 from rubato.workloads.offering import as_offered
@@ -25,11 +25,11 @@ TOGETHER_SECONDS = 1.0
 class Promises:
     """made: requests with an SLO whose first token came in time, before they were best effort. broken: of these, those
     that missed it in the end; what its client cancelled is not counted at all. together: the most that were broken
-    within one second."""
+    within one second; None where some were, and the run did not keep when its tokens came."""
 
     made: int
     broken: int
-    together: int
+    together: int | None
 
     @property
     def share(self) -> float:
@@ -41,6 +41,7 @@ def promises(runs: BenchResult | Sequence[BenchResult]) -> Promises:
     """Of one run, or of several together. When a request was demoted is known of simulated runs; of others what was
     served as best effort in the end counts as promised nothing."""
     made = broken = together = 0
+    timed = True
     for run in [runs] if isinstance(runs, BenchResult) else runs:
         late: list[float] = []
         records = {record.id: record for record in run.records}
@@ -56,10 +57,13 @@ def promises(runs: BenchResult | Sequence[BenchResult]) -> Promises:
             made += 1
             if not record.verdict.met:
                 broken += 1
-                late.append(_broken_at(request, arrival, record))
+                if record.times:
+                    late.append(_broken_at(request, arrival, record))
+                else:
+                    timed = False
         late.sort()
         together = max([together, *(i + 1 - bisect_left(late, at - TOGETHER_SECONDS) for i, at in enumerate(late))])
-    return Promises(made, broken, together)
+    return Promises(made, broken, together if timed else None)
 
 
 def _promised(request: Request, record: Record) -> bool:
@@ -69,24 +73,31 @@ def _promised(request: Request, record: Record) -> bool:
     demoted_at = record.demoted_at
     if demoted_at is None:
         demoted_at = record.at if record.best_effort else inf
-    return first <= min(slo.ttft or inf, slo.e2e or inf) and record.at + first <= demoted_at
+    return first <= min(slo.ttft or inf, slo.e2e or inf) + TOLERANCE and record.at + first <= demoted_at + TOLERANCE
 
 
 def _broken_at(request: Request, arrival: Arrival, record: Record) -> float:
-    """When the first token that was late came; where none did, when it was demoted, or ended."""
+    """When the first token that was late came; where none did, when it was demoted, or else when the token was due that
+    never came, or the last one came."""
     found = stages(arrival, record.times, record.tokens)
     found[0] = found[0]._replace(start=record.at)  # where that follows from the run its workload does not know it
+    reached = len(found)
+    if reached < len(request.stages) and len(found[-1].tokens) == arrival.parts[reached - 1].output:  # none of the next
+        found.append(StageTimes(record.times[-1] + arrival.parts[reached].pause, []))
     continues: float | None = None
+    missing = inf  # when the token after the last one was due
     for i, (stage, (start, tokens)) in enumerate(zip(request.stages, found, strict=False)):
-        if not len(tokens):
-            break
         begun, before = record.at + tool_seconds(found[: i + 1]), None if stage.prompt else continues
-        due = deadlines(stage.slo, begun, start, float(tokens[0]), before)
+        due = deadlines(stage.slo, begun, start, float(tokens[0]) if len(tokens) else None, before)
+        if not len(tokens):
+            missing = due.token(0)
+            break
         late = due.late(list(tokens))
         if late.any():
             return float(tokens[int(late.argmax())])
+        missing = due.token(len(tokens), float(tokens[-1]))
         last_due = due.token(len(tokens) - 1)
         continues = last_due if last_due < inf else float(tokens[-1])
     if record.demoted_at is not None:
         return record.demoted_at
-    return record.at + (record.verdict.e2e or record.verdict.ttft or 0.0)
+    return missing if record.outcome != "completed" and missing < inf else record.times[-1]

@@ -155,9 +155,10 @@ def table(runs: Sequence[BenchResult]) -> str:
                 f"{total.goodput_tokens_per_s:.1f} output tokens/s of attained requests"
             )
         if (kept := promises(own)).broken:
+            at_once = "" if kept.together is None else f", up to {kept.together} of them within a second"
             foot.append(
                 f"{label}: {kept.broken} of {kept.made} requests whose first token was in time missed a later one "
-                f"({100 * kept.share:.1f} %), up to {kept.together} of them within a second"
+                f"({100 * kept.share:.1f} %){at_once}"
             )
         if sessions := summarise_sessions(own):
             low, high = sessions.attainment_low, sessions.attainment_high
