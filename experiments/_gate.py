@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from experiments._gate_loads import loads
@@ -25,7 +26,7 @@ def cell(load: str, noise: str, policy: str, seed: int) -> dict[str, Any]:
     spec = own.spec(choice=PolicyChoice.parse(policy), noise=kinds[seed % len(kinds)])
     run = simulate(own.make(seed), spec, seed, causes=False)
     records = run.records if own.counted is None else run.records[slice(*own.counted)]
-    shares, kept = shares_of(records), promises(run)
+    shares, kept = shares_of(records), promises(replace(run, records=records))
     attained = shares["all"]
     if own.sessions:
         sessions = summarise_sessions(run)
