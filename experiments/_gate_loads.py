@@ -9,7 +9,7 @@ output lengths told by `max_tokens` and learnt.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -49,18 +49,18 @@ MIX_PROFILE = "llama-3.1-8b-h100"
 
 @dataclass(frozen=True)
 class Load:
-    """make: its requests, of a seed. run: of `RunSpec`, but for the policy and the noise. counted: of the requests,
-    which count. sessions: whether whole sessions are what is attained. with_lengths: of `RunSpec`."""
+    """make: its requests, of a seed. options: of `RunSpec`, but for the policy and the noise. counted: of the requests,
+    from which to which they count; None: all. sessions: whether whole sessions are what is attained."""
 
     make: Callable[[int], Workload]
     hardware: Callable[[], Hardware]
     replicas: int = 1
-    options: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     counted: tuple[int, int] | None = None
     sessions: bool = False
 
     def spec(self, **options: Any) -> RunSpec:
-        return RunSpec(self.hardware(), replicas=self.replicas, **{**(self.options or {}), **options})
+        return RunSpec(self.hardware(), replicas=self.replicas, **{**self.options, **options})
 
 
 def demo_load(times: float, seed: int) -> Workload:

@@ -9,12 +9,12 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.events import Demoted, Event
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.demo import runs as demo
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine
+from rubato.measure.promises import Promises, promises
 from rubato.policies.rubato.batch import StepBatch
 from rubato.policies.rubato.requests import Parts
 from rubato.policies.rubato.supply import DecodeSteps, Job
@@ -30,24 +30,11 @@ MODEL = affine.Model(k=(1e-4, 2e-4), b=(0.01, 0.01), host_per_seq=5e-4, a=5e-7, 
 SLOS = {"chat": SLO(0.7, 0.045), "code": SLO(0.8, 0.05), "summary": SLO(0.9, 0.055)}
 
 
-def promises(rate: float, seed: int, noise: str) -> tuple[int, int]:
-    """Of 40 s of the demo's mix: first tokens in time of what was not demoted, and of these those missed in the end."""
+def promised(rate: float, seed: int, noise: str) -> Promises:
+    """Of 40 s of the demo's mix."""
     mix = make("mix", demo.kinds(SLOS), rate, count=round(40 * rate), seed=seed, texts=False)
-    demoted: dict[str, float] = {}
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Demoted):
-            demoted.setdefault(event.id, event.at)
-
     spec = RunSpec(Hardware("test", MODEL, demo.LIMITS), PolicyChoice("rubato"), noise=noise, learns=True)
-    made = broken = 0
-    for record in simulate(mix, spec, seed, causes=False, listen=listen).records:
-        first = record.verdict.ttft
-        in_time = first is not None and first <= (mix.tiers[record.tier].ttft or inf)
-        if in_time and demoted.get(record.id, inf) > record.at + (first or 0.0):
-            made += 1
-            broken += record.best_effort or not record.verdict.met
-    return made, broken
+    return promises(simulate(mix, spec, seed, causes=False))
 
 
 def test_some_slow_steps_do_not_cost_the_promises_of_all(tmp_path: Path) -> None:
@@ -55,8 +42,8 @@ def test_some_slow_steps_do_not_cost_the_promises_of_all(tmp_path: Path) -> None
     few tokens they bring, 12 % of promises were broken."""
     recording = tmp_path / "slow.txt"
     recording.write_text("1.02\n0.98\n" * 100 + "1.6\n" * 6 + "1.02\n0.98\n" * 100)
-    runs = [promises(rate, seed, f"replay:{recording}") for rate in (7.0, 8.0) for seed in (0, 1, 2)]
-    made, broken = map(sum, zip(*runs, strict=True))
+    runs = [promised(rate, seed, f"replay:{recording}") for rate in (7.0, 8.0) for seed in (0, 1, 2)]
+    made, broken = sum(run.made for run in runs), sum(run.broken for run in runs)
     assert made > 1400
     assert broken <= 0.05 * made
 

@@ -20,7 +20,7 @@ from rubato.core.request import SLO, Request, Stage
 from rubato.policies import least_loaded
 from rubato.policies.rubato import Router, Scheduler, router
 from rubato.policies.rubato.division import Recent, divided, prompts_gain
-from rubato.policies.rubato.router import AGAIN, EVERY, PATIENCE, SEEN
+from rubato.policies.rubato.router import AGAIN_SECONDS, EVERY, PATIENCE, SEEN
 from tests.conftest import few
 from tests.doubles import Linear, Seq, request, shown
 from tests.fleet.routers import serve
@@ -29,7 +29,7 @@ from tests.fleet.test_conservation import LINK, Breaks, Elsewhere, breaks, cance
 from tests.policies.test_properties import Load, loads, run
 
 MODES = st.sampled_from(["co", "auto"])
-SOONER = {"SEEN": 8, "EVERY": 2, "FEWEST": 2, "DIVIDES": 1.2, "JOINS": 1.1}
+SOONER = {"SEEN": 8, "EVERY": 2, "FEWEST_REPLICAS": 2, "DIVIDES": 1.2, "JOINS": 1.1}
 
 
 @few
@@ -235,7 +235,7 @@ def test_it_is_held_while_it_would_be_late_and_best_effort_once_it_is() -> None:
     busy = replace(view, waiting=[Seq(request("w", 256, ttft=0.05, tpot=0.05), length=256, due=0.05)])
     [one] = shown(asked("a", 0.05, ttft=0.04))
     held = own.place([one], [busy], 0.0)
-    assert (held.place, list(held.demote), held.wake_at) == ({}, [], AGAIN)
+    assert (held.place, list(held.demote), held.wake_at) == ({}, [], AGAIN_SECONDS)
     assert own.place([one], [view], 0.0).place == {"a": "r0"}
     late = own.place([one], [busy], 0.02)
     assert (late.place, list(late.demote), late.reject) == ({}, ["a"], {})

@@ -20,7 +20,7 @@ from rubato.latency.model_kinds import MODELS
 from rubato.latency.profiles.aiconfigurator import GPUS
 
 HELD_OUT = 0.2  # the last share of a log's steps
-LEAST = 0.1  # of what is predicted, that a replayed step takes at least
+LEAST_STEP_SHARE = 0.1  # of what is predicted, that a replayed step takes at least
 FOLD = 5  # of a table's, every fifth
 
 
@@ -56,7 +56,7 @@ def residuals(model: LatencyModel, samples: Sequence[Sample]) -> list[float]:
     median: a pause of the machine takes as long whatever it falls into, and is to be replayed in other steps."""
     both = [(sample.seconds, model.step_time(sample.shape)) for sample in samples]
     usual = float(np.median([predicted for _, predicted in both]))
-    return [max(LEAST, 1.0 + (measured - predicted) / max(predicted, usual)) for measured, predicted in both]
+    return [max(LEAST_STEP_SHARE, 1.0 + (measured - predicted) / max(predicted, usual)) for measured, predicted in both]
 
 
 def residuals_text(fitted: Fitted, source: str) -> str:

@@ -29,9 +29,9 @@ LATE_ARRIVALS = 0.03  # share of those that may lose their TTFT to a step that i
 # the same for all takes a third: paced by shorter ones, it forces steps to be short, and these lose capacity.
 E2E_PACE, E2E_STEP = 1.25, 3.0
 E2E_WAIT = 3.0  # such tokens' time that it waits at most: its output may be longer than predicted
-FEW = 0.02  # of requests, lost of late: up to that steps may be short, and whatever can end in time is tried
+FEW_LOST_SHARE = 0.02  # of requests, lost of late: up to that steps may be short, and whatever can end in time is tried
 UNKNOWN = 0.5  # of an e2e SLO that is for the decode while nothing is known of lengths
-MOST_AHEAD = 8.0  # tokens that a decode is ahead at most, for slow steps to come
+MOST_AHEAD_TOKENS = 8.0  # tokens that a decode is ahead at most, for slow steps to come
 PACE_UP = 0.95  # of its TPOT, in which a decode that is to get further ahead has its next token
 PACE_UP_DRAFTED = 1.15  # the same of the time that its tokens are worth: shorter steps bring fewer tokens a second
 SOONER = 0.5  # of the time that a prompt has, at most, by which it is due sooner
@@ -67,7 +67,14 @@ class Parts:
         """Decodes and prompts by deadline. lead: seconds that decodes stay ahead, at most some tokens; with drafts,
         whose luck varies, more, and prompts are due sooner by what is more."""
         self.decodes = [
-            _ahead(job, now, min(lead, MOST_AHEAD * job.tpot) + entry.unlucky(job.tpot), entry.tokens, doubt, reserve)
+            _ahead(
+                job,
+                now,
+                min(lead, MOST_AHEAD_TOKENS * job.tpot) + entry.unlucky(job.tpot),
+                entry.tokens,
+                doubt,
+                reserve,
+            )
             for job in self.decodes
         ]
         if entry.draft is not None:
@@ -136,7 +143,7 @@ class Requests:
 
     def steps_take(self, quickest: float, usual: float) -> None:
         """Seconds of a step of a single token, and of one as they are of late."""
-        self._overloaded = self.losses.share() > FEW
+        self._overloaded = self.losses.share() > FEW_LOST_SHARE
         self._quickest, self._pace = quickest, E2E_PACE * max(usual, (E2E_STEP if self._overloaded else 1.0) * quickest)
 
     def parts(self, view: View) -> Parts:

@@ -18,7 +18,7 @@ from rubato.policy_kit.refusals import fleet_refusal, refusable
 from rubato.policy_kit.step_table import StepTable
 
 MODES = ("co", "pd", "auto")
-FEWEST = 4  # replicas from which on mode auto divides them: each is too large a part of a smaller fleet
+FEWEST_REPLICAS = 4  # replicas from which on mode auto divides them: each is too large a part of a smaller fleet
 SEEN, EVERY = 256, 64  # requests of late by which replicas are divided, and how many come between two decisions
 # How many times as much of their time prompts must get (`prompts_gain`) for mode auto to divide, and below which it
 # joins again. On 4 replicas each alike holds, of what bins hold: slos-serve-mixed (1.2) 1.3 times, the 70B model of the
@@ -26,12 +26,12 @@ SEEN, EVERY = 256, 64  # requests of late by which replicas are divided, and how
 # (1.4) 0.75 times; mooncake-conversation with TPOTs a quarter longer (2.7) 0.7 times.
 DIVIDES, JOINS = 1.8, 1.5
 PATIENCE = 10.0  # seconds from arrival after which best effort need not wait until a replica has no prompts
-AGAIN = 0.5  # seconds after which what is held is looked at again, whatever happens
+AGAIN_SECONDS = 0.5  # seconds after which what is held is looked at again, whatever happens
 
 
 @dataclass
 class Router:
-    """mode: "auto": a request goes to the least loaded replica, or, from `FEWEST` replicas on and while the requests of
+    """mode: "auto": a request goes to the least loaded replica, or, from `FEWEST_REPLICAS` on and while the requests of
     late gain by it, as in "co": replicas are divided by TPOT. "pd": prefill and decode apart (`rubato_pd`). tiers,
     best_effort: of mode pd, see there.
     """
@@ -90,7 +90,7 @@ class Router:
         self._fresh = 0
         if self.mode == "auto":
             gain = prompts_gain([each.tpot for each in self._recent], fleet)
-            if len(fleet) < FEWEST or gain < (JOINS if self._tpots else DIVIDES):
+            if len(fleet) < FEWEST_REPLICAS or gain < (JOINS if self._tpots else DIVIDES):
                 self._tpots = {}
                 return
         tpots = divided(self._recent, steps.decodes(1, 1), len(fleet))
@@ -120,7 +120,7 @@ class Router:
             elif seq.best_effort:
                 break  # the others are younger
         waits = len(place) + len(reject) < len(held)
-        return Dispatch(place, reject, demote, wake_at=now + AGAIN if waits else None, why=why)
+        return Dispatch(place, reject, demote, wake_at=now + AGAIN_SECONDS if waits else None, why=why)
 
     def _steps(self, view: View) -> StepTable:
         """Its step times: one table for all with the same latency model, which takes a thousand questions to fill."""

@@ -24,9 +24,7 @@ NEEDED = 0.9  # of the time, that decodes may need in the shortest steps
 KEPT = 0.1  # of each step, with which what steps are behind is taken to be made up for
 PAUSE = 8.0  # steps' time by which one step is behind at most: longer pauses no lead outlasts
 FADE = 0.5 ** (1 / 2048)  # how fast it is forgotten, a step, by how much steps were behind
-LEAST_LEAD = (
-    2.0  # usual steps that decodes stay ahead once a step has been late: with 0 the demo breaks 2 % more promises
-)
+LEAST_LEAD_STEPS = 2.0  # usual ones, once a step has been late: with none the demo breaks 2 % more promises
 UNLUCKY = 12  # steps without luck in a row that decodes with drafts are ahead for: with 4 more promises break
 POINTS = 24  # deadlines at which what decodes are owed is worked out; between them it is interpolated
 
@@ -105,7 +103,7 @@ class StepErrors:
         """Seconds that decodes should be ahead of their deadlines: as far as steps have been behind their plan of late,
         were a tenth of the time left to catch up (a queue of lateness: Lindley's recursion), and two steps at least. 0
         while steps take what is predicted, as in a simulation without noise."""
-        return max(self._worst, LEAST_LEAD * self.usual) if self._worst else 0.0
+        return max(self._worst, LEAST_LEAD_STEPS * self.usual) if self._worst else 0.0
 
     @property
     def slower(self) -> float:

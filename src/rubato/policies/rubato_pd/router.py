@@ -33,10 +33,12 @@ TRIES = 3  # prompts in a row without a prefill replica, after which the others 
 # Part of a replica that guests leave, of as many as their hosts need: else hosts find those full and claim others. 0.3
 # leaves too few guests (splitwise at 464/s: 0.88 instead of 0.92 in time), none too many (0.89).
 HOST_ROOM = 0.1
-SPARE = 0.1  # part of the fleet that stays idle before best effort gets the pool: a claim waits for the step there
+SPARE_SHARE = (
+    0.1  # part of the fleet that stays idle before best effort gets the pool: a claim waits for the step there
+)
 POOL_TOKENS = 4096  # of best effort that may wait at a replica of the pool: what is recalled has begun in vain
 CREDIT = 2.0  # seconds for which best effort's share may be saved up: more would come at once
-AGAIN = 0.5  # seconds after which a request that found nothing is looked at again, whatever happens
+AGAIN_SECONDS = 0.5  # seconds after which a request that found nothing is looked at again, whatever happens
 FORLORN = 30.0  # seconds that KV waits for a replica to decode, where only the one that holds it is left
 SOON = 1e-5  # seconds from now at which the router is asked again at the earliest
 
@@ -161,7 +163,7 @@ class Router:
             self._fill_pool(turn)
         until = min([prompt.until for prompt in queue.values()], default=inf)
         if parked or any(seq.id not in turn.place and seq.id not in queue for seq in held):
-            until = min(until, now + AGAIN)
+            until = min(until, now + AGAIN_SECONDS)
         elif queue:
             until = min(until, now + PATIENCE)
         return Dispatch(
@@ -182,7 +184,7 @@ class Router:
             else:
                 self._leave(seq.id)
                 turn.place[seq.id] = turn.fleet[0].id
-        wake_at = turn.now + AGAIN if len(turn.place) + len(turn.reject) < len(held) else None
+        wake_at = turn.now + AGAIN_SECONDS if len(turn.place) + len(turn.reject) < len(held) else None
         return Dispatch(turn.place, turn.reject, wake_at=wake_at, assign=self._assigned(turn), why=turn.why)
 
     def _assigned(self, turn: Turn) -> Mapping[str, Role]:
@@ -389,7 +391,7 @@ class Router:
         pool = turn.group(None)
         busy = bool(self._queue or self._prefills or any(seat.tier is not None for seat in self._seats.values()))
         idle = [replica for replica in pool if not replica.others]
-        for replica in idle[: ceil(SPARE * len(turn.fleet)) if busy else 0]:
+        for replica in idle[: ceil(SPARE_SHARE * len(turn.fleet)) if busy else 0]:
             pool = [other for other in pool if other is not replica]
         if not pool:
             return
