@@ -43,7 +43,7 @@ REPLICA: Mapping[str, Patches] = {
     "outputs may be longer than predicted": ((kv_survival.OutputRatios, "add", lambda *_: None),),
     "costly prompts leave memory free": ((scheduler, "PRICE", 0.0),),
     "errors of steps are measured": (
-        (supply.StepErrors, "spread", lambda _, told: 0.0), (supply.StepErrors, "cushion", lambda *_: 0.0),
+        (supply.StepErrors, "spread", lambda _, told: 0.0), (supply.StepErrors, "lead", 0.0),
     ),
     "tiers weigh by their losses": ((requests.TierLosses, "weights", lambda _: {}),),
 }  # fmt: skip
