@@ -80,6 +80,7 @@ class View:
     as_of: when this was known; `now`, but for a replica elsewhere, whose view is a fold over what it has told.
     moving: hold KV here and cannot be planned: on their way to another replica, or from one.
     steps: how many steps have ended here so far (0 where that is not counted: inside vLLM).
+    slo_rule: how finished requests are judged (`core.slo`); of a replica elsewhere "deadline" is shown.
     in_flight: the batch that runs now, empty between steps. The running step's tokens (`SeqView.in_flight`) are pending
     until it ends; only vLLM, which plans ahead and leaves this empty, has them in `cached` and `output`.
     """
@@ -99,6 +100,7 @@ class View:
     moving: Sequence[SeqView] = ()
     in_flight: Shape = NO_BATCH
     steps: int = 0
+    slo_rule: str = "deadline"
 
     # What follows is derived. Replicas that count as they go show it without looking at every sequence.
 

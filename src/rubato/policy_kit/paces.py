@@ -3,13 +3,14 @@ requests can go on together, each at its pace."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from math import inf
 
 import numpy as np
 
-from rubato.core.interfaces import LatencyModel, SeqView
+from rubato.core.interfaces import LatencyModel, SeqView, View
+from rubato.core.slo import WINDOW
 from rubato.policy_kit.acceptance import PRIOR
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.draft_value import drafting, with_nodes
@@ -51,6 +52,34 @@ def pace_of(seq: SeqView, now: float) -> float:
     if slo.e2e is not None:
         pace = min(pace, (seq.request.arrival + seq.tool_seconds + slo.e2e - now) / left)
     return max(pace, 0.0)
+
+
+def tightest_tpot(seq: SeqView) -> float:
+    """The tightest TPOT of this stage and of the decode-only stages that follow it; inf for one token alone."""
+    stages = seq.request.stages
+    tpot = stages[seq.stage].slo.tpot or inf
+    if len(stages) == 1:
+        return tpot if seq.request.sampling.max_tokens > 1 else inf
+    for stage in stages[seq.stage + 1 :]:
+        if stage.prompt:
+            break
+        tpot = min(tpot, stage.slo.tpot or inf)
+    return tpot
+
+
+Window = tuple[int, int, float]  # stage, tokens of it that were out when it began, and when
+
+
+def windows(view: View, before: Mapping[str, Window]) -> dict[str, Window]:
+    """By id, the `WINDOW` tokens that each decode is in, which the paper's judge times together. The first of a stage
+    begins with its first token."""
+    found = {}
+    for seq in view.running:
+        if seq.output:
+            new = seq.stage, seq.output - (seq.output - 1) % WINDOW, view.now
+            known = before.get(seq.id, new)
+            found[seq.id] = known if known[:2] == new[:2] else new
+    return found
 
 
 class Together:

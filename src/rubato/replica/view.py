@@ -28,6 +28,7 @@ class LiveView(View):
         for name, value in (
             ("_state", state), ("id", state.id), ("kv_total", state.limits.kv_blocks), ("latency", state.latency),
             ("supports", state.supports), ("as_of", inf), ("waiting", state.waiting),
+            ("slo_rule", state.options.slo_rule),
         ):  # fmt: skip
             setattr(self, name, value)
 

@@ -352,6 +352,7 @@ class PolicyDriver(FleetPart):
             prefilling=prefilling,
             decodes=Shape(decodes, decodes, decode_kv + decodes),
             decode_blocks=blocks,
+            slo_rule=self._slo_rule,
         )
 
     def _queued(self, waiting: list[VllmSeq], now: float) -> list[VllmSeq]:

@@ -14,9 +14,11 @@ import numpy as np
 from rubato.core.interfaces import SeqView, View
 from rubato.core.length_prediction import class_of
 from rubato.core.plan import Shape
+from rubato.core.slo import WINDOW
 from rubato.policies.rubato.supply import Entry, Job
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_survival import SENSELESS, Resident
+from rubato.policy_kit.paces import Window, tightest_tpot, windows
 from rubato.policy_kit.refusals import wants_refusal
 
 MEMORY = 256  # requests over which losses fade
@@ -122,6 +124,7 @@ class Requests:
         self._patience = patience
         self._known: dict[str, _Known] = {}
         self._given_up: set[str] = set()  # best effort to their ends: not looked at again
+        self._windows: Mapping[str, Window] = {}  # of decodes, if these are judged
         self._spare: deque[float] = deque(maxlen=RECENT)  # TTFT less the seconds of the prompt alone
         self._oldest = ""
         self.losses = TierLosses(fairness)
@@ -149,6 +152,8 @@ class Requests:
     def parts(self, view: View) -> Parts:
         """What is here; `Parts.in_order` must be called before decodes and prompts are used."""
         parts, now, given_up, all_ = Parts(), view.now, self._given_up, self._known
+        if view.slo_rule == "windowed":
+            self._windows = windows(view, self._windows)
         for seq in view.running:
             if seq.id in given_up:
                 parts.held.append(seq)
@@ -247,7 +252,7 @@ class Requests:
         """When its next token is due, the seconds from there to the one after it, until when that is so if nothing
         comes out, and when that token must be out at the very latest."""
         if known.stage != seq.stage:
-            known.stage, known.tpot = seq.stage, _tightest_tpot(seq)
+            known.stage, known.tpot = seq.stage, tightest_tpot(seq)
         due, tpot, now = seq.due, known.tpot, view.now
         e2e = seq.request.stages[seq.stage].slo.e2e
         if e2e is not None:
@@ -263,6 +268,9 @@ class Requests:
         if due == inf and (pending > 1 or not seq.output):
             soon, due = min(tpot, self._patience), seq.stage_start + self._patience
             return max(due, now + soon), tpot, due - soon, inf
+        if pending == 1 and (window := self._windows.get(seq.id)) is not None:
+            _, before, began = window
+            return min(due, began + (seq.output + 1 - before) * tpot), tpot, inf, min(due, began + WINDOW * tpot)
         return due, tpot, inf, due
 
 
@@ -272,14 +280,3 @@ def _ahead(job: Job, now: float, lead: float, tokens: float, doubt: float, reser
     soon = now + (PACE_UP if tokens == 1.0 else PACE_UP_DRAFTED) * job.tpot * tokens
     due = max(job.due - lead, min(job.due, soon))
     return job._replace(due=min(due, now + (job.due - now - reserve) / (1.0 + doubt)))
-
-
-def _tightest_tpot(seq: SeqView) -> float:
-    """Of its stage and the stages that follow without a prompt."""
-    stages = seq.request.stages
-    tpot = stages[seq.stage].slo.tpot or inf
-    for stage in stages[seq.stage + 1 :]:
-        if stage.prompt:
-            break
-        tpot = min(tpot, stage.slo.tpot or inf)
-    return tpot

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
-from rubato.core.slo import WINDOW
 from rubato.policy_kit.batch_builder import blocks_at_end, remaining_output
 from rubato.policy_kit.kv_forecast import PeakKV
+from rubato.policy_kit.paces import Window, tightest_tpot
 
 PROBE = 512  # tokens of prefill whose time stands for all
 TIGHTER = 0.8  # of its TPOT: the pace of one behind schedule when there is no tighter tier (ours)
@@ -55,34 +55,6 @@ def prompt_stage(seq: SeqView) -> int:
     while stages[at].prompt == 0:
         at -= 1
     return at
-
-
-def tightest_tpot(seq: SeqView) -> float:
-    """The tightest TPOT of this stage and of the decode-only stages that follow it; inf for one token alone."""
-    stages = seq.request.stages
-    tpot = stages[seq.stage].slo.tpot or inf
-    if len(stages) == 1:
-        return tpot if seq.request.sampling.max_tokens > 1 else inf
-    for stage in stages[seq.stage + 1 :]:
-        if stage.prompt:
-            break
-        tpot = min(tpot, stage.slo.tpot or inf)
-    return tpot
-
-
-Window = tuple[int, int, float]  # stage, tokens of it that were out when it began, and when
-
-
-def windows(view: View, before: Mapping[str, Window]) -> dict[str, Window]:
-    """By id, the `WINDOW` tokens that each decode is in, which the paper's judge times together. The first of a stage
-    begins with its first token."""
-    found = {}
-    for seq in view.running:
-        if seq.output:
-            new = seq.stage, seq.output - (seq.output - 1) % WINDOW, view.now
-            known = before.get(seq.id, new)
-            found[seq.id] = known if known[:2] == new[:2] else new
-    return found
 
 
 @dataclass(frozen=True)

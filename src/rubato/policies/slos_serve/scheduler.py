@@ -22,17 +22,15 @@ from rubato.policies.slos_serve.demand import (
     PATIENCE,
     Demand,
     DemandReader,
-    Window,
     peak_kv,
     prefill_token_weight,
     prompt_stage,
-    tightest_tpot,
-    windows,
 )
 from rubato.policies.slos_serve.dynamic_program import EPS
 from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, Drafts, SpeculationPlan
 from rubato.policy_kit.batch_builder import blocks_at_end
 from rubato.policy_kit.compiled import warn_if_plain
+from rubato.policy_kit.paces import Window, tightest_tpot, windows
 from rubato.policy_kit.refusals import refusal
 
 TIMEOUT = 0.1  # seconds after which it decides again, whatever is new (Algorithm 1)
