@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -121,6 +122,25 @@ def test_lost_server_that_answers_oddly_is_taken_back_once_it_answers_rightly(
     waits = [record for record in caplog.records if "is waited for" in record.message]
     assert len([record for record in waits if "http://s0" in record.message]) == 1
     assert "autoscaler" not in caplog.text
+
+
+def test_start_says_of_each_server_without_the_link_that_batches_follow_its_order_and_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def change(servers: list[StubServer]) -> None:
+        servers[1].pages[LINK] = (404, b"{}")
+
+    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
+        assert addresses(cluster) == ["http://s0", "http://s1", "http://s2"]
+
+    with caplog.at_level(logging.WARNING):
+        fleet_of(scenario, change=change)
+    (said,) = [record.message for record in caplog.records if "has no link" in record.message]
+    assert said.startswith("server http://s1 has no link")
+    assert "its batches follow its own order" in said
+    assert "--scheduler-cls rubato.vllm.Scheduler --middleware rubato.vllm.Middleware" in said
+    given = json.loads(said.partition("--additional-config '")[2].partition("'")[0])
+    assert given == {"rubato": {"policy": "edf", "link": {}}}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
@@ -25,6 +26,13 @@ from rubato.fleet.upstream import Upstream
 from rubato.wire.messages import CoreAbout
 
 log = logging.getLogger(__name__)
+
+NO_LINK = (  # of a server: its address, what vLLM's --additional-config is to be
+    "server %s has no link: its load is known from what is sent there, and without Rubato's plug-in its batches follow "
+    "its own order, so that SLOs decide only what is admitted and where it goes. For batches that follow SLOs install "
+    "Rubato where vLLM is and start it with --scheduler-cls rubato.vllm.Scheduler --middleware rubato.vllm.Middleware "
+    "--additional-config '%s' (docs/vllm.md)"
+)
 
 LOOK_S = 1.0  # from one look whether all servers have replicas to the next, while some have none
 
@@ -178,8 +186,6 @@ class ServerFleet:
             if self._link is None:
                 return None
             address = server.link or await server_probe.link_address(server.url, upstream, server.key)
-            if address is None:
-                log.warning("server %s has no link: its load is known from what is sent there", server.url)
             return None if address is None else self._link(address)
 
         async def about(told: CoreAbout | None) -> ServerAbout:
@@ -191,6 +197,9 @@ class ServerFleet:
                 lacks = f"server {server.url} lacks {', '.join(sorted(missing))}, which the router needs"
                 raise ValueError(f"{lacks}: {cure(missing)}")
             log.info("replica %s is server %s", id, server.url)  # elsewhere it has its id alone: clients see that
+            if told is None and self._link is not None:
+                plug_in = {"policy": self._options.choice.policy, "link": {}}
+                log.warning(NO_LINK, server.url, json.dumps({"rubato": plug_in}))
             return found
 
         async def read_models() -> None:
