@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rubato import policies
 from rubato.cli.main import main
 from rubato.core import event_log
 from rubato.core.plan import Limits
@@ -387,13 +391,76 @@ def test_fit_then_simulate_with_what_it_says(
     assert first == pytest.approx(0.01 + 0.001 * read(mix).arrivals[0].prompt_tokens, rel=0.1)
 
 
-def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_policies_are_listed_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == policies.names()
+    kinds = {line.split()[0]: line.split()[1] for line in lines}
+    assert (kinds["edf"], kinds["least_loaded"], kinds["polyserve"]) == ("scheduler", "router", "both")
+    assert all(line.endswith(".") and len(line) < 150 for line in lines)
+
+
+OWN = """from dataclasses import dataclass
+@dataclass
+class Scheduler:
+    \"\"\"few: so many.\"\"\"
+    needs = frozenset()
+    few: int = 3
+    def observe(self, events): ...
+    def plan(self, view): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("edf", ["Earliest deadline first", "\nFor tiers with TTFTs and TPOTs", "docs/edf.md", "Source: ours; EDF",
+                 "Scheduler (--policy edf:SETTING=VALUE)", "    decode_lead=3.0", "decode_lead: tokens that"]),
+        ("polyserve", ["Scheduler (--policy polyserve:", "Router (--policy polyserve@polyserve:",
+                       "needs of the engine: recall, step_times", "    tiers=[0.02, 0.03, 0.05, 0.1]",
+                       "    prefix_affinity=false"]),
+        ("least_loaded", ["Router (--policy POLICY@least_loaded:SETTING=VALUE), needs of the engine: nothing"]),
+        ("own.py", ["No docstring.", "Source: not stated", "Scheduler (--policy own.py:SETTING=VALUE)", "    few=3",
+                    "    few: so many."]),
+        ("own_package.own", ["Scheduler (--policy own_package.own:SETTING=VALUE)", "    few=3"]),
+    ],
+)  # fmt: skip
+def test_a_policy_is_shown_in_full(
+    name: str, says: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", sys.path[:])
+    assert main(["policies", name]) == 0
     text = capsys.readouterr().out
-    for name in ("edf", "vllm", "sarathi", "prefill_first", "priority", "round_robin", "least_loaded"):
-        assert f"{name}  (" in text
-    assert "--set budget=2048" in text
-    assert "--set tiers=[0.02, 0.03, 0.05, 0.1]" in text
+    assert [words for words in says if words not in text] == []
+
+
+@pytest.mark.parametrize("words", [["policies"], ["policies", "edf"], ["workload", "--list"], ["profile", "--list"]])
+def test_a_reader_that_leaves_ends_a_command_without_a_word(
+    words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as output:  # its end flushes what is left, as the interpreter does
+        monkeypatch.setattr("sys.stdout", output)
+        assert main(words) == 128 + signal.SIGPIPE
+    assert capfd.readouterr().err == ""
+
+
+def test_a_broken_pipe_of_a_commands_own_is_an_error(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks() -> str:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("rubato.policies.describe", breaks)
+    with open(os.devnull, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        assert main(["policies"]) == 2
+    assert "rubato policies: [Errno 32] Broken pipe" in capfd.readouterr().err
 
 
 ON_RAY = ["serve", "model", "--port", "0", "--engine", "vllm"]
@@ -403,6 +470,9 @@ ON_RAY = ["serve", "model", "--port", "0", "--engine", "vllm"]
     ("words", "says"),
     [
         (["simulate", "--policy", "efd"], "did you mean 'edf'"),
+        (["policies", "efd"], "unknown policy 'efd': did you mean 'edf'"),
+        (["policies", "zzz"], "unknown policy 'zzz': known are adaserve, ascendra, "),
+        (["policies", "zzz.py"], "there is no policy file 'zzz.py'"),
         (["simulate", "--set", "saftey_margin=1"], "did you mean 'safety_margin'"),
         (["simulate", "--workload", "nowhere.jsonl"], "--workload nowhere.jsonl cannot be opened: no such file"),
         (["simulate", "--rate", "0"], "give a positive number"),

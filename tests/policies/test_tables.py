@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -517,12 +518,14 @@ def test_what_is_wrong_is_named(name: str, settings: dict[str, object], says: st
         load(name, settings)
 
 
-def test_every_policy_says_what_it_is_and_where_it_comes_from() -> None:
+def test_every_policy_says_what_it_is_what_for_and_where_it_comes_from() -> None:
     described = list(describe())
     assert {name for name, *_ in described} == set(names())
     for name, _, about, source, _ in described:
         assert about.endswith((".", "once.")), name
         assert len(source) > 10, name
+        doc = importlib.import_module(f"rubato.policies.{name}").__doc__ or ""
+        assert doc.split("\n\n")[1].startswith("For "), f"{name}: the second paragraph says what it is for"
 
 
 def test_edf_keeps_nothing_of_a_request_that_goes_on_elsewhere() -> None:

@@ -27,7 +27,7 @@ VERBS = {
     "plan": "the smallest fleet that attains a share of a trace's requests, what it costs and what binds it",
     "demo": "measure this machine, then serve three tiers of requests, policy against policy",
     "profile": "make a hardware profile: measure a model, or ask kernel tables",
-    "policies": "list policies, their settings and sources",
+    "policies": "list policies, a line each; of one: what it is for, its settings and source",
 }
 
 

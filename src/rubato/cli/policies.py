@@ -1,22 +1,59 @@
-"""`rubato policies`."""
+"""`rubato policies`: a line for each packaged policy, or all that one says of itself."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+from typing import Any
 
 import yaml
 
 from rubato import policies
+from rubato.core.interfaces import Router, Scheduler
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """No words of its own."""
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME",
+        help="show all of one: a packaged policy, a file my_policy.py or a dotted module (default: a line for each)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, kind, about, source, settings in policies.describe():
-        print(f"{name}  ({kind})\n    {about}\n    source: {source}")
-        for setting, default in settings.items():
-            print(f"    --set {setting}={yaml.safe_dump(default, default_flow_style=True).split(chr(10))[0]}")
-        print()
+    print(_lines() if args.name is None else _page(args.name))
     return 0
+
+
+def _lines() -> str:
+    """Each packaged policy: its name, what it decides, the first line of its docstring."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, kind, about, *_ in policies.describe():
+        kinds.setdefault((name, about), []).append(kind)
+    return "\n".join(
+        f"{name:14} {own[0] if len(own) == 1 else 'both':9}  {about}" for (name, about), own in kinds.items()
+    )
+
+
+def _page(name: str) -> str:
+    """A policy's docstring, source, and parts with their settings. Raises PolicyError."""
+    module = policies.module_of(name)
+    text = [inspect.cleandoc(module.__doc__ or "No docstring."), f"Source: {getattr(module, 'SOURCE', 'not stated')}"]
+    has_router = hasattr(module, "Router")
+    has_scheduler = hasattr(module, "Scheduler") or not has_router  # of one with neither, `load` says what it lacks
+    if has_scheduler:
+        text.append(_part(policies.load(name), "Scheduler", f"{name}:SETTING=VALUE"))
+    if has_router:
+        policy = name if has_scheduler else "POLICY"
+        text.append(_part(policies.load_router(name), "Router", f"{policy}@{name}:SETTING=VALUE"))
+    return "\n\n".join(text)
+
+
+def _part(part: Scheduler | Router, kind: str, option: str) -> str:
+    cls: Any = type(part)
+    lines = [f"{kind} (--policy {option}), needs of the engine: {', '.join(sorted(part.needs)) or 'nothing'}"]
+    for setting, default in policies.settings_of(cls, kind).items():
+        value = yaml.safe_dump(default, default_flow_style=True, width=10_000).split("\n")[0]
+        lines.append(f"    {setting}={value}")
+    if cls.__doc__ and not cls.__doc__.startswith(f"{cls.__name__}("):  # a dataclass without one gets its signature
+        lines.append(f"    {inspect.cleandoc(cls.__doc__)}".replace("\n", "\n    "))
+    return "\n".join(lines)

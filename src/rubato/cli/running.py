@@ -1,9 +1,11 @@
-"""How a verb is carried out: results that can be written, errors as one sentence, an end on SIGTERM."""
+"""How a verb is carried out: results that can be written, errors as one sentence, a quiet end on SIGTERM or without a
+reader."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import sys
 import threading
@@ -14,17 +16,30 @@ UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "model": ""}
 
 
 def carried_out(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
-    """Run a command; its exit status. 2: what was asked for is impossible, and one sentence after `name` says why."""
+    """Run a command; its exit status. 2: what was asked for is impossible, and one sentence after `name` says why. 141:
+    who read standard output has left, as in `rubato policies | head`; nothing is said of it."""
     _end_on_sigterm()
     try:
         check_results(args)
         check_seeds(args)
-        return run(args)
+        status = run(args)
+        print(end="", flush=True)  # at the interpreter's end it would be too late to handle what comes of it
+        return status
     except (ValueError, ImportError, OSError, RuntimeError) as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_left():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+            return 128 + signal.SIGPIPE
         print(f"{name}: {sentence(error, args)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _reader_has_left() -> bool:
+    """Whether a pipe broke that is standard output, and not one of the command's own."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # errors are told unasked
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0))
 
 
 def _end_on_sigterm() -> None:

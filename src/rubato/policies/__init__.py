@@ -45,7 +45,7 @@ def load_router(name: str, settings: Mapping[str, object] | None = None) -> Rout
     """The Router of a policy module, built with these settings, and with prefix affinity if they ask for it
     (`policy_kit.prefix_affinity`). Raises PolicyError."""
     own, wanted = dict(settings or {}), False
-    if prefix_affinity.SETTING not in _fields(getattr(_module(name), "Router", None)):
+    if prefix_affinity.SETTING not in _fields(getattr(module_of(name), "Router", None)):
         wanted = bool(_checked(name, prefix_affinity.SETTING, own.pop(prefix_affinity.SETTING, False), False))
     router = cast(Router, _build(name, "Router", own))
     return cast(Router, prefix_affinity.PrefixAffinity(router)) if wanted else router
@@ -59,7 +59,7 @@ def router_for(
     own: the policy's settings. Its own Router also takes those of these settings that it has and `settings` does not
     name.
     """
-    module = _module(policy)
+    module = module_of(policy)
     paired = getattr(module, "Router", None)
     if router == "auto":
         router = policy if paired else "least_loaded"
@@ -79,7 +79,7 @@ def default_lengths(policy: str, router: str = "auto") -> str | None:
     """The name of the length predictor that `router` ("auto": the policy's own) uses where none is configured
     (`default_lengths`), None for no predictor. Raises PolicyError, also for a name that is no predictor's."""
     chosen = policy if router == "auto" else router
-    name: str | None = getattr(getattr(_module(chosen), "Router", None), "default_lengths", None)
+    name: str | None = getattr(getattr(module_of(chosen), "Router", None), "default_lengths", None)
     if name is not None and name not in PREDICTORS:
         raise PolicyError(f"policy {chosen!r}: default_lengths is {name!r}: give {' or '.join(PREDICTORS)}")
     return name
@@ -94,12 +94,12 @@ def optional(scheduler: Scheduler) -> frozenset[str]:
 def describe() -> Iterator[tuple[str, str, str, str, dict[str, object]]]:
     """(name, "scheduler" | "router", first line of its docstring, source, settings with defaults) of each policy."""
     for name in names():
-        module = _module(name)
+        module = module_of(name)
         for kind in ("Scheduler", "Router"):
             cls = getattr(module, kind, None)
             if cls is not None and _is_own(module, cls):
                 about = (module.__doc__ or "").strip().split("\n")[0]
-                yield name, kind.lower(), about, str(module.SOURCE), _settings(cls, kind)
+                yield name, kind.lower(), about, str(module.SOURCE), settings_of(cls, kind)
 
 
 def _is_own(module: ModuleType, cls: type) -> bool:
@@ -107,7 +107,7 @@ def _is_own(module: ModuleType, cls: type) -> bool:
     return f"{cls.__module__}.".startswith(f"{module.__name__}.")
 
 
-def _module(name: str) -> ModuleType:
+def module_of(name: str) -> ModuleType:
     if name in names():
         return importlib.import_module(f"{__name__}.{name}")
     if name.endswith(".py"):
@@ -137,7 +137,7 @@ def _file(path: Path) -> ModuleType:
 
 
 def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
-    module = _module(name)
+    module = module_of(name)
     cls = getattr(module, kind, None)
     if cls is None:
         has = [k for k in ("Scheduler", "Router") if hasattr(module, k)]
@@ -148,7 +148,7 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
         )
     if lacking := [part for part in PARTS[kind] if not hasattr(cls, part)]:
         raise PolicyError(f"policy {name!r}: {kind} lacks {', '.join(lacking)}; it must have {', '.join(PARTS[kind])}")
-    known = _settings(cls, kind)
+    known = settings_of(cls, kind)
     for key, value in settings.items():
         if key not in known:
             other = getattr(module, "Router", None) if kind == "Scheduler" else None
@@ -172,7 +172,7 @@ def _checked(name: str, key: str, value: object, default: object) -> object:
     return value
 
 
-def _settings(cls: Any, kind: str) -> dict[str, object]:
+def settings_of(cls: Any, kind: str) -> dict[str, object]:
     """What can be set of a policy's part, with the defaults."""
     own = _fields(cls)
     return own | {name: value for name, value in OF_EVERY_ROUTER.items() if kind == "Router" and name not in own}

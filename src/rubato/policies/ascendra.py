@@ -1,5 +1,8 @@
 """Ascendra: low-priority replicas fill their batches, high-priority ones take prompts that would be late there.
 
+For two replicas or more, prompts of unlike lengths with a TTFT, and a TPOT that a step with a whole prompt keeps.
+docs/ascendra.md has the rest.
+
 Reproduced: replicas are low-priority (LP) or high-priority (HP) and form groups. An LP runs all decodes and fills the
 batch with whole prompts, the one of the highest value first (Algorithm 1), and hands on to its group's HP what has not
 begun and would be late after that batch (§5.3). An HP runs prompts before decodes, first come first served, and issues

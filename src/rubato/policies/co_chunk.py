@@ -1,5 +1,7 @@
 """CO-Chunk: chunked prefill co-located with decodes under a static token budget, decodes first.
 
+For one load that stays as it is, once a sweep has found its budget: a baseline.
+
 PolyServe sweeps the budget and reports the best for each load; a sweep over `budget` is what makes this its baseline
 (`rubato capacity --policy co_chunk:budget=128 --policy co_chunk:budget=256 ...`). `sarathi` is the same plan with a
 budget that follows the tightest TPOT of the requests at hand.

@@ -1,5 +1,7 @@
 """DistServe: prefill and decode on replicas of their own, KV moved between them.
 
+For a load whose shares of prefill and decode stay as they are, where KV moves between replicas: a baseline.
+
 Reproduced: a prompt goes to the prefill replica with the least to do, which runs whole prompts first come first served,
 as many together as a batch takes; its KV then waits there until a decode replica has the memory (the paper's pull), and
 the decode replica with the most of it free takes it. Decode replicas run decodes alone, all of them in each step.

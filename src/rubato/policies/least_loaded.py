@@ -1,4 +1,7 @@
-"""Each request to the replica with the least work: pending tokens and decodes to come; ties to the first."""
+"""Each request to the replica with the least work: pending tokens and decodes to come; ties to the first.
+
+For replicas that are alike, in front of any scheduler. The router where a policy has none.
+"""
 
 from __future__ import annotations
 

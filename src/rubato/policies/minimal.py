@@ -1,5 +1,7 @@
 """Each request to the replica whose next iteration is predicted to be the shortest; ties to the fewest pending tokens.
 
+For replicas whose steps are to stay short: a baseline.
+
 The next iteration is what an engine runs when nothing but its limits holds it back: every decode, then pending prefill
 in order up to its batch. A request just placed counts as prefill there, so a burst spreads.
 

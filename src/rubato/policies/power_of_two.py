@@ -1,5 +1,7 @@
 """Two replicas drawn at random for each request, which goes to the one with less work, as `least_loaded` counts it.
 
+For several routers in front of the same replicas.
+
 Nearly as even as asking all of them, and requests that several routers place in the same moment do not all land on one.
 """
 

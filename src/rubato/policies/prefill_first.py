@@ -1,5 +1,7 @@
 """vLLM v0: whole prefills before any decode, first come first served; decodes stall meanwhile.
 
+For comparison with vLLM as it was.
+
 A prompt longer than the engine's batch is run alone, in chunks as long as a batch (v0 refused such limits at start).
 """
 

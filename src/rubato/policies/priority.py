@@ -1,5 +1,7 @@
 """Strict priority by tightness: the request with the tighter SLO goes first, and takes KV from the loosest that runs.
 
+For a tight tier that goes first whatever the others lose.
+
 A request's priority is its tightest TTFT, then TPOT, then e2e over all stages; no SLO comes last; within one
 priority the first to arrive goes first. Each step is filled in that order under one token budget, so a looser request
 that finds no tokens or no place in the batch pauses with its KV. KV that a tighter one lacks is taken from the loosest

@@ -1,5 +1,7 @@
 """Each request to a replica drawn at random, all equally likely.
 
+For comparison: what a router brings that knows nothing.
+
 With prefill and decode apart (under distserve's scheduler), a prompt to one that prefills, its KV to one that decodes
 and has memory for it."""
 

@@ -1,4 +1,7 @@
-"""Each request to the next replica in turn."""
+"""Each request to the next replica in turn.
+
+For requests and replicas that are all alike.
+"""
 
 from __future__ import annotations
 

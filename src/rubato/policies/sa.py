@@ -1,5 +1,8 @@
 """SA: an order and batch sizes for the requests that wait, found by simulated annealing, in front of any engine.
 
+For bursts in front of a server whose own order stays and which takes few requests at once, output lengths known.
+docs/sa.md has the rest.
+
 As in the paper (§3, §4): requests wait in a pool; each is assigned to the replica with the most memory left, by turns;
 for each replica an order of its requests and the sizes of the batches in which they are sent are sought that maximise
 G = requests in SLO / sum of their end-to-end latencies, as a latency model and predicted output lengths give them; the

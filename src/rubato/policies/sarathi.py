@@ -1,5 +1,7 @@
 """Sarathi-Serve: chunked prefill under a token budget, the largest that keeps the tightest TPOT; decodes first.
 
+For requests that share one TPOT, below capacity.
+
 Without `budget` it tunes itself: each step takes as many tokens as the latency model says finish within the tightest
 TPOT of the requests here. The paper profiles one static number for the deployment; deriving it from the batch at hand
 never allows less where a static one would keep the TPOT, so this baseline is the stronger of the two.

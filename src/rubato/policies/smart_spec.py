@@ -1,5 +1,7 @@
 """SmartSpec: vLLM with chains of drafted tokens, of one length for all, which follows the load.
 
+For an engine that drafts chains, under a load that rises and falls.
+
 Reproduced (SmartSpec, section 4): goodput, the output tokens expected of a step over the time it takes, decides how
 many tokens of each request a step verifies, and how many are drafted for the next: none where none pays. What is
 expected comes from the acceptance seen so far (a moving average; ours: by application), the time from the latency

@@ -1,5 +1,7 @@
 """vLLM today (V1): chunked prefill, running requests first, one large fixed token budget, first come first served.
 
+For requests without SLOs, and loads below capacity; the baseline of all comparisons.
+
 Reproduced: the step is filled with the running requests in order of start (a decode is one token, a prefill what is
 left of the budget), then with waiting ones in order of the queue; Missing KV is taken from the request started last.
 Not reproduced: prefix caching, and the reservation of a whole prompt's KV before its first chunk.

@@ -1,5 +1,7 @@
 """vLLM with speculative decoding: the `vllm` policy, and a chain of n drafted tokens for every request that decodes.
 
+For an engine that drafts chains, below capacity: a baseline.
+
 Reproduced: n tokens are drafted for each sequence that samples, at any load; its next step verifies as many of them as
 the budget leaves room for. They count in the budget and take KV, for which others are preempted, as pending tokens do.
 Not reproduced: what `vllm` does not.

@@ -1,5 +1,7 @@
 """Ours for a fleet: one queue, prefill and decode apart; the router that `rubato` has in mode pd.
 
+For eight replicas or more between which KV moves, when requests differ in TPOT.
+
 Each replica prefills for the others, or decodes for one TPOT tier, or serves best effort, and changes as requests come.
 The replicas' scheduler is `rubato`'s, which runs `prefill_step` where prompts are computed for others. docs/rubato.md
 says what it does, when to use it and where it loses.

@@ -1,5 +1,8 @@
 """SLOs-Serve: requests admitted by a dynamic programme meet their SLOs to the end; others are best effort.
 
+For loads beyond capacity some of the time, where clients are to know early whether they will be in time, and the
+latency model is right. docs/slos-serve.md has the rest.
+
 New requests are decided at the next step: `admission.admit` chooses the set of the greatest value (greedily where
 memory is short) with which all admitted ones meet their deadlines, fit in memory and in a batch. A declined request is
 handed on to another replica (`router`), else demoted to best effort, or refused if its client asked for that; demoted,
