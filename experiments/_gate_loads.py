@@ -9,7 +9,7 @@ output lengths told by `max_tokens` and learnt.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,14 +17,14 @@ from experiments import _polyserve_runs as polyserve
 from experiments._rubato_runs import MOST_TOKENS, USUALLY
 from experiments._rubato_runs import hardware as of_scenario
 from experiments.polyserve_goodput import HOST
-from experiments.rubato_loads import LONG_LINK, LongPrompts, large
 from rubato.core.request import SLO
 from rubato.demo import runs as demo
+from rubato.engines.simulated import Link
 from rubato.latency import affine
 from rubato.planning.request_source import ScenarioSource
 from rubato.simulation.run_spec import Hardware, RunSpec, conditional_mean, packaged_hardware
 from rubato.workloads import Workload, scenarios
-from rubato.workloads.generate import make
+from rubato.workloads.generate import BEST_EFFORT, make
 from rubato.workloads.request_kinds import Kind
 
 # What `rubato demo` found of two cores with AVX-512: the latency model of the torch engine, and SLOs; and the rate at
@@ -38,7 +38,11 @@ DEMO_HOLDS, DEMO_SECONDS = 5.2, 60.0
 SCENARIOS = {"chatbot": 4.6, "coder": 1.95, "summarizer": 3.3, "mixed": 5.2, "toolllm": 0.235}
 COUNT, FEW = 400, 200
 SETS = {"mooncake-conversation": (1.3, 1.6), "sharegpt": (9.0, 11.0), "uniform-4096-1024": (1.6, 2.0)}  # alone, of four
-STAYS = {1: 2.0, 4: 1.0}  # mean times that a request is there, that are counted
+STAYS = {1: 2.0, 4: 1.0}  # mean times that a request is there, that are counted at least,
+COUNTED = 330  # and requests: a tenth of them is dropped where no replica could keep its TTFT
+LONGEST_PROMPT, TTFT_TIMES, LEAST_TTFT = 30_000, 3.0, 1.0  # of long prompts, tokens and seconds
+TPOTS = {0.02: 0.05, 0.03: 0.075, 0.05: 0.1, 0.1: 0.15}  # theirs for PolyServe's, seconds
+LONG_LINK = Link(kv_bytes=327_680, bandwidth=50e9)  # 80 layers, 8 KV heads of 128, 2 bytes
 MIX = (
     Kind("chat", SLO(1.0, 0.06), prompt=(100, 1200), output=(60, 300), share=0.5),
     Kind("code", SLO(e2e=1.5), prompt=(200, 2000), output=(16, 80), share=0.3),
@@ -94,14 +98,18 @@ def burst_hardware() -> Hardware:
     return packaged_hardware("qwen2.5-7b-2xv100")
 
 
+def stays(data: str, replicas: int) -> float:
+    return max(STAYS[replicas], COUNTED / polyserve.coming_in(data, HOST, replicas, 1.0))
+
+
 def set_load(data: str, replicas: int, seed: int) -> Workload:
-    tried = polyserve.Tried(data, HOST, seed, STAYS[replicas], replicas, STAYS[replicas] / 2)
+    tried = polyserve.Tried(data, HOST, seed, stays(data, replicas), replicas, STAYS[replicas] / 2)
     return tried.load(SETS[data][replicas > 1] * replicas)
 
 
 def of_set(data: str, replicas: int) -> Load:
     first = polyserve.coming_in(data, HOST, replicas, STAYS[replicas] / 2)
-    counted = (first, first + polyserve.coming_in(data, HOST, replicas, STAYS[replicas]))
+    counted = (first, first + polyserve.coming_in(data, HOST, replicas, stays(data, replicas)))
     lengths = partial(polyserve.taught_lengths, data, HOST)
     options = {"lengths": lengths, "stated_max_tokens": polyserve.LONGEST, "link": polyserve.LINK}
     return Load(
@@ -110,7 +118,22 @@ def of_set(data: str, replicas: int) -> Load:
 
 
 def long_load(seed: int) -> Workload:
-    return LongPrompts(seed, COUNT).load.rescaled(1.2)
+    """Mooncake's conversations, with a TTFT of three times the prompt's time alone."""
+    prefill = long_hardware().prefill
+    made = scenarios.make("polyserve-mooncake-conversation", 1.0, count=2 * COUNT, seed=seed)
+    kept = [a for a in made.arrivals if a.tier != BEST_EFFORT and a.prompt_tokens <= LONGEST_PROMPT][:COUNT]
+    arrivals = []
+    for one in kept:
+        slo = made.slo(one)
+        ttft = max(LEAST_TTFT, TTFT_TIMES * prefill(one.prompt_tokens))
+        arrivals.append(replace(one, slo=replace(slo, ttft=ttft, tpot=TPOTS[slo.tpot or 0.1])))
+    seconds = arrivals[-1].at
+    return replace(made, arrivals=tuple(arrivals), duration=seconds, rate=len(arrivals) / seconds).rescaled(1.2)
+
+
+@lru_cache
+def long_hardware() -> Hardware:
+    return packaged_hardware("llama-3.1-70b-4xa100@vllm-2024", max_model_len=LONGEST_PROMPT + 2048)
 
 
 def mix_load(rate: float, seed: int) -> Workload:
@@ -139,7 +162,7 @@ def loads() -> dict[str, Load]:
         for data in SETS:
             named[f"{data} x{replicas}"] = of_set(data, replicas)
     options = {**learnt, "link": LONG_LINK, "stated_max_tokens": USUALLY}
-    named["70B long x4"] = Load(long_load, large, 4, options)
+    named["70B long x4"] = Load(long_load, long_hardware, 4, options)
     for rate in (6.0, 12.0, 18.0, 24.0):
         named[f"mix {rate:g}"] = Load(partial(mix_load, rate), mix_hardware, 1, {"learns": True})
     for rate in (12.0, 24.0):

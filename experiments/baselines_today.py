@@ -18,7 +18,7 @@ from experiments import Found
 from experiments._guest import beside
 from experiments._rate_search import MEASURES
 from experiments._rubato_runs import GRID, NOISE
-from experiments.rubato_replica import LEAST, LONGEST, OURS, STARTS, SYSTEMS, Table, measured, settings
+from experiments.rubato_replica import LEAST, LONGEST, OURS, STARTS, SYSTEMS, TODAY, Table, measured, settings
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
@@ -26,7 +26,6 @@ from rubato.planning.sweep import markdown
 SOURCE = "ours; scenarios of SLOs-Serve, §6.1"
 SECONDS = 3100.0
 
-TODAY = ("scorpio", "qoserve")
 BESIDE = ("vllm", "sarathi", "edf", "slos_serve", OURS)
 COUNT, SEEDS = 250, (1, 2, 3)
 SMALL = ("sarathi", "edf", OURS, *TODAY)

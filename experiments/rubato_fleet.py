@@ -1,93 +1,71 @@
 """Our own policy on a fleet: PolyServe's eight data sets, beside all that `polyserve_goodput` measured.
 
-20 replicas; KV moves at 50 GB/s. 90 % of all requests in SLO, 95 % of all, 90 % of each tier. On five data sets the
-others' rates are those of the figure `polyserve-goodput`, which runs the same requests and seeds and tunes every system
-for every measure; on two of `LARGE` that is 10 replicas and one seed, here as there. Baselines of today (`TODAY`) are
-run here, on the same requests and seeds, tuned for every measure too. On the third, `WIDE`, tiers and
-prefill of ours take too large a part of ten, and all are run here on 20, too: one seed, the 12,000 requests of one mean
-stay, the others at the best of the settings that the other figure found best, splits scaled, on these same requests.
-The means are of eight data sets, that one on 20; what is least is of all nine rows.
-Ours is in mode pd, prefill and decode apart, in its default settings else. The rules of its router were chosen on seed
-1 of the same data sets.
+20 replicas, 10 on three data sets of short prompts (`LARGE`); KV moves at 50 GB/s. 90 % of all requests in SLO, 95 % of
+all, 90 % of each tier. The others' rates are those of the figure `polyserve-goodput`, which runs the same requests and
+seeds and tunes every system for every measure. Ours is in mode pd, prefill and decode apart, in its default settings
+else; the rules of its router were chosen on seed 1 of the same data sets. On few replicas its modes stand beside each
+other and beside `least_loaded`, at one rate: `auto`, the default, divides replicas by TPOT where requests gain by it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from experiments import Found
-from experiments._polyserve_runs import BEFORE, COUNTED, REPLICAS
+from experiments._gate_loads import SETS as GATE_SETS
+from experiments._polyserve_runs import BEFORE, REPLICAS, Tried
 from experiments._rate_search import MEASURES
 from experiments._rubato_runs import recorded
-from experiments.polyserve_goodput import FEWER, HOST, LARGE, LEAST, SEEDS, SETS, TUNING, UNTAUGHT, measured
+from experiments.polyserve_goodput import FEWER, HOST, LARGE, LEAST, SEEDS, SETS, UNTAUGHT, measured
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "ours; data sets and tiers of PolyServe, §5.1"
-SECONDS = 1720.0
+SECONDS = 1600.0
 
 OURS, CHOICE = "rubato", "rubato@rubato:mode=pd"
 OTHERS = "polyserve-goodput"
-WIDE = LARGE[-1]
-TODAY = {
-    "scorpio": tuple(
-        f"scorpio:mixed=true,budget=512,ttft_reserve=0,reserve_kv=true@{router}"
-        for router in ("least_loaded", "lmetric")
-    ),
-    "qoserve": tuple(f"qoserve:reserve_kv=true@{router}" for router in ("least_loaded", "lmetric")),
-    "lmetric": tuple(f"sarathi:budget={budget},reserve_kv=true@lmetric" for budget in (512, 1024)),
-}
+LONG = ("splitwise",)  # one seed there: a run takes a minute
+AUTO, MODES = "auto", {"auto": "rubato", "co": "rubato@rubato:mode=co", "pd": CHOICE, "alike": "rubato@least_loaded"}
+FEW = (("mooncake-conversation", 4), ("mooncake-conversation", 8), ("uniform-4096-1024", 4))
+FEW_SEEDS = (1, 2)
 
 
 def jobs(small: bool) -> list[Job]:
     if small:
-        return [Job("mooncake-synthetic", measured, ("mooncake-synthetic", OURS, (CHOICE,), (1,), 0.6, 4, 0.2))]
-    systems = {OURS: (CHOICE,), **TODAY}
-    made = [
-        Job(f"{data} {name}", measured, (data, name, choices, SEEDS, 3.0, REPLICAS))
-        for data in SETS if data not in LARGE for name, choices in systems.items()
+        return [
+            Job("mooncake-synthetic", measured, ("mooncake-synthetic", OURS, (CHOICE,), (1,), 0.6, 4, 0.2)),
+            *(Job(mode, on_few, (*FEW[0], mode, 1, 0.3)) for mode in (AUTO, "alike")),
+        ]
+    return [
+        Job(data, measured, (data, OURS, (CHOICE,), SEEDS[:2], 3.0, REPLICAS)) for data in SETS[3:] if data not in LONG
+    ] + [
+        Job(data, measured, (data, OURS, (CHOICE,), SEEDS[:1], 3.0, FEWER if data in LARGE else REPLICAS))
+        for data in (*LARGE, *LONG)
+    ] + [
+        Job(f"{data} on {replicas}, {mode}, seed {seed}", on_few, (data, replicas, mode, seed, BEFORE))
+        for data, replicas in FEW for mode in MODES for seed in FEW_SEEDS
     ]  # fmt: skip
-    made += [
-        Job(f"{data} {name}", measured, (data, name, choices, SEEDS[:1], 3.0, FEWER))
-        for data in LARGE for name, choices in systems.items()
-    ]  # fmt: skip
-    return made + [
-        Job(
-            f"{WIDE} {name}, {REPLICAS} replicas",
-            measured,
-            (WIDE, name, own, (), COUNTED / TUNING, REPLICAS, 2 * BEFORE),
-        )
-        for name, own in {**systems, **found_best(WIDE)}.items()
-    ]
 
 
-def found_best(data: str) -> dict[str, tuple[str, ...]]:
-    """By system, the settings that are best for some measure on half as many replicas."""
-    best = {}
-    for value in recorded(OTHERS):
-        if value["data"] == data:
-            settings = dict.fromkeys(value["measures"][measure]["setting"] for measure in MEASURES)
-            best[value["name"]] = tuple(re.sub(r"(?<=[el]=)\d+", lambda n: str(2 * int(n[0])), one) for one in settings)
-    return best
-
-
-def label(value: Any) -> str:
-    """Of a row: the data set, and the number of replicas if it is that of `LARGE` in the other figure."""
-    return f"{value['data']}, {FEWER} replicas" if value["replicas"] == FEWER else str(value["data"])
+def on_few(data: str, replicas: int, mode: str, seed: int, stays: float) -> dict[str, Any]:
+    """Shares of all and of the worst tier, at the gate's rate of four replicas."""
+    shares = Tried(data, HOST, seed, stays, replicas, stays / 2).run(MODES[mode], GATE_SETS[data][1] * replicas)
+    return {
+        "data": data, "few": replicas, "mode": mode, "seed": seed, "attained": shares["all"], "worst": shares["worst"],
+    }  # fmt: skip
 
 
 class Table:
     """Goodput (requests/s) of ours and of the others, by data set and measure."""
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self.ours = {label(v): v for v in values if v["name"] == OURS}
-        others = [*recorded(OTHERS), *(v for v in values if v["name"] != OURS)]
-        self.others = [v for v in others if UNTAUGHT not in v["name"]]
+        self.ours = {v["data"]: v for v in values if "measures" in v}
+        self.others = [v for v in recorded(OTHERS) if UNTAUGHT not in v["name"]]
 
     def goodput(self, value: Any, measure: str) -> Any:
         """A replica's, by seed."""
@@ -96,7 +74,7 @@ class Table:
     def best(self, data: str, measure: str) -> Any:
         """Of the others the one whose mean over seeds is the largest, of those run on all seeds of ours."""
         seeds = self.ours[data]["seeds"]
-        own = [v for v in self.others if label(v) == data and v["seeds"][: len(seeds)] == seeds]
+        own = [v for v in self.others if v["data"] == data and v["seeds"][: len(seeds)] == seeds]
         return max(own, key=lambda v: float(np.mean(self.goodput(v, measure))))
 
     def ratios(self, data: str, measure: str) -> Any:
@@ -107,13 +85,28 @@ class Table:
 
     def mean(self, measure: str) -> Estimate:
         """Geometric mean over data sets, by seed: of those with one, that one in each."""
-        besides = f"{WIDE}, {FEWER} replicas" if WIDE in self.ours else ""
-        logs = np.broadcast_arrays(*[np.log(self.ratios(data, measure)) for data in self.ours if data != besides])
+        logs = np.broadcast_arrays(*[np.log(self.ratios(data, measure)) for data in self.ours])
         return over_seeds([float(x) for x in np.mean(logs, axis=0)]).exp()
 
     def least(self, measure: str) -> Estimate:
         each = [over_seeds([float(x) for x in np.log(self.ratios(data, measure))]).exp() for data in self.ours]
         return min(each, key=lambda ratio: ratio.value)
+
+
+class Modes:
+    """Shares on few replicas, in percent, by case and mode, seed by seed."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.own: dict[tuple[str, int], dict[str, list[Any]]] = {}
+        for v in (v for v in values if "few" in v):
+            shares = 100.0 * np.array([v["attained"], v["worst"]])
+            self.own.setdefault((v["data"], v["few"]), {}).setdefault(v["mode"], []).append(shares)
+
+    def ahead(self, case: tuple[str, int]) -> Estimate:
+        """Points, of the mean of all and the worst tier, by which auto is ahead of the best other mode."""
+        both = {mode: np.mean(shares, axis=1) for mode, shares in self.own[case].items()}
+        best = max((mode for mode in both if mode != AUTO), key=lambda mode: float(np.mean(both[mode])))
+        return over_seeds((both[AUTO] - both[best]).tolist())
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
@@ -122,6 +115,8 @@ def found(values: Sequence[Any], small: bool) -> Found:
     for measure, name in zip(MEASURES, ("90", "95", "each"), strict=True):
         estimates[f"fleet-{name}"] = table.mean(measure)
         estimates[f"least-{name}"] = table.least(measure)
+    modes = Modes(values)
+    estimates["auto-least"] = min(map(modes.ahead, modes.own), key=lambda points: points.value)
     given = {"replicas": REPLICAS, "measures": MEASURES, "host": HOST}
     return Found(estimates, list(values), SEEDS[:1] if small else SEEDS, "deadline", given)
 
@@ -138,11 +133,21 @@ def tables(data: Sequence[Any]) -> str:
             best, ratios = table.best(name, measure), table.ratios(name, measure)
             tiers = [min(v["measures"][measure]["tiers"].values(), default=0.0) for v in (table.ours[name], best)]
             rows.append([
-                name, " ".join(f"{ratio:.2f}" for ratio in ratios), f"`{best['measures'][measure]['setting']}`",
+                f"{name}, {FEWER} replicas" if name in LARGE else name,
+                " ".join(f"{ratio:.2f}" for ratio in ratios), f"`{best['measures'][measure]['setting']}`",
                 f"{float(np.mean(table.goodput(table.ours[name], measure))):.3g}",
                 f"{100 * tiers[0]:.0f} %, {100 * tiers[1]:.0f} %",
             ])  # fmt: skip
         parts.append(f"{measure}, by seed:\n\n{markdown(rows)}")
+    modes = Modes(data)
+    rows = [["data set, replicas", *MODES, "auto ahead of the best other, points of both"]]
+    for case in sorted(modes.own, key=lambda case: modes.ahead(case).value):
+        shares = [np.mean(modes.own[case][mode], axis=0) for mode in MODES]
+        rows.append([
+            f"{case[0]}, {case[1]}", *(f"{every:.1f}, {worst:.1f}" for every, worst in shares),
+            modes.ahead(case).shown("+.1f"),
+        ])  # fmt: skip
+    parts.append(f"Attained on few replicas at one rate, worst tier, %:\n\n{markdown(rows)}")
     return "\n\n".join(parts)
 
 

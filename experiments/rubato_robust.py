@@ -1,151 +1,82 @@
-"""What our own policy promises and keeps: at 0.8 to 3 times capacity, with a model that is wrong, and with slow bursts;
-and what it costs below capacity.
+"""The gate: our own policy beside others and README's example, on every load near or beyond capacity, in five noises.
 
-A request is promised when its first token is in time and it was not declined before; a promise is broken when a later
-token is late: reported as a share of the promised, those kept and those broken. Conditions: steps off by 5 %; beside
-that a latency model that says 15 % too little, or too much, for ever (the scenarios' profiles do not learn); and
-bursts, one in 400 steps on average, of five steps three times as long. Lengths are learnt. Below capacity: mean TTFT
-and e2e beside those of `vllm`, in the setting that holds most, at shares of the rate that it holds (`rubato-replica`);
-one's seeds with the other's, seed by seed.
+A cell is a load (`_gate_loads`) under one kind of noise; each runs under every policy in its default settings, on the
+same requests and seeds. Attainment of all can be won by giving up a whole tier, so that the worst tier stands beside it
+(of sessions: whole ones, and the worst tier of their turns). Of requests whose first token came in time, a promise,
+those that missed a later one are counted, and how many did within one second. On some loads of one replica each part of
+the policy is left out, too (`_gate_parts`). Below capacity: mean TTFT and e2e beside those of `vllm`, in the setting
+that holds most, at shares of the rate that it holds (`rubato-replica`), seed by seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from experiments import Found
-from experiments._rubato_runs import MOST_TOKENS, NOISE, USUALLY, hardware, recorded, served
-from rubato.core.events import Demoted, Event
-from rubato.core.interfaces import LatencyModel, Line
-from rubato.core.plan import Shape
-from rubato.fleet.cluster_options import PolicyChoice
-from rubato.latency.model_wrapper import ModelWrapper
+from experiments._gate import NOISES, cell
+from experiments._gate_loads import loads
+from experiments._gate_parts import PARTS, without
+from experiments._rubato_runs import hardware, recorded, served
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.measure.records import Record
 from rubato.planning.jobs import Job
 from rubato.planning.request_source import ScenarioSource
 from rubato.planning.sweep import markdown
-from rubato.simulation.run_spec import RunSpec, conditional_mean
-from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload
 
 SOURCE = "ours"
-SECONDS = 1480.0
+SECONDS = 7000.0
 
-CAPACITY = {"chatbot": 4.65, "coder": 2.0, "summarizer": 3.35, "mixed": 5.3}  # requests/s that attain 90 %, about
-MULTIPLES = (0.8, 1.0, 1.5, 3.0)
-CONDITIONS = ("plain", "too fast", "too slow", "bursts")
-POLICIES = (
-    "rubato", "slos_serve", "edf:max_ttft_share=1,safety_margin=0", "qoserve:reserve_kv=true",
-    "scorpio:mixed=true,budget=512,ttft_reserve=0,reserve_kv=true",
+OURS, EXAMPLE, LEFT_OUT = "rubato", "example", "without "
+OTHERS = ("edf", "vllm", "sarathi", "slos_serve", "qoserve", EXAMPLE)
+SEEDS = (1, 2, 3)
+PARTS_LOADS = (
+    "demo 1.3", "chatbot", "coder", "sessions 4.5", "mix 18", "mix 24, learnt", "uniform-4096-1024 x1", "burst",
 )  # fmt: skip
-COUNT, SEEDS = 3000, (1,)
-EVERY, LENGTH, FACTOR = 400, 5, 3.0  # steps from burst to burst, of a burst, and how many times as long these are
-WRONG = {"too fast": 0.85, "too slow": 1.15}
-SHARES, BELOW_COUNT, BELOW_SEEDS = (0.5, 0.7), 1000, (1, 2, 3, 4, 5, 6)
-
-
-@dataclass(frozen=True)
-class Scaled(ModelWrapper):
-    """A model that says so many times what another says."""
-
-    factor: float = 1.0
-
-    def step_time(self, shape: Shape) -> float:
-        return self.factor * self.model.step_time(shape)
-
-    def seconds_of(self, *features: int) -> float:
-        return self.factor * self.model.seconds_of(*features)
-
-    def line(self, seqs: int, kv: int) -> Line | None:
-        return None
-
-    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
-        return self.model.largest_chunk(seconds / self.factor, base, cached, most)
-
-
-@dataclass(frozen=True)
-class Bursts(ModelWrapper):
-    """The truth of a machine that is slow now and then: asked once a step."""
-
-    rng: np.random.Generator = field(default_factory=np.random.default_rng)
-    left: list[int] = field(default_factory=lambda: [0])
-
-    def step_time(self, shape: Shape) -> float:
-        return self._factor() * self.model.step_time(shape)
-
-    def seconds_of(self, *features: int) -> float:
-        return self._factor() * self.model.seconds_of(*features)
-
-    def line(self, seqs: int, kv: int) -> Line | None:
-        return None
-
-    def _factor(self) -> float:
-        if not self.left[0] and self.rng.random() < 1.0 / EVERY:
-            self.left[0] = LENGTH
-        if not self.left[0]:
-            return 1.0
-        self.left[0] -= 1
-        return FACTOR
+PARTS_NOISES, PARTS_SEEDS = ("independent", "wandering"), (1, 2)
+NEAR = 0.98  # of the best other
+SCENARIOS, SHARES = ("chatbot", "coder", "summarizer", "mixed"), (0.5, 0.7)  # below capacity
+BELOW_COUNT, BELOW_SEEDS = 1000, (1, 2, 3, 4, 5, 6)
 
 
 def jobs(small: bool) -> list[Job]:
-    count, seeds = (30, (1,)) if small else (COUNT, SEEDS)
-    scenarios, policies = (("coder",), POLICIES[:2]) if small else (tuple(CAPACITY), POLICIES)
-    uncrowded = (BELOW_SEEDS[:2], count) if small else (BELOW_SEEDS, BELOW_COUNT)
-    return [
-        Job(f"{scenario} {condition} {policy} {seed}", measured, (scenario, condition, policy, seed, count))
-        for scenario in scenarios for condition in CONDITIONS for policy in policies for seed in seeds
-    ] + [
-        Job(f"{scenario} below", below, (scenario, *uncrowded)) for scenario in scenarios
+    chosen, parts = (("coder",), list(PARTS)[-2:]) if small else (tuple(loads()), list(PARTS))
+    noises, seeds = (PARTS_NOISES, SEEDS[:1]) if small else (tuple(NOISES), SEEDS)
+    cells = [(load, policy, noises, seed) for seed in seeds for load in chosen for policy in (OURS, *OTHERS)]
+    cells += [
+        (load, LEFT_OUT + part, PARTS_NOISES, seed)
+        for seed in PARTS_SEEDS[: len(seeds)] for load in PARTS_LOADS if load in chosen for part in parts
     ]  # fmt: skip
+    uncrowded = (BELOW_SEEDS[:2], 30) if small else (BELOW_SEEDS, BELOW_COUNT)
+    return [Job(f"{given[0]}, {given[1]}, seed {given[3]}", measured, given) for given in cells] + [
+        Job(f"{scenario} below", below, (scenario, *uncrowded)) for scenario in (chosen if small else SCENARIOS)
+    ]
 
 
-def measured(scenario: str, condition: str, policy: str, seed: int, count: int) -> list[dict[str, Any]]:
-    """At each multiple of the capacity."""
-    return [tried(scenario, condition, policy, seed, count, multiple) for multiple in MULTIPLES]
+def measured(load: str, name: str, noises: Sequence[str], seed: int) -> list[dict[str, Any]]:
+    """The cells of a policy, of `EXAMPLE`, or of ours with a part left out."""
+    if name.startswith(LEFT_OUT):
+        with without(name.removeprefix(LEFT_OUT)):
+            return [cell(load, noise, OURS, seed) | {"policy": name} for noise in noises]
+    with TemporaryDirectory() as folder:
+        policy = name
+        if name == EXAMPLE:
+            file = Path(folder) / f"{EXAMPLE}.py"
+            file.write_text(example(), encoding="utf-8")
+            policy = str(file)
+        return [cell(load, noise, policy, seed) | {"policy": name} for noise in noises]
 
 
-def tried(scenario: str, condition: str, policy: str, seed: int, count: int, multiple: float) -> dict[str, Any]:
-    machine = hardware(scenario)
-    load = ScenarioSource(f"slos-serve-{scenario}", machine, count=count).make(seed)
-    load = load.rescaled(CAPACITY[scenario] * multiple)
-    believed: LatencyModel = machine.model
-    if condition in WRONG:
-        believed = Scaled(machine.model, WRONG[condition])
-    if condition == "bursts":
-        machine = replace(machine, model=Bursts(machine.model, np.random.default_rng(seed)))
-    declined: dict[str, float] = {}
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Demoted):
-            declined.setdefault(event.id, event.at)
-
-    spec = RunSpec(
-        machine, PolicyChoice.parse(policy), 1, lengths=conditional_mean, learns=True, noise=NOISE, believed=believed,
-        stated_max_tokens=MOST_TOKENS.get(scenario, USUALLY),
-    )  # fmt: skip
-    records = simulate(load, spec, seed, causes=False, listen=listen).records
-    ttfts = {a.tier: load.slo(a).ttft or np.inf for a in load.arrivals}
-    met = {r.id: r.verdict.met and not r.best_effort for r in records}
-    promised = [r for r in records if in_time(r, ttfts) and declined.get(r.id, np.inf) > r.at + (r.verdict.ttft or 0.0)]
-    tiers = {tier: float(np.mean([met[r.id] for r in records if r.tier == tier])) for tier in ttfts}
-    longest = sorted(records, key=lambda r: r.output)[-(len(records) // 10) :]
-    demoted = [r for r in records if r.best_effort]
-    return {
-        "scenario": scenario, "condition": condition, "policy": policy, "seed": seed, "multiple": multiple,
-        "attained": float(np.mean(list(met.values()))), "tiers": tiers,
-        "longest": float(np.mean([met[r.id] for r in longest])),
-        "broken": sum(not met[r.id] for r in promised) / len(records),
-        "unfinished": sum(r.outcome != "completed" for r in records),
-        "demoted": len(demoted) / len(records),
-        "demoted_e2e": max([r.verdict.e2e or 0.0 for r in demoted], default=0.0),
-        "seconds": records[-1].at,
-    }  # fmt: skip
+def example() -> str:
+    """README's scheduler."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    blocks: list[str] = re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S)
+    return next(block for block in blocks if "class Scheduler" in block)
 
 
 def below(scenario: str, seeds: Sequence[int], count: int) -> list[dict[str, Any]]:
@@ -158,7 +89,7 @@ def below(scenario: str, seeds: Sequence[int], count: int) -> list[dict[str, Any
         for seed in seeds:
             load = ScenarioSource(f"slos-serve-{scenario}", hardware(scenario), count=count).make(seed)
             load = load.rescaled(share * float(np.mean(vllm["goodput"])))
-            pairs.append([means(load, scenario, policy, seed) for policy in ("rubato", vllm["setting"])])
+            pairs.append([means(load, scenario, policy, seed) for policy in (OURS, vllm["setting"])])
         e2e, ttft, attained = np.moveaxis(np.array(pairs), 2, 0)  # each by seed, and by policy
         cells.append({
             "scenario": scenario, "share": share, "e2e": (e2e[:, 0] / e2e[:, 1]).tolist(),
@@ -173,61 +104,134 @@ def means(load: Workload, scenario: str, policy: str, seed: int) -> Any:
     return np.mean([(v.e2e or 0.0, v.ttft or 0.0, v.met) for v in verdicts], axis=0)
 
 
-def in_time(record: Record, ttfts: Mapping[str, float]) -> bool:
-    return record.verdict.ttft is not None and record.verdict.ttft <= ttfts[record.tier]
+# --------------------------------------------------------------------------- what was found
 
 
-def of_promised(run: Mapping[str, Any]) -> float:
-    """The share of promises that is broken."""
-    return float(run["broken"]) / max(1e-9, float(run["broken"]) + float(run["attained"]))
+class Table:
+    """Cells by load and noise, seed by seed. both: the mean of `attained` and `worst`."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        runs = [v | {"both": (v["attained"] + v["worst"]) / 2} for v in values if "noise" in v]
+        self.runs: dict[tuple[str, str, str], list[Any]] = {}
+        for run in runs:
+            self.runs.setdefault((run["load"], run["noise"], run["policy"]), []).append(run)
+        self.cells = [(load, noise) for load, noise, policy in self.runs if policy == OURS]
+        self.below = [v for v in values if "share" in v]
+
+    def shares(self, cell: tuple[str, str], policy: str, key: str = "attained", seeds: int | None = None) -> Any:
+        """By seed."""
+        return np.array([run[key] for run in self.runs[*cell, policy][:seeds]])
+
+    def best(self, cells: Sequence[tuple[str, str]], key: str = "attained") -> str:
+        """Of the others the one with the largest mean."""
+        return max(OTHERS, key=lambda other: self.mean(cells, other, key))
+
+    def mean(self, cells: Sequence[tuple[str, str]], policy: str, key: str = "attained") -> float:
+        return float(np.mean([self.shares(cell, policy, key) for cell in cells]))
+
+    def ratio(self, key: str) -> Estimate:
+        """Ours over the best other of each cell: mean over cells, by seed."""
+        each = [self.shares(cell, OURS, key) / self.shares(cell, self.best([cell], key), key) for cell in self.cells]
+        return over_seeds(np.mean(each, axis=0).tolist())
+
+    def near(self) -> float:
+        """Percent of cells in which ours is near the best other, or ahead of it."""
+        return 100.0 * float(
+            np.mean([self.mean([c], OURS) >= NEAR * self.mean([c], self.best([c])) for c in self.cells])
+        )
+
+    def ahead(self, other: str, key: str) -> Estimate:
+        """Points, mean over cells, by seed."""
+        each = [self.shares(cell, OURS, key) - self.shares(cell, other, key) for cell in self.cells]
+        return over_seeds((100.0 * np.mean(each, axis=0)).tolist())
+
+    def broken(self, cells: Sequence[tuple[str, str]], policy: str = OURS) -> float:
+        """Percent of the promises."""
+        runs = [run for cell in cells for run in self.runs[*cell, policy]]
+        broken, promised = (sum(int(run[key]) for run in runs) for key in ("broken", "promised"))
+        return 100.0 * broken / max(1, promised)
+
+    def lost(self, part: str, key: str) -> Estimate:
+        """Points that are lost without a part, mean over its cells, by seed."""
+        each = []
+        for load, noise in self.without(part):
+            left_out = self.shares((load, noise), LEFT_OUT + part, key)
+            each.append(self.shares((load, noise), OURS, key, len(left_out)) - left_out)
+        return over_seeds((100.0 * np.mean(each, axis=0)).tolist())
+
+    def without(self, part: str) -> list[tuple[str, str]]:
+        """The cells in which it was left out."""
+        return [(load, noise) for load, noise, policy in self.runs if policy == LEFT_OUT + part]
+
+    def parts(self) -> list[str]:
+        """What gives least first."""
+        ran = [part for part in PARTS if self.without(part)]
+        return sorted(ran, key=lambda part: self.lost(part, "both").value)
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
-    cells = [cell for own in values for cell in own if "share" in cell]
-    runs = [run for own in values for run in own if "share" not in run]
-    ours = [run for run in runs if run["policy"] == "rubato"]
-    estimates = {}
-    for condition in CONDITIONS:
-        own = [run for run in ours if run["condition"] == condition]
-        estimates[f"broken-{condition.replace(' ', '-')}"] = Estimate.exact(100.0 * max(map(of_promised, own)))
-    behind = [run["attained"] - min(run["tiers"].values()) for run in ours]
-    estimates["worst-tier"] = Estimate.exact(100.0 * max(behind))
-    estimates["longest-outputs"] = Estimate.exact(100.0 * max(run["attained"] - run["longest"] for run in ours))
-    estimates["unfinished"] = Estimate.exact(sum(run["unfinished"] for run in ours))
-    for name in ("e2e", "ttft"):
-        estimates[f"below-{name}"] = max([over_seeds(cell[name]) for cell in cells], key=lambda each: each.value)
-    given = {
-        "capacity": CAPACITY, "count": COUNT, "noise": NOISE, "lengths": "conditional_mean",
-        "bursts": [EVERY, LENGTH, FACTOR],
+    data = [cell for own in values for cell in own]
+    table = Table(data)
+    ours = [run for cell in table.cells for run in table.runs[*cell, OURS]]
+    estimates = {
+        "near-best": Estimate.exact(table.near()), "ratio": table.ratio("attained"), "ratio-both": table.ratio("both")
     }  # fmt: skip
-    return Found(estimates, [*runs, *cells], SEEDS[:1] if small else SEEDS, "deadline", given)
+    for other in OTHERS:
+        estimates[f"over-{other}"] = table.ahead(other, "attained")
+        estimates[f"worst-over-{other}"] = table.ahead(other, "worst")
+    estimates["broken"] = Estimate.exact(table.broken(table.cells))
+    estimates["broken-cell"] = Estimate.exact(max(table.broken([cell]) for cell in table.cells))
+    estimates["together"] = Estimate.exact(max(run["together"] for run in ours))
+    estimates["least-part"] = table.lost(table.parts()[0], "both")
+    for name in ("e2e", "ttft"):
+        estimates[f"below-{name}"] = max([over_seeds(own[name]) for own in table.below], key=lambda each: each.value)
+    return Found(
+        estimates, data, SEEDS[:1] if small else SEEDS, "deadline", {"noises": NOISES, "parts_seeds": PARTS_SEEDS}
+    )
 
 
 def tables(data: Sequence[Any]) -> str:
-    """Attained and broken by scenario, condition and multiple; means over seeds. What it costs below capacity."""
-    parts = []
-    cells, data = [v for v in data if "share" in v], [v for v in data if "share" not in v]
-    for policy in dict.fromkeys(run["policy"] for run in data):
-        rows = [["scenario", "condition", *(f"{m:g} ×: attained, broken of the promised" for m in MULTIPLES)]]
-        for scenario in dict.fromkeys(run["scenario"] for run in data):
-            for condition in CONDITIONS:
-                shown = []
-                for multiple in MULTIPLES:
-                    own = [
-                        run for run in data
-                        if (run["policy"], run["scenario"], run["condition"], run["multiple"])
-                        == (policy, scenario, condition, multiple)
-                    ]  # fmt: skip
-                    attained = 100.0 * float(np.mean([r["attained"] for r in own]))
-                    shown.append(f"{attained:.1f}, {100.0 * float(np.mean([of_promised(r) for r in own])):.2f}")
-                rows.append([scenario, condition, *shown])
-        parts.append(f"`{policy}`, %:\n\n{markdown(rows)}")
-    rows = [["scenario", "share of `vllm`'s rate", "mean TTFT over `vllm`'s", "mean e2e", "attained, `vllm`'s"]]
-    for cell in sorted(cells, key=lambda cell: -float(np.mean(cell["ttft"]))):
-        ratios = [over_seeds(cell[name]) for name in ("ttft", "e2e")]
+    """Losses first."""
+    table = Table(data)
+    everyone = (OURS, *OTHERS)
+
+    def shares(cells: Sequence[tuple[str, str]], policy: str) -> str:
+        return ", ".join(f"{100.0 * table.mean(cells, policy, key):.1f}" for key in ("attained", "worst"))
+
+    def by(which: int) -> Callable[[str], list[tuple[str, str]]]:
+        return lambda name: [cell for cell in table.cells if cell[which] == name]
+
+    def ahead(load: str) -> float:
+        own = by(0)(load)
+        return table.mean(own, OURS) - table.mean(own, table.best(own))
+
+    rows = [["load", "ours", "the best other", "ours broken, %", "its", "most together"]]
+    for load in sorted(dict.fromkeys(load for load, _ in table.cells), key=ahead):
+        own = by(0)(load)
+        best, runs = table.best(own), [run for cell in own for run in table.runs[*cell, OURS]]
         rows.append([
-            cell["scenario"], f"{cell['share']:g}", *(ratio.shown(".3f") for ratio in ratios),
-            ", ".join(f"{100.0 * share:.1f} %" for share in cell["attained"]),
+            load, shares(own, OURS), f"`{best}` {shares(own, best)}", f"{table.broken(own):.2f}",
+            f"{table.broken(own, best):.2f}", str(max(run["together"] for run in runs)),
+        ])  # fmt: skip
+    parts = [f"Attained, worst tier, %, means over noises and seeds:\n\n{markdown(rows)}"]
+    rows = [["noise", *(f"`{policy}`" for policy in everyone)]]
+    for noise in [noise for noise in NOISES if by(1)(noise)]:
+        rows.append([noise, *(shares(by(1)(noise), policy) for policy in everyone)])
+    rows.append(["all", *(shares(table.cells, policy) for policy in everyone)])
+    rows.append(["broken of all, %", *(f"{table.broken(table.cells, policy):.2f}" for policy in everyone)])
+    parts.append(f"Means over loads:\n\n{markdown(rows)}")
+    rows = [["left out", "points lost", "of the worst tier", "broken, %"]]
+    for part in table.parts():
+        lost = [table.lost(part, key).shown(".1f") for key in ("attained", "worst")]
+        rows.append([part, *lost, f"{table.broken(table.without(part), LEFT_OUT + part):.2f}"])
+    whole = f"{table.broken(table.without(table.parts()[0])):.2f} % with all of them"
+    parts.append(f"Each part left out, promises broken ({whole}):\n\n{markdown(rows)}")
+    rows = [["scenario", "share of `vllm`'s rate", "mean TTFT over `vllm`'s", "mean e2e", "attained, `vllm`'s"]]
+    for own in sorted(table.below, key=lambda own: -float(np.mean(own["ttft"]))):
+        ratios = [over_seeds(own[name]) for name in ("ttft", "e2e")]
+        rows.append([
+            own["scenario"], f"{own['share']:g}", *(ratio.shown(".3f") for ratio in ratios),
+            ", ".join(f"{100.0 * share:.1f} %" for share in own["attained"]),
         ])  # fmt: skip
     parts.append(f"Below capacity:\n\n{markdown(rows)}")
     return "\n\n".join(parts)

@@ -23,13 +23,13 @@ from experiments import Found
 from experiments._host import AS_STATED, TODAY, at_host
 from experiments._rate_search import RateSearch, shares_of
 from experiments._rubato_runs import CONTEXT, NOISE, USUALLY
-from experiments.rubato_robust import Scaled
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.request import Request
 from rubato.engines.simulated import Drafter
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.planning.fleet_size_model import Faster
 from rubato.planning.jobs import Job
 from rubato.planning.request_source import ScenarioSource
 from rubato.planning.sweep import markdown
@@ -181,7 +181,7 @@ class Tried(RateSearch):
         own = self.condition
         spec = RunSpec(
             self.machine, PolicyChoice.parse(choice), REPLICAS, lengths=partial(biased, factor=own.lengths),
-            noise=NOISE, believed=Scaled(self.machine.model, own.believed), stated_max_tokens=USUALLY,
+            noise=NOISE, believed=Faster(self.machine.model, 1.0 / own.believed), stated_max_tokens=USUALLY,
             prefix_cache=own.prefix_cache,
             drafter=Drafter(Acceptance(alpha=0.7)) if choice.startswith(DRAFTED) else None,
         )  # fmt: skip

@@ -25,7 +25,7 @@ FULL = sorted((ROOT / "docs" / "figures").glob("*.json"))
 # whose parts other tests of this folder try, or which run as another figure does
 LONG = (
     "adaserve-urgent", "ascendra-capacity", "ascendra-parts", "baselines-today", "bound", "host-today",
-    "polyserve-goodput", "rubato-loads", "rubato-parts", "rubato-replica", "rubato-robust", "sa-gain", "sensitivity",
+    "polyserve-goodput", "rubato-replica", "rubato-robust", "sa-gain", "sensitivity",
     "simulator-fidelity", "simulator-speed", "slos-serve-ablation", "slos-serve-capacity", "slos-serve-host",
     "slos-serve-margin", "slos-serve-overload", "slos-serve-scaling",
 )  # fmt: skip

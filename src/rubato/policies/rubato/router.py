@@ -21,8 +21,8 @@ MODES = ("co", "pd", "auto")
 FEWEST_REPLICAS = 4  # replicas from which on mode auto divides them: each is too large a part of a smaller fleet
 SEEN, EVERY = 256, 64  # requests of late by which replicas are divided, and how many come between two decisions
 # How many times as much of their time prompts must get (`prompts_gain`) for mode auto to divide, and below which it
-# joins again. On 4 replicas each alike holds, of what bins hold: slos-serve-mixed (1.2) 1.3 times, the 70B model of the
-# figure `rubato-loads` (1.5) 1.2 to 1.8 times, uniform-4096-1024 with TPOTs doubled (1.6) as much, half as long again
+# joins again. On 4 replicas each alike holds, of what bins hold: slos-serve-mixed (1.2) 1.3 times, the 70B model
+# of the gate (1.5) 1.2 to 1.8 times, uniform-4096-1024 with TPOTs doubled (1.6) as much, half as long again
 # (1.4) 0.75 times; mooncake-conversation with TPOTs a quarter longer (2.7) 0.7 times.
 DIVIDES, JOINS = 1.8, 1.5
 PATIENCE = 10.0  # seconds from arrival after which best effort need not wait until a replica has no prompts
