@@ -14,7 +14,6 @@ from rubato.policy_kit import kv_survival
 PARTS: Mapping[str, tuple[tuple[Any, str, Any], ...]] = {
     "heaviest prompts are left out": ((scheduler, "left_out", lambda *_: set()),),
     "several lengths of a step": ((scheduler, "LADDER", (1.25,)),),
-    "arrivals bound a step": ((requests, "LATE_ARRIVALS", 1.0),),
     "decodes sit out": ((batch, "SPARE", inf),),
     "memory": ((kv_survival.KVSurvival, "fits", lambda *_: True),),
     "outputs may be longer than predicted": ((kv_survival.OutputRatios, "add", lambda *_: None),),

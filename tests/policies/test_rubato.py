@@ -17,7 +17,7 @@ from rubato.core.plan import Tree
 from rubato.latency.roofline import Model
 from rubato.policies.rubato.drafts import Drafts, nodes_to_verify
 from rubato.policies.rubato.requests import Requests, TierLosses
-from rubato.policies.rubato.supply import PLAIN, UNSURE, DecodeSteps, Job, StepErrors, left_out
+from rubato.policies.rubato.supply import PLAIN, DecodeSteps, Job, StepErrors, left_out
 from rubato.policy_kit.kv_survival import ENOUGH, KVSurvival, OutputRatios, Resident, SurvivalCurve
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
@@ -171,9 +171,9 @@ def test_errors_are_measured_from_plan_to_plan_mean_and_deviation_apart() -> Non
 
 
 def lead_after(*took: float) -> float:
-    """Of steps of 100 ms that took so long, in seconds, after as many as make errors count."""
+    """Of steps of 100 ms that took so long, in seconds, after 16 that took what was predicted."""
     errors, now, running = StepErrors(), 0.0, [decode("a")]
-    for seconds in [*[0.1] * UNSURE, *took]:
+    for seconds in [*[0.1] * 16, *took]:
         errors.planned(now, 0.1)
         now += seconds
         errors.learn(seen([], running, now=now))
@@ -185,25 +185,14 @@ def lead_after(*took: float) -> float:
     [
         ([0.1] * 40, 0.0),  # as predicted, always
         ([0.15], 0.2),  # once late: two steps
-        ([0.15] * 8, 0.2),  # late again and again: the steps are planned longer
+        ([0.15] * 8, 0.29),  # late again and again: the steps are planned longer
         ([0.6], 0.49),  # a pause of five steps, a tenth of a step of which is made up for at once
-        ([0.6, *[0.1] * 10, 0.3], 0.52),  # ten steps later it is still 350 ms behind
-        ([0.6, *[0.1] * 100], 0.48),  # forgotten by half in 2,048 steps
-        ([9.0], 0.84),  # eight steps at most
+        ([0.6, *[0.1] * 10, 0.3], 0.56),  # ten steps later it is still 390 ms behind
+        ([0.6, *[0.1] * 100], 0.48),  # forgotten in 4,096 steps
     ],
 )
 def test_the_lead_is_how_far_steps_have_been_behind_their_plan(took: list[float], lead: float) -> None:
     assert lead_after(*took) == pytest.approx(lead, abs=0.03)
-
-
-@pytest.mark.parametrize(("with_prompts", "seconds"), [(True, 0.085 / 0.97), (False, 1.0)])
-def test_steps_are_short_where_requests_come_while_prompts_run(with_prompts: bool, seconds: float) -> None:
-    """Each has 85 ms to spare."""
-    requests = Requests(4.0, 0.0)
-    for i in range(200):
-        requests.with_prompts = with_prompts
-        requests.parts(seen([prompt(f"p{i}", 5, ttft=0.1)], []))
-    assert requests.shortest_step == pytest.approx(seconds, rel=0.02)
 
 
 # ----------------------------------------------------------------- a step
@@ -315,15 +304,6 @@ def test_an_entry_verifies_as_much_as_pays_and_brings_what_its_trees_promise() -
     most, _ = steps.owed(np.array([9.0, 9.0 + 3.1 * 0.04]))
     assert list(most) == [1.0, pytest.approx(5 / 3)]  # entries: one, then all that its five tokens to come take
     assert Drafts().entry(replace(shown, supports=frozenset()), [job(s) for s in running]) == PLAIN
-
-
-def test_no_step_with_drafts_is_shorter_than_one_of_all_decodes_and_their_nodes() -> None:
-    near, far = drafted("near", CHAIN, tpot=0.02, due=0.012), drafted("far", CHAIN, tpot=0.02, due=0.02)
-    for supports, width in ((frozenset({"draft", "tree"}), 3), (frozenset({"draft"}), 1)):
-        shown = replace(drafting_view([near, far], (prompt("p", 40, ttft=5.0),)), supports=supports)
-        plan = load("rubato").plan(shown)
-        assert {w.seq: len(w.verify) for w in plan.work if w.seq != "p"} == {"near": 2, "far": 2}
-        assert {w.draft[1] for w in plan.work if w.draft is not None} == {width}
 
 
 def test_nodes_take_no_kv_that_decodes_need() -> None:

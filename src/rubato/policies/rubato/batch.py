@@ -17,8 +17,6 @@ from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end
 from rubato.policy_kit.draft_value import drafting, with_nodes
 
 SPARE = 0.5  # of the time that prompts can spare, taken by decodes that could wait: with none, Coder loses 15 points
-LEAST = 1.2  # times the seconds of a single token: no step is planned shorter
-ONE_MORE = 1.5  # of these seconds, within which another step cannot be squeezed in before a deadline
 TURN, TURN_TOKENS = 16, 64  # one step in so many, at least, gives the oldest best effort so much of its prompt
 
 
@@ -77,37 +75,17 @@ class StepBatch:
         """How many decodes, those due first, are in the step whatever prompts there are; and its seconds at most."""
         steps = self._steps
         all_, now = len(steps.decodes), steps.now
-        hard = steps.first_due() - now
-        bound = max(min(longest, hard), LEAST * steps.base, self._floor)
-        behind = steps.entry.draft is not None and bound < steps.full
-        if behind:  # the step that brings most tokens a second: shorter ones, or fewer decodes, end in delay for all
-            bound = hard = steps.full
+        bound = max(min(longest, steps.first_due() - now), steps.base, self._floor)
         if not self._kept:
             return (all_ if steps.least(all_) <= bound else steps.most_within(all_, bound)), bound
-        following = longest
-
-        def urgent(seconds: float) -> int:
-            """Decodes due before the step after one of so many seconds would end."""
-            return steps.due_by(now + seconds + following)
-
+        urgent = steps.due_by(now + bound + longest)  # before the step after this one would end
         spared = SPARE * max(0.0, laxity) / max(steps.each, 1e-9)
-        count = all_ if behind else min(all_, int(min(1e9, urgent(bound) + spared)))
+        count = min(all_, int(min(1e9, urgent + spared)))
         if steps.least(count) > bound:
             count = steps.most_within(count, bound)
         first = self._kept[0]
-        left, whole = steps.within(first.due - now), steps.seconds_with(count, first)
-        if whole <= left:
-            if left < bound:
-                bound = left
-            elif bound < whole <= hard and whole + ONE_MORE * steps.base > left:
-                bound = whole + 1e-6  # a step more would be too late for it
-            return count, bound
-        fewest, most = urgent(left), min(left, max(bound, min(longest, hard)))
-        if steps.seconds_with(fewest, first) <= most:  # with fewer decodes it is in time
-            while fewest < count and steps.seconds_with(fewest + 1, first) <= most:
-                fewest += 1
-            return min(fewest, count), most
-        return count, bound
+        left = steps.within(first.due - now)
+        return count, min(bound, left) if steps.seconds_with(count, first) <= left else bound
 
     # ----------------------------------------------------------------- what is in it
 

@@ -3,40 +3,25 @@ best effort, to its end."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import exp, inf, sqrt
+from math import exp, inf
 from operator import attrgetter
-
-import numpy as np
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.length_prediction import class_of
 from rubato.core.plan import Shape
 from rubato.core.slo import WINDOW
-from rubato.policies.rubato.supply import Entry, Job
+from rubato.policies.rubato.supply import MEMORY, SLACK, Entry, Job
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_survival import SENSELESS, Resident
 from rubato.policy_kit.paces import Window, tightest_tpot, windows
 from rubato.policy_kit.refusals import wants_refusal
 
-MEMORY = 256  # requests over which losses fade
-SLOWLY = 150.0  # requests of a tier that all are lost, until that alone weighs as if it lost all others too
-FARTHEST = 0.6  # how far behind, at most: a tier that cannot be served must not starve all others
-FORGOTTEN = 0.05  # a tier offered less than this, after fading, is dropped: a client may name any
-RECENT = 64  # requests whose time to spare says how long a step may be
-LATE_ARRIVALS = 0.03  # share of those that may lose their TTFT to a step that is under way when they come
 # A decode with an e2e SLO is expected to get a token in so many times a usual step, or a step of which the part that is
 # the same for all takes a third: paced by shorter ones, it forces steps to be short, and these lose capacity.
 E2E_PACE, E2E_STEP = 1.25, 3.0
-E2E_WAIT = 3.0  # such tokens' time that it waits at most: its output may be longer than predicted
-FEW_LOST_SHARE = 0.02  # of requests, lost of late: up to that steps may be short, and whatever can end in time is tried
-UNKNOWN = 0.5  # of an e2e SLO that is for the decode while nothing is known of lengths
 MOST_AHEAD_TOKENS = 8.0  # tokens that a decode is ahead at most, for slow steps to come
-PACE_UP = 0.95  # of its TPOT, in which a decode that is to get further ahead has its next token
-PACE_UP_DRAFTED = 1.15  # the same of the time that its tokens are worth: shorter steps bring fewer tokens a second
-SOONER = 0.5  # of the time that a prompt has, at most, by which it is due sooner
 ARRIVAL = attrgetter("request.arrival")
 
 
@@ -80,41 +65,40 @@ class Parts:
             for job in self.decodes
         ]
         if entry.draft is not None:
-            self.prompts = [
-                job._replace(due=job.due - min(entry.unlucky(job.tpot), SOONER * (job.due - job.arrival)))
-                for job in self.prompts
-            ]
+            self.prompts = [job._replace(due=job.due - entry.unlucky(job.tpot)) for job in self.prompts]
         self.decodes.sort()
         self.prompts.sort()
 
 
 class TierLosses:
     """How many requests of each tier were lost of late, and what a tier's prompts therefore weigh when some are to be
-    left out: less, the more it loses beyond others, and the longer that goes on."""
+    left out: less, the more it loses beyond others."""
 
     def __init__(self, fairness: float) -> None:
         self._fairness = fairness
-        self._tiers: dict[str, tuple[float, float, float]] = {}  # offered, of these lost, how far behind for how long
+        self._tiers: dict[str, tuple[float, float]] = {}  # offered, and of these lost
 
     def count(self, tier: str, lost: bool) -> None:
         """A request has ended in time, or is lost. All tiers fade with each, so that they compare."""
         fade = 1.0 - 1.0 / MEMORY
-        self._tiers = {name: (o * fade, n * fade, b) for name, (o, n, b) in self._tiers.items() if o > FORGOTTEN}
-        offered, before, behind = self._tiers.get(tier, (0.0, 0.0, 0.0))
-        behind += (lost - self.share()) / SLOWLY
-        self._tiers[tier] = offered + 1.0, before + lost, max(-FARTHEST, min(FARTHEST, behind))
+        faded = {name: (o * fade, n * fade) for name, (o, n) in self._tiers.items()}
+        self._tiers = {
+            name: counts for name, counts in faded.items() if counts[0] > 1.0 / MEMORY
+        }  # a client may name any
+        offered, before = self._tiers.get(tier, (0.0, 0.0))
+        self._tiers[tier] = offered + 1.0, before + lost
 
     def share(self) -> float:
         """Of all requests of late, those that were lost."""
-        offered = sum([o for o, _, _ in self._tiers.values()])
-        return sum([n for _, n, _ in self._tiers.values()]) / offered if offered else 0.0
+        offered = sum([o for o, _ in self._tiers.values()])
+        return sum([n for _, n in self._tiers.values()]) / offered if offered else 0.0
 
     def weights(self) -> Mapping[str, float]:
         """By tier; those not named weigh 1."""
         if not self._fairness or len(self._tiers) < 2:
             return {}
         mean, fairness = self.share(), self._fairness
-        return {tier: exp(fairness * (mean - n / o - behind)) for tier, (o, n, behind) in self._tiers.items()}
+        return {tier: exp(fairness * (mean - n / o)) for tier, (o, n) in self._tiers.items()}
 
 
 class Requests:
@@ -125,14 +109,9 @@ class Requests:
         self._known: dict[str, _Known] = {}
         self._given_up: set[str] = set()  # best effort to their ends: not looked at again
         self._windows: Mapping[str, Window] = {}  # of decodes, if these are judged
-        self._spare: deque[float] = deque(maxlen=RECENT)  # TTFT less the seconds of the prompt alone
         self._oldest = ""
         self.losses = TierLosses(fairness)
-        self._delayed = 1.0  # share of arrivals that came while a step with prompts was under way
-        self.with_prompts = False  # whether the last step had prompts
-        self._overloaded = False
         self._pace = self._quickest = 0.0  # seconds of a token of a decode with an e2e SLO: as expected, and at best
-        self.shortest_step = inf  # seconds: the longest step that is no danger to what arrives meanwhile
 
     def left(self, id: str, finished: bool) -> tuple[str, float]:
         """A request has left the replica: its class, and the output tokens first predicted for it, 0 if unknown. One
@@ -146,8 +125,7 @@ class Requests:
 
     def steps_take(self, quickest: float, usual: float) -> None:
         """Seconds of a step of a single token, and of one as they are of late."""
-        self._overloaded = self.losses.share() > FEW_LOST_SHARE
-        self._quickest, self._pace = quickest, E2E_PACE * max(usual, (E2E_STEP if self._overloaded else 1.0) * quickest)
+        self._quickest, self._pace = quickest, E2E_PACE * max(usual, E2E_STEP * quickest)
 
     def parts(self, view: View) -> Parts:
         """What is here; `Parts.in_order` must be called before decodes and prompts are used."""
@@ -213,7 +191,7 @@ class Requests:
                 self._given_up.add(seq.id)
                 best_effort.append(seq)
                 return
-            known = self._meet(view, seq)
+            known = self._known[seq.id] = _Known(seq.request.tier, class_of(seq.request))
         cached = seq.cached
         pending = seq.length - cached
         due, tpot, until, last = self._times(view, seq, known, pending)
@@ -231,23 +209,6 @@ class Requests:
             parts.prompts.append(job)
             known.job, known.until = job, min(until, due - alone)
 
-    def _meet(self, view: View, seq: SeqView) -> _Known:
-        known = self._known[seq.id] = _Known(seq.request.tier, class_of(seq.request))
-        ttft = seq.request.stages[0].slo.ttft
-        if ttft is not None:
-            self._delayed += (self.with_prompts - self._delayed) / RECENT
-            self._spare.append(ttft - view.latency.step_time(Shape().plus(seq.pending, seq.cached)))
-            spare = np.array([s for s in self._spare if s > 0.0] or [inf])
-            low, high = 1e-3, 1.0
-            # What comes at random in a step of s seconds, with t to spare, is in time by t / s. Where few come in one,
-            # few wait for others besides: squared.
-            for _ in range(10):
-                middle = sqrt(low * high)
-                enough = self._delayed**2 * (1.0 - float(np.minimum(1.0, spare / middle).mean())) <= LATE_ARRIVALS
-                low, high = (middle, high) if enough else (low, middle)
-            self.shortest_step = low
-        return known
-
     def _times(self, view: View, seq: SeqView, known: _Known, pending: int) -> tuple[float, float, float, float]:
         """When its next token is due, the seconds from there to the one after it, until when that is so if nothing
         comes out, and when that token must be out at the very latest."""
@@ -258,12 +219,9 @@ class Requests:
         if e2e is not None:
             end = seq.request.arrival + seq.tool_seconds + e2e
             pace = self._pace
-            left = (UNKNOWN * e2e / pace if seq.predicted is None else seq.predicted) - 1.0
+            # While nothing is known of lengths, half of the time is for the decode.
+            left = (0.5 * e2e / pace if seq.predicted is None else seq.predicted) - 1.0
             early, last = end - left * pace, end - left * self._quickest
-            if pending > 1 and not self._overloaded:
-                early = max(early, 0.5 * (now + last))
-            if pending == 1 and seq.output:
-                early = min(early, now + E2E_WAIT * pace)
             return max(min(due, early), min(due, now + pace)), min(tpot, pace), now, min(due, max(last, early))
         if due == inf and (pending > 1 or not seq.output):
             soon, due = min(tpot, self._patience), seq.stage_start + self._patience
@@ -277,6 +235,6 @@ class Requests:
 def _ahead(job: Job, now: float, lead: float, tokens: float, doubt: float, reserve: float) -> Job:
     """A decode that is to stay so many seconds ahead, at so many tokens a step; one that is not gets there by and
     by."""
-    soon = now + (PACE_UP if tokens == 1.0 else PACE_UP_DRAFTED) * job.tpot * tokens
+    soon = now + (1.0 - SLACK if tokens == 1.0 else 1.0 + SLACK) * job.tpot * tokens
     due = max(job.due - lead, min(job.due, soon))
     return job._replace(due=min(due, now + (job.due - now - reserve) / (1.0 + doubt)))

@@ -37,7 +37,6 @@ from rubato.policy_kit.refusals import refusals
 LADDER = (1.25, 1.75, 2.5, 3.5, 5.0)  # lengths of a step that are tried, in steps of all decodes
 AVERAGE = 0.5  # of `risk`: over the many steps up to a deadline errors cancel out
 AHEAD = 0.75  # of the time that decodes are ahead, which a step may take when all prompts have time
-AHEAD_DRAFTED = 0.5  # the same with drafts, whose luck varies: with more Llama-70B at 6/s loses 1.6 points
 # Memory left free by a prompt that costs twice what others do, where every request is lost; and at most. With fewer
 # losses less: ChatBot gains 2 points by it, others nothing.
 PRICE, MOST_KEPT_FREE = 0.3, 0.3
@@ -98,9 +97,8 @@ class Scheduler:
             parts.queued = [s for s in parts.queued if s.id not in drop]
             parts.held = [s for s in parts.held if s.id not in drop]
         tiers = self._requests.losses.weights()
-        kept, longest, laxity = self._in_time(view, steps, parts.prompts, tiers)
+        kept, longest, laxity = self._in_time(steps, parts.prompts, tiers)
         kept = self._with_room(view, steps.decodes, kept, oldest, tiers)
-        self._requests.with_prompts = bool(kept)
         floor = steps.shortest() if self._errors.lead else 0.0
         batch = StepBatch(view, steps, parts, kept, oldest, floor)
         self._turn = 0 if batch.fill(longest, laxity, self._turn + 1) else self._turn + 1
@@ -110,23 +108,19 @@ class Scheduler:
     # ----------------------------------------------------------------- time
 
     def _in_time(
-        self, view: View, steps: DecodeSteps, prompts: Sequence[Job], tiers: Mapping[str, float]
+        self, steps: DecodeSteps, prompts: Sequence[Job], tiers: Mapping[str, float]
     ) -> tuple[list[Job], float, float]:
         """The prompts that can be in time together; the longest step for that; seconds that all of them can spare.
         tiers: what their prompts weigh (`TierLosses`)."""
         ladder = [steps.unit * rung for rung in LADDER]
-        shortest = self._requests.shortest_step
-        if shortest < ladder[0]:
-            ladder = [shortest, *ladder]
         if not prompts:
             return [], ladder[0], inf
         prompts = prompts[:DECIDED]
         seconds = [steps.seconds_more(job) for job in prompts]
         weights = [s * tiers.get(job.seq.request.tier, 1.0) for s, job in zip(seconds, prompts, strict=True)]
         gone, longest, room = self._fewest_left_out(steps, ladder, prompts, seconds, weights)
-        if not gone:  # all have time: prefill as much as decodes and what arrives can bear
-            ahead = (AHEAD if steps.entry.draft is None else AHEAD_DRAFTED) * (steps.first_due() - view.now)
-            longest = max(longest, min(ladder[-1], shortest, ahead))
+        if not gone:  # all have time: prefill as much as decodes can bear
+            longest = max(longest, min(ladder[-1], AHEAD * (steps.first_due() - steps.now)))
         kept, total, laxity = [], 0.0, inf
         for i, job in enumerate(prompts):
             if i not in gone:

@@ -17,13 +17,11 @@ from rubato.core.plan import Shape
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.draft_value import drafting, with_nodes
 
-MEMORY = 64  # steps over which measured errors fade: with 256 a model that has been corrected is doubted for too long
-UNSURE = 16  # steps before they count
+# Steps over which measured errors fade, and requests over which losses do: with 256 a model that has been corrected is
+# doubted for too long. Pauses are rare: how far steps were behind fades over MEMORY times as many.
+MEMORY = 64
 WORST = 1.0  # the largest error of one step that is counted: a pause of the machine says nothing of the next step
-NEEDED = 0.9  # of the time, that decodes may need in the shortest steps
-KEPT = 0.1  # of each step, with which what steps are behind is taken to be made up for
-PAUSE = 8.0  # steps' time by which one step is behind at most: longer pauses no lead outlasts
-FADE = 0.5 ** (1 / 2048)  # how fast it is forgotten, a step, by how much steps were behind
+SLACK = 0.1  # of the time, that decodes leave where steps are shortest, and with which they get ahead, or catch up
 LEAST_LEAD_STEPS = 2.0  # usual ones, once a step has been late: with none the demo breaks 2 % more promises
 UNLUCKY = 12  # steps without luck in a row that decodes with drafts are ahead for: with 4 more promises break
 POINTS = 24  # deadlines at which what decodes are owed is worked out; between them it is interpolated
@@ -71,7 +69,6 @@ class StepErrors:
     """How far steps were off what was predicted for them, as seen from one plan to the next while something runs."""
 
     def __init__(self) -> None:
-        self._steps = 0
         self._mean = 0.0
         self._square = 0.0
         self._asked = (0.0, 0.0)  # when the last plan was made, and the seconds predicted for it
@@ -87,16 +84,12 @@ class StepErrors:
         at, seconds = self._asked
         if seconds and view.running and view.now > at:
             error = min((view.now - at) / seconds - 1.0, WORST)
-            self._steps += 1
-            rate = 1.0 / min(MEMORY, self._steps)
-            self._mean += (error - self._mean) * rate
-            self._square += ((error - self._mean) ** 2 - self._square) * rate
-            if self._steps > UNSURE:  # until then steps are off because the model is
-                planned = seconds * self.slower
-                late = min(view.now - at - planned, PAUSE * planned)
-                self._behind = max(0.0, self._behind + late - KEPT * planned)
-                self._worst = max(self._worst * FADE, self._behind)
-                self.usual += 0.05 * (planned - self.usual) if self.usual else planned
+            self._mean += (error - self._mean) / MEMORY
+            self._square += ((error - self._mean) ** 2 - self._square) / MEMORY
+            planned = seconds * self.slower
+            self._behind = max(0.0, self._behind + view.now - at - (1.0 + SLACK) * planned)
+            self._worst = max(self._worst * (1.0 - 1.0 / MEMORY**2), self._behind)
+            self.usual += (planned - self.usual) / MEMORY if self.usual else planned
 
     @property
     def lead(self) -> float:
@@ -108,11 +101,11 @@ class StepErrors:
     @property
     def slower(self) -> float:
         """What steps take over what is predicted, on average; 1 if they take less."""
-        return 1.0 + (max(0.0, self._mean) if self._steps >= UNSURE else 0.0)
+        return 1.0 + max(0.0, self._mean)
 
     def spread(self, told: float) -> float:
         """Their standard deviation, relative; `told`, what the latency model says of itself, if that is more."""
-        return max(sqrt(self._square) if self._steps >= UNSURE else 0.0, told)
+        return max(sqrt(self._square), told)
 
 
 class DecodeSteps:
@@ -138,7 +131,7 @@ class DecodeSteps:
         of the time is left for what else may be; of a step of all decodes if that is less. Shorter ones save the decode
         that is due first, and then lose all the others: each step costs `base` however few are in it."""
         falls_due = self.each * sum([1.0 / job.tpot for job in self.decodes])
-        return min(self.full, self.base / max(1e-9, NEEDED - falls_due))
+        return min(self.full, self.base / max(1e-9, 1.0 - SLACK - falls_due))
 
     def within(self, seconds: float) -> float:
         """The longest step, as predicted, that surely ends by then."""
