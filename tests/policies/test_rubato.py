@@ -16,7 +16,7 @@ from rubato.core.events import Demoted, Finished, Tokens
 from rubato.core.plan import Tree
 from rubato.latency.roofline import Model
 from rubato.policies.rubato.drafts import Drafts, nodes_to_verify
-from rubato.policies.rubato.requests import Requests, TierLosses
+from rubato.policies.rubato.requests import TierLosses
 from rubato.policies.rubato.supply import PLAIN, DecodeSteps, Job, StepErrors, left_out
 from rubato.policy_kit.kv_survival import ENOUGH, KVSurvival, OutputRatios, Resident, SurvivalCurve
 from rubato.simulation.run_spec import oracle_lengths

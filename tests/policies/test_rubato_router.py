@@ -17,7 +17,7 @@ from rubato.core.events import Finished, Placed
 from rubato.core.interfaces import Assigner, Dispatch, View
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Stage
-from rubato.policies import least_loaded
+from rubato.policies import least_loaded, rubato_pd
 from rubato.policies.rubato import Router, Scheduler, router
 from rubato.policies.rubato.division import Recent, divided, prompts_gain
 from rubato.policies.rubato.router import AGAIN_SECONDS, EVERY, PATIENCE, SEEN
@@ -263,16 +263,16 @@ def test_best_effort_goes_where_no_prompt_waits_of_the_loosest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("made", "settings", "says"),
     [
-        ({"mode": "both"}, "mode is 'both': give co, pd, auto"),
-        ({"tiers": []}, r"tiers are \(\): give TPOTs in seconds, above 0 and ascending"),
-        ({"best_effort": 0.0}, "best_effort is 0.0: give a share of the fleet, above 0 and up to 1"),
+        (Router, {"mode": "both"}, "mode is 'both': give co, pd, auto"),
+        (rubato_pd.Router, {"tiers": []}, r"tiers are \(\): give TPOTs in seconds, above 0 and ascending"),
+        (rubato_pd.Router, {"best_effort": 0.0}, "best_effort is 0.0: give a share of the fleet, above 0 and up to 1"),
     ],
 )
-def test_impossible_settings(settings: dict[str, Any], says: str) -> None:
+def test_impossible_settings(made: Any, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Router(**settings)
+        made(**settings)
 
 
 def test_mode_pd_is_the_other_router() -> None:

@@ -32,15 +32,13 @@ AGAIN_SECONDS = 0.5  # seconds after which what is held is looked at again, what
 @dataclass
 class Router:
     """mode: "auto": a request goes to the least loaded replica, or, from `FEWEST_REPLICAS` on and while the requests of
-    late gain by it, as in "co": replicas are divided by TPOT. "pd": prefill and decode apart (`rubato_pd`). tiers,
-    best_effort: of mode pd, see there.
+    late gain by it, as in "co": replicas are divided by TPOT. "pd": prefill and decode apart, as by `rubato_pd`, which
+    has settings for it.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"step_times"})
     default_lengths: ClassVar[str] = "conditional_mean"
     mode: str = "auto"
-    tiers: Sequence[float] = (0.02, 0.03, 0.05, 0.1)
-    best_effort: float = 0.02
     _apart: rubato_pd.Router | None = field(init=False, repr=False, default=None)
     _alike: least_loaded.Router = field(init=False, repr=False, default_factory=least_loaded.Router)
     _recent: deque[Recent] = field(init=False, repr=False, default_factory=lambda: deque(maxlen=SEEN))
@@ -52,12 +50,10 @@ class Router:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}: give {', '.join(MODES)}")
-        apart = rubato_pd.Router(self.tiers, self.best_effort)  # it checks them
-        self.tiers = apart.tiers
         if self.mode == "pd":
-            self._apart = apart
-            self.needs = apart.needs  # type: ignore[misc]  # of this one alone
-            self.roles = apart.roles  # so that it assigns roles in this mode alone
+            self._apart = rubato_pd.Router()
+            self.needs = self._apart.needs  # type: ignore[misc]  # of this one alone
+            self.roles = self._apart.roles  # so that it assigns roles in this mode alone
 
     def observe(self, events: Sequence[Event]) -> None:
         if self._apart is not None:
