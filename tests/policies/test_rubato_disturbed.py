@@ -105,14 +105,12 @@ def test_an_answer_waits_while_there_is_time_for_what_is_left_of_it() -> None:
     assert list(work(plan))[:2] == ["long", "short"]
 
 
-def test_a_hurried_answer_is_tried_while_hardly_any_is_lost() -> None:
+def test_a_hurried_answer_is_tried_where_no_other_prompt_can_be_in_time() -> None:
     """Its prompt takes 70 ms, 30 tokens 330 ms at best: it can end in 500 ms, but not at 41 ms a token."""
     hurried = answer("a", 0.5, 30.0)
     hurried.length, hurried.request = 60, request("a", 60, e2e=0.5)
     policy = load("rubato")
     assert work(policy.plan(seen([hurried], []))) == {"a": 60}
-    for _ in range(9):
-        policy.inner._requests.losses.count("default", True)  # type: ignore[attr-defined]
     plan = policy.plan(seen([hurried, prompt("p", 20, ttft=0.05)], []))
     assert list(work(plan)) == ["p"]
     assert plan.demote == ()

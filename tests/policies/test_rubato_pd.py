@@ -37,8 +37,8 @@ TIERS = (0.005, 0.02, 0.1)
 @given(load=loads(), replicas=st.integers(2, 5), mode=st.booleans())
 def test_every_request_ends(load: Load, replicas: int, mode: bool) -> None:
     """Whether it is named or is the mode of the other router."""
-    router, settings = ("rubato", {"mode": "pd"}) if mode else ("rubato_pd", {})
-    events = run(load, "rubato", replicas=replicas, router=router, router_settings={"tiers": list(TIERS), **settings})
+    router, settings = ("rubato", {"mode": "pd"}) if mode else ("rubato_pd", {"tiers": list(TIERS)})
+    events = run(load, "rubato", replicas=replicas, router=router, router_settings=settings)
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
 
 
@@ -204,8 +204,8 @@ def test_best_effort_has_its_share_while_no_replica_is_idle() -> None:
     busy = [request(f"q{i}", 400, most=5, ttft=0.5, tpot=0.06, arrival=0.03 * i) for i in range(300)]
     free = [replace(request(f"free{i}", 8, most=5, arrival=0.05), stages=(Stage(8, SLO()),)) for i in range(3)]
     spec = run_spec(
-        STEP, replace(LIMITS, max_num_seqs=16), "rubato", replicas=2, learns=False,
-        router_settings={"mode": "pd", "tiers": [0.05]},
+        STEP, replace(LIMITS, max_num_seqs=16), "rubato", replicas=2, learns=False, router="rubato_pd",
+        router_settings={"tiers": [0.05]},
     )  # fmt: skip
     events = simulate_events([*busy[:2], *free, *busy[2:]], {}, spec)
     ends = {e.id: e.at for e in events if isinstance(e, Finished)}

@@ -36,7 +36,7 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
 from rubato.policy_kit.acceptance import Offered
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, make_room, run_in_order
-from rubato.policy_kit.draft_tree import adaptive, select
+from rubato.policy_kit.draft_tree import DEPTH, DRAFT_TOKENS, WIDTH, adaptive, select
 from rubato.policy_kit.draft_value import depth_that_pays, drafting, fastest, with_nodes, worth
 from rubato.policy_kit.paces import Together, pace_of, time_for, tokens_needed
 from rubato.policy_kit.refusals import refusals, wants_refusal
@@ -73,10 +73,10 @@ class Scheduler:
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft"})
     uses: ClassVar[frozenset[str]] = frozenset({"tree"})
     verify_tokens: int = 0
-    draft_tokens: int = 96
+    draft_tokens: int = DRAFT_TOKENS
     min_depth: int = 1
-    max_depth: int = 8
-    max_width: int = 3
+    max_depth: int = DEPTH
+    max_width: int = WIDTH
     prefill_chunk: int = 256
     _offered: Offered = field(default_factory=Offered, init=False, repr=False)
     _drafted: Draft | None = field(default=None, init=False)  # in the last step

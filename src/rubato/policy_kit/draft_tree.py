@@ -19,6 +19,9 @@ from operator import itemgetter
 
 from rubato.core.plan import Tree
 
+# The paper's bounds (its artifact, Llama-70B) of trees' depth and width, and of the tokens of a drafter's step.
+DEPTH, WIDTH, DRAFT_TOKENS = 8, 3, 96
+
 Node = tuple[float, int, int]  # f, index of the request, id in its tree
 
 

@@ -13,11 +13,11 @@ from rubato.core.plan import Plan
 from rubato.policies.rubato.drafts import nodes_to_verify
 from rubato.policies.rubato.requests import ARRIVAL, Parts
 from rubato.policies.rubato.supply import DecodeSteps, Job
+from rubato.policy_kit import turns
 from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end
 from rubato.policy_kit.draft_value import drafting, with_nodes
 
 SPARE = 0.5  # of the time that prompts can spare, taken by decodes that could wait: with none, Coder loses 15 points
-TURN, TURN_TOKENS = 16, 64  # one step in so many, at least, gives the oldest best effort so much of its prompt
 
 
 class StepBatch:
@@ -50,7 +50,7 @@ class StepBatch:
         bound /= self._steps.slower  # in the model's own seconds from here on
         self._add_decodes(decodes[:count], bound, longest)
         pressed = bool(self._kept) and count < len(decodes)
-        had_turn = (not pressed or turn >= TURN) and self._give_turn()
+        had_turn = (not pressed or turn >= turns.EVERY) and self._give_turn()
         for job in self._kept:
             if job.id not in builder.running and not self._make_room(
                 job.seq, job.pending + self._view.limits.block_size
@@ -155,7 +155,7 @@ class StepBatch:
             oldest, oldest.pending + self._view.limits.block_size
         ):
             return False
-        tokens = min(oldest.pending, TURN_TOKENS)
+        tokens = min(oldest.pending, turns.TOKENS)
         self._make_room(oldest, tokens)
         tokens = min(tokens, builder.tokens_that_fit(oldest))
         if tokens:
@@ -193,7 +193,7 @@ class StepBatch:
         if not able:
             return
         first = able[0]
-        tokens = min(first.pending, TURN_TOKENS)
+        tokens = min(first.pending, turns.TOKENS)
         for victim in able[:0:-1]:
             if not builder.lacks(first, tokens):
                 break

@@ -13,10 +13,8 @@ from math import floor
 from rubato.core.interfaces import View
 from rubato.policies.rubato.supply import PLAIN, Entry, Job
 from rubato.policy_kit.acceptance import Offered
-from rubato.policy_kit.draft_tree import adaptive, select
+from rubato.policy_kit.draft_tree import DEPTH, DRAFT_TOKENS, WIDTH, adaptive, select
 from rubato.policy_kit.draft_value import depth_that_pays, drafting, fastest
-
-DEPTH, WIDTH, DRAFT_TOKENS = 8, 3, 96  # AdaServe's bounds (its artifact, Llama-70B): of trees, and of a drafter's step
 
 
 class Drafts:

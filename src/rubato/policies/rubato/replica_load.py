@@ -5,12 +5,9 @@ from __future__ import annotations
 from math import inf
 
 from rubato.core.interfaces import SeqView, View
+from rubato.policies.rubato.supply import SLACK
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.step_table import StepTable
-
-# Times what is predicted that a prompt may take where it is admitted: steps are off, and its replica keeps a margin.
-# 1.25 loses 4 points on mooncake-conversation.
-MARGIN = 1.1
 
 
 class Replica:
@@ -64,7 +61,7 @@ class Replica:
         def end(seconds: float) -> float:
             return at + min(seconds, ahead) + max(0.0, seconds - ahead) / rest
 
-        own = MARGIN * self.steps.alone(seq.pending)
+        own = (1.0 + SLACK) * self.steps.alone(seq.pending)  # steps are off, and its replica keeps that, too
         total = sum([seconds for due, seconds in self.prompts if due <= seq.due])
         if end(total + own) > seq.due:
             return False

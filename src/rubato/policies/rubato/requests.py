@@ -12,15 +12,15 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.length_prediction import class_of
 from rubato.core.plan import Shape
 from rubato.core.slo import WINDOW
-from rubato.policies.rubato.supply import MEMORY, SLACK, Entry, Job
+from rubato.policies.rubato.supply import LADDER, MEMORY, SLACK, Entry, Job
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_survival import SENSELESS, Resident
 from rubato.policy_kit.paces import Window, tightest_tpot, windows
 from rubato.policy_kit.refusals import wants_refusal
 
-# A decode with an e2e SLO is expected to get a token in so many times a usual step, or a step of which the part that is
-# the same for all takes a third: paced by shorter ones, it forces steps to be short, and these lose capacity.
-E2E_PACE, E2E_STEP = 1.25, 3.0
+# Steps of a single token, as long as which a step of decodes with an e2e SLO is taken to be at least: paced by shorter
+# ones they force steps to be short, and these lose capacity.
+E2E_STEP = 3.0
 MOST_AHEAD_TOKENS = 8.0  # tokens that a decode is ahead at most, for slow steps to come
 ARRIVAL = attrgetter("request.arrival")
 
@@ -125,7 +125,7 @@ class Requests:
 
     def steps_take(self, quickest: float, usual: float) -> None:
         """Seconds of a step of a single token, and of one as they are of late."""
-        self._quickest, self._pace = quickest, E2E_PACE * max(usual, E2E_STEP * quickest)
+        self._quickest, self._pace = quickest, LADDER[0] * max(usual, E2E_STEP * quickest)
 
     def parts(self, view: View) -> Parts:
         """What is here; `Parts.in_order` must be called before decodes and prompts are used."""

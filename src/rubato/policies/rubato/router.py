@@ -13,20 +13,19 @@ from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.policies import least_loaded, rubato_pd
 from rubato.policies.rubato.division import Recent, divided, prompts_gain, work
 from rubato.policies.rubato.replica_load import Replica
+from rubato.policies.rubato.supply import SLACK
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.refusals import fleet_refusal, refusable
 from rubato.policy_kit.step_table import StepTable
 
 MODES = ("co", "pd", "auto")
 FEWEST_REPLICAS = 4  # replicas from which on mode auto divides them: each is too large a part of a smaller fleet
-SEEN, EVERY = 256, 64  # requests of late by which replicas are divided, and how many come between two decisions
-# How many times as much of their time prompts must get (`prompts_gain`) for mode auto to divide, and below which it
-# joins again. On 4 replicas each alike holds, of what bins hold: slos-serve-mixed (1.2) 1.3 times, the 70B model
-# of the gate (1.5) 1.2 to 1.8 times, uniform-4096-1024 with TPOTs doubled (1.6) as much, half as long again
-# (1.4) 0.75 times; mooncake-conversation with TPOTs a quarter longer (2.7) 0.7 times.
-DIVIDES, JOINS = 1.8, 1.5
-PATIENCE = 10.0  # seconds from arrival after which best effort need not wait until a replica has no prompts
-AGAIN_SECONDS = 0.5  # seconds after which what is held is looked at again, whatever happens
+SEEN = 256  # requests of late by which replicas are divided; it is decided anew when a quarter of them is new
+# How many times as much of their time prompts must get (`prompts_gain`) for mode auto to divide, `SLACK` more, or
+# not to join again, `SLACK` less. On 4 replicas each alike holds, of what bins hold: slos-serve-mixed (1.2) 1.3 times,
+# the 70B model of the gate (1.5) 1.2 to 1.8 times, uniform-4096-1024 with TPOTs doubled (1.6) as much, half as long
+# again (1.4) 0.75 times; mooncake-conversation with TPOTs a quarter longer (2.7) 0.7 times.
+GAIN = 1.65
 
 
 @dataclass
@@ -81,12 +80,12 @@ class Router:
                 if not seq.best_effort and (slo.tpot is not None or slo.e2e is None):  # which TPOT an e2e takes varies
                     self._recent.append(Recent(slo.tpot or inf, work(seq, steps)))
         divides = self.mode == "co" or bool(self._tpots)
-        if self._fresh < EVERY and not (divides and self._tpots.keys() != {view.id for view in fleet}):
+        if 4 * self._fresh < SEEN and not (divides and self._tpots.keys() != {view.id for view in fleet}):
             return
         self._fresh = 0
         if self.mode == "auto":
             gain = prompts_gain([each.tpot for each in self._recent], fleet)
-            if len(fleet) < FEWEST_REPLICAS or gain < (JOINS if self._tpots else DIVIDES):
+            if len(fleet) < FEWEST_REPLICAS or gain < GAIN * (1.0 - SLACK if self._tpots else 1.0 + SLACK):
                 self._tpots = {}
                 return
         tpots = divided(self._recent, steps.decodes(1, 1), len(fleet))
@@ -101,22 +100,25 @@ class Router:
         why: dict[str, str] = {}
         reject: dict[str, str] = {}
         demote: list[str] = []
+        wake_at = inf
         for seq in sorted(held, key=in_turn):
-            late = not seq.best_effort and seq.due < now + min([r.steps.alone(seq.pending) for r in replicas])
+            latest = seq.due - min([r.steps.alone(seq.pending) for r in replicas])
+            late = not seq.best_effort and latest < now
             if late and refusable(seq):
                 reject[seq.id] = fleet_refusal(seq, fleet)
                 continue
             if late:
                 demote.append(seq.id)
-            found = with_time(seq, replicas, now) if late or seq.best_effort else keeping(seq, replicas, now)
+            found = with_time(replicas) if late or seq.best_effort else keeping(seq, replicas, now)
             if found is not None:
                 replica, why[seq.id] = found
                 replica.add(seq)
                 place[seq.id] = replica.view.id
             elif seq.best_effort:
                 break  # the others are younger
-        waits = len(place) + len(reject) < len(held)
-        return Dispatch(place, reject, demote, wake_at=now + AGAIN_SECONDS if waits else None, why=why)
+            elif not late:
+                wake_at = min(wake_at, latest)
+        return Dispatch(place, reject, demote, wake_at=wake_at + 1e-9 if wake_at < inf else None, why=why)
 
     def _steps(self, view: View) -> StepTable:
         """Its step times: one table for all with the same latency model, which takes a thousand questions to fill."""
@@ -147,15 +149,15 @@ def keeping(seq: SeqView, replicas: Sequence[Replica], now: float) -> tuple[Repl
     return None
 
 
-def with_time(seq: SeqView, replicas: Sequence[Replica], now: float) -> tuple[Replica, str] | None:
-    """For best effort: an idle replica, or one for the loosest TPOT where no prompt waits; after `PATIENCE` one for the
-    loosest TPOT, if no other best effort is anywhere."""
+def with_time(replicas: Sequence[Replica]) -> tuple[Replica, str] | None:
+    """For best effort: an idle replica, or one for the loosest TPOT: where no prompt waits, or one does if there is no
+    other best effort anywhere."""
     loosest = max([replica.tpot for replica in replicas])
     for replica in sorted(replicas, key=lambda r: (r.count > 0, r.count + r.others)):
         if not replica.other_prompts and (not replica.count or (replica.tpot == loosest and not replica.prompts)):
             return replica, "best effort: no prompt waits"
-    if now >= seq.request.arrival + PATIENCE and not any(replica.others for replica in replicas):
-        return max(replicas, key=lambda r: (r.tpot, -r.count)), "best effort: has waited"
+    if not any(replica.others for replica in replicas):
+        return max(replicas, key=lambda r: (r.tpot, -r.count)), "best effort: the only one"
     return None
 
 

@@ -28,18 +28,17 @@ from rubato.core.plan import Plan, Shape
 from rubato.policies.rubato.batch import StepBatch
 from rubato.policies.rubato.drafts import Drafts
 from rubato.policies.rubato.requests import Requests
-from rubato.policies.rubato.supply import Array, DecodeSteps, Job, StepErrors, left_out
+from rubato.policies.rubato.supply import LADDER, Array, DecodeSteps, Job, StepErrors, left_out
 from rubato.policies.rubato_pd.prefill_step import prefill_step
 from rubato.policy_kit.batch_builder import decodes_only
 from rubato.policy_kit.kv_survival import KVSurvival, OutputRatios
 from rubato.policy_kit.refusals import refusals
 
-LADDER = (1.25, 1.75, 2.5, 3.5, 5.0)  # lengths of a step that are tried, in steps of all decodes
 AVERAGE = 0.5  # of `risk`: over the many steps up to a deadline errors cancel out
 AHEAD = 0.75  # of the time that decodes are ahead, which a step may take when all prompts have time
-# Memory left free by a prompt that costs twice what others do, where every request is lost; and at most. With fewer
-# losses less: ChatBot gains 2 points by it, others nothing.
-PRICE, MOST_KEPT_FREE = 0.3, 0.3
+# Memory left free by a prompt that costs twice what others do, or more, where every request is lost; with fewer losses
+# less: ChatBot gains 2 points by it, others nothing.
+PRICE = 0.3
 DECIDED = 128  # prompts looked at in one plan: those due first
 
 
@@ -119,7 +118,10 @@ class Scheduler:
         seconds = [steps.seconds_more(job) for job in prompts]
         weights = [s * tiers.get(job.seq.request.tier, 1.0) for s, job in zip(seconds, prompts, strict=True)]
         gone, longest, room = self._fewest_left_out(steps, ladder, prompts, seconds, weights)
-        if not gone:  # all have time: prefill as much as decodes can bear
+        hopeless = len(gone) == len(prompts)
+        if hopeless:  # nothing is promised, but it may yet be that the lightest ends in time
+            gone.discard(min(gone, key=lambda i: seconds[i]))
+        if hopeless or not gone:  # nothing else is there to do: prefill as much as decodes can bear
             longest = max(longest, min(ladder[-1], AHEAD * (steps.first_due() - steps.now)))
         kept, total, laxity = [], 0.0, inf
         for i, job in enumerate(prompts):
@@ -169,7 +171,7 @@ class Scheduler:
         forecast.add(slice(0, len(held)))
         costs = [forecast.cost(i) for i in range(len(residents))]
         mean = sum(costs) / len(costs)
-        price = PRICE * self._requests.losses.share()
+        lost = self._requests.losses.share()
         weights = {
             i: costs[i] * tiers.get(fresh[i - len(held)].seq.request.tier, 1.0)
             for i in range(len(held), len(residents))
@@ -177,7 +179,7 @@ class Scheduler:
         fit = set()
         for i in sorted(weights, key=lambda i: weights[i]):
             job = fresh[i - len(held)]
-            kept_free = min(MOST_KEPT_FREE, price * max(0.0, weights[i] / mean - 1.0))
+            kept_free = PRICE * min(1.0, lost * max(0.0, weights[i] / mean - 1.0))
             if forecast.fits(i, 1.0 - kept_free):
                 forecast.add(slice(i, i + 1))
                 fit.add(job.id)

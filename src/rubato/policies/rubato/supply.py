@@ -24,6 +24,7 @@ WORST = 1.0  # the largest error of one step that is counted: a pause of the mac
 SLACK = 0.1  # of the time, that decodes leave where steps are shortest, and with which they get ahead, or catch up
 LEAST_LEAD_STEPS = 2.0  # usual ones, once a step has been late: with none the demo breaks 2 % more promises
 UNLUCKY = 12  # steps without luck in a row that decodes with drafts are ahead for: with 4 more promises break
+LADDER = (1.25, 1.75, 2.5, 3.5, 5.0)  # lengths of a step that are tried, in steps of all decodes
 POINTS = 24  # deadlines at which what decodes are owed is worked out; between them it is interpolated
 
 Array = NDArray[np.float64]
