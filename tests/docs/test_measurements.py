@@ -1,4 +1,5 @@
-"""Figures that the benchmarks' first table quotes are those of the files that its rows name."""
+"""Figures that the benchmarks' first table quotes are those of the files that its rows name; those that the page of
+policies by load quotes are on the pages that it names."""
 
 from __future__ import annotations
 
@@ -89,6 +90,20 @@ def faults(found: Mapping[str, Any]) -> list[str]:
     if not list(leaves(found["values"])):
         wrong.append("values: no number")
     return wrong
+
+
+CHOICES = [  # of the page of policies by load
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in re.findall(r"(?:^\|.*\n)+", PAGES["which-policy.md"], re.MULTILINE)[0].splitlines()[2:]
+]
+
+
+@pytest.mark.parametrize("row", CHOICES, ids=lambda row: f"{row[0]}, {row[1]}, {row[3]}")
+def test_numbers_of_which_policy_are_on_a_page_that_the_row_links(row: list[str]) -> None:
+    pages = [PAGES[page] for page in re.findall(r"\]\(([\w/-]+\.md)", row[4] + row[5])]
+    known = [float(number.replace(",", "")) for page in pages for number in NUMBER.findall(page)]
+    known += [abs(number) for number in known]  # "loses 3" for "-3 points"
+    assert [not_in(cell, known) for cell in row[4:]] == [[], []]
 
 
 def test_the_example_is_one() -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from rubato import policies
-from tests.docs.pages import PAGES
+from tests.docs.pages import PAGES, spans
 
 POLICIES = {
     "edf": "edf",
@@ -101,6 +101,11 @@ def test_settings_are_those_of_the_policy(page: str) -> None:
         if "tier_values" in settings:  # made anew for each, so it has no default that can be shown
             settings["tier_values"] = {}
         assert rows == settings
+
+
+def test_which_policy_names_every_policy() -> None:
+    named = {name for span in spans("which-policy.md") for name in re.findall(r"\w+", span)}
+    assert set(policies.names()) - named == set()
 
 
 def test_settings_of_every_router_are_on_the_page_of_all() -> None:

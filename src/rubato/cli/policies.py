@@ -45,7 +45,7 @@ def _page(name: str) -> str:
     if has_router:
         policy = name if has_scheduler else "POLICY"
         text.append(_part(policies.load_router(name), "Router", f"{policy}@{name}:SETTING=VALUE"))
-    return "\n\n".join(text)
+    return "\n\n".join([*text, "Which policy for which load: docs/which-policy.md"])
 
 
 def _part(part: Scheduler | Router, kind: str, option: str) -> str:
