@@ -14,7 +14,7 @@ from rubato.policies.rubato.drafts import nodes_to_verify
 from rubato.policies.rubato.requests import ARRIVAL, Parts
 from rubato.policies.rubato.supply import DecodeSteps, Job
 from rubato.policy_kit import turns
-from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end
+from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end, make_room
 from rubato.policy_kit.draft_value import drafting, with_nodes
 
 SPARE = 0.5  # of the time that prompts can spare, taken by decodes that could wait: with none, Coder loses 15 points
@@ -31,7 +31,7 @@ class StepBatch:
         self._view, self._steps, self._parts, self._kept, self._oldest = view, steps, parts, kept, oldest
         self._builder = BatchBuilder(view)
         parts.held.sort(key=ARRIVAL)
-        self._victims = [s for s in parts.held if s is not oldest and s.own_blocks]
+        self._victims = [s for s in reversed(parts.held) if s is not oldest]
 
     def seconds(self) -> float:
         """As the latency model predicts it; 0 of an empty one."""
@@ -89,13 +89,10 @@ class StepBatch:
 
     # ----------------------------------------------------------------- what is in it
 
-    def _make_room(self, seq: SeqView, tokens: int) -> bool:
-        """Preempt best effort, the youngest first, until there is KV for so many tokens more. Whether there is."""
-        builder, victims = self._builder, self._victims
-        while victims and builder.lacks(seq, tokens):
-            if (victim := victims.pop()) is not seq:
-                builder.preempt(victim)
-        return not builder.lacks(seq, tokens)
+    def _make_room(self, seq: SeqView, tokens: int, others: Sequence[SeqView] = ()) -> bool:
+        """Whether there is KV for so many tokens more, once best effort, the youngest first, and then others gave up
+        theirs as far as need be."""
+        return make_room(self._builder, seq, tokens, [*self._victims, *others])
 
     def _add_decodes(self, jobs: Sequence[Job], bound: float, longest: float) -> None:
         """A token of each, and what it verifies; where KV lacks even so, the decode due last gives up its own."""
@@ -103,10 +100,10 @@ class StepBatch:
         nodes, draft = self._verified(jobs, bound, longest)
         if not nodes and builder.add_decodes(chosen, {seq.id: draft for seq in chosen} if draft else {}):
             return
-        last = [job.seq for job in self._steps.decodes]
+        last = [job.seq for job in reversed(self._steps.decodes)]
         for seq in chosen:
-            while seq not in builder.preempted and not self._make_room(seq, 1) and last[-1] is not seq:
-                builder.preempt(last.pop())
+            if seq not in builder.preempted:
+                self._make_room(seq, 1, last[: last.index(seq)])
             if seq not in builder.preempted and builder.tokens_that_fit(seq):
                 own = nodes.get(seq.id, ())
                 builder.add(seq, 1, own[: builder.verifiable(seq, len(own))], draft)
@@ -151,12 +148,10 @@ class StepBatch:
         oldest, builder = self._oldest, self._builder
         if oldest is None or oldest in builder.preempted or oldest.id in builder.work:
             return False
-        if oldest.id not in builder.running and not self._make_room(
-            oldest, oldest.pending + self._view.limits.block_size
-        ):
-            return False
         tokens = min(oldest.pending, turns.TOKENS)
-        self._make_room(oldest, tokens)
+        needs = tokens if oldest.id in builder.running else oldest.pending + self._view.limits.block_size
+        if not self._make_room(oldest, needs) and oldest.id not in builder.running:
+            return False
         tokens = min(tokens, builder.tokens_that_fit(oldest))
         if tokens:
             builder.add(oldest, tokens)
@@ -194,10 +189,6 @@ class StepBatch:
             return
         first = able[0]
         tokens = min(first.pending, turns.TOKENS)
-        for victim in able[:0:-1]:
-            if not builder.lacks(first, tokens):
-                break
-            if victim.own_blocks and victim.id in builder.running:
-                builder.preempt(victim)
+        make_room(builder, first, tokens, [seq for seq in able[:0:-1] if seq.id in builder.running])
         if tokens := min(tokens, builder.tokens_that_fit(first)):
             builder.add(first, tokens)
