@@ -474,7 +474,7 @@ ON_RAY = ["serve", "model", "--port", "0", "--engine", "vllm"]
         (["policies", "efd"], "unknown policy 'efd': did you mean 'edf'"),
         (["policies", "zzz"], "unknown policy 'zzz': known are adaserve, ascendra, "),
         (["policies", "zzz.py"], "there is no policy file 'zzz.py'"),
-        (["simulate", "--set", "saftey_margin=1"], "did you mean 'safety_margin'"),
+        (["simulate", "--set", "fairnes=1"], "did you mean 'fairness'"),
         (["simulate", "--workload", "nowhere.jsonl"], "--workload nowhere.jsonl cannot be opened: no such file"),
         (["simulate", "--rate", "0"], "give a positive number"),
         (["simulate", "--steps", "nowhere"], "nowhere"),

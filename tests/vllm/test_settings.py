@@ -20,7 +20,7 @@ KV: Any = SimpleNamespace(ahead=0)  # asked for nothing else here
 
 
 def test_defaults() -> None:
-    assert settings_of({}) == settings_of(None) == Settings(policy="edf")
+    assert settings_of({}) == settings_of(None) == Settings(policy="rubato")
 
 
 @pytest.mark.parametrize(

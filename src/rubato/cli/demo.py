@@ -8,7 +8,7 @@ from pathlib import Path
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="results/demo", help="folder for JSON, PNG and logs")
-    parser.add_argument("--policy", default="edf", help="the policy to set against the baselines")
+    parser.add_argument("--policy", default="rubato", help="the policy to set against the baselines")
     parser.add_argument("--seconds", type=float, help="seconds of load per policy (default: by the machine's speed)")
     parser.add_argument("--seed", type=int, default=0)
 

@@ -88,7 +88,7 @@ def _policies(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--policy", action="append", metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
         help="policy with settings and router, such as co_chunk:budget=256@random; repeat it for several (default: "
-        "the configuration's, or edf)",
+        "the configuration's, or rubato)",
     )  # fmt: skip
     options.add_argument("--router", help="router of policies that name none (default: their own, or least_loaded)")
     options.add_argument("--slo-rule", choices=SLO_RULES, help="judging rule (default deadline)")

@@ -2,7 +2,7 @@
 
     model: bundled
     engine: {kind: torch, dtype: bfloat16, kv_gib: 1.0}
-    policy: {name: edf, safety_margin: 0.1}
+    policy: {name: rubato, fairness: 2}
     tiers:
       interactive: {ttft_ms: 1000, tpot_ms: 80}
       batch: {e2e_ms: 60000, on_decline: refuse}
@@ -60,7 +60,7 @@ class Named(StrictSettings):
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, value: Any) -> Any:
-        """`edf`, `{name: edf, safety_margin: 0.1}` and `{kind: ...}` -> name and settings."""
+        """`rubato`, `{name: rubato, fairness: 2}` and `{kind: ...}` -> name and settings."""
         if isinstance(value, str):
             return {"name": value, "settings": {}}
         if not isinstance(value, Mapping) or set(value) == {"name", "settings"}:
@@ -247,7 +247,7 @@ class Config(StrictSettings):
     replicas: int = Field(default=1, ge=1)
     autoscale: Named | None = None
     fleet: Named = Named(name="local")
-    policy: Named = Named(name="edf")
+    policy: Named = Named(name="rubato")
     router: Named = Named(name="auto")
     latency: Named | None = None
     lengths: Named | None = None
@@ -378,7 +378,7 @@ def _is_text(path: Sequence[str]) -> bool:
 
 
 def _set(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a value deep in nested mappings; a name that stood alone (`policy: edf`) becomes {name: edf}."""
+    """Set a value deep in nested mappings; a name that stood alone (`policy: rubato`) becomes {name: rubato}."""
     root = tree
     for part in path[:-1]:
         below = tree.get(part)

@@ -26,7 +26,7 @@ from rubato.policies import load as load_policy
 from rubato.workloads import write
 
 
-def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: int = 0) -> int:
+def demo(out: Path, *, policy: str = "rubato", seconds: float | None = None, seed: int = 0) -> int:
     """Run the demo and write everything into `out`. seconds: of load for each policy, instead of what the machine's
     speed calls for. Returns 0 when it ran to its end, whatever the verdict; 1 when a run could not be trusted (the load
     generator was late). Raises ServerError, BenchError, PolicyError, ImportError."""

@@ -25,7 +25,7 @@ class Settings:
     of a server's YAML, for what is left out here and for tiers and tenants (`rubato.config.for_vllm`). link: where
     gateways reach the engine core (`core_link.LinkSettings`); None: nowhere."""
 
-    policy: str = "edf"
+    policy: str = "rubato"
     settings: Mapping[str, Any] = field(default_factory=dict)
     latency: Mapping[str, Any] = field(default_factory=dict)
     lengths: str | None = DEFAULT_LENGTHS
@@ -64,7 +64,7 @@ def settings_of(additional: object) -> Settings:
     """From vLLM's `additional_config`. Raises ValueError that names an unknown key and the nearest known one."""
     given = additional.get("rubato", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(given, Mapping):
-        raise ValueError(f'additional_config["rubato"] is {given!r}: give an object, {{"policy": "edf"}}')
+        raise ValueError(f'additional_config["rubato"] is {given!r}: give an object, {{"policy": "rubato"}}')
     known = list(Settings.__dataclass_fields__)
     for key in given:
         if key not in known:
