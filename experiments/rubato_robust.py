@@ -172,7 +172,6 @@ class Table:
 def found(values: Sequence[Any], small: bool) -> Found:
     data = [cell for own in values for cell in own]
     table = Table(data)
-    ours = [run for cell in table.cells for run in table.runs[*cell, OURS]]
     estimates = {
         "near-best": Estimate.exact(table.near()), "ratio": table.ratio("attained"), "ratio-both": table.ratio("both")
     }  # fmt: skip
@@ -181,7 +180,6 @@ def found(values: Sequence[Any], small: bool) -> Found:
         estimates[f"worst-over-{other}"] = table.ahead(other, "worst")
     estimates["broken"] = Estimate.exact(table.broken(table.cells))
     estimates["broken-cell"] = Estimate.exact(max(table.broken([cell]) for cell in table.cells))
-    estimates["together"] = Estimate.exact(max(run["together"] for run in ours))
     estimates["least-part"] = table.lost(table.parts()[0], "both")
     for name in ("e2e", "ttft"):
         estimates[f"below-{name}"] = max([over_seeds(own[name]) for own in table.below], key=lambda each: each.value)
