@@ -105,6 +105,16 @@ def test_an_answer_waits_while_there_is_time_for_what_is_left_of_it() -> None:
     assert list(work(plan))[:2] == ["long", "short"]
 
 
+def test_the_shortest_answer_goes_first_as_far_as_those_due_before_it_can_wait() -> None:
+    """What it leaves of its deadline is its session's next turn's. 10 ms and 1 ms a token; prompts of 60 and of 10."""
+    for e2e, first in ((2.0, "short"), (0.46, "long")):
+        long, short = answer("long", e2e, 10.0), answer("short", 3.0, 10.0)
+        long.length, long.request = 60, request("long", 60, e2e=e2e)
+        assert next(iter(work(load("rubato").plan(seen([short, long], []))))) == first
+    prompts = [prompt("short", 10, ttft=3.0), prompt("long", 60, ttft=2.0)]
+    assert next(iter(work(load("rubato").plan(seen(prompts, []))))) == "long", "by deadline where there is a TTFT"
+
+
 def test_a_hurried_answer_is_tried_where_no_other_prompt_can_be_in_time() -> None:
     """Its prompt takes 70 ms, 30 tokens 330 ms at best: it can end in 500 ms, but not at 41 ms a token."""
     hurried = answer("a", 0.5, 30.0)

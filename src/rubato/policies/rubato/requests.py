@@ -238,3 +238,7 @@ def _ahead(job: Job, now: float, lead: float, tokens: float, doubt: float, reser
     soon = now + (1.0 - SLACK if tokens == 1.0 else 1.0 + SLACK) * job.tpot * tokens
     due = max(job.due - lead, min(job.due, soon))
     return job._replace(due=min(due, now + (job.due - now - reserve) / (1.0 + doubt)))
+
+
+def has_e2e(seq: SeqView) -> bool:
+    return seq.request.stages[seq.stage].slo.e2e is not None

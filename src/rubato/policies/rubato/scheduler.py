@@ -27,7 +27,7 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan, Shape
 from rubato.policies.rubato.batch import StepBatch
 from rubato.policies.rubato.drafts import Drafts
-from rubato.policies.rubato.requests import Requests
+from rubato.policies.rubato.requests import Requests, has_e2e
 from rubato.policies.rubato.supply import LADDER, Array, DecodeSteps, Job, StepErrors, left_out
 from rubato.policies.rubato_pd.prefill_step import prefill_step
 from rubato.policy_kit.batch_builder import decodes_only
@@ -110,7 +110,10 @@ class Scheduler:
         self, steps: DecodeSteps, prompts: Sequence[Job], tiers: Mapping[str, float]
     ) -> tuple[list[Job], float, float]:
         """The prompts that can be in time together; the longest step for that; seconds that all of them can spare.
-        tiers: what their prompts weigh (`TierLosses`)."""
+        tiers: what their prompts weigh (`TierLosses`).
+
+        By deadline, but the shortest that has an e2e goes first, as far as those due before it can wait: what it leaves
+        of its deadline is its session's next turn's."""
         ladder = [steps.unit * rung for rung in LADDER]
         if not prompts:
             return [], ladder[0], inf
@@ -123,12 +126,16 @@ class Scheduler:
             gone.discard(min(gone, key=lambda i: seconds[i]))
         if hopeless or not gone:  # nothing else is there to do: prefill as much as decodes can bear
             longest = max(longest, min(ladder[-1], AHEAD * (steps.first_due() - steps.now)))
-        kept, total, laxity = [], 0.0, inf
+        kept: list[Job] = []
+        total, laxity, first, least = 0.0, inf, 0, inf
         for i, job in enumerate(prompts):
             if i not in gone:
+                if has_e2e(job.seq) and seconds[i] < min(least, laxity):
+                    first, least = len(kept), seconds[i]
                 total += seconds[i]
                 laxity = min(laxity, float(room[i]) - total)
                 kept.append(job)
+        kept.insert(0, kept.pop(first))
         return kept, longest, laxity
 
     def _fewest_left_out(
