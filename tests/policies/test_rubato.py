@@ -189,6 +189,7 @@ def lead_after(*took: float) -> float:
         ([0.6], 0.49),  # a pause of five steps, a tenth of a step of which is made up for at once
         ([0.6, *[0.1] * 10, 0.3], 0.56),  # ten steps later it is still 390 ms behind
         ([0.6, *[0.1] * 100], 0.48),  # forgotten in 4,096 steps
+        ([9.0], 0.79),  # eight steps at most
     ],
 )
 def test_the_lead_is_how_far_steps_have_been_behind_their_plan(took: list[float], lead: float) -> None:

@@ -12,7 +12,7 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.length_prediction import class_of
 from rubato.core.plan import Shape
 from rubato.core.slo import WINDOW
-from rubato.policies.rubato.supply import LADDER, MEMORY, SLACK, Entry, Job
+from rubato.policies.rubato.supply import FARTHEST, LADDER, MEMORY, SLACK, Entry, Job
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_survival import SENSELESS, Resident
 from rubato.policy_kit.paces import Window, tightest_tpot, windows
@@ -21,7 +21,6 @@ from rubato.policy_kit.refusals import wants_refusal
 # Steps of a single token, as long as which a step of decodes with an e2e SLO is taken to be at least: paced by shorter
 # ones they force steps to be short, and these lose capacity.
 E2E_STEP = 3.0
-MOST_AHEAD_TOKENS = 8.0  # tokens that a decode is ahead at most, for slow steps to come
 ARRIVAL = attrgetter("request.arrival")
 
 
@@ -57,7 +56,7 @@ class Parts:
             _ahead(
                 job,
                 now,
-                min(lead, MOST_AHEAD_TOKENS * job.tpot) + entry.unlucky(job.tpot),
+                min(lead, FARTHEST * job.tpot) + entry.unlucky(job.tpot),
                 entry.tokens,
                 doubt,
                 reserve,
@@ -81,10 +80,8 @@ class TierLosses:
     def count(self, tier: str, lost: bool) -> None:
         """A request has ended in time, or is lost. All tiers fade with each, so that they compare."""
         fade = 1.0 - 1.0 / MEMORY
-        faded = {name: (o * fade, n * fade) for name, (o, n) in self._tiers.items()}
-        self._tiers = {
-            name: counts for name, counts in faded.items() if counts[0] > 1.0 / MEMORY
-        }  # a client may name any
+        # A client may name any tier: one that has faded away is dropped.
+        self._tiers = {name: (o * fade, n * fade) for name, (o, n) in self._tiers.items() if o > 1.0 / MEMORY}
         offered, before = self._tiers.get(tier, (0.0, 0.0))
         self._tiers[tier] = offered + 1.0, before + lost
 
