@@ -188,7 +188,7 @@ WRONG = [
     ("autoscale={kind: attainment, target: 95}", "target is 95: give a share above 0, at most 1"),
     ("autoscale={kind: attainment, hold_seconds: -1}", "hold_seconds is -1: give a number of seconds, 0 or more"),
     ("autoscale={kind: attainment, min: 2}", "replicas is 1: give as many as there are to be at the start, from"),
-    ("autoscale={kind: pool}", "'edf' has none: choose autoscale.kind=attainment, or policy polyserve"),
+    ("autoscale={kind: pool}", "'rubato' has none: choose autoscale.kind=attainment, or policy polyserve"),
     ("autoscale={kind: rubato.core.plan}", "autoscale: rubato.core.plan has no class Autoscaler"),
 ]
 

@@ -20,7 +20,7 @@ from rubato.core.request import SLO, Request, Stage
 from rubato.policies import least_loaded, rubato_pd
 from rubato.policies.rubato import Router, Scheduler, router
 from rubato.policies.rubato.division import Recent, divided, prompts_gain
-from rubato.policies.rubato.router import GAIN, SEEN
+from rubato.policies.rubato.router import GAIN, SEEN, STEP_TIMES
 from tests.conftest import few
 from tests.doubles import Linear, Seq, request, shown
 from tests.fleet.routers import serve
@@ -98,7 +98,8 @@ STEP = Linear(0.002, 0.0001)  # 2 ms and 0.1 ms a token
 
 
 def fleet(count: int, **changes: Any) -> list[View]:
-    return [replace(View(f"r{i}", 0.0, [], [], 500, 500, LIMITS, STEP), **changes) for i in range(count)]
+    kept = {"supports": STEP_TIMES, **changes}
+    return [replace(View(f"r{i}", 0.0, [], [], 500, 500, LIMITS, STEP), **kept) for i in range(count)]
 
 
 def asked(id: str, tpot: float | None, **more: Any) -> Request:
@@ -117,7 +118,7 @@ def is_divided(own: Router, fleet: list[View]) -> bool:
 
 def test_mode_auto_starts_with_all_alike() -> None:
     """Whatever their number, and whether KV can move."""
-    for supports in (frozenset({"kv_transfer", "recall"}), frozenset[str]()):
+    for supports in (STEP_TIMES | {"kv_transfer", "recall"}, STEP_TIMES):
         views, own = fleet(8, supports=supports), Router()
         held = [*many("t", 0.003, EVERY // 4), *many("l", 0.06, EVERY // 4)]
         assert own.place(held, views, 0.0) == least_loaded.Router().place(held, views, 0.0)
@@ -138,6 +139,17 @@ def test_mode_auto_divides_and_joins_again() -> None:
     told.append(own.place(many("o", 0.06, EVERY), views, 3.0))
     assert not is_divided(own, views)
     assert all(len(each.place) and not (each.recall or each.assign) for each in told), "residents stay"
+
+
+def test_replicas_whose_step_times_are_not_known_are_alike() -> None:
+    """As servers without a link: also one that comes to a divided fleet, which is joined."""
+    blind, own = fleet(8, supports=frozenset()), Router()
+    requests = [*many("t", 0.003, EVERY), *many("l", 0.06, EVERY)]
+    assert own.place(requests, blind, 0.0) == least_loaded.Router().place(requests, blind, 0.0)
+    views, own = fleet(8), Router()
+    own.place(requests, views, 0.0)
+    assert is_divided(own, views)
+    assert not is_divided(own, [*views[:7], blind[7]])
 
 
 def test_between_the_bounds_it_stays_as_it_is() -> None:
@@ -281,7 +293,7 @@ def test_mode_pd_is_the_other_router() -> None:
     assert isinstance(own, Assigner)
     assert {role.kind for role in own.roles(["r0", "r1"]).values()} == {"best_effort"}
     assert own.needs == {"recall", "step_times", "kv_transfer"}
-    assert Router().needs == {"step_times"}
+    assert (Router().needs, Router(mode="co").needs) == (frozenset(), {"step_times"})
     held, views = shown(asked("a", 0.05)), fleet(3, supports=frozenset({"kv_transfer", "recall"}))
     dispatch = own.place(held, views, 0.0)
     assert {id: role.phase for id, role in dispatch.assign.items()} == {"r0": "prefill", "r1": "decode"}

@@ -19,6 +19,7 @@ from rubato.policy_kit.refusals import fleet_refusal, refusable
 from rubato.policy_kit.step_table import StepTable
 
 MODES = ("co", "pd", "auto")
+STEP_TIMES = frozenset({"step_times"})
 FEWEST_REPLICAS = 4  # replicas from which on mode auto divides them: each is too large a part of a smaller fleet
 SEEN = 256  # requests of late by which replicas are divided; it is decided anew when a quarter of them is new
 # How many times as much of their time prompts must get (`prompts_gain`) for mode auto to divide, `SLACK` more, or
@@ -30,12 +31,12 @@ GAIN = 1.65
 
 @dataclass
 class Router:
-    """mode: "auto": a request goes to the least loaded replica, or, from `FEWEST_REPLICAS` on and while the requests of
-    late gain by it, as in "co": replicas are divided by TPOT. "pd": prefill and decode apart, as by `rubato_pd`, which
-    has settings for it.
+    """mode: "auto": a request goes to the least loaded replica, or, from `FEWEST_REPLICAS` on, where the step times of
+    all are known and while the requests of late gain by it, as in "co": replicas are divided by TPOT. "pd": prefill and
+    decode apart, as by `rubato_pd`, which has settings for it.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"step_times"})
+    needs: ClassVar[frozenset[str]] = frozenset()
     default_lengths: ClassVar[str] = "conditional_mean"
     mode: str = "auto"
     _apart: rubato_pd.Router | None = field(init=False, repr=False, default=None)
@@ -49,9 +50,11 @@ class Router:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}: give {', '.join(MODES)}")
+        if self.mode == "co":
+            self.needs = STEP_TIMES  # type: ignore[misc]  # of this one alone
         if self.mode == "pd":
             self._apart = rubato_pd.Router()
-            self.needs = self._apart.needs  # type: ignore[misc]  # of this one alone
+            self.needs = self._apart.needs  # type: ignore[misc]
             self.roles = self._apart.roles  # so that it assigns roles in this mode alone
 
     def observe(self, events: Sequence[Event]) -> None:
@@ -61,7 +64,10 @@ class Router:
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         if self._apart is not None:
             return self._apart.place(held, fleet, now)
-        self._look_back(held, fleet)
+        if all(view.supports >= STEP_TIMES for view in fleet):
+            self._look_back(held, fleet)
+        else:
+            self._tpots = {}
         if self._tpots:
             dispatch = self._place_by_tpot(held, fleet, now)
         else:
