@@ -24,7 +24,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import scenarios
 
 SOURCE = "ours; lengths of Mooncake (FAST'25, Table 2), tools of TraceLab"
-SECONDS = 552.0
+SECONDS = 180.0
 
 OURS = "rubato"
 SCENARIO = "agent-sessions"
