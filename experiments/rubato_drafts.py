@@ -28,7 +28,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import scenarios
 
 SOURCE = "ours; streams and models of AdaServe, §6"
-SECONDS = 600.0
+SECONDS = 604.0
 
 TTFT = 2.0
 RATES = {"llama": (5.0, 6.0), "qwen": (6.5, 8.0)}
