@@ -20,7 +20,7 @@ from rubato.core.request import SLO, Request, Stage
 from rubato.policies import least_loaded, rubato_pd
 from rubato.policies.rubato import Router, Scheduler, router
 from rubato.policies.rubato.division import Recent, divided, prompts_gain
-from rubato.policies.rubato.router import GAIN, SEEN, STEP_TIMES
+from rubato.policies.rubato.router import GAIN, SEEN_REQUESTS, STEP_TIMES
 from tests.conftest import few
 from tests.doubles import Linear, Seq, request, shown
 from tests.fleet.routers import serve
@@ -29,8 +29,8 @@ from tests.fleet.test_conservation import LINK, Breaks, Elsewhere, breaks, cance
 from tests.policies.test_properties import Load, loads, run
 
 MODES = st.sampled_from(["co", "auto"])
-SOONER = {"SEEN": 8, "FEWEST_REPLICAS": 2, "GAIN": 1.15}
-EVERY = SEEN // 4  # requests from decision to decision
+SOONER = {"SEEN_REQUESTS": 8, "FEWEST_REPLICAS": 2, "GAIN": 1.15}
+EVERY = SEEN_REQUESTS // 4  # requests from decision to decision
 
 
 @few
@@ -106,7 +106,7 @@ def asked(id: str, tpot: float | None, **more: Any) -> Request:
     return request(id, 20, **{"ttft": 1.0, "tpot": tpot, **more})
 
 
-def many(name: str, tpot: float | None, count: int = SEEN, **more: Any) -> list[Seq]:
+def many(name: str, tpot: float | None, count: int = SEEN_REQUESTS, **more: Any) -> list[Seq]:
     return shown(*(asked(f"{name}{i}", tpot, **more) for i in range(count)))
 
 
@@ -134,7 +134,7 @@ def test_mode_auto_divides_and_joins_again() -> None:
     assert not is_divided(own, views)
     told.append(own.place([*many("m", 0.06, EVERY), *many("t", 0.003, EVERY)], views, 1.0))
     assert is_divided(own, views)
-    told.append(own.place(many("n", 0.06, SEEN - EVERY), views, 2.0))
+    told.append(own.place(many("n", 0.06, SEEN_REQUESTS - EVERY), views, 2.0))
     assert is_divided(own, views), "a quarter are still tight"
     told.append(own.place(many("o", 0.06, EVERY), views, 3.0))
     assert not is_divided(own, views)
@@ -154,10 +154,10 @@ def test_replicas_whose_step_times_are_not_known_are_alike() -> None:
 
 def test_between_the_bounds_it_stays_as_it_is() -> None:
     """Of those of 4.35 ms and 60 ms prompts get 1.65 times as much."""
-    between = [*many("t", 0.00435, SEEN // 4), *many("m", 0.06, SEEN // 4 * 3)]
+    between = [*many("t", 0.00435, SEEN_REQUESTS // 4), *many("m", 0.06, SEEN_REQUESTS // 4 * 3)]
     assert prompts_gain([0.00435, 0.06, 0.06, 0.06], fleet(4)) == pytest.approx(GAIN, rel=0.02)
     views, alike, split = fleet(4), Router(), Router()
-    split.place([*many("t", 0.003), *many("l", 0.06, SEEN // 2)], views, 0.0)
+    split.place([*many("t", 0.003), *many("l", 0.06, SEEN_REQUESTS // 2)], views, 0.0)
     for own, what in ((alike, False), (split, True)):
         own.place(between, views, 1.0)
         assert is_divided(own, views) is what
@@ -166,16 +166,16 @@ def test_between_the_bounds_it_stays_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("others", "divides"),
     [
-        (many("t", 0.003, SEEN // 10), True),
-        (many("t", 0.003, SEEN // 40), False),  # too few to decide
-        (many("t", 0.001, SEEN // 10), False),  # shorter than any step
-        (many("t", 0.02, SEEN // 10), False),  # 0.9 of the time is left
-        (many("e", None, SEEN // 10, ttft=None, e2e=0.05), False),  # which TPOT that takes varies
+        (many("t", 0.003, SEEN_REQUESTS // 10), True),
+        (many("t", 0.003, SEEN_REQUESTS // 40), False),  # too few to decide
+        (many("t", 0.001, SEEN_REQUESTS // 10), False),  # shorter than any step
+        (many("t", 0.02, SEEN_REQUESTS // 10), False),  # 0.9 of the time is left
+        (many("e", None, SEEN_REQUESTS // 10, ttft=None, e2e=0.05), False),  # which TPOT that takes varies
     ],
 )
 def test_what_divides(others: list[Seq], divides: bool) -> None:
     own, views = Router(), fleet(4)
-    own.place([*many("l", 0.06, SEEN - len(others)), *others], views, 0.0)
+    own.place([*many("l", 0.06, SEEN_REQUESTS - len(others)), *others], views, 0.0)
     assert is_divided(own, views) is divides
 
 

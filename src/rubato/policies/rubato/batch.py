@@ -102,7 +102,7 @@ class StepBatch:
             return
         last = [job.seq for job in reversed(self._steps.decodes)]
         for seq in chosen:
-            if seq not in builder.preempted:
+            if seq not in builder.preempted and builder.lacks(seq, 1):
                 self._make_room(seq, 1, last[: last.index(seq)])
             if seq not in builder.preempted and builder.tokens_that_fit(seq):
                 own = nodes.get(seq.id, ())

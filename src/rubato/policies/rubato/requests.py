@@ -12,7 +12,7 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.length_prediction import class_of
 from rubato.core.plan import Shape
 from rubato.core.slo import WINDOW
-from rubato.policies.rubato.supply import FARTHEST, LADDER, MEMORY, SLACK, Entry, Job
+from rubato.policies.rubato.supply import LADDER, MEMORY, MOST_AHEAD_STEPS, SLACK, Entry, Job
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_survival import SENSELESS, Resident
 from rubato.policy_kit.paces import Window, tightest_tpot, windows
@@ -52,17 +52,7 @@ class Parts:
     def in_order(self, now: float, lead: float, doubt: float, reserve: float, entry: Entry) -> None:
         """Decodes and prompts by deadline. lead: seconds that decodes stay ahead, at most some tokens; with drafts,
         whose luck varies, more, and prompts are due sooner by what is more."""
-        self.decodes = [
-            _ahead(
-                job,
-                now,
-                min(lead, FARTHEST * job.tpot) + entry.unlucky(job.tpot),
-                entry.tokens,
-                doubt,
-                reserve,
-            )
-            for job in self.decodes
-        ]
+        self.decodes = [_ahead(job, now, lead, entry, doubt, reserve) for job in self.decodes]
         if entry.draft is not None:
             self.prompts = [job._replace(due=job.due - entry.unlucky(job.tpot)) for job in self.prompts]
         self.decodes.sort()
@@ -229,11 +219,11 @@ class Requests:
         return due, tpot, inf, due
 
 
-def _ahead(job: Job, now: float, lead: float, tokens: float, doubt: float, reserve: float) -> Job:
-    """A decode that is to stay so many seconds ahead, at so many tokens a step; one that is not gets there by and
-    by."""
-    soon = now + (1.0 - SLACK if tokens == 1.0 else 1.0 + SLACK) * job.tpot * tokens
-    due = max(job.due - lead, min(job.due, soon))
+def _ahead(job: Job, now: float, lead: float, entry: Entry, doubt: float, reserve: float) -> Job:
+    """A decode that is to stay so many seconds ahead, and more with drafts; one that is not gets there by and by."""
+    ahead = min(lead, MOST_AHEAD_STEPS * job.tpot) + entry.unlucky(job.tpot)
+    soon = now + (1.0 - SLACK if entry.tokens == 1.0 else 1.0 + SLACK) * job.tpot * entry.tokens
+    due = max(job.due - ahead, min(job.due, soon))
     return job._replace(due=min(due, now + (job.due - now - reserve) / (1.0 + doubt)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, nextafter
 from typing import ClassVar
 
 from rubato.core.events import Event
@@ -21,7 +21,7 @@ from rubato.policy_kit.step_table import StepTable
 MODES = ("co", "pd", "auto")
 STEP_TIMES = frozenset({"step_times"})
 FEWEST_REPLICAS = 4  # replicas from which on mode auto divides them: each is too large a part of a smaller fleet
-SEEN = 256  # requests of late by which replicas are divided; it is decided anew when a quarter of them is new
+SEEN_REQUESTS = 256  # requests of late by which replicas are divided; it is decided anew when a quarter of them is new
 # How many times as much of their time prompts must get (`prompts_gain`) for mode auto to divide, `SLACK` more, or
 # not to join again, `SLACK` less. On 4 replicas each alike holds, of what bins hold: slos-serve-mixed (1.2) 1.3 times,
 # the 70B model of the gate (1.5) 1.2 to 1.8 times, uniform-4096-1024 with TPOTs doubled (1.6) as much, half as long
@@ -41,7 +41,7 @@ class Router:
     mode: str = "auto"
     _apart: rubato_pd.Router | None = field(init=False, repr=False, default=None)
     _alike: least_loaded.Router = field(init=False, repr=False, default_factory=least_loaded.Router)
-    _recent: deque[Recent] = field(init=False, repr=False, default_factory=lambda: deque(maxlen=SEEN))
+    _recent: deque[Recent] = field(init=False, repr=False, default_factory=lambda: deque(maxlen=SEEN_REQUESTS))
     _fresh: int = field(init=False, repr=False, default=0)  # requests since the last decision
     _tpots: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # by replica; {}: all are alike
     _held: set[str] = field(init=False, repr=False, default_factory=set)
@@ -86,7 +86,7 @@ class Router:
                 if not seq.best_effort and (slo.tpot is not None or slo.e2e is None):  # which TPOT an e2e takes varies
                     self._recent.append(Recent(slo.tpot or inf, work(seq, steps)))
         divides = self.mode == "co" or bool(self._tpots)
-        if 4 * self._fresh < SEEN and not (divides and self._tpots.keys() != {view.id for view in fleet}):
+        if 4 * self._fresh < SEEN_REQUESTS and not (divides and self._tpots.keys() != {view.id for view in fleet}):
             return
         self._fresh = 0
         if self.mode == "auto":
@@ -124,7 +124,7 @@ class Router:
                 break  # the others are younger
             elif not late:
                 wake_at = min(wake_at, latest)
-        return Dispatch(place, reject, demote, wake_at=wake_at + 1e-9 if wake_at < inf else None, why=why)
+        return Dispatch(place, reject, demote, wake_at=nextafter(wake_at, inf) if wake_at < inf else None, why=why)
 
     def _steps(self, view: View) -> StepTable:
         """Its step times: one table for all with the same latency model, which takes a thousand questions to fill."""

@@ -22,9 +22,8 @@ from rubato.policy_kit.draft_value import drafting, with_nodes
 MEMORY = 64
 WORST = 1.0  # the largest error of one step that is counted: a pause of the machine says nothing of the next step
 SLACK = 0.1  # of the time, that decodes leave where steps are shortest, and with which they get ahead, or catch up
-FARTHEST = (
-    8.0  # tokens that a decode is ahead at most, and steps' time that a pause counts: no lead outlasts longer ones
-)
+# Tokens that a decode is ahead at most, and steps that a pause counts as: no lead outlasts longer ones.
+MOST_AHEAD_STEPS = 8.0
 LEAST_LEAD_STEPS = 2.0  # usual ones, once a step has been late: with none the demo breaks 2 % more promises
 UNLUCKY = 12  # steps without luck in a row that decodes with drafts are ahead for: with 4 more promises break
 LADDER = (1.25, 1.75, 2.5, 3.5, 5.0)  # lengths of a step that are tried, in steps of all decodes
@@ -91,7 +90,7 @@ class StepErrors:
             self._mean += (error - self._mean) / MEMORY
             self._square += ((error - self._mean) ** 2 - self._square) / MEMORY
             planned = seconds * self.slower
-            late = min(view.now - at - planned, FARTHEST * planned)
+            late = min(view.now - at - planned, MOST_AHEAD_STEPS * planned)
             self._behind = max(0.0, self._behind + late - SLACK * planned)
             self._worst = max(self._worst * (1.0 - 1.0 / MEMORY**2), self._behind)
             self.usual += (planned - self.usual) / MEMORY if self.usual else planned

@@ -33,9 +33,8 @@ TRIES = 3  # prompts in a row without a prefill replica, after which the others 
 # Part of a replica that guests leave, of as many as their hosts need: else hosts find those full and claim others. 0.3
 # leaves too few guests (splitwise at 464/s: 0.88 instead of 0.92 in time), none too many (0.89).
 HOST_ROOM = 0.1
-SPARE_SHARE = (
-    0.1  # part of the fleet that stays idle before best effort gets the pool: a claim waits for the step there
-)
+# Part of the fleet that stays idle before best effort gets the pool: a claim waits for the step there.
+SPARE_SHARE = 0.1
 POOL_TOKENS = 4096  # of best effort that may wait at a replica of the pool: what is recalled has begun in vain
 CREDIT = 2.0  # seconds for which best effort's share may be saved up: more would come at once
 AGAIN_SECONDS = 0.5  # seconds after which a request that found nothing is looked at again, whatever happens
