@@ -130,8 +130,10 @@ class Table:
         return float(np.mean([self.shares(cell, policy, key) for cell in cells]))
 
     def ratio(self, key: str) -> Estimate:
-        """Ours over the best other of each cell: mean over cells, by seed."""
-        each = [self.shares(cell, OURS, key) / self.shares(cell, self.best([cell], key), key) for cell in self.cells]
+        """Ours over the best other's mean of each cell (of one seed it may be 0): mean over cells, by seed."""
+        each = [
+            self.shares(cell, OURS, key) / self.mean([cell], self.best([cell], key), key) for cell in self.cells
+        ]  # fmt: skip
         return over_seeds(np.mean(each, axis=0).tolist())
 
     def near(self) -> float:
