@@ -169,6 +169,20 @@ def test_every_request_ends_once_and_is_served_or_refused(policy: str, load: Loa
 
 
 @pytest.mark.parametrize("policy", SCHEDULERS)
+def test_what_is_refused_after_a_long_wait_takes_no_other_with_it(policy: str) -> None:
+    """Five times what prompts allow, with TTFTs longer than any policy's patience."""
+    slo, sampling = SLO(ttft=12.0, tpot=0.05), Sampling(max_tokens=20)
+    requests = tuple(
+        Request(f"q{i}", (Stage(1000, slo),), 0.2 * i, sampling=sampling, on_decline="refuse") for i in range(80)
+    )
+    truth = {request.id: (20,) for request in requests}
+    limits = Limits(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096, kv_blocks=400, block_size=16)
+    ends = Counter(e.outcome for e in run(Load(requests, truth, limits), policy) if isinstance(e, Finished))
+    assert ends.keys() <= {"completed", "refused"}
+    assert ends.total() == len(requests)
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS)
 @few
 @given(load=loads())
 def test_work_is_bounded(policy: str, load: Load) -> None:

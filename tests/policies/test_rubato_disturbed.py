@@ -3,9 +3,11 @@ answer has a deadline for its end alone; and where windows of tokens are judged.
 
 from __future__ import annotations
 
-from math import inf
+from dataclasses import replace
+from math import inf, log
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +19,7 @@ from rubato.latency import affine
 from rubato.measure.promises import Promises, promises
 from rubato.policies.rubato.batch import StepBatch
 from rubato.policies.rubato.requests import Parts
-from rubato.policies.rubato.supply import DecodeSteps, Job
+from rubato.policies.rubato.supply import MEMORY, DecodeSteps, Job, StepErrors
 from rubato.replica.plan_check import spelled_out
 from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate
@@ -72,6 +74,32 @@ def test_no_step_is_below_the_floor_while_a_decode_is_left_out(
     planned = {w.seq for w in spelled_out(batch.plan([], {}), shown).work}
     if any(seq.id not in planned for seq in running):
         assert batch.seconds() + 0.001 > min(floor, steps.full)  # less than one more token below it
+
+
+def test_the_floor_holds_for_steps_once_one_was_late() -> None:
+    """Of 20 decodes of 1 ms a token the first is due in 13 ms. With 40 % of the time owed to decodes of 50 ms, a step
+    of 10 ms and a token is 22 ms at least."""
+    for late, tokens in ((False, 3), (True, 11)):
+        policy, base = load("rubato", {"risk": 0.0, "deadline_reserve": 0.0}), 0.012
+        policy.plan(seen([], [decode("d", tpot=0.05, due=9.0), decode("e", tpot=0.05, due=9.0)]))
+        now = 2.0 * base if late else base
+        running = [decode(f"d{i}", tpot=0.05, due=now + (0.0131 if i == 0 else 5.0 + i)) for i in range(20)]
+        shown = view([prompt("p", 400, ttft=now + 2.0)], running, now=now, kv_free=3000, kv_total=4000, limits=LIMITS,
+                     latency=Linear())  # fmt: skip
+        assert sum(work(policy.plan(shown)).values()) == tokens
+
+
+def test_how_far_steps_were_behind_fades_over_thousands() -> None:
+    errors, now = StepErrors(), 0.0
+    shown = view([], [decode("d")])
+    for i in range(1 + round(MEMORY**2 * log(2.0))):
+        errors.planned(now, 0.01)
+        now += 0.07 if i == 0 else 0.01
+        errors.learn(replace(shown, now=now))
+        if i == 0:
+            first = errors.lead
+    assert first > 0.05
+    assert errors.lead == pytest.approx(first / 2.0, rel=0.01)
 
 
 def job(seq: Seq) -> Job:
@@ -137,11 +165,23 @@ def test_an_answer_that_cannot_end_in_time_even_alone_is_best_effort() -> None:
     assert load("rubato").plan(seen([answer("a", 0.5, 50.0), answer("b", 0.6, 50.0)], [])).demote == ("a",)
 
 
-def test_where_windows_are_judged_no_stream_pauses_for_prompts() -> None:
+def test_one_whose_window_has_passed_is_given_up_where_windows_are_judged() -> None:
+    """Ten tokens of 50 ms from the first on, whatever its deadlines leave it."""
+    policy, ahead = load("rubato"), decode("d", tpot=0.05, due=9.0)
+    ahead.output = 1
+    for now, gone in ((0.0, ()), (0.499, ()), (0.501, ("d",))):
+        shown = replace(seen([], [ahead], now=now), slo_rule="windowed")
+        assert policy.plan(shown).demote == gone
+
+
+@pytest.mark.parametrize("e2e", [None, 600.0])
+def test_where_windows_are_judged_no_stream_pauses_for_prompts(e2e: float | None) -> None:
     """Code beside bursts of long prompts, which a decode that is ahead waits for, by deadlines: a quarter of these lose
-    a window to it."""
+    a window to it. With a deadline for the end that is far away, too."""
     machine = packaged_hardware(scenarios.get("slos-serve-coder").profile)
     offered = scenarios.make("slos-serve-coder", 1.3, count=150, seed=3, prefill=machine.prefill)
+    own = [(a, a.slo or offered.tiers[a.tier]) for a in offered.arrivals]
+    offered = replace(offered, arrivals=tuple(replace(a, slo=replace(slo, e2e=e2e)) for a, slo in own))
     met = {}
     for rule in ("deadline", "windowed"):
         spec = RunSpec(machine, PolicyChoice("rubato"), noise="iid:0.05", slo_rule=rule)

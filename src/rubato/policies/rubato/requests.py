@@ -202,21 +202,22 @@ class Requests:
         if known.stage != seq.stage:
             known.stage, known.tpot = seq.stage, tightest_tpot(seq)
         due, tpot, now = seq.due, known.tpot, view.now
+        last = due
+        if pending == 1 and (window := self._windows.get(seq.id)) is not None:
+            _, before, began = window
+            due, last = min(due, began + (seq.output + 1 - before) * tpot), min(due, began + WINDOW * tpot)
         e2e = seq.request.stages[seq.stage].slo.e2e
         if e2e is not None:
             end = seq.request.arrival + seq.tool_seconds + e2e
             pace = self._pace
             # While nothing is known of lengths, half of the time is for the decode.
             left = (0.5 * e2e / pace if seq.predicted is None else seq.predicted) - 1.0
-            early, last = end - left * pace, end - left * self._quickest
-            return max(min(due, early), min(due, now + pace)), min(tpot, pace), now, min(due, max(last, early))
+            early, latest = end - left * pace, end - left * self._quickest
+            return max(min(due, early), min(due, now + pace)), min(tpot, pace), now, min(last, max(latest, early))
         if due == inf and (pending > 1 or not seq.output):
             soon, due = min(tpot, self._patience), seq.stage_start + self._patience
             return max(due, now + soon), tpot, due - soon, inf
-        if pending == 1 and (window := self._windows.get(seq.id)) is not None:
-            _, before, began = window
-            return min(due, began + (seq.output + 1 - before) * tpot), tpot, inf, min(due, began + WINDOW * tpot)
-        return due, tpot, inf, due
+        return due, tpot, inf, last
 
 
 def _ahead(job: Job, now: float, lead: float, entry: Entry, doubt: float, reserve: float) -> Job:

@@ -90,11 +90,11 @@ class Scheduler:
         entry = self._drafts.entry(view, parts.decodes)
         parts.in_order(view.now, self._errors.lead, doubt, self.deadline_reserve, entry)
         steps = DecodeSteps(view, parts.decodes, doubt, self.deadline_reserve, self._errors.slower, entry)
-        oldest = self._requests.oldest(view, parts)
         drop = refusals(parts.late, view)
         if drop:
             parts.queued = [s for s in parts.queued if s.id not in drop]
             parts.held = [s for s in parts.held if s.id not in drop]
+        oldest = self._requests.oldest(view, parts)
         tiers = self._requests.losses.weights()
         kept, longest, laxity = self._in_time(steps, parts.prompts, tiers)
         kept = self._with_room(view, steps.decodes, kept, oldest, tiers)
