@@ -95,3 +95,14 @@ def test_residuals_are_a_recording_that_can_be_replayed(tmp_path: Path) -> None:
         predicted = model.step_time(sample.shape)
         assert sample.seconds == pytest.approx(predicted + (residual - 1.0) * max(predicted, usual), rel=5e-3)
     assert out.read_text().startswith("# log.jsonl: seconds of each step over those predicted (affine")
+
+
+@pytest.mark.parametrize("name", ["", "-", "mine", "torch-quiet", "a+b.txt", "log.jsonl"])
+def test_residuals_go_to_a_file_that_noise_will_find_and_not_over_the_log(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("log.jsonl").write_text("kept")
+    assert main(["fit", "log.jsonl", f"--residuals={name}"]) == 2
+    assert f"--residuals {name or '.'}" in capsys.readouterr().err
+    assert Path("log.jsonl").read_text() == "kept"

@@ -31,7 +31,7 @@ def test_a_spread_by_any_of_its_names_is_the_same() -> None:
 
 def test_a_recording_is_replayed_in_order_from_a_place_of_the_seeds(tmp_path: Path) -> None:
     file = tmp_path / "run.txt"
-    file.write_text("# what it is\n0.5\n1.25 # a comment\n\n2\n")
+    file.write_bytes(b"\xef\xbb\xbf# what it is\n0.5\n1.25 # a comment\n\n2\n")
     places = {tuple(drawn(f"replay:{file}", 3, seed)) for seed in range(20)}
     assert places == {(0.5, 1.25, 2.0), (1.25, 2.0, 0.5), (2.0, 0.5, 1.25)}
     assert drawn(f"replay:{file}", 9, 1)[:3] == drawn(f"replay:{file}", 9, 1)[6:]
@@ -48,6 +48,7 @@ def test_wander_stays_a_while_and_pauses() -> None:
 
 def test_parts_are_multiplied() -> None:
     assert drawn("fast:1.3", 3) == [1.3] * 3
+    assert drawn("0.05+fast:2", 5) == drawn("5e-02 + fast:2", 5) == drawn("iid:0.05+fast:2", 5)
     both = drawn("iid:0.05+fast:2", 5, seed=3)
     assert both == pytest.approx([2.0 * factor for factor in drawn(0.05, 5, seed=3)])
     two = np.log(drawn("iid:0.05+iid:0.05", 20_000))
@@ -68,11 +69,15 @@ def test_recordings_that_ship_are_of_a_model_that_fits() -> None:
         (1.0, "noise 1.0: give a relative spread in [0, 1), or iid:SPREAD, replay:RECORDING"),
         (float("nan"), "noise nan: give a relative spread"),
         ("-0.1", "noise -0.1: give a relative spread"),
-        ("", "noise : give a relative spread"),
+        ("", "noise '': give iid:SPREAD, replay:RECORDING"),
+        ("nan", "'nan' is none"),
+        ("inf", "noise inf: give a relative spread"),
+        ("0.05+2", "noise 0.05+2: give a relative spread"),
         ("iid", "noise iid: give a relative spread"),
         ("iid:2", "noise iid:2: give a relative spread"),
-        ("fast:0", "noise 'fast:0': fast:0 is no factor: give one above 0"),
-        ("fast:", "fast: is no factor"),
+        ("fast:0", "noise 'fast:0': fast:0: give a factor in (0, 1000]"),
+        ("fast:1001", "fast:1001: give a factor"),
+        ("fast:", "fast:: give a factor"),
         (
             "wandr",
             "'wandr' is none: did you mean 'wander'?",
@@ -91,10 +96,18 @@ def test_what_is_no_noise_is_named(noise: step_noise.Noise, message: str) -> Non
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [("1\nx\n", "line 2: 'x' is no factor"), ("# no\n", "holds no factors")])
-def test_a_recording_that_cannot_be_is_named(tmp_path: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"1\nx\n", "line 2: 'x' is no factor"),
+        (b"1e308\n", "line 1: '1e308' is no factor"),
+        (b"# no\n", "holds no factors"),
+        (b"\xff\xfe1\n", "run.txt is no text"),
+    ],
+)
+def test_a_recording_that_cannot_be_is_named(tmp_path: Path, data: bytes, message: str) -> None:
     file = tmp_path / "run.txt"
-    file.write_text(text)
+    file.write_bytes(data)
     with pytest.raises(ValueError, match=message):
         step_noise.check(f"replay:{file}")
     with pytest.raises(OSError, match=r"none\.txt"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import repeat
-from math import exp, inf, sqrt
+from math import exp, isnan, nan, sqrt
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ DRAWN = 1024  # factors drawn at a time
 SPREAD, KEPT, PAUSES = 0.15, 0.97, ((200, 3.0), (800, 8.0))
 KINDS = ("iid", "replay", "wander", "fast")
 ALLOWED = "give iid:SPREAD, replay:RECORDING, wander, fast:TIMES, or several joined by +"
+MOST = 1000.0  # times what is predicted that a step may take, of one kind
 
 Draw = Callable[[np.random.Generator], Iterator[float]]
 
@@ -62,22 +63,31 @@ def recordings() -> list[str]:
     return sorted(file.stem for file in RECORDINGS.glob("*.txt"))
 
 
+def is_file(recording: str) -> bool:
+    """Whether this is a path, and not the name of one that ships."""
+    return "/" in recording or bool(Path(recording).suffix)
+
+
 def read(recording: str) -> list[float]:
     """Its factors. recording: the name of one that ships, or a file. Raises ValueError, OSError."""
     file = Path(recording)
-    if "/" not in recording and not file.suffix:
+    if not is_file(recording):
         if recording not in recordings():
             raise ValueError(
                 f"no recording {recording!r} ships, nor is it a file with a suffix{nearest(recording, recordings())}"
             )
         file = RECORDINGS / f"{recording}.txt"
+    try:
+        lines = file.read_text("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text: give one number above 0 a line") from error
     found: list[float] = []
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not (text := line.partition("#")[0].strip()):
             continue
         factor = _number(text)
-        if not 0.0 < factor < inf:
-            raise ValueError(f"{file}, line {number}: {text!r} is no factor: give one number above 0 a line")
+        if not 0.0 < factor <= MOST:
+            raise ValueError(f"{file}, line {number}: {text!r} is no factor: give one in (0, {MOST:g}] a line")
         found.append(factor)
     if not found:
         raise ValueError(f"{file} holds no factors: give one number a line, as `rubato fit --residuals` writes them")
@@ -87,20 +97,22 @@ def read(recording: str) -> list[float]:
 def _parts(noise: Noise) -> list[Draw]:
     if not isinstance(noise, str):
         return _iid(noise, str(noise))
-    if not noise.partition("+")[0].partition(":")[0].strip().isalpha():  # a number alone, as `--noise 0.05`
-        return _iid(_number(noise), noise)
+    if not isnan(number := _number(noise)):  # alone, with whatever sign its exponent has
+        return _iid(number, noise)
     return [draw for part in noise.split("+") for draw in _part(part.strip(), noise)]
 
 
 def _part(part: str, noise: str) -> list[Draw]:
     kind, colon, value = part.partition(":")
+    if not isnan(number := _number(part)):
+        return _iid(number, noise)
     if kind == "wander" and not colon:
         return [_wander]
     if kind == "iid":
         return _iid(_number(value), noise)
     if kind == "fast":
-        if not 0.0 < (times := _number(value)) < inf:
-            raise ValueError(f"noise {noise!r}: fast:{value} is no factor: give one above 0, such as fast:1.3")
+        if not 0.0 < (times := _number(value)) <= MOST:
+            raise ValueError(f"noise {noise!r}: fast:{value}: give a factor in (0, {MOST:g}], such as fast:1.3")
         return [lambda _: repeat(times)]
     if kind == "replay":
         return [partial(_replay, read(value))]
@@ -111,7 +123,7 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return float("nan")
+        return nan
 
 
 def _iid(spread: float, said: str) -> list[Draw]:
