@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rubato.config.for_vllm import configured
+from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits
 from rubato.engines.vllm.policy_driver import PolicyDriver
 from rubato.engines.vllm.settings import Settings, check_version, settings_of
@@ -26,22 +27,24 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("given", "file", "lengths"),
     [
-        ({}, "", "running_mean"),  # a client may state an e2e
+        ({}, "", "conditional_mean"),  # that of `rubato`'s router
+        ({"policy": "sarathi"}, "", "running_mean"),  # a client may state an e2e
         ({"lengths": None}, "", None),
         ({}, "lengths: conditional_mean", "conditional_mean"),
         ({}, "lengths: null", None),
         ({}, "policy: edf", "running_mean"),
+        ({}, "policy: rubato", "conditional_mean"),
         ({"lengths": "gaussian"}, "lengths: null", "gaussian"),
     ],
 )
-def test_lengths_are_the_running_mean_unless_the_operator_says_otherwise(
+def test_lengths_are_the_policys_own_or_the_running_mean_unless_the_operator_says_otherwise(
     tmp_path: Path, given: dict[str, object], file: str, lengths: str | None
 ) -> None:
     path = tmp_path / "rubato.yaml"
     path.write_text(file)
     settings, _ = configured({"rubato": {**given, "config": str(path)} if file else given})
-    assert settings.lengths == lengths
-    assert (PolicyDriver(settings, LIMITS, KV)._lengths is None) is (lengths is None)
+    found = PolicyDriver(settings, LIMITS, KV)._lengths
+    assert type(found) is type(PREDICTORS[lengths]() if lengths else None)
 
 
 def test_everything() -> None:

@@ -28,7 +28,7 @@ from rubato.core.events import (
     Tokens,
 )
 from rubato.core.interfaces import LengthPredictor, View
-from rubato.core.length_prediction import PREDICTORS
+from rubato.core.length_prediction import DEFAULT_LENGTHS, PREDICTORS
 from rubato.core.plan import ANY, NO_BATCH, Limits, Plan, Sample, Shape
 from rubato.core.request import Outcome
 from rubato.core.slo import StageTimes, judge
@@ -44,7 +44,7 @@ from rubato.engines.vllm.room import SETTLED, Room
 from rubato.engines.vllm.sequence import VllmSeq, promised_request, request_of
 from rubato.engines.vllm.settings import Settings
 from rubato.latency import affine
-from rubato.policies import PolicyError, load, optional
+from rubato.policies import PolicyError, default_lengths, load, optional
 from rubato.policy_kit.fair_share import FairShare
 from rubato.replica.miss_cause import is_infeasible
 from rubato.replica.plan_check import check, spelled_out
@@ -170,7 +170,10 @@ class PolicyDriver(FleetPart):
         self._slow = 0.0  # seconds that plans took which were too slow
         self.refused = 0  # requests
         self._reported: dict[str, float] = {}  # when each kind of fault, and a deviation, was last logged
-        self._lengths: LengthPredictor | None = None if settings.lengths is None else PREDICTORS[settings.lengths]()
+        lengths = settings.lengths
+        if lengths == "":
+            lengths = default_lengths(settings.policy) or DEFAULT_LENGTHS
+        self._lengths: LengthPredictor | None = None if lengths is None else PREDICTORS[lengths]()
         self._slo_rule = settings.slo_rule
         self._order = 0
         self._fair = fair

