@@ -6,11 +6,13 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link
@@ -19,6 +21,7 @@ from tests.fleet.test_server_fleet import LIMITS, STEP, options, used
 from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
 
 MODELS, LINK = "/v1/models", "/rubato/link"
+CHOSEN = options("edf", {}, "least_loaded")
 NOT_READY = [
     ("/health", 500, b""),
     ("/health", 503, b"loading"),
@@ -52,12 +55,15 @@ ODD_LENGTH = [
 ]
 
 
-def fleet_of(scenario: Callable[[Cluster, list[StubServer]], Awaitable[None]], *, linked: bool = True,
-             change: Callable[[list[StubServer]], None] = lambda servers: None) -> None:  # fmt: skip
-    """A cluster over three servers, which say themselves where their links are."""
+def fleet_of(
+    scenario: Callable[[Cluster, list[StubServer]], Awaitable[None]], *, linked: bool | None = True,
+    chosen: ClusterOptions = CHOSEN, change: Callable[[list[StubServer]], None] = lambda servers: None,
+) -> None:  # fmt: skip
+    """A cluster over three servers, which say themselves where their links are. linked: None where none is asked
+    for."""
 
     async def main() -> None:
-        clock, trips, chosen = VirtualClock(), Trips(), options("edf", {}, "least_loaded")
+        clock, trips = VirtualClock(), Trips()
         cores = [StubCore(STEP, LIMITS, clock, "edf", chosen.replica) for _ in range(3)]
         servers = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
         links = {f"tcp://s{i}:5557": core for i, core in enumerate(cores)}
@@ -70,8 +76,9 @@ def fleet_of(scenario: Callable[[Cluster, list[StubServer]], Awaitable[None]], *
             return MemoryLink(links[address])
 
         fleet = ServerFleet(
-            [Server(url) for url in servers], clock, chosen, trips, transport=servers.__getitem__, link=link
-        )
+            [Server(url) for url in servers], clock, chosen, trips, transport=servers.__getitem__,
+            link=None if linked is None else link,
+        )  # fmt: skip
         cluster = await server_cluster(fleet, clock, chosen)
         try:
             await cluster.start()
@@ -141,6 +148,25 @@ def test_start_says_of_each_server_without_the_link_that_batches_follow_its_orde
     assert "--scheduler-cls rubato.vllm.Scheduler --middleware rubato.vllm.Middleware" in said
     given = json.loads(said.partition("--additional-config '")[2].partition("'")[0])
     assert given == {"rubato": {"policy": "edf", "link": {}}}
+
+
+def test_what_to_do_names_all_that_the_batches_depend_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Of an endpoint picker, too, which never has the link."""
+    chosen = options("edf", {"fairness": 0.1}, "least_loaded")
+    chosen = replace(chosen, replica=replace(chosen.replica, slo_rule="windowed"))
+    told = {"policy": "edf", "settings": {"fairness": 0.1}, "slo_rule": "windowed"}
+
+    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
+        assert len(cluster.hosts) == 3
+
+    for linked, more in ((False, {"link": {}}), (None, {})):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            fleet_of(scenario, linked=linked, chosen=chosen)
+        said = [record.message for record in caplog.records if "has no link" in record.message]
+        assert len(said) == 3
+        for text in said:
+            assert json.loads(text.partition("--additional-config '")[2].partition("'")[0]) == {"rubato": told | more}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from rubato.core.capabilities import cure
 from rubato.core.clock import Clock
 from rubato.core.events import Event
 from rubato.core.interfaces import LatencyModel, Router, Scaling, SeqView, View
+from rubato.core.slo import SLO_RULES
 from rubato.fleet import server_probe
 from rubato.fleet.build import cluster_of
 from rubato.fleet.cluster import Cluster, HostLost
@@ -197,8 +198,12 @@ class ServerFleet:
                 lacks = f"server {server.url} lacks {', '.join(sorted(missing))}, which the router needs"
                 raise ValueError(f"{lacks}: {cure(missing)}")
             log.info("replica %s is server %s", id, server.url)  # elsewhere it has its id alone: clients see that
-            if told is None and self._link is not None:
-                plug_in = {"policy": self._options.choice.policy, "link": {}}
+            if told is None:
+                choice, rule = self._options.choice, self._options.replica.slo_rule
+                plug_in: dict[str, object] = {"policy": choice.policy}
+                plug_in |= {"settings": dict(choice.settings)} if choice.settings else {}
+                plug_in |= {"slo_rule": rule} if rule != SLO_RULES[0] else {}
+                plug_in |= {"link": {}} if self._link is not None else {}  # an endpoint picker has none
                 log.warning(NO_LINK, server.url, json.dumps({"rubato": plug_in}))
             return found
 
