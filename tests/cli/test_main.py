@@ -406,6 +406,7 @@ class Scheduler:
     \"\"\"few: so many.\"\"\"
     needs = frozenset()
     few: int = 3
+    odd: frozenset = frozenset()
     def observe(self, events): ...
     def plan(self, view): ...
 """
@@ -422,6 +423,7 @@ class Scheduler:
                        "    prefix_affinity=false"]),
         ("least_loaded", ["Router (--policy POLICY@least_loaded:SETTING=VALUE), needs of the engine: nothing"]),
         ("own.py", ["No docstring.", "Source: not stated", "Scheduler (--policy own.py:SETTING=VALUE)", "    few=3",
+                    "    odd=frozenset()",
                     "    few: so many."]),
         ("own_package.own", ["Scheduler (--policy own_package.own:SETTING=VALUE)", "    few=3"]),
     ],

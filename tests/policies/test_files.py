@@ -65,6 +65,10 @@ def test_a_wrong_setting_is_named(file: Path, settings: dict[str, object], says:
             "from dataclasses import dataclass\n@dataclass\nclass Scheduler:\n    needs = frozenset()",
             "Scheduler lacks observe, plan; it must have needs, observe, plan",
         ),
+        (
+            "from rubato.policies.vllm import Scheduler\nScheduler = type('Scheduler', (Scheduler,), {'needs': None})",
+            "Scheduler.needs is None: give a frozenset",
+        ),
         (GOOD.replace(" = 0.5", ""), "non-default argument 'margin' follows default argument"),
     ],
 )

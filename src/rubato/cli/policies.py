@@ -52,8 +52,15 @@ def _part(part: Scheduler | Router, kind: str, option: str) -> str:
     cls: Any = type(part)
     lines = [f"{kind} (--policy {option}), needs of the engine: {', '.join(sorted(part.needs)) or 'nothing'}"]
     for setting, default in policies.settings_of(cls, kind).items():
-        value = yaml.safe_dump(default, default_flow_style=True, width=10_000).split("\n")[0]
-        lines.append(f"    {setting}={value}")
+        lines.append(f"    {setting}={_written(default)}")
     if cls.__doc__ and not cls.__doc__.startswith(f"{cls.__name__}("):  # a dataclass without one gets its signature
         lines.append(f"    {inspect.cleandoc(cls.__doc__)}".replace("\n", "\n    "))
     return "\n".join(lines)
+
+
+def _written(default: object) -> str:
+    """A setting's default as `SETTING=VALUE` takes it; of a kind that YAML does not have, as Python shows it."""
+    try:
+        return yaml.safe_dump(default, default_flow_style=True, width=10_000).split("\n")[0]
+    except yaml.representer.RepresenterError:
+        return repr(default)

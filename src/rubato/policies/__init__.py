@@ -148,6 +148,10 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
         )
     if lacking := [part for part in PARTS[kind] if not hasattr(cls, part)]:
         raise PolicyError(f"policy {name!r}: {kind} lacks {', '.join(lacking)}; it must have {', '.join(PARTS[kind])}")
+    if not isinstance(cls.needs, frozenset | set):
+        raise PolicyError(
+            f"policy {name!r}: {kind}.needs is {cls.needs!r}: give a frozenset of features, empty for none"
+        )
     known = settings_of(cls, kind)
     for key, value in settings.items():
         if key not in known:
