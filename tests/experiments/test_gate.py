@@ -67,8 +67,8 @@ def test_ours_is_held_against_the_best_other_of_a_cell() -> None:
         values += runs(other, (0.2, 0.2), 0.2)
     table = Table(values)
     assert table.best(table.cells) == "edf"
-    assert table.ratio("attained").value == pytest.approx(0.75 / 0.5)
-    assert table.ratio("both").value == pytest.approx(0.625 / 0.3)
+    assert table.ratio("worst").value == pytest.approx(0.5 / 0.2)  # of that measure another is the best
+    assert table.ratio("both").value == pytest.approx(((0.6 + 0.5) / (1.0 + 0.1) + (0.9 + 0.5) / 0.1) / 2)
     assert table.near() == 100.0
     assert table.ahead("edf", "worst").value == pytest.approx(40.0)
     assert table.broken(table.cells) == pytest.approx(4.0)
