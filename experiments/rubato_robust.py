@@ -118,9 +118,9 @@ class Table:
         self.cells = [(load, noise) for load, noise, policy in self.runs if policy == OURS]
         self.below = [v for v in values if "share" in v]
 
-    def shares(self, cell: tuple[str, str], policy: str, key: str = "attained", seeds: int | None = None) -> Any:
+    def shares(self, cell: tuple[str, str], policy: str, key: str = "attained") -> Any:
         """By seed."""
-        return np.array([run[key] for run in self.runs[*cell, policy][:seeds]])
+        return np.array([run[key] for run in self.runs[*cell, policy]])
 
     def best(self, cells: Sequence[tuple[str, str]], key: str = "attained") -> str:
         """Of the others the one with the largest mean."""
@@ -155,10 +155,7 @@ class Table:
 
     def lost(self, part: str, key: str) -> Estimate:
         """Points that are lost without a part, mean over its cells, by seed."""
-        each = []
-        for load, noise in self.without(part):
-            left_out = self.shares((load, noise), LEFT_OUT + part, key)
-            each.append(self.shares((load, noise), OURS, key, len(left_out)) - left_out)
+        each = [self.shares(c, OURS, key) - self.shares(c, LEFT_OUT + part, key) for c in self.without(part)]
         return over_seeds((100.0 * np.mean(each, axis=0)).tolist())
 
     def without(self, part: str) -> list[tuple[str, str]]:

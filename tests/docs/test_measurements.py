@@ -276,6 +276,6 @@ def test_the_readmes_caption_counts_what_the_demos_file_has() -> None:
     caption = " ".join(re.findall(r"^\*The same .*?\*$", PAGES["README.md"], re.MULTILINE | re.DOTALL)[0].split())
     met = values["in time"]
     assert f"The same {values['requests']} requests" in caption
-    assert f"vLLM's order {met['vllm']}, Sarathi-Serve's {met['sarathi']}, Rubato's `edf`" in caption
-    assert f"{met['edf']}; `edf` misses the other {values['missed by edf']}" in caption
-    assert values["missed by edf"] == values["requests"] - met["edf"]
+    assert f"vLLM's order {met['vllm']}, Sarathi-Serve's {met['sarathi']}, Rubato's {met['rubato']};" in caption
+    assert f"it misses the other {values['missed by rubato']}," in caption
+    assert values["missed by rubato"] == values["requests"] - met["rubato"]
