@@ -155,7 +155,9 @@ class Table:
 
     def lost(self, part: str, key: str) -> Estimate:
         """Points that are lost without a part, mean over its cells, by seed."""
-        each = [self.shares(c, OURS, key) - self.shares(c, LEFT_OUT + part, key) for c in self.without(part)]
+        each = [
+            self.shares(cell, OURS, key) - self.shares(cell, LEFT_OUT + part, key) for cell in self.without(part)
+        ]  # fmt: skip
         return over_seeds((100.0 * np.mean(each, axis=0)).tolist())
 
     def without(self, part: str) -> list[tuple[str, str]]:

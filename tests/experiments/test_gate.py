@@ -53,22 +53,25 @@ def test_the_readmes_scheduler_runs_under_its_label() -> None:
     assert 0.0 < run["attained"] < 1.0
 
 
-def runs(policy: str, attained: tuple[float, float], worst: float, broken: int = 0) -> list[dict[str, Any]]:
+def runs(
+    policy: str, attained: tuple[float, float], worst: float, broken: int = 0, load: str = "a"
+) -> list[dict[str, Any]]:
     """Two seeds of one cell."""
-    own = {"load": "a", "noise": "b", "policy": policy, "worst": worst, "promised": 50, "broken": broken}
+    own = {"load": load, "noise": "b", "policy": policy, "worst": worst, "promised": 50, "broken": broken}
     return [own | {"attained": one, "seed": seed} for seed, one in enumerate(attained, 1)]
 
 
 def test_ours_is_held_against_the_best_other_of_a_cell() -> None:
     values = (
-        runs(OURS, (0.6, 0.9), 0.5, broken=2) + runs("edf", (1.0, 0.0), 0.1) + runs("without memory", (0.3, 0.4), 0)
+        runs(OURS, (0.6, 0.9), 0.5, broken=2) + runs("edf", (0.8, 0.7), 0.1) + runs("without memory", (0.3, 0.4), 0)
     )
     for other in OTHERS[1:]:
         values += runs(other, (0.2, 0.2), 0.2)
     table = Table(values)
     assert table.best(table.cells) == "edf"
+    assert table.ratio("attained").value == pytest.approx((0.6 / 0.8 + 0.9 / 0.7) / 2)
     assert table.ratio("worst").value == pytest.approx(0.5 / 0.2)  # of that measure another is the best
-    assert table.ratio("both").value == pytest.approx(((0.6 + 0.5) / (1.0 + 0.1) + (0.9 + 0.5) / 0.1) / 2)
+    assert table.ratio("both").value == pytest.approx((0.55 / 0.45 + 0.7 / 0.4) / 2)
     assert table.near() == 100.0
     assert table.ahead("edf", "worst").value == pytest.approx(40.0)
     assert table.broken(table.cells) == pytest.approx(4.0)
@@ -76,3 +79,10 @@ def test_ours_is_held_against_the_best_other_of_a_cell() -> None:
     assert table.without("memory") == [("a", "b")]
     assert table.lost("memory", "attained").value == pytest.approx(40.0)
     assert table.broken(table.cells, f"{LEFT_OUT}memory") == 0.0
+
+
+def test_a_cell_in_which_the_others_attain_nothing_does_not_decide_the_ratio() -> None:
+    values = runs(OURS, (0.6, 0.9), 0.5) + runs(OURS, (0.2, 0.1), 0.1, load="hard")
+    for other in OTHERS:
+        values += runs(other, (0.5, 0.6), 0.2) + runs(other, (0.1, 0.0), 0.0, load="hard")
+    assert Table(values).ratio("attained").value == pytest.approx((0.8 / 0.6 + 1.0 / 0.6) / 2)

@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.residuals is not None:
-        _check(Path(args.residuals), Path(args.log))
+        _check_residuals(Path(args.residuals), Path(args.log))
     fitted = fit.fit_file(args.log, args.model, args.train, args.test, args.of)
     if args.residuals is not None:
         Path(args.residuals).write_text(fit.residuals_text(fitted, Path(args.log).name), "utf-8")
@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(residuals: Path, log: Path) -> None:
+def _check_residuals(residuals: Path, log: Path) -> None:
     """Raises ValueError where `--noise replay:` would not find this file, or the log would be lost."""
-    if not step_noise.is_file(str(residuals)) or "+" in str(residuals):
+    if not step_noise.is_path(str(residuals)) or "+" in str(residuals):
         raise ValueError(f"--residuals {residuals}: give a file with a suffix and no +, such as residuals.txt")
     if residuals.exists() and log.exists() and residuals.samefile(log):
         raise ValueError(f"--residuals {residuals} is the log itself: give another file")

@@ -27,7 +27,7 @@ DRAWN = 1024  # factors drawn at a time
 SPREAD, KEPT, PAUSES = 0.15, 0.97, ((200, 3.0), (800, 8.0))
 KINDS = ("iid", "replay", "wander", "fast")
 ALLOWED = "give iid:SPREAD, replay:RECORDING, wander, fast:TIMES, or several joined by +"
-MOST = 1000.0  # times what is predicted that a step may take, of one kind
+LARGEST_FACTOR = 1000.0  # of one kind, so that a product of some is still a time
 
 Draw = Callable[[np.random.Generator], Iterator[float]]
 
@@ -63,7 +63,7 @@ def recordings() -> list[str]:
     return sorted(file.stem for file in RECORDINGS.glob("*.txt"))
 
 
-def is_file(recording: str) -> bool:
+def is_path(recording: str) -> bool:
     """Whether this is a path, and not the name of one that ships."""
     return "/" in recording or bool(Path(recording).suffix)
 
@@ -71,7 +71,7 @@ def is_file(recording: str) -> bool:
 def read(recording: str) -> list[float]:
     """Its factors. recording: the name of one that ships, or a file. Raises ValueError, OSError."""
     file = Path(recording)
-    if not is_file(recording):
+    if not is_path(recording):
         if recording not in recordings():
             raise ValueError(
                 f"no recording {recording!r} ships, nor is it a file with a suffix{nearest(recording, recordings())}"
@@ -86,8 +86,10 @@ def read(recording: str) -> list[float]:
         if not (text := line.partition("#")[0].strip()):
             continue
         factor = _number(text)
-        if not 0.0 < factor <= MOST:
-            raise ValueError(f"{file}, line {number}: {text!r} is no factor: give one in (0, {MOST:g}] a line")
+        if not 0.0 < factor <= LARGEST_FACTOR:
+            raise ValueError(
+                f"{file}, line {number}: {text!r} is no factor: give one in (0, {LARGEST_FACTOR:g}] a line"
+            )
         found.append(factor)
     if not found:
         raise ValueError(f"{file} holds no factors: give one number a line, as `rubato fit --residuals` writes them")
@@ -111,8 +113,10 @@ def _part(part: str, noise: str) -> list[Draw]:
     if kind == "iid":
         return _iid(_number(value), noise)
     if kind == "fast":
-        if not 0.0 < (times := _number(value)) <= MOST:
-            raise ValueError(f"noise {noise!r}: fast:{value}: give a factor in (0, {MOST:g}], such as fast:1.3")
+        if not 0.0 < (times := _number(value)) <= LARGEST_FACTOR:
+            raise ValueError(
+                f"noise {noise!r}: fast:{value}: give a factor in (0, {LARGEST_FACTOR:g}], such as fast:1.3"
+            )
         return [lambda _: repeat(times)]
     if kind == "replay":
         return [partial(_replay, read(value))]
