@@ -32,7 +32,7 @@ HEADINGS = [
     "What of the paper is not here",
 ]
 LOAD = {"policy": policies.load, "router": policies.load_router}
-INTERVAL = re.compile(r"([\[(])([\d.]+), ([\d.]+|inf)([\])])")
+INTERVAL = re.compile(r"([\[(])(-?[\d.]+), ([\d.]+|inf)([\])])")
 
 
 class Row(NamedTuple):

@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from experiments import _slos_serve_runs as runs
 from experiments import slos_serve_toy as toy
+from rubato.fleet.cluster_options import PolicyChoice
+from rubato.measure.promises import Promises, promises
+from rubato.measure.records import rejudged
 from rubato.policies.slos_serve import dynamic_program
 from rubato.policies.slos_serve.admission import AdmissionLimits, admit
 from rubato.policies.slos_serve.demand import Demand, rows
 from rubato.policies.slos_serve.dynamic_program import EPS, SECONDS, TOKENS, summed
+from rubato.simulation.run_spec import RunSpec, oracle_lengths
+from rubato.simulation.simulate import simulate
 from tests.policies.slos_serve import reference
 from tests.policies.slos_serve.instances import (
     brute_force,
@@ -135,10 +141,25 @@ def test_figure_3() -> None:
 
 
 def test_figure_3_in_simulation() -> None:
-    """The burst is prefilled two units apart, as the paper draws it; the fourth request is served when others end."""
+    """The paper draws the burst prefilled two units apart; here all three end at their deadline, as a decode more would
+    take its tokens from the others' prompts. The fourth is served when others end."""
     played = toy.play("slos_serve")
     assert played["attained"] == {"running": 3, "new": 3}
-    assert played["prefilled"][:3] == [2.0, 4.0, 6.0]
+    assert sorted(played["prefilled"])[:3] == [6.0, 6.0, 6.0]
+    run = simulate(toy.toy(), RunSpec(toy.MACHINE, PolicyChoice("slos_serve")))
+    assert promises(rejudged(run, "windowed")) == Promises(6, 0, 0)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_begun_promises_are_kept_by_windows_where_streams_of_three_tpots_share_a_replica(seed: int) -> None:
+    """Mixed beyond capacity: prompts and windows that ended early once took the pace of others, 5 and 3 of them."""
+    load = runs.load("mixed", seed, runs.FULL, count=200).rescaled(5.0)
+    spec = RunSpec(runs.hardware("mixed", runs.FULL), PolicyChoice("slos_serve"), lengths=oracle_lengths)
+    run = simulate(load, spec, causes=False)
+    for rule in runs.JUDGES:
+        kept = promises(rejudged(run, rule))
+        assert kept.made > 170
+        assert kept.broken == 0
 
 
 def test_gap_to_token_by_token_feasibility() -> None:

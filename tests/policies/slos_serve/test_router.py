@@ -90,8 +90,8 @@ def test_best_effort_goes_to_the_least_loaded() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"max_hops": -1}, "max_hops -1"),
-        ({"backup": "drop"}, "give 0 or more, and one of best_effort, refuse"),
+        ({"max_hops": -2}, "max_hops -2"),
+        ({"backup": "drop"}, "one of best_effort, refuse"),
         ({"safety_margin": 0.1}, "no setting 'safety_margin'"),
     ],
 )

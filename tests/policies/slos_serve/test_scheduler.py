@@ -228,7 +228,8 @@ def test_a_batch_is_ten_steps_of_one_token_where_these_take_longer_than_200_ms(
     [
         ({"safety_margin": -0.1}, "0 or more"),
         ({"max_batch_seconds": 0.0}, "seconds, more than 0"),
-        ({"max_hops": -1}, "0 hops or more"),
+        ({"max_hops": -2}, "0 hops or more, or -1"),
+        ({"promise": "late"}, "promise is 'late': give one of start, arrival"),
         ({"tier_values": {"gold": 0}}, "numbers above 0 by tier"),
         ({"tier_values": {"gold": True}}, "numbers above 0 by tier"),
         ({"tier_values": None}, "numbers above 0 by tier"),
@@ -240,6 +241,26 @@ def test_a_batch_is_ten_steps_of_one_token_where_these_take_longer_than_200_ms(
 def test_settings_are_checked(settings: dict[str, object], says: str) -> None:
     with pytest.raises(PolicyError, match=says):
         policies.load("slos_serve", settings)
+
+
+@pytest.mark.parametrize(
+    ("promise", "first", "declined"),
+    [("start", 29, ("long",)), ("arrival", 29, ("c", "d")), ("start", 20, ("d",))],
+)
+def test_an_admission_is_open_until_the_prompt_starts(promise: str, first: int, declined: tuple[str, ...]) -> None:
+    """Batches of 40 ms hold 29 tokens beside the decode: four of them the long prompt or the two others. Where the
+    first batch has room beside `a` the long one has begun, and what is left of it leaves room for one."""
+    policy, running = Scheduler(promise=promise), decode("tight", tpot=0.04, due=0.04)
+    a, long = prompt("a", first, ttft=0.06), prompt("long", 80, ttft=0.2)
+    made = policy.plan(seen([a, long], [running]))
+    begun = 29 - first
+    assert work(made) == {"a": first} | ({"long": begun} if begun else {})
+    assert made.decode_all
+    long, running = replace(long, cached=begun, blocks=-(-begun // 10)), replace(running, due=0.08)
+    new = [replace(prompt(id, 40, ttft=0.2), stage_start=0.04) for id in "cd"]
+    waiting, runs = ([long, *new], [running]) if not begun else (new, [running, long])
+    made = policy.plan(seen(waiting, runs, now=0.04))
+    assert made.demote == declined
 
 
 def test_a_promise_that_cannot_be_kept_any_more_ends_as_its_client_asked() -> None:

@@ -1,15 +1,17 @@
 """SLOs-Serve: requests admitted by a dynamic programme meet their SLOs to the end; others are best effort.
 
-For loads beyond capacity some of the time, where clients are to know early whether they will be in time, and the
-latency model is right. docs/slos-serve.md has the rest.
+For loads beyond capacity some of the time, where what is begun is to be in time, and the latency model is right.
+docs/slos-serve.md has the rest.
 
 New requests are decided at the next step: `admission.admit` chooses the set of the greatest value (greedily where
-memory is short) with which all admitted ones meet their deadlines, fit in memory and in a batch. A declined request is
-handed on to another replica (`router`), else demoted to best effort, or refused if its client asked for that; demoted,
-it is tried again as long as it could be in time. Until the next decision the scheduler keeps the grid of batches on
-which they were admitted. Each step takes entries by deadline, one token of each decode and prefill in chunks, as much
-as the batch's seconds hold (`batch`), then best effort. Decodes are paced by windows of ten tokens, as the paper
-judges them, as long as all of these can be kept; else by their deadlines.
+memory is short) with which all admitted ones meet their deadlines, fit in memory and in a batch. The admitted whose
+prompt has not started are decided again with them, unless clients are to know at once (`promise`). A declined request
+is handed on to another replica (`router`), else demoted to best effort, or refused if its client asked for that;
+demoted, it is tried again as long as it could be in time. Until the next decision the scheduler keeps the grid of
+batches on which they were admitted. Each step takes entries by deadline, one token of each decode and prefill in
+chunks, as much as the batch's seconds hold (`batch`), then best effort. Decodes are paced by windows of ten tokens, as
+the paper judges them, as long as all of these can be kept, for which prompts and windows end no sooner than others can
+keep theirs beside them (`BatchOrder.after`); else by their deadlines.
 
 With step times as predicted by a model of tokens alone, lengths known, memory for all ends, and one prompt a request,
 every admitted one meets the deadline SLO: `admission` has the argument. Models that see KV are asked with the most

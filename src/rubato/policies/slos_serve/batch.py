@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
 from rubato.core.interfaces import SeqView, View
+from rubato.core.plan import Work
 from rubato.core.request import NOTHING
+from rubato.core.slo import WINDOW
 from rubato.policies.slos_serve.admission import Grid
 from rubato.policies.slos_serve.batch_capacity import BatchCapacity
 from rubato.policies.slos_serve.demand import Demand
-from rubato.policies.slos_serve.speculation import Drafts
+from rubato.policies.slos_serve.speculation import Drafts, expected
 from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end, make_room
 
 DRAFT_FREELY_BELOW_KV_SHARE = 0.5  # share of memory: while less is promised, decodes need not hurry
@@ -72,6 +74,28 @@ class BatchOrder:
                 return first.seconds, depth
         return first.seconds, planned
 
+    def after(self, work: Mapping[str, Work], held: Collection[str]) -> tuple[list[Demand], list[str]]:
+        """What all demand once a batch of such work has ended, in seconds from then, but what is held has not; and what
+        would begin a pace before its time, in order of deadline: a prompt that ends before it, from which admission
+        counts its decode, and a decode at the end of a window, with which its lead is gone."""
+        demands, early, seconds = {d.id: d for d in self.demands}, [], self.grid[0].seconds
+        for seq in self.order:
+            own, demand = work.get(seq.id), demands[seq.id]
+            due, tokens = demand.due, demand.tokens
+            if own is not None and seq.id not in held:
+                prompt, drafted = seq.pending > 1, len(own.verify)
+                first = prompt or seq.first_token_at is None
+                if own.tokens == seq.pending if first else _ends_window(seq, drafted):
+                    if due >= seconds + self.grid.step()[0].seconds:
+                        early.append(seq.id)
+                    due, tokens = min(due, seconds) + demand.tpot, 1.0
+                elif prompt:
+                    tokens -= own.tokens * self.weight
+                else:
+                    due += demand.tpot * expected(demand.accepts, 1 + drafted)
+            demands[seq.id] = demand._replace(due=max(0.0, due - seconds), tokens=tokens)
+        return list(demands.values()), early
+
     def in_order(self) -> tuple[list[SeqView], dict[str, int]]:
         """In order of deadline, but decodes that are ahead come before prompts due sooner, as far as their tokens can
         be spared, first those left out before: where a batch does not hold all ahead they take turns. But all come
@@ -97,18 +121,24 @@ class BatchOrder:
         return order, verified
 
 
+def _ends_window(seq: SeqView, drafted: int) -> bool:
+    """Whether a decode may reach the end of the window that it is in, with so many drafted tokens."""
+    return (seq.output - 1) % WINDOW + 1 + drafted >= WINDOW
+
+
 class BatchFiller:
     """A batch of at most `bound` seconds by the latency model, however much that is; its first entry may take longer.
 
     victims: those whose KV a sequence in need may take, the last one first. drafted: how many tokens there are to
     verify for a decode, by id, as far as time goes and memory is free. drafts: (depth, width) of what to draft at its
-    end, by id, for those that sample.
+    end, by id, for those that sample. held: what must not end a prompt, or a window, in it.
     """
 
     def __init__(
         self, view: View, bound: float, victims: Sequence[SeqView], drafted: Mapping[str, int] = NOTHING,
-        drafts: Mapping[str, tuple[int, int]] = NOTHING,
+        drafts: Mapping[str, tuple[int, int]] = NOTHING, held: Collection[str] = (),
     ) -> None:  # fmt: skip
+        self.held = held
         self.builder = BatchBuilder(view, steps=max((depth for depth, _ in drafts.values()), default=0))
         self._drafted, self._drafts = drafted, drafts
         self._bound, self._model = bound, view.latency
@@ -119,7 +149,7 @@ class BatchFiller:
         """Their pending tokens, in this order: each decode's and its drafted ones, as much of each prefill as fits."""
         for decode, seqs in groupby(order, key=lambda s: s.pending == 1):
             if decode:
-                self._decodes(list(seqs))
+                self._decodes([seq for seq in seqs if seq.id not in self.held])
             else:
                 for seq in seqs:
                     self._chunk(seq)
@@ -142,12 +172,12 @@ class BatchFiller:
                 self._chunk(seq)
 
     def _chunk(self, seq: SeqView) -> None:
-        """As much of it as fits."""
-        builder = self.builder
+        """As much of it as fits, of one that is held all but the last token."""
+        builder, own = self.builder, seq.pending - (seq.id in self.held)
         if self._full:
             return
-        make_room(builder, seq, min(seq.pending, builder.tokens_left), self.victims[::-1])
-        if most := builder.tokens_that_fit(seq):
+        make_room(builder, seq, min(own, builder.tokens_left), self.victims[::-1])
+        if most := min(own, builder.tokens_that_fit(seq)):
             tokens = self._model.largest_chunk(self._bound, builder.shape, seq.cached, most)
             self._full = tokens < most
             if tokens := tokens or int(not builder.work):

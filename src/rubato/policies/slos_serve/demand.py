@@ -105,9 +105,10 @@ class DemandReader:
         return [tighter(d) if d.tokens == 1 and d.due < soonest and d.tpot < inf else d for d in found]
 
 
-def prefill_token_weight(view: View) -> float:
+def prefill_token_weight(view: View, before: float = 1.0) -> float:
     """What a token of prefill costs, in tokens of the decodes that run: 1 for a roofline, much less for long contexts,
-    whose KV every decode reads. In steps of √2, so that it seldom changes; any value keeps the promises."""
+    whose KV every decode reads. In steps of √2, and what it was before while that is less than a step off, as a grid
+    counts tokens by it; any value keeps the promises."""
     decodes, model = view.decodes, view.latency
     if not decodes.seqs:
         return 1.0
@@ -117,7 +118,8 @@ def prefill_token_weight(view: View) -> float:
     prefill = (model.step_time(decodes.plus(chunk, 0)) - base) / chunk
     if prefill * decodes.seqs >= more:
         return 1.0
-    return float(2.0 ** (0.5 * round(2.0 * log2(prefill * decodes.seqs / more))))
+    steps = 2.0 * log2(prefill * decodes.seqs / more)
+    return before if abs(steps - 2.0 * log2(before)) < 1.0 else float(2.0 ** (0.5 * round(steps)))
 
 
 def peak_kv(demands: Sequence[Demand], block: int) -> PeakKV:

@@ -29,9 +29,10 @@ class Router:
     _landed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if self.max_hops < 0 or self.backup not in BACKUPS:
+        if self.max_hops < -1 or self.backup not in BACKUPS:
             raise ValueError(
-                f"max_hops {self.max_hops}, backup {self.backup!r}: give 0 or more, and one of {', '.join(BACKUPS)}"
+                f"max_hops {self.max_hops}, backup {self.backup!r}: give 0 or more, or -1 for none handed on; one of "
+                f"{', '.join(BACKUPS)}"
             )
 
     def observe(self, events: Sequence[Event]) -> None:

@@ -12,7 +12,7 @@ from typing import ClassVar
 from rubato.core.events import Event, Finished, HandedOff
 from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import SeqView, View, nothing_sent
-from rubato.core.plan import Plan, Shape
+from rubato.core.plan import Plan, Shape, Work
 from rubato.core.request import HandoffReason
 from rubato.core.slo import TOLERANCE
 from rubato.policies.slos_serve.admission import AdmissionLimits, Admitted, Grid, Phase, admit
@@ -33,6 +33,7 @@ from rubato.policy_kit.compiled import warn_if_plain
 from rubato.policy_kit.paces import Window, tightest_tpot, windows
 from rubato.policy_kit.refusals import refusal
 
+PROMISES = ("start", "arrival")
 TIMEOUT = 0.1  # seconds after which it decides again, whatever is new (Algorithm 1)
 ASKED = 12  # requests decided in one admission; the others, due later, wait for the next step
 RETRIED = 8  # declined requests looked at again in one admission
@@ -74,7 +75,9 @@ class Scheduler:
     (root mean square; none where it is exact, or does not learn). max_batch_seconds: seconds of a batch that no TPOT
     bounds; None: 0.2, or ten times what a step with one token takes where that is longer. tier_values: what attaining a
     request of a tier is worth, 1 if not named. max_draft: tokens drafted for an entry at most, where the engine drafts
-    (0: none). max_hops: replicas that a declined request is handed on to.
+    (0: none). max_hops: replicas that a declined request is handed on to; -1: to none. promise: when an admission is
+    firm, at "start", with the first tokens of its prompt, until which each request that arrives opens it again, or at
+    "arrival", as in the paper, for clients that act on being refused at once.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
@@ -83,7 +86,9 @@ class Scheduler:
     tier_values: Mapping[str, float] = field(default_factory=dict)
     max_draft: int = LONGEST - 1
     max_hops: int = 3
+    promise: str = "start"
     _promised: dict[str, int] = field(default_factory=dict, init=False)  # id -> the round the promise is for
+    _revocable: dict[str, int] = field(default_factory=dict, init=False)  # the same of the admitted that it may decline
     _undecided: frozenset[str] = field(default=frozenset(), init=False)
     _grid: Grid | None = field(default=None, init=False)
     _decided: float = field(default=-inf, init=False)
@@ -104,11 +109,13 @@ class Scheduler:
         if wrong := [v for v in values if not (type(v) in (int, float) and 0.0 < v < inf)]:
             raise ValueError(f"tier_values has {wrong[0]!r}: give numbers above 0 by tier, like {{gold: 4}}")
         longest = LONGEST_BATCH if self.max_batch_seconds is None else self.max_batch_seconds
-        if not 0.0 < longest < inf or not 0 <= self.max_draft < LONGEST or self.max_hops < 0:
+        if not 0.0 < longest < inf or not 0 <= self.max_draft < LONGEST or self.max_hops < -1:
             raise ValueError(
                 f"max_batch_seconds {self.max_batch_seconds}, max_draft {self.max_draft}, max_hops {self.max_hops}: "
-                f"give seconds, more than 0; 0 to {LONGEST - 1} tokens; 0 hops or more"
+                f"give seconds, more than 0; 0 to {LONGEST - 1} tokens; 0 hops or more, or -1 for none handed on"
             )
+        if self.promise not in PROMISES:
+            raise ValueError(f"promise is {self.promise!r}: give one of {', '.join(PROMISES)}")
         self._drafts = Drafts(self.max_draft)
 
     @property
@@ -123,7 +130,7 @@ class Scheduler:
 
     @property
     def promised(self) -> Collection[str]:
-        """Ids of those here that it has admitted."""
+        """Ids of those here whose admission is firm."""
         return self._promised.keys()
 
     def observe(self, events: Sequence[Event]) -> None:
@@ -131,6 +138,7 @@ class Scheduler:
             self._finished |= isinstance(event, Finished)
             if isinstance(event, Finished | HandedOff):  # it is here no longer
                 self._promised.pop(event.id, None)
+                self._revocable.pop(event.id, None)
             if self._drafts.able:
                 self._drafts.accepted.observe(event)
                 self._drafts.lag.observe(event)
@@ -143,10 +151,11 @@ class Scheduler:
         demands = self._demands(step)
         grid, entries = self._grid, self._drafts.in_force.entries(demands, self._drafts.drafted)
         is_time = step.undecided or self._finished or view.now - self._decided >= TIMEOUT
-        if grid is None or is_time or any(0.0 < d.due < grid[0].seconds for d in entries):
+        if (
+            grid is None or is_time or any(0.0 < d.due < grid[0].seconds for d in entries)
+            or grid.room(entries) < -EPS  # prompts done early decode early
+        ):  # fmt: skip
             grid, demands = self._decide(step, demands, oldest)
-        elif grid.room(entries) < -EPS:  # prompts done early decode early
-            demands = self._demands(step, paced=False)
         self._undecided = frozenset(s.id for s in step.undecided)
         self._give_up(step)
         plan = self._filled(step, grid, {d.id: d for d in demands}, oldest)
@@ -159,9 +168,11 @@ class Scheduler:
         self._drafts.look(view)
         step = Step(view, DemandReader(
             max(view.now, view.busy_until), view.limits.block_size, self.tier_values, self._windows,
-            prefill_token_weight(view), self._drafts.chance,
+            prefill_token_weight(view, self._weight), self._drafts.chance,
         ))  # fmt: skip
         before, self._promised = self._promised, {}
+        revocable, self._revocable = self._revocable, {}
+        able: list[SeqView] = []
         for seqs, runs in ((view.running, True), (view.waiting, False)):
             for seq in seqs:
                 round_ = prompt_stage(seq)
@@ -172,8 +183,15 @@ class Scheduler:
                 elif known == round_:
                     self._promised[seq.id] = round_
                     step.admitted.append(seq)
+                elif revocable.get(seq.id) == round_:
+                    able.append(seq)
                 else:  # new, or back from a tool
                     step.undecided.append(seq)
+        if any(seq.id not in self._undecided for seq in step.undecided):
+            step.undecided += able
+        else:
+            self._revocable = {seq.id: revocable[seq.id] for seq in able}
+            step.admitted += able
         return step
 
     def _margin(self, view: View) -> float:
@@ -231,6 +249,9 @@ class Scheduler:
         if found is None and oldest is not None:  # it has to wait until others end; none is added meanwhile
             self._claim = (*self._claim[:2], inf)
             found, speculation = choose(demands, [])
+        in_force = self._drafts.in_force
+        if found is None and self._grid and self._grid.room(in_force.entries(demands, self._drafts.drafted)) >= -EPS:
+            found, speculation = Admitted((), self._grid, 0.0), in_force  # on which they were admitted
         if found is None:
             demands = self._demands(step, paced=False)
             found, speculation = choose(demands, [])
@@ -244,7 +265,8 @@ class Scheduler:
         step.undecided = [s for s in step.undecided if s not in asked]
         for seq in asked:
             if seq.id in accepted:
-                self._promised[seq.id] = prompt_stage(seq)
+                firm = self.promise == "arrival" or seq.id in view.running_ids or not nothing_sent(seq)
+                (self._promised if firm else self._revocable)[seq.id] = prompt_stage(seq)
                 step.admitted.append(seq)
                 if seq.demoted:
                     step.best_effort.remove(seq)
@@ -289,7 +311,21 @@ class Scheduler:
             if seq.due + TOLERANCE < now + prefill_time(view.latency, seq.pending, seq.cached, equal):
                 step.admitted.remove(seq)
                 self._promised.pop(seq.id, None)
+                self._revocable.pop(seq.id, None)
                 step.decline(seq, -1)
+
+    def _too_early(self, batch: BatchOrder, work: Mapping[str, Work], held: Collection[str]) -> set[str]:
+        """What begins a pace before its time in such a batch, the last due first, while not all can keep theirs then,
+        neither on the grid in force nor on another. held: what does not."""
+        found: set[str] = set()
+        while True:
+            after, early = batch.after(work, found.union(held))
+            if not early or batch.grid.step().room(self._drafts.in_force.entries(after, {})) >= -EPS:
+                return found
+            capacity = BatchCapacity(batch.view, batch.seqs, after, batch.margin, batch.weight)
+            if self._choose(batch.view, capacity, batch.view.kv_total, after, [])[0] is not None:
+                return found
+            found.add(early[-1])
 
     def _filled(self, step: Step, grid: Grid, demands: dict[str, Demand], oldest: SeqView | None) -> Plan:
         view, block, kept = step.view, step.view.limits.block_size, step.admitted
@@ -305,8 +341,13 @@ class Scheduler:
         bound, most = batch.bounds()
         drafts, late = self._drafts.to_draft(view, batch.order, most, first.tokens / weight, bound)
         order, verified = batch.in_order()
-        filler = BatchFiller(view, bound / (1.0 + margin) - late, holders, verified, drafts)
-        filler.fill(order)
+        early: set[str] = set()
+        while True:
+            filler = BatchFiller(view, bound / (1.0 + margin) - late, holders, verified, drafts, early)
+            filler.fill(order)
+            if not (more := self._too_early(batch, filler.builder.work, early)):
+                break
+            early |= more
         builder = filler.builder
         if rest:
             held = sum(demands[s.id].memory for s in kept) + sum(blocks_at_end(s, block) for s in holders)
@@ -314,8 +355,10 @@ class Scheduler:
         if not builder.work:  # for lack of memory: the admitted first, the oldest after them
             line = [*sorted(batch.order, key=lambda s: s is oldest), *undecided, *rest]
             able = [s for s in line if s not in builder.preempted]
-            filler.victims = [s for s in able[1:] if s.id in view.running_ids]
+            filler.victims, filler.held = [s for s in able[1:] if s.id in view.running_ids], ()
             filler.fill(able[:1])
+        for id in self._revocable.keys() & builder.work.keys():
+            self._promised[id] = self._revocable.pop(id)
         out = {s.id for s in order if s.pending == 1 and s is not oldest and s.id not in builder.work}
         self._skipped = [*dict.fromkeys(id for id in [*self._skipped, *(s.id for s in order)] if id in out)]
         self._drafts.lag.remember(builder.work.values(), batch.order)
