@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
+from math import inf
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Work
@@ -37,15 +38,17 @@ class BatchOrder:
     margin: float
     weight: float
     skipped: Collection[str] = ()
+    raw: dict[str, Demand] = field(init=False)  # the demands
     entries: dict[str, Demand] = field(init=False)
     order: list[SeqView] = field(init=False)
     _left: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self.raw = {d.id: d for d in self.demands}
         self.entries = {d.id: d for d in self.drafts.in_force.entries(self.demands, self.drafts.drafted)}
         self.order = sorted(self.seqs, key=lambda s: (self.entries[s.id].due, s.request.arrival))
 
-    def _spend(self, tokens: float) -> bool:
+    def spend(self, tokens: float) -> bool:
         """Take so many tokens of the batch, if they can be spared; returns whether."""
         if self._left is None:
             self._left = self.grid.room([self.entries[s.id] for s in self.order])
@@ -70,31 +73,37 @@ class BatchOrder:
         need = sum(self.entries[s.id].tokens for s in decodes)
         for depth in range(fastest, planned, -1):
             tokens = capacity.tokens(first.seconds, depth)
-            if tokens >= need and self._spend(first.tokens - tokens):
+            if tokens >= need and self.spend(first.tokens - tokens):
                 return first.seconds, depth
         return first.seconds, planned
 
-    def after(self, work: Mapping[str, Work], held: Collection[str]) -> tuple[list[Demand], list[str]]:
-        """What all demand once a batch of such work has ended, in seconds from then, but what is held has not; and what
-        would begin a pace before its time, in order of deadline: a prompt that ends before it, from which admission
-        counts its decode, and a decode at the end of a window, with which its lead is gone."""
-        demands, early, seconds = {d.id: d for d in self.demands}, [], self.grid[0].seconds
+    def early(self, work: Mapping[str, Work]) -> dict[str, float]:
+        """What would begin a pace before its time in a batch of such work, in order of deadline, and how many of its
+        tokens would be due so much sooner: a prompt that ends before its deadline, from which admission counts its
+        decode, and a decode at the end of a window, with which its lead is gone."""
+        found, seconds = {}, self.grid[0].seconds
+        soon = seconds + self.grid.step()[0].seconds
         for seq in self.order:
-            own, demand = work.get(seq.id), demands[seq.id]
-            due, tokens = demand.due, demand.tokens
-            if own is not None and seq.id not in held:
-                prompt, drafted = seq.pending > 1, len(own.verify)
-                first = prompt or seq.first_token_at is None
-                if own.tokens == seq.pending if first else _ends_window(seq, drafted):
-                    if due >= seconds + self.grid.step()[0].seconds:
-                        early.append(seq.id)
-                    due, tokens = min(due, seconds) + demand.tpot, 1.0
-                elif prompt:
-                    tokens -= own.tokens * self.weight
-                else:
-                    due += demand.tpot * expected(demand.accepts, 1 + drafted)
-            demands[seq.id] = demand._replace(due=max(0.0, due - seconds), tokens=tokens)
-        return list(demands.values()), early
+            own, demand = work.get(seq.id), self.raw[seq.id]
+            if own is None or demand.due < soon or demand.tpot == inf:
+                continue
+            if own.tokens == seq.pending if seq.first_token_at is None or seq.pending > 1 else _ends_window(seq, own):
+                found[seq.id] = 1.0 + (demand.due - seconds) / demand.tpot
+        return found
+
+    def after(self, work: Mapping[str, Work], early: Collection[str]) -> list[Demand]:
+        """What all demand once a batch of such work has ended, in seconds from then."""
+        found, seconds = [], self.grid[0].seconds
+        for seq, demand in zip(self.seqs, self.demands, strict=True):
+            own, due, tokens = work.get(seq.id), demand.due, demand.tokens
+            if seq.id in early or (own is not None and own.tokens == seq.pending > 1):
+                due, tokens = min(due, seconds) + demand.tpot, 1.0
+            elif own is not None and seq.pending > 1:
+                tokens -= own.tokens * self.weight
+            elif own is not None:
+                due += demand.tpot * expected(demand.accepts, 1 + len(own.verify))
+            found.append(demand._replace(due=max(0.0, due - seconds), tokens=tokens))
+        return found
 
     def in_order(self) -> tuple[list[SeqView], dict[str, int]]:
         """In order of deadline, but decodes that are ahead come before prompts due sooner, as far as their tokens can
@@ -108,22 +117,22 @@ class BatchOrder:
             urgent = bisect_left(order, soon, key=lambda s: entries[s.id].due)
             able = {s.id: s for s in order[urgent:] if s.pending == 1}
             first = [*(id for id in self.skipped if id in able), *(() if drafted else able)]
-            turn = {id: able[id] for id in dict.fromkeys(first) if self._spend(entries[id].tokens)}
+            turn = {id: able[id] for id in dict.fromkeys(first) if self.spend(entries[id].tokens)}
             order = [*order[:urgent], *turn.values(), *(s for s in order[urgent:] if s.id not in turn)]
         verified: dict[str, int] = {}
         for seq in order if drafted else ():
             there = drafted.get(seq.id, 0) if seq.pending == 1 else 0
             planned = min(there, entries[seq.id].verified - 1)
-            if there > planned and self._spend((there - planned) * self.weight):
+            if there > planned and self.spend((there - planned) * self.weight):
                 planned = there
             if planned:
                 verified[seq.id] = planned
         return order, verified
 
 
-def _ends_window(seq: SeqView, drafted: int) -> bool:
-    """Whether a decode may reach the end of the window that it is in, with so many drafted tokens."""
-    return (seq.output - 1) % WINDOW + 1 + drafted >= WINDOW
+def _ends_window(seq: SeqView, work: Work) -> bool:
+    """Whether a decode may reach the end of the window that it is in."""
+    return (seq.output - 1) % WINDOW + 1 + len(work.verify) >= WINDOW
 
 
 class BatchFiller:

@@ -314,18 +314,22 @@ class Scheduler:
                 self._revocable.pop(seq.id, None)
                 step.decline(seq, -1)
 
-    def _too_early(self, batch: BatchOrder, work: Mapping[str, Work], held: Collection[str]) -> set[str]:
+    def _too_early(self, batch: BatchOrder, work: Mapping[str, Work]) -> set[str]:
         """What begins a pace before its time in such a batch, the last due first, while not all can keep theirs then,
-        neither on the grid in force nor on another. held: what does not."""
+        neither on the grid in force nor on another."""
         found: set[str] = set()
-        while True:
-            after, early = batch.after(work, found.union(held))
-            if not early or batch.grid.step().room(self._drafts.in_force.entries(after, {})) >= -EPS:
-                return found
+        early = batch.early(work)
+        while early and not batch.spend(sum(early.values())):
+            work = {id: own for id, own in work.items() if id not in found}
+            after = batch.after(work, early)
+            if batch.grid.step().room(self._drafts.in_force.entries(after, {})) >= -EPS:
+                break
             capacity = BatchCapacity(batch.view, batch.seqs, after, batch.margin, batch.weight)
             if self._choose(batch.view, capacity, batch.view.kv_total, after, [])[0] is not None:
-                return found
-            found.add(early[-1])
+                break
+            id, _ = early.popitem()
+            found.add(id)
+        return found
 
     def _filled(self, step: Step, grid: Grid, demands: dict[str, Demand], oldest: SeqView | None) -> Plan:
         view, block, kept = step.view, step.view.limits.block_size, step.admitted
@@ -345,7 +349,7 @@ class Scheduler:
         while True:
             filler = BatchFiller(view, bound / (1.0 + margin) - late, holders, verified, drafts, early)
             filler.fill(order)
-            if not (more := self._too_early(batch, filler.builder.work, early)):
+            if not (more := self._too_early(batch, filler.builder.work)):
                 break
             early |= more
         builder = filler.builder
