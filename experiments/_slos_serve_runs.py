@@ -17,7 +17,8 @@ from rubato.core.plan import Shape
 from rubato.engines import simulated
 from rubato.engines.simulated import Drafter
 from rubato.fleet.cluster_options import PolicyChoice
-from rubato.measure.records import BenchResult, rejudged
+from rubato.measure.promises import promises
+from rubato.measure.records import rejudged
 from rubato.planning import capacity
 from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths, packaged_hardware
 from rubato.simulation.simulate import simulate
@@ -67,12 +68,15 @@ def hardware(scenario: str, scale: Scale, profile: str = "") -> Hardware:
 
 
 def load(
-    scenario: str, seed: int, scale: Scale, profile: str = "", count: int = 0, arrivals: Process | None = None
-) -> Workload:
-    """count: requests, where not the scale's or those of `COUNTS`. arrivals: instead of the scenario's."""
+    scenario: str, seed: int, scale: Scale, profile: str = "", count: int = 0, arrivals: Process | None = None,
+    server: float = 0.0,
+) -> Workload:  # fmt: skip
+    """count: requests, where not the scale's or those of `COUNTS`. arrivals: instead of the scenario's. server: the
+    share of a zero-load TTFT, of which SLOs are multiples, that is no step but the server's."""
+    alone = hardware(scenario, scale, profile).prefill
     made = scenarios.make(
         f"slos-serve-{scenario}", 1.0, count=scale.count or count or COUNTS[scenario], seed=seed, arrivals=arrivals,
-        prefill=hardware(scenario, scale, profile).prefill,
+        prefill=lambda prompt: alone(prompt) / (1.0 - server),
     )  # fmt: skip
     if scale.shorter == 1:
         return made
@@ -151,6 +155,7 @@ class CapacitySearch(RateSearch):
         self._seed = seed
         self.unfinished = 0  # requests that had not all their tokens in the end
         self.differ = 0  # verdicts that are not what the simulator's own judge said
+        self.begun = dict.fromkeys(JUDGES, (0, 0))  # promises of SLOs-Serve that began, and broken ones
         self._lasted: dict[tuple[str, float], tuple[float, float]] = {}
 
     def run(self, choice: str, rate: float) -> dict[str, float]:
@@ -159,7 +164,12 @@ class CapacitySearch(RateSearch):
         replicas = sum(int(str(own)) for own in pools) or self._spec.replicas
         spec = replace(self._spec, choice=chosen, replicas=replicas)
         run = simulate(self._load.rescaled(rate * replicas), spec, self._seed, causes=False)
-        met = {judge: verdicts(run, judge) for judge in JUDGES}
+        judged = {judge: rejudged(run, judge) for judge in JUDGES}
+        met = {judge: [r.verdict.met for r in own.records] for judge, own in judged.items()}
+        if chosen.policy == "slos_serve":
+            for judge, own in judged.items():
+                kept, (made, broken) = promises(own), self.begun[judge]
+                self.begun[judge] = made + kept.made, broken + kept.broken
         self._lasted[choice, rate] = run.workload.duration, capacity.e2e_p99(run)
         self.unfinished += sum(r.outcome != "completed" or r.output != r.asked for r in run.records)
         self.differ += sum(a != r.verdict.met for a, r in zip(met[run.slo_rule], run.records, strict=True))
@@ -189,11 +199,6 @@ class CapacitySearch(RateSearch):
 
     def shares_tried(self) -> list[Any]:
         return sorted([choice, round(rate, 4), *shares.values()] for (choice, rate), shares in self.known.items())
-
-
-def verdicts(run: BenchResult, slo_rule: str) -> list[bool]:
-    """Whether each request of a run is attained by this rule."""
-    return [r.verdict.met for r in rejudged(run, slo_rule).records]
 
 
 def fluid_rate(load: Workload, machine: Hardware) -> float:

@@ -6,6 +6,10 @@ and routers where there are several replicas, are tuned on a seed that is not me
 baselines. Judges: the paper's (TTFT, and the TPOT of every ten tokens) and the deadline rule. DistServe's rates are per
 replica of its fleets, and its KV moves at no cost. With drafts: OPT-125M; its acceptance is ours (0.7).
 
+Beside Sarathi tuned stands the paper's own, with one budget for a model: what a step of the tightest decode SLO of all
+scenarios holds (§6). Beside Reasoning stands a row whose zero-load TTFT, of which its SLO is three times, holds the
+server's part, too, as one that is measured does.
+
 Arrivals are stand-ins with the statistics of Azure's (figure `slos-serve-arrivals`). `--trace` with Azure's two files
 adds rows with the trace's own, stretched to the rate; no claim reads them.
 """
@@ -22,6 +26,7 @@ from experiments import Found
 from experiments import _slos_serve_runs as runs
 from experiments._guest import beside, drafts
 from experiments._slos_serve_runs import FULL, OURS, PAPERS, SMALL_SEARCH, CapacitySearch, Scale, hardware
+from rubato.core.plan import Shape
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import LONG
 from rubato.planning.jobs import Job
@@ -38,7 +43,7 @@ STAND_IN, AZURE = "stand-in", "azure"
 @dataclass(frozen=True)
 class Case:
     """count: requests of a run: arrivals last 5 times as long as a request takes (p99). tuning: of the tuning's,
-    where fewer will do."""
+    where fewer will do. server: share of a zero-load TTFT that is the server's."""
 
     scenario: str
     count: int
@@ -46,12 +51,15 @@ class Case:
     replicas: int = 1
     targets: tuple[str, ...] = (PAPERS, OURS)
     tuning: int = 0
+    server: float = 0.0
 
 
 OPT_7B, OPT_30B = "opt-6.7b-a100-40g@vllm-2024", "opt-30b-4xa100-40g@vllm-2024"
-LONGEST = "reasoning"
+LONGEST, SERVED = "reasoning", "reasoning-served"
+API_SERVER = 0.33  # of a request's time, Llama-3-8B on an H100 (vLLM's report on 0.6.0, September 2024)
 CASES = {
     LONGEST: Case("reasoning", 1600, tuning=400),  # first: it takes as long as several others
+    SERVED: Case("reasoning", 800, tuning=400, targets=(PAPERS,), server=API_SERVER),
     "chatbot-7b-x4": Case("chatbot", 2400, OPT_7B, 4),
     "summarizer-7b-x4": Case("summarizer", 2400, OPT_7B, 4),
     "coder-7b-x4": Case("coder", 2400, OPT_7B, 4),
@@ -72,13 +80,18 @@ MODELS = {  # as in the paper's figure: OPT-7B on four replicas, the others on o
     "mixed": ("mixed-13b",), "toolllm": ("toolllm",), LONGEST: (LONGEST,),
 }  # fmt: skip
 PRINTED = ("chatbot", "coder", "summarizer", "toolllm", LONGEST)  # whose gains §6.1 gives in numbers
+SEVERAL_PROMPTS = ("toolllm",)  # each decided anew
 UNDRAFTED = ("toolllm", LONGEST)  # whose models have no drafter
 REPLAYED = (  # with the trace's arrivals too
     "chatbot-13b", "coder-13b", "summarizer-13b", "toolllm", "coder-7b-x4",
 )  # fmt: skip
 
 PLAIN, DRAFTING, EDF, VLLM_SPEC = "slos_serve", "slos_serve+drafts", "edf", "vllm_spec"
-PAPERS_TWO = ("prefill_first", "sarathi")  # the paper's vLLM of 2024, and Sarathi
+PREFILL_FIRST, SARATHI, STATIC = "prefill_first", "sarathi", "sarathi, static"
+PAPERS_TWO = (PREFILL_FIRST, SARATHI)  # the paper's vLLM of 2024, and Sarathi
+LITERAL = (PREFILL_FIRST, STATIC)
+TIGHTEST = 0.05  # seconds: the tightest TPOT of all scenarios
+DECODES = 30  # beside a static budget's prompts: OPT-7B's is 501 then, the paper's 512 (Fig. 10a)
 BASELINES = (*PAPERS_TWO, "distserve")
 WHOLE = ("true", "false")
 ROUTERS = ("least_loaded", "round_robin")
@@ -95,19 +108,29 @@ class System:
     drafts: bool = False
 
     def able(self, case: str) -> tuple[str, ...]:
+        settings = tuple(setting.format(static=static_budget(case)) for setting in self.settings)
         if CASES[case].replicas == 1 or not self.routers:
-            return self.settings
-        return tuple(f"{setting}@{router}" for router in self.routers for setting in self.settings)
+            return settings
+        return tuple(f"{setting}@{router}" for router in self.routers for setting in settings)
+
+
+def static_budget(case: str) -> int:
+    """Tokens of a step as long as the tightest decode SLO of all scenarios, with so many decodes of ChatBot."""
+    machine = hardware(CASES[case].scenario, FULL, CASES[case].profile)
+    chat = runs.load("chatbot", TUNING, FULL).arrivals
+    kv = int(np.mean([a.prompt_tokens + a.output_tokens / 2 for a in chat])) * DECODES
+    most = machine.limits.max_num_batched_tokens
+    return DECODES + machine.model.largest_chunk(TIGHTEST, Shape(DECODES, DECODES, kv), 0, most)
 
 
 ALL = tuple(CASES)
-OF_OPT = tuple(case for case in CASES if case not in UNDRAFTED)
+OF_OPT = tuple(case for case in CASES if case not in (*UNDRAFTED, SERVED))
 FOUR_UNDRAFTED = ("chatbot-7b-x4", "coder-7b-x4")
 FOUR = (*FOUR_UNDRAFTED, "summarizer-7b-x4")
 OPT_ONE = tuple(case for case in ONE if case not in UNDRAFTED)
 SYSTEMS = {
     PLAIN: System(
-        (*(f"{PLAIN}:max_batch_seconds={longest}" for longest in (0.02, 0.1)), PLAIN), (*ONE, *FOUR_UNDRAFTED)
+        (*(f"{PLAIN}:max_batch_seconds={longest}" for longest in (0.02, 0.1)), PLAIN), (*ONE, SERVED, *FOUR_UNDRAFTED)
     ),
     DRAFTING: System((PLAIN, f"{PLAIN}:max_batch_seconds=0.1"), OF_OPT, drafts=True),
     EDF: System(  # step times are known exactly here: no safety; longer steps; a smaller cushion
@@ -117,8 +140,9 @@ SYSTEMS = {
         ),  # where hundreds wait, its plans take too long
         ROUTERS,
     ),
-    "prefill_first": System(tuple(f"prefill_first:reserve_kv={w}" for w in WHOLE), ALL, ROUTERS),
-    "sarathi": System(tuple(f"sarathi:budget={b},reserve_kv={w}" for b in (0, 256, 512) for w in WHOLE), ALL, ROUTERS),
+    PREFILL_FIRST: System(tuple(f"prefill_first:reserve_kv={w}" for w in WHOLE), ALL, ROUTERS),
+    SARATHI: System(tuple(f"sarathi:budget={b},reserve_kv={w}" for b in (0, 256, 512) for w in WHOLE), ALL, ROUTERS),
+    STATIC: System(("sarathi:budget={static},reserve_kv=true",), ALL, ("least_loaded",)),
     "distserve": System(
         tuple(f"distserve@distserve:prefill={p},decode={d},reserve_kv=true" for p, d in ((1, 1), (2, 1), (1, 2))),
         # a tool's return is a new prefill of everything there: three quarters miss their TTFT at any rate; a replica of
@@ -179,7 +203,7 @@ def search_of(case: str, system: str, seed: int, scale: Scale, trace: str = "") 
     machine = hardware(own.scenario, scale, own.profile)
     count = own.tuning if seed == TUNING and own.tuning else own.count
     arrivals = runs.replayed(trace, seed) if trace else runs.stand_in(own.scenario)
-    made = runs.load(own.scenario, seed, scale, own.profile, count, arrivals)
+    made = runs.load(own.scenario, seed, scale, own.profile, count, arrivals, own.server)
     search = CapacitySearch(made, machine, seed, own.replicas, of_name(system).drafts)
     return search, runs.fluid_rate(made, machine)
 
@@ -211,6 +235,7 @@ def measured(
         "case": case, "system": system, "seed": seed, "arrivals": AZURE if trace else STAND_IN, "rates": rates,
         "settings": {target: own for target, (own, _) in found.items()}, "tried": search.shares_tried(),
         "seconds": seconds, "e2e_p99": p99, "unfinished": search.unfinished, "differ": search.differ,
+        "begun": search.begun,
     }  # fmt: skip
 
 
@@ -266,7 +291,7 @@ LEAST = 1e-3  # requests/s that count where none was held
 
 def published(case: str) -> str:
     """Ours as in the paper's Fig. 9."""
-    return PLAIN if case in UNDRAFTED else DRAFTING
+    return DRAFTING if case in OF_OPT else PLAIN
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
@@ -283,11 +308,17 @@ def found(values: Sequence[Any], small: bool) -> Found:
         name = system.replace("_", "-")
         estimates[f"six-{name}"] = rates.mean_ratio(list(MODELS.values()), (system,))
         estimates[f"chatbot-98-{name}"] = rates.ratio(["chatbot-13b"], (system,), STRICT)
+    estimates["five-literal"] = rates.mean_ratio(printed, LITERAL)
+    estimates["six-literal"] = rates.mean_ratio(list(MODELS.values()), LITERAL)
+    estimates["six-sarathi-static"] = rates.mean_ratio(list(MODELS.values()), (STATIC,))
+    estimates["chatbot-98-sarathi-static"] = rates.ratio(["chatbot-13b"], (STATIC,), STRICT)
+    estimates[SERVED] = rates.ratio([SERVED], two)
+    estimates[f"{SERVED}-literal"] = rates.ratio([SERVED], LITERAL)
     estimates["five-one-replica"] = rates.mean_ratio(one, two)
     estimates["five-one-replica-deadline"] = rates.mean_ratio(one, two, OURS)
     estimates["five-undrafted"] = rates.mean_ratio(one, two, ours=PLAIN)
     estimates["five-all-baselines"] = rates.mean_ratio(one, (*BASELINES, VLLM_SPEC))
-    estimates |= {case: rates.ratio([case], two) for case in CASES if case not in UNDRAFTED}
+    estimates |= {case: rates.ratio([case], two) for case in OF_OPT}
     for name in ("chatbot", "coder"):
         four, single = (rates.logs(f"{name}-7b{replicas}", two, PAPERS) for replicas in ("-x4", ""))
         estimates[f"{name}-routing"] = over_seeds([a - b for a, b in zip(four, single, strict=True)]).exp()
@@ -298,12 +329,17 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates["four-replicas-edf"] = rates.ratio(FOUR_UNDRAFTED, (EDF,), PAPERS, PLAIN)
     baseline = rates.of(LONGEST, rates.best(LONGEST, two, PAPERS), PAPERS)
     estimates["reasoning-bound"] = over_seeds([float(np.log(most_by_decodes() / rate)) for rate in baseline]).exp()
+    for judge in runs.JUDGES:
+        begun = [v["begun"][judge] for v in values if v["case"] not in SEVERAL_PROMPTS]
+        made, broken = (sum(own) for own in zip(*begun, strict=True))
+        estimates[f"begun-broken-{judge}"] = Estimate.exact(broken / made)
     estimates["short-runs"] = Estimate.exact(sum(v["seconds"] < LONG * v["e2e_p99"] for v in values))
     estimates["unfinished"] = Estimate.exact(sum(v["unfinished"] for v in values))
     estimates["verdicts-differ"] = Estimate.exact(sum(v["differ"] for v in values))
     scale = SMALL_SEARCH if small else FULL
     settings = {
         "lengths": "oracle", "systems": {name: list(system.settings) for name, system in SYSTEMS.items()},
+        "static budgets": {case: static_budget(case) for case in CASES},
         "machines": {c: hardware(own.scenario, scale, own.profile).describe() for c, own in CASES.items()},
         "counts": {case: scale.count or own.count for case, own in CASES.items()},
         "replicas": {case: own.replicas for case, own in CASES.items()},
@@ -323,6 +359,8 @@ def most_by_decodes() -> float:
 NOTE = """\
 Rates are requests/s a GPU, means over seeds. Baselines are the paper's: `prefill_first` is vLLM of 2024. Our own `edf`
 is none of them and stands by itself; it does not run on Reasoning, where hundreds wait and its plans take too long.
+The gain is over the better of `prefill_first` and `sarathi`, both tuned; over the literal: of `prefill_first` and
+`sarathi, static`, the paper's Sarathi with one budget for a model.
 
 The paper's 2.2 × over the better of vLLM and Sarathi (§1) cannot be reconciled with its own §6.1: a gain over the
 better of two is at most the gain over either, and §6.1 gives 1.76 × over vLLM. The five scenarios whose gains §6.1
@@ -338,12 +376,13 @@ def tables(data: Sequence[Any]) -> str:
     for arrivals in dict.fromkeys(v["arrivals"] for v in data):
         rates = Rates(data, arrivals)
         for target, head in HEADS.items():
-            rows = [["case", "arrivals", "gain", *(f"`{system}`" for system in systems)]]
+            rows = [["case", "arrivals", "gain", "over the literal", *(f"`{system}`" for system in systems)]]
             for case in CASES:
                 cells = [_cell(rates, case, system, target) for system in systems]
                 if any(cells) and rates.of(case, published(case), target):
                     gain = rates.ratio([case], PAPERS_TWO, target)
-                    rows.append([case, arrivals, gain.shown(), *cells])
+                    literal = rates.ratio([case], LITERAL, target)
+                    rows.append([case, arrivals, gain.shown(), literal.shown(), *cells])
             if len(rows) > 1:
                 parts.append(f"{head}, {arrivals} arrivals:\n\n{markdown(rows)}")
     return "\n\n".join(parts)
