@@ -36,12 +36,13 @@ MOST = REPLICAS[-1]
 OURS, SARATHI = "slos_serve", "sarathi@least_loaded"
 TURNS, LEAST_LOADED = (f"slos_serve:max_hops=-1@{router}" for router in ("round_robin", "least_loaded"))
 BESIDE = {TURNS: "round-robin", LEAST_LOADED: "least-loaded", SARATHI: "sarathi"}
+FLEETS = (*((OURS, n) for n in REPLICAS), *((system, MOST) for system in BESIDE), (SARATHI, 1))
 
 
 @dataclass(frozen=True)
 class Case:
     """count: requests of a run, of each replica (`each`) or in all. start: requests/s of a replica to begin with.
-    as_long: bursts hold as many times the requests as there are replicas."""
+    as_long: bursts hold as many times the requests as there are replicas. fleets: systems, and how many replicas."""
 
     scenario: str
     profile: str
@@ -49,6 +50,7 @@ class Case:
     each: bool
     start: float
     as_long: bool = False
+    fleets: Sequence[tuple[str, int]] = FLEETS
 
 
 OPT = "opt-6.7b-a100-40g@vllm-2024"
@@ -57,19 +59,21 @@ CASES = {
     "chatbot": Case("chatbot", OPT, 500, True, 3.0),
     "coder": Case("coder", OPT, 1200, False, 1.5),
     AS_LONG: Case("coder", OPT, 1200, True, 1.5, as_long=True),
-    "toolllm": Case("toolllm", "llama-2-7b-a100-40g@vllm-2024", 600, False, 0.15),
-}
+    "toolllm": Case(  # a run takes ten times as long as another
+        "toolllm", "llama-2-7b-a100-40g@vllm-2024", 600, False, 0.15,
+        fleets=((OURS, 1), (OURS, MOST), (TURNS, MOST), (SARATHI, 1), (SARATHI, MOST)),
+    ),
+}  # fmt: skip
 
 
 def jobs(small: bool) -> list[Job]:
     scale = SMALL_SEARCH if small else FULL
-    fleets = [*((OURS, n) for n in REPLICAS), *((system, MOST) for system in BESIDE), (SARATHI, 1)]
     return [
         *(Job(f"{case} same", same, (case, scale)) for case in CASES),
         *(
             Job(f"{case} {system} replicas={n} seed={seed}", search, (case, system, n, seed, scale))
             for case in CASES
-            for system, n in fleets
+            for system, n in CASES[case].fleets
             for seed in scale.seeds
         ),
     ]
@@ -116,10 +120,13 @@ def found(values: Sequence[Any], small: bool) -> Found:
         return over_seeds([float(np.log(a / b)) for a, b in pairs]).exp()
 
     estimates = {"one-replica-any-router": Estimate.exact(sum(v.get("differ", 0) for v in values))}
-    for case in CASES:
-        estimates |= {f"{case}-{n}": over(case, OURS, n, OURS, 1) for n in REPLICAS[1:]}
-        estimates |= {f"{case}-over-{name}": over(case, OURS, MOST, system, MOST) for system, name in BESIDE.items()}
-        estimates[f"{case}-{MOST}-sarathi"] = over(case, SARATHI, MOST, SARATHI, 1)
+    for name, case in CASES.items():
+        for system, n in case.fleets:
+            if system == OURS and n > 1:
+                estimates[f"{name}-{n}"] = over(name, OURS, n, OURS, 1)
+            elif n > 1:
+                estimates[f"{name}-over-{BESIDE[system]}"] = over(name, OURS, MOST, system, MOST)
+        estimates[f"{name}-{MOST}-sarathi"] = over(name, SARATHI, MOST, SARATHI, 1)
     settings = {
         "target": PAPERS, "lengths": "oracle",
         "counts": {name: scale.count or case.count for name, case in CASES.items()},
@@ -134,7 +141,8 @@ def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
             n: [v["capacity"] for v in data if (v["case"], v.get("system"), v.get("replicas")) == (case, OURS, n)]
             for n in REPLICAS
         }
-        axes.plot(REPLICAS, [np.mean(rates[n]) / np.mean(rates[1]) for n in REPLICAS], "o-", label=case)
+        ran = [n for n in REPLICAS if rates[n]]
+        axes.plot(ran, [np.mean(rates[n]) / np.mean(rates[1]) for n in ran], "o-", label=case)
     axes.plot(REPLICAS, REPLICAS, ":", color="grey", label="linear")
     axes.set_xticks(REPLICAS)
     axes.set_xlabel("replicas")
