@@ -133,7 +133,9 @@ def tables(data: Sequence[Mapping[str, Any]]) -> str:
     """Requests/s of the replicas together, mean over seeds."""
     steps = (*STEPS, ALONE)
     rows = [["scenario", *(f"`{step}`" for step in STEPS), ALONE]]
-    rows += [[name, *(f"{np.mean(Rates(data).of(name, step)):.3g}" for step in steps)] for name in STARTS]
+    for name in STARTS:
+        held = [Rates(data).of(name, step) for step in steps]
+        rows.append([name, *(f"{np.mean(own):.3g}" if own else "" for own in held)])
     return f"Requests/s of {REPLICAS} replicas at 90 %, and of one:\n\n{markdown(rows)}"
 
 
