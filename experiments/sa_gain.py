@@ -77,11 +77,10 @@ class Exhaustive(sa.Router):
 
 
 ARRIVAL = Served(router="round_robin")
-SA, TO_THE_END = Served(), Served(settings=(("early_exit", False),))
+SA = Served()
 SYSTEMS: Mapping[str, Served] = {
     "order of arrival": ARRIVAL,
     "sa": SA,
-    "sa, no early exit": TO_THE_END,
     "sa, at the batch's end": Served(settings=(("dispatch", "batch_end"),)),
     "sa, mean lengths": Served(lengths=MEAN),
     "sa, exact lengths": Served(lengths=EXACT),
@@ -92,7 +91,7 @@ MOST = {"exhaustive": 8}  # requests
 ERRORS: Mapping[str, Served] = {f"sa, lengths ± {100 * e:g} %": Served(lengths=f"{e}") for e in (0.025, 0.05, 0.1)}
 SEARCH = "sa, T0 {}, {} iterations"
 SEARCHES: Mapping[str, Served] = {
-    SEARCH.format(t, i): Served(settings=(("temperature", t), ("iterations", i), ("early_exit", False)))
+    SEARCH.format(t, i): Served(settings=(("temperature", t), ("iterations", i)))
     for t, i in ((100.0, 100), (200.0, 100), (500.0, 100), (100.0, 200), (100.0, 50))
 }
 WRONG: Mapping[str, Served] = {
