@@ -1,10 +1,11 @@
 """Ascendra beyond one rate: looser and tighter SLOs, overload with drops, groups, and what each of its parts gives.
 
-Three A100 as 2L1H, some 600 s, one seed, judged by TTFT and mean TBT; Mistral-7B serves `ascendra-sharegpt4-mistral`
+Three A100 as 2L1H, some 600 s, judged by TTFT and mean TBT; Mistral-7B serves `ascendra-sharegpt4-mistral`
 where no model is named. Rates are multiples of `HELD`, what Ascendra holds at 90 %, it is configured as
 docs/ascendra.md says, beside it stands the paper's configuration. Baselines are prefill-first and Sarathi at 512,
-round robin, and `edf`. SLO scale (Fig. 9, bottom): at 0.98 × that rate. Overload (Fig. 12): in all systems what waits
-beyond its TTFT is dropped, also in Sarathi as it was tuned. Tickets are taken away by a router that never finds one.
+round robin, and `edf`. SLO scale (Fig. 9, bottom): at 0.98 × that rate. Variants and overload (Fig. 10 to 13): at
+1.25 ×; in overload all systems drop what waits beyond its TTFT, also Sarathi as it was tuned. Waits at an instance
+(Fig. 10) end with the start of the prompt or its offloading. Tickets are taken away by a router that never finds one.
 Group of two (1L1H, Fig. 13): Llama-3.1-8B, `ascendra-longbench-llama`. Capacities of the pairs of models and data sets
 that Fig. 9 leaves out (Fig. 14) are searched as in `ascendra_capacity`.
 """
@@ -29,7 +30,7 @@ from experiments.ascendra_capacity import (
     served,
     share,
 )
-from rubato.core.events import Finished, Placed, Started, Stepped
+from rubato.core.events import Finished, HandedOff, Placed, Started, Stepped
 from rubato.core.interfaces import View
 from rubato.core.request import SLO
 from rubato.fleet.cluster_options import PolicyChoice
@@ -44,16 +45,16 @@ from rubato.simulation.simulate import simulate_events
 from rubato.workloads import Workload
 
 SOURCE = "Ascendra, §8.2 to §8.7, Fig. 9 to 14"
-SECONDS = 500.0
+SECONDS = 1250.0
 
 CASE, GROUP = "mistral", "llama"
-SEEDS = (31,)
+SEEDS = (31, 32, 33)
 DURATION = 600.0
-HELD = {"mistral": 8.5, "llama": 3.6, "qwen": 1.6}  # requests/s at 90 % in SLO, as configured, another seed (101)
+HELD = {"mistral": 9.0, "llama": 3.7, "qwen": 1.6}  # requests/s at 90 % in SLO, as configured, another seed (101)
 SCALES = (0.5, 0.75, 1.0, 1.5, 2.0, 4.0)  # of all SLOs
-RATES = (1.0, 1.25)  # of what Ascendra holds
-OVERLOAD = 1.25
-QUIET = 0.7  # where waits are compared (Fig. 10)
+OVERLOAD = 1.25  # of what Ascendra holds
+LIGHT, FULL = 0.2, 1.0  # where use of the HP is compared (§6.1: under light load), and waits (Fig. 10: under high load)
+WAITS_AT = (LIGHT, 0.7, FULL)
 OURS, PAPER, EDF = "ascendra", "paper's settings", "edf"
 BASELINES = {"prefill_first": "prefill_first@round_robin", "sarathi, 512": "sarathi:budget=512@round_robin"}
 TWO_L = "@ascendra:groups=2L1H"
@@ -63,8 +64,6 @@ VARIANTS: Mapping[str, str] = {
     PAPER: "ascendra" + TWO_L,
     "shortest first (sjf)": f"{CONFIGURED},value=sjf{TWO_L}",
     "longest first (ljf)": f"{CONFIGURED},value=ljf{TWO_L}",
-    "first come (fcfs)": f"{CONFIGURED},value=fcfs{TWO_L}",
-    "plain deadlines (edf_plain)": f"{CONFIGURED},value=edf_plain{TWO_L}",
     "paper's settings, fixed batch": f"ascendra:elastic=false{TWO_L}",
     "1L2H": f"{CONFIGURED}@ascendra:groups=1L2H",
     "without tickets": f"{CONFIGURED}@{__name__}:groups=2L1H",
@@ -98,17 +97,21 @@ class Router(ascendra.Router):
 def jobs(small: bool) -> list[Job]:
     """One for each seed, system and model, so that little is lost when a run is interrupted."""
     duration, tolerance = (20.0, 0.5) if small else (DURATION, TOLERANCE)
-    rates, scales = ((OVERLOAD,), SCALES[1:4]) if small else (RATES, SCALES)
+    scales = SCALES[1:4] if small else SCALES
     made = []
-    for seed in SEEDS:
+    for seed in SEEDS[:1] if small else SEEDS:
         for case in CASES:
             made += [
                 Job(f"scales {case} seed={seed} {name}", scaled, (case, name, seed, duration, scales))
                 for name in SYSTEMS
             ]
-        made += [Job(f"variants seed={seed} {name}", varied, (name, seed, duration, rates)) for name in VARIANTS]
-        made += [Job(f"overload seed={seed} {name}", dropping, (name, seed, duration, rates)) for name in DROPPING]
-        made += [Job(f"waits seed={seed} {name}", waits, (name, seed, duration)) for name in (OURS, "without tickets")]
+        made += [Job(f"variants seed={seed} {name}", varied, (name, seed, duration)) for name in VARIANTS]
+        made += [Job(f"overload seed={seed} {name}", dropping, (name, seed, duration)) for name in DROPPING]
+        made += [
+            Job(f"waits seed={seed} {name} at={load}", waits, (name, seed, duration, load))
+            for name in (OURS, "without tickets")
+            for load in WAITS_AT
+        ]
         made += [Job(f"group seed={seed} {name}", of_two, (name, seed, duration, tolerance)) for name in SYSTEMS]
         made += [
             Job(f"pair {pair} seed={seed} {name}", paired, (pair, name, seed, duration, tolerance))
@@ -155,28 +158,25 @@ def scaled(case: str, name: str, seed: int, duration: float, scales: Sequence[fl
     return {"what": "scales", "case": case, "name": name, "seed": seed, "scales": list(scales), "shares": shares}
 
 
-def _rows(what: str, choice: str, name: str, seed: int, duration: float, rates: Sequence[float]) -> dict[str, Any]:
-    rows = [row(served(CASES[CASE], choice, at(CASE, seed, duration, rate), seed)) for rate in rates]
-    return {
-        "what": what, "name": name, "seed": seed, "rates": list(rates), "rows": rows,
-        "seconds": duration, "e2e_p99": max(r["e2e_p99"] for r in rows),
-    }  # fmt: skip
+def _overloaded(what: str, choice: str, name: str, seed: int, duration: float) -> dict[str, Any]:
+    found = row(served(CASES[CASE], choice, at(CASE, seed, duration, OVERLOAD), seed))
+    return {"what": what, "name": name, "seed": seed, "seconds": duration, **found}
 
 
-def varied(name: str, seed: int, duration: float, rates: Sequence[float]) -> dict[str, Any]:
-    """One variant or baseline, by rate (Fig. 10, 11, 13 right)."""
-    return _rows("variants", VARIANTS[name], name, seed, duration, rates)
+def varied(name: str, seed: int, duration: float) -> dict[str, Any]:
+    """One variant or baseline (Fig. 10, 11, 13 right)."""
+    return _overloaded("variants", VARIANTS[name], name, seed, duration)
 
 
-def dropping(name: str, seed: int, duration: float, rates: Sequence[float]) -> dict[str, Any]:
-    """One system that drops, by rate (Fig. 12)."""
-    return _rows("overload", DROPPING[name], name, seed, duration, rates)
+def dropping(name: str, seed: int, duration: float) -> dict[str, Any]:
+    """One system that drops (Fig. 12)."""
+    return _overloaded("overload", DROPPING[name], name, seed, duration)
 
 
-def waits(name: str, seed: int, duration: float) -> dict[str, Any]:
-    """Mean seconds from a request's placement to its start on LPs and on the HP, and the share of time that the HP
-    runs."""
-    load = at(CASE, seed, duration, QUIET)
+def waits(name: str, seed: int, duration: float, rate: float) -> dict[str, Any]:
+    """Mean seconds from a request's placement to its start or its offloading, on LPs and on the HP, and the share of
+    time that the HP runs."""
+    load = at(CASE, seed, duration, rate)
     spec = RunSpec(hardware(CASES[CASE]), PolicyChoice.parse(VARIANTS[name]), 3, slo_rule="mean", lengths=running_mean)
     came: dict[str, tuple[float, str]] = {}
     waited: dict[str, list[float]] = {"lp": [], "hp": []}
@@ -184,7 +184,7 @@ def waits(name: str, seed: int, duration: float) -> dict[str, Any]:
     for event in simulate_events(list(load.requests()), load.truth(), spec, seed):
         if isinstance(event, Placed):
             came[event.id] = event.at, event.replica
-        elif isinstance(event, Started) and event.id in came:
+        elif isinstance(event, Started | HandedOff) and event.id in came:
             placed, replica = came.pop(event.id)
             waited["hp" if replica == "r2" else "lp"].append(event.at - placed)
         elif isinstance(event, Stepped) and event.id == "r2":
@@ -192,7 +192,7 @@ def waits(name: str, seed: int, duration: float) -> dict[str, Any]:
         elif isinstance(event, Finished):
             last = event.at
     used = {**{kind: float(np.mean(own)) for kind, own in waited.items() if own}, "hp_busy": busy / last}
-    return {"what": "waits", "name": name, "seed": seed, "used": used}
+    return {"what": "waits", "name": name, "seed": seed, "rate": rate, "used": used}
 
 
 def _capacity(case: Case, choice: str, seed: int, duration: float, tolerance: float, replicas: int) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def tightest(scales: Sequence[float], shares: Sequence[float], target: float = 0
     return scales[0] if shares[0] >= target else scales[-1]
 
 
-def by_seed(values: Sequence[Any], what: str, **same: str) -> list[dict[str, Any]]:
+def by_seed(values: Sequence[Any], what: str, **same: Any) -> list[dict[str, Any]]:
     """Seed by seed, the values of one kind by system."""
     found: dict[int, dict[str, Any]] = {}
     for value in values:
@@ -235,13 +235,10 @@ def by_seed(values: Sequence[Any], what: str, **same: str) -> list[dict[str, Any
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
-    variants, overload, used = (by_seed(values, what) for what in ("variants", "overload", "waits"))
-
-    def met(value: Any, key: str = "met") -> float:
-        return float(value["rows"][value["rates"].index(OVERLOAD)][key])
+    variants, overload = (by_seed(values, what) for what in ("variants", "overload"))
 
     def over(name: str, other: str) -> Estimate:
-        return over_seeds([100 * (met(v[name]) - met(v[other])) for v in variants])
+        return over_seeds([100 * (v[name]["met"] - v[other]["met"]) for v in variants])
 
     def geometric(ratios: Sequence[float]) -> Estimate:
         return over_seeds([float(np.log(each)) for each in ratios]).exp()
@@ -255,9 +252,9 @@ def found(values: Sequence[Any], small: bool) -> Found:
         return geometric([v[OURS]["capacity"] / max(v[n]["capacity"] for n in names) for v in own])
 
     def dropped_over(*names: str) -> Estimate:
-        return geometric([met(v[OURS]) / max(met(v[n]) for n in names) for v in overload])
+        return geometric([v[OURS]["met"] / max(v[n]["met"] for n in names) for v in overload])
 
-    missed = [(1 - met(v[OURS])) / min(1 - met(v[b]) for b in BASELINES) for v in overload]
+    missed = [(1 - v[OURS]["met"]) / min(1 - v[b]["met"] for b in BASELINES) for v in overload]
     group = by_seed(values, "group")
     estimates = {f"slo-scale-{case}": strictness(case) for case in CASES}
     estimates |= {
@@ -271,9 +268,14 @@ def found(values: Sequence[Any], small: bool) -> Found:
         "tickets": over(OURS, "without tickets"),
         "1l1h-over-baselines": capacity(group, *BASELINES),
         "1l1h-over-edf": capacity(group, EDF),
-        "hp-waits": over_seeds([v[OURS]["used"]["lp"] / v[OURS]["used"]["hp"] for v in used]),
+        "hp-waits": over_seeds(
+            [v[OURS]["used"]["lp"] / v[OURS]["used"]["hp"] for v in by_seed(values, "waits", rate=FULL)]
+        ),
         "tickets-hp-use": over_seeds(
-            [v[OURS]["used"]["hp_busy"] - v["without tickets"]["used"]["hp_busy"] for v in used]
+            [
+                v[OURS]["used"]["hp_busy"] - v["without tickets"]["used"]["hp_busy"]
+                for v in by_seed(values, "waits", rate=LIGHT)
+            ]
         ),
     }
     for pair, each in PAIRS.items():
@@ -303,13 +305,15 @@ def draw(data: Any, axes: Any) -> None:
 
 def tables(data: Any) -> str:
     parts = [_by_scale(data, case) for case in dict.fromkeys(v["case"] for v in data if v["what"] == "scales")]
-    parts.append(_by_rate(by_seed(data, "variants"), "in SLO; P99 of TTFT, mean TBT"))
-    parts.append(_by_rate(by_seed(data, "overload"), "all drop: in SLO (dropped)"))
-    used = by_seed(data, "waits")
-    rows = [[f"at {QUIET:g} × capacity", "wait at an LP, s", "at the HP, s", "HP runs"]]
-    for name in used[0]:
-        mean = {key: np.mean([v[name]["used"].get(key, np.nan) for v in used]) for key in ("lp", "hp", "hp_busy")}
-        rows.append([name, f"{mean['lp']:.3f}", f"{mean['hp']:.3f}", f"{100 * mean['hp_busy']:.0f} % of the time"])
+    parts.append(_overload(by_seed(data, "variants"), f"at {OVERLOAD:g} × capacity"))
+    parts.append(_overload(by_seed(data, "overload"), f"all drop, at {OVERLOAD:g} × capacity"))
+    rows = [["× capacity", "", "wait at an LP, s", "at the HP, s", "HP runs"]]
+    for rate in WAITS_AT:
+        used = by_seed(data, "waits", rate=rate)
+        for name in used[0]:
+            mean = {key: np.mean([v[name]["used"].get(key, np.nan) for v in used]) for key in ("lp", "hp", "hp_busy")}
+            busy = f"{100 * mean['hp_busy']:.0f} % of the time"
+            rows.append([f"{rate:g}", name, f"{mean['lp']:.3f}", f"{mean['hp']:.3f}", busy])
     parts.append(markdown(rows))
     columns = {"llama, LongBench, two replicas": by_seed(data, "group")}
     columns |= {p: by_seed(data, "pair", pair=p) for p in dict.fromkeys(v["pair"] for v in data if "pair" in v)}
@@ -327,14 +331,10 @@ def _by_scale(data: Any, case: str) -> str:
     return markdown(rows)
 
 
-def _by_rate(own: Sequence[Mapping[str, Any]], head: str) -> str:
-    rates = next(iter(own[0].values()))["rates"]
-    rows = [[head, *(f"{rate:g} × capacity" for rate in rates)]]
+def _overload(own: Sequence[Mapping[str, Any]], head: str) -> str:
+    rows = [[head, "in SLO", "dropped", "P99 of TTFT, s", "mean TBT, ms"]]
     for name in own[0]:
-        cells = []
-        for i in range(len(rates)):
-            mean = {key: np.mean([v[name]["rows"][i][key] for v in own]) for key in own[0][name]["rows"][i]}
-            more = f" ({100 * mean['dropped']:.0f} %)" if mean["dropped"] else ""
-            cells.append(f"{100 * mean['met']:.1f} %{more}; {mean['p99_ttft']:.2f} s, {1000 * mean['tbt']:.0f} ms")
-        rows.append([name, *cells])
+        mean = {key: np.mean([v[name][key] for v in own]) for key in ("met", "dropped", "p99_ttft", "tbt")}
+        shares = (f"{100 * mean[key]:.1f} %" for key in ("met", "dropped"))
+        rows.append([name, *shares, f"{mean['p99_ttft']:.2f}", f"{1000 * mean['tbt']:.0f}"])
     return markdown(rows)

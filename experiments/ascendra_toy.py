@@ -2,8 +2,8 @@
 
 Prompts A to E take 3, 1, 2, 2, 2 units (lengths ours: they reproduce the text), A to D come at 0, E at 1; TTFT is 5.
 Round robin and first come first served, E starts at 5 and is late. Ascendra: B goes to the HP by a ticket, E by the
-next one; at 3 the LP takes D and offloads C. θ = 0, of equal values the later one goes first, and the HP's first ticket
-comes after A is placed.
+next one; at 3 the LP takes D and offloads C. θ = 0, the LP takes what must start first, of equal ones the later, and
+the HP's first ticket comes after A is placed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments import Found
 from rubato.core.events import Finished, Placed, Started
+from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.cluster_options import PolicyChoice
@@ -20,6 +21,7 @@ from rubato.latency.affine import Model
 from rubato.measure.confidence import Estimate
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
+from rubato.policies.ascendra import deadline
 from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.simulation.simulate import simulate_events
 
@@ -29,7 +31,15 @@ SECONDS = 0.1
 PROMPTS = {"A": (3, 0.0), "B": (1, 0.0), "C": (2, 0.0), "D": (2, 0.0), "E": (2, 1.0)}
 TTFT = 5.0
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=4, max_model_len=100, kv_blocks=100, block_size=1)
-POLICIES = {"first come": "prefill_first:budget=3@round_robin", "ascendra": "ascendra:theta=0.0"}
+POLICIES = {
+    "first come": "prefill_first:budget=3@round_robin",
+    "ascendra": f"ascendra:theta=0.0,value={__name__}.latest_start",
+}
+
+
+def latest_start(seq: SeqView, view: View) -> float:
+    """A token of a prompt takes a unit."""
+    return seq.pending - deadline(seq)
 
 
 def jobs(small: bool) -> list[Job]:

@@ -5,8 +5,9 @@ The abstract's "up to 5 x" requests in SLO and "31.6 %" less latency are over LM
 outside), served in order of arrival by vLLM's scheduler with as many sequences as the largest batch: LMDeploy batches
 continuously, too, and is not simulated otherwise. The SLOs stay as they are (§5.1). SA knows lengths by a Gaussian of
 400 earlier requests, a draw for each request as the paper has it, by their mean, or exactly; beside it the next
-request whenever a place is free, and `edf`. The paper's figures are the best cells of single runs; these are ratios of
-means over seeds.
+request whenever a place is free, and `edf`. The paper's figures are the best of its cells, of one run each: held
+against them is the share of our runs of the cell that reach them, 1 in 10 or more. Gains are ratios of means over
+seeds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from experiments.sa_gain import (
     measured,
     offered,
     over,
+    reaching,
 )
 from rubato.core.plan import Limits
 from rubato.latency import operation_count
@@ -39,10 +41,10 @@ from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.simulation.simulate import simulate_events
 
 SOURCE = "SA, abstract and §5.2 (the appendix's figures)"
-SECONDS = 144.0
+SECONDS = 290.0
 
 CELLS: Mapping[tuple[int, int], str] = {(40, 1): "qwen2.5-32b", (8, 2): "qwen2.5-7b"}  # requests, batches of -> model
-SEEDS = tuple(range(1, 21))
+SEEDS = tuple(range(1, 41))
 CARD, KEPT, BLOCK = 80 * 2**30, 3e9, 16  # bytes of memory, and of them for other than weights and KV; tokens
 SYSTEMS: Mapping[str, Served] = {
     "order of arrival": ARRIVAL,
@@ -82,6 +84,10 @@ def served(name: str, model: str, n: int, b: int, seed: int) -> dict[str, Any]:
 def found(values: Sequence[Any], small: bool) -> Found:
     many, few = ((4, 1), (4, 2)) if small else CELLS
     estimates = {
+        "attained-5-times": reaching(values, "sa", [many], "attained", 5.0),
+        "attained-exact-5-times": reaching(values, "sa, exact lengths", [many], "attained", 5.0),
+        "latency-31-6": reaching(values, "sa", [few], "latency", 0.684),
+        "latency-exact-31-6": reaching(values, "sa, exact lengths", [few], "latency", 0.684),
         "attained-40-1": over(values, "sa", *many, "attained"),
         "attained-mean-40-1": over(values, "sa, mean lengths", *many, "attained"),
         "attained-exact-40-1": over(values, "sa, exact lengths", *many, "attained"),

@@ -80,7 +80,7 @@ def figure_1(
 
 
 def test_figure_1() -> None:
-    where, when = figure_1("ascendra", {"theta": 0.0}, "auto")
+    where, when = figure_1("ascendra", {"theta": 0.0, "value": "experiments.ascendra_toy.latest_start"}, "auto")
     assert where == {"A": ["r0"], "B": ["r1"], "C": ["r0", "r1"], "D": ["r0"], "E": ["r1"]}
     assert when == {"A": [0, 3], "B": [0, 1], "C": [3, 5], "D": [3, 5], "E": [1, 3]}
 
@@ -94,10 +94,10 @@ def test_figure_1_first_come_first_served() -> None:
 # --------------------------------------------------------------------------- low priority
 
 
-def test_an_lp_runs_decodes_then_whole_prompts_that_must_start_first() -> None:
+def test_an_lp_runs_decodes_then_whole_prompts_that_are_due_first() -> None:
     waiting = [prompt("late", 10, 9.0), prompt("soon", 10, 2.0), prompt("long", 50, 2.2)]
     plan = work(seen(LP, waiting, [decode("r")]))
-    assert list(plan.items()) == [("r", 1), ("long", 50), ("soon", 10), ("late", 10)]
+    assert list(plan.items()) == [("r", 1), ("soon", 10), ("long", 50), ("late", 10)]
 
 
 def test_it_stops_at_the_first_that_does_not_fit() -> None:
@@ -112,7 +112,7 @@ def test_it_stops_at_the_first_that_does_not_fit() -> None:
 
 
 def test_a_prompt_longer_than_a_batch_goes_in_chunks_with_no_other() -> None:
-    waiting = [prompt("a", 250, 9.0), prompt("b", 5, 9.0)]
+    waiting = [prompt("a", 250, 8.0), prompt("b", 5, 9.0)]
     assert work(seen(LP, waiting, [decode("r")])) == {"r": 1, "a": 99}
     rest = seen(LP, [prompt("b", 5, 2.0)], [decode("r"), begun("a", 250, 99)], kv_free=28)
     assert work(rest) == {"r": 1, "a": 99}
@@ -160,7 +160,7 @@ def test_who_cannot_be_in_time_any_more_goes_last_but_before_best_effort() -> No
     late, hopeless, able = prompt("late", 5, 9.0), prompt("hopeless", 20, 10.19), prompt("able", 20, 10.21)
     waiting = [prompt("free", 5), late, hopeless, able]
     waiting[0].demoted = True
-    for value in ("edf", "edf_plain", "sjf"):
+    for value in ("edf", "sjf"):
         assert next(iter(work(seen(LP, waiting, now=10.0), value=value))) == "able"
     assert list(work(seen(LP, waiting, now=10.0))) == ["able"], "who joins would make it late"
     assert list(work(seen(LP, waiting[:3], now=10.0))) == ["late", "hopeless", "free"]
@@ -195,8 +195,7 @@ def by_id(seq: SeqView, view: View) -> float:
 @pytest.mark.parametrize(
     ("value", "order"),
     [
-        ("edf", "bdca"),  # latest starts 0.8, 0.75 and 0.75: of equal ones the later; then the one without a TTFT
-        ("edf_plain", "bcda"),
+        ("edf", "bcda"),  # due at 0.9, 1.0 and 1.05, then the one without a TTFT
         ("sjf", "cdab"),
         ("ljf", "bdac"),
         ("fcfs", "bacd"),

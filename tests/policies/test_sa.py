@@ -36,8 +36,6 @@ from tests.doubles import Linear, run_spec
 from tests.fleet.routers import Act, ends, serve
 from tests.fleet.test_conservation import Elsewhere
 
-LONG = Annealing(early_exit=False)
-
 
 def predicted(seconds: Sequence[Sequence[float]], due: Sequence[float]) -> Predicted:
     """Jobs with these execution times by batch size, and end-to-end SLOs."""
@@ -120,9 +118,9 @@ def test_exhaustive_search_finds_the_best_of_every_order_and_split(jobs: Predict
 
 
 @few
-@given(jobs=instances(), seed=st.integers(0, 3), early_exit=st.booleans())
-def test_a_mapping_is_a_permutation_in_batches_within_bounds(jobs: Predicted, seed: int, early_exit: bool) -> None:
-    found = anneal(jobs, Annealing(early_exit=early_exit, iterations=20), np.random.default_rng(seed))
+@given(jobs=instances(), seed=st.integers(0, 3))
+def test_a_mapping_is_a_permutation_in_batches_within_bounds(jobs: Predicted, seed: int) -> None:
+    found = anneal(jobs, Annealing(iterations=20), np.random.default_rng(seed))
     n, most = jobs.seconds.shape
     assert sorted(j for batch in found.batches for j in batch) == list(range(n))
     assert all(1 <= len(batch) <= most for batch in found.batches)
@@ -131,7 +129,7 @@ def test_a_mapping_is_a_permutation_in_batches_within_bounds(jobs: Predicted, se
     assert found.g <= best.g + 1e-12
     full = [list(range(n))[i : i + most] for i in range(0, n, most)]
     met, total = worth(jobs, full)
-    assert early_exit or found.g >= met / total - 1e-12  # never worse than order of arrival
+    assert found.g >= met / total - 1e-12  # never worse than order of arrival
 
 
 @few
@@ -156,19 +154,39 @@ def test_the_compiled_search_is_the_one_that_is_written(jobs: Predicted, seed: i
 def test_the_search_evaluates_as_often_as_the_paper_says_and_tells_what_it_accepted() -> None:
     rng = np.random.default_rng(0)
     jobs = Predicted(rng.uniform(1, 3, (10, 1)), rng.uniform(1, 9, (10, 1)), 0.0)
-    found = anneal(jobs, LONG, rng)
+    found = anneal(jobs, Annealing(), rng)
     assert found.evaluations == 63 * 100 + 2  # levels from 500 to 20, and the two starts
-    assert [round(level.temperature, 6) for level in found.levels[:2]] == [500.0, 475.0]
-    assert all(0 <= level.accepted <= level.worse <= 100 for level in found.levels)
-    hot, cold = found.levels[:20], found.levels[-20:]
-    assert sum(x.accepted for x in hot) / sum(x.worse for x in hot) > sum(x.accepted for x in cold) / sum(
-        x.worse for x in cold
-    )
+    temperatures, worse, accepted = found.levels.T
+    assert temperatures[:2].tolist() == pytest.approx([500.0, 475.0])
+    assert np.all((accepted >= 0) & (accepted <= worse) & (worse <= 100))
+    assert accepted[:20].sum() / worse[:20].sum() > accepted[-20:].sum() / worse[-20:].sum()
 
 
-def test_an_early_exit_needs_every_slo_met_in_order_of_execution_time() -> None:
-    assert anneal(predicted([[1.0], [2.0]], due=[9, 9]), Annealing(), np.random.default_rng(0)).evaluations == 2
-    assert anneal(predicted([[1.0], [2.0]], due=[9, 1]), Annealing(), np.random.default_rng(0)).evaluations > 2
+@pytest.mark.parametrize(
+    ("seconds", "due", "searched"),
+    [
+        ([[1.0], [2.0]], [9, 9], False),
+        ([[1.0], [2.0]], [9, 1], True),  # the second is late in order of execution time
+        ([[1.0, 3.0], [2.0, 4.0]], [9, 9], True),  # one after the other is better than a full batch
+    ],
+)
+def test_the_search_ends_early_one_by_one_with_every_slo_met_in_order_of_execution_time(
+    seconds: list[list[float]], due: list[float], searched: bool
+) -> None:
+    jobs = predicted(seconds, due)
+    found = anneal(jobs, Annealing(), np.random.default_rng(0))
+    assert (found.evaluations > 2) is searched
+    assert found.g == exhaustive(jobs).g
+
+
+@pytest.mark.parametrize("due", [9.0, 30.0, 0.5])
+def test_one_by_one_the_search_is_as_good_as_with_batches(due: float) -> None:
+    """What it keeps of the order at hand, instead of evaluating all of it, is what an evaluation gives."""
+    rng = np.random.default_rng(0)
+    jobs = predicted(rng.uniform(1, 4, (8, 1)).tolist(), rng.uniform(0, due, 8).tolist())
+    found = anneal(jobs, Annealing(), rng)
+    assert worth(jobs, found.batches) == pytest.approx((found.met, found.latency))
+    assert found.g == pytest.approx(exhaustive(jobs).g, rel=0.01)
 
 
 def test_what_nobody_can_meet_is_still_sent_in_the_order_with_the_least_latency() -> None:

@@ -61,12 +61,6 @@ def deadline(seq: SeqView) -> float:
 
 
 def edf(seq: SeqView, view: View) -> float:
-    """What must start first. With one TTFT for all, plain deadline order would be the order of arrival."""
-    due = deadline(seq)
-    return -inf if due == inf else _alone(seq, view) - due
-
-
-def edf_plain(seq: SeqView, view: View) -> float:
     """Whose first token is due first."""
     return -deadline(seq)
 
@@ -86,7 +80,7 @@ def fcfs(seq: SeqView, view: View) -> float:
     return -seq.request.arrival
 
 
-VALUES: Mapping[str, Value] = {f.__name__: f for f in (edf, edf_plain, sjf, ljf, fcfs)}
+VALUES: Mapping[str, Value] = {f.__name__: f for f in (edf, sjf, ljf, fcfs)}
 
 
 def value_function(name: str) -> Value:
@@ -112,8 +106,8 @@ def value_function(name: str) -> Value:
 
 @dataclass
 class Scheduler:
-    """value: whose prompt an LP starts first: edf (the latest start), edf_plain, sjf, ljf, fcfs, or a function of one's
-    own, `package.module:function`, of a sequence and the view. theta: share of an HP batch that an LP expects an
+    """value: whose prompt an LP starts first: edf, sjf, ljf, fcfs, or a function of one's own,
+    `package.module:function`, of a sequence and the view. theta: share of an HP batch that an LP expects an
     offloaded prompt to wait for there, in [0, 1]: the larger, the sooner it offloads. hp_tokens: of a step of an HP.
     batch_size: requests that an LP runs at once, and an HP that is not elastic (§5.4, §6.2); the engine may take fewer.
     elastic: an HP starts prompts as long as there is KV for them and for what the running ones will need, else as long

@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import inf, log
+from itertools import islice
+from math import exp, inf, log
 from numbers import Integral
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,8 +67,7 @@ class MappedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Annealing:
-    """How long the search is and what it accepts (§5.1's values). early_exit: stop when every SLO is met in order of
-    execution time and full batches, which the paper calls optimal; it is for batches of 1.
+    """How long the search is and what it accepts (§5.1's values).
 
     A solution that is worse by D is accepted with probability exp(-D / temperature), D = 1000 × the loss of G, as a
     share of the best G seen: at 500 a loss of 35 % is accepted half the time, at 20 one of 5 % in 8 of 100. Where no
@@ -78,7 +78,6 @@ class Annealing:
     threshold: float = 20.0
     iterations: int = 100  # a level of temperature
     decay: float = 0.95
-    early_exit: bool = True
 
     def __post_init__(self) -> None:
         finite = 0.0 < self.threshold <= self.temperature < inf
@@ -90,24 +89,17 @@ class Annealing:
             )
 
 
-class Level(NamedTuple):
-    """At this temperature, how many solutions worse than the one at hand were tried, and accepted."""
-
-    temperature: float
-    worse: int
-    accepted: int
-
-
 @dataclass(frozen=True, slots=True)
 class Solution:
     """batches: indices of requests, in the order in which they are sent. met: requests predicted to be in SLO. latency:
-    the sum of all end-to-end latencies, seconds. evaluations: solutions whose G was computed."""
+    the sum of all end-to-end latencies, seconds. evaluations: solutions whose G was computed. levels: a row for each
+    temperature of the search, with how many solutions worse than the one at hand were tried there, and accepted."""
 
     batches: tuple[tuple[int, ...], ...]
     met: int
     latency: float
     evaluations: int
-    levels: tuple[Level, ...] = ()
+    levels: Floats = field(default_factory=lambda: np.empty((0, 3)))
 
     @property
     def g(self) -> float:
@@ -214,19 +206,21 @@ def _slack(slo: SLO, prefill: float, decode: float, output: int) -> float:
 @compiled()
 def evaluated(order: Ints, sizes: Ints, seconds: Floats, slack: Floats, waited: float) -> tuple[int, float]:
     """Requests in SLO and the sum of latencies, when each batch waits for the longest of each before it (equation 11).
-    sizes: of the batches, with zeros behind them."""
-    wait, total, met, at = 0.0, waited, 0, 0
-    for size in sizes:
-        if size == 0:
-            break
-        longest = 0.0
-        for i in range(at, at + size):
-            took = seconds[order[i], size - 1]
-            met += wait <= slack[order[i], size - 1]
-            total += wait + took
-            longest = max(longest, took)
-        wait += longest
-        at += size
+    sizes: of the batches, with zeros behind them. One loop: two, one in the other, take three times as long."""
+    wait, total, met, k, longest = 0.0, waited, 0, 0, 0.0
+    left, column = sizes[0], sizes[0] - 1
+    for job in order:
+        took = seconds[job, column]
+        met += wait <= slack[job, column]
+        total += wait + took
+        longest = max(took, longest)
+        left -= 1
+        if left == 0:
+            wait += longest
+            longest = 0.0
+            k += 1
+            if k < len(sizes):
+                left, column = sizes[k], sizes[k] - 1
     return met, total
 
 
@@ -276,43 +270,85 @@ def move(order: Ints, sizes: Ints, most: int, rng: np.random.Generator) -> None:
 
 
 @compiled()
+def taken(now_g: float, now_total: float, g: float, total: float, best_g: float, level: Floats, random: float) -> bool:
+    """Whether the search goes on from a solution that is no better. level: temperature, how many of them were tried,
+    and how many taken; `random`, in [0, 1), decides."""
+    difference = (now_g - g) / best_g if best_g > 0.0 else (total - now_total) / total
+    take = random < exp(1000.0 * difference / level[0])
+    level[1] += 1
+    level[2] += take
+    return take
+
+
+@compiled()
 def annealed(
     order: Ints, sizes: Ints, met: int, total: float, seconds: Floats, slack: Floats, waited: float,
     iterations: int, rng: np.random.Generator, levels: Floats,
 ) -> tuple[int, float]:  # fmt: skip
     """From a solution with `met` requests in SLO and this sum of latencies; leaves the best in `order` and `sizes`, and
-    returns its two numbers. levels: a row for each temperature, in which it leaves how many worse solutions were tried,
-    and how many of these accepted."""
+    returns its two numbers. levels: a row for each temperature, as `taken` has it."""
     best_order, best_sizes, best_met, best_total = order.copy(), sizes.copy(), met, total
     tried_order, tried_sizes = order.copy(), sizes.copy()
+    g = best_g = met / total
     for level in levels:
         for _ in range(iterations):
             tried_order[:], tried_sizes[:] = order, sizes
             move(tried_order, tried_sizes, seconds.shape[1], rng)
             now_met, now_total = evaluated(tried_order, tried_sizes, seconds, slack, waited)
-            g, now_g, best_g = met / total, now_met / now_total, best_met / best_total
-            take = now_g > g or (now_g == g and now_total < total)
-            if not take:
-                if best_met > 0:
-                    difference = (now_g - g) / best_g
-                else:
-                    difference = (total - now_total) / total
-                take = rng.random() < np.exp(1000.0 * difference / level[0])
-                level[1] += 1
-                level[2] += take
-            if take:
+            now_g = now_met / now_total
+            better = now_g > g or (now_g == g and now_total < total)
+            if better or taken(now_g, now_total, g, total, best_g, level, rng.random()):
                 order[:], sizes[:] = tried_order, tried_sizes
-                met, total = now_met, now_total
-                if now_g > best_g or (now_g == best_g and total < best_total):
+                met, total, g = now_met, now_total, now_g
+                if g > best_g or (g == best_g and total < best_total):
                     best_order[:], best_sizes[:] = order, sizes
-                    best_met, best_total = met, total
+                    best_met, best_total, best_g = met, total, g
     order[:], sizes[:] = best_order, best_sizes
     return best_met, best_total
 
 
+@compiled()
+def annealed_one_by_one(
+    order: Ints, met: int, total: float, seconds: Floats, slack: Floats,
+    iterations: int, rng: np.random.Generator, levels: Floats,
+) -> None:  # fmt: skip
+    """`annealed` for batches of 1, a third of its time: of the three moves only the exchange can be done, which leaves
+    those before the two and behind them as they are. Leaves the best in `order`."""
+    n = len(order)
+    took, may_wait, wait = seconds[order, 0], slack[order, 0], np.zeros(n)
+    for p in range(n - 1):
+        wait[p + 1] = wait[p] + took[p]
+    best, best_total = order.copy(), total
+    g = best_g = met / total
+    for level in levels:
+        for _ in range(iterations):
+            i, j = int(n * rng.random()), int((n - 1) * rng.random())
+            i, j = min(i, j), max(i, j + (j >= i))
+            later = took[j] - took[i]  # by how much those between them begin later
+            now_met = met - (wait[i] <= may_wait[i]) - (wait[j] <= may_wait[j])
+            now_met += (wait[i] <= may_wait[j]) + (wait[j] + later <= may_wait[i])
+            for p in range(i + 1, j):
+                now_met += (wait[p] + later <= may_wait[p]) - (wait[p] <= may_wait[p])
+            now_total = total + later * (j - i)
+            now_g = now_met / now_total
+            better = now_g > g or (now_g == g and now_total < total)
+            if better or taken(now_g, now_total, g, total, best_g, level, rng.random()):
+                for each in (took, may_wait):
+                    each[i], each[j] = each[j], each[i]
+                order[i], order[j] = order[j], order[i]
+                for p in range(i, j):
+                    wait[p + 1] = wait[p] + took[p]
+                met, total, g = now_met, now_total, now_g
+                if g > best_g or (g == best_g and total < best_total):
+                    best[:] = order
+                    best_total, best_g = total, g
+    order[:] = best
+
+
 def anneal(predicted: Predicted, how: Annealing, rng: np.random.Generator) -> Solution:
     """The best solution that the search has seen. It begins with the better of order of arrival and order of execution
-    time, both in full batches."""
+    time, both in full batches. Where the second meets every SLO Algorithm 1 ends there; that is the best only in
+    batches of 1, so with larger ones the search goes on."""
     seconds, slack, waited = predicted.seconds, predicted.slack, predicted.waited
     n, most = seconds.shape
     sizes = np.zeros(n, dtype=np.int64)
@@ -323,31 +359,39 @@ def anneal(predicted: Predicted, how: Annealing, rng: np.random.Generator) -> So
     shortest = np.argsort(seconds[:, most - 1], kind="stable").astype(np.int64)
     met, total = evaluated(shortest, sizes, seconds, slack, waited)
     own_met, own_total = evaluated(arrival, sizes, seconds, slack, waited)
-    if n == 1 or (how.early_exit and met == n):
+    if n == 1 or (most == 1 and met == n):
         return Solution(_batches(shortest, sizes), met, total, 2)
     begin = shortest
     if own_met / own_total > met / total:
         begin, met, total = arrival, own_met, own_total
-    most_levels = int(max(0.0, log(how.threshold / how.temperature) / log(how.decay))) + 2
-    temperatures = np.cumprod([how.temperature, *[how.decay] * most_levels])
-    temperatures = temperatures[temperatures >= how.threshold]
-    levels = np.outer(temperatures, [1.0, 0.0, 0.0])
-    met, total = annealed(begin, sizes, met, total, seconds, slack, waited, how.iterations, rng, levels)
-    seen = tuple(Level(float(t), int(worse), int(taken)) for t, worse, taken in levels)
-    return Solution(_batches(begin, sizes), met, total, how.iterations * len(seen) + 2, seen)
+    levels = _levels(how).copy()
+    if most == 1:
+        annealed_one_by_one(begin, met, total, seconds, slack, how.iterations, rng, levels)
+        met, total = evaluated(begin, sizes, seconds, slack, waited)
+    else:
+        met, total = annealed(begin, sizes, met, total, seconds, slack, waited, how.iterations, rng, levels)
+    return Solution(_batches(begin, sizes), met, total, how.iterations * len(levels) + 2, levels)
+
+
+@lru_cache
+def _levels(how: Annealing) -> Floats:
+    most = int(max(0.0, log(how.threshold / how.temperature) / log(how.decay))) + 2
+    temperatures = np.cumprod([how.temperature, *[how.decay] * most])
+    return np.outer(temperatures[temperatures >= how.threshold], [1.0, 0.0, 0.0])
 
 
 @lru_cache(1)
 def compile_search() -> None:
     """Compile the search, once on a new machine, or load it: seconds that no request is to wait for."""
     warn_if_plain("sa", "up to a second for each search")
-    predicted = Predicted(np.ones((2, 1)), np.zeros((2, 1)), 0.0)
-    anneal(predicted, Annealing(iterations=1, early_exit=False), np.random.default_rng(0))
+    for most in (1, 2):
+        predicted = Predicted(np.ones((2, most)), np.zeros((2, most)), 0.0)
+        anneal(predicted, Annealing(iterations=1), np.random.default_rng(0))
 
 
 def _batches(order: Ints, sizes: Ints) -> tuple[tuple[int, ...], ...]:
-    ends = np.cumsum(sizes[sizes > 0])
-    return tuple(tuple(part.tolist()) for part in np.split(order, ends[:-1]))
+    jobs = iter(order.tolist())
+    return tuple(tuple(islice(jobs, size)) for size in sizes.tolist() if size)
 
 
 # --------------------------------------------------------------------------- as a policy (Algorithm 2)
@@ -359,7 +403,7 @@ class Router:
     the next request whenever fewer than a batch are at the replica, in an order found anew ("place", §4.4 for an engine
     that batches continuously); or a batch 0.1 ms after the one before ("interval", §5.1: order of arrival for requests
     that come one by one), or when all of that has ended ("batch_end", §4.4 as the predictor has it). temperature,
-    iterations, early_exit: of `Annealing`."""
+    iterations: of `Annealing`."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"step_times"})
     wants: ClassVar[frozenset[str]] = frozenset({"step"})  # so that requests of one instant are mapped together
@@ -368,7 +412,6 @@ class Router:
     dispatch: str = "place"
     temperature: float = 500.0
     iterations: int = 100
-    early_exit: bool = True
     _annealing: Annealing = field(init=False)
     _rng: np.random.Generator = field(init=False)
     _memory: dict[str, float] = field(default_factory=dict, init=False)  # replica -> tokens that still fit
@@ -382,7 +425,7 @@ class Router:
             raise ValueError(f"dispatch is {self.dispatch!r}: give {' or '.join(map(repr, DISPATCHES))}")
         if self.max_batch < 0:
             raise ValueError(f"max_batch is {self.max_batch}: give the engine's, or 0 for as many as hold KV at once")
-        self._annealing = Annealing(self.temperature, iterations=self.iterations, early_exit=self.early_exit)
+        self._annealing = Annealing(self.temperature, iterations=self.iterations)
         self._rng = np.random.default_rng(0)
         compile_search()
 
