@@ -10,17 +10,19 @@ Prompts run beside, in chunks.
 Ours, where the paper is silent. B ("determined based on hardware profiling"): as many nodes as bring the most tokens
 per second by the latency model: below its knee, where a node costs nothing, all that were drafted, and none where none
 pays. Equation 8 knows neither what a draft step costs nor what a token is worth: trees get the depth with the most
-tokens per second, if they are as good as those so far, or are left out. A request that needs more than its whole tree
-will likely bring is counted as needing nothing: it would be served first and still be late.
+tokens per second, if they are as good as those so far, or are left out.
+
+Ours in place of the paper's order of needs: those that lack the fewest nodes first, which keeps the most requests where
+not all can be kept; one that needs more than its whole tree will likely bring is counted as needing nothing.
 
 Overload, ours too: those that run go on together only while there is a step in which each gets what its pace asks for
 (`policy_kit.paces.Together`); the one that would have to run fastest gives up its place, root and all. Prompts
 begin, by deadline, only where the same holds with them; one whose TTFT has passed is best effort, or refused if it
 asked for that, as with `edf`. These and best effort get the time that is left, and the oldest a turn in any case.
 
-With `verify_tokens` all of this is the paper's. n_max is the depth and the root; c1 and c2 are 0. On an engine that
-verifies chains only, as vLLM does, trees are of width 1. Nodes take only KV that is free. A request with an end-to-end
-SLO needs tokens at the even pace that meets it; best effort needs nothing.
+With `verify_tokens` B, depth and who runs are the paper's. n_max is the depth and the root; c1 and c2 are 0. On an
+engine that verifies chains only, as vLLM does, trees are of width 1. Nodes take only KV that is free. A request with an
+end-to-end SLO needs tokens at the even pace that meets it; best effort needs nothing.
 """
 
 from __future__ import annotations
@@ -245,9 +247,6 @@ class Scheduler:
             return {}
         end = view.now + view.latency.step_time(with_nodes(beside, n, kv, nodes))
         needed = self._needed(decodes, end, view.now)
-        if not self.verify_tokens:
-            brings = [1.0 + (sum(tree.paths) if tree is not None else 0.0) for tree in trees]
-            needed = [need if need <= whole else 0.0 for need, whole in zip(needed, brings, strict=True)]
         deepest = max([max(tree.depths, default=0) for tree in trees if tree is not None], default=0)
         found = select(trees, needed, n + nodes, deepest + 1)
         return _within(view, decodes, found, kv_free)
