@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 
+from rubato.core.events import Event
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Plan, Shape, Tree
 from rubato.policies import PolicyError
 from rubato.policy_kit.draft_value import fastest, worth
+from rubato.policy_kit.paced_admission import PacedScheduler
 from rubato.policy_kit.paces import tokens_needed
 from tests.doubles import Linear, Seq, view
 from tests.policies.test_tables import LIMITS, decode, load, prompt
@@ -59,7 +62,7 @@ def drafts(plan: Plan) -> set[tuple[int, int] | None]:
 
 def test_each_takes_what_its_tpot_needs_and_the_most_probable_get_the_rest() -> None:
     """The step takes 18 ms; `tight`, whose first token was due at 0, needs 1 + (0.002 + 0.018) / 0.02 = 2 tokens, which
-    1 + 0.5 + 0.4 + 0.3 are, and `loose` none. The two nodes that are left over are the most probable ones, 0.7 and 0.6."""
+    1 + 0.5 + 0.4 + 0.3 are, and `loose` none. The two nodes that are left over are the most probable: 0.7 and 0.6."""
     policy = {"verify_tokens": 7}
     tight, loose = drafted("t", FIG5[1], tpot=0.02), drafted("l", FIG5[0])
     plan = load("adaserve", policy).plan(seen([loose, tight], now=0.002, latency=Drafting(0.011)))
@@ -263,3 +266,30 @@ def test_best_effort_gets_the_time_that_is_left_and_turns() -> None:
     assert served(policy.plan(seen(shown, latency=Drafting(0.009, 0.001)))) == {"s", "o", "p"}
     slow = seen(shown, latency=Drafting(0.0105, 0.001, per_draft=1.0))
     assert [own for own in (served(policy.plan(slow)) for _ in range(32)) if own != {"s"}] == [{"s", "o"}] * 2
+
+
+class Demoting:
+    """It says itself who is best effort."""
+
+    needs = frozenset[str]()
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        return Plan(demote=("b",))
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_spec", "smart_spec"])
+def test_any_policy_that_plans_work_runs_behind_the_same_admission(name: str) -> None:
+    """As above, `a` gives up its place; a prompt whose TTFT has passed is best effort."""
+    behind, even, loose = begun("a", tpot=0.015), begun("b", tpot=0.015), begun("c", tpot=1.0)
+    behind.first_token_at = -0.01
+    paced, slow = PacedScheduler(load(name), 256), Drafting(0.01, 0.002, per_draft=1.0)
+    assert served(paced.plan(seen([behind, even, loose], latency=slow))) == {"b", "c"}
+    assert paced.plan(seen([loose], (prompt("x", 20, ttft=1.0),), now=1.1)).demote == ("x",)
+
+
+def test_a_policy_that_says_itself_who_runs_has_no_place_behind_the_admission() -> None:
+    with pytest.raises(ValueError, match="test_adaserve decides itself who runs: give a policy that only plans work"):
+        PacedScheduler(Demoting(), 256).plan(seen([begun("b")]))
