@@ -200,6 +200,14 @@ def test_smart_spec_verifies_and_drafts_as_many_for_all_as_bring_the_most(
     assert drafts(plan) == {(length, 1) if length else None}
 
 
+def test_v0s_chains_run_whole_prompts_first_and_alone() -> None:
+    running, chains = [drafted("a", CHAIN), drafted("b", None)], load("experiments._v0_chains", {"n": 3})
+    plan = chains.plan(seen(running, (prompt("p", 50), prompt("q", 20))))
+    assert [(w.seq, w.tokens, w.draft) for w in plan.work] == [("p", 50, (3, 1)), ("q", 20, (3, 1))]
+    plan = chains.plan(seen(running))
+    assert [(w.seq, w.verify, w.draft) for w in plan.work] == [("a", (0, 1, 2, 3), (3, 1)), ("b", (), (3, 1))]
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "says"),
     [
