@@ -95,6 +95,7 @@ OURS, NO_NEEDS, KNEE, KNEE_NO_NEEDS = "adaserve", "adaserve, needs 0", "adaserve
 NEEDLESS = "experiments._needless_adaserve"
 BUDGETS = (256, 512, 1024, 2048)
 PAPER = ("vllm", "sarathi", "chains of 4", "chains of 6", "chains of 8")  # of which the paper takes the best
+V0 = tuple(f"experiments._v0_chains:n={n}" for n in (4, 6, 8))  # the paper's chains literally, not tuned
 TUNED = (*PAPER, "chains of 2", "smart_spec", "priority", "edf")
 
 
@@ -264,9 +265,10 @@ def cell(
 
 
 def best_baseline(of: Mapping[str, Any], which: str, judge: str = JUDGE) -> str:
-    """That of those which ran here that attains most in the mean over seeds. which: of the "paper"'s baselines, or of
-    "all"."""
+    """That of those which ran here that attains most in the mean over seeds. which: of the "paper"'s baselines, of
+    "all", or of "v0": vLLM V0's chains."""
     names: list[str] = [name for name, family in of["baselines"].items() if which == "all" or family in PAPER]
+    names = list(V0) if which == "v0" else names
     return max(names, key=lambda name: mean_of(of, name, "share", judge))
 
 
@@ -351,7 +353,7 @@ class Sweep:
         return [
             {
                 "model": model, self.x: x, "requests": len(load(x, seeds[0]).arrivals),
-                **cell(partial(runs, x), tuning, (OURS, KNEE), policy, seeds, judges),
+                **cell(partial(runs, x), tuning, (OURS, KNEE, *V0), policy, seeds, judges),
             }
             for x in at
         ]  # fmt: skip
@@ -360,7 +362,7 @@ class Sweep:
         values, estimates = [cell for cells in jobs for cell in cells], {}
         for model in MODELS:
             own = [v for v in values if v["model"] == model] or values  # a small run has one model
-            for name, which in (("", "paper"), ("-tuned", "all")):
+            for name, which in (("", "paper"), ("-tuned", "all"), ("-v0", "v0")):
                 estimates[f"{model}-violations{name}"] = up_to([violations(v, which) for v in own])
                 estimates[f"{model}-goodput{name}"] = up_to([more(v, which) for v in own])
             estimates[f"{model}-knee"] = up_to([violations(v, "all", KNEE) for v in own])

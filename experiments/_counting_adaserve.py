@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from rubato.core.interfaces import SeqView, View
 from rubato.policies import adaserve
-from rubato.policies.adaserve import Draft
+from rubato.policy_kit.paced_admission import Draft
 
 SOURCE = "ours, to see what SLO-customised selection changes"
 

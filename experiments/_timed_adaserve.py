@@ -11,7 +11,7 @@ from rubato.core.clock import measured
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
 from rubato.policies import adaserve
-from rubato.policies.adaserve import Draft
+from rubato.policy_kit.paced_admission import Draft
 
 SOURCE = "ours, to measure selection by"
 

@@ -6,8 +6,9 @@ equation 9 has it; and the paper's, equations 8 and 9 with the artifact's bounds
 the last, how many nodes are verified, whether trees are drafted at all, and overload goes by what pays. The paper's
 also without SLO-customised selection (needs 0).
 
-Beside it, how often needs change what is selected, and the chunk of prompts: 6.0 requests/s, 45 s, on seeds that chose
-nothing.
+Beside it, the constants c1 and c2 of these equations, which the paper found by search, with B1 at the knee and at the
+artifact's 512, at the higher rate; how often needs change what is selected; and the chunk of prompts: 6.0 requests/s,
+45 s, on seeds that chose nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "AdaServe, §5.2 (adaptive control)"
-SECONDS = 172.0
+SECONDS = 260.0
 MODEL = "llama"
 RATES = (4.8, 6.4)
 DEPTHS, WIDTHS = (1, 2, 4, 8), (1, 3)
@@ -34,6 +35,7 @@ EQUATIONS, ALIKE = "equations 8 and 9", "equations 8 and 9, needs 0"
 ADAPTIVE = (OURS, EQUATIONS, ALIKE)
 NUMBERS = ("changed", "steps", "moved", "nodes", "lacking", "entries")
 COUNTING = "experiments._counting_adaserve"
+SEARCHED = [(b1, c1, c2) for b1 in (0, 512) for c1 in (0, 32, 96) for c2 in (0, -1)]  # B1 0: B
 CHUNK, CHUNKS, CHUNK_RATE, CHUNK_SEEDS = 256, (128, 256, 512, 1024), 6.0, (6, 7, 8, 9, 10, 11)
 
 
@@ -63,6 +65,11 @@ def jobs(small: bool) -> list[Job]:
         ),
         *(Job(f"needs {rate} seed={seed}", counted, (rate, seconds, seed)) for rate in rates for seed in seeds),
         *(
+            Job(f"constants {constants} seed={seed}", searched, (constants, rates[-1], seconds, seed))
+            for constants in (SEARCHED[:2] if small else SEARCHED)
+            for seed in seeds
+        ),
+        *(
             Job(f"chunk {chunk} seed={seed}", of_chunk, (chunk, longer, seed))
             for chunk in chunks
             for seed in chunk_seeds
@@ -81,6 +88,14 @@ def counted(rate: float, seconds: float, seed: int) -> dict[str, Any]:
     Counting.counts.clear()
     served(MODEL, COUNTING, offered(MODEL, rate, seconds, seed), REAL, seed)
     return {"rate": rate, "seed": seed, "counts": dict(Counting.counts)}
+
+
+def searched(constants: tuple[int, int, int], rate: float, seconds: float, seed: int) -> dict[str, Any]:
+    """The paper's equations with these B1, c1 and c2."""
+    knee = choice(MODEL, KNEE).partition(":")[2]
+    words = ",".join(f"{name}={value}" for name, value in zip(("b1", "c1", "c2"), constants, strict=True))
+    run = measured("", f"experiments._searched_adaserve:{knee},{words}", rate, seconds, seed)
+    return run | {"constants": list(constants)}
 
 
 def of_chunk(chunk: int, seconds: float, seed: int) -> dict[str, Any]:
@@ -111,14 +126,23 @@ def _single(of: Mapping[float, Mapping[str, float]], name: str) -> float:
 
 
 def controlled(values: Sequence[Any]) -> list[Any]:
-    """Without the runs of chunks, and of what needs change."""
-    return [v for v in values if "chunk" not in v and "counts" not in v]
+    """Without the runs of chunks, of constants, and of what needs change."""
+    return [v for v in values if not {"chunk", "counts", "constants"} & v.keys()]
 
 
 def chunk_shares(values: Sequence[Any]) -> dict[int, list[float]]:
     """Chunk -> share attained, by seed."""
     own = [v for v in values if "chunk" in v]
     return {chunk: [v["share"] for v in own if v["chunk"] == chunk] for chunk in dict.fromkeys(v["chunk"] for v in own)}
+
+
+def of_constants(values: Sequence[Any]) -> dict[tuple[int, ...], list[float]]:
+    """B1, c1, c2 -> share attained, by seed; the best in the mean first."""
+    found: dict[tuple[int, ...], list[float]] = {}
+    for v in values:
+        if "constants" in v:
+            found.setdefault(tuple(v["constants"]), []).append(v["share"])
+    return dict(sorted(found.items(), key=lambda item: -float(np.mean(item[1]))))
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
@@ -137,6 +161,9 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates["equations-selection"] = over_seeds(
         [float(np.mean([100.0 * (shares[EQUATIONS] - shares[ALIKE]) for shares in of.values()])) for of in each]
     )
+    searched = of_constants(values)
+    best, unsearched = next(iter(searched.values())), searched[SEARCHED[0]]
+    estimates["equations-searched"] = over_seeds([100.0 * (a - b) for a, b in zip(best, unsearched, strict=True)])
     chunks = chunk_shares(values)
     other = max((c for c in chunks if c != CHUNK), key=lambda c: float(np.mean(chunks[c])))
     for name, less in (("chunk", other), ("chunk-artifact", CHUNKS[-1])):
@@ -154,9 +181,11 @@ def tables(data: Any) -> str:
         of = {name: sum(v["counts"].get(name, 0) for v in counts if v["rate"] == rate) for name in NUMBERS}
         shares = [100.0 * of[part] / of[whole] for part, whole in (NUMBERS[:2], NUMBERS[2:4], NUMBERS[4:])]
         rows.append([f"{rate:g}", *(f"{share:.2f}" for share in shares)])
+    rows_of_constants = [["B1 (0: B), c1, c2", "in SLO"]]
+    rows_of_constants += [[str(own), f"{np.mean(shares):.3f}"] for own, shares in of_constants(data).items()]
     rows_of_chunks = [["tokens of prompts a step", "in SLO"]]
     rows_of_chunks += [[str(chunk), f"{np.mean(own):.3f}"] for chunk, own in chunk_shares(data).items()]
-    return "\n\n".join([*parts, markdown(rows), markdown(rows_of_chunks)])
+    return "\n\n".join([*parts, markdown(rows), markdown(rows_of_constants), markdown(rows_of_chunks)])
 
 
 def _of_depths(data: Any) -> str:

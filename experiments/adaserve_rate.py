@@ -6,7 +6,8 @@ of Gamma arrivals, each with a TTFT of 2 s; baselines tuned on seed 0. Acceptanc
 paper's ratios stand where the best baseline attains 0.41 (they imply it), so here too, between the rates run, which go
 beyond the paper's because our step times are shorter. Its best baseline is that of vLLM, Sarathi and chains of 4, 6 and
 8; *all* adds chains of 2, `smart_spec`, `priority` and `edf`. Beside `adaserve` stand the same without SLO-customised
-selection (needs 0), and the paper's, with its equations and B at the model's knee. With `--trace` a recorded stream is
+selection (needs 0), the paper's, with its equations and B at the model's knee, and the paper's chains literally, by
+vLLM V0's rules. With `--trace` a recorded stream is
 offered whole, stretched to each rate.
 """
 
@@ -34,6 +35,7 @@ from experiments._adaserve_runs import (
     SUFFIX,
     TOP_K,
     TTFT,
+    V0,
     Run,
     below,
     best_share,
@@ -41,10 +43,12 @@ from experiments._adaserve_runs import (
     choice,
     curves,
     fewer,
+    more,
     offered,
     served,
     table,
     tuned,
+    violations,
 )
 from experiments._host import AS_STATED
 from rubato.core.request import Request
@@ -93,6 +97,8 @@ def measured(
         ).summary()
 
     ours = (OURS,) if acceptance == SUFFIX else (OURS, NO_NEEDS, KNEE)
+    if acceptance == REAL and host == AS_STATED:
+        ours = (*ours, *V0)
     tuning = tuned([runs(rate, 0) for rate in rates])
     return [
         {
@@ -174,6 +180,13 @@ def _at_point(cells: Sequence[Any], what: str, which: str, ours: str = OURS, jud
     return over_seeds([float(np.log(_ratios(point(cells, which, seed, ours, judge))[what])) for seed in seeds]).exp()
 
 
+def _more_than_v0(cells: Sequence[Any], what: str) -> Estimate:
+    """As `_at_point`, over the best of vLLM V0's chains, at the lowest rate that is run."""
+    of = min(cells, key=lambda v: float(v["rate"]))
+    logs = violations(of, "v0") if what == "violations" else more(of, "v0", key="share" if what == "attained" else what)
+    return over_seeds(logs).exp()
+
+
 def violations_at_point(cells: Sequence[Any]) -> Estimate:
     """Times fewer than the best of the paper's baselines misses, over seeds."""
     return _at_point(cells, "violations", "paper")
@@ -206,6 +219,9 @@ def found(jobs: Sequence[Any], small: bool) -> Found:
                 for what in ("violations", "attained", "goodput"):
                     estimates[f"{model}{word}-{what}{name}"] = _at_point(own, what, which)
             estimates[f"{model}{word}-violations-by-tpot"] = _at_point(own, "violations", "paper", OURS, "TPOT")
+            if acceptance == REAL:
+                for what in ("violations", "attained", "goodput"):
+                    estimates[f"{model}-{what}-v0"] = _more_than_v0(own, what)
             if acceptance != SUFFIX:
                 estimates[f"{model}{word}-knee"] = _at_point(own, "violations", "all", KNEE)
                 estimates[f"{model}{word}-selection"] = _selection(own)

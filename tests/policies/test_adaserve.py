@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 
+from rubato.core.events import Event
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Plan, Shape, Tree
 from rubato.policies import PolicyError
 from rubato.policy_kit.draft_value import fastest, worth
+from rubato.policy_kit.paced_admission import PacedScheduler
 from rubato.policy_kit.paces import tokens_needed
 from tests.doubles import Linear, Seq, view
 from tests.policies.test_tables import LIMITS, decode, load, prompt
@@ -58,40 +61,32 @@ def drafts(plan: Plan) -> set[tuple[int, int] | None]:
 
 
 def test_each_takes_what_its_tpot_needs_and_the_most_probable_get_the_rest() -> None:
-    """The step takes 18 ms; `tight`, with one token out at 0, needs (0.022 + 0.018) / 0.02 = 2 tokens, which 1 + 0.5 +
-    0.4 + 0.3 are, and `loose` none. The two nodes that are left over are the most probable ones, 0.7 and 0.6."""
+    """The step takes 18 ms; `tight`, whose first token was due at 0, needs 1 + (0.002 + 0.018) / 0.02 = 2 tokens, which
+    1 + 0.5 + 0.4 + 0.3 are, and `loose` none. The two nodes that are left over are the most probable: 0.7 and 0.6."""
     policy = {"verify_tokens": 7}
     tight, loose = drafted("t", FIG5[1], tpot=0.02), drafted("l", FIG5[0])
-    plan = load("adaserve", policy).plan(seen([loose, tight], now=0.022, latency=Drafting(0.011)))
+    plan = load("adaserve", policy).plan(seen([loose, tight], now=0.002, latency=Drafting(0.011)))
     assert verified(plan) == {"t": (0, 1, 2), "l": (0, 2)}
-    plan = load("adaserve", policy).plan(seen([loose, drafted("t", FIG5[1])], now=0.022, latency=Drafting(0.011)))
+    plan = load("adaserve", policy).plan(seen([loose, drafted("t", FIG5[1])], now=0.002, latency=Drafting(0.011)))
     assert verified(plan) == {"l": (0, 2, 4), "t": (0, 1)}  # no request needs any: 0.7, 0.6, 0.5 and 0.5, 0.4
 
 
-def test_who_needs_most_comes_first() -> None:
-    """n_max is the depth and the root, 4 tokens: three nodes of the request that is furthest behind, then those of the
-    other's that are left in the budget, though they are more probable."""
-    late, less = drafted("a", FIG5[1], tpot=0.001), drafted("b", FIG5[0], tpot=0.03)
-    plan = load("adaserve", {"verify_tokens": 6}).plan(seen([less, late], now=0.05))
-    assert verified(plan) == {"a": (0, 1, 2), "b": (0,)}
+def test_who_lacks_the_fewest_nodes_comes_first() -> None:
+    """A step has three nodes and ends 61 ms after the first tokens. `two` needs 1.9 tokens and takes two nodes; `three`
+    needs 2.1, its three do not fit, and the last node is the most probable."""
+    three, two = drafted("a", FIG5[1], tpot=0.0555), drafted("b", FIG5[0], tpot=0.0678)
+    at = seen([three, two], now=0.05, latency=Linear(0.011, 0.0))
+    assert verified(load("adaserve", {"verify_tokens": 5}).plan(at)) == {"b": (0, 2), "a": (0,)}
 
 
-def test_who_lacks_most_comes_first_though_no_step_can_bring_it() -> None:
-    """Both lack more than the 5 tokens that a chain of 4 can bring: 6 and 20. By what a step can bring they would tie,
-    and the one that started first would take all three nodes."""
-    six, twenty = drafted("a", CHAIN, tpot=0.01), drafted("b", CHAIN, tpot=0.003)
-    plan = load("adaserve", {"verify_tokens": 5}).plan(seen([six, twenty], now=0.05, latency=Linear(0.01, 0.0)))
-    assert verified(plan) == {"b": (0, 1, 2)}
-
-
-def test_who_needs_more_than_its_tree_brings_takes_nothing_before_others() -> None:
+@pytest.mark.parametrize("settings", [{}, {"verify_tokens": 5}])
+def test_who_needs_more_than_its_tree_brings_takes_no_node_before_others(settings: dict[str, int]) -> None:
     """A step takes three nodes. `late` needs 2.3 tokens, which its tree brings; `lost` needs 27, and by the paper is
     the first to be served. Ours gives up its root, too: `late` has a node more."""
     lost, late = drafted("a", FIG5[0], tpot=0.001), drafted("b", FIG5[1], tpot=0.02)
     now = seen([lost, late], now=0.016, latency=Linear(0.01, 0.0), limits=replace(LIMITS, max_num_batched_tokens=5))
-    plan = load("adaserve").plan(now)
-    assert (verified(plan), {work.seq for work in plan.work}) == ({"b": (0, 1, 2, 3)}, {"b"})
-    assert verified(load("adaserve", {"verify_tokens": 5}).plan(now)) == {"a": (0, 2, 4)}
+    nodes = verified(load("adaserve", settings).plan(now))
+    assert nodes == ({"b": (0, 1, 2, 3)} if not settings else {"b": (0, 1, 2)})
 
 
 @pytest.mark.parametrize(
@@ -205,6 +200,14 @@ def test_smart_spec_verifies_and_drafts_as_many_for_all_as_bring_the_most(
     assert drafts(plan) == {(length, 1) if length else None}
 
 
+def test_v0s_chains_run_whole_prompts_first_and_alone() -> None:
+    running, chains = [drafted("a", CHAIN), drafted("b", None)], load("experiments._v0_chains", {"n": 3})
+    plan = chains.plan(seen(running, (prompt("p", 50), prompt("q", 20))))
+    assert [(w.seq, w.tokens, w.draft) for w in plan.work] == [("p", 50, (3, 1)), ("q", 20, (3, 1))]
+    plan = chains.plan(seen(running))
+    assert [(w.seq, w.verify, w.draft) for w in plan.work] == [("a", (0, 1, 2, 3), (3, 1)), ("b", (), (3, 1))]
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "says"),
     [
@@ -271,3 +274,30 @@ def test_best_effort_gets_the_time_that_is_left_and_turns() -> None:
     assert served(policy.plan(seen(shown, latency=Drafting(0.009, 0.001)))) == {"s", "o", "p"}
     slow = seen(shown, latency=Drafting(0.0105, 0.001, per_draft=1.0))
     assert [own for own in (served(policy.plan(slow)) for _ in range(32)) if own != {"s"}] == [{"s", "o"}] * 2
+
+
+class Demoting:
+    """It says itself who is best effort."""
+
+    needs = frozenset[str]()
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        return Plan(demote=("b",))
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_spec", "smart_spec"])
+def test_any_policy_that_plans_work_runs_behind_the_same_admission(name: str) -> None:
+    """As above, `a` gives up its place; a prompt whose TTFT has passed is best effort."""
+    behind, even, loose = begun("a", tpot=0.015), begun("b", tpot=0.015), begun("c", tpot=1.0)
+    behind.first_token_at = -0.01
+    paced, slow = PacedScheduler(load(name), 256), Drafting(0.01, 0.002, per_draft=1.0)
+    assert served(paced.plan(seen([behind, even, loose], latency=slow))) == {"b", "c"}
+    assert paced.plan(seen([loose], (prompt("x", 20, ttft=1.0),), now=1.1)).demote == ("x",)
+
+
+def test_a_policy_that_says_itself_who_runs_has_no_place_behind_the_admission() -> None:
+    with pytest.raises(ValueError, match="test_adaserve decides itself who runs: give a policy that only plans work"):
+        PacedScheduler(Demoting(), 256).plan(seen([begun("b")]))

@@ -30,12 +30,14 @@ def select(
 ) -> list[tuple[int, ...]]:
     """Algorithm 2's selection: of each request, the ids of the nodes to verify, parents before their children.
 
-    trees: candidates, None of a request without. needed: A, tokens a request needs from this step, its root's included:
-    requests with the largest need come first, whether a step can bring as much or not (line 9), and take nodes until
-    1 + Σ f reaches it (SLO-customised selection); with n_max the depth and the root, A_cap would stop none earlier.
-    most_nodes: n_max, nodes that one may hold then, root included. What is left of the budget (B, in nodes, roots
-    included) goes to the most probable nodes of all (throughput-optimised selection). With more requests than budget
-    each keeps its root, and nothing is verified.
+    trees: candidates, None of a request without. needed: A, tokens a request needs from this step, its root's included.
+    Requests take nodes until 1 + Σ f reaches it, those that lack the fewest nodes first, as long as the budget brings
+    them there (SLO-customised selection). Where not all needs can be met, this meets the most; the paper takes the
+    largest need first (line 9), which meets fewer there and the same where all can be met. A request that needs more
+    than its whole tree brings takes none. most_nodes: n_max, nodes that one may hold then, root included; with n_max
+    the depth and the root, A_cap would stop none earlier. What is left of the budget (B, in nodes, roots included) goes
+    to the most probable nodes of all (throughput-optimised selection). With more requests than budget each keeps its
+    root, and nothing is verified.
 
     f may be wrong, then so are the expected tokens; but if it rises along a path, a node is chosen without its parent.
     Raises ValueError unless there are as many `needed` as trees, and for a `most_nodes` below 1.
@@ -46,11 +48,14 @@ def select(
     ranking, own = ranked(trees)
     left = budget - len(trees)
     chosen = [0] * len(trees)
-    for at in sorted(range(len(trees)), key=needed.__getitem__, reverse=True):
-        if left <= 0:
-            break
-        chosen[at] = count = min(left, most_nodes - 1, len(own[at]), enough(own[at], needed[at]))
-        left -= count
+    lacking = [enough(nodes, tokens) for nodes, tokens in zip(own, needed, strict=True)]
+    for at in sorted(range(len(trees)), key=lacking.__getitem__):
+        if lacking[at] <= len(own[at]):
+            count = min(most_nodes - 1, lacking[at])
+            if count > left:
+                break
+            chosen[at] = count
+            left -= count
     return with_most_probable(ranking, own, chosen, left)
 
 
