@@ -86,7 +86,7 @@ class Scheduler:
             share = 1.0 / (INTERVALS * self.schedule_interval)
             self._step += share * (view.latency.step_time(builder.shape) - self._step)
         builder.fold_decodes()
-        return builder.plan(repeat_steps=0 if view.waiting else builder.repeat_steps())
+        return builder.plan()  # no step repeats it: each counts towards the next choice and in the mean
 
     def _run(self, builder: BatchBuilder) -> None:
         """Decodes, prompts that have begun, and, unless one lacked KV, those that wait, by density, while there are
