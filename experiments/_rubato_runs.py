@@ -1,7 +1,7 @@
 """What the figures of our own policy have in common: SLOs-Serve's scenarios on one replica, under what a server knows.
 
-Output lengths are learnt while running (`conditional_mean`) and `max_tokens` says nothing of them, steps are off by 5 %
-and latency models go on learning. Every system serves the same requests, seed by seed.
+Output lengths are learnt while running (`conditional_mean`, or what a policy names) and `max_tokens` says nothing of
+them, steps are off by 5 % and latency models go on learning. Every system serves the same requests, seed by seed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from experiments._rate_search import RateSearch, shares_of
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.records import Record
 from rubato.planning.request_source import ScenarioSource
-from rubato.simulation.run_spec import Hardware, RunSpec, conditional_mean, packaged_hardware
+from rubato.policies import default_lengths
+from rubato.simulation.run_spec import Hardware, Lengths, RunSpec, conditional_mean, packaged_hardware
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload, scenarios
 
@@ -40,11 +41,17 @@ class ScenarioTried(RateSearch):
 
 def served(load: Workload, scenario: str, choice: str, seed: int, replicas: int = 1) -> Sequence[Record]:
     """These requests of a scenario on so many replicas."""
+    chosen = PolicyChoice.parse(choice)
     spec = RunSpec(
-        hardware(scenario), PolicyChoice.parse(choice), replicas, lengths=conditional_mean, learns=True, noise=NOISE,
+        hardware(scenario), chosen, replicas, lengths=learnt_lengths(chosen), learns=True, noise=NOISE,
         stated_max_tokens=MOST_TOKENS.get(scenario, USUALLY),
     )  # fmt: skip
     return simulate(load, spec, seed, causes=False).records
+
+
+def learnt_lengths(choice: PolicyChoice) -> Lengths | None:
+    """`conditional_mean`; None, for its own, of a policy that names its predictor."""
+    return None if default_lengths(choice.policy, choice.router) else conditional_mean
 
 
 def recorded(figure: str) -> list[Any]:

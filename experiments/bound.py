@@ -40,7 +40,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload
 
 SOURCE = "ours; SLOs-Serve's and PolyServe's scenarios"
-SECONDS = 4000.0
+SECONDS = 4070.0
 CODE = ("latency", "planning/bound")
 
 TARGET, TOLERANCE = 0.9, 0.01
@@ -60,6 +60,8 @@ POLICIES = {  # name -> setting, that which `slos_serve_capacity` most often fin
     "rubato": "rubato",
     "scorpio": "scorpio",
     "qoserve": "qoserve",
+    "jitserve": "jitserve:max_num_seqs=128,budget=1024",
+    "vllm-limited": "vllm:max_num_queued_reqs=48",
 }
 ON_FLEET = {"polyserve": "polyserve", "rubato": "rubato", "edf": "edf@least_loaded"}
 RUN = ("edf", "slos_serve")  # whose runs are held against the rows

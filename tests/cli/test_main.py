@@ -489,7 +489,7 @@ ON_RAY = ["serve", "model", "--port", "0", "--engine", "vllm"]
         (["compare", "nowhere.json", "nowhere.json"], "nowhere.json"),
         (["fit", "nowhere.jsonl"], "rubato fit: nowhere.jsonl cannot be opened: no such file"),
         (["bench", "http://127.0.0.1:9", "--header", "x"], "write it as NAME=VALUE"),
-        (["simulate", "--set", "lengths=nope"], "known are conditional_mean, gaussian, oracle, running_mean"),
+        (["simulate", "--set", "lengths=nope"], "known are conditional_mean, gaussian, oracle, quantile, running_mean"),
         (["simulate", "--set", "engine.block_siz=5"], "did you mean 'block_size'"),
         (["simulate", "--policy", "idle.policy"], "policy 'idle.policy'"),
         (

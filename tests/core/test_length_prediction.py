@@ -23,6 +23,7 @@ from rubato.core.length_prediction import (
     ConditionalMean,
     Gaussian,
     Oracle,
+    Quantile,
     RunningMean,
     StatedNormal,
     StatedRange,
@@ -80,6 +81,30 @@ def test_conditional_mean(app: str, most: int, output: int, remaining: float) ->
     assert mean.remaining(of(app, most=most), output) == remaining
 
 
+@pytest.mark.parametrize(
+    ("app", "most", "output", "remaining"),
+    [
+        ("chat", 1000, 0, 95),  # of 1 to 100
+        ("chat", 1000, 80, 19),  # of 81 to 100
+        ("chat", 1000, 99, 1),
+        ("chat", 1000, 100, 500),  # none of its own was longer: those of all, 600
+        ("chat", 1000, 600, 1),
+        ("chat", 50, 0, 50),
+        ("code", 1000, 0, 96),  # too few of its own: all 101
+        ("stated", 1000, 0, 195),
+        ("stated", 1000, 180, 19),
+        ("stated", 1000, 200, 1),
+    ],
+)
+def test_quantile(app: str, most: int, output: int, remaining: float) -> None:
+    bound = Quantile(least=3, classes={"stated": [100, 200]})
+    assert bound.remaining(of("chat"), 0) is None
+    for length in range(1, 101):
+        bound.learn(of("chat"), length)
+    bound.learn(of("code"), 600)
+    assert bound.remaining(of(app, most=most), output) == remaining
+
+
 def test_running_mean_goes_by_tier_where_no_app_is_named_and_keeps_a_bounded_number_of_classes() -> None:
     mean = RunningMean(least=1)
     mean.learn(of("", tier="completion"), 10)
@@ -132,7 +157,9 @@ def test_gaussian_follows_from_the_generator_it_is_given() -> None:
     assert drawn(3) != drawn(4)
 
 
-@pytest.mark.parametrize("make", [*PREDICTORS.values(), lambda: ConditionalMean(1), lambda: gaussian(1, 1)])
+@pytest.mark.parametrize(
+    "make", [*PREDICTORS.values(), lambda: ConditionalMean(1), lambda: Quantile(1), lambda: gaussian(1, 1)]
+)
 @given(
     finished=st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 2000)), min_size=1, max_size=30),
     output=st.integers(0, 3000),
@@ -190,7 +217,7 @@ def test_a_configuration_and_an_experiment_name_them_alike(kind: str) -> None:
         ({"kind": "gaussian", "seed": -1}, "lengths 'gaussian': "),
         ({"kind": "gaussian", "rng": 1}, "lengths 'gaussian' has no setting 'rng'"),
         ("gausian", "unknown kind 'gausian': did you mean 'gaussian'"),
-        ("oracle", "serve with running_mean or conditional_mean or gaussian"),
+        ("oracle", "serve with running_mean or conditional_mean or quantile or gaussian"),
     ],
 )
 def test_what_cannot_be_configured(lengths: object, says: str) -> None:
@@ -237,6 +264,10 @@ def test_what_is_beyond_a_stated_length_is_longer(mean: float, std: float, outpu
     for stated in (StatedNormal(mean, std), StatedRange(mean, mean + std)):
         beyond = stated.mean_beyond(output)
         assert beyond is None or beyond >= max(output, stated.mean) - 1e-6 * mean
+        below = stated.share_below(output)
+        assert 0.0 <= below <= 1.0
+        if 0.01 < below < 0.99:
+            assert stated.at(below) == pytest.approx(output, abs=1e-6 * max(mean, std))
 
 
 @pytest.mark.parametrize(

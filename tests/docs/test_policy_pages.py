@@ -22,6 +22,7 @@ POLICIES = {
     "adaserve": "adaserve",
     "scorpio": "scorpio",
     "qoserve": "qoserve",
+    "jitserve": "jitserve",
     "lmetric": "lmetric",
 }
 HEADINGS = [

@@ -72,6 +72,25 @@ def test_vllm_takes_kv_from_the_one_started_last() -> None:
     assert work(plan) == {"r": 1}  # and admits none in a step that preempted
 
 
+@pytest.mark.parametrize(
+    ("limits", "refused"),
+    [
+        ({}, []),
+        ({"max_num_queued_reqs": 4}, []),
+        ({"max_num_queued_reqs": 3}, ["b"]),
+        ({"max_num_queued_reqs": 1}, ["a", "b"]),  # not what runs, nor what has had tokens and was preempted
+        ({"max_num_queued_tokens": 41}, []),
+        ({"max_num_queued_tokens": 40}, ["b"]),  # the limit is reached by what came before
+        ({"max_num_queued_tokens": 1}, ["a", "b"]),
+    ],
+)
+def test_vllm_refuses_who_comes_when_the_queue_is_full(limits: dict[str, object], refused: list[str]) -> None:
+    back = Seq(request("back", 10), 15)
+    plan = load("vllm", limits).plan(seen([back, prompt("a", 30), prompt("b", 30)], [decode("r")]))
+    assert plan.drop == dict.fromkeys(refused, "rejected-saturated")
+    assert work(plan).keys() == {"r", "back", "a", "b"} - set(refused)
+
+
 def test_prefill_first_stalls_decodes_and_takes_whole_prompts() -> None:
     policy = load("prefill_first", {"budget": 50})
     assert work(policy.plan(seen([prompt("a", 30), prompt("b", 30)], [decode("r")]))) == {"a": 30}
@@ -93,6 +112,16 @@ def test_sarathis_budget_keeps_the_tightest_tpot() -> None:
 def test_sarathi_goes_on_with_prefill_though_decodes_fill_the_tpot() -> None:
     plan = load("sarathi", {"min_chunk": 7}).plan(seen([prompt("a", 90)], [decode("r", tpot=0.005)]))
     assert work(plan) == {"r": 1, "a": 7}
+
+
+def test_sarathi_holds_small_chunks_beside_decodes_for_a_while() -> None:
+    policy = load("sarathi", {"budget": 64, "min_prefill_chunk_tokens": 40})
+    alone, small, enough = [prompt("a", 30)], [prompt("a", 30), prompt("b", 9)], [prompt("a", 30), prompt("b", 10)]
+    assert work(policy.plan(seen(alone, []))) == {"a": 30}
+    assert work(policy.plan(seen(small, [decode("r")]))) == {"r": 1}
+    assert work(policy.plan(seen(enough, [decode("r")]))) == {"r": 1, "a": 30, "b": 10}
+    steps = [work(policy.plan(seen(small, [decode("r")]))) for _ in range(10)]
+    assert steps == [{"r": 1}] * 8 + [{"r": 1, "a": 30, "b": 9}, {"r": 1}]
 
 
 EDF = {"safety_margin": 0.0, "deadline_reserve": 0.0, "max_ttft_share": 1e9}

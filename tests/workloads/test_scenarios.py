@@ -185,13 +185,30 @@ def test_arrivals_and_kinds_of_ones_own():
     assert Counter(a.app for a in half.arrivals)["code"] / DRAWS == pytest.approx(0.9, abs=0.015)
 
 
+def test_jitserves_mix_is_a_third_each_and_its_times_are_one_to_four_times_as_long():
+    load = scenarios.make("jitserve-mixed", 6.0, count=3000, seed=1)
+    begun = [a for a in load.arrivals if not a.after]
+    tiers = Counter(a.tier for a in begun)
+    assert {tier: n / len(begun) for tier, n in tiers.items()} == pytest.approx(dict.fromkeys(tiers, 1 / 3), abs=0.05)
+    assert [a.at for a in load.arrivals] == sorted(a.at for a in load.arrivals)
+    turns = Counter(a.session for a in load.arrivals)
+    found = {
+        "chat": {load.slo(a) for a in begun if a.tier == "chat"},
+        "code": {load.slo(a) for a in begun if a.tier == "code"},
+        "research": {a.session_e2e / turns[a.session] for a in begun if a.session},
+    }
+    assert found["chat"] == {SLO(ttft=0.8 * k, tpot=0.08 * k) for k in (1, 2, 3, 4)}
+    assert found["code"] == {SLO(e2e=8.0 * k) for k in (1, 2, 3, 4)}
+    assert found["research"] == {8.0, 16.0, 24.0, 32.0}
+
+
 def test_every_scenario_is_listed_makes_requests_and_says_what_it_is():
     listed = scenarios.described()
     assert [row[0] for row in listed] == scenarios.names()
     for name, prompt, output, about in listed:
         load = scenarios.make(name, 2.0, count=3000, seed=1, prefill=prefill)
         assert next(load.requests()).arrival >= 0.0
-        assert about.startswith(("SLOs-Serve", "PolyServe", "AdaServe", "Ascendra", "SA", "Agents"))
+        assert about.startswith(("SLOs-Serve", "PolyServe", "AdaServe", "Ascendra", "SA", "Agents", "JITServe"))
         assert load.profile == scenarios.get(name).profile != ""
         if not scenarios.get(name).changes(3000, 1500.0):
             assert np.mean([a.prompt_tokens for a in load.arrivals]) == pytest.approx(prompt, rel=0.1)

@@ -216,7 +216,7 @@ def guessed(config: Config) -> list[str]:
 
 
 def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None) -> LengthPredictor | None:
-    """`lengths.kind`: one of `PREDICTORS`, or a dotted module with a class `Lengths`; default: the router's
+    """`lengths.kind`: one of `PREDICTORS`, or a dotted module with a class `Lengths`; default: the policy's
     (`policies.default_lengths`), and where it names none, `DEFAULT_LENGTHS` if an e2e may be stated. Where `lengths` is
     null in so many words, or no e2e may be, nothing is known then.
 

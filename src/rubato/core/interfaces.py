@@ -222,7 +222,8 @@ class LengthPredictor(Protocol):
 
 class Scheduler(Protocol):
     """Decides each step of one replica. `needs` is matched with `View.supports` at start. One that can do with or
-    without something may say so in an attribute `uses`, in the same words."""
+    without something may say so in an attribute `uses`, in the same words, and may name its length predictor as a
+    Router does (`default_lengths`)."""
 
     needs: ClassVar[frozenset[str]]
 

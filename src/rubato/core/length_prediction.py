@@ -1,4 +1,4 @@
-"""What a scheduler may know of output lengths: nothing, a mean, a distribution, or an oracle blurred by stated noise.
+"""What a scheduler may know of output lengths: nothing, a mean, a quantile, a draw, or an oracle blurred by noise.
 
 All are `interfaces.LengthPredictor`: `remaining` is asked of a request with so many output tokens, in all stages, and
 says how many more are expected, at least 1, or None before anything is known; `learn` is told of each that completed.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
-from math import isfinite, sqrt
+from math import ceil, isfinite, sqrt
 from statistics import NormalDist
 from types import MappingProxyType
 from typing import Protocol
@@ -28,6 +28,7 @@ from rubato.core.request import Request
 LAST = 1024  # finished requests of a class that are remembered
 CLASSES = 256  # classes that are: tiers may be any text of a client's
 STANDARD = NormalDist()
+QUANTILE = 0.95  # of `Quantile`, that of JITServe's forests
 FAR = 8.0  # deviations beyond which there is no one
 NONE: Mapping[str, object] = MappingProxyType({})
 FORMS = "{mean: TOKENS, std: TOKENS}, or a range [LEAST, MOST]"
@@ -47,6 +48,10 @@ class Stated(Protocol):
         """The length that this share (0 to 1) is below."""
         ...
 
+    def share_below(self, length: float) -> float:
+        """The share (0 to 1) that is shorter."""
+        ...
+
 
 @dataclass(frozen=True)
 class StatedNormal:
@@ -61,6 +66,9 @@ class StatedNormal:
 
     def at(self, share: float) -> float:
         return self.mean + self.std * STANDARD.inv_cdf(share)
+
+    def share_below(self, length: float) -> float:
+        return STANDARD.cdf((length - self.mean) / self.std) if self.std else float(length > self.mean)
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,11 @@ class StatedRange:
 
     def at(self, share: float) -> float:
         return self.least + share * (self.most - self.least)
+
+    def share_below(self, length: float) -> float:
+        if length <= self.least:
+            return 0.0
+        return 1.0 if length >= self.most else (length - self.least) / (self.most - self.least)
 
 
 def stated(classes: Mapping[str, object]) -> dict[str, Stated]:
@@ -183,6 +196,12 @@ class _Lengths:
             self._tails = list(accumulate(reversed(self._sorted)))[::-1]
         return self._tails[at] / (len(self._sorted) - at)
 
+    def quantile_beyond(self, output: int, share: float) -> int | None:
+        """The length that this share of those longer than `output` is at or below; None when there is none."""
+        at = bisect_right(self._sorted, output)
+        longer = len(self._sorted) - at
+        return self._sorted[at + ceil(share * longer) - 1] if longer else None
+
     def normal(self) -> tuple[float, float]:
         """Mean and standard deviation of all of them (one at least)."""
         count = len(self._sorted)
@@ -233,6 +252,31 @@ class ConditionalMean:
         self._seen.add(request, output)
 
 
+class Quantile:
+    """The length that 95 % of the finished requests of the same class (`_Seen`) that were longer than the output so far
+    were at or below, for JITServe: a bound, and a closer one as output comes out. Where none of its class was longer,
+    over all; where none at all was, one token is left."""
+
+    def __init__(self, least: int = 5, classes: Mapping[str, object] = NONE) -> None:
+        self._seen = _Seen(least)
+        self._stated = stated(classes)
+
+    def remaining(self, request: Request, output: int) -> float | None:
+        bound: float | None
+        if (own := self._stated.get(class_of(request))) is not None:
+            share = QUANTILE + (1.0 - QUANTILE) * own.share_below(output)
+            bound = own.at(share) if share < 1.0 else None
+        elif not len(self._seen.all):
+            return None
+        else:
+            bound = self._seen.like(request).quantile_beyond(output, QUANTILE)
+            bound = bound or self._seen.all.quantile_beyond(output, QUANTILE)
+        return max(1.0, min(bound or 0.0, request.sampling.max_tokens) - output)
+
+    def learn(self, request: Request, output: int) -> None:
+        self._seen.add(request, output)
+
+
 class Gaussian:
     """A draw from the normal distribution with the mean and variance of finished requests of the same class (`_Seen`),
     as SA predicts (§3), or from what is stated of the class, a range, too: one for each request, between 1 and its
@@ -274,6 +318,7 @@ def seeded_gaussian(least: int = 5, seed: int = 0, classes: Mapping[str, object]
 PREDICTORS: Mapping[str, Callable[..., LengthPredictor]] = {
     "running_mean": RunningMean,
     "conditional_mean": ConditionalMean,
+    "quantile": Quantile,
     "gaussian": seeded_gaussian,
 }  # by the names that configurations give them; they learn, and know no truth
 DEFAULT_LENGTHS = "running_mean"  # of servers where an e2e may be stated; simulations keep none

