@@ -109,7 +109,7 @@ def tables(data: Sequence[Any]) -> str:
                 for known, name in ratios.values
                 if known == load
             }
-            best = max(TODAY, key=lambda name: held[name])
+            best = max((name for name in TODAY if name in held), key=lambda name: held[name])
             setting = ratios.values[load, best]["measures"][measure]["setting"]
             over = [held[best] / held[base] for base in (OURS, "edf", "sarathi")]
             rows.append((-over[0], [load, measure, f"`{setting}`", *(f"{x:.2f}" for x in over)]))
