@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from rubato.core.interfaces import SeqView, View
-from rubato.policies.polyserve.scheduler import first_prompt_due
+from rubato.policies.polyserve.scheduler import BUDGET, first_prompt_due
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_forecast import KVForecast
 from rubato.policy_kit.step_table import StepTable
 
 PREFILL = -1  # the group of the prefill replicas; tiers are counted from 0
 
+# Share of the time until a prompt behind others is through, by which that may come later than predicted: prompts with
+# nearer deadlines come in between, and steps are a little longer.
+MARGIN = 0.1
+
 
 @dataclass(slots=True)
 class HeldRequest:
     """A request to be placed. tier: its own. due: of its next token; of a prompt to be prefilled elsewhere than its
-    decodes, of that; inf for one that cannot be in time any more. moves: it brings its KV."""
+    decodes, of that; inf for one that cannot be in time any more. moves: it brings its KV. way: seconds that this
+    takes."""
 
     seq: SeqView
     tier: int
@@ -27,6 +32,7 @@ class HeldRequest:
     length: int
     remaining: float
     moves: bool
+    way: float = 0.0
 
     @property
     def most(self) -> int:
@@ -125,7 +131,9 @@ class Replica:
         if request.moves:
             if is_source(self, request.seq) or limits.blocks(request.length) > self.view.kv_free:
                 return None
-            when += seconds
+            each = self.steps.decodes(count, self.forecast.now(step) + request.length)
+            late = now + request.way - when  # behind the step that runs: then it waits for the end of another
+            when += each + (max(0.0, late) if self.view.busy_until <= now else each * max(0, ceil(late / each)))
         elif count == 1:
             when += self.steps.alone(request.pending + self.added)
         else:
@@ -162,22 +170,27 @@ class Replica:
 
     def prefills_in_time(self, request: HeldRequest, now: float) -> bool:
         """Whether its prompt, and those behind it, would be through in time among those queued here, one after the
-        other, nearest deadline first, and there is KV for all. Sharing steps saves time, for those that come later."""
+        other, nearest deadline first, and there is KV for all. Each runs in dynamic chunks, or in as few steps as
+        possible where it would be late so. All but the first have a margin; one for the first would refuse prompts
+        that are in time only if they run alone. Sharing steps saves time, for those that come later."""
         self.steps.renew(now)
-        view, known = self.view, self.view.known
-        queue = [(request.due, request.pending)]
+        view, known, steps = self.view, self.view.known, self.steps
+        queue = [(request.due, request.pending, request.length - request.pending)]
         for id, other in self.prompts.items():
             seq = known.get(id)
             tokens = seq.pending - seq.in_flight if seq else other.pending
             if tokens > 1 or not seq:
-                queue.append((other.due, tokens))
-        if self.group is not None and sum([tokens for _, tokens in queue]) > view.kv_free * view.limits.block_size:
+                queue.append((other.due, tokens, other.length - tokens))
+        if self.group is not None and sum([tokens for _, tokens, _ in queue]) > view.kv_free * view.limits.block_size:
             return False
-        at = now + self._wait(now)
-        for due, tokens in sorted(queue):
-            at += self.steps.alone(tokens)
-            if at > due >= request.due:
-                return False
+        begin, taken, margin = now + self._wait(now), 0.0, 1.0
+        for due, tokens, cached in sorted(queue):
+            through = taken + steps.in_chunks(tokens, cached, BUDGET)
+            if begin + margin * through > due:
+                through = taken + steps.alone(tokens, cached)
+                if begin + margin * through > due >= request.due:
+                    return False
+            taken, margin = through, 1.0 + MARGIN
         return True
 
     def _wait(self, now: float) -> float:

@@ -236,10 +236,11 @@ class Router:
             while tier and min(due, end - left * self.tiers[tier]) - least < now:
                 tier -= 1
             due = min(due, end - left * self.tiers[tier])
+        way = seq.length * self._token_moves
         if self.mode == "pd" and not moves:  # the second token waits for the KV and the end of a step
-            lead = due - min(due, prompt_due(seq)) + seq.length * self._token_moves
+            lead = due - min(due, prompt_due(seq)) + way
             due -= max(0.0, min(lead, 0.5 * (due - now - self._least_seconds(seq, moves))))
-        return HeldRequest(seq, tier, due, seq.pending, seq.length, left, moves)
+        return HeldRequest(seq, tier, due, seq.pending, seq.length, left, moves, way)
 
     def _least_seconds(self, seq: SeqView, moves: bool) -> float:
         """Until its next token on a replica with nothing else to do."""
@@ -255,7 +256,8 @@ class Router:
         return request.due - self._least_seconds(request.seq, request.moves)
 
     def _placed(self, request: HeldRequest, turn: _Turn, among: Sequence[Replica] | None) -> bool:
-        """In mode pd a prompt is prefilled once a seat to decode in is kept for it, which it takes when it moves."""
+        """In mode pd a prompt is prefilled once a seat to decode in is kept for it, which it takes when it moves if its
+        next token is in time there."""
         id = request.seq.id
         if self.mode == "co":
             found = self._seat(request, turn, among)
@@ -266,7 +268,9 @@ class Router:
         if request.moves:
             if id in self._where and (self._where[id][1] is None or is_source(self._where[id][0], request.seq)):
                 self._leave(id)  # no seat was kept for it
-            if id not in self._where:
+            if id in self._where:
+                self._look_again(request, turn)
+            else:
                 found = self._seat(request, turn, None)
                 if found is None and request.due == inf:
                     found = self._room(request)
@@ -280,6 +284,23 @@ class Router:
             turn.place[id], turn.why[id] = replica.id, "decodes"
             return True
         return self._starts(request, turn, among)
+
+    def _look_again(self, request: HeldRequest, turn: _Turn) -> None:
+        """Its KV is there: it sits elsewhere if its next token is in time there, and not where a seat is kept. For one
+        token's sake no replica leaves the pool, but for what is late anyway and finds no room."""
+        id, found = request.seq.id, None
+        kept, tier = self._where.pop(id)
+        kept.drop(id, tier)
+        group = kept.group
+        if group is None or group == PREFILL or kept.next_token_at(request, self.tiers[group], turn.now) is None:
+            seat = self._seat if request.due == inf else self._seat_in_groups
+            found = seat(request, turn, None)
+        if found is None:
+            kept.add(request)
+            self._where[id] = kept, request.tier
+        else:
+            self._changed(kept)
+            self._sit(request, found, turn)
 
     def _starts(self, request: HeldRequest, turn: _Turn, among: Sequence[Replica] | None) -> bool:
         id, short = request.seq.id, self._lacks.get(request.seq.id) == "prefill"
@@ -321,15 +342,24 @@ class Router:
     ) -> tuple[Replica, int, str] | None:
         """Where it can decode, for which tier that replica serves or is to serve, and why. The order of attempts: own
         tier, tighter ones, a draining replica, the pool."""
+        if (found := self._seat_in_groups(request, turn, among)) is not None:
+            return found
+        own, later = request.tier, self.mode == "pd" and not request.moves
+        for replica in self._claimable(request):
+            pooled = replica.group is None
+            if replica.next_token_at(request, self.tiers[own], turn.now, alone=pooled, later=later) is not None:
+                return replica, own, "scaled up" if pooled else "claimed"
+        return None
+
+    def _seat_in_groups(
+        self, request: HeldRequest, turn: _Turn, among: Sequence[Replica] | None
+    ) -> tuple[Replica, int, str] | None:
+        """The same among those that serve its tier or a tighter one."""
         own, later = request.tier, self.mode == "pd" and not request.moves
         for group in range(own, -1, -1):
             for replica in self._loaded(group, among):
                 if replica.next_token_at(request, self.tiers[group], turn.now, later=later) is not None:
                     return replica, group, "own tier" if group == own else f"promoted from {1e3 * self.tiers[own]:g} ms"
-        for replica in self._claimable(request):
-            pooled = replica.group is None
-            if replica.next_token_at(request, self.tiers[own], turn.now, alone=pooled, later=later) is not None:
-                return replica, own, "scaled up" if pooled else "claimed"
         return None
 
     def _room(self, request: HeldRequest) -> tuple[Replica, int, str] | None:
