@@ -369,6 +369,20 @@ def test_a_kept_seat_is_given_up_where_the_next_token_would_be_late(
     assert router.place([moves], views, 0.02).place == {"a": to}
 
 
+@pytest.mark.parametrize(("tiers", "to"), [([0.05], "r2"), ([0.01, 0.05], "r0")])
+def test_a_kept_seat_that_has_come_to_be_full_is_left_for_its_own_tier_only(tiers: list[float], to: str) -> None:
+    """r0 keeps a's seat beside b, whose KV takes all of it by now; c sits on r2, with two tiers the tighter one's."""
+    router, limits = Router(mode="pd", tiers=tiers), replace(LIMITS, max_num_seqs=2)
+    views = [View(f"r{n}", 0.0, [], [], kv_free=100, kv_total=200, limits=limits, latency=STEP) for n in range(4)]
+    seqs = [Seq(one, length=8, due=1.0) for one in (loose("a"), loose("b"), tight("c") if tiers[1:] else loose("c"))]
+    sent = router.place(seqs, views, 0.0)
+    assert [sent.why[id].split()[2] for id in ("a", "b", "c")] == ["r0:", "r0:", "r2:"]
+    grown = Seq(seqs[1].request, length=1590, cached=1589, output=1582, due=1.0)
+    views[0] = replace(views[0], running=[grown], steps=100)  # past b's predicted end
+    handed = replace(seqs[0].request, handoff=Handoff("r1", "prefilled", 0.02, cached=8))
+    assert router.place([Seq(handed, length=9, cached=8, output=1, due=1.0)], views, 0.02).place == {"a": to}
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -129,16 +129,24 @@ class Replica:
             return now
         when = now + self._wait(now)
         if request.moves:
-            if is_source(self, request.seq) or limits.blocks(request.length) > self.view.kv_free:
+            if is_source(self, request.seq):
                 return None
-            each = self.steps.decodes(count, self.forecast.now(step) + request.length)
-            late = now + request.way - when  # behind the step that runs: then it waits for the end of another
-            when += each + (max(0.0, late) if self.view.busy_until <= now else each * max(0, ceil(late / each)))
+            when = self.joins_at(request, now)
         elif count == 1:
             when += self.steps.alone(request.pending + self.added)
         else:
             when += self._prefilled_in(request, tpot, count - 1, now, when)
         return when if when <= request.due else None
+
+    def joins_at(self, request: HeldRequest, now: float) -> float:
+        """When the next token of one that brings its KV would be out; inf if there is no room for that."""
+        view = self.view
+        if view.limits.blocks(request.length) > view.kv_free:
+            return inf
+        each = self.steps.decodes(len(self.forecast) + 1, self.forecast.now(view.steps) + request.length)
+        wait = self._wait(now)
+        late = request.way - wait  # behind the step that runs: then it waits for the end of another
+        return now + wait + each + (max(0.0, late) if wait == 0.0 else each * max(0, ceil(late / each)))
 
     def _prefilled_in(self, request: HeldRequest, tpot: float, seqs: int, now: float, at: float) -> float:
         """Seconds from `at` until its prompt is through, behind those that are here, in chunks beside so many decodes

@@ -286,15 +286,17 @@ class Router:
         return self._starts(request, turn, among)
 
     def _look_again(self, request: HeldRequest, turn: _Turn) -> None:
-        """Its KV is there: it sits elsewhere if its next token is in time there, and not where a seat is kept. For one
-        token's sake no replica leaves the pool, but for what is late anyway and finds no room."""
-        id, found = request.seq.id, None
+        """Its KV is there: where its next token would be late at the seat kept it sits elsewhere, though for one
+        token's sake no replica leaves the pool, but for what is late anyway and finds no room. Where steps there have
+        come to be too long it goes to another replica of its tier, not to a tighter one: that would fill up, too."""
+        id, found, now = request.seq.id, None, turn.now
         kept, tier = self._where.pop(id)
         kept.drop(id, tier)
         group = kept.group
-        if group is None or group == PREFILL or kept.next_token_at(request, self.tiers[group], turn.now) is None:
-            seat = self._seat if request.due == inf else self._seat_in_groups
-            found = seat(request, turn, None)
+        if group is None or group == PREFILL or kept.joins_at(request, now) > request.due:
+            found = (self._seat if request.due == inf else self._seat_in_groups)(request, turn, None)
+        elif kept.next_token_at(request, self.tiers[group], now) is None:
+            found = self._seat_in_groups(request, turn, None, tightest=request.tier)
         if found is None:
             kept.add(request)
             self._where[id] = kept, request.tier
@@ -352,11 +354,11 @@ class Router:
         return None
 
     def _seat_in_groups(
-        self, request: HeldRequest, turn: _Turn, among: Sequence[Replica] | None
+        self, request: HeldRequest, turn: _Turn, among: Sequence[Replica] | None, tightest: int = 0
     ) -> tuple[Replica, int, str] | None:
-        """The same among those that serve its tier or a tighter one."""
+        """The same among those that serve its tier or one from the `tightest` on."""
         own, later = request.tier, self.mode == "pd" and not request.moves
-        for group in range(own, -1, -1):
+        for group in range(own, tightest - 1, -1):
             for replica in self._loaded(group, among):
                 if replica.next_token_at(request, self.tiers[group], turn.now, later=later) is not None:
                     return replica, group, "own tier" if group == own else f"promoted from {1e3 * self.tiers[own]:g} ms"
