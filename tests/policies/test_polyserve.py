@@ -285,7 +285,7 @@ def test_prompts_of_a_prefill_replica_count_one_after_the_other(queued: float, o
     def prompt(id: str, due: float) -> HeldRequest:
         return HeldRequest(Seq(request(id, 20), length=20), 0, due * alone, 20, 20, 4.0, False)
 
-    replica.prompts["queued"] = prompt("queued", queued)
+    replica.queue(prompt("queued", queued))
     assert replica.prefills_in_time(prompt("own", own), 0.0) is in_time
 
 
@@ -304,7 +304,7 @@ def test_the_rest_of_a_prompt_attends_to_what_is_done(done: int, due: float, in_
     begun = Seq(request("begun", 16_384), length=16_384, cached=done)
     view = View("r0", 0.0, [], [begun], kv_free=10_000, kv_total=10_000, limits=limits, latency=model)
     replica = Replica(view, 0, 1, StepTable(model, 8192))
-    replica.prompts["begun"] = HeldRequest(begun, 0, due, 16_384, 16_384, 4.0, False)
+    replica.queue(HeldRequest(begun, 0, due, 16_384, 16_384, 4.0, False))
     own = HeldRequest(Seq(request("own", 1), length=1), 0, 0.1, 1, 1, 4.0, False)
     assert replica.prefills_in_time(own, 0.0) is in_time
 
@@ -325,7 +325,7 @@ def test_prompts_count_in_the_chunks_that_run(first_due: float, own_due: float, 
     def prompt(id: str, due: float) -> HeldRequest:
         return HeldRequest(Seq(request(id, 8192), length=8192), 0, due, 8192, 8192, 4.0, False)
 
-    replica.prompts["first"] = prompt("first", first_due)
+    replica.queue(prompt("first", first_due))
     assert replica.prefills_in_time(prompt("own", own_due), 0.0) is in_time
 
 

@@ -11,7 +11,7 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
 from rubato.policy_kit.prefill_queue import dynamic_prefill_time
 
-KV_GRAIN, PROMPT_GRAIN = 4096, 256  # tokens up to which step times are remembered alike
+KV_GRAIN, PROMPT_GRAIN, SEQS_GRAIN = 4096, 256, 8  # tokens, and decodes, up to which step times are remembered alike
 PROBE = Shape(32, 32, 32_000)
 
 
@@ -49,7 +49,9 @@ class StepTable:
     def chunk(self, tpot: float, seqs: int, kv: int, prompt: int) -> tuple[int, float]:
         """The tokens of a prompt that a step of `tpot` has room for beside so many decodes, up to its end; and the
         seconds of that step. (0, 0.0) for none."""
-        return self._chunk(tpot, seqs, _rounded_up(kv, KV_GRAIN), _rounded_up(prompt, PROMPT_GRAIN))
+        return self._chunk(
+            tpot, _rounded_up(seqs, SEQS_GRAIN), _rounded_up(kv, KV_GRAIN), _rounded_up(prompt, PROMPT_GRAIN)
+        )
 
     def alone(self, prompt: int, cached: int = 0) -> float:
         """Seconds of a prompt's tokens after those cached, with nothing beside them, in as few steps as possible."""
@@ -69,5 +71,5 @@ class StepTable:
         return tokens, self._latency.step_time(base.plus(tokens, max(0, prompt - tokens)))
 
 
-def _rounded_up(tokens: int, grain: int) -> int:
-    return -(-tokens // grain) * grain
+def _rounded_up(count: int, grain: int) -> int:
+    return -(-count // grain) * grain
