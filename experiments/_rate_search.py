@@ -67,13 +67,16 @@ class RateSearch:
         of, target = self.measures[measure]
         return lambda rate: self.shares(choice, rate)[of] / target
 
-    def best(self, choices: Sequence[str], start: float, measure: str, coarse: int = 4) -> tuple[float, str]:
+    def best(
+        self, choices: Sequence[str], start: float, measure: str, coarse: int = 4, every: bool = False
+    ) -> tuple[float, str]:
         """The largest rate that one of these settings holds, and which one's it is; one is searched only if it attains
-        at the rate of the best before it. (0, the first) where none does at an eighth of `start`. coarse: steps
-        of the grid from one rate tried to the next until there is a bracket."""
+        at the rate of the best before it, which a short window may get wrong, or (every) each. (0, the first) where
+        none does at an eighth of `start`. coarse: steps of the grid from one rate tried to the next until there is a
+        bracket."""
         best, found = choices[0], 0.0
         for choice in choices:
-            if len(choices) == 1 or self.attained(choice, measure)(found or start / 8.0) >= 1.0:
+            if every or len(choices) == 1 or self.attained(choice, measure)(found or start / 8.0) >= 1.0:
                 rate = held(partial(self.goodput, choice, found or start, measure, self.grid**coarse))
                 found, best = max((found, best), (rate, choice))
         return found, best

@@ -19,7 +19,7 @@ from experiments._gate_loads import SETS as GATE_SETS
 from experiments._polyserve_runs import BEFORE, REPLICAS, Tried
 from experiments._rate_search import MEASURES
 from experiments._rubato_runs import recorded
-from experiments.polyserve_goodput import FEWER, HOST, LARGE, LEAST, SEEDS, SETS, UNTAUGHT, measured
+from experiments.polyserve_goodput import FEWER, HOST, LARGE, LEAST, SEEDS, SETS, UNTAUGHT, measured, stays
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
@@ -42,10 +42,10 @@ def jobs(small: bool) -> list[Job]:
             *(Job(mode, on_few, (*FEW[0], mode, 1, 0.3)) for mode in (AUTO, "alike")),
         ]
     return [
-        Job(data, measured, (data, OURS, (CHOICE,), SEEDS[:2], 3.0, REPLICAS)) for data in SETS[3:] if data not in LONG
-    ] + [
-        Job(data, measured, (data, OURS, (CHOICE,), SEEDS[:1], 3.0, FEWER if data in LARGE else REPLICAS))
-        for data in (*LARGE, *LONG)
+        Job(data, measured, (data, OURS, (CHOICE,), SEEDS[:seeds], stays(data, replicas), replicas))
+        for data in SETS
+        for seeds in (1 if data in (*LARGE, *LONG) else 2,)
+        for replicas in (FEWER if data in LARGE else REPLICAS,)
     ] + [
         Job(f"{data} on {replicas}, {mode}, seed {seed}", on_few, (data, replicas, mode, seed, BEFORE))
         for data, replicas in FEW for mode in MODES for seed in FEW_SEEDS

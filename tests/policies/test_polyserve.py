@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rubato.core.events import Assigned, Demoted, Event, Finished, HandedOff, Placed
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Limits, Role
-from rubato.core.request import SLO, Request, Stage
+from rubato.core.request import SLO, Handoff, Request, Stage
 from rubato.policies import polyserve
 from rubato.policies.polyserve import Router
 from rubato.policies.polyserve.replica_model import PREFILL, HeldRequest, Replica
@@ -106,6 +106,7 @@ def test_both_drivers_move_replicas_between_tiers_alike(load: Load, noise: float
 # --------------------------------------------------------------------------- its rules, one by one
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=200, kv_blocks=200, block_size=8)
+LONG_PROMPTS = replace(LIMITS, max_num_batched_tokens=8192, max_model_len=100_000, kv_blocks=10_000)
 STEP = Linear(0.002, 0.0001)  # 2 ms and 0.1 ms a token
 
 
@@ -268,11 +269,11 @@ def test_a_prefill_step_ends_before_a_prompt_in_it_is_due() -> None:
 @pytest.mark.parametrize(
     ("queued", "own", "in_time"),
     [  # when the prompt queued and the new one are due, in times that one of them takes alone
-        (1.5, 2.1, True),
-        (1.5, 1.9, False),  # behind the nearer deadline
-        (2.1, 1.2, True),
-        (1.5, 1.2, False),  # it would make the one behind it late
-        (0.5, 2.1, True),  # what is late already counts, and promises nothing
+        (1.5, 2.3, True),
+        (1.5, 2.1, False),  # behind the nearer deadline, where it may be late by a tenth
+        (2.3, 1.01, True),  # first, and without a margin
+        (2.1, 1.01, False),  # it would make the one behind it late
+        (0.5, 2.3, True),  # what is late already counts, and promises nothing
     ],
 )
 def test_prompts_of_a_prefill_replica_count_one_after_the_other(queued: float, own: float, in_time: bool) -> None:
@@ -284,8 +285,102 @@ def test_prompts_of_a_prefill_replica_count_one_after_the_other(queued: float, o
     def prompt(id: str, due: float) -> HeldRequest:
         return HeldRequest(Seq(request(id, 20), length=20), 0, due * alone, 20, 20, 4.0, False)
 
-    replica.prompts["queued"] = prompt("queued", queued)
+    replica.queue(prompt("queued", queued))
     assert replica.prefills_in_time(prompt("own", own), 0.0) is in_time
+
+
+@pytest.mark.parametrize(
+    ("done", "due", "in_time"),
+    [  # seconds: the second half of this prompt of 16,384 tokens takes 0.22, the whole 0.36, and a margin
+        (8192, 0.20, False),
+        (8192, 0.25, True),
+        (0, 0.25, False),
+        (0, 0.41, True),
+    ],
+)
+def test_the_rest_of_a_prompt_attends_to_what_is_done(done: int, due: float, in_time: bool) -> None:
+    """The second half alone, as if nothing were in KV, would take 0.15 s."""
+    model, limits = Linear(0.0, 1e-5, 8e-6), LONG_PROMPTS
+    begun = Seq(request("begun", 16_384), length=16_384, cached=done)
+    view = View("r0", 0.0, [], [begun], kv_free=10_000, kv_total=10_000, limits=limits, latency=model)
+    replica = Replica(view, 0, 1, StepTable(model, 8192))
+    replica.queue(HeldRequest(begun, 0, due, 16_384, 16_384, 4.0, False))
+    own = HeldRequest(Seq(request("own", 1), length=1), 0, 0.1, 1, 1, 4.0, False)
+    assert replica.prefills_in_time(own, 0.0) is in_time
+
+
+@pytest.mark.parametrize(
+    ("first_due", "own_due", "in_time"),
+    [  # 8,192 tokens take 0.122 s in four chunks, 0.092 s in one step
+        (0.15, 0.23, False),  # the first runs in chunks
+        (0.15, 0.24, True),
+        (0.10, 0.21, True),  # in one step, since it would be late otherwise
+    ],
+)
+def test_prompts_count_in_the_chunks_that_run(first_due: float, own_due: float, in_time: bool) -> None:
+    model, limits = Linear(0.01, 1e-5), LONG_PROMPTS
+    view = View("r0", 0.0, [], [], kv_free=10_000, kv_total=10_000, limits=limits, latency=model)
+    replica = Replica(view, 0, 1, StepTable(model, 8192))
+
+    def prompt(id: str, due: float) -> HeldRequest:
+        return HeldRequest(Seq(request(id, 8192), length=8192), 0, due, 8192, 8192, 4.0, False)
+
+    replica.queue(prompt("first", first_due))
+    assert replica.prefills_in_time(prompt("own", own_due), 0.0) is in_time
+
+
+@pytest.mark.parametrize(
+    ("way", "busy_until", "at"),
+    [  # seconds; a step of this one alone takes 2.1 ms
+        (0.0, 0.0, 0.0021),
+        (0.010, 0.0, 0.0121),  # an idle replica waits for the KV
+        (0.010, 0.020, 0.0221),  # it is there before the step ends
+        (0.010, 0.009, 0.0132),  # it waits for the next step's end
+        (0.060, 0.0, None),
+    ],
+)
+def test_arriving_kv_has_its_way_first(way: float, busy_until: float, at: float | None) -> None:
+    view = View("r0", 0.0, [], [], kv_free=100, kv_total=200, limits=LIMITS, latency=STEP, busy_until=busy_until)
+    replica = Replica(view, 0, 1, StepTable(STEP, 40))
+    held = HeldRequest(Seq(request("a", 20), length=21, cached=20), 0, 0.05, 1, 21, 4.0, True, way)
+    assert replica.next_token_at(held, 0.05, 0.0) == (None if at is None else pytest.approx(at))
+
+
+@pytest.mark.parametrize(
+    ("kept_until", "other_until", "to"),
+    [  # when the steps in flight end; the next token is due at 0.06 s
+        (0.05, 0.0, "r0"),
+        (0.07, 0.05, "r2"),
+        (0.07, 0.07, "r0"),  # late everywhere: where its seat is kept
+    ],
+)
+def test_a_kept_seat_is_given_up_where_the_next_token_would_be_late(
+    kept_until: float, other_until: float, to: str
+) -> None:
+    """r0 and r2 serve the tier, r1 prefills, r3 is in the pool and stays there."""
+    router, limits = Router(mode="pd", tiers=[0.05]), replace(LIMITS, max_num_seqs=2)
+    views = [View(f"r{n}", 0.0, [], [], kv_free=100, kv_total=200, limits=limits, latency=STEP) for n in range(4)]
+    seqs = [Seq(loose(id), length=8, due=1.0) for id in ("a", "b", "c")]
+    sent = router.place(seqs, views, 0.0)
+    assert [sent.why[id].split(":")[0] for id in ("a", "b", "c")] == ["prefill, then r0"] * 2 + ["prefill, then r2"]
+    handed = replace(seqs[0].request, handoff=Handoff("r1", "prefilled", 0.02, cached=8))
+    moves = Seq(handed, length=9, cached=8, output=1, due=0.06)
+    views[0], views[2] = replace(views[0], busy_until=kept_until), replace(views[2], busy_until=other_until)
+    assert router.place([moves], views, 0.02).place == {"a": to}
+
+
+@pytest.mark.parametrize(("tiers", "to"), [([0.05], "r2"), ([0.01, 0.05], "r0")])
+def test_a_kept_seat_that_has_come_to_be_full_is_left_for_its_own_tier_only(tiers: list[float], to: str) -> None:
+    """r0 keeps a's seat beside b, whose KV takes all of it by now; c sits on r2, with two tiers the tighter one's."""
+    router, limits = Router(mode="pd", tiers=tiers), replace(LIMITS, max_num_seqs=2)
+    views = [View(f"r{n}", 0.0, [], [], kv_free=100, kv_total=200, limits=limits, latency=STEP) for n in range(4)]
+    seqs = [Seq(one, length=8, due=1.0) for one in (loose("a"), loose("b"), tight("c") if tiers[1:] else loose("c"))]
+    sent = router.place(seqs, views, 0.0)
+    assert [sent.why[id].split()[2] for id in ("a", "b", "c")] == ["r0:", "r0:", "r2:"]
+    grown = Seq(seqs[1].request, length=1590, cached=1589, output=1582, due=1.0)
+    views[0] = replace(views[0], running=[grown], steps=100)  # past b's predicted end
+    handed = replace(seqs[0].request, handoff=Handoff("r1", "prefilled", 0.02, cached=8))
+    assert router.place([Seq(handed, length=9, cached=8, output=1, due=1.0)], views, 0.02).place == {"a": to}
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,13 @@ def dynamic_chunk(left: int, budget: int) -> int:
     return left if left < 2 * budget else budget
 
 
+def dynamic_prefill_time(latency: LatencyModel, tokens: int, cached: int, budget: int, most: int) -> float:
+    """Seconds that the last `tokens` of a prompt take in dynamic chunks with nothing beside them."""
+    head = max(0, tokens // budget - 1) * budget
+    seconds = prefill_time(latency, head, cached, min(budget, most))
+    return seconds + prefill_time(latency, tokens - head, cached + head, most)
+
+
 def nearest_due_first(
     view: View, budget: int, due: Callable[[SeqView], float], order: Callable[[SeqView], float]
 ) -> Plan:

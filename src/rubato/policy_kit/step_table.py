@@ -9,8 +9,9 @@ from math import inf
 from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
+from rubato.policy_kit.prefill_queue import dynamic_prefill_time
 
-KV_GRAIN, PROMPT_GRAIN = 4096, 256  # tokens up to which step times are remembered alike
+KV_GRAIN, PROMPT_GRAIN, SEQS_GRAIN = 4096, 256, 8  # tokens, and decodes, up to which step times are remembered alike
 PROBE = Shape(32, 32, 32_000)
 
 
@@ -22,7 +23,10 @@ class StepTable:
         self._most = most
         self._decodes = cache(lambda seqs, kv: latency.step_time(Shape(seqs, seqs, kv)))
         self._chunk = cache(self._find_chunk)
-        self._alone = cache(lambda prompt: prefill_time(latency, prompt, 0, most))
+        self._alone = cache(lambda prompt, cached: prefill_time(latency, prompt, cached, most))
+        self._in_chunks = cache(
+            lambda prompt, cached, budget: dynamic_prefill_time(latency, prompt, cached, budget, most)
+        )
         self._probed = (-inf, 0.0)  # when, and what a step of some size took
 
     def renew(self, now: float) -> None:
@@ -32,7 +36,7 @@ class StepTable:
             return
         probe = self._latency.step_time(PROBE)
         if abs(probe - before) > 0.02 * before:
-            for times in (self._decodes, self._chunk, self._alone):
+            for times in (self._decodes, self._chunk, self._alone, self._in_chunks):
                 times.cache_clear()
         else:
             probe = before
@@ -45,11 +49,17 @@ class StepTable:
     def chunk(self, tpot: float, seqs: int, kv: int, prompt: int) -> tuple[int, float]:
         """The tokens of a prompt that a step of `tpot` has room for beside so many decodes, up to its end; and the
         seconds of that step. (0, 0.0) for none."""
-        return self._chunk(tpot, seqs, _rounded_up(kv, KV_GRAIN), _rounded_up(prompt, PROMPT_GRAIN))
+        return self._chunk(
+            tpot, _rounded_up(seqs, SEQS_GRAIN), _rounded_up(kv, KV_GRAIN), _rounded_up(prompt, PROMPT_GRAIN)
+        )
 
-    def alone(self, prompt: int) -> float:
-        """Seconds of a prompt with nothing beside it."""
-        return self._alone(_rounded_up(prompt, PROMPT_GRAIN))
+    def alone(self, prompt: int, cached: int = 0) -> float:
+        """Seconds of a prompt's tokens after those cached, with nothing beside them, in as few steps as possible."""
+        return self._alone(_rounded_up(prompt, PROMPT_GRAIN), _rounded_up(cached, PROMPT_GRAIN))
+
+    def in_chunks(self, prompt: int, cached: int, budget: int) -> float:
+        """The same in dynamic chunks (`prefill_queue`)."""
+        return self._in_chunks(_rounded_up(prompt, PROMPT_GRAIN), _rounded_up(cached, PROMPT_GRAIN), budget)
 
     def _find_chunk(self, tpot: float, seqs: int, kv: int, prompt: int) -> tuple[int, float]:
         base = Shape(seqs, seqs, kv)
@@ -61,5 +71,5 @@ class StepTable:
         return tokens, self._latency.step_time(base.plus(tokens, max(0, prompt - tokens)))
 
 
-def _rounded_up(tokens: int, grain: int) -> int:
-    return -(-tokens // grain) * grain
+def _rounded_up(count: int, grain: int) -> int:
+    return -(-count // grain) * grain

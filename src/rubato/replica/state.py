@@ -97,6 +97,7 @@ class ReplicaState:
         self.gone_ids: list[str] = []  # ended, and in no batch any more
         self.run: StepRun | None = None
         self.idle_since = 0.0  # when the last run ended
+        self._predicted: tuple[StepRun | None, int, Shape, float] = (None, 0, NO_BATCH, 0.0)  # of a step of a run
         self.dues: DueTimes | None = None  # once they have been asked for
         self.events: list[Event] = []  # of the call under way; `fail` tells those of one that raised half-way
         self.looked_up = -1  # the version of `kv` at which all that wait were looked up
@@ -141,7 +142,7 @@ class ReplicaState:
     def shape(self) -> Shape:
         """Of the batch in flight, empty between steps."""
         run = self.under_way()
-        return NO_BATCH if run is None else run.shape(run.done)
+        return NO_BATCH if run is None else self._predict(run)[0]
 
     @property
     def busy_until(self) -> float:
@@ -149,8 +150,16 @@ class ReplicaState:
         run = self.under_way()
         if run is None:
             return self.idle_since if self.run is None else self.clock.time
-        begun = run.ends[run.done - 1] if run.done else run.begin
-        return begun + self.latency.step_time(run.shape(run.done))
+        return self._predict(run)[1]
+
+    def _predict(self, run: StepRun) -> tuple[Shape, float]:
+        """The shape of the step under way and its end: worked out once, for routers ask for them many times."""
+        of, step, shape, end = self._predicted
+        if of is not run or step != run.done:
+            shape = run.shape(run.done)
+            end = (run.ends[run.done - 1] if run.done else run.begin) + self.latency.step_time(shape)
+            self._predicted = run, run.done, shape, end
+        return shape, end
 
     # ----------------------------------------------------------------- where a sequence is
 

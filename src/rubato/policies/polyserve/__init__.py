@@ -11,11 +11,13 @@ when empty. All queues are the router's.
 
 Two modes. co: a replica runs its tier's prompts in chunks beside decodes, so that a step keeps within the TPOT, or,
 where decodes are ahead of their deadlines, ends before these. pd: prompts go to prefill replicas shared by all tiers,
-nearest deadline first, each once a place to decode is kept for it, and their KV to that decode replica.
+nearest deadline first, each once a place to decode is kept for it, and their KV to that decode replica, or to another
+if the next token would be late there.
 
 Ours where the paper is silent: the order among tighter tiers, that a pending replica admits none, that a request which
 could not be in time even alone is served as best effort, that a replica without decodes takes a prompt whole, the place
-kept before the prefill, the pool's last replica kept for prefill, and guests of the loosest tier among best effort.
+kept before the prefill, the margin of prompts behind others, the pool's last replica kept for prefill, and guests of
+the loosest tier among best effort.
 """
 
 from rubato.policies.polyserve.router import Router

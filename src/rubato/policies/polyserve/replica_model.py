@@ -3,22 +3,29 @@ these, when a request placed there would have its next token."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
 from rubato.core.interfaces import SeqView, View
-from rubato.policies.polyserve.scheduler import first_prompt_due
+from rubato.policies.polyserve.scheduler import BUDGET, first_prompt_due
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_forecast import KVForecast
 from rubato.policy_kit.step_table import StepTable
 
 PREFILL = -1  # the group of the prefill replicas; tiers are counted from 0
 
+# Share of the time until a prompt behind others is through, by which that may come later than predicted: prompts with
+# nearer deadlines come in between, and steps are a little longer.
+MARGIN = 0.1
+
 
 @dataclass(slots=True)
 class HeldRequest:
     """A request to be placed. tier: its own. due: of its next token; of a prompt to be prefilled elsewhere than its
-    decodes, of that; inf for one that cannot be in time any more. moves: it brings its KV."""
+    decodes, of that; inf for one that cannot be in time any more. moves: it brings its KV. way: seconds that this
+    takes."""
 
     seq: SeqView
     tier: int
@@ -27,6 +34,7 @@ class HeldRequest:
     length: int
     remaining: float
     moves: bool
+    way: float = 0.0
 
     @property
     def most(self) -> int:
@@ -48,14 +56,22 @@ class Replica:
         self.residents = [0] * tiers
         self.forecast = KVForecast()
         self.prompts: dict[str, HeldRequest] = {}
+        self._times: dict[str, tuple[float, int, int, float]] = {}  # of each of these (`_timed`), when last looked at
         self.added = 0  # tokens that this dispatch places here
         self.capacity = view.kv_total * view.limits.block_size
         self.steps = steps
         self.load: float | None = None
+        self._line: list[tuple[float, int, int, float]] | None = None
+        self._line_of: tuple[int, float] = (0, 0.0)  # the step by which it was made
 
     @property
     def empty(self) -> bool:
         return not (len(self.forecast) or self.prompts)
+
+    def receives_kv(self) -> bool:
+        """Whether KV is on its way here, that of one that has left for elsewhere meanwhile included: until it has come
+        the replica does what it does."""
+        return any((h := s.request.handoff) and h.cached and h.source != self.id for s in self.view.moving)
 
     def renew(self, now: float) -> int:
         """The replica's step by now. Residents that have outlived what was predicted are predicted again."""
@@ -100,6 +116,17 @@ class Replica:
             self.residents[tier] -= 1
         self.load = None
 
+    def queue(self, request: HeldRequest) -> None:
+        """Its prompt is to be prefilled here."""
+        self.prompts[request.seq.id] = request
+        self._times[request.seq.id] = self._timed(request.due, request.pending, request.length)
+        self.load = self._line = None
+
+    def unqueue(self, id: str) -> None:
+        """Its prompt is through, or goes elsewhere."""
+        del self.prompts[id], self._times[id]
+        self.load = self._line = None
+
     # ----------------------------------------------------------------- whether a request fits
 
     def next_token_at(
@@ -123,14 +150,31 @@ class Replica:
             return now
         when = now + self._wait(now)
         if request.moves:
-            if is_source(self, request.seq) or limits.blocks(request.length) > self.view.kv_free:
+            if is_source(self, request.seq):
                 return None
-            when += seconds
+            when = self.joins_at(request, now)
         elif count == 1:
             when += self.steps.alone(request.pending + self.added)
         else:
             when += self._prefilled_in(request, tpot, count - 1, now, when)
         return when if when <= request.due else None
+
+    def keeps(self, request: HeldRequest, tpot: float, now: float) -> bool:
+        """Whether one of the residents, which brings its KV, has its next token in time, and no step or the KV comes to
+        be too much. It counts twice in the former."""
+        peak = self.forecast.peak(self.renew(now))
+        fits = peak <= self.capacity and self.steps.decodes(len(self.forecast), peak) <= tpot
+        return fits and self.joins_at(request, now) <= request.due
+
+    def joins_at(self, request: HeldRequest, now: float) -> float:
+        """When the next token of one that brings its KV would be out; inf if there is no room for that."""
+        view = self.view
+        if view.limits.blocks(request.length) > view.kv_free:
+            return inf
+        each = self.steps.decodes(len(self.forecast) + 1, self.forecast.now(view.steps) + request.length)
+        wait = self._wait(now)
+        late = request.way - wait  # behind the step that runs: then it waits for the end of another
+        return now + wait + each + (max(0.0, late) if wait == 0.0 else each * max(0, ceil(late / each)))
 
     def _prefilled_in(self, request: HeldRequest, tpot: float, seqs: int, now: float, at: float) -> float:
         """Seconds from `at` until its prompt is through, behind those that are here, in chunks beside so many decodes
@@ -162,23 +206,43 @@ class Replica:
 
     def prefills_in_time(self, request: HeldRequest, now: float) -> bool:
         """Whether its prompt, and those behind it, would be through in time among those queued here, one after the
-        other, nearest deadline first, and there is KV for all. Sharing steps saves time, for those that come later."""
+        other, nearest deadline first, and there is KV for all. Each runs in dynamic chunks, or in as few steps as
+        possible where it would be late so. All but the first have a margin; one for the first would refuse prompts
+        that are in time only if they run alone. Sharing steps saves time, for those that come later."""
         self.steps.renew(now)
-        view, known = self.view, self.view.known
-        queue = [(request.due, request.pending)]
-        for id, other in self.prompts.items():
-            seq = known.get(id)
-            tokens = seq.pending - seq.in_flight if seq else other.pending
-            if tokens > 1 or not seq:
-                queue.append((other.due, tokens))
-        if self.group is not None and sum([tokens for _, tokens in queue]) > view.kv_free * view.limits.block_size:
-            return False
-        at = now + self._wait(now)
-        for due, tokens in sorted(queue):
-            at += self.steps.alone(tokens)
-            if at > due >= request.due:
-                return False
-        return True
+        line, steps = self._waiting_line(), self.steps
+        begin, taken, margin = now + self._wait(now), 0.0, 1.0
+        own = self._timed(request.due, request.pending, request.length)
+        at = bisect_right(line, own)
+        for due, tokens, cached, seconds in (*line[:at], own, *line[at:]):
+            through = taken + seconds
+            if begin + margin * through > due:
+                through = taken + steps.alone(tokens, cached)
+                if begin + margin * through > due >= request.due:
+                    return False
+            taken, margin = through, 1.0 + MARGIN
+        wanted = request.pending + sum([tokens for _, tokens, _, _ in line])
+        return self.group is None or wanted <= self.view.kv_free * self.view.limits.block_size
+
+    def _waiting_line(self) -> Sequence[tuple[float, int, int, float]]:
+        """What no step has taken up of the prompts here (`_timed`), by deadline. It stays the same during a step."""
+        of = (self.view.steps, self.view.busy_until)
+        if self._line is None or of != self._line_of:
+            known, times, line = self.view.known, self._times, []
+            for id, other in self.prompts.items():
+                if seq := known.get(id):
+                    tokens = seq.pending - seq.in_flight
+                    if tokens < 2:
+                        continue
+                    if tokens != times[id][1]:
+                        times[id] = self._timed(other.due, tokens, other.length)
+                line.append(times[id])
+            self._line, self._line_of = sorted(line), of
+        return self._line
+
+    def _timed(self, due: float, tokens: int, length: int) -> tuple[float, int, int, float]:
+        """The last tokens of a prompt: when it is due, how many, after how many, and their seconds in chunks."""
+        return due, tokens, length - tokens, self.steps.in_chunks(tokens, length - tokens, BUDGET)
 
     def _wait(self, now: float) -> float:
         """Seconds until the step in flight ends."""

@@ -59,7 +59,7 @@ class Router:
     _for_pool: set[str] = field(init=False, repr=False, default_factory=set)  # best effort, waits for the pool
     _guest: str | None = field(init=False, repr=False, default=None)  # best effort that is in no pool
     _freed: dict[str, Replica] = field(init=False, repr=False, default_factory=dict)  # a request has left it
-    _moving: dict[str, tuple[float, Replica]] = field(init=False, repr=False, default_factory=dict)  # KV: since, to
+    _moving: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # KV on its way: since
     _token_moves: float = field(init=False, repr=False, default=0.0)  # seconds of a token's KV on its way
 
     def __post_init__(self) -> None:
@@ -87,8 +87,8 @@ class Router:
             elif isinstance(event, Finished | HandedOff | Lost):
                 self._leave(event.id)
             elif isinstance(event, Transferred):
-                if (moving := self._moving.pop(event.id, None)) is not None:
-                    self._token_moves += 0.1 * ((event.at - moving[0]) / event.tokens - self._token_moves)
+                if (since := self._moving.pop(event.id, None)) is not None:
+                    self._token_moves += 0.1 * ((event.at - since) / event.tokens - self._token_moves)
             elif isinstance(event, Placed) and event.replica in self._replicas:
                 self._placed_elsewhere(event.id, self._replicas[event.replica])
 
@@ -96,9 +96,10 @@ class Router:
         """It is there, if that is not where it was sent: with the rest of its group, or where its prefix is cached."""
         if (before := self._prefills.get(id)) is not None:
             if before is not replica:
-                replica.prompts[id] = before.prompts[id]
+                prompt = before.prompts[id]
                 self._leave_prefill(id)
-                replica.load, self._prefills[id] = None, replica
+                replica.queue(prompt)
+                self._prefills[id] = replica
                 self._unsorted.add(PREFILL)
             return
         seat, tier = self._where.get(id, (None, None))
@@ -126,8 +127,7 @@ class Router:
 
     def _leave_prefill(self, id: str) -> None:
         if (replica := self._prefills.pop(id, None)) is not None:
-            del replica.prompts[id]
-            replica.load = None
+            replica.unqueue(id)
             self._changed(replica)
 
     def _changed(self, replica: Replica) -> None:
@@ -158,7 +158,7 @@ class Router:
                     self._try(seq, turn, ())
         for seq in sorted(fresh, key=lambda s: by_deadline(s, now)):
             self._try(seq, turn, None)
-        self._freed.clear()
+        self._freed = {r.id: r for r in freed if r.empty and r.group is not None}  # to be given back yet
         until = min(held_until.values(), default=inf)
         if for_pool:
             self._send_too_long([seq for seq in fresh if seq.id in for_pool], turn)
@@ -236,10 +236,11 @@ class Router:
             while tier and min(due, end - left * self.tiers[tier]) - least < now:
                 tier -= 1
             due = min(due, end - left * self.tiers[tier])
+        way = seq.length * self._token_moves
         if self.mode == "pd" and not moves:  # the second token waits for the KV and the end of a step
-            lead = due - min(due, prompt_due(seq)) + seq.length * self._token_moves
+            lead = due - min(due, prompt_due(seq)) + way
             due -= max(0.0, min(lead, 0.5 * (due - now - self._least_seconds(seq, moves))))
-        return HeldRequest(seq, tier, due, seq.pending, seq.length, left, moves)
+        return HeldRequest(seq, tier, due, seq.pending, seq.length, left, moves, way)
 
     def _least_seconds(self, seq: SeqView, moves: bool) -> float:
         """Until its next token on a replica with nothing else to do."""
@@ -255,7 +256,8 @@ class Router:
         return request.due - self._least_seconds(request.seq, request.moves)
 
     def _placed(self, request: HeldRequest, turn: _Turn, among: Sequence[Replica] | None) -> bool:
-        """In mode pd a prompt is prefilled once a seat to decode in is kept for it, which it takes when it moves."""
+        """In mode pd a prompt is prefilled once a seat to decode in is kept for it, which it takes when it moves if its
+        next token is in time there."""
         id = request.seq.id
         if self.mode == "co":
             found = self._seat(request, turn, among)
@@ -266,7 +268,9 @@ class Router:
         if request.moves:
             if id in self._where and (self._where[id][1] is None or is_source(self._where[id][0], request.seq)):
                 self._leave(id)  # no seat was kept for it
-            if id not in self._where:
+            if id in self._where:
+                self._look_again(request, turn)
+            else:
                 found = self._seat(request, turn, None)
                 if found is None and request.due == inf:
                     found = self._room(request)
@@ -276,10 +280,32 @@ class Router:
             replica = self._where[id][0]
             if replica.view.limits.blocks(request.length) > replica.view.kv_free:
                 return False
-            self._moving[id] = turn.now, replica
+            self._moving[id] = turn.now
             turn.place[id], turn.why[id] = replica.id, "decodes"
             return True
         return self._starts(request, turn, among)
+
+    def _look_again(self, request: HeldRequest, turn: _Turn) -> None:
+        """Its KV is there: where its next token would be late at the seat kept it sits elsewhere, though for one
+        token's sake no replica leaves the pool, but for what is late anyway and finds no room. Where steps there have
+        come to be too long it goes to another replica of its tier, not to a tighter one: that would fill up, too."""
+        id, found, now = request.seq.id, None, turn.now
+        kept, tier = self._where[id]
+        group = kept.group
+        if group is not None and group != PREFILL and kept.keeps(request, self.tiers[group], now):
+            return
+        del self._where[id]
+        kept.drop(id, tier)
+        if group is None or group == PREFILL or kept.joins_at(request, now) > request.due:
+            found = (self._seat if request.due == inf else self._seat_in_groups)(request, turn, None)
+        elif kept.next_token_at(request, self.tiers[group], now) is None:
+            found = self._seat_in_groups(request, turn, None, tightest=request.tier)
+        if found is None:
+            kept.add(request)
+            self._where[id] = kept, request.tier
+        else:
+            self._changed(kept)
+            self._sit(request, found, turn)
 
     def _starts(self, request: HeldRequest, turn: _Turn, among: Sequence[Replica] | None) -> bool:
         id, short = request.seq.id, self._lacks.get(request.seq.id) == "prefill"
@@ -302,8 +328,7 @@ class Router:
         self._sit(request, seat, turn)
         if replica.group is None:
             self._enlist(replica, PREFILL, turn)
-        replica.prompts[id] = request
-        replica.load = None
+        replica.queue(request)
         self._unsorted.add(PREFILL)
         self._prefills[id] = replica
         turn.place[id], turn.why[id] = replica.id, f"prefill, then {seat[0].id}: {seat[2]}"
@@ -321,15 +346,24 @@ class Router:
     ) -> tuple[Replica, int, str] | None:
         """Where it can decode, for which tier that replica serves or is to serve, and why. The order of attempts: own
         tier, tighter ones, a draining replica, the pool."""
+        if (found := self._seat_in_groups(request, turn, among)) is not None:
+            return found
         own, later = request.tier, self.mode == "pd" and not request.moves
-        for group in range(own, -1, -1):
-            for replica in self._loaded(group, among):
-                if replica.next_token_at(request, self.tiers[group], turn.now, later=later) is not None:
-                    return replica, group, "own tier" if group == own else f"promoted from {1e3 * self.tiers[own]:g} ms"
         for replica in self._claimable(request):
             pooled = replica.group is None
             if replica.next_token_at(request, self.tiers[own], turn.now, alone=pooled, later=later) is not None:
                 return replica, own, "scaled up" if pooled else "claimed"
+        return None
+
+    def _seat_in_groups(
+        self, request: HeldRequest, turn: _Turn, among: Sequence[Replica] | None, tightest: int = 0
+    ) -> tuple[Replica, int, str] | None:
+        """The same among those that serve its tier or one from the `tightest` on."""
+        own, later = request.tier, self.mode == "pd" and not request.moves
+        for group in range(own, tightest - 1, -1):
+            for replica in self._loaded(group, among):
+                if replica.next_token_at(request, self.tiers[group], turn.now, later=later) is not None:
+                    return replica, group, "own tier" if group == own else f"promoted from {1e3 * self.tiers[own]:g} ms"
         return None
 
     def _room(self, request: HeldRequest) -> tuple[Replica, int, str] | None:
@@ -384,9 +418,8 @@ class Router:
         """The replica of the pool with the least to do that can take what this one brings; ties by lowest index.
         enlist: to change what it is for, which cannot be while KV is on its way to it."""
         pool = [r for r in self._replicas.values() if r.group is None and r is not besides and not is_source(r, seq)]
-        if enlist and self._moving:
-            coming = [replica for _, replica in self._moving.values()]
-            pool = [r for r in pool if r not in coming]
+        if enlist:
+            pool = [r for r in pool if not r.receives_kv()]
         return min(pool, key=lambda r: (len(r.forecast), r.index), default=None)
 
     def _send_too_long(self, parked: Sequence[SeqView], turn: _Turn) -> None:
@@ -414,7 +447,7 @@ class Router:
             self._where[seq.id] = (replica, None)
             self._for_pool.discard(seq.id)
             if seq.cached:
-                self._moving[seq.id] = turn.now, replica
+                self._moving[seq.id] = turn.now
             turn.place[seq.id], turn.why[seq.id] = replica.id, "best effort: in the pool"
 
     def _admit_guests(self, parked: Sequence[SeqView], turn: _Turn, pooled: bool) -> float:
@@ -455,6 +488,8 @@ class Router:
         """To the pool when it is empty; to the draining ones when only requests of looser tiers are left."""
         group = replica.group
         if group is None:
+            return
+        if replica.empty and replica.receives_kv():
             return
         if replica.empty:
             self._move(replica, None)

@@ -13,6 +13,8 @@ from rubato.core.plan import Plan, Shape
 from rubato.policy_kit.batch_builder import decode_first, decodes_only
 from rubato.policy_kit.prefill_queue import nearest_due_first
 
+BUDGET = 2048  # tokens of a prefill batch, by which the router prices prompts, too
+
 
 @dataclass
 class Scheduler:
@@ -20,7 +22,7 @@ class Scheduler:
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     uses: ClassVar[frozenset[str]] = frozenset({"handoff", "kv_transfer"})
-    budget: int = 2048
+    budget: int = BUDGET
 
     def __post_init__(self) -> None:
         if self.budget < 1:
