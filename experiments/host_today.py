@@ -150,7 +150,7 @@ class Results:
         return ascendra_capacity.ratio(self.of("ascendra", host), MODEL, ascendra_capacity.TUNED)
 
 
-COMPARED = ("slos-serve", "polyserve", *(f"adaserve-{model}" for model in MODELS), "ascendra")
+COMPARED = ("slos-serve", "polyserve", "polyserve-all", *(f"adaserve-{model}" for model in MODELS), "ascendra")
 
 
 def found(values: Sequence[Any], small: bool) -> Found:

@@ -100,8 +100,7 @@ def measured(
     found: dict[str, Any] = {}
     start = 0.6 * best
     for measure in measures:
-        if not found or len(choices) > 1:
-            tuned, choice = tuning.best(choices, start, measure, every=every)
+        tuned, choice = tuning.best(choices, start, measure, every=every)
         start = tuned or start
         rates, at = [], start / runs.STEP**2  # a short window holds more
         for each in used:
@@ -200,8 +199,11 @@ def found(values: Sequence[Any], small: bool) -> Found:
         estimates[f"{mode}-over-{mode}"] = table.mean(ALL, table.all_of(name), [same])
         estimates[f"{mode}-of-optimum"] = table.of_optimum(name)
         estimates[f"{mode}-spread"] = Estimate.exact(table.spread(name))
-    least = (over_seeds(table.ratio(d, table.chosen(d, EACH), EACH).tolist()) for d in table.sets)
-    estimates["least-each"] = min(least, key=lambda e: e.value)
+    estimates["pd-gain"], estimates["pd-share"] = estimates["pd-over-baselines"], estimates["pd-of-optimum"]
+    for name, ours in (("least-each", {d: table.chosen(d, EACH) for d in table.sets}), ("pd-least-each",
+                       table.all_of(POLYSERVE[1]) or chosen)):  # fmt: skip
+        ratios = [over_seeds(table.ratio(d, system, EACH).tolist()) for d, system in ours.items()]
+        estimates[name] = min(ratios, key=lambda e: e.value)
     untaught = {d: f"{name} {UNTAUGHT}" for d, name in chosen.items() if (d, f"{name} {UNTAUGHT}") in table.values}
     estimates["untaught"] = (
         table.over_sets([

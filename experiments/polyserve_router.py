@@ -1,4 +1,4 @@
-"""PolyServe's router, and ours: requests placed in a CPU second, by the size of the fleet (§5.6).
+"""PolyServe's router, and ours: requests routed in a CPU second, by the size of the fleet (§5.6).
 
 Splitwise's lengths at 0.85 of the optimum, each replica busy, through the real cluster: all that it does for a request
 is counted (arrival, placement, first token, hand-off, end), the replicas' own steps are not. With prefill and decode
@@ -35,7 +35,6 @@ SYSTEMS = {
     "rubato": "rubato@rubato:mode=pd",
     "least_loaded": "co_chunk:budget=2048@least_loaded",
 }
-PLACEMENTS = {"co": 1, "pd": 2, "rubato": 2, "least_loaded": 1}  # of a request
 
 
 def jobs(small: bool) -> list[Job]:
@@ -62,8 +61,8 @@ def measured(fleets: Sequence[int], count: int, fill: float) -> list[dict[str, A
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
-    def placed(name: str, fleet: int) -> Estimate:
-        return over_seeds([PLACEMENTS[name] * v["requests"] for each in values for v in each
+    def routed(name: str, fleet: int) -> Estimate:
+        return over_seeds([v["requests"] for each in values for v in each
                            if (v["name"], v["fleet"]) == (name, fleet)])  # fmt: skip
 
     def p99(name: str, fleet: int) -> Estimate:
@@ -73,36 +72,36 @@ def found(values: Sequence[Any], small: bool) -> Found:
     most = max(v["fleet"] for each in values for v in each)
     estimates: dict[str, Estimate] = {}
     for mode in ("co", "pd", "rubato"):
-        estimates |= {f"{mode}-20": placed(mode, 20), f"{mode}-100": placed(mode, most)}
+        estimates |= {f"{mode}-20": routed(mode, 20), f"{mode}-100": routed(mode, most)}
         estimates |= {f"{mode}-p99-20": p99(mode, 20), f"{mode}-p99-100": p99(mode, most)}
     settings = {"data": DATA, "load": LOAD, "systems": SYSTEMS, "requests": COUNT}
     return Found(estimates, list(values), list(range(len(values))), "deadline", settings)
 
 
 def draw(data: Any, axes: Any) -> None:
-    """CPU microseconds of a placement over the size of the fleet."""
+    """CPU microseconds of a request over the size of the fleet."""
     fleets = sorted({v["fleet"] for each in data for v in each})
     for name in SYSTEMS:
-        costs = [1e6 / np.median(list(_placements(data, name, fleet))) for fleet in fleets]
+        costs = [1e6 / np.median(list(_requests(data, name, fleet))) for fleet in fleets]
         axes.plot(fleets, costs, marker="o", label=name)
     axes.set_xlabel("replicas")
-    axes.set_ylabel("CPU microseconds a placement")
+    axes.set_ylabel("CPU microseconds a request")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=7)
 
 
-def _placements(data: Any, name: str, fleet: int) -> list[float]:
-    return [PLACEMENTS[name] * v["requests"] for each in data for v in each if (v["name"], v["fleet"]) == (name, fleet)]
+def _requests(data: Any, name: str, fleet: int) -> list[float]:
+    return [v["requests"] for each in data for v in each if (v["name"], v["fleet"]) == (name, fleet)]
 
 
 def tables(data: Any) -> str:
     fleets = sorted({v["fleet"] for each in data for v in each})
-    rows = [["placements a CPU second, (p99 of asking, ms)", *(f"{fleet} replicas" for fleet in fleets)]]
+    rows = [["requests a CPU second, (p99 of asking, ms)", *(f"{fleet} replicas" for fleet in fleets)]]
     for name in SYSTEMS:
         cells = []
         for fleet in fleets:
             own = [v for each in data for v in each if (v["name"], v["fleet"]) == (name, fleet)]
             p99 = np.median([1e3 * v["p99"] for v in own])
-            cells.append(f"{np.median(_placements(data, name, fleet)):,.0f} ({p99:.2f})")
+            cells.append(f"{np.median(_requests(data, name, fleet)):,.0f} ({p99:.2f})")
         rows.append([name, *cells])
     return markdown(rows)
