@@ -20,6 +20,7 @@ from math import inf, prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from experiments import Found
 from experiments._exhaustive_mapping import exhaustive
@@ -190,16 +191,22 @@ def believed(off: tuple[str, float] | None) -> bilinear.Model:
 # --------------------------------------------------------------------------- what came out
 
 
+def paired(values: Sequence[Any], name: str, base: str, n: int, b: int, number: str) -> list[NDArray[np.float64]]:
+    """A number of two systems in a cell, by the seeds that both have run with."""
+    of = {
+        which: {v["seed"]: v[number] for v in values if (v["name"], v["n"], v["b"]) == (which, n, b)}
+        for which in (name, base)
+    }
+    seeds = sorted(of[name].keys() & of[base].keys())
+    return [np.array([own[seed] for seed in seeds]) for own in of.values()]
+
+
 def over(
     values: Sequence[Any], name: str, n: int, b: int, number: str = "g", base: str = "order of arrival"
 ) -> Estimate:
     """The ratio of two systems' means over seeds, its interval by the jackknife: order of arrival may have no request
     in SLO, so ratios are not taken seed by seed."""
-    of = {
-        which: {v["seed"]: v[number] for v in values if (v["name"], v["n"], v["b"]) == (which, n, b)}
-        for which in (name, base)
-    }
-    own, other = (np.array([of[which][seed] for seed in sorted(of[name])]) for which in (name, base))
+    own, other = paired(values, name, base, n, b, number)
     if not other.sum():
         return Estimate(inf, 0.0, inf) if own.sum() else Estimate.exact(1.0)
     ratio, count = own.sum() / other.sum(), len(own)
@@ -217,11 +224,7 @@ def reaching(
     (at most, if below 1). Over 0, all but 0 is. Its interval: Wilson's for one cell, else a bootstrap's over runs."""
     rng, missed, missed_again = np.random.default_rng(_DRAWS), [], []
     for n, b in cells:
-        of = {
-            which: {v["seed"]: v[number] for v in values if (v["name"], v["n"], v["b"]) == (which, n, b)}
-            for which in (name, base)
-        }
-        own, other = (np.array([of[which][seed] for seed in sorted(of[name])]) for which in (name, base))
+        own, other = paired(values, name, base, n, b, number)
         miss = (own < bar * other) | (own == 0.0) if bar >= 1.0 else own > bar * other
         missed.append(float(miss.mean()))
         missed_again.append(rng.choice(miss, (RESAMPLES, len(miss))).mean(axis=1))
