@@ -96,7 +96,7 @@ class Scheduler:
             parts.held = [s for s in parts.held if s.id not in drop]
         oldest = self._requests.oldest(view, parts)
         tiers = self._requests.losses.weights()
-        kept, longest, laxity = self._in_time(steps, parts.prompts, tiers)
+        kept, longest, laxity = self._in_time(view, steps, parts.prompts, tiers)
         kept = self._with_room(view, steps.decodes, kept, oldest, tiers)
         floor = steps.shortest() if self._errors.lead else 0.0
         batch = StepBatch(view, steps, parts, kept, oldest, floor)
@@ -107,13 +107,13 @@ class Scheduler:
     # ----------------------------------------------------------------- time
 
     def _in_time(
-        self, steps: DecodeSteps, prompts: Sequence[Job], tiers: Mapping[str, float]
+        self, view: View, steps: DecodeSteps, prompts: Sequence[Job], tiers: Mapping[str, float]
     ) -> tuple[list[Job], float, float]:
         """The prompts that can be in time together; the longest step for that; seconds that all of them can spare.
         tiers: what their prompts weigh (`TierLosses`).
 
-        By deadline, but the shortest that has an e2e goes first, as far as those due before it can wait: what it leaves
-        of its deadline is its session's next turn's."""
+        By deadline, but the shortest that has an e2e goes first, as far as those due before it can wait, and have a
+        place even so: what it leaves of its deadline is its session's next turn's."""
         ladder = [steps.unit * rung for rung in LADDER]
         if not prompts:
             return [], ladder[0], inf
@@ -127,10 +127,13 @@ class Scheduler:
         if hopeless or not gone:  # nothing else is there to do: prefill as much as decodes can bear
             longest = max(longest, min(ladder[-1], AHEAD * (steps.first_due() - steps.now)))
         kept: list[Job] = []
+        most, running = view.limits.max_running, view.running_ids
+        places = inf if most is None else most - len(running)
         total, laxity, first, least = 0.0, inf, 0, inf
         for i, job in enumerate(prompts):
             if i not in gone:
-                if has_e2e(job.seq) and seconds[i] < min(least, laxity):
+                places -= job.id not in running
+                if places >= 0 and has_e2e(job.seq) and seconds[i] < min(least, laxity):
                     first, least = len(kept), seconds[i]
                 total += seconds[i]
                 laxity = min(laxity, float(room[i]) - total)
