@@ -198,7 +198,7 @@ def paired(values: Sequence[Any], name: str, base: str, n: int, b: int, number: 
         for which in (name, base)
     }
     seeds = sorted(of[name].keys() & of[base].keys())
-    return [np.array([own[seed] for seed in seeds]) for own in of.values()]
+    return [np.array([of[which][seed] for seed in seeds]) for which in (name, base)]
 
 
 def over(
