@@ -26,7 +26,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "AdaServe, §5.2 (adaptive control)"
-SECONDS = 260.0
+SECONDS = 200.0
 MODEL = "llama"
 RATES = (4.8, 6.4)
 DEPTHS, WIDTHS = (1, 2, 4, 8), (1, 3)

@@ -41,7 +41,7 @@ from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.simulation.simulate import simulate_events
 
 SOURCE = "SA, abstract and §5.2 (the appendix's figures)"
-SECONDS = 290.0
+SECONDS = 240.0
 
 CELLS: Mapping[tuple[int, int], str] = {(40, 1): "qwen2.5-32b", (8, 2): "qwen2.5-7b"}  # requests, batches of -> model
 SEEDS = tuple(range(1, 41))

@@ -23,7 +23,7 @@ from rubato.policies.sa import Annealing, MappedRequest, Predicted, anneal
 from rubato.workloads import scenarios
 
 SOURCE = "SA, §5.2 and Fig. 7"
-SECONDS = 40.0
+SECONDS = 60.0
 
 SCENARIO = "sa-mixed"
 COUNTS, BATCHES = (4, 6, 8), (1, 2, 4)

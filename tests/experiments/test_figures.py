@@ -337,7 +337,7 @@ def test_verdicts_are_the_stored_ones_but_where_the_bar_has_changed_since() -> N
             if claim.verdict(estimate(stored["ours"], stored["low"], stored["high"])) != stored["verdict"]:
                 assert any(getattr(claim, key) != stored[key] for key in bars)
                 changed.add((run["figure"], stored["name"]))
-    assert changed <= {("polyserve-router", "pd-20")}
+    assert changed <= {("polyserve-router", "pd-20"), ("polyserve-router", "pd-100")}
 
 
 def test_a_claim_newer_than_its_figures_run_was_not_run_and_one_that_is_gone_is_not_shown() -> None:
@@ -384,7 +384,7 @@ def test_a_page_opens_with_the_papers_claims_that_miss_and_takes_full_runs_only(
     assert "Of 1 more, what policies share" in pages([kit])["papers.md"]
     for bad, says in (
         (data | {"small": True}, "was run with --small"),
-        (data | {"claims": data["claims"][1:]}, "run it again"),
+        (data | {"claims": []}, "run it again"),
         (data | {"format": "x"}, "format 'x' is no figure's"),
         (data | {"trace": "t.csv"}, "was run with --trace"),
         (data | {"policy": "mine.py"}, "was run with --policy"),
