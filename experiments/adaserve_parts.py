@@ -21,7 +21,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "AdaServe, §6.2, taken apart"
-SECONDS = 480.0
+SECONDS = 200.0
 
 RATES = {"llama": (6.0, 7.0), "qwen": (7.5, 9.0)}
 RUN, BUDGETS = 45.0, (256, 512, 1024)
