@@ -29,7 +29,7 @@ from rubato.workloads import Workload
 from rubato.workloads.arrivals import Bursts
 
 SOURCE = "SLOs-Serve, Fig. 13 and §6.2"
-SECONDS = 900.0
+SECONDS = 2652.0
 
 REPLICAS = (1, 2, 3, 4)
 MOST = REPLICAS[-1]
