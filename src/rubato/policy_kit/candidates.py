@@ -11,7 +11,7 @@ from math import inf
 
 from rubato.core.interfaces import Dispatch, Router, SeqView, View
 from rubato.core.request import ALONE_S, NO_REPLICA
-from rubato.policy_kit.router_wrapper import RouterWrapper
+from rubato.policy_kit.wrapper import RouterWrapper
 
 AGAIN = 0.5  # seconds until it is looked again whether one of a set that has none is there
 

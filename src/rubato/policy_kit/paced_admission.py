@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rubato.core.events import Event
 from rubato.core.interfaces import Scheduler, SeqView, View
 from rubato.core.plan import Plan
 from rubato.policy_kit.batch_builder import BatchBuilder, make_room
 from rubato.policy_kit.draft_value import drafting, with_nodes
 from rubato.policy_kit.paces import Together, pace_of, time_for
 from rubato.policy_kit.refusals import refusals, wants_refusal
+from rubato.policy_kit.wrapper import Wrapper
 
 ARRIVAL, DUE = attrgetter("request.arrival"), attrgetter("due")
 SAFETY = 1.2  # a prompt begins if all could go on together with steps so many times as long: what drafts bring is luck
@@ -148,21 +148,13 @@ class PacedAdmission:
                 return
 
 
-class PacedScheduler:
+class PacedScheduler(Wrapper[Scheduler]):
     """A policy that drafts, with this admission. inner: it plans the steps of those that run, as if there were no
     others; it may not demote, refuse or hand off any itself. chunk: its token budget."""
 
     def __init__(self, inner: Scheduler, chunk: int) -> None:
-        self.inner, self._admission = inner, PacedAdmission(chunk)
-
-    def __getattr__(self, name: str) -> Any:
-        """`needs`, settings, whatever `inner` has."""
-        if name == "inner":  # it is being copied, and has nothing yet
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def observe(self, events: Sequence[Event]) -> None:
-        self.inner.observe(events)
+        super().__init__(inner)
+        self._admission = PacedAdmission(chunk)
 
     def plan(self, view: View) -> Plan:
         admission, load, builder = (

@@ -25,7 +25,7 @@ from rubato.core.interfaces import Dispatch, Router, SeqView, View
 from rubato.core.plan import Role, Shape
 from rubato.policy_kit.backlog import PER_REQUEST, load, prefill_seconds
 from rubato.policy_kit.prefix_index import PrefixIndex
-from rubato.policy_kit.router_wrapper import RouterWrapper
+from rubato.policy_kit.wrapper import RouterWrapper
 
 SETTING = "prefix_affinity"
 

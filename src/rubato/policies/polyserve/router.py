@@ -489,11 +489,10 @@ class Router:
         group = replica.group
         if group is None:
             return
-        if replica.empty and replica.receives_kv():
-            return
         if replica.empty:
-            self._move(replica, None)
-            turn.roles[replica.id] = POOL_ROLE
+            if not replica.receives_kv():
+                self._move(replica, None)
+                turn.roles[replica.id] = POOL_ROLE
         elif group != PREFILL and not replica.residents[group] and not replica.draining:
             replica.draining = True
             turn.roles[replica.id] = replace(self._role(group), kind="pending")

@@ -53,7 +53,7 @@ def nodes_to_verify(decodes: Sequence[Job], end: float, budget: int) -> Mapping[
     if budget < 1 or all(tree is None for tree in trees):
         return {}
     needed = [1.0 + max(0.0, floor((end - job.due) / job.tpot)) if job.due < end else 0.0 for job in decodes]
-    # What the budget does not bring one alone it is not to be left out for: some of it comes nearer.
+    # A need beyond what the whole budget brings would get nothing: of it as much as that counts.
     brings = [1.0 + (sum(sorted(tree.paths)[-budget:]) if tree is not None else 0.0) for tree in trees]
     needed = [min(need, whole) for need, whole in zip(needed, brings, strict=True)]
     found = select(trees, needed, len(decodes) + budget, DEPTH * WIDTH + 1)

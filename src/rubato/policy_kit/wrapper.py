@@ -1,0 +1,36 @@
+"""A router or scheduler around another one, which decides most: it has all that the other has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+from rubato.core.events import Event
+from rubato.core.interfaces import Assigner, Router, Scheduler
+
+Inner = TypeVar("Inner", bound=Router | Scheduler)
+
+
+class Wrapper(Generic[Inner]):
+    """inner: what is asked."""
+
+    def __init__(self, inner: Inner) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        """`needs`, `wants`, `tier_names`, settings, whatever `inner` has."""
+        if name == "inner":  # it is being copied, and has nothing yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        self.inner.observe(events)
+
+
+class RouterWrapper(Wrapper[Router]):
+    """Around a router."""
+
+    def __init__(self, inner: Router) -> None:
+        super().__init__(inner)
+        if isinstance(inner, Assigner):
+            self.roles = inner.roles  # of the object, so that only a wrapper of an Assigner is one
