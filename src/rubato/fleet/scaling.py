@@ -70,7 +70,8 @@ class FleetScaling:
     def views_to_route(self, now: float) -> list[View]:
         """The same, without those that rest; none where these are all of a phase, which a router would think gone."""
         hosts = [host for id, host in self._hosts.items() if id not in self.draining]
-        resting = self._resting(hosts, now)
+        if not (resting := self._resting(hosts, now)):
+            return [host.view() for host in hosts]
         views = [host.view() for host in hosts if host not in resting]
         phases = {host.view().role.phase for host in resting}
         return views if phases <= {view.role.phase for view in views} else []

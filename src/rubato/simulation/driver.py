@@ -56,7 +56,12 @@ def drive(
         return host
 
     def follow(event: Event) -> None:
-        if isinstance(event, HandedOff) and cluster.wants_steps:  # it waits for what the end of a step may bring
+        if isinstance(event, HandedOff):
+            clock.call_at(clock.time, PLAN, report_steps)
+
+    def report_steps() -> None:
+        """Of all, where what was handed off has found no place yet: it waits for what the end of a step may bring."""
+        if cluster.wants_steps:
             for host in hosts:
                 host.report_steps()
 

@@ -3,7 +3,7 @@ these, when a request placed there would have its next token."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
@@ -63,6 +63,8 @@ class Replica:
         self.load: float | None = None
         self._line: list[tuple[float, int, int, float]] | None = None
         self._line_of: tuple[int, float] = (0, 0.0)  # the step by which it was made
+        self._rooms: Sequence[float] = ()  # of it
+        self._longest, self._longest_of = 0, (-1, 0)
 
     @property
     def empty(self) -> bool:
@@ -119,8 +121,11 @@ class Replica:
     def queue(self, request: HeldRequest) -> None:
         """Its prompt is to be prefilled here."""
         self.prompts[request.seq.id] = request
-        self._times[request.seq.id] = self._timed(request.due, request.pending, request.length)
-        self.load = self._line = None
+        self._times[request.seq.id] = timed = self._timed(request.due, request.pending, request.length)
+        self.load = None
+        if self._line is not None and request.pending > 1:
+            insort(self._line, timed)
+            self._rooms = ()
 
     def unqueue(self, id: str) -> None:
         """Its prompt is through, or goes elsewhere."""
@@ -187,22 +192,31 @@ class Replica:
             return inf
         steps = request.pending / tokens
         if backlog:
-            longest = max([s.length for s in (*view.prefilling, *view.waiting)], default=request.pending)
-            tokens, slower = self.steps.chunk(tpot, seqs, kv, longest)
+            tokens, slower = self.steps.chunk(tpot, seqs, kv, self._longest_prompt() or request.pending)
             steps += backlog / max(1, tokens)
             each = max(each, slower)
         wanted, seconds = backlog + request.pending, ceil(steps) * each
         if at + seconds <= request.due or self.added:
             return seconds
-        lead = view.first_decode_due + (tpot if at > now else 0.0) - tpot - at
-        if lead <= tpot or (lead := min(lead, first_prompt_due(view) - tpot - at)) <= tpot:
-            return seconds
         most = view.limits.max_num_batched_tokens - seqs
         beside = self.steps.decodes(seqs, kv) - self.steps.decodes(1, 1)
         whole = self.steps.alone(wanted) + ceil(wanted / most) * beside
+        if at + whole > request.due:  # however much is lent: seen before that is asked, which takes long
+            return seconds
+        lead = view.first_decode_due + (tpot if at > now else 0.0) - tpot - at
+        if lead <= tpot or (lead := min(lead, first_prompt_due(view) - tpot - at)) <= tpot:
+            return seconds
         if whole <= lead:
             return whole
         return lead + (1.0 - lead / whole) * seconds
+
+    def _longest_prompt(self) -> int:
+        """Tokens of the longest of those that no step has taken up in whole, 0 for none. Looked up when they change."""
+        of = (self.view.steps, self.view.pending)
+        if of != self._longest_of:
+            self._longest = max([s.length for s in (*self.view.prefilling, *self.view.waiting)], default=0)
+            self._longest_of = of
+        return self._longest
 
     def prefills_in_time(self, request: HeldRequest, now: float) -> bool:
         """Whether its prompt, and those behind it, would be through in time among those queued here, one after the
@@ -210,10 +224,13 @@ class Replica:
         possible where it would be late so. All but the first have a margin; one for the first would refuse prompts
         that are in time only if they run alone. Sharing steps saves time, for those that come later."""
         self.steps.renew(now)
-        line, steps = self._waiting_line(), self.steps
-        begin, taken, margin = now + self._wait(now), 0.0, 1.0
+        steps, busy_until = self.steps, self.view.busy_until
+        line = self._waiting_line(busy_until)
+        begin, taken, margin = max(now, busy_until), 0.0, 1.0
         own = self._timed(request.due, request.pending, request.length)
         at = bisect_right(line, own)
+        if self._least(own) > self._rooms[at] - begin / (1.0 + MARGIN):
+            return False
         for due, tokens, cached, seconds in (*line[:at], own, *line[at:]):
             through = taken + seconds
             if begin + margin * through > due:
@@ -224,9 +241,9 @@ class Replica:
         wanted = request.pending + sum([tokens for _, tokens, _, _ in line])
         return self.group is None or wanted <= self.view.kv_free * self.view.limits.block_size
 
-    def _waiting_line(self) -> Sequence[tuple[float, int, int, float]]:
+    def _waiting_line(self, busy_until: float) -> Sequence[tuple[float, int, int, float]]:
         """What no step has taken up of the prompts here (`_timed`), by deadline. It stays the same during a step."""
-        of = (self.view.steps, self.view.busy_until)
+        of = (self.view.steps, busy_until)
         if self._line is None or of != self._line_of:
             known, times, line = self.view.known, self._times, []
             for id, other in self.prompts.items():
@@ -238,7 +255,25 @@ class Replica:
                         times[id] = self._timed(other.due, tokens, other.length)
                 line.append(times[id])
             self._line, self._line_of = sorted(line), of
+            self._rooms = ()
+        if not self._rooms:
+            self._rooms = self._room_before(self._line)
         return self._line
+
+    def _room_before(self, line: Sequence[tuple[float, int, int, float]]) -> Sequence[float]:
+        """For each place in the line: up to when, divided by the margin, one that takes less would leave those behind
+        it in time, were each as short as possible; inf at the end."""
+        rooms, taken, least = [inf], sum(map(self._least, line)), inf
+        for timed in reversed(line):
+            least = min(least, timed[0] / (1.0 + MARGIN) - taken)
+            taken -= self._least(timed)
+            rooms.append(least)
+        return rooms[::-1]
+
+    def _least(self, timed: tuple[float, int, int, float]) -> float:
+        """Seconds of these tokens in chunks, or in as few steps as possible if that is less."""
+        _, tokens, cached, seconds = timed
+        return min(seconds, self.steps.alone(tokens, cached))
 
     def _timed(self, due: float, tokens: int, length: int) -> tuple[float, int, int, float]:
         """The last tokens of a prompt: when it is due, how many, after how many, and their seconds in chunks."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
+from operator import is_
 from typing import ClassVar
 
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Transferred
@@ -50,6 +51,8 @@ class Router:
     tiers: Sequence[float] = (0.02, 0.03, 0.05, 0.1)
     _replicas: dict[str, Replica] = field(init=False, repr=False, default_factory=dict)
     _tables: dict[tuple[int, int], StepTable] = field(init=False, repr=False, default_factory=dict)
+    _fleet: Sequence[View] = field(init=False, repr=False, default=())
+    _added: list[Replica] = field(init=False, repr=False, default_factory=list)  # where the last dispatch placed tokens
     _groups: list[list[Replica]] = field(init=False, repr=False, default_factory=list)  # the most loaded first
     _unsorted: set[int] = field(init=False, repr=False, default_factory=set)
     _where: dict[str, tuple[Replica, int | None]] = field(init=False, repr=False, default_factory=dict)  # and its tier
@@ -139,6 +142,9 @@ class Router:
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         self._update_replicas(fleet)
+        for replica in self._added:
+            replica.added = 0
+        self._added.clear()
         turn = _Turn(now)
         held_until, for_pool = self._held_until, self._for_pool
         waiting = [seq for seq in held if seq.id in held_until]
@@ -179,21 +185,23 @@ class Router:
     def _update_replicas(self, fleet: Sequence[View]) -> None:
         """The replicas in the fleet, and what they show now."""
         replicas = self._replicas
-        if len(fleet) != len(replicas) or any(view.id not in replicas for view in fleet):
+        if len(fleet) == len(self._fleet) and all(map(is_, fleet, self._fleet)):  # these change by themselves
+            return
+        self._fleet = list(fleet)
+        for index, view in enumerate(fleet):
+            if (replica := replicas.get(view.id)) is None:
+                # one table for all with the same latency model: it takes a thousand questions to fill
+                most = view.limits.max_num_batched_tokens
+                table = self._tables.setdefault((id(view.latency), most), StepTable(view.latency, most))
+                replica = replicas[view.id] = self._freed[view.id] = Replica(view, index, len(self.tiers), table)
+            replica.view = view
+        if len(replicas) > len(fleet):
             here = {view.id for view in fleet}
             for gone in [replica for replica in replicas.values() if replica.id not in here]:
                 self._move(gone, None)
                 self._freed.pop(gone.id, None)
                 self._forget_residents(gone)
                 del replicas[gone.id]
-            for index, view in enumerate(fleet):
-                if view.id not in replicas:
-                    # one table for all with the same latency model: it takes a thousand questions to fill
-                    most = view.limits.max_num_batched_tokens
-                    table = self._tables.setdefault((id(view.latency), most), StepTable(view.latency, most))
-                    replicas[view.id] = self._freed[view.id] = Replica(view, index, len(self.tiers), table)
-        for view in fleet:
-            replicas[view.id].view, replicas[view.id].added = view, 0
 
     def _try(self, seq: SeqView, turn: _Turn, among: Sequence[Replica] | None) -> None:
         """Place it, hold it while it could be in time, or leave it to the pool. among: the replicas that have changed
@@ -336,10 +344,11 @@ class Router:
 
     def _prefiller(self, request: HeldRequest, turn: _Turn, seat: Replica) -> Replica | None:
         """The most loaded prefill replica that has its prompt through in time, else one of the pool."""
-        for replica in (*self._loaded(PREFILL, None), self._idlest(request.seq, besides=seat)):
-            if replica is not None and replica.prefills_in_time(request, turn.now):
+        for replica in self._loaded(PREFILL, None):
+            if replica.prefills_in_time(request, turn.now):
                 return replica
-        return None
+        pooled = self._idlest(request.seq, besides=seat)
+        return pooled if pooled is not None and pooled.prefills_in_time(request, turn.now) else None
 
     def _seat(
         self, request: HeldRequest, turn: _Turn, among: Sequence[Replica] | None
@@ -387,6 +396,7 @@ class Router:
         replica.add(request)
         if self.mode == "co":
             replica.added += request.pending
+            self._added.append(replica)
         self._where[request.seq.id] = (replica, request.tier)
         self._unsorted.add(group)
 
