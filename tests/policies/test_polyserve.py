@@ -289,6 +289,26 @@ def test_prompts_of_a_prefill_replica_count_one_after_the_other(queued: float, o
     assert replica.prefills_in_time(prompt("own", own), 0.0) is in_time
 
 
+class WithoutRoom(Replica):
+    """Looks at each prompt behind the new one."""
+
+    def _room_before(self, line: Sequence[Any]) -> Sequence[float]:
+        return [inf] * (len(line) + 1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(0.0, 1.0)), max_size=8), st.floats(0.0, 0.2))
+def test_room_in_a_prefill_line_only_saves_looking_at_it(queued: list[tuple[int, float]], busy_until: float) -> None:
+    """The line is kept from one question to the next, as prompts come."""
+    view = View("r0", 0.0, [], [], kv_free=400, kv_total=400, limits=LIMITS, latency=STEP, busy_until=busy_until)
+    both = [kind(view, 0, 1, StepTable(STEP, 40)) for kind in (Replica, WithoutRoom)]
+    for n, (tokens, due) in enumerate(queued):
+        own = HeldRequest(Seq(request(f"p{n}", tokens), length=tokens), 0, due, tokens, tokens, 4.0, False)
+        kept, looked = (replica.prefills_in_time(own, 0.0) for replica in both)
+        assert kept == looked
+        for replica in both:
+            replica.queue(own)
+
+
 @pytest.mark.parametrize(
     ("done", "due", "in_time"),
     [  # seconds: the second half of this prompt of 16,384 tokens takes 0.22, the whole 0.36, and a margin
