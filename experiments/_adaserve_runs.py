@@ -95,8 +95,8 @@ OURS, NO_NEEDS, KNEE, KNEE_NO_NEEDS = "adaserve", "adaserve, needs 0", "adaserve
 NEEDLESS = "experiments._needless_adaserve"
 BUDGETS = (256, 512, 1024, 2048)
 PAPER = ("vllm", "sarathi", "chains of 4", "chains of 6", "chains of 8")  # of which the paper takes the best
-V0 = tuple(f"experiments._v0_chains:n={n}" for n in (4, 6, 8))  # the paper's chains literally, not tuned
-V0_SAID = "experiments._v0_chains:n=", "chains by vLLM V0's rules, "
+V0_CHAINS = "experiments._v0_chains:n="
+V0 = tuple(f"{V0_CHAINS}{n}" for n in (4, 6, 8))  # the paper's chains literally, not tuned
 TUNED = (*PAPER, "chains of 2", "smart_spec", "priority", "edf")
 
 
@@ -411,7 +411,7 @@ def table(values: Sequence[Any], x: str, says: str) -> str:
             right = [run[name]["accepted"] for run in runs if run[name]["accepted"] is not None]
             said = "" if name == OURS else f"{points.value:+.1f} [{points.low:+.1f}, {points.high:+.1f}]"
             rows.append([
-                f"{v[x]:g}", name.replace(*V0_SAID), said,
+                f"{v[x]:g}", name.replace(V0_CHAINS, "chains by vLLM V0's rules, "), said,
                 *(f"{mean_of(v, name, 'share', judge):.3f}" for judge in JUDGES),
                 f"{least:.2f}", f"{mean_of(v, name, 'ttft_p99'):.1f}", f"{np.mean(right):.2f}" if right else "",
             ])  # fmt: skip

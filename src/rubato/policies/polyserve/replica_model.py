@@ -123,7 +123,7 @@ class Replica:
         self.prompts[request.seq.id] = request
         self._times[request.seq.id] = timed = self._timed(request.due, request.pending, request.length)
         self.load = None
-        if self._line is not None and request.pending > 1:
+        if self._line is not None and request.pending > 1:  # with one token left it is in no line
             insort(self._line, timed)
             self._rooms = ()
 
