@@ -167,6 +167,21 @@ def test_prompts_and_decodes_apart() -> None:
     ]
 
 
+def test_a_tier_does_not_take_a_replica_whose_last_prompt_has_just_left() -> None:
+    """Else few are left that prefill, and none is to be had again until one that decodes is empty."""
+    burst = [request(f"b{i}", 60, most=100, ttft=0.05, tpot=0.06) for i in range(4)]
+    placed = rules(served([*burst, loose("next", 0.1)], 3, mode="pd"))
+    assert {r for id, r, why in placed if id.startswith("b") and why.startswith("prefill")} == {"r1", "r2"}
+    assert [p for p in placed if p[0] == "next"] == [("next", "r1", "prefill, then r0"), ("next", "r0", "decodes")]
+
+
+def test_best_effort_that_waits_has_an_idle_prefill_replica_as_soon_as_it_goes_back() -> None:
+    free = replace(request("free", 8, arrival=0.05), stages=(replace(request("free", 8).stages[0], slo=SLO()),))
+    events = served([loose("l0", most=180), free], 2, mode="pd")
+    placed = next(e for e in events if isinstance(e, Placed) and e.id == "free")
+    assert (placed.replica, round(placed.at, 3)) == ("r1", 0.303)
+
+
 def test_too_late_is_best_effort() -> None:
     """A prompt that would take longer than its TTFT alone."""
     late = request("late", 60, most=4, ttft=0.003, tpot=0.06)

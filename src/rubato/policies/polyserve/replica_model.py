@@ -58,6 +58,7 @@ class Replica:
         self.prompts: dict[str, HeldRequest] = {}
         self._times: dict[str, tuple[float, int, int, float]] = {}  # of each of these (`_timed`), when last looked at
         self.added = 0  # tokens that this dispatch places here
+        self.idle_since = inf  # without a prompt, if it prefills
         self.capacity = view.kv_total * view.limits.block_size
         self.steps = steps
         self.load: float | None = None
@@ -120,6 +121,7 @@ class Replica:
 
     def queue(self, request: HeldRequest) -> None:
         """Its prompt is to be prefilled here."""
+        self.idle_since = inf
         self.prompts[request.seq.id] = request
         self._times[request.seq.id] = timed = self._timed(request.due, request.pending, request.length)
         self.load = None

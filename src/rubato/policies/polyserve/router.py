@@ -23,6 +23,7 @@ POOL_ROLE = Role(kind="best_effort")
 PREFILL_ROLE = Role("prefill", kind="prefill")
 SOON = 1e-5  # seconds from now at which the router is asked again at the earliest
 PATIENCE = 10.0  # seconds from arrival after which best effort need not wait for the pool
+IDLE = 0.3  # seconds after which a prefill replica without a prompt goes back to the pool (paper, §4.3: periodically)
 
 
 @dataclass(slots=True)
@@ -152,7 +153,8 @@ class Router:
         for seq in fresh:
             if seq.id in self._where and not seq.cached:  # it came back, or was not taken
                 self._leave(seq.id)
-        freed = tuple(self._freed.values())
+        idle = [r for r in self._groups[PREFILL] if now >= r.idle_since + IDLE]
+        freed = tuple({**self._freed, **{r.id: r for r in idle}}.values())
         for replica in freed:
             self._give_back(replica, turn)
         if freed:
@@ -164,8 +166,9 @@ class Router:
                     self._try(seq, turn, ())
         for seq in sorted(fresh, key=lambda s: by_deadline(s, now)):
             self._try(seq, turn, None)
-        self._freed = {r.id: r for r in freed if r.empty and r.group is not None}  # to be given back yet
-        until = min(held_until.values(), default=inf)
+        # to be given back yet; those that are idle are looked at when it has been long enough
+        self._freed = {r.id: r for r in freed if r.empty and r.group is not None and r.idle_since == inf}
+        until = min([*held_until.values(), *(r.idle_since + IDLE for r in self._groups[PREFILL])], default=inf)
         if for_pool:
             self._send_too_long([seq for seq in fresh if seq.id in for_pool], turn)
             parked = [seq for seq in held if seq.id in for_pool]
@@ -495,11 +498,17 @@ class Router:
         turn.roles[replica.id] = self._role(group)
 
     def _give_back(self, replica: Replica, turn: _Turn) -> None:
-        """To the pool when it is empty; to the draining ones when only requests of looser tiers are left."""
+        """To the pool when it is empty, if it prefills when it has been for `IDLE`: a tier would take it at once, and
+        prompts would have to wait until one that decodes is empty. To the draining ones when only requests of looser
+        tiers are left."""
         group = replica.group
         if group is None:
             return
         if replica.empty:
+            if group == PREFILL:
+                replica.idle_since = min(replica.idle_since, turn.now)
+                if turn.now < replica.idle_since + IDLE:
+                    return
             if not replica.receives_kv():
                 self._move(replica, None)
                 turn.roles[replica.id] = POOL_ROLE
@@ -520,7 +529,7 @@ class Router:
     def _move(self, replica: Replica, group: int | None) -> None:
         if replica.group is not None:
             self._groups[replica.group].remove(replica)
-        replica.group, replica.draining = group, False
+        replica.group, replica.draining, replica.idle_since = group, False, inf
         if group is not None:
             self._groups[group].append(replica)
             self._unsorted.add(group)
