@@ -141,7 +141,8 @@ FAR, COARSE, NEAR = 9, 4, 2
 
 
 class CapacitySearch(RateSearch):
-    """Rates (requests/s a replica) of one workload that systems hold, output lengths known to all."""
+    """Rates (requests/s a replica) of one workload that systems hold, output lengths known to all. Policies are told
+    that windows are judged, the deadline rule is asked of the same runs."""
 
     measures = TARGETS
 
@@ -150,8 +151,9 @@ class CapacitySearch(RateSearch):
         super().__init__(GRID, GRID - 1.0 + 1e-6)
         self._load = replace(load, rate=len(load.arrivals) / load.duration)
         self._spec = RunSpec(
-            machine, PolicyChoice("vllm"), replicas, lengths=oracle_lengths, drafter=drafter() if drafts else None
-        )
+            machine, PolicyChoice("vllm"), replicas, lengths=oracle_lengths, drafter=drafter() if drafts else None,
+            slo_rule="windowed",
+        )  # fmt: skip
         self._seed = seed
         self.unfinished = 0  # requests that had not all their tokens in the end
         self.differ = 0  # verdicts that are not what the simulator's own judge said

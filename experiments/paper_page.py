@@ -34,9 +34,8 @@ SIMULATOR = "simulator"
 NAMED = 4  # modules that a page names of those that have changed
 NOT_RUN = "not run"
 VERDICTS = ("misses", "inconclusive", NOT_RUN, "holds")
-HOW = """A claim *holds* when all of our 95 % interval over seeds fulfils it, *misses* when none of it does,
-and else is *inconclusive*. Serving is simulated, on the packaged [hardware profiles]({up}latency.md#hardware-profiles);
-the CPU time of decisions is measured."""
+HOW = """A claim *holds* when all of our 95 % interval over seeds fulfils it, *misses* when none of it does, and else is
+*inconclusive*. Serving is simulated, on [hardware profiles]({up}latency.md#hardware-profiles); CPU time is measured."""
 WRITTEN = "Written by `python -m experiments --docs` from full runs (`docs/figures/*.json`); do not edit."
 KINDS = """Kinds of claims:
 

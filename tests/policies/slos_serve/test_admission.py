@@ -154,7 +154,9 @@ def test_figure_3_in_simulation() -> None:
 def test_begun_promises_are_kept_by_windows_where_streams_of_three_tpots_share_a_replica(seed: int) -> None:
     """Mixed beyond capacity: prompts and windows that ended early once took the pace of others, 5 and 3 of them."""
     load = runs.load("mixed", seed, runs.FULL, count=200).rescaled(5.0)
-    spec = RunSpec(runs.hardware("mixed", runs.FULL), PolicyChoice("slos_serve"), lengths=oracle_lengths)
+    spec = RunSpec(
+        runs.hardware("mixed", runs.FULL), PolicyChoice("slos_serve"), lengths=oracle_lengths, slo_rule="windowed"
+    )
     run = simulate(load, spec, causes=False)
     for rule in runs.JUDGES:
         kept = promises(rejudged(run, rule))

@@ -367,14 +367,16 @@ def test_who_cannot_wait_for_the_next_batch_comes_before_decodes_that_are_ahead_
     assert work(served.plan(replace(shown, **more))) == {"new": 6, "o": 1, "m": 1}
 
 
-def test_decodes_keep_their_pace_in_each_window_of_ten_however_far_ahead() -> None:
-    """10 ms and 1 ms a token: the prompt's 95 would hold up a decode for 106 ms. It has a token every 50 from the
-    start of its window on, that is now; not if four of these are out already."""
-    for output, taken in ((11, {"d": 1, "a": 39}), (15, {"a": 95, "d": 1})):
-        served = SpelledOut("slos_serve")
-        served.plan(seen([], [replace(decode("d", tpot=0.05, due=1.0), output=11)]))
-        running = [replace(decode("d", tpot=0.05, due=1.0), output=output)]
-        assert work(served.plan(seen([prompt("a", 95, ttft=1.0)], running))) == taken
+@pytest.mark.parametrize(
+    ("rule", "output", "taken"), [("windowed", 11, 39), ("windowed", 15, 95), ("deadline", 11, 95), ("mean", 11, 95)]
+)
+def test_decodes_keep_their_pace_in_each_window_of_ten_that_is_judged(rule: str, output: int, taken: int) -> None:
+    """10 ms and 1 ms a token: the prompt's 95 would hold up a decode, far ahead, for 106 ms. Where windows are judged
+    it has a token every 50 from the start of its window on, that is now; not if four of these are out already."""
+    served, before = SpelledOut("slos_serve"), replace(decode("d", tpot=0.05, due=1.0), output=11)
+    served.plan(replace(seen([], [before]), slo_rule=rule))
+    shown = seen([prompt("a", 95, ttft=1.0)], [replace(before, output=output)])
+    assert work(served.plan(replace(shown, slo_rule=rule))) == {"d": 1, "a": taken}
 
 
 @pytest.mark.parametrize(("tpot", "taken"), [(1.0, "mnoabcdefghi"), (0.025, "abcdefghijkl")])

@@ -94,7 +94,7 @@ class Scheduler:
     _decided: float = field(default=-inf, init=False)
     _finished: bool = field(default=False, init=False)
     _weight: float = field(default=1.0, init=False)
-    _windows: dict[str, Window] = field(default_factory=dict, init=False)
+    _windows: dict[str, Window] = field(default_factory=dict, init=False)  # of decodes, if these are judged
     _skipped: list[str] = field(default_factory=list, init=False)  # decodes left out of the last batches, in turn
     _claim: tuple[str, int, float] = field(default=("", 0, inf), init=False)  # the oldest: id, length, when due
     _drafts: Drafts = field(init=False)
@@ -164,7 +164,8 @@ class Scheduler:
 
     def _classify(self, view: View) -> Step:
         """The admitted, those still to be decided, and best effort."""
-        self._windows = windows(view, self._windows)
+        if view.slo_rule == "windowed":
+            self._windows = windows(view, self._windows)
         self._drafts.look(view)
         step = Step(view, DemandReader(
             max(view.now, view.busy_until), view.limits.block_size, self.tier_values, self._windows,
