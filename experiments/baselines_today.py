@@ -25,10 +25,10 @@ from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "ours; scenarios of SLOs-Serve, §6.1"
-SECONDS = 3170.0
+SECONDS = 2000.0
 
 BESIDE = ("vllm", "sarathi", "edf", "slos_serve", OURS)
-COUNT, SEEDS = 250, (1, 2, 3)
+COUNT, SEEDS = 150, (1, 2, 3)
 SMALL = ("sarathi", "edf", OURS, *TODAY)
 FLEET, REPLICAS, FLEET_COUNT = "mixed", 4, 80  # requests of a run, of each replica
 ROUTERS = {"slos_serve": "slos_serve", "least_loaded": "slos_serve@least_loaded", "lmetric": "slos_serve@lmetric"}
