@@ -298,6 +298,17 @@ def test_any_policy_that_plans_work_runs_behind_the_same_admission(name: str) ->
     assert paced.plan(seen([loose], (prompt("x", 20, ttft=1.0),), now=1.1)).demote == ("x",)
 
 
+@pytest.mark.parametrize("name", ["vllm", "vllm_spec", "smart_spec"])
+def test_what_the_admission_lets_wait_still_holds_its_place_in_the_engine(name: str) -> None:
+    """The engine holds two, one of which gives up its place in the step: no third begins."""
+    behind, even = begun("a", tpot=0.015), begun("b", tpot=1.0)
+    behind.first_token_at = -0.01
+    shown = seen([behind, even], (prompt("x", 20, ttft=1.0),), latency=Drafting(0.01, 0.002, per_draft=1.0))
+    for most, begins in ((2, False), (3, True)):
+        plan = PacedScheduler(load(name), 256).plan(replace(shown, limits=replace(shown.limits, max_running=most)))
+        assert ("x" in served(plan)) == begins
+
+
 def test_a_policy_that_says_itself_who_runs_has_no_place_behind_the_admission() -> None:
     with pytest.raises(ValueError, match="test_adaserve decides itself who runs: give a policy that only plans work"):
         PacedScheduler(Demoting(), 256).plan(seen([begun("b")]))

@@ -9,7 +9,7 @@ first of the others would be late, and the oldest a turn in any case.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -166,8 +166,11 @@ class PacedScheduler(Wrapper[Scheduler]):
         admission.make_room(builder, load, drafted)
         serving = {s.id: s for s in (*load.decodes, *load.prompts)}
         running = [s for s in view.running if s.id in serving]
+        limits = view.limits
+        if limits.max_running is not None:  # the rest hold places, too
+            limits = replace(limits, max_running=len(running) + builder.slots_left)
         shown = View(
-            view.id, view.now, load.starting, running, builder.kv_left, view.kv_total, view.limits, view.latency,
+            view.id, view.now, load.starting, running, builder.kv_left, view.kv_total, limits, view.latency,
             view.supports, slo_rule=view.slo_rule,
         )  # fmt: skip
         plan = self.inner.plan(shown)

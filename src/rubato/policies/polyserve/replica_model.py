@@ -107,6 +107,7 @@ class Replica:
     def add_unknown(self, id: str, tier: int | None) -> None:
         """One that another placed here: overdue from the start, so that its length is looked up next time. tier: None
         if it is not among `residents`."""
+        self.idle_since = inf
         self.forecast.add(id, 1, 1.0, self.view.steps - 1)
         if tier is not None:
             self.residents[tier] += 1

@@ -153,7 +153,7 @@ class Router:
         for seq in fresh:
             if seq.id in self._where and not seq.cached:  # it came back, or was not taken
                 self._leave(seq.id)
-        idle = [r for r in self._groups[PREFILL] if now >= r.idle_since + IDLE]
+        idle = [r for r in self._groups[PREFILL] if r.empty and now >= r.idle_since + IDLE]
         freed = tuple({**self._freed, **{r.id: r for r in idle}}.values())
         for replica in freed:
             self._give_back(replica, turn)
@@ -168,7 +168,8 @@ class Router:
             self._try(seq, turn, None)
         # to be given back yet; those that are idle are looked at when it has been long enough
         self._freed = {r.id: r for r in freed if r.empty and r.group is not None and r.idle_since == inf}
-        until = min([*held_until.values(), *(r.idle_since + IDLE for r in self._groups[PREFILL])], default=inf)
+        back = [t for r in self._groups[PREFILL] if (t := r.idle_since + IDLE) > now]  # else KV is on its way there
+        until = min([*held_until.values(), *back], default=inf)
         if for_pool:
             self._send_too_long([seq for seq in fresh if seq.id in for_pool], turn)
             parked = [seq for seq in held if seq.id in for_pool]
