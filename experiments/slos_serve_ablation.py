@@ -41,7 +41,7 @@ WHOLE, IN_TURN, PLAIN, BASELINE = STEPS = (
     "slos_serve:max_hops=-1,max_draft=0@round_robin",
     "prefill_first:reserve_kv=true@round_robin",
 )
-ALONE = "one replica"  # of the whole
+SINGLE = "one replica"  # of the whole
 UNUSED = ("coder", "drafts")  # drafted hardly ever there, where no memory is short: a ratio of 1 that says nothing
 PARTS = {"routing": (WHOLE, IN_TURN), "drafts": (IN_TURN, PLAIN), "admission": (PLAIN, BASELINE)}
 
@@ -53,7 +53,7 @@ def jobs(small: bool) -> list[Job]:
         *(
             Job(f"{scenario} {step} seed={seed}", search, (scenario, step, seed, scale))
             for scenario in STARTS
-            for step in (*STEPS, ALONE)
+            for step in (*STEPS, SINGLE)
             for seed in scale.seeds
         ),
     ]
@@ -74,7 +74,7 @@ def same(scale: Scale) -> dict[str, int]:
 def search(scenario: str, step: str, seed: int, scale: Scale) -> dict[str, Any]:
     """The capacity of the replicas, requests/s."""
     machine = runs.hardware(scenario, scale)
-    choice, replicas = (WHOLE, 1) if step == ALONE else (step, REPLICAS)
+    choice, replicas = (WHOLE, 1) if step == SINGLE else (step, REPLICAS)
     tried = CapacitySearch(_load(scenario, seed, scale, replicas), machine, seed, replicas, drafts=step != BASELINE)
     rate = tried.capacity(choice, PAPERS, STARTS[scenario], runs.FAR if scale.count else runs.COARSE)
     seconds, p99 = tried.lasted(choice, rate)
@@ -119,7 +119,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
         own = [scenario for scenario in STARTS if (scenario, part) != UNUSED]
         estimates |= {f"{scenario}-{part}": rates.ratio(with_it, without, scenario) for scenario in own}
     for name in ("", *STARTS):
-        estimates[f"{name or 'mean'}-replicas"] = rates.ratio(WHOLE, ALONE, name, REPLICAS)
+        estimates[f"{name or 'mean'}-replicas"] = rates.ratio(WHOLE, SINGLE, name, REPLICAS)
     estimates |= {f"{scenario}-all": rates.ratio(WHOLE, BASELINE, scenario) for scenario in STARTS}
     settings = {
         "target": PAPERS, "replicas": REPLICAS, "lengths": "oracle",
@@ -131,8 +131,8 @@ def found(values: Sequence[Any], small: bool) -> Found:
 
 def tables(data: Sequence[Mapping[str, Any]]) -> str:
     """Requests/s of the replicas together, mean over seeds."""
-    steps = (*STEPS, ALONE)
-    rows = [["scenario", *(f"`{step}`" for step in STEPS), ALONE]]
+    steps = (*STEPS, SINGLE)
+    rows = [["scenario", *(f"`{step}`" for step in STEPS), SINGLE]]
     for name in STARTS:
         held = [Rates(data).of(name, step) for step in steps]
         rows.append([name, *(f"{np.mean(own):.3g}" if own else "" for own in held)])
