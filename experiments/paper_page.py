@@ -184,7 +184,7 @@ def _index(rows: Sequence[_Row], runs: Sequence[Mapping[str, Any]]) -> str:
     rows = sorted(rows, key=lambda row: (order.index(page_of(row.figure)), row.section))
     papers = [row for row in rows if row.claim.kind == "paper"]
     bars = [row for row in rows if row.claim.headline and row.claim.kind == "ours" and row.verdict != "holds"]
-    parts = [f"# Papers beside ours\n\n{_summary(papers)}\n\n{_older(runs)}{HOW.format(up='')}\n{WRITTEN}\n"]
+    parts = [f"# Papers beside ours\n\n{_summary(papers)}\n{_older(runs)}{HOW.format(up='')} {WRITTEN}\n"]
     misses, unsure = ([row for row in papers if row.verdict == verdict] for verdict in VERDICTS[:2])
     parts.append(f"## Papers' claims that miss\n\n{_listed(misses, linked=True)}\n")
     parts.append(f"## Papers' claims that are inconclusive\n\n{_listed(unsure, linked=True)}\n")
