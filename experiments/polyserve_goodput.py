@@ -42,7 +42,7 @@ LARGE, FEWER = SETS[:3], 10
 # Of other requests than those on which the margin of `polyserve` (4 to 6) and what it corrects (1 to 3) were found; how
 # long a prefill replica stays one was found on `LARGE` and one of Mooncake's, of 7 and 8.
 SEEDS, TUNED_ON = (7, 8, 9), 0
-COUNTED = 5400  # requests, of all seeds together: 500 of the rarest tier
+COUNTED = 5400  # requests, of all seeds together: about 500 of the rarest tier
 LEAST = 0.05
 ALL, *_, EACH = MEASURES
 SYSTEMS = ("polyserve co", "polyserve pd", "baseline co", "baseline pd", "edf")

@@ -149,8 +149,7 @@ def test_the_order_of_attempts() -> None:
 
 
 def test_a_replica_goes_back_when_it_is_empty_and_best_effort_leaves_for_a_tier() -> None:
-    free = replace(request("free", 8, most=150), stages=(replace(request("free", 8).stages[0], slo=SLO()),))
-    events = served([free, tight("t0", 0.02, 5), loose("l0", 0.5, 5)], 1)
+    events = served([request("free", 8, most=150), tight("t0", 0.02, 5), loose("l0", 0.5, 5)], 1)
     roles = [(e.role.tier, e.role.kind) for e in events if isinstance(e, Assigned)]
     assert roles == [("", "best_effort"), ("0.01", "tier"), ("", "best_effort")] + [("0.05", "tier")] * 1
     assert rules(events)[:2] == [("free", "r0", "best effort"), ("t0", "r0", "scaled up")]
@@ -176,8 +175,7 @@ def test_a_tier_does_not_take_a_replica_whose_last_prompt_has_just_left() -> Non
 
 
 def test_best_effort_that_waits_has_an_idle_prefill_replica_as_soon_as_it_goes_back() -> None:
-    free = replace(request("free", 8, arrival=0.05), stages=(replace(request("free", 8).stages[0], slo=SLO()),))
-    events = served([loose("l0", most=180), free], 2, mode="pd")
+    events = served([loose("l0", most=180), request("free", 8, arrival=0.05)], 2, mode="pd")
     placed = next(e for e in events if isinstance(e, Placed) and e.id == "free")
     assert (placed.replica, round(placed.at, 3)) == ("r1", 0.303)
 

@@ -9,9 +9,9 @@ prompt has not started are decided again with them, unless clients are to know a
 is handed on to another replica (`router`), else demoted to best effort, or refused if its client asked for that;
 demoted, it is tried again as long as it could be in time. Until the next decision the scheduler keeps the grid of
 batches on which they were admitted. Each step takes entries by deadline, one token of each decode and prefill in
-chunks, as much as the batch's seconds hold (`batch`), then best effort. Where
-windows of ten tokens are judged, as in the paper, decodes are paced by them as long as all can be kept, for which
-prompts and windows end no sooner than others can keep theirs beside them (`BatchOrder.after`); else by their deadlines.
+chunks, as much as the batch's seconds hold (`batch`), then best effort. Where windows of ten tokens are judged, as in
+the paper, decodes are paced by them as long as all can be kept, for which prompts and windows end no sooner than others
+can keep theirs beside them (`BatchOrder.after`); else by their deadlines.
 
 With step times as predicted by a model of tokens alone, lengths known, memory for all ends, and one prompt a request,
 every admitted one meets the deadline SLO: `admission` has the argument. Models that see KV are asked with the most
