@@ -7,10 +7,15 @@ import argparse
 from rubato.cli import running
 from rubato.measure import compare, results
 
+EXAMPLES = (
+    "edf.json vllm.json",
+    "runs.json:edf runs.json:vllm --json difference.json",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", help="what `bench --json` wrote; FILE:POLICY where a file holds several")
-    parser.add_argument("b")
+    parser.add_argument("a", metavar="A", help="what `bench --json` wrote; FILE:POLICY where a file holds several")
+    parser.add_argument("b", metavar="B", help="what to compare it with")
     parser.add_argument("--json", metavar="FILE", help="write the comparison as JSON; - for standard output")
 
 

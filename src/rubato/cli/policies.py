@@ -11,6 +11,11 @@ import yaml
 from rubato import policies
 from rubato.core.interfaces import Router, Scheduler
 
+EXAMPLES = (
+    "",
+    "rubato",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
