@@ -99,8 +99,9 @@ docs: setup  ## the manual as a site, in build/site
 file-map: setup  ## write docs/file_map.md anew: a line a module
 	$(BIN)/python docs/file_map.py
 
-api: setup  ## write docs/api.md anew: the public names, from their docstrings
+api: setup  ## write docs/api.md, docs/commands.md and docs/configuration.md anew, from the code
 	$(BIN)/python docs/api.py
+	$(BIN)/python docs/reference.py
 
 check: setup  ## lint, format, types, which package may import which
 	$(BIN)/ruff check .

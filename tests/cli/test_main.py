@@ -412,15 +412,14 @@ class Scheduler:
     ("name", "says"),
     [
         ("edf", ["Earliest deadline first", "\nFor tiers with TTFTs and TPOTs", "docs/edf.md", "Source: ours; EDF",
-                 "Scheduler (--policy edf:SETTING=VALUE)", "    decode_lead=3.0", "decode_lead: tokens that",
+                 "Scheduler (--policy edf:SETTING=VALUE)", "    decode_lead=3.0\n        tokens that",
                  "docs/which-policy.md"]),
         ("polyserve", ["Scheduler (--policy polyserve:", "Router (--policy polyserve@polyserve:",
                        "needs of the engine: recall, step_times", "    tiers=[0.02, 0.03, 0.05, 0.1]",
                        "    prefix_affinity=false"]),
         ("least_loaded", ["Router (--policy POLICY@least_loaded:SETTING=VALUE), needs of the engine: nothing"]),
-        ("own.py", ["No docstring.", "Source: not stated", "Scheduler (--policy own.py:SETTING=VALUE)", "    few=3",
-                    "    odd=frozenset()",
-                    "    few: so many."]),
+        ("own.py", ["No docstring.", "Source: not stated", "Scheduler (--policy own.py:SETTING=VALUE)",
+                    "    few=3\n        so many\n    odd=frozenset()", "    few: so many."]),
         ("own_package.own", ["Scheduler (--policy own_package.own:SETTING=VALUE)", "    few=3"]),
     ],
 )  # fmt: skip

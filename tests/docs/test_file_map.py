@@ -1,4 +1,4 @@
-"""docs/file_map.md and docs/api.md say what the modules and the public names say of themselves."""
+"""docs/file_map.md, api.md, commands.md and configuration.md say what the code says of itself."""
 
 from __future__ import annotations
 
@@ -33,6 +33,19 @@ def test_the_page_is_what_the_modules_say(file_map: Any) -> None:
 def test_the_page_of_public_names_is_what_they_say() -> None:
     api = script("api")
     assert api.PAGE.read_text(encoding="utf-8") == api.page(), "run `make api`"
+
+
+def test_the_page_of_commands_is_what_their_parsers_say() -> None:
+    reference = script("reference")
+    page = (reference.DOCS / "commands.md").read_text(encoding="utf-8")
+    assert page == reference.commands(), "run `make api`"
+
+
+def test_the_page_of_settings_is_what_the_configuration_has() -> None:
+    pytest.importorskip("torch")
+    reference = script("reference")
+    page = (reference.DOCS / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference.configuration(), "run `make api`"
 
 
 @pytest.mark.parametrize(

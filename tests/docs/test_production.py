@@ -18,7 +18,8 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from rubato import policies
-from rubato.config.schema import Config, TenantSettings
+from rubato.config.parts import TenantSettings
+from rubato.config.schema import Config
 from rubato.engines.vllm.settings import Settings
 from rubato.latency import profiles
 from rubato.serving.schemas import UNSUPPORTED

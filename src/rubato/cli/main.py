@@ -17,6 +17,7 @@ VERBS = {
     "serve": "serve a model over OpenAI's API",
     "gateway": "balance load over OpenAI-compatible servers, such as vLLM, by the SLO of each request",
     "epp": "choose servers for Envoy: an endpoint picker of the Gateway API Inference Extension",
+    "check": "check a configuration as a start would, without starting, and say what it runs",
     "bench": "send a workload to a server and judge the answers by their SLOs",
     "simulate": "run a workload through the scheduler on a virtual clock",
     "compare": "compare two result files tier by tier, by request where both offered the same workload",

@@ -10,8 +10,10 @@ from rubato.config.schema import Config, load
 from rubato.fleet.cluster_options import PolicyChoice
 
 
-def add(parser: argparse.ArgumentParser, *, replicas: bool = True) -> None:
-    parser.add_argument("--config", metavar="FILE", help="YAML file")
+def add(parser: argparse.ArgumentParser, *, replicas: bool = True, file: bool = True) -> None:
+    """file: whether --config names the file; else the verb does."""
+    if file:
+        parser.add_argument("--config", metavar="FILE", help="YAML file")
     parser.add_argument(
         "--policy", action=common_options.Once, metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
         help="scheduling policy with settings and router; NAME is a policy's, a file.py or a dotted module",

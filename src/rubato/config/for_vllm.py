@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rubato.config.schema import Config, ConfigError, Named, load
+from rubato.config.parts import Named
+from rubato.config.schema import Config, ConfigError, load
 from rubato.core.did_you_mean import nearest
 from rubato.core.length_prediction import PREDICTORS
 from rubato.engines.vllm.settings import Settings, settings_of

@@ -79,7 +79,7 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
     with contextlib.ExitStack() as at_last, contextlib.ExitStack() as stack:
         try:
             listening = stack.enter_context(_bind(config))
-            tls = _tls(config)
+            tls = tls_settings(config)
             tenants = Tenants(tenants_of(config), tiers_of(config))
             cluster, app_of = await _built(config, clock)
             if config.fleet.name == "ray" or config.engine.name == "vllm":
@@ -226,7 +226,7 @@ def _bind(config: Config) -> ListeningSocket:
     return bound
 
 
-def _tls(config: Config) -> dict[str, Any]:
+def tls_settings(config: Config) -> dict[str, Any]:
     """Under uvicorn's names. Raises ConfigError before the model is loaded, and asks no terminal for a password."""
     if config.tls is None:
         return {}
@@ -257,9 +257,22 @@ async def _built(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
 
 
 def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
-    """The engines, and the cluster over them; nothing is started. Raises ConfigError, PolicyError or ValueError.
+    """The engines, and the cluster over them; nothing is started. Raises as `engines_of`."""
+    engines, options = engines_of(config, clock)
+    if config.fleet.name == "ray":
+        return engines, _ray_cluster(config, clock, options)
+    latencies = [believed_of(config) for _ in engines]
+    numbers = count(config.replicas)
+    extra = None if options.autoscaler is None else lambda: _made(config, next(numbers), clock)
+    timeout = config.step_timeout_seconds
+    return engines, local_cluster(engines, latencies, clock, options, extra=extra, step_timeout=timeout)
 
-    With replicas elsewhere the one engine here is for its tokenizer and limits only: it never loads weights.
+
+def engines_of(config: Config, clock: Clock) -> tuple[list[Engine], ClusterOptions]:
+    """The engines, which load nothing yet, and the options of a cluster over them. With replicas elsewhere the one
+    engine here is for its tokenizer and limits only: it never loads weights.
+
+    Raises ConfigError, PolicyError or ValueError.
     """
     check_names(config)
     lengths = lengths_of(config)
@@ -278,13 +291,7 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
         fair_share_of(config),
         autoscaler_of(config),
     )
-    if remote:
-        return engines, _ray_cluster(config, clock, options)
-    latencies = [believed_of(config) for _ in engines]
-    numbers = count(config.replicas)
-    extra = None if options.autoscaler is None else lambda: _made(config, next(numbers), clock)
-    timeout = config.step_timeout_seconds
-    return engines, local_cluster(engines, latencies, clock, options, extra=extra, step_timeout=timeout)
+    return engines, options
 
 
 def _ray_cluster(config: Config, clock: Clock, options: ClusterOptions) -> Cluster:
