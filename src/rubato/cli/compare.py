@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from pathlib import Path
 
 from rubato.cli import running
 from rubato.measure import compare, results
@@ -21,5 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     report = compare.compare(compare.read(args.a), compare.read(args.b))
+    if report.a == report.b:  # both have the label `run`, or the same policy's
+        report = replace(report, a=Path(args.a).name, b=Path(args.b).name)
     running.write(args.json, report.text(), results.as_json(report.to_json()))
     return 0
