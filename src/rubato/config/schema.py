@@ -37,7 +37,7 @@ from pydantic import (
 
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import LEAST_MS, MOST, MOST_MS, SLO, OnDecline
-from rubato.core.server_url import server_base_url
+from rubato.core.server_url import check_url, server_base_url
 from rubato.core.slo import SLO_RULES
 
 
@@ -237,7 +237,8 @@ class Config(StrictSettings):
     a client that takes or sends nothing for that long while it should is cut off. step_timeout_seconds: a step that
     takes longer than this, beyond what was predicted, is hung and its replica lost. event_log: path of the log of all
     events, null for none; prompts and outputs are in it only with event_log_content. step_log: path of a log of the
-    steps alone.
+    steps alone. otlp_traces_endpoint: the collector's URL for OpenTelemetry's spans, such as
+    http://127.0.0.1:4318/v1/traces; auto: as OTEL_EXPORTER_OTLP_ENDPOINT says; null: no spans.
     """
 
     model: str | None = None
@@ -270,6 +271,7 @@ class Config(StrictSettings):
     event_log: str | None = None
     event_log_content: bool = False
     step_log: str | None = None
+    otlp_traces_endpoint: str | None = None
     slo_rule: Literal["deadline", "mean", "windowed"] = "deadline"
 
     @field_validator("tiers", "tenants")
@@ -291,6 +293,13 @@ class Config(StrictSettings):
         if "/" in host or host.startswith("unix:"):
             raise ValueError("Unix domain sockets are not supported: give an address, such as 127.0.0.1")
         return host
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _check_collector(cls, url: str | None) -> str | None:
+        if url not in (None, "auto"):
+            check_url(url, "for a key of the collector set OTEL_EXPORTER_OTLP_HEADERS")
+        return url
 
     @property
     def tier_names(self) -> list[str]:
