@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from typing import Any
 
 import pytest
 
+from rubato.config.schema import Config, ConfigError
 from rubato.core.clock import Clock, WallClock
 from rubato.core.request import SLO
 from rubato.fleet.cluster import Cluster
 from rubato.frontdoor.slo_fields import Tier, Tiers
+from rubato.serving.serve import tracer_of
 from tests.scenario import on
 from tests.serving.conftest import Edge, edge
 from tests.serving.test_gateway import Fleet, gateway
@@ -169,19 +173,31 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
         thread.join()
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_spans_reach_a_collector_under_the_name_of_the_environment(
-    is_named: bool, collector: tuple[str, list[ExportTraceServiceRequest]], monkeypatch: pytest.MonkeyPatch
+def test_spans_reach_the_collector_that_the_environment_names_under_its_service_name(
+    collector: tuple[str, list[ExportTraceServiceRequest]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, came = collector
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
-    if is_named:
-        monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    tracer, close = exporting_tracer("auto" if is_named else f"{url}/v1/traces", WallClock())
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    tracer, close = exporting_tracer("auto", WallClock())
     tracer.end_response(tracer.begin_span("/v1/completions", {}, None), 200, "m")
     close()
-    ((resource,),) = [request.resource_spans for request in came]
-    names = {pair.key: pair.value.string_value for pair in resource.resource.attributes}
-    assert names["service.name"] == ("mine" if is_named else "rubato")
-    assert [span.name for scope in resource.scope_spans for span in scope.spans] == ["POST /v1/completions"]
+    assert sent(came) == {"mine": ["POST /v1/completions"]}
+
+
+def sent(came: Sequence[ExportTraceServiceRequest]) -> dict[str, list[str]]:
+    """The names of spans, by service."""
+    found: dict[str, list[str]] = {}
+    for resource in (each for request in came for each in request.resource_spans):
+        names = {pair.key: pair.value.string_value for pair in resource.resource.attributes}
+        found.setdefault(names["service.name"], []).extend(
+            span.name for scope in resource.scope_spans for span in scope.spans
+        )
+    return found
+
+
+def test_endpoint_without_the_extra_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rubato.serving.tracing", None)
+    config = Config(otlp_traces_endpoint="auto")
+    with pytest.raises(ConfigError, match=r"otlp_traces_endpoint .* pip install 'rubato-llm\[otel\]'"):
+        tracer_of(config, WallClock(), ExitStack())
