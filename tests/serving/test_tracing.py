@@ -129,6 +129,36 @@ async def test_request_whose_client_leaves_is_a_span_that_ends_as_cancelled(flee
     assert seconds(span.end_time) < 2.0
 
 
+def test_request_that_a_server_fails_at_has_each_placement_in_its_span() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        spans = traced(fleet.app, fleet.cluster, fleet.clock)
+        fleet.servers[0].broken = 503
+        await fleet.complete()
+        (span,) = spans()
+        told = [(e.name, dict(e.attributes or {}).get("rubato.replica")) for e in span.events]
+        assert told[:4] == [("offered", None), ("placed", "r0"), ("handed off", "r0"), ("placed", "r1")]
+        tries = [head["traceparent"] for server in fleet.servers for head in server.heads]
+        own: Any = span.context
+        assert tries == [f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"] * 2
+        assert dict(span.attributes or {})["rubato.outcome"] == "completed"
+
+    gateway(scenario, linked=False)
+
+
+def test_request_that_fails_is_a_span_with_an_error() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        spans = traced(fleet.app, fleet.cluster, fleet.clock)
+        for server in fleet.servers:
+            server.broken = 500
+        status = (await fleet.complete()).status_code
+        (span,) = spans()
+        told = dict(span.attributes or {})
+        assert (span.status.is_ok, told["rubato.outcome"], told["rubato.cause"]) == (False, "failed", "failed")
+        assert status == told["http.response.status_code"] >= 500
+
+    gateway(scenario)
+
+
 @pytest.mark.parametrize("flags", ["01", "00"])
 def test_gateway_passes_on_its_span_as_the_parent_of_the_servers(flags: str) -> None:
     async def scenario(fleet: Fleet) -> None:
