@@ -15,7 +15,7 @@ from tests.docs.pages import PAGES, ROOT, blocks, commands, spans
 COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
 OTHERS = {  # vLLM's, pip's
     "--api-server-count", "--disable-log-stats", "--enforce-eager", "--extra-index-url", "--middleware",
-    "--build-arg", "--scheduling-policy", "--shutdown-timeout", "--speculative-config",
+    "--build-arg", "--otlp-traces-endpoint", "--scheduling-policy", "--shutdown-timeout", "--speculative-config",
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ OF_VLLM = frozenset(
     {
         "model", "served_name", "engine", "replicas", "autoscale", "fleet", "router", "prefix_cache", "host", "port",
         "max_connections", "servers", "drain_seconds", "stall_seconds", "step_timeout_seconds", "tls", "log",
-        "event_log", "event_log_content", "step_log",
+        "event_log", "event_log_content", "step_log", "otlp_traces_endpoint",
     }
 )  # fmt: skip
 

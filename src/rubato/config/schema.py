@@ -37,6 +37,7 @@ from rubato.config.parts import (
 from rubato.config.parts import ConfigError as ConfigError
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import MOST
+from rubato.core.server_url import check_url
 from rubato.core.slo import SLO_RULES
 
 
@@ -70,7 +71,9 @@ class Config(StrictSettings):
     for that long while it should is cut off. step_timeout_seconds: a step that takes longer, and 20 times its
     prediction on top, hangs, and its replica is lost. log: format and level of the log on standard error. event_log:
     path of the log of all events; null = none. event_log_content: write prompts and outputs to it, too. step_log: path
-    of a log of step shapes and seconds alone, for `rubato fit`; null = none.
+    of a log of step shapes and seconds alone, for `rubato fit`; null = none. otlp_traces_endpoint: the collector's URL
+    for OpenTelemetry's spans, such as http://127.0.0.1:4318/v1/traces; `auto` = as OTEL_EXPORTER_OTLP_ENDPOINT says; null
+    = no spans.
     """
 
     model: str | None = None
@@ -103,6 +106,7 @@ class Config(StrictSettings):
     event_log: str | None = None
     event_log_content: bool = False
     step_log: str | None = None
+    otlp_traces_endpoint: str | None = None
     slo_rule: Literal["deadline", "mean", "windowed"] = "deadline"
 
     @field_validator("tiers", "tenants")
@@ -124,6 +128,13 @@ class Config(StrictSettings):
         if "/" in host or host.startswith("unix:"):
             raise ValueError("Unix domain sockets are not supported: give an address, such as 127.0.0.1")
         return host
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _check_collector(cls, url: str | None) -> str | None:
+        if url not in (None, "auto"):
+            check_url(url, "for a key of the collector set OTEL_EXPORTER_OTLP_HEADERS")
+        return url
 
     @property
     def tier_names(self) -> list[str]:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from itertools import count
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -39,6 +39,7 @@ from rubato.core.clock import Clock, WallClock, unix_time, watch_timers
 from rubato.core.did_you_mean import nearest
 from rubato.core.event_log import EventLogWriter
 from rubato.core.events import Stepped
+from rubato.core.extras import MissingExtra, extra
 from rubato.core.interfaces import Engine, LatencyModel
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.server_url import host_in_url
@@ -53,6 +54,9 @@ from rubato.serving.connections import Connections, ListeningSocket, most_connec
 from rubato.serving.server_fleets import AppMaker, gateway_of, servers_on_ray, started_ray
 from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
 from rubato.serving.stalled_clients import SEND_BUFFER, stall_guard
+
+if TYPE_CHECKING:
+    from rubato.serving.tracing import RequestTracer
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
 LOOP_LOOK_S = 0.1  # from one look at how late the event loop runs its timers to the next
@@ -89,6 +93,7 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             ending = Shutdown(config.drain_seconds, writer)  # after Ray, which would hear the signals instead
             at_last.callback(ending.end_within, THREAD_SECONDS)
             listeners = event_logs(config, stack)
+            tracer = tracer_of(config, clock, stack)
             own = {"model": config.model, "engine": config.engine.name}
             what = {"servers": len(config.servers)} if config.servers else own
             say("starting", policy=config.policy.name, **what)
@@ -101,6 +106,8 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             app = app_of(tenants, lambda: writer.dropped)
             for listener in listeners:
                 cluster.listen(listener)
+            if tracer is not None:
+                tracer.trace_requests(app, cluster)
             gc.collect()
             gc.freeze()  # the model's objects stay: a full collection over them would hold up every stream
             return await _until_told(config, tls, app, cluster, listening, ending)
@@ -130,6 +137,20 @@ def event_logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:
         steps = stack.enter_context(EventLogWriter(config.step_log))
         listeners.append(lambda event: steps(event) if isinstance(event, Stepped) else None)
     return listeners
+
+
+def tracer_of(config: Config, clock: Clock, stack: contextlib.ExitStack) -> RequestTracer | None:
+    """What makes a span of each request, closed with the stack; None unless spans are asked for. Raises ConfigError."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        with extra("otel", "otlp_traces_endpoint"):
+            from rubato.serving.tracing import exporting_tracer
+    except MissingExtra as error:
+        raise ConfigError(str(error)) from None
+    tracer, close = exporting_tracer(config.otlp_traces_endpoint, clock)
+    stack.callback(close)
+    return tracer
 
 
 def _warn_if_open_to_all(config: Config, host: str) -> None:
