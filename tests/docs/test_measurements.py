@@ -173,7 +173,7 @@ def sections_of(figure: str) -> list[str]:
     if figure == "simulator-fidelity":
         return [PAGES["fidelity-loads.md"]]
     pages = [page for name, page in PAGES.items() if name.startswith("papers/")]
-    return [text for page in pages for text in re.split("^## ", page, flags=re.M) if text.startswith(f"{figure}\n")]
+    return [text for page in pages for text in re.split("^### ", page, flags=re.M) if text.startswith(f"{figure}\n")]
 
 
 def test_rows_quote_their_figures() -> None:

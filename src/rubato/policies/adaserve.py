@@ -1,6 +1,6 @@
 """AdaServe: each request's draft tree is cut to what its TPOT needs; the rest of the budget goes where it is likeliest.
 
-For requests with TPOTs where the engine drafts, near and beyond capacity. docs/adaserve.md has the rest.
+For requests with TPOTs where the engine drafts, near and beyond capacity. docs/policies/adaserve.md has the rest.
 
 Reproduced (AdaServe, sections 3 to 5.2): a step verifies B tokens, of all decodes. Beam search drafts a tree for
 each, whose depth and width fall with the number of requests (equations 8 and 9). From the trees, a step takes the nodes

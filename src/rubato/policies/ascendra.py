@@ -1,7 +1,7 @@
 """Ascendra: low-priority replicas fill their batches, high-priority ones take prompts that would be late there.
 
 For two replicas or more, prompts of unlike lengths with a TTFT, and a TPOT that a step with a whole prompt keeps.
-docs/ascendra.md has the rest.
+docs/policies/ascendra.md has the rest.
 
 Reproduced: replicas are low-priority (LP) or high-priority (HP) and form groups. An LP runs all decodes and fills the
 batch with whole prompts, the one of the highest value first (Algorithm 1), and hands on to its group's HP what has not

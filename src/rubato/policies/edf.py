@@ -1,7 +1,7 @@
 """Earliest deadline first, by the step: chunks end before the next token is due; late requests become best effort.
 
-For tiers with TTFTs and TPOTs near and beyond capacity, output lengths unknown. docs/edf.md says why it decides as it
-does, and where it loses.
+For tiers with TTFTs and TPOTs near and beyond capacity, output lengths unknown. docs/policies/edf.md says when to take
+it, and where it loses.
 
 Each step takes every strict decode and then prefill in order of deadline, as much as ends before the tightest token
 that is due, less a lead. The waiting prefills to try are chosen by Moore and Hodgson's rule (`prefill_jobs`), with

@@ -1,7 +1,7 @@
 """JITServe: the requests that earn most tokens in SLO a second, in batches of like length, chosen anew every 50 steps.
 
-For mixes of chat, requests with a deadline and sessions, where lengths are known badly: a baseline. docs/jitserve.md
-has the rest.
+For mixes of chat, requests with a deadline and sessions, where lengths are known badly: a baseline.
+docs/policies/jitserve.md has the rest.
 
 The rules are those of the authors' code (UIUC-MLSys/JITServe: `jitserve/scheduler`, and its changed vLLM V0), with what
 its scripts set: a sliding window, three times as many candidates as seats, `penalty_factor` 100.

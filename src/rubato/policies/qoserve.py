@@ -1,6 +1,6 @@
 """QoServe (Niyama): chunks as long as the slack of the tightest decode, prompts by deadline and length, relegation.
 
-For tiers that differ by their TTFT, judged token by token: a baseline. docs/qoserve.md has the rest.
+For tiers that differ by their TTFT, judged token by token: a baseline. docs/policies/qoserve.md has the rest.
 
 The rules are those of the paper, their details and the defaults those of the authors' scheduler
 (microsoft/sarathi-serve, branch `niyama_asplos2026`, `sarathi/core/scheduler/deadline_scheduler.py`).

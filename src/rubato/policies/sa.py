@@ -1,14 +1,14 @@
 """SA: an order and batch sizes for the requests that wait, found by simulated annealing, in front of any engine.
 
 For bursts in front of a server whose own order stays and which takes few requests at once, output lengths known.
-docs/sa.md has the rest.
+docs/policies/sa.md has the rest.
 
 As in the paper (§3, §4): requests wait in a pool; each is assigned to the replica with the most memory left, by turns;
 for each replica an order of its requests and the sizes of the batches in which they are sent are sought that maximise
 G = requests in SLO / sum of their end-to-end latencies, as a latency model and predicted output lengths give them; the
 batches are sent one after the other, or the next request whenever a place is free. The engine behind is vLLM's
 (`policies.vllm`) and knows nothing of it.
-`order` is the same search for anyone's server (docs/sa.md).
+`order` is the same search for anyone's server (docs/policies/sa.md).
 
 Ours, where the paper is silent: how a difference of G is scaled before it is compared with the temperature
 (`Annealing`), how the last batch is split, and that time already waited counts. Ours, too: lengths are class means

@@ -1,7 +1,7 @@
 """SCORPIO: prompts by deadline, late ones refused; admission by virtual batch size, loose decodes skip steps by credit.
 
-For tiers whose TPOTs differ by far, where decodes dominate and requests may be refused: a baseline. docs/scorpio.md
-has the rest.
+For tiers whose TPOTs differ by far, where decodes dominate and requests may be refused: a baseline.
+docs/policies/scorpio.md has the rest.
 
 The rules are those of the paper's TTFT Guard and TPOT Guard, their details and the defaults those of the authors'
 scheduler (MisterBrookT/Scorpio, `vllm/core/scheduler.py`, with `ldf_rej_gate1.3_credit` and 1,024 tokens a batch).
