@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-FOLDERS = ("policies", "papers")
+FOLDERS = ("policies", "papers", "measurements")
 FILES = [*sorted(DOCS.glob("*.md")), *(file for folder in FOLDERS for file in sorted((DOCS / folder).glob("*.md")))]
 # by path below docs/
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
