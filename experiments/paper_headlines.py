@@ -46,7 +46,7 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         Headline("ascendra-capacity", "mistral-over-edf", "Mistral: capacity over `edf`, not in the paper"),
     ),
     "sa": (
-        Headline("sa-gain", "g-best-of-12", "draws whose best of 12 runs has 1.465 times the G of order of arrival"),
+        Headline("sa-gain", "g-best-of-12", "draws of 12 runs whose best has 1.465 × the G of order of arrival"),
         Headline("sa-gain", "g-exact-40-4", "G over order of arrival, lengths known to 2.5 %, 40 requests"),
         Headline("sa-appendix", "attained-5-times", "single runs with 5 times as many requests in SLO"),
         Headline("sa-appendix", "latency-31-6", "single runs with 31.6 % less latency"),

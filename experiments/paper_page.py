@@ -35,7 +35,7 @@ SIMULATOR = "simulator"
 NAMED = 4  # modules that a page names of those that have changed
 NOT_RUN = "not run"
 VERDICTS = ("misses", "inconclusive", NOT_RUN, "holds")
-COUNTED = {"misses": "miss", "inconclusive": "are inconclusive", NOT_RUN: "were not run", "holds": "hold"}
+COUNTED = {"misses": "miss", "inconclusive": "inconclusive", NOT_RUN: NOT_RUN, "holds": "hold"}
 HOW = """A claim *holds* when all of our 95 % interval over seeds fulfils it, *misses* when none of it does, and else is
 *inconclusive*. Serving is simulated, on [hardware profiles](latency.md#hardware-profiles); CPU time is measured. A
 *paper* claim is what a paper reports, *ours* a bar that we set, in brackets above; a *check* must hold."""
@@ -229,11 +229,12 @@ def _summary(rows: Sequence[_Row]) -> str:
     """One sentence, the counts, and a line for each paper: its first headline, and its claims by verdict."""
     papers = [row for row in rows if row.claim.kind == "paper"]
     all_ = Counter(row.verdict for row in papers)
-    table = [["paper", "its main claim", "the paper", "ours, simulated", "verdict", " / ".join(COUNTED)]]
+    table = [["paper", "its main claim", "ours, simulated", "verdict", "of all claims"]]
     for title, page in PAPERS.items():
         own = Counter(row.verdict for row in papers if page_of(row.figure) == page)
-        counts = " / ".join(str(own[verdict]) for verdict in VERDICTS)
-        table.append([f"[{title}](papers/{page}.md)", *_headlines(page, rows)[0], counts])
+        counts = ", ".join(f"{own[verdict]} {word}" for verdict, word in COUNTED.items() if own[verdict])
+        words, said, ours, verdict = _headlines(page, rows)[0]
+        table.append([f"[{title}](papers/{page}.md)", f"{words}: {said}", ours, verdict.split(":")[0], counts])
     return f"""Five papers' schedulers, written anew and held against the papers' own numbers in simulation.
 
 Of {len(papers)} claims of five papers **{all_["misses"]} miss**, \
@@ -324,7 +325,7 @@ def _more(rows: Sequence[_Row], shown: Sequence[_Row]) -> list[str]:
             own = [row for row in rows if row.claim.kind == kind and row.verdict == verdict and row not in shown]
             if own:
                 own.sort(key=lambda row: row.section)
-                parts.append(_folded(f"{len(own)} {whose} that {word}", _listed(own)))
+                parts.append(_folded(f"{word.capitalize()}: {len(own)} {whose}", _listed(own)))
     return parts
 
 

@@ -291,10 +291,10 @@ def test_the_index_is_short_counts_every_claim_of_a_paper_and_opens_with_those_t
     said = re.search(r"Of (\d+) claims .*\*\*(\d+) miss.*\D(\d+) are inc.*\D(\d+) were not run and (\d+) hold", text)
     assert said is not None
     assert [int(number) for number in said.groups()] == [len(verdicts), *counts]
-    counted = r"^\| \[.*\]\(papers/[\w-]+\.md\).* \| (\d+) / (\d+) / (\d+) / (\d+) \|$"
-    by_paper = re.findall(counted, text, re.MULTILINE)
+    by_paper = re.findall(r"^\| \[.*\]\(papers/[\w-]+\.md\).* \| (.*) \|$", text, re.MULTILINE)
     assert len(by_paper) == len(PAPERS)
-    assert [sum(int(row[i]) for row in by_paper) for i in range(4)] == counts
+    for word, count in zip(("miss", "inconclusive", "not run", "hold"), counts, strict=True):
+        assert sum(int(number) for cell in by_paper for number in re.findall(rf"(\d+) {word}", cell)) == count
     parts = text.split("\n## ")[1:]
     assert [part.split("\n")[0] for part in parts] == [
         "Claims that miss, and why",
@@ -375,7 +375,7 @@ def test_a_page_opens_with_headlines_then_what_misses_and_takes_full_runs_only()
     assert "the oldest decode first starves one request" in first
     assert second.startswith("How to run it\n")
     assert third.startswith("Other claims that do not hold\n")
-    assert "claims of the paper that were not run</summary>" in third
+    assert "<summary>Not run: " in third
     assert "Not run in full" in pages([data])["papers/ascendra.md"]
     assert "<summary>0 of 1 figures are older than" in pages([data])["papers.md"]
     assert "policies/slos_serve/admission.py" in data["code"]
