@@ -417,7 +417,7 @@ class Scheduler:
     [
         ("edf", ["Earliest deadline first", "\nFor tiers with TTFTs and TPOTs", "docs/policies/edf.md",
                  "Source: ours; EDF",
-                 "Scheduler (--policy edf:SETTING=VALUE)", "    decode_lead=3.0", "decode_lead: tokens that",
+                 "Scheduler (--policy edf:SETTING=VALUE)", "    decode_lead=3.0", "decode_lead ([0, inf)): tokens that",
                  "docs/which-policy.md"]),
         ("polyserve", ["Scheduler (--policy polyserve:", "Router (--policy polyserve@polyserve:",
                        "needs of the engine: recall, step_times", "    tiers=[0.02, 0.03, 0.05, 0.1]",

@@ -45,8 +45,14 @@ LEAST_DEADLINE_SHARE = 1e-6  # of the predicted time: what counts of a deadline 
 
 @dataclass
 class Scheduler:
-    """max_num_seqs: seats, for requests that run at once. budget: tokens of a batch. penalty_factor: the power by which
-    what a late request earns falls. schedule_interval: steps between choices.
+    """Plans batches of the densest requests of like length.
+
+    Args:
+        max_num_seqs ([1, inf)): seats: requests that run at once (vLLM's name)
+        budget ([1, inf)): tokens of a batch, decodes included
+        penalty_factor ([0, inf)): the power by which what a late request earns falls (100 in the authors' scripts, 1 in
+            their code)
+        schedule_interval ([1, inf)): steps between choices
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
