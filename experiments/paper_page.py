@@ -34,7 +34,6 @@ OURS_BESIDES = ("baselines-today", "jitserve-mix", "sensitivity")
 SIMULATOR = "simulator"
 NAMED = 4  # modules that a page names of those that have changed
 NOT_RUN = "not run"
-VERDICTS = ("misses", "inconclusive", NOT_RUN, "holds")
 COUNTED = {"misses": "miss", "inconclusive": "inconclusive", NOT_RUN: NOT_RUN, "holds": "hold"}
 HOW = """A claim *holds* when all of our 95 % interval over seeds fulfils it, *misses* when none of it does, and else is
 *inconclusive*. Serving is simulated, on [hardware profiles](latency.md#hardware-profiles); CPU time is measured. A
@@ -211,8 +210,8 @@ def _index(rows: Sequence[_Row], runs: Sequence[Mapping[str, Any]]) -> str:
     rows = sorted(rows, key=lambda row: (order.index(page_of(row.figure)), row.section))
     papers = [row for row in rows if row.claim.kind == "paper"]
     bars = [row for row in rows if row.claim.headline and row.claim.kind == "ours" and row.verdict != "holds"]
-    rest = [row for verdict in VERDICTS[2:] for row in papers if row.claim.headline and row.verdict == verdict]
-    misses, unsure = ([row for row in papers if row.verdict == verdict] for verdict in VERDICTS[:2])
+    rest = [row for verdict in (NOT_RUN, "holds") for row in papers if row.claim.headline and row.verdict == verdict]
+    misses, unsure = ([row for row in papers if row.verdict == verdict] for verdict in ("misses", "inconclusive"))
     return "\n".join([
         f"# Papers reproduced\n\n{_summary(rows)}\n",
         f"## Claims that miss, and why\n\n{_listed(misses, linked=True)}\n",
