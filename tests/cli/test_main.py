@@ -411,7 +411,8 @@ class Scheduler:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("edf", ["Earliest deadline first", "\nFor tiers with TTFTs and TPOTs", "docs/edf.md", "Source: ours; EDF",
+        ("edf", ["Earliest deadline first", "\nFor tiers with TTFTs and TPOTs", "docs/policies/edf.md",
+                 "Source: ours; EDF",
                  "Scheduler (--policy edf:SETTING=VALUE)", "    decode_lead=3.0\n        tokens that",
                  "docs/which-policy.md"]),
         ("polyserve", ["Scheduler (--policy polyserve:", "Router (--policy polyserve@polyserve:",

@@ -22,6 +22,19 @@ def test_a_docstring_gives_the_text_of_each_setting() -> None:
     assert setting_texts(None, ["rate"]) == setting_texts(DOCSTRING, []) == {}
 
 
+def test_a_docstring_gives_the_text_of_each_argument() -> None:
+    docstring = """A thing.
+
+    Args:
+        rate ([0, inf)): requests/s; 0: none
+            at all
+        other (text): not asked for
+
+    Raises ValueError.
+    """
+    assert setting_texts(docstring, ["rate"]) == {"rate": "requests/s; 0: none at all; in [0, inf)"}
+
+
 def test_settings_have_the_texts_of_inherited_docstrings() -> None:
     class Base:
         """low: of the base. high: of the base."""

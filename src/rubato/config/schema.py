@@ -72,8 +72,8 @@ class Config(StrictSettings):
     prediction on top, hangs, and its replica is lost. log: format and level of the log on standard error. event_log:
     path of the log of all events; null = none. event_log_content: write prompts and outputs to it, too. step_log: path
     of a log of step shapes and seconds alone, for `rubato fit`; null = none. otlp_traces_endpoint: the collector's URL
-    for OpenTelemetry's spans, such as http://127.0.0.1:4318/v1/traces; `auto` = as OTEL_EXPORTER_OTLP_ENDPOINT says; null
-    = no spans.
+    for OpenTelemetry's spans, such as http://127.0.0.1:4318/v1/traces; `auto` = as OTEL_EXPORTER_OTLP_ENDPOINT says;
+    null = no spans.
     """
 
     model: str | None = None

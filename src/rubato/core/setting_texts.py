@@ -1,11 +1,15 @@
-"""What a class's docstring says of each of its settings, by this project's form: `name: text. name, name: text.`"""
+"""What a class's docstring says of each of its settings: `name (allowed): text`, a line each below `Args:`, or in a
+sentence, `name: text. name, name: text.`"""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+ARGUMENT = re.compile(r"^    (\w+) \((.+?)\): (.*?)(?=^    \w+ \(|^\S|\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,13 @@ def setting_texts(docstring: str | None, settings: Collection[str]) -> dict[str,
         return {}
     name = "|".join(map(re.escape, sorted(settings, key=len, reverse=True)))
     head = re.compile(rf"(?:^|(?<=[.;] ))((?:{name})(?:(?:,| and) (?:{name}))*): ")
-    texts: dict[str, str] = {}
-    for paragraph in re.split(r"\n\s*\n", docstring):
+    before, _, arguments = inspect.cleandoc(docstring).partition("\nArgs:\n")
+    texts = {
+        name: " ".join(text.split()) + (f"; in {allowed}" if allowed[0] in "[(" else f" ({allowed})")
+        for name, allowed, text in ARGUMENT.findall(arguments)
+        if name in settings
+    }
+    for paragraph in re.split(r"\n\s*\n", before):
         words = " ".join(paragraph.split()).split(" Raises ")[0]
         heads = list(head.finditer(words))
         for found, end in zip(heads, [*(each.start() for each in heads[1:]), len(words)], strict=False):
