@@ -17,7 +17,7 @@ LOCKED := $(BIN)/python -m pip install $(PIP_ARGS) --require-hashes --no-deps
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full test-vllm test-vllm-cuda soak soak-short setup lock sbom serve docs file-map api check format bench clean
+.PHONY: demo test test-full test-vllm test-vllm-cuda soak soak-short setup lock sbom serve docs file-map api metrics check format bench clean
 
 demo: $(DEMO_INSTALLED)  ## measure this machine, then three tiers of requests, policy against policy
 	$(BIN)/rubato demo
@@ -101,6 +101,9 @@ file-map: setup  ## write docs/file_map.md anew: a line a module
 
 api: setup  ## write docs/api.md anew: the public names, from their docstrings
 	$(BIN)/python docs/api.py
+
+metrics: setup  ## write docs/metrics.md anew: the metrics, from the code
+	$(BIN)/python docs/metrics.py
 
 check: setup  ## lint, format, types, which package may import which
 	$(BIN)/ruff check .

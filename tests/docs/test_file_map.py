@@ -1,4 +1,4 @@
-"""docs/file_map.md and docs/api.md say what the modules and the public names say of themselves."""
+"""docs/file_map.md, api.md and metrics.md are what the code says of modules, public names and metrics."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def test_the_page_is_what_the_modules_say(file_map: Any) -> None:
 def test_the_page_of_public_names_is_what_they_say() -> None:
     api = script("api")
     assert api.PAGE.read_text(encoding="utf-8") == api.page(), "run `make api`"
+
+
+def test_the_page_of_metrics_is_what_is_exported() -> None:
+    metrics = script("metrics")
+    assert metrics.PAGE.read_text(encoding="utf-8") == metrics.page(), "run `make metrics`"
 
 
 @pytest.mark.parametrize(
