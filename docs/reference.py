@@ -23,7 +23,7 @@ from rubato.core.setting_texts import Setting
 DOCS = Path(__file__).resolve().parent
 COMMANDS_HEAD = """# Commands
 
-The same text as `--help` of each. [Activate the environment](install.md#the-command) first.
+The same text as `--help` of each.
 
 - Options mean the same in every command. They cannot be abbreviated.
 - A command that is told something impossible exits with status 2 and says why in one line.
@@ -38,7 +38,7 @@ rubato check rubato.yaml
 rubato serve --config rubato.yaml --set policy.fairness=0.1
 ```
 
-[Activate the environment](install.md#the-command) first. `--set KEY=VALUE` changes a key; dots lead into its settings.
+`--set KEY=VALUE` changes a key; dots lead into its settings.
 Text is taken letter by letter, and `KEY=` sets null. Other values are YAML. Unknown keys are errors.
 
 `rubato check` says what a configuration would run, and refuses what a start would refuse. It opens no port, asks no

@@ -117,7 +117,7 @@ def hardware(model: str, host: str = AS_STATED) -> Hardware:
 
 @dataclass(frozen=True)
 class Lookup(ModelBase):
-    """What the suffix drafter takes, measured (docs/serving.md): 0.04 ms for a chain of 8 tokens, 0.2 ms for a tree of
+    """What the suffix drafter takes, measured (docs/server.md): 0.04 ms for a chain of 8 tokens, 0.2 ms for a tree of
     depth 8 and width 3, one sequence after the other. A step is a layer of each; the first runs no prompt."""
 
     def step_time(self, shape: Shape) -> float:

@@ -46,12 +46,6 @@ def test_every_subcommand_but_the_tour_has_an_example() -> None:
     assert shown == set(subcommands())
 
 
-@pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS} - {"README.md"}))
-def test_pages_say_how_to_activate_the_command(page: str) -> None:
-    """All but the README."""
-    assert "install.md#the-command)" in PAGES[page]
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_options_and_targets_in_sentences_exist(page: str) -> None:
     known = {word for sub in subcommands().values() for word in sub._option_string_actions} | OTHERS

@@ -440,5 +440,5 @@ def test_secrets_and_folders_of_the_page_are_those_of_the_manifests() -> None:
     }
     keys = {tenant.keys_env for tenant in load(FOUR / "rubato.yaml").tenants.values()}
     assert set(re.findall(r"--from-literal=(\w+_KEYS)=", text)) == keys
-    assert "create secret generic rubato-link --from-literal=token=" in text.replace("\\\n        ", "")
+    assert "create secret generic rubato-link --from-literal=token=" in text.replace("\\\n    ", "")
     assert isinstance(load(BASE / "rubato.yaml"), Config)

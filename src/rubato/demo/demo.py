@@ -115,7 +115,7 @@ def next_commands(out: Path) -> list[str]:
     """What to do after it, as typed from here."""
     program = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).name == "rubato" else "rubato"
     return [
-        f"{program} serve bundled --port 8000        # any OpenAI client; state SLOs as docs/serving.md shows",
+        f"{program} serve bundled --port 8000        # any OpenAI client; state SLOs as docs/http-api.md shows",
         f"{program} simulate --workload {out}/workload.jsonl --steps {out}/measure.events.jsonl --policy slos_serve"
         "  # simulated, which is optimistic about a real machine",
         f"{program} demo --policy slos_serve --out {out}-slos_serve  # others: `{program} policies`",

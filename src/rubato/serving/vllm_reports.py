@@ -42,20 +42,26 @@ class PluginMetrics(SLOMetrics):
         self._counts = counts
         self._plan = self.histogram("plan_seconds", "Time to plan a step", "replica", PLAN)
         self._totals = {
-            "fallbacks": self.counter("plan_fallbacks", "Steps in vLLM's own order", "replica"),
-            "stood_aside": self.counter("plan_stood_aside", "Steps left to vLLM, every SLO having room", "replica"),
-            "link_refused": self.counter("link_refused", "Strangers' connections and messages to the link", "replica"),
-            "deviations": self.counter("plan_deviations", "Steps not carried out as planned", "replica", "cause"),
+            "fallbacks": self.counter("plan_fallbacks", "Steps in vLLM's own order after a fault", "replica"),
+            "stood_aside": self.counter("plan_stood_aside", "Steps left to vLLM, since every SLO had room", "replica"),
+            "link_refused": self.counter(
+                "link_refused", "Connections and messages of strangers to the link", "replica"
+            ),
+            "deviations": self.counter(
+                "plan_deviations", "Steps that vLLM did not carry out as planned", "replica", "cause"
+            ),
             "faults": self.counter("plan_faults", "Faults of the policy and of the plug-in", "replica", "place"),
         }
-        self.lost = self.counter("reports_lost", "Messages of an engine that this server was too slow for", "replica")
+        self.lost = self.counter(
+            "reports_lost", "Reports of an engine that this API server was too slow for", "replica"
+        )
 
         def gauge(name: str, about: str) -> Gauge:
             return Gauge(f"rubato_{name}", about, ["replica"], registry=registry, multiprocess_mode="max")
 
-        gives_up = "1: too many faults, the engine schedules in vLLM's own order until it is started again"
+        gives_up = "1: too many faults, vLLM's own order until the engine is restarted"
         self._given_up = gauge("given_up", gives_up)
-        self._held = gauge("requests_held", "Requests of tenants beyond their share, held back from the policy")
+        self._held = gauge("requests_held", "Requests of tenants over their share, held back from the policy")
         self._seen: dict[tuple[str, ...], int] = {}
 
     def begin(self, replicas: Iterable[str]) -> None:
