@@ -7,7 +7,6 @@ import shlex
 import pytest
 
 from rubato.cli.main import VERBS, main, parser
-from rubato.cli.parsing import Parser
 
 MISTAKES = [
     ("serv", "rubato: unknown command 'serv': did you mean 'serve'? See `rubato --help`"),
@@ -44,9 +43,7 @@ def test_the_help_of_a_verb_explains_every_option_and_has_examples(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = parser({verb})
-    (subparsers,) = commands._subparsers._group_actions  # type: ignore[union-attr]
-    own = subparsers.choices[verb]  # type: ignore[index]
-    assert isinstance(own, Parser)
+    own = commands.own_parsers()[verb]
     assert not [action.option_strings for action in own._actions if not action.help]
     text = own.format_help()
     assert "%%" not in text
