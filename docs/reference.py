@@ -28,6 +28,8 @@ The same text as `--help` of each.
 - Options mean the same in every command. They cannot be abbreviated.
 - A command that is told something impossible exits with status 2 and says why in one line.
 - Where vLLM has a name for an option, it works here too.
+- Your shell completes commands, options, policies, profiles and scenarios with the script of
+  [rubato completion](#rubato-completion).
 """
 CONFIGURATION_HEAD = """# Configuration
 
@@ -67,10 +69,10 @@ TITLES = {"options": "option", "positional arguments": "argument"}  # argparse's
 
 def commands() -> str:
     """The page docs/commands.md."""
-    subparsers = next(action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    parsers = parser().own_parsers()
     parts = [COMMANDS_HEAD]
     for verb, about in VERBS.items():
-        own: argparse.ArgumentParser = subparsers.choices[verb]
+        own = parsers[verb]
         examples = importlib.import_module(f"rubato.cli.{verb}").EXAMPLES
         parts.append(f"## rubato {verb}\n\n{about[0].upper()}{about[1:]}.\n")
         lines = "\n".join(wrapped(f"rubato {verb} {words}".rstrip()) for words in examples)

@@ -3,12 +3,9 @@
 import json
 import re
 
-import numpy as np
-import pytest
-
 from rubato.cli.main import main
 from rubato.config import kinds_file
-from rubato.workloads import read, scenarios
+from rubato.workloads import read
 from rubato.workloads.arrivals import parse
 from tests.docs.pages import PAGES, blocks, commands
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +61,16 @@ def slo(text: str) -> SLO:
         return SLO(*(float(part) / 1e3 if part.strip() else None for part in parts))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{expected} ({error})") from error
+
+
+def gib(text: str) -> float:
+    """GiB of a number of bytes as vLLM reads it: 4G and 4096M are binary, 4g and 4000m decimal."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r}: give bytes, such as 4G or 4294967296")
+    step = 1024.0 if found[2].isupper() else 1000.0
+    power = " kmgt".index(found[2].lower() or " ")
+    return float(found[1]) * math.pow(step, power) / 2**30
 
 
 def seeds(text: str) -> list[int]:

@@ -114,7 +114,8 @@ def how(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `jobs.run`. By default a core stays free for whoever waits."""
     workers = max(1, len(usable()) - 1) if args.workers is None else args.workers
     if not args.no_progress and args.workers is None:
-        print(f"rubato {args.command}: --workers {workers}", file=sys.stderr)
+        processes = f"{workers} worker process{'' if workers == 1 else 'es'}"
+        print(f"rubato {args.command}: {processes} on {len(usable())} cores (--workers)", file=sys.stderr)
     return {"file": args.resume, "workers": workers, "progress": not args.no_progress}
 
 

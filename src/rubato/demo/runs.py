@@ -277,7 +277,7 @@ class Stage:
         """The URL of a server with this policy. log: of its events; options: of its configuration."""
         config = {
             "model": self.model,
-            "served_name": "demo",
+            "served_model_name": "demo",
             "engine": {
                 "kind": "torch",
                 "kv_gib": 1.0,

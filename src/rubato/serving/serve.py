@@ -336,7 +336,7 @@ def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, t
     return Service(
         cluster=cluster,
         text=model.text,
-        model=config.served_name or model.model_name,
+        model=config.served_model_name or model.model_name,
         aliases=(model.model_name,),
         most_tokens=min(limits.max_model_len, limits.kv_blocks * limits.block_size),
         max_choices=min(config.max_choices, most_in_flight(config, limits) or config.max_choices),
