@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rubato.measure.records import BenchResult
     from rubato.measure.result import Result
 
-SECRET = ("--api-key", "--header")  # of `bench`, whose values stay out of reports
+SECRET = ("--api-key", "--header")  # options of `bench` whose values stay out of reports
 
 
 def add(parser: argparse.ArgumentParser, records: bool = False) -> None:
@@ -60,5 +60,9 @@ def command(words: list[str]) -> str:
         option, given, _ = word.partition("=")
         shown.append("***" if hidden else f"{option}=***" if given and option in SECRET else word)
         hidden = word in SECRET
-    quoted = (f"\\\n    {shlex.quote(word)}" if word.startswith("--") else shlex.quote(word) for word in shown)
+    quoted = (f"\\\n    {_quoted(word)}" if word.startswith("--") else _quoted(word) for word in shown)
     return " ".join(["rubato", *quoted])
+
+
+def _quoted(word: str) -> str:
+    return word if word.endswith("***") else shlex.quote(word)
