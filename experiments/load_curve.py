@@ -22,9 +22,9 @@ from experiments._rubato_runs import NOISE, learnt_lengths
 from rubato.config import kinds_file
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.request_source import MixSource
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate
 

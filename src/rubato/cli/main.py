@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb and verb not in VERBS:
         commands.error(f"unknown command {verb!r}{nearest(verb, VERBS)}")
     args = commands.parse_args(words or ["--help"])
+    args.words = words  # as typed, for a report
     return running.carried_out(f"rubato {args.command}", args, args.run)
 
 
