@@ -65,6 +65,7 @@ class GatewayService:
     created_offset: float = 0.0
     log_lines_dropped: Callable[[], int] = int
     models: ServedModels = field(default_factory=ServedModels)
+    policy: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,6 +78,9 @@ class GatewayService:
 
     def counted(self) -> set[str]:
         return {host.id for host in self.servers() if not host.linked}
+
+    def urls(self) -> dict[str, str]:
+        return {host.id: host.url for host in self.servers()}
 
     def servers(self) -> list[ServerReplica]:
         """Those that are not lost."""
