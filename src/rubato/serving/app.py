@@ -19,7 +19,7 @@ from rubato.frontdoor.slo_fields import Tiers
 from rubato.frontdoor.tenants import Tenants
 from rubato.serving import intake, openapi, schemas
 from rubato.serving.app_state import AppState, WithHeaders, add_door, add_operations, json_page
-from rubato.serving.board import add_board
+from rubato.serving.board_pages import add_board
 
 MESSAGE = 32  # characters that a message counts for besides its own: what the chat template does with it
 LONG_TEXT = 4096  # bytes; tokenizing more than this would hold up the loop, and all streams, by milliseconds

@@ -38,7 +38,7 @@ from rubato.frontdoor.tenants import Tenants
 from rubato.frontdoor.verdict import verdict_fields
 from rubato.serving.app_state import AppState, add_door, add_operations
 from rubato.serving.asgi_client import AsgiClient, written_by
-from rubato.serving.board import add_board
+from rubato.serving.board_pages import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
 from rubato.serving.model_list import ModelPages, asked_model, named_model
 from rubato.serving.sse import forbid_buffering
