@@ -77,7 +77,6 @@ async def test_all_that_was_offered_is_counted_and_each_request_has_its_place(at
     assert [row["output_tokens"] for row in told["requests"]] == [5, 5, 0, 0]
     (replica,) = told["replicas"]
     assert (replica["running"], replica["waiting"], replica["state"]) == (2, 2, "busy")
-    assert replica["batch"] == {"requests": 2, "tokens": 2}
     assert (replica["step_ms"], replica["age_ms"], replica["role"]) == (100.0, 0.0, "prefill and decode")
     assert 0 < replica["kv_used_tokens"] < replica["kv_total_tokens"] == 64 * 16
     await asyncio.gather(*tasks)
@@ -103,7 +102,7 @@ async def test_misses_have_their_cause_and_what_was_measured(at: Edge) -> None:
     (group,) = told["misses"]
     assert [group[name] for name in ("tier", "cause", "recent", "count")] == ["default", "infeasible", 2, 2]
     latest = group["latest"]
-    assert (latest["cause"], latest["outcome"], latest["ttft_ms"]) == ("infeasible", "refused", None)
+    assert (latest["outcome"], latest["ttft_ms"], latest["slo"]["ttft_ms"]) == ("refused", None, 20.0)
     assert latest["reason"].startswith(f"{refused.headers['x-rubato-reject-reason']}: ")
 
 
@@ -275,7 +274,7 @@ def test_of_a_replica_that_is_counted_the_board_shows_what_is_known_and_no_more(
     known = {"running": 1, "waiting": 1, "state": "busy", "link": "counted"}
     told = replica_shown(there, None, [], {"r0"})
     assert {name: told[name] for name in known} == known
-    assert [told[name] for name in ("batch", "age_ms", "steps", "step_ms", "kv_used_tokens")] == [None] * 5
+    assert [told[name] for name in ("age_ms", "steps", "step_ms", "kv_used_tokens")] == [None] * 4
     assert replica_shown(replace(there, kv_free=750), None, [], {"r0"})["kv_used_tokens"] == 4000
     assert replica_shown(view([Seq(two)]), None, [], {"r0"})["state"] == "busy"
     assert [replica_shown(there, None, [], url=url)["link"] for url in ("", "http://a")] == ["here", "linked"]

@@ -134,7 +134,13 @@ class Board:
         views = self._sample(now)
         self._at, self._answers = now, {}
         self._requests = RequestsInFlight(
-            source.in_flight, source.held, views, now, fair=source.fair, counted=source.counted()
+            source.in_flight,
+            source.held,
+            views,
+            now,
+            fair=source.fair,
+            counted=source.counted(),
+            is_routed=bool(source.router),
         )
         self._for_all = {
             "model": source.model,
@@ -198,7 +204,7 @@ class Board:
 
 
 _LOST = {
-    "state": "lost", "running": 0, "waiting": 0, "moving": 0, "batch": None, "kv_used_tokens": None, "steps": None,
+    "state": "lost", "running": 0, "waiting": 0, "moving": 0, "kv_used_tokens": None, "steps": None,
     "step_ms": None,
 }  # fmt: skip
 

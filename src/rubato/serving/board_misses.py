@@ -8,7 +8,7 @@ from typing import Any
 
 from rubato.core.events import Finished
 from rubato.core.request import Request, without_texts
-from rubato.frontdoor.verdict import in_ms, ms, served, verdict
+from rubato.frontdoor.verdict import in_ms, ms
 
 MAX_GROUPS = 64  # of one tenant; the group that missed least recently makes room
 
@@ -82,8 +82,6 @@ def _miss(request: Request, end: Finished, now: float) -> dict[str, Any]:
         "age_ms": ms(max(0.0, now - end.at)),
         "outcome": end.outcome,
         "reason": "" if end.outcome == "completed" else end.reason[:200],
-        "output_tokens": end.output,
-        "served": served(request, end),
-        "targets": in_ms(request.stages[0].slo),
-        **verdict(end),
+        "slo": in_ms(request.stages[0].slo),
+        **{name: ms(getattr(end.verdict, name[:-3])) for name in ("ttft_ms", "tpot_ms", "e2e_ms", "margin_ms")},
     }

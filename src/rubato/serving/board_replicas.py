@@ -137,9 +137,10 @@ class BoardReplicas:
         self.flag(event.at, number, "lost", event.id)
 
     def _replica(self, id: str) -> _Replica:
-        if id not in self._replicas:
-            self._replicas[id] = _Replica(deque(maxlen=STEPS), deque(maxlen=self.slices))
-        return self._replicas[id]
+        found = self._replicas.get(id)
+        if found is None:
+            found = self._replicas[id] = _Replica(deque(maxlen=STEPS), deque(maxlen=self.slices))
+        return found
 
 
 def _columns(ring: deque[_Slice], first: int, last: int) -> dict[str, Any]:
@@ -153,5 +154,5 @@ def _columns(ring: deque[_Slice], first: int, last: int) -> dict[str, Any]:
         columns["running"].append(held and held.running)
         columns["waiting"].append(held and held.waiting)
         columns["kv"].append(None if held is None or held.kv is None else round(held.kv, 2))
-        columns["step_ms"].append(round(held.seconds / steps * 1e3, 1) if held is not None and steps else None)
+        columns["step_ms"].append(float(f"{held.seconds / steps * 1e3:.3g}") if held is not None and steps else None)
     return columns

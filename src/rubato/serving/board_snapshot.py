@@ -55,7 +55,8 @@ class TierInFlight:
 
 class RequestsInFlight:
     """All of them. records: in the order in which they were offered. held: those at no replica. fair: tenants share the
-    replicas, so one that is held may wait for its tenant's share. counted: replicas that tell nothing of themselves."""
+    replicas, so one that is held may wait for its tenant's share. counted: replicas that tell nothing of themselves.
+    is_routed: a router may hold them."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class RequestsInFlight:
         *,
         fair: bool,
         counted: Collection[str] = (),
+        is_routed: bool = True,
     ) -> None:
         places: dict[str, _Place] = {}
         for view in views:  # one on its way is shown where its KV comes from, and held, too
@@ -75,7 +77,7 @@ class RequestsInFlight:
             places.update((seq.id, _Place("running", seq, view.id)) for seq in view.running)
             places.update((seq.id, _Place("waiting", seq, view.id, at)) for at, seq in enumerate(view.waiting))
         self._now = now
-        self._fair, self._counted = fair, counted
+        self._fair, self._counted, self._is_routed = fair, counted, is_routed
         self._found = [(record, places.get(id) or _unseen(record)) for id, record in records.items()]
 
     def by_tier(self) -> dict[str, TierInFlight]:
@@ -132,13 +134,15 @@ class RequestsInFlight:
         seq, replica = place.seq, place.replica
         waits_for = "" if record.waiting is None else record.waiting[0]
         if place.state == "held":
+            if seq is None:
+                return "has just come"
             if waits_for == LOST:
                 return "its replica is gone: held by the router until another takes it"
-            if seq is not None and seq.request.handoff is not None:
+            if seq.request.handoff is not None:
                 handoff = seq.request.handoff
                 return f"handed off by {handoff.source} ({handoff.reason}): held until another replica takes it"
-            share = " or for its tenant's share" if self._fair else ""
-            return f"held by the router{share}, {_after(place.before)}"
+            holders = ["by the router"] * self._is_routed + ["for its tenant's share"] * self._fair
+            return f"held {' or '.join(holders)}, {_after(place.before)}"
         if replica in self._counted and place.state == "waiting":
             return f"sent to {replica}: nothing has come of it yet"
         if replica in self._counted and place.state == "running":
@@ -177,13 +181,11 @@ def _after(before: int) -> str:
 def replica_shown(
     view: View, step_seconds: float | None, draining: Collection[str], counted: Collection[str] = (), url: str = ""
 ) -> dict[str, Any]:
-    """A replica as JSON. `batch` is the one that runs now, `age_ms` how old what is known about it is. Of one that is
-    counted neither is known, nor whether KV of which all is free is free, or not told of. url: of a server, "" for a
-    replica of this process."""
+    """A replica as JSON. `age_ms` is how old what is known about it is. Of one that is counted that is not known, nor
+    whether KV of which all is free is free, or not told of. url: of a server, "" for a replica of this process."""
     block, is_counted = view.limits.block_size, view.id in counted
     is_busy = bool(view.running or (is_counted and view.waiting))
     used = (view.kv_total - view.kv_free) * block
-    batch = {"requests": view.in_flight.seqs, "tokens": view.in_flight.tokens}
     return {
         "id": view.id,
         "url": url,
@@ -193,9 +195,8 @@ def replica_shown(
         "running": len(view.running),
         "waiting": len(view.waiting),
         "moving": len(view.moving),
-        "batch": None if is_counted else batch,
-        "kv_used_tokens": None if is_counted and not used else used,
-        "kv_total_tokens": view.kv_total * block,
+        "kv_used_tokens": None if not view.kv_total or (is_counted and not used) else used,
+        "kv_total_tokens": view.kv_total * block or None,
         "age_ms": None if is_counted else ms(max(0.0, view.now - min(view.as_of, view.now))),
         "steps": None if is_counted else view.steps,
         "step_ms": ms(step_seconds),

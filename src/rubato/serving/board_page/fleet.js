@@ -72,24 +72,32 @@ function make(lane) {
   return node;
 }
 
+// Now, or at the moment that is pointed at
+function at_(lane, column, fold, now) {
+  const { size } = span();
+  return view.moment === null ? now : fold(lane.ids.map((id) => history.last("replicas", id, column, view.moment, size)));
+}
+
 function update(node, lane) {
+  const then = (column, fold, now) => at_(lane, column, fold, now);
   const [name, kv, load, steps] = node.children;
   const short = lane.role === "prefill and decode" ? "" : lane.role.replace(/ only$/, "");
   set(node, { class: `lane ${lane.lost && !lane.folded ? "lost" : ""} ${lane.folded ? "folded" : ""}`, "aria-pressed": String(view.replica === lane.id && !lane.folded), title: lane.title });
   set(name.children[1], { text: lane.name });
   set(name.children[2], { text: [short, lane.state].filter(Boolean).join(", ") });
-  set(kv.querySelector("i"), { style: { width: `${100 * (lane.kv ?? 0)}%` } });
-  set(kv.lastChild, { text: lane.kv === null ? NONE : percent(lane.kv) });
+  const share = then("kv", mean, lane.kv);
+  set(kv.querySelector("i"), { style: { width: `${100 * (share ?? 0)}%` } });
+  set(kv.lastChild, { text: percent(share) });
   const running = across(lane.ids, "running", sum);
   const waiting = across(lane.ids, "waiting", sum);
   const most = Math.max(1, ...running.map((ran, i) => (ran ?? 0) + (waiting[i] ?? 0)));
   const values = running.map((ran, i) => (ran === null ? null : (ran + (waiting[i] ?? 0)) / most));
   load.firstChild.replaceChildren(heat(values, waiting.map((n) => (n ? "waiting" : "running"))));
-  set(load.lastChild, { text: lane.lost && !lane.folded ? NONE : `${count(lane.running)} + ${count(lane.waiting)}`, title: "running + waiting" });
+  set(load.lastChild, { text: lane.lost && !lane.folded && view.moment === null ? NONE : `${count(then("running", sum, lane.running))} + ${count(then("waiting", sum, lane.waiting))}`, title: "running + waiting" });
   const times = across(lane.ids, "step_ms", mean);
   const known = times.filter((time) => time !== null);
   steps.firstChild.replaceChildren(sparkline(times, { from: 0, to: Math.max(1, ...known) * 1.1, width: 60, height: 20 }));
-  set(steps.lastChild, { text: duration(lane.step) });
+  set(steps.lastChild, { text: duration(then("step_ms", mean, lane.step)) });
 }
 
 arrows(lanes, ".lane", { next: "ArrowDown", back: "ArrowUp" });

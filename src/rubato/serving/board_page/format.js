@@ -47,6 +47,9 @@ export function promise(slo) {
 }
 
 // A server's address, as short as people name it.
-export const host = (replica) => (replica.url ? replica.url.replace(/^https?:\/\//, "") : replica.id);
+export function host({ url, id }) {
+  if (url) return url.replace(/^https?:\/\//, "");
+  return /^\d+$/.test(id) ? `engine ${id}` : id;
+}
 
 export const shortId = (id) => id.replace(/^(chatcmpl|cmpl|resp|msg)[-_]/, "").slice(0, 12);

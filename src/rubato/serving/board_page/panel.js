@@ -62,8 +62,8 @@ function forgotten(mine, why) {
   mine.over = true;
   const latest = mine.group?.latest;
   const facts = latest ? [
-    ["Cause", latest.cause ?? "unknown"], ["Outcome", latest.reason || latest.outcome], ["First token", duration(latest.ttft_ms)],
-    ["Each token", duration(latest.tpot_ms)], ["All of it", duration(latest.e2e_ms)], ["SLO", promise(latest.targets)],
+    ["Cause", mine.group.cause], ["Outcome", latest.reason || latest.outcome], ["First token", duration(latest.ttft_ms)],
+    ["Each token", duration(latest.tpot_ms)], ["All of it", duration(latest.e2e_ms)], ["SLO", promise(latest.slo)],
   ] : [];
   at("request").replaceChildren(el("p", { class: "verdict", text: why }), factList(facts));
 }
