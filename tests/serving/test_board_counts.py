@@ -49,7 +49,7 @@ def test_a_window_counts_what_ended_within_it() -> None:
 
 def test_nothing_that_ended_has_no_attainment_and_no_burn() -> None:
     (window, *_) = folded((0.0, None, None)).tiers["chat"].shown(0)["windows"].values()
-    assert [window[name] for name in ("attainment", "burn", "budget_left", "ttft_ms")] == [None] * 4
+    assert [window[name] for name in ("attainment", "burn", "budget_left", "e2e_ms")] == [None] * 4
 
 
 def test_the_history_is_a_row_of_slices_with_a_gap_where_nothing_happened() -> None:

@@ -59,6 +59,10 @@ def test_phases_at_a_server_that_is_counted_do_not_tell_waiting_from_prefill() -
     ]
 
 
+def test_phases_end_now_though_the_record_goes_on() -> None:
+    assert phases(record_of(*SERVED), 0.5) == [("queue", 0.5)]
+
+
 def test_phases_of_a_long_story_are_the_latest() -> None:
     moves = [event for at in range(40) for event in (Preempted(2.0 + at, "a"), Started(2.5 + at, "a", resumed=True))]
     found = phases(record_of(*SERVED, *moves), 50.0)

@@ -48,6 +48,7 @@ class TierSlice:
     causes: Counter[str] = field(default_factory=Counter)
     ttft: Times = field(default_factory=Counter)
     tpot: Times = field(default_factory=Counter)
+    e2e: Times = field(default_factory=Counter)
     pause: float | None = None  # the longest between two tokens
 
     def add(self, end: Finished) -> None:
@@ -57,6 +58,8 @@ class TierSlice:
             self.ttft[_bucket(judged.ttft)] += 1
         if judged.tpot is not None:
             self.tpot[_bucket(judged.tpot)] += 1
+        if judged.e2e is not None:
+            self.e2e[_bucket(judged.e2e)] += 1
         if judged.pause is not None and judged.pause > (self.pause or 0.0):
             self.pause = judged.pause
         if judged.met:
@@ -85,6 +88,7 @@ class TierSlice:
             "causes": dict(self.causes.most_common()),
             "ttft_ms": _percentiles(self.ttft),
             "tpot_ms": _percentiles(self.tpot),
+            "e2e_ms": _percentiles(self.e2e),
             "max_pause_ms": ms(self.pause),
         }
 
@@ -101,6 +105,7 @@ def total_of(parts: Iterable[TierSlice]) -> TierSlice:
         total.causes.update(part.causes)
         total.ttft.update(part.ttft)
         total.tpot.update(part.tpot)
+        total.e2e.update(part.e2e)
         if part.pause is not None:
             total.pause = max(part.pause, total.pause or 0.0)
     return total

@@ -119,7 +119,7 @@ class ClusterSource:
         service = state.service
         self._cluster = service.cluster
         self.model, self.policy, self.fair = service.names[0], service.policy, service.fair
-        self.router = self._cluster.router
+        self.router = self._cluster.router.partition(".")[0]  # `rubato.router` is the policy's own
         self.tenants = state.tenants
         self.views, self.counted, self.urls = service.views, service.counted, service.urls
 

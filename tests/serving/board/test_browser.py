@@ -134,7 +134,7 @@ def test_every_part_is_reached_and_used_by_keys(server: Server) -> None:
     assert look["filtered"] == [f"of {look['second']}", 1]
     assert (look["free"], look["search"]) == (0, "search")
     assert "ago" in look["moment"]
-    assert look["opened"] == look["id"]
+    assert look["opened"] == f"Request {look['id']}"
     assert look["closed"] == [True, "search"]
     assert (look["paused"], look["theme"]) == ("Paused", "dark")
 

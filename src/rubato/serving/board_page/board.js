@@ -47,7 +47,8 @@ async function ask() {
   const mine = (asking = new AbortController());
   const late = setTimeout(() => mine.abort(), PATIENCE_MS);
   try {
-    const reply = await fetch(`board.json?since=${history.since}`, { headers: headers(), signal: mine.signal, cache: "no-store" });
+    const how = { headers: headers(), signal: mine.signal, cache: "no-store" };
+    const reply = await fetch(`board.json?since=${history.since}`, how);
     if (reply.status === 401) askForKey();
     else if (!reply.ok) throw new Error(`status ${reply.status}`);
     else show(await reply.json());
@@ -102,8 +103,11 @@ function standing({ state, tiers, replicas, total, objective }) {
   const lost = (replicas ?? []).filter((replica) => replica.state === "lost").length;
   if (lost) return [`${lost} of ${plural(replicas.length, "server")} lost`, "bad"];
   const figures = tiers.filter((tier) => !tier.best_effort).map((tier) => [tier.name, tier.windows["300"]]);
-  const worst = figures.filter(([, one]) => ["warn", "bad"].includes(urgency(one, objective))).sort((a, b) => b[1].burn - a[1].burn)[0];
-  if (worst) return [`${worst[0]} at ${attained(worst[1].attainment)}, burning ${worst[1].burn.toFixed(1)}×`, worst[1].burn >= PAGE_AT ? "bad" : "warn"];
+  const burning = figures.filter(([, one]) => ["warn", "bad"].includes(urgency(one, objective)));
+  if (burning.length) {
+    const [name, { attainment, burn }] = burning.sort(([, a], [, b]) => b.burn - a.burn)[0];
+    return [`${name} at ${attained(attainment)}, burning ${burn.toFixed(1)}×`, burn >= PAGE_AT ? "bad" : "warn"];
+  }
   if (!total.offered) return ["No request yet", "quiet"];
   return ["Keeping promises", "fine"];
 }
@@ -112,7 +116,7 @@ draws((told) => {
   const routed = told.router && told.router !== told.policy ? ` · router ${told.router}` : "";
   const who = told.keys ? ` · ${told.tenant}${told.admin ? ", admin" : ": your requests"}` : "";
   const up = duration(1000 * told.serving_seconds);
-  set(at("facts"), { text: `${told.model} · policy ${told.policy}${routed} · ${told.version} · up ${up}${who}`, title: `Rubato ${told.version}` });
+  set(at("facts"), { text: `${told.model} · policy ${told.policy}${routed} · ${told.version} · up ${up}${who}` });
   say(...standing(told));
   for (const button of at("windows").children) {
     const chosen = button.dataset.window === view.window;
@@ -144,8 +148,8 @@ function pause() {
 }
 
 function theme() {
-  const dark = document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-  const next = THEMES[1 - THEMES.indexOf(dark)];
+  const preferred = THEMES[Number(matchMedia("(prefers-color-scheme: dark)").matches)];
+  const next = THEMES[1 - THEMES.indexOf(document.documentElement.dataset.theme ?? preferred)];
   document.documentElement.dataset.theme = next;
   stored(() => localStorage.setItem("rubato-board-theme", next));
 }

@@ -1,8 +1,8 @@
 // Charts as inline SVG: the stacked area of what became of requests, sparklines, strips of heat. They are drawn in
 // pixels of where they stand, and marked where the user points.
 
-import { at, el, keyed, set, svg } from "./dom.js";
-import { count, duration, host } from "./format.js";
+import { at, box, keyed, set, svg } from "./dom.js";
+import { count, duration, host, plural } from "./format.js";
 import { ago, draws, history, redraw, span, view } from "./state.js";
 
 // Of misses: colour class, name, and the causes of each
@@ -16,6 +16,7 @@ export const LATE = [
 const BANDS = [["kept", "on time", null], ...LATE, ["refused", "refused", ["refused"]]];
 const [LEFT, TOP, BOTTOM] = [36, 10, 22];
 const ALARMING = ["lost", "gave up"];
+const OF_REQUESTS = ["placed again", "moved"]; // and not of a server
 
 const line = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
@@ -82,7 +83,7 @@ function drawOutcomes(told) {
   });
   set(parts.offered, { d: line(groups.map((g, i) => [x(i), y(g.offered)])) });
   drawFlags(told, width, height);
-  const pointed = groups.findIndex((g) => view.moment !== null && view.moment >= g.start && view.moment < g.start + g.size);
+  const pointed = groups.findIndex((g) => g.start === view.moment);
   const cx = pointed < 0 ? -10 : x(pointed);
   set(parts.cursor, { x1: cx, x2: cx, y1: TOP, y2: height - BOTTOM });
   readOut(told, groups[pointed] ?? null, groups.at(-1) ?? null);
@@ -92,8 +93,9 @@ function drawGrid(width, height, most, y) {
   const { starts, size, seconds: slice } = span();
   const seconds = starts.length * size * slice;
   const rows = [0, 0.5, 1].map((share) => ({ key: `y${share}`, share }));
-  const times = [1, 2 / 3, 1 / 3, 0].map((share) => ({ key: `x${share}`, share }));
-  keyed(parts.grid, [...rows, ...times], ({ key }) => key, () => svg("g", {}, svg("line"), svg("text")), (node, item) => {
+  const times = [1, 0.8, 0.6, 0.4, 0.2, 0].map((share) => ({ key: `x${share}`, share }));
+  const make = () => svg("g", {}, svg("line"), svg("text"));
+  keyed(parts.grid, [...rows, ...times], ({ key }) => key, make, (node, item) => {
     const [rule, label] = node.children;
     if (item.key.startsWith("y")) {
       const at_ = y(item.share * most);
@@ -102,8 +104,9 @@ function drawGrid(width, height, most, y) {
     } else {
       const at_ = LEFT + (width - LEFT - 8) * (1 - item.share);
       set(rule, { x1: at_, x2: at_, y1: height - BOTTOM, y2: height - BOTTOM + 4 });
-      const words = item.share ? `${duration(item.share * seconds * 1000)} ago` : "now";
-      set(label, { x: at_, y: height - 5, "text-anchor": item.share === 1 ? "start" : item.share ? "middle" : "end", text: words });
+      const words = item.share ? `−${Math.round((item.share * seconds) / 60)} min` : "now";
+      const anchor = { 0: "end", 1: "start" }[item.share] ?? "middle";
+      set(label, { x: at_, y: height - 5, "text-anchor": anchor, text: words });
     }
   });
 }
@@ -123,7 +126,7 @@ function drawFlags(told, width, height) {
     const text = flagText(told, flag);
     const right = x + 6 + text.length * 6 > width - 8;
     const begins = right ? x - 6 - text.length * 6 : x;
-    const fits = begins > free && !["placed again", "moved"].includes(flag.kind);
+    const fits = begins > free && !OF_REQUESTS.includes(flag.kind);
     if (fits) free = begins + text.length * 6 + 18;
     return { ...flag, x, right, text: fits ? text : "" };
   });
@@ -134,21 +137,23 @@ function drawFlags(told, width, height) {
     set(node, { class: ALARMING.includes(flag.kind) ? "alarming" : "" });
     set(rule, { x1: flag.x, x2: flag.x, y1: flag.text ? TOP : height - BOTTOM - 8, y2: height - BOTTOM });
     set(dot, { cx: flag.x, cy: height - BOTTOM });
-    set(label, { x: flag.x + (flag.right ? -6 : 6), y: TOP + 10, "text-anchor": flag.right ? "end" : "start", text: flag.text });
+    const [x, anchor] = flag.right ? [flag.x - 6, "end"] : [flag.x + 6, "start"];
+    set(label, { x, y: TOP + 10, "text-anchor": anchor, text: flag.text });
   });
 }
 
 function flagText(told, flag) {
-  const times = flag.count > 1 || ["placed again", "moved"].includes(flag.kind) ? `${flag.count} ` : "";
-  return `${flag.replica ? `${named(told, flag.replica)}: ` : ""}${times}${flag.kind}`;
+  const times = OF_REQUESTS.includes(flag.kind) ? `${plural(flag.count, "request")} ` : "";
+  return `${flag.replica ? `${named(told, flag.replica)} ` : "router "}${times}${flag.kind}`;
 }
 
 function readOut(told, pointed, last) {
   const shown = pointed ?? last;
   const when = pointed ? `${duration(1000 * ago(pointed.start + pointed.size))} ago` : "now";
   set(at("outcomes-when"), { text: when });
-  const values = shown ? [["offered", "offered", shown.offered], ...BANDS.map(([kind, name], i) => [kind, name, shown.bands[i]])] : [];
-  const make = () => el("li", {}, el("i"), el("span"), el("b"));
+  const bands = BANDS.map(([kind, name], i) => [kind, name, shown?.bands[i] ?? 0]);
+  const values = [["offered", "offered", shown?.offered ?? 0], ...bands];
+  const make = () => box("li", box("i"), box("span"), box("b"));
   keyed(at("outcomes-legend"), values, ([kind]) => kind, make, (node, [kind, name, value]) => {
     set(node.children[0], { class: `key ${kind}` });
     set(node.children[1], { text: name });
@@ -187,7 +192,7 @@ chart.addEventListener("keydown", (event) => {
   if (!step) return;
   event.preventDefault();
   const { starts } = span();
-  const here = view.moment === null ? starts.length : starts.findIndex((start) => start === view.moment);
+  const here = view.moment === null ? starts.length : starts.indexOf(view.moment);
   point(starts[Math.max(0, Math.min(starts.length - 1, here + step))]);
 });
 chart.addEventListener("blur", () => point(null));
@@ -196,11 +201,14 @@ draws(drawOutcomes);
 
 // ---------------------------------------------------------------------------- small ones
 
+const stretched = (kind, width, height) =>
+  svg("svg", { class: kind, viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+
 // values: of each group, null for a gap; from, to: the scale; rule: a dashed line
 export function sparkline(values, { from, to, rule = null, width = 120, height = 32 }) {
   const x = (i) => (width * i) / Math.max(1, values.length - 1);
   const y = (value) => 2 + (height - 4) * (1 - (value - from) / (to - from || 1));
-  const made = svg("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+  const made = stretched("spark", width, height);
   if (rule !== null) made.append(svg("line", { class: "rule", x1: 0, x2: width, y1: y(rule), y2: y(rule) }));
   const runs = [[]];
   values.forEach((value, i) => (value === null ? runs.push([]) : runs.at(-1).push([x(i), y(value)])));
@@ -210,17 +218,17 @@ export function sparkline(values, { from, to, rule = null, width = 120, height =
     made.append(svg("path", { class: "fill", d: `${line([...run, [final[0], height], [first[0], height]])}Z` }));
     made.append(svg("path", { class: "stroke", d: line(run.length === 1 ? [first, [first[0] + 2, first[1]]] : run) }));
   }
-  const { starts } = span();
-  const pointed = view.moment === null ? -1 : starts.findIndex((start) => start === view.moment);
+  const pointed = span().starts.indexOf(view.moment);
   if (pointed >= 0) made.append(svg("line", { class: "cursor", x1: x(pointed), x2: x(pointed), y1: 0, y2: height }));
   return made;
 }
 
 // values: 0 to 1 of each group, null where nothing is known
 export function heat(values, kinds) {
-  const made = svg("svg", { class: "heat", viewBox: `0 0 ${values.length} 1`, preserveAspectRatio: "none", "aria-hidden": "true" });
+  const made = stretched("heat", values.length, 1);
   values.forEach((value, i) => {
-    if (value) made.append(svg("rect", { x: i, width: 1.02, height: 1, class: kinds[i], "fill-opacity": (0.18 + 0.82 * value).toFixed(2) }));
+    const strength = (0.18 + 0.82 * value).toFixed(2);
+    if (value) made.append(svg("rect", { x: i, width: 1.02, height: 1, class: kinds[i], "fill-opacity": strength }));
   });
   return made;
 }

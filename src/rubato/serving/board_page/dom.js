@@ -5,10 +5,16 @@ const SVG = "http://www.w3.org/2000/svg";
 
 export const at = (id) => document.getElementById(id);
 
-// props: class, text, style (custom properties and CSS names), on (listeners), and attributes; null removes one
+// tag: with its classes, `span.label.soft`. props: text, style (CSS names), and attributes; null or false removes one
 export function el(tag, props = {}, ...children) {
-  return fill(set(document.createElement(tag), props), children);
+  const [name, ...classes] = tag.split(".");
+  const node = document.createElement(name);
+  if (classes.length) node.className = classes.join(" ");
+  return fill(set(node, props), children);
 }
+
+// An element that holds others, and has no properties of its own
+export const box = (tag, ...children) => el(tag, {}, ...children);
 
 export function svg(tag, props = {}, ...children) {
   return fill(set(document.createElementNS(SVG, tag), props), children);
@@ -23,8 +29,6 @@ export function set(node, props) {
   for (const [name, value] of Object.entries(props)) {
     if (name === "text") {
       if (node.textContent !== String(value)) node.textContent = value;
-    } else if (name === "on") {
-      for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
     } else if (name === "style") {
       for (const [property, to] of Object.entries(value)) {
         if (node.style.getPropertyValue(property) !== String(to)) node.style.setProperty(property, to);

@@ -1,9 +1,9 @@
 // A lane for each server: KV in use, how many ran and waited over the last minutes, step times, and its link.
 
-import { arrows, at, el, enterable, keyed, set } from "./dom.js";
+import { arrows, at, box, el, enterable, keyed, set } from "./dom.js";
 import { heat, pointing, sparkline } from "./charts.js";
 import { NONE, count, duration, host, percent, plural } from "./format.js";
-import { choose, draws, history, span, view } from "./state.js";
+import { choose, draws, history, redraw, span, view } from "./state.js";
 
 const MAX_LANES = 8; // of more, those of one role are folded into one lane
 const open = new Set(); // roles that are unfolded
@@ -36,7 +36,7 @@ function laneOf(replicas, role) {
     name: folded ? plural(replicas.length, "server") : host(one), title: folded ? "" : one.url || one.id,
     state: folded ? "" : stateOf(one), kv: used === null || !total ? null : used / total,
     running: sum(replicas.map((r) => r.running)), waiting: sum(replicas.map((r) => r.waiting)),
-    step: mean(replicas.map((r) => r.step_ms)), lost: replicas.some((r) => r.state === "lost"),
+    step: mean(replicas.map((r) => r.step_ms)), kind: folded ? "folded" : one.state === "lost" ? "lost" : "",
   };
 }
 
@@ -58,46 +58,44 @@ function byLane(replicas) {
 }
 
 function make(lane) {
-  const node = el("button", { type: "button", class: "lane", tabindex: "-1" },
-    el("span", { class: "name" }, el("i", { class: "dot" }), el("b"), el("small")),
-    el("span", { class: "kv" }, el("span", { class: "bar" }, el("i", { class: "p99" })), el("span")),
-    el("span", { class: "load" }, el("span", { class: "strip" }), el("span")),
-    el("span", { class: "steps" }, el("span", { class: "trend" }), el("span")));
+  const node = el("button.lane", { type: "button", tabindex: "-1" },
+    box("span.name", box("i.dot"), box("b"), box("small")), box("span.kv", box("span.bar", box("i.p99")), box("span")),
+    box("span.load", box("span.strip"), box("span")), box("span.steps", box("span.trend"), box("span")));
   pointing(node.querySelector(".strip"));
   node.addEventListener("click", () => {
-    if (!lane.folded) choose("replica", lane.id);
-    else if (!open.delete(lane.role)) open.add(lane.role);
-    choose("moment", null);
+    if (!lane.folded) return choose("replica", lane.id);
+    if (!open.delete(lane.role)) open.add(lane.role);
+    redraw();
   });
   return node;
 }
 
 // Now, or at the moment that is pointed at
-function at_(lane, column, fold, now) {
+function then(lane, column, fold, now) {
   const { size } = span();
   return view.moment === null ? now : fold(lane.ids.map((id) => history.last("replicas", id, column, view.moment, size)));
 }
 
 function update(node, lane) {
-  const then = (column, fold, now) => at_(lane, column, fold, now);
   const [name, kv, load, steps] = node.children;
-  const short = lane.role === "prefill and decode" ? "" : lane.role.replace(/ only$/, "");
-  set(node, { class: `lane ${lane.lost && !lane.folded ? "lost" : ""} ${lane.folded ? "folded" : ""}`, "aria-pressed": String(view.replica === lane.id && !lane.folded), title: lane.title });
+  const role = lane.role === "prefill and decode" ? "" : lane.role.replace(/ only$/, "");
+  const chosen = view.replica === lane.id && !lane.folded;
+  set(node, { class: `lane ${lane.kind}`, "aria-pressed": String(chosen), title: lane.title });
   set(name.children[1], { text: lane.name });
-  set(name.children[2], { text: [short, lane.state].filter(Boolean).join(", ") });
-  const share = then("kv", mean, lane.kv);
-  set(kv.querySelector("i"), { style: { width: `${100 * (share ?? 0)}%` } });
+  set(name.children[2], { text: [role, lane.state].filter(Boolean).join(", ") });
+  const share = then(lane, "kv", mean, lane.kv);
+  set(kv.firstChild.firstChild, { style: { width: `${100 * (share ?? 0)}%` } });
   set(kv.lastChild, { text: percent(share) });
-  const running = across(lane.ids, "running", sum);
-  const waiting = across(lane.ids, "waiting", sum);
-  const most = Math.max(1, ...running.map((ran, i) => (ran ?? 0) + (waiting[i] ?? 0)));
-  const values = running.map((ran, i) => (ran === null ? null : (ran + (waiting[i] ?? 0)) / most));
-  load.firstChild.replaceChildren(heat(values, waiting.map((n) => (n ? "waiting" : "running"))));
-  set(load.lastChild, { text: lane.lost && !lane.folded && view.moment === null ? NONE : `${count(then("running", sum, lane.running))} + ${count(then("waiting", sum, lane.waiting))}`, title: "running + waiting" });
+  const [running, waiting] = [across(lane.ids, "running", sum), across(lane.ids, "waiting", sum)];
+  const all = running.map((ran, i) => (ran === null ? null : ran + (waiting[i] ?? 0)));
+  const most = Math.max(1, ...all);
+  load.firstChild.replaceChildren(heat(all.map((n) => n && n / most), waiting.map((n) => (n ? "waiting" : "running"))));
+  const numbers = [then(lane, "running", sum, lane.running), then(lane, "waiting", sum, lane.waiting)];
+  const isGone = lane.kind === "lost" && view.moment === null;
+  set(load.lastChild, { text: isGone ? NONE : numbers.map(count).join(" + "), title: "running + waiting" });
   const times = across(lane.ids, "step_ms", mean);
-  const known = times.filter((time) => time !== null);
-  steps.firstChild.replaceChildren(sparkline(times, { from: 0, to: Math.max(1, ...known) * 1.1, width: 60, height: 20 }));
-  set(steps.lastChild, { text: duration(then("step_ms", mean, lane.step)) });
+  steps.firstChild.replaceChildren(sparkline(times, { from: 0, to: Math.max(1, ...times) * 1.1, width: 60, height: 20 }));
+  set(steps.lastChild, { text: duration(then(lane, "step_ms", mean, lane.step)) });
 }
 
 arrows(lanes, ".lane", { next: "ArrowDown", back: "ArrowUp" });
@@ -107,7 +105,8 @@ draws((told) => {
   if (told.replicas === null) return;
   const lost = told.replicas.filter((replica) => replica.state === "lost").length;
   const counted = told.replicas.filter((replica) => replica.link === "counted").length;
-  set(at("fleet-about"), { text: [count(told.replicas.length), lost ? `${lost} lost` : "", counted ? `${counted} counted, not reported` : ""].filter(Boolean).join(", ") });
+  const about = [count(told.replicas.length), lost && `${lost} lost`, counted && `${counted} counted, not reported`];
+  set(at("fleet-about"), { text: about.filter(Boolean).join(", ") });
   set(at("fleet-title"), { text: told.replicas.some((replica) => replica.url) ? "Servers" : "Replicas" });
   keyed(lanes, byLane(told.replicas), (lane) => lane.key, make, update);
   enterable(lanes, ".lane");

@@ -1,6 +1,6 @@
 // A card for each tier, the most urgent first: how much of what it promised was kept, and how near its bounds it is.
 
-import { arrows, at, el, enterable, keyed, set } from "./dom.js";
+import { arrows, at, box, el, enterable, keyed, set } from "./dom.js";
 import { sparkline } from "./charts.js";
 import { attained, count, duration, percent, plural, promise } from "./format.js";
 import { choose, draws, history, span, view } from "./state.js";
@@ -17,39 +17,51 @@ export function urgency(figures, objective) {
   return figures.burn >= PAGE_AT ? "bad" : "warn";
 }
 
-function card() {
-  const meters = ["budget", "ttft", "tpot", "e2e"].map((name) => el("li", { class: name },
-    el("span", { class: "label" }), el("span", { class: "bar" }, el("i", { class: "p99" }), el("i", { class: "over" }), el("i", { class: "p50" }), el("b")),
-    el("span", { class: "value" })));
-  return el("button", { type: "button", class: "card", tabindex: "-1" },
-    el("span", { class: "name" }), el("span", { class: "flag" }), el("span", { class: "slo" }),
-    el("span", { class: "figure" }, el("strong"), el("small")), el("span", { class: "trend" }),
-    el("ul", {}, ...meters), el("span", { class: "now" }));
+function card(tier) {
+  const node = el("button.card", { type: "button", tabindex: "-1" },
+    box("span.name"), box("span.flag"), box("span.slo"), box("span.figure", box("strong"), box("small")), box("span.trend"),
+    box("ul"), box("span.now"));
+  node.addEventListener("click", () => choose("tier", tier.name));
+  return node;
 }
+
+const meter = () => box("li", box("span.label"),
+  box("span.bar", box("i.p99"), box("i.over"), box("i.p50"), box("b")), box("span.value"));
+
+const isPromised = (slo) => slo !== null && [slo.ttft_ms, slo.tpot_ms, slo.e2e_ms].some((bound) => bound !== null);
 
 function fillCard(node, tier, told) {
   const figures = tier.windows[view.window];
   const [name, flag, slo, figure, trend, meters, now] = node.children;
-  const state = tier.best_effort && !tier.slo?.ttft_ms && !tier.slo?.e2e_ms && !tier.slo?.tpot_ms ? "besteffort" : urgency(figures, told.objective);
+  const hasSlo = isPromised(tier.slo) || !tier.best_effort;
+  const state = hasSlo ? urgency(figures, told.objective) : "besteffort";
   set(node, { class: `card ${state}`, "aria-pressed": String(view.tier === tier.name) });
   set(name, { text: tier.name, title: tier.name });
-  set(slo, { text: promise(tier.slo) });
-  set(flag, { text: { warn: `burning ${figures.burn?.toFixed(1)}×`, bad: `burning ${figures.burn?.toFixed(1)}×` }[state] ?? "" });
-  if (state === "besteffort") fillBestEffort(figure, trend, tier);
-  else fillPromised(figure, trend, tier, told, figures);
+  set(flag, { text: ["warn", "bad"].includes(state) ? `burning ${figures.burn.toFixed(1)}×` : "" });
+  set(slo, { text: promise(tier.slo), title: promise(tier.slo) });
+  if (hasSlo) fillPromised(figure, trend, tier, told, figures);
+  else fillBestEffort(figure, trend, tier);
+  keyed(meters, metersOf(tier, figures, hasSlo), ([what]) => what, meter, (row, [what, ...values]) => {
+    set(row.firstChild, { text: what });
+    if (what === "budget") fillBudget(row, ...values);
+    else fillBullet(row, ...values);
+  });
   const { running, waiting, late } = tier.now;
   set(now, { text: `${running} running, ${waiting} waiting${late ? `, ${late} late now` : ""}` });
-  const bounds = tier.slo ?? {};
-  const [budget, ttft, tpot] = meters.children;
-  fillBudget(budget, state === "besteffort" ? null : figures);
-  fillBullet(ttft, "TTFT", figures.ttft_ms, bounds.ttft_ms);
-  fillBullet(tpot, "TPOT", figures.tpot_ms, bounds.tpot_ms);
-  meters.children[3].hidden = true;
+}
+
+// The budget, and the times that are bounded; at least two of them
+function metersOf(tier, figures, hasSlo) {
+  const times = ["ttft", "tpot", "e2e"].map((time) =>
+    [time.toUpperCase(), figures[`${time}_ms`], tier.slo?.[`${time}_ms`] ?? null]);
+  const [bounded, free] = [times.filter(([, , bound]) => bound !== null), times.filter(([, , bound]) => bound === null)];
+  const wanted = [...bounded, ...free].slice(0, Math.max(2, bounded.length)).filter(([, known]) => known);
+  return hasSlo && figures.budget_left !== null ? [["budget", figures.budget_left], ...wanted] : wanted;
 }
 
 function fillPromised(figure, trend, tier, told, figures) {
-  set(figure.children[0], { text: attained(figures.attainment) });
   const judged = figures.met + figures.missed;
+  set(figure.children[0], { text: attained(figures.attainment) });
   set(figure.children[1], { text: judged ? `of ${count(judged)} on time` : "nothing has ended yet" });
   const { starts, size } = span();
   const causes = history.causes(tier.name).map((cause) => `cause ${cause}`);
@@ -66,50 +78,40 @@ function fillPromised(figure, trend, tier, told, figures) {
 function fillBestEffort(figure, trend, tier) {
   const { starts, size, seconds } = span();
   const rates = starts.map((start) => (history.sum("tiers", tier.name, "tokens", start, size) ?? 0) / size / seconds);
-  const recent = rates.slice(-12);
-  set(figure.children[0], { text: count(recent.reduce((a, b) => a + b, 0) / recent.length) });
+  const recent = rates.slice(-SMOOTH);
   const wait = tier.now.oldest_wait_ms;
+  set(figure.children[0], { text: count(recent.reduce((a, b) => a + b, 0) / recent.length) });
   set(figure.children[1], { text: `tokens/s${wait === null ? "" : `, oldest waits ${duration(wait)}`}` });
   trend.replaceChildren(sparkline(rates, { from: 0, to: Math.max(1, ...rates) }));
 }
 
-function fillBudget(row, figures) {
-  const left = figures?.budget_left ?? null;
-  row.hidden = left === null;
-  const [label, bar, value] = row.children;
-  set(label, { text: "budget" });
-  const share = Math.max(0, Math.min(1, left ?? 0));
-  set(bar.children[0], { style: { width: `${100 * share}%` } });
-  set(bar.lastChild, { hidden: true });
+function fillBudget(row, left) {
+  const [, bar, value] = row.children;
+  const share = Math.max(0, Math.min(1, left));
   set(row, { class: `budget ${left < 0 ? "over" : ""}` });
+  set(bar.firstChild, { style: { width: `${100 * share}%` } });
   set(value, { text: left < 0 ? `overspent ${(-left).toFixed(1)}×` : `${percent(share)} left` });
 }
 
 // Median and 99th percentile against the bound, which stands at two thirds of the bar
-function fillBullet(row, name, times, bound) {
-  row.hidden = !times;
-  if (!times) return;
-  const [label, bar, value] = row.children;
-  const [p50, p99] = times;
-  const full = bound ? Math.max(bound * 1.5, 1e-9) : Math.max(p99 * 1.1, 1e-9);
-  const at_ = (ms) => `${100 * Math.min(1, ms / full)}%`;
-  set(label, { text: name });
+function fillBullet(row, [p50, p99], bound) {
+  const [, bar, value] = row.children;
   const [upTo, over, median, limit] = bar.children;
-  set(upTo, { style: { width: at_(p99) } });
-  set(over, { hidden: !bound || p99 <= bound, style: { left: at_(bound ?? 0), right: `${100 - parseFloat(at_(p99))}%` } });
-  set(median, { style: { left: at_(p50) } });
-  set(limit, { hidden: !bound, style: { left: at_(bound ?? 0) } });
-  set(value, { text: `${duration(p50)} · ${duration(p99)}`, title: `median ${duration(p50)}, 99th percentile ${duration(p99)}${bound ? `, bound ${duration(bound)}` : ""}` });
+  const full = bound === null ? p99 * 1.1 : bound * 1.5;
+  const share = (ms) => 100 * Math.min(1, ms / full);
+  const isOver = bound !== null && p99 > bound;
+  set(upTo, { style: { width: `${share(p99)}%` } });
+  set(over, { hidden: !isOver, style: { left: `${share(bound)}%`, right: `${100 - share(p99)}%` } });
+  set(median, { style: { left: `${share(p50)}%` } });
+  set(limit, { hidden: bound === null, style: { left: `${share(bound)}%` } });
+  const words = `median ${duration(p50)}, 99th percentile ${duration(p99)}`;
+  set(value, { text: `${duration(p50)} · ${duration(p99)}`, title: bound === null ? words : `${words}, bound ${duration(bound)}` });
 }
 
 const strip = at("promises");
 arrows(strip, ".card", { next: "ArrowRight", back: "ArrowLeft" });
 draws((told) => {
-  keyed(strip, told.tiers, (tier) => tier.name, (tier) => {
-    const node = card();
-    node.addEventListener("click", () => choose("tier", tier.name));
-    return node;
-  }, (node, tier) => fillCard(node, tier, told));
+  keyed(strip, told.tiers, (tier) => tier.name, card, (node, tier) => fillCard(node, tier, told));
   enterable(strip, ".card");
   set(at("outcomes-of"), { text: view.tier ? `of ${view.tier}` : plural(told.tiers.length, "tier") });
 });

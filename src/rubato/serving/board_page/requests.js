@@ -1,9 +1,9 @@
 // What is in flight, as a timeline: a bar for each request from its arrival until now, and when its next token is due.
 // Below it misses, grouped by tier and cause.
 
-import { arrows, at, el, enterable, keyed, set } from "./dom.js";
+import { arrows, at, box, el, enterable, keyed, set } from "./dom.js";
 import { LATE, named } from "./charts.js";
-import { NONE, count, duration, percent, plural, shortId } from "./format.js";
+import { NONE, count, duration, shortId } from "./format.js";
 import { openRequest } from "./panel.js";
 import { choose, draws, redraw, view } from "./state.js";
 
@@ -43,10 +43,8 @@ function scale(rows) {
 }
 
 function make(row) {
-  const node = el("button", { type: "button", class: "row", tabindex: "-1" },
-    el("span", { class: "tag" }), el("span", { class: "id" }),
-    el("span", { class: "track" }, el("span", { class: "phases" }), el("i", { class: "over" }), el("i", { class: "due" }), el("i", { class: "here" })),
-    el("span", { class: "where" }), el("span", { class: "slack" }));
+  const node = el("button.row", { type: "button", tabindex: "-1" }, box("span.tag"), box("span.id"),
+    box("span.track", box("span.phases"), box("i.over"), box("i.due"), box("i.here")), box("span.where"), box("span.slack"));
   node.addEventListener("click", () => openRequest(row.id));
   return node;
 }
@@ -66,7 +64,7 @@ function update(node, row, told, { past, all }) {
     phases.push([row.phases[i], from, (from += row.phases[i + 1])]);
   }
   const shown = phases.filter(([, , until]) => until > 0);
-  keyed(track.firstChild, shown.map((phase, i) => [i, ...phase]), ([i]) => i, () => el("i"), (bar, [, kind, a, b]) => {
+  keyed(track.firstChild, shown.map((phase, i) => [i, ...phase]), ([i]) => i, () => box("i"), (bar, [, kind, a, b]) => {
     set(bar, { class: PHASES[kind], style: { left: `${share(a)}%`, width: `${Math.max(0.3, share(b) - share(a))}%` } });
   });
   const due = row.due_in_ms === null ? null : share(past + row.due_in_ms);
@@ -75,7 +73,14 @@ function update(node, row, told, { past, all }) {
   set(tick, { hidden: due === null || due >= 100, style: { left: `${due ?? 0}%` } });
   set(here, { style: { left: `${now}%` } });
   set(where, { text: row.state === "held" ? "router" : row.replica ? named(told, row.replica) : NONE });
-  set(left, { text: late ? `late ${duration(-row.due_in_ms)}` : row.due_in_ms !== null ? `in ${duration(row.due_in_ms)}` : row.best_effort ? "best effort" : "no bound left" });
+  set(left, { text: slackText(row) });
+}
+
+function slackText({ due_in_ms: due, late, best_effort: isBestEffort }) {
+  if (due !== null && due < 0) return `late ${duration(-due)}`;
+  if (late) return "was late"; // an earlier token: what comes now may be in time
+  if (due !== null) return `in ${duration(due)}`;
+  return isBestEffort ? "best effort" : "no bound left";
 }
 
 function drawRequests(told) {
@@ -83,7 +88,8 @@ function drawRequests(told) {
   const rows = inOrder(all);
   const { in_flight: total, held, waiting, running } = told.queue;
   const some = told.requests.length < total ? `, the ${told.requests.length} due soonest shown` : "";
-  set(at("requests-about"), { text: total ? `${count(total)}: ${count(running)} running, ${count(waiting)} waiting, ${count(held)} held${some}` : "" });
+  const about = `${count(total)}: ${count(running)} running, ${count(waiting)} waiting, ${count(held)} held${some}`;
+  set(at("requests-about"), { text: total ? about : "" });
   set(at("late-only"), { "aria-pressed": String(view.lateOnly) });
   const fitted = scale(rows);
   keyed(timeline, rows, (row) => row.id, make, (node, row) => update(node, row, told, fitted));
@@ -94,15 +100,21 @@ function drawRequests(told) {
 
 function drawFilters(told) {
   const items = [["tier", view.tier], ["replica", view.replica]].filter(([, value]) => value);
-  const make_ = ([name]) => el("button", { type: "button", class: "chip", on: { click: () => choose(name, view[name]) } });
-  keyed(at("filters"), items, ([name]) => name, make_, (node, [name, value]) => {
+  const chip = ([name]) => {
+    const node = el("button.chip", { type: "button" });
+    node.addEventListener("click", () => choose(name, view[name]));
+    return node;
+  };
+  keyed(at("filters"), items, ([name]) => name, chip, (node, [name, value]) => {
     set(node, { text: `${name === "replica" ? named(told, value) : value} ×`, "aria-label": `No longer only ${value}` });
   });
 }
 
 // ---------------------------------------------------------------------------- misses
 
-const kindOf = (cause) => (cause === "refused" ? "refused" : (LATE.find(([, , names]) => names.includes(cause))?.[0] ?? "other"));
+function kindOf(cause) {
+  return cause === "refused" ? cause : (LATE.find(([, , names]) => names.includes(cause))?.[0] ?? "other");
+}
 
 function drawMisses(told) {
   const groups = told.misses.filter((group) => !view.tier || group.tier === view.tier);
@@ -110,8 +122,8 @@ function drawMisses(told) {
   const recent = groups.reduce((all, group) => all + group.recent, 0);
   set(at("misses-about"), { text: groups.length ? `${count(recent)} in 15 min${told.admin ? "" : ", of yours"}` : "" });
   const build = () => {
-    const node = el("button", { type: "button", class: "group", tabindex: "-1" }, el("span", { class: "tag" }), el("span", { class: "cause" }),
-      el("span", { class: "bar" }, el("i")), el("b"), el("small"));
+    const node = el("button.group", { type: "button", tabindex: "-1" },
+      box("span.tag"), box("span.cause"), box("span.bar", box("i")), box("b"), box("small"));
     node.addEventListener("click", () => openRequest(node.dataset.id, node.group));
     return node;
   };
@@ -123,7 +135,7 @@ function drawMisses(told) {
     set(tag, { text: group.tier });
     set(cause, { text: group.cause });
     set(bar.firstChild, { class: kindOf(group.cause), style: { width: `${(100 * group.recent) / most}%` } });
-    set(number, { text: count(group.recent), title: `${plural(group.count, "miss").replace(/misss$/, "misses")} since the start, ${percent(recent ? group.recent / recent : 0)} of the recent ones` });
+    set(number, { text: count(group.recent), title: `${count(group.count)} since the start` });
     const late = latest.margin_ms < 0 ? `late by ${duration(-latest.margin_ms)}` : latest.reason || latest.outcome;
     set(example, { text: `${shortId(latest.id)} ${late}, ${duration(latest.age_ms)} ago` });
   });

@@ -1,11 +1,12 @@
 // "Try it": a chat request with an SLO, or the same with and without one side by side; and load to see it under.
 
-import { at, el, keyed, set, svg } from "./dom.js";
+import { at, box, el, keyed, set, svg } from "./dom.js";
 import { count, duration, promise } from "./format.js";
 import { draws, view } from "./state.js";
 
 const MAX_BARS = 96; // tokens whose times are drawn
 const CHOICES = 8; // streams of one connection: a browser has six to one host, and the board and the form need three
+const LOAD_TOKENS = 256; // of each of them
 const REST_MS = 1000; // from a refusal of load to the next try
 
 let headers = () => ({});
@@ -15,16 +16,19 @@ let stopping = null;
 // ---------------------------------------------------------------------------- one request
 
 function bodyOf(withSlo) {
-  const slo = {};
-  for (const name of ["ttft", "tpot", "e2e"]) {
-    if (at(name).value) slo[`${name}_ms`] = Number(at(name).value);
-  }
-  const stated = withSlo ? { ...(at("tier").value ? { service_tier: at("tier").value } : {}), ...(Object.keys(slo).length ? { slo } : {}) } :
-    { service_tier: "flex" };
+  const stated = ["ttft", "tpot", "e2e"].filter((name) => at(name).value).map((name) => [`${name}_ms`, Number(at(name).value)]);
+  const asked_ = withSlo ? { service_tier: at("tier").value, slo: Object.fromEntries(stated) } : { service_tier: "flex" };
+  if (!asked_.service_tier) delete asked_.service_tier;
+  if (!stated.length) delete asked_.slo;
   return {
     model: view.told.model, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true },
-    messages: [{ role: "user", content: at("prompt").value }], max_tokens: Number(at("max-tokens").value), ...stated,
+    messages: [{ role: "user", content: at("prompt").value }], max_tokens: Number(at("max-tokens").value), ...asked_,
   };
+}
+
+function post(body, signal) {
+  const stated = { ...headers(), "content-type": "application/json" };
+  return fetch(view.told.paths.chat, { method: "POST", body: JSON.stringify(body), signal, headers: stated });
 }
 
 class Run {
@@ -35,19 +39,16 @@ class Run {
     this.last = 0;
     this.gaps = []; // ms for each token after the first
     this.begun = performance.now();
-    this.said = el("p", { class: "verdict", role: "status", text: "Waits for its first token." });
-    this.times = el("dl", { class: "facts" });
+    this.said = el("p.verdict", { role: "status", text: "Waits for its first token." });
+    this.times = box("dl.facts");
     this.bars = svg("svg", { class: "gaps", preserveAspectRatio: "none", "aria-hidden": "true" });
     this.text = el("pre", { tabindex: "0", role: "region", "aria-label": "Answer" });
-    this.node = el("article", { class: "run" }, el("h3", { text: title }), this.said, this.times, this.bars, this.text);
+    this.node = box("article.run", el("h3", { text: title }), this.said, this.times, this.bars, this.text);
     this.showTimes();
   }
 
   async stream(signal) {
-    const reply = await fetch(view.told.paths.chat, {
-      method: "POST", body: JSON.stringify(this.body), signal,
-      headers: { ...headers(), "content-type": "application/json" },
-    });
+    const reply = await post(this.body, signal);
     if (!reply.ok) return this.failed(await refusal(reply));
     this.clamped = reply.headers.get("x-rubato-clamped");
     const reader = reply.body.getReader();
@@ -96,15 +97,17 @@ class Run {
 
   showTimes() {
     const mean = this.gaps.length ? (this.last - this.first) / this.gaps.length : null;
-    const facts = [["First token", duration(this.first)], ["Each token", duration(mean)], ["Tokens", count(this.tokens)],
-      ["So far", duration(this.tokens ? this.last : null)]];
-    keyed(this.times, facts, ([name]) => name, ([name]) => el("div", {}, el("dt", { text: name }), el("dd")), (node, [, text]) => {
-      set(node.lastChild, { text });
-    });
+    const facts = [
+      ["First token", duration(this.first)], ["Each token", duration(mean)], ["Tokens", count(this.tokens)],
+      ["So far", duration(this.tokens ? this.last : null)],
+    ];
+    const make = ([name]) => box("div", el("dt", { text: name }), box("dd"));
+    keyed(this.times, facts, ([name]) => name, make, (node, [, text]) => set(node.lastChild, { text }));
     const last = this.gaps.slice(-MAX_BARS);
     const most = Math.max(1, ...last, this.body.slo?.tpot_ms ?? 0);
     set(this.bars, { viewBox: `0 0 ${MAX_BARS} 1` });
-    this.bars.replaceChildren(...last.map((gap, i) => svg("rect", { x: i, width: 0.7, y: 1 - gap / most, height: gap / most })));
+    const bar = (gap, i) => svg("rect", { x: i, width: 0.7, y: 1 - gap / most, height: gap / most });
+    this.bars.replaceChildren(...last.map(bar));
   }
 
   judge(verdict) {
@@ -116,7 +119,8 @@ class Run {
       met === null ? "Completed; its times were not measured." : `SLO missed${spare}. Cause: ${cause ?? "unknown"}.`;
     const served = verdict.served === "best_effort" && promised ? " Served as best effort." : "";
     const loosened = this.clamped ? ` Less was promised than asked for: ${this.clamped}.` : "";
-    this.say(`${how}${served}${loosened} Tier ${tier}${promised ? `: ${promise(targets)}` : ""}.`, !promised || met === null ? "" : met ? "kept" : "late");
+    const state = !promised || met === null ? "" : met ? "kept" : "late";
+    this.say(`${how}${served}${loosened} Tier ${tier}${promised ? `: ${promise(targets)}` : ""}.`, state);
   }
 
   failed(why) {
@@ -160,13 +164,9 @@ const connections = []; // each an AbortController
 
 async function keepAsking(stop) {
   while (!stop.aborted) {
-    const body = {
-      model: view.told.model, messages: [{ role: "user", content: at("prompt").value }], max_tokens: 256, n: CHOICES, service_tier: "flex",
-    };
+    const { model, messages } = bodyOf(false);
     try {
-      const reply = await fetch(view.told.paths.chat, {
-        method: "POST", body: JSON.stringify(body), signal: stop, headers: { ...headers(), "content-type": "application/json" },
-      });
+      const reply = await post({ model, messages, max_tokens: LOAD_TOKENS, n: CHOICES, service_tier: "flex" }, stop);
       if (reply.ok) await reply.text();
       else set(at("load-said"), { text: await refusal(reply) });
       if (!reply.ok) await new Promise((done) => { setTimeout(done, REST_MS); });
@@ -197,7 +197,8 @@ function offerTiers({ may_ask_for: tiers }) {
   if (select.dataset.said === all) return;
   select.dataset.said = all;
   const chosen = select.value;
-  select.replaceChildren(select.options[0], ...tiers.map(({ name, slo }) => el("option", { value: name, text: `${name}: ${promise(slo)}` })));
+  const options = tiers.map(({ name, slo }) => el("option", { value: name, text: `${name}: ${promise(slo)}` }));
+  select.replaceChildren(select.options[0], ...options);
   select.value = tiers.some(({ name }) => name === chosen) ? chosen : "";
 }
 
