@@ -118,7 +118,7 @@ def test_step_times_and_samples_of_a_replica_go_into_its_slices() -> None:
         counts(Stepped(at, "r0", NO_BATCH, seconds))
         if at == 2.0:
             counts.replicas.sample([view([Seq(request("b"))], running=[Seq(request("a"))])], 0)
-    (found,) = counts.replicas.history(["r0", "r9"], 0, 2).values()
+    (found,) = counts.replicas.history({"r0": "http://a", "r9": "http://b"}, 0, 2).values()
     assert found["step_ms"] == [30.0, None, 10.0]
     assert (found["running"], found["waiting"]) == ([1, 1, 1], [1, 1, 1])
     assert counts.replicas.step_seconds("r0") == pytest.approx(0.07 / 3)
@@ -141,6 +141,17 @@ def test_what_happens_to_the_fleet_is_flagged_and_the_same_within_a_slice_is_cou
     assert flags[0]["ago_ms"] == 9000.0
     assert list(counts.replicas.lost) == ["r0"]
     assert counts.replicas.flags_shown(1000.0, counts.number + SLICES) == []
+
+
+def test_a_server_that_is_back_goes_on_with_its_history_and_flags() -> None:
+    counts = BoardCounts()
+    counts(Stepped(1.0, "r0", NO_BATCH, 0.02))
+    counts(Left(6.0, "r0"))
+    counts(Stepped(11.0, "r4", NO_BATCH, 0.03))
+    counts.replicas.succeed("r0", "r4")
+    assert counts.replicas.history({"r4": "a"}, 0, 2)["a"]["step_ms"] == [20.0, None, 30.0]
+    assert [flag["replica"] for flag in counts.replicas.flags_shown(12.0, 2)] == ["r4"]
+    assert counts.replicas.lost == {}
 
 
 def test_a_new_slice_asks_for_a_look_once() -> None:

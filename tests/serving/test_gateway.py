@@ -30,6 +30,7 @@ from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.latency.affine import Model
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.asgi_client import HEAD_AT
+from rubato.serving.board import FRESH_S
 from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.wire.messages import Report
 from tests.scenario import on
@@ -681,13 +682,16 @@ async def test_a_miss_at_a_server_without_the_link_is_put_down_to_what_is_known(
     late = asyncio.create_task(fleet.complete(slo=slo))
     await asyncio.sleep(5.0)
     assert not fleet.cluster.hosts
+    (gone,) = (await fleet.http.get("/board.json")).json()["replicas"]
+    assert (gone["id"], gone["state"], gone["url"]) == ("r0", "lost", "http://s0")
     fleet.servers[0].down = False
     assert (await late).json()["rubato"]["cause"] == "queue"  # it waited in the gateway
+    await asyncio.sleep(FRESH_S)
     board = (await fleet.http.get("/board.json")).json()
     assert sorted(group["cause"] for group in board["misses"]) == ["not reported", "queue"]
     assert [(r["link"], r["url"], r["age_ms"]) for r in board["replicas"]] == [("counted", "http://s0", None)]
     assert [(flag["kind"], flag["replica"]) for flag in board["flags"]] == [
-        ("lost", "r0"), ("placed again", "r0"), ("joined", "r1"),
+        ("lost", "r1"), ("placed again", "r1"), ("joined", "r1"),
     ]  # fmt: skip
 
 

@@ -118,10 +118,12 @@ class Board:
             replica_shown(view, counts.replicas.step_seconds(view.id), draining, counted, urls.get(view.id, ""))
             for view in views
         ]
-        back = {row["url"] for row in rows if row["url"]}
+        back = {row["url"]: row["id"] for row in rows if row["url"]}
         for id, at in list(counts.replicas.lost.items()):
             row = self._last.get(id, {"id": id, "url": "", "role": ""})
-            if at < now - RING_S or row["url"] in back:
+            if row["url"] in back:
+                counts.replicas.succeed(id, back[row["url"]])
+            elif at < now - RING_S:
                 counts.replicas.forget(id)
             else:
                 rows.append({**row, **_LOST, "age_ms": round((now - at) * 1e3)})
@@ -181,7 +183,7 @@ class Board:
     def _shown(self, tenant: Tenant, first: int) -> dict[str, Any]:
         whose = None if tenant.admin else tenant.name
         counts, number, replicas = self.counts, self._number, self._replicas
-        ids = [row["id"] for row in replicas] if tenant.admin else []
+        names = {row["id"]: row["url"] or row["id"] for row in replicas} if tenant.admin else {}
         return {
             **self._for_all,
             "tenant": tenant.name,
@@ -196,7 +198,7 @@ class Board:
                 "slice_seconds": SLICE_S,
                 "slices": SLICES,
                 "tiers": {name: tier.history(first, number) for name, tier in counts.tiers.items()},
-                "replicas": counts.replicas.history(ids, first, number),
+                "replicas": counts.replicas.history(names, first, number),
             },
             **self._requests.shown(whose),
             "misses": counts.misses.shown(whose, self._at, number),

@@ -7,7 +7,7 @@ in a slice of time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,14 +110,24 @@ class BoardReplicas:
         steps = self._replicas[replica].steps if replica in self._replicas else ()
         return sum(steps) / len(steps) if steps else None
 
+    def succeed(self, lost: str, id: str) -> None:
+        """Go on with a lost replica's history under another id: its server is back."""
+        ring, flags = self._replica(id).ring, [flag for flag in self.flags if flag.replica == lost]
+        before = [part for part in self._replica(lost).ring if not ring or part.number < ring[0].number]
+        self._replicas[id].ring = deque([*before, *ring], maxlen=self.slices)
+        for flag in flags:
+            flag.replica = id
+        self.forget(lost)
+
     def forget(self, id: str) -> None:
         """Show a lost replica no more."""
         self.lost.pop(id, None)
         self._replicas.pop(id, None)
 
-    def history(self, ids: Sequence[str], first: int, last: int) -> dict[str, Any]:
-        """Of each replica, slice by slice from the first to the last, as JSON: None before it was there."""
-        return {id: _columns(self._replicas[id].ring, first, last) for id in ids if id in self._replicas}
+    def history(self, names: Mapping[str, str], first: int, last: int) -> dict[str, Any]:
+        """Of each replica, slice by slice from the first to the last, as JSON: None before it was there. names: by
+        which they are known there, by id."""
+        return {names[id]: _columns(one.ring, first, last) for id, one in self._replicas.items() if id in names}
 
     def flags_shown(self, now: float, number: int) -> list[dict[str, Any]]:
         """Those of the slices that are kept, as JSON, oldest first."""

@@ -10,8 +10,8 @@ export const LATE = [
   ["queue", "queue", ["queue"]],
   ["prefill", "others' prefill", ["prefill interference"]],
   ["decode", "others' decode", ["decode interference"]],
-  ["moved", "moved", ["preemption", "transfer", "gateway"]],
-  ["other", "other", ["infeasible", "failed", "client", "not reported", "unknown"]],
+  ["moved", "moved", ["preemption", "transfer"]],
+  ["other", "other", ["infeasible", "failed", "client", "gateway", "not reported", "unknown"]],
 ];
 const BANDS = [["kept", "on time", null], ...LATE, ["refused", "refused", ["refused"]]];
 const [LEFT, TOP, BOTTOM] = [36, 10, 22];
@@ -20,10 +20,10 @@ const OF_REQUESTS = ["placed again", "moved"]; // and not of a server
 
 const line = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
-// The least of 1, 2, 5, 10, ... that holds `value`
+// The least round number that holds `value`
 function nice(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 0.1)));
-  return [1, 2, 4, 5, 10].map((step) => step * power).find((step) => step >= value);
+  return [1, 1.5, 2, 3, 4, 6, 8, 10].map((step) => step * power).find((step) => step >= value);
 }
 
 // ---------------------------------------------------------------------------- what became of requests
@@ -93,7 +93,7 @@ function drawGrid(width, height, most, y) {
   const { starts, size, seconds: slice } = span();
   const seconds = starts.length * size * slice;
   const rows = [0, 0.5, 1].map((share) => ({ key: `y${share}`, share }));
-  const times = [1, 0.8, 0.6, 0.4, 0.2, 0].map((share) => ({ key: `x${share}`, share }));
+  const times = (width < 500 ? [1, 0.6, 0.2, 0] : [1, 0.8, 0.6, 0.4, 0.2, 0]).map((share) => ({ key: `x${share}`, share }));
   const make = () => svg("g", {}, svg("line"), svg("text"));
   keyed(parts.grid, [...rows, ...times], ({ key }) => key, make, (node, item) => {
     const [rule, label] = node.children;

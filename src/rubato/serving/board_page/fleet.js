@@ -32,7 +32,7 @@ function laneOf(replicas, role) {
   const total = sum(replicas.map((r) => r.kv_total_tokens));
   const used = sum(replicas.map((r) => r.kv_used_tokens));
   return {
-    key: folded ? `role ${role}` : one.id, id: one.id, ids: replicas.map((r) => r.id), folded, role: role ?? one.role,
+    key: folded ? `role ${role}` : one.id, id: one.id, ids: replicas.map((r) => r.url || r.id), folded, role: role ?? one.role,
     name: folded ? plural(replicas.length, "server") : host(one), title: folded ? "" : one.url || one.id,
     state: folded ? "" : stateOf(one), kv: used === null || !total ? null : used / total,
     running: sum(replicas.map((r) => r.running)), waiting: sum(replicas.map((r) => r.waiting)),

@@ -20,12 +20,12 @@ export function urgency(figures, objective) {
 function card(tier) {
   const node = el("button.card", { type: "button", tabindex: "-1" },
     box("span.name"), box("span.flag"), box("span.slo"), box("span.figure", box("strong"), box("small")), box("span.trend"),
-    box("ul"), box("span.now"));
+    box("span.meters"), box("span.now"));
   node.addEventListener("click", () => choose("tier", tier.name));
   return node;
 }
 
-const meter = () => box("li", box("span.label"),
+const meter = () => box("span", box("span.label"),
   box("span.bar", box("i.p99"), box("i.over"), box("i.p50"), box("b")), box("span.value"));
 
 const isPromised = (slo) => slo !== null && [slo.ttft_ms, slo.tpot_ms, slo.e2e_ms].some((bound) => bound !== null);
@@ -88,9 +88,9 @@ function fillBestEffort(figure, trend, tier) {
 function fillBudget(row, left) {
   const [, bar, value] = row.children;
   const share = Math.max(0, Math.min(1, left));
-  set(row, { class: `budget ${left < 0 ? "over" : ""}` });
+  set(row, { class: left < 0 ? "budget over" : "budget" });
   set(bar.firstChild, { style: { width: `${100 * share}%` } });
-  set(value, { text: left < 0 ? `overspent ${(-left).toFixed(1)}×` : `${percent(share)} left` });
+  set(value, { text: left < -0.05 ? `overspent ${(-left).toFixed(1)}×` : left < 0 ? "used up" : `${percent(share)} left` });
 }
 
 // Median and 99th percentile against the bound, which stands at two thirds of the bar
