@@ -96,6 +96,21 @@ async function look(browser, width, height, colorScheme) {
   return { width, height, colorScheme, ...seen, wide, tall, shown, panel, runs, markup };
 }
 
+// Adds a step of load and takes it away again.
+async function withLoad(page) {
+  const streams = (count) => page.waitForFunction((count) =>
+    [...document.querySelectorAll("#timeline .tag")].filter((tag) => tag.textContent === "flex").length === count, count,
+  { timeout: ANSWERED });
+  await page.click("#try");
+  await page.focus("#load-streams");
+  await page.keyboard.press("ArrowRight");
+  await streams(8);
+  const said = await page.textContent("#load-said");
+  await page.keyboard.press("Home");
+  await streams(0);
+  return [said, await page.textContent("#load-said")];
+}
+
 async function keyboard(browser) {
   const { context, page, seen } = await open(browser, { viewport: { width: 1400, height: 900 } });
   await board(page);
@@ -131,8 +146,9 @@ async function keyboard(browser) {
   await page.keyboard.press("p");
   await page.keyboard.press("t");
   const theme = await page.evaluate(() => document.documentElement.dataset.theme);
+  const load = await withLoad(page);
   await context.close();
-  return { ...seen, tabs, second, filtered, free, moment, search, id, opened, closed, paused, theme };
+  return { ...seen, tabs, second, filtered, free, moment, search, id, opened, closed, paused, theme, load };
 }
 
 async function keys(browser) {

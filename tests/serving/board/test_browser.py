@@ -137,6 +137,7 @@ def test_every_part_is_reached_and_used_by_keys(server: Server) -> None:
     assert look["opened"] == f"Request {look['id']}"
     assert look["closed"] == [True, "search"]
     assert (look["paused"], look["theme"]) == ("Paused", "dark")
+    assert look["load"] == ["8 streams", "no load"]
 
 
 @pytest.mark.full
