@@ -349,4 +349,5 @@ def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, t
         fair=bool(config.tenants),
         max_body_bytes=config.max_body_bytes,
         created_offset=unix_time() - clock.now(),
+        policy=config.policy.name,
     )

@@ -120,7 +120,7 @@ def _app_maker(
             GatewayService(
                 cluster, trips, config.served_model_name or known.model, known.limits.max_model_len, key,
                 tenants, bool(config.tenants), config.max_body_bytes, config.max_choices, lambda: bool(known.version),
-                unix_time() - clock.now(), dropped, alike.models,
+                unix_time() - clock.now(), dropped, alike.models, config.policy.name,
             )
         )  # fmt: skip
 
