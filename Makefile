@@ -17,7 +17,7 @@ LOCKED := $(BIN)/python -m pip install $(PIP_ARGS) --require-hashes --no-deps
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full test-vllm test-vllm-cuda soak soak-short setup lock sbom serve docs file-map settings api check format bench clean
+.PHONY: demo test test-full test-vllm test-vllm-cuda soak soak-short setup lock sbom serve docs file-map api check format bench clean
 
 demo: $(DEMO_INSTALLED)  ## measure this machine, then three tiers of requests, policy against policy
 	$(BIN)/rubato demo
