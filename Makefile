@@ -99,8 +99,10 @@ docs: setup  ## the manual as a site, in build/site
 file-map: setup  ## write docs/file_map.md anew: a line a module
 	$(BIN)/python docs/file_map.py
 
-api: setup  ## write docs/api.md anew: the public names, from their docstrings
+api: setup  ## write docs/api.md, docs/commands.md, docs/configuration.md and the policies' tables of settings anew, from the code
 	$(BIN)/python docs/api.py
+	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/settings.py
 
 metrics: setup  ## write docs/metrics.md anew: the metrics, from the code
 	$(BIN)/python docs/metrics.py

@@ -5,7 +5,7 @@
 A step is plan + execute + commit on both sides. Each engine is one long-lived process; in each round each runs one
 block of steps while the others sleep, in random order, so that a neighbour's load falls on all alike. Reported are
 medians over all steps, the ratio of medians (ours / vLLM's), and its 95 % interval by a bootstrap over rounds.
-The first run builds `.venv-vllm` (about 3.5 GB on disk). docs/benchmarks.md tells the method and the figures.
+The first run builds `.venv-vllm` (about 3.5 GB on disk). Method and figures: docs/measurements/results-without-data.md
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`experiments.fidelity` on the bundled model, and the table in docs/fidelity.md.
+"""`experiments.fidelity` on the bundled model, and the table in docs/measurements/fidelity.md.
 
-    python benchmarks/fidelity.py --table docs/fidelity.md --json results/fidelity.json [--loads | --quick]
+    python benchmarks/fidelity.py --table docs/measurements/fidelity.md --json results/fidelity.json [--loads | --quick]
 
 About 30 minutes on two cores, which must be free: three policies at 0.7 and 1.0 of the rate at which simulated `vllm`
 attains 90 %, tier by tier; a row holds within 5 points of attainment and 10 % of mean e2e. --loads: 0.6, 0.9 and 1.2 of

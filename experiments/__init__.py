@@ -51,8 +51,8 @@ class Claim:
 
     kind: `check` must hold, also in a small run; `paper` is what a paper reports and `ours` a bar that we set, neither
     of them a gate. paper: the number that the paper reports, that theory gives, or our bar. relation: of ours to it, to
-    within `within`. says: what is counted or timed, in words. headline: the paper in whose table the claim is listed,
-    or "". cause: why ours differs from the paper's, as far as it is known, or "".
+    within `within`. says: what is counted or timed, in words. headline: the paper of whose claims the index lists this
+    one also where it holds, or "". cause: why ours differs from the paper's, as far as it is known, or "".
     """
 
     name: str

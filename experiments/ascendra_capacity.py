@@ -2,10 +2,10 @@
 
 Mistral-7B and Qwen-14B (48,000 tokens of KV, as the paper has it) serve `ascendra-sharegpt4-*`, Llama-3.1-8B serves
 `ascendra-longbench-llama`, for some 600 s of Poisson arrivals, judged by TTFT and mean TBT. Ascendra is configured as
-docs/ascendra.md says; beside it stands the paper's configuration, the defaults. A baseline that is beyond its capacity
-is unstable, so its share in SLO there falls with the length of a run. Baselines go round robin, as in the paper, in one
-setting (vLLM's 2,048 tokens, Sarathi's 512) and tuned seed by seed; beside them stand `sarathi` tuned behind
-`least_loaded`, `edf` and, on one seed, `slos_serve`. All know output lengths by the mean of finished requests.
+docs/policies/ascendra.md says; beside it stands the paper's configuration, the defaults. A baseline beyond its
+capacity is unstable, so its share in SLO there falls with the length of a run. Baselines go round robin, as in the
+paper, in one setting (vLLM's 2,048 tokens, Sarathi's 512) and tuned seed by seed; beside them stand `sarathi` tuned
+behind `least_loaded`, `edf` and, on one seed, `slos_serve`. All know output lengths by the mean of finished requests.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CASES = {  # Fig. 9's
     "qwen": Case("ascendra-sharegpt4-qwen", 1.7, 48_000),
 }
 OURS, PAPER = "ascendra", "ascendra, paper's settings"
-# as docs/ascendra.md has it; of values `edf` was above `sjf` on seed 101 with all three models, at 1.1 × capacity
+# docs/policies/ascendra.md has it; of values `edf` was above `sjf` on seed 101 with all three models, at 1.1 × capacity
 CONFIGURED = "ascendra:batch_size=256,hp_tokens=4096"
 EDF, SLOW = "edf", "slos_serve"  # a run of the latter takes several times as long as one of another
 # each is tuned over its settings, with the seed that it is measured with: none of them can be said to be worse by that

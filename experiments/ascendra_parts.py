@@ -2,7 +2,7 @@
 
 Three A100 as 2L1H, some 600 s, judged by TTFT and mean TBT; Mistral-7B serves `ascendra-sharegpt4-mistral`
 where no model is named. Rates are multiples of `HELD`, what Ascendra holds at 90 %, it is configured as
-docs/ascendra.md says, beside it stands the paper's configuration. Baselines are prefill-first and Sarathi at 512,
+docs/policies/ascendra.md says, beside it stands the paper's configuration. Baselines: prefill-first and Sarathi at 512,
 round robin, and `edf`. SLO scale (Fig. 9, bottom): at 0.98 × that rate. Variants and overload (Fig. 10 to 13): at
 1.25 ×; in overload all systems drop what waits beyond its TTFT, also Sarathi as it was tuned. Waits at an instance
 (Fig. 10) end with the start of the prompt or its offloading. Tickets are taken away by a router that never finds one.

@@ -1,15 +1,15 @@
 """The pages that set papers' numbers beside ours, from the JSON of full runs: an index, and a page a paper.
 
-The index opens with counts, then lists papers' claims that miss, those that are inconclusive, our own headline bars
-that do not hold, and the headline claims that were not run or hold. A paper's page opens with what misses, too; then
-comes every claim, figure by figure. Numbers come from the runs, words and bars from today's `claims.yaml`.
+A page opens with headline claims, then says what misses and why, and how to run it; all other claims and the tables of
+its figures are folded. The index does the same for the five papers. Numbers come from the runs, words and bars from
+today's `claims.yaml`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isinf
 from pathlib import Path
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 import experiments
 from experiments import Claim, provenance
+from experiments.paper_headlines import HEADLINES
 from rubato.measure.confidence import Estimate
 from rubato.planning.capacity import too_short
 
@@ -33,15 +34,16 @@ OURS_BESIDES = ("baselines-today", "jitserve-mix", "sensitivity")
 SIMULATOR = "simulator"
 NAMED = 4  # modules that a page names of those that have changed
 NOT_RUN = "not run"
-VERDICTS = ("misses", "inconclusive", NOT_RUN, "holds")
+COUNTED = {"misses": "miss", "inconclusive": "inconclusive", NOT_RUN: NOT_RUN, "holds": "hold"}
 HOW = """A claim *holds* when all of our 95 % interval over seeds fulfils it, *misses* when none of it does, and else is
-*inconclusive*. Serving is simulated, on [hardware profiles]({up}latency.md#hardware-profiles); CPU time is measured."""
+*inconclusive*. Serving is simulated, on [hardware profiles](latency.md#hardware-profiles); CPU time is measured. A
+*paper* claim is what a paper reports, *ours* a bar that we set, in brackets above; a *check* must hold."""
 WRITTEN = "Written by `python -m experiments --docs` from full runs (`docs/figures/*.json`); do not edit."
-KINDS = """Kinds of claims:
+RUN = """    python -m experiments {figure} --small  # seconds, checks only
+    python -m experiments {figure} --json docs/figures/{figure}.json
+    python -m experiments --docs  # writes this page anew
 
-- *paper*: what a paper reports; no gate.
-- *ours*: a bar that we set; no gate.
-- *check*: a toy, an invariant, or what was fitted; must hold."""
+Run them in the checkout. The CPU time of each figure stands below."""
 
 
 class _Claim(BaseModel):
@@ -123,14 +125,38 @@ class _Row:
 
     @property
     def measured(self) -> str:
+        return self._shown(lambda value: f"{value:.4g}")
+
+    @property
+    def rounded(self) -> str:
+        """To three digits."""
+        return self._shown(three_digits)
+
+    def _shown(self, number: Callable[[float], str]) -> str:
         if self.ours is None:
             return NOT_RUN
         value, low, high = self.ours.value, self.ours.low, self.ours.high
         if low == high:
-            return f"{value:.4g}"
+            return number(value)
         if isinf(low) or isinf(high):
-            return f"{value:.4g} (one seed)"
-        return f"{value:.4g} [{low:.4g}, {high:.4g}]"
+            return f"{number(value)} (one seed)"
+        return f"{number(value)} [{number(low)}, {number(high)}]"
+
+    @property
+    def said(self) -> str:
+        """What a paper says, or our bar in brackets, in words."""
+        claim = self.claim
+        words = {">=": "at least ", "<=": "at most ", "=": ""}[claim.relation] if claim.kind == "ours" else ""
+        number = f"{words}{claim.paper:,g} {claim.unit}"
+        return f"({number})" if claim.kind == "ours" else number
+
+    @property
+    def in_words(self) -> str:
+        if self.ours is None or self.verdict == "holds":
+            return self.verdict
+        if self.verdict == "inconclusive":
+            return "inconclusive: the interval spans it"
+        return f"misses: {'lower' if self.ours.value < self.claim.paper else 'higher'}"
 
     @property
     def section(self) -> tuple[int, ...]:
@@ -184,31 +210,46 @@ def _index(rows: Sequence[_Row], runs: Sequence[Mapping[str, Any]]) -> str:
     rows = sorted(rows, key=lambda row: (order.index(page_of(row.figure)), row.section))
     papers = [row for row in rows if row.claim.kind == "paper"]
     bars = [row for row in rows if row.claim.headline and row.claim.kind == "ours" and row.verdict != "holds"]
-    parts = [f"# Papers beside ours\n\n{_summary(papers)}\n{_older(runs)}{HOW.format(up='')} {WRITTEN}\n"]
-    misses, unsure = ([row for row in papers if row.verdict == verdict] for verdict in VERDICTS[:2])
-    parts.append(f"## Papers' claims that miss\n\n{_listed(misses, linked=True)}\n")
-    parts.append(f"## Papers' claims that are inconclusive\n\n{_listed(unsure, linked=True)}\n")
-    if bars:
-        parts.append(f"## Our own headline bars that do not hold\n\n{_listed(bars, linked=True)}\n")
-    rest = [row for verdict in VERDICTS[2:] for row in papers if row.claim.headline and row.verdict == verdict]
-    parts.append(f"## Headline claims that were not run, and that hold\n\n{_listed(rest, linked=True)}\n")
-    return "\n".join(parts)
+    rest = [row for verdict in (NOT_RUN, "holds") for row in papers if row.claim.headline and row.verdict == verdict]
+    misses, unsure = ([row for row in papers if row.verdict == verdict] for verdict in ("misses", "inconclusive"))
+    return "\n".join([
+        f"# Papers reproduced\n\n{_summary(rows)}\n",
+        f"## Claims that miss, and why\n\n{_listed(misses, linked=True)}\n",
+        "## The other claims\n",
+        _folded(f"{len(unsure)} claims that are inconclusive", _listed(unsure, linked=True)),
+        _folded(f"{len(rest)} headline claims that hold or were not run", _listed(rest, linked=True)),
+        _folded(f"{len(bars)} headline bars of our own that do not hold", _listed(bars, linked=True)),
+        _older(runs),
+        f"## How to read this\n\n{HOW}\n\n{WRITTEN}\n",
+    ])  # fmt: skip
 
 
-def _summary(papers: Sequence[_Row]) -> str:
-    """In all, and a line for each paper."""
+def _summary(rows: Sequence[_Row]) -> str:
+    """One sentence, the counts, and a line for each paper: its first headline, and its claims by verdict."""
+    papers = [row for row in rows if row.claim.kind == "paper"]
     all_ = Counter(row.verdict for row in papers)
-    table = [["paper", "miss", "inconclusive", "not run", "hold"]]
+    table = [["paper", "its main claim", "ours, simulated", "verdict", "of all claims"]]
     for title, page in PAPERS.items():
         own = Counter(row.verdict for row in papers if page_of(row.figure) == page)
-        table.append([f"[{title}](papers/{page}.md)", *(str(own[verdict]) for verdict in VERDICTS)])
-    return f"""Of {len(papers)} claims of five papers **{all_["misses"]} miss**, \
+        counts = ", ".join(f"{own[verdict]} {word}" for verdict, word in COUNTED.items() if own[verdict])
+        words, said, ours, verdict = _headlines(page, rows)[0]
+        table.append([f"[{title}](papers/{page}.md)", f"{words}: {said}", ours, verdict.split(":")[0], counts])
+    return f"""Five papers' schedulers, written anew and held against the papers' own numbers in simulation.
+
+Of {len(papers)} claims of five papers **{all_["misses"]} miss**, \
 {all_["inconclusive"]} are inconclusive, {all_[NOT_RUN]} were not run and {all_["holds"]} hold.
 
 {compact(table)}
 
-Our own bars and checks stand on each paper's page; those of [our policy](papers/{OUR_POLICY}.md) and of the simulator \
-on [their own](papers/{SIMULATOR}.md)."""
+Our own bars: [the policy `rubato`](papers/{OUR_POLICY}.md), [the simulator](papers/{SIMULATOR}.md)."""
+
+
+def _headlines(page: str, rows: Iterable[_Row]) -> list[list[str]]:
+    """Cells for each headline of a page: the claim, the paper's number or our bar, ours, and the verdict in words."""
+    of = {(row.figure, row.claim.name): row for row in rows}
+    return [
+        [words, (row := of[figure, name]).said, row.rounded, row.in_words] for figure, name, words in HEADLINES[page]
+    ]
 
 
 def _older(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -218,20 +259,26 @@ def _older(runs: Sequence[Mapping[str, Any]]) -> str:
     old = sorted(figure for figure, modules in changed.items() if any(m.startswith("policies/") for m in modules))
     links = ", ".join(f"[{figure}](papers/{page_of(figure)}.md#{figure})" for figure in old) or "none"
     shared = sum(map(bool, changed.values())) - len(old)
-    return (
-        f"**{len(old)} of {len(runs)} figures are older than the policies that they measure**: {links}. Of {shared} "
-        "more, what policies share (`policy_kit`) has changed since. The page of each names the modules.\n\n"
+    return _folded(
+        f"{len(old)} of {len(runs)} figures are older than the policies that they measure",
+        f"{links}. Of {shared} more, what policies share (`policy_kit`) has changed since. "
+        "The page of each names the modules.",
     )
 
 
 def _listed(rows: Iterable[_Row], linked: bool = False) -> str:
     """linked: from the index, to the figure's section; else within a page."""
-    table = [["figure", "claim", "held against", "ours", "cause of the difference"]]
+    table = [["claim", "held against", "ours", "why it differs", "figure"]]
     for row in rows:
         place = f"papers/{page_of(row.figure)}.md" if linked else ""
         link = f"[{row.figure}]({place}#{row.figure})"
-        table.append([link, row.claim.says, row.bar, row.measured, row.claim.cause if row.verdict != "holds" else ""])
+        table.append([row.claim.says, row.bar, row.rounded, row.claim.cause if row.verdict != "holds" else "", link])
     return compact(table)
+
+
+def _folded(summary: str, text: str) -> str:
+    """Shown on a click, on the site and on GitHub."""
+    return f'<details markdown="1"><summary>{summary}</summary>\n\n{text}\n\n</details>\n'
 
 
 def compact(table: Sequence[Sequence[str]]) -> str:
@@ -250,22 +297,35 @@ def _unpadded(text: str) -> str:
 
 
 def _opening(title: str, page: str, rows: Sequence[_Row]) -> str:
-    """What it is, and lists of claims by verdict, misses first."""
-    policy = "" if page == SIMULATOR else f" The policy: [`{page.replace('-', '_')}`](../{page}.md)."
+    """Headline claims, what misses and why, how to run it, and folded lists of what is inconclusive."""
+    policy = "" if page == SIMULATOR else f" The policy: [`{page.replace('-', '_')}`](../policies/{page}.md)."
     heads = {OUR_POLICY: "# Our own policy beside others", SIMULATOR: "# The simulator's own checks"}
-    head = heads.get(page, f"# {title} beside ours")
-    parts = [f"{head}\n\n[Index of papers](../{INDEX}).{policy} {WRITTEN}\n{HOW.format(up='../')}\n\n{KINDS}\n"]
-    words = {"misses": "miss", "inconclusive": "are inconclusive", NOT_RUN: "were not run", "holds": "hold"}
-    for whose, kinds, verdicts in (
-        ("The paper's claims", ("paper",), VERDICTS), ("Our own bars", ("ours",), VERDICTS[:3]),
-        ("Checks", ("check",), VERDICTS[:2]),
-    ):  # fmt: skip
-        for verdict in verdicts:
-            own = [row for row in rows if row.claim.kind in kinds and row.verdict == verdict]
+    papers = [row for row in rows if row.claim.kind == "paper"]
+    said = f" Of {_count(papers)} ([what that means](../{INDEX}#how-to-read-this))." if papers else ""
+    table = [["claim", "the paper" if papers else "our bar", "ours, 95 % interval", "verdict"], *_headlines(page, rows)]
+    parts = [
+        f"{heads.get(page, f'# {title} beside ours')}\n",
+        f"[All papers](../{INDEX}).{policy}{said}\n\n{compact(table)}\n",
+    ]
+    misses = sorted((row for row in papers if row.verdict == "misses"), key=lambda row: row.section)
+    if misses:
+        parts.append(f"## Where it differs, and why\n\n{_listed(misses)}\n")
+    parts.append(f"## How to run it\n\n{RUN.format(figure=HEADLINES[page][0].figure)}\n")
+    more = _more(rows, misses)
+    parts += ["## Other claims that do not hold\n", *more] if more else []
+    return "\n".join([*parts, f"## Figures\n\n{WRITTEN}\n"])
+
+
+def _more(rows: Sequence[_Row], shown: Sequence[_Row]) -> list[str]:
+    """Folded lists of the claims that do not hold, by kind and verdict, but for those shown."""
+    parts = []
+    for whose, kind in (("claims of the paper", "paper"), ("bars of our own", "ours"), ("checks", "check")):
+        for verdict, word in list(COUNTED.items())[:3]:
+            own = [row for row in rows if row.claim.kind == kind and row.verdict == verdict and row not in shown]
             if own:
                 own.sort(key=lambda row: row.section)
-                parts.append(f"## {whose} that {words[verdict]}\n\n{_listed(own)}\n")
-    return "\n".join(parts)
+                parts.append(_folded(f"{word.capitalize()}: {len(own)} {whose}", _listed(own)))
+    return parts
 
 
 def _figure(name: str, run: Mapping[str, Any] | None, rows: Sequence[_Row]) -> str:
@@ -277,14 +337,21 @@ def _figure(name: str, run: Mapping[str, Any] | None, rows: Sequence[_Row]) -> s
     about = f"{experiments.about(name)} Source: {figure.SOURCE}."
     if run is None:
         how = f"**Not run in full**: no number is recorded. A run takes about {figure.SECONDS:g} s of one core."
-        return f"## {name}\n\n{about} {how}\n\n{compact(table)}\n"
+        return f"### {name}\n\n{about} {how}\n\n{_folded(f'{len(rows)} claims', compact(table))}"
     tables = getattr(figure, "tables", None)
-    more = "" if tables is None else f"\n{_unpadded(tables(run['data']))}\n"
+    more = "" if tables is None else f"\n\n{_unpadded(tables(run['data'])).strip()}"
     cpu = float(f"{run['cpu']:.3g}")
     how = f"{seeds(run)}, {run['slo_rule']} rule, {cpu:,g} CPU seconds. {_origin(run)}"
     short = too_short(run["data"]) if isinstance(run["data"], list) else ""
     warning = f"**Short runs.** {short}.\n\n" if short else ""
-    return f"## {name}\n\n{about} {how}\n\n{warning}{compact(table)}\n{more}"
+    folded = _folded(f"{_count(rows)}; tables", f"{how}\n\n{warning}{compact(table)}{more}")
+    return f"### {name}\n\n{about}\n\n{folded}"
+
+
+def _count(rows: Sequence[_Row]) -> str:
+    """`12 claims: 2 miss, 10 hold`."""
+    counts = Counter(row.verdict for row in rows)
+    return f"{len(rows)} claims: {', '.join(f'{counts[v]} {w}' for v, w in COUNTED.items() if counts[v])}"
 
 
 def _origin(run: Mapping[str, Any]) -> str:
@@ -313,6 +380,10 @@ def seeds(run: Mapping[str, Any]) -> str:
     fewer = [f"{count}: {', '.join(n for n in of if len(of[n]) == count)}" for count in sorted(
         {len(own) for own in of.values()} - {most})]  # fmt: skip
     return f"{text} ({'; '.join(fewer)})" if fewer else text
+
+
+def three_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
 
 
 def bar(claim: Mapping[str, Any]) -> str:

@@ -216,7 +216,6 @@ def test_simulation_says_what_is_a_guess(mix: Path, tmp_path: Path, capsys: pyte
     assert "a guess, not your machine's: step times (affine without k, b: give --profile NAME" in said
     assert "KV capacity (65536 tokens: give --kv-tokens N)" in said
     assert "is made for" not in said
-    assert "To see" not in said  # of requests of one's own
     assert "step times" not in noted(mix, *FAST)
     assert noted(mix, *FAST, "--set", "engine.kv_blocks=999") == ""
     meant = tmp_path / "meant.jsonl"
@@ -225,22 +224,19 @@ def test_simulation_says_what_is_a_guess(mix: Path, tmp_path: Path, capsys: pyte
     assert noted(mix, "--profile", "llama-3.1-8b-h200") == ""
 
 
-def test_a_simulation_on_a_guess_names_one_in_which_policies_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_simulate_without_options_shows_two_policies_that_differ(
+    capsysbinary: pytest.CaptureFixture[bytes],
 ) -> None:
-    out = tmp_path / "out.json"
-    assert main(["simulate", "--duration", "2"]) == 0
-    _, command = capsys.readouterr().err.split("To see policies differ: rubato ")
-    words = command.split(",")[0].split()
-    assert words[-2:] == ["--policy", "edf"]
-    attained = []
-    for policy in ("edf", "vllm"):
-        assert main([*words[:-1], policy, "--json", str(out)]) == 0
-        assert "a guess" not in capsys.readouterr().err
-        (run,) = json.loads(out.read_text())["runs"]
-        attained.append(next(row["attainment"] for row in run["tiers"] if row["tier"] == "all"))
-    assert attained[0] > attained[1] + 0.1
-    assert attained[0] < 0.9
+    assert main(["simulate", "--json", "-"]) == 0
+    output = capsysbinary.readouterr()
+    assert b"a guess" not in output.err
+    assert b"rubato simulate --profile opt-13b-2xa100-40g@vllm-2024 --scenario" in output.err
+    attained = {
+        name: next(row["attainment"] for row in rows if row["tier"] == "all")
+        for name, rows in json.loads(output.out)["policies"].items()
+    }
+    assert list(attained) == ["rubato", "vllm"]
+    assert 0.95 > attained["rubato"] > attained["vllm"] + 0.1
 
 
 def test_a_profile_is_a_replica_that_the_engine_settings_change(
@@ -415,16 +411,16 @@ class Scheduler:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("edf", ["Earliest deadline first", "\nFor tiers with TTFTs and TPOTs", "docs/edf.md", "Source: ours; EDF",
-                 "Scheduler (--policy edf:SETTING=VALUE)", "    decode_lead=3.0", "decode_lead: tokens that",
+        ("edf", ["Earliest deadline first", "\nFor tiers with TTFTs and TPOTs", "docs/policies/edf.md",
+                 "Source: ours; EDF",
+                 "Scheduler (--policy edf:SETTING=VALUE)", "    decode_lead=3.0\n        tokens that",
                  "docs/which-policy.md"]),
         ("polyserve", ["Scheduler (--policy polyserve:", "Router (--policy polyserve@polyserve:",
                        "needs of the engine: recall, step_times", "    tiers=[0.02, 0.03, 0.05, 0.1]",
                        "    prefix_affinity=false"]),
         ("least_loaded", ["Router (--policy POLICY@least_loaded:SETTING=VALUE), needs of the engine: nothing"]),
-        ("own.py", ["No docstring.", "Source: not stated", "Scheduler (--policy own.py:SETTING=VALUE)", "    few=3",
-                    "    odd=frozenset()",
-                    "    few: so many."]),
+        ("own.py", ["No docstring.", "Source: not stated", "Scheduler (--policy own.py:SETTING=VALUE)",
+                    "    few=3\n        so many\n    odd=frozenset()", "    few: so many."]),
         ("own_package.own", ["Scheduler (--policy own_package.own:SETTING=VALUE)", "    few=3"]),
     ],
 )  # fmt: skip

@@ -9,8 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-FILES = [*sorted(DOCS.glob("*.md")), *sorted((DOCS / "papers").glob("*.md"))]
-# by name, those of papers by folder and name
+FOLDERS = ("policies", "papers", "measurements")
+FILES = [*sorted(DOCS.glob("*.md")), *(file for folder in FOLDERS for file in sorted((DOCS / folder).glob("*.md")))]
+# by path below docs/
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
 PAGES |= {file.relative_to(DOCS).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -15,7 +15,7 @@ from tests.docs.pages import PAGES, ROOT, blocks, commands, spans
 COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
 OTHERS = {  # vLLM's, pip's
     "--api-server-count", "--disable-log-stats", "--enforce-eager", "--extra-index-url", "--middleware",
-    "--build-arg", "--scheduling-policy", "--shutdown-timeout", "--speculative-config",
+    "--build-arg", "--otlp-traces-endpoint", "--scheduling-policy", "--shutdown-timeout", "--speculative-config",
 }  # fmt: skip
 
 
@@ -62,18 +62,7 @@ def test_options_and_targets_in_sentences_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_of_ours_exist(page: str) -> None:
-    pattern = r"(?<![\w/.])((?:benchmarks|tests|tools|docs|policies|rubato)/[\w/.]+)"
+    pattern = r"(?<![\w/.])((?:benchmarks|tests|tools|docs|policies|rubato)/[\w/.-]+)"
     named = {path for code in [*spans(page), *blocks(page)] for path in re.findall(pattern, code)}
     places = (ROOT, ROOT / "src", ROOT / "src" / "rubato", ROOT / "src" / "rubato" / "policies")
     assert not [path for path in named if not any((place / path).exists() for place in places)]
-
-
-def test_the_table_of_options_is_the_commands() -> None:
-    verbs: dict[str, list[str]] = {}
-    for verb, sub in subcommands().items():
-        for action in sub._actions:
-            long = [word for word in action.option_strings if word.startswith("--")]
-            if long and action.dest != "help":
-                verbs.setdefault(long[0], []).append(verb)
-    rows = [f"| `{option}` | {', '.join(own)} |" for option, own in sorted(verbs.items())]
-    assert [line for line in PAGES["commands.md"].splitlines() if line.startswith("| `--")] == rows

@@ -103,5 +103,6 @@ def classes() -> Iterator[type]:
 def test_settings_that_a_policys_docstring_explains_are_its_settings(policy: type) -> None:
     text = " ".join((policy.__doc__ or "").split())
     explained = {name for group in STATED.findall(text) for name in group.split(", ")}
+    explained |= set(re.findall(r"^ {8}(\w+) \(", policy.__doc__ or "", re.MULTILINE))  # below `Args:`
     fields = {field.name for field in dataclasses.fields(policy)}
     assert explained <= fields

@@ -1,4 +1,4 @@
-"""docs/file_map.md, api.md and metrics.md are what the code says of modules, public names and metrics."""
+"""The pages that are made from the code (file map, public names, metrics, commands, configuration) are as it is now."""
 
 from __future__ import annotations
 
@@ -38,6 +38,19 @@ def test_the_page_of_public_names_is_what_they_say() -> None:
 def test_the_page_of_metrics_is_what_is_exported() -> None:
     metrics = script("metrics")
     assert metrics.PAGE.read_text(encoding="utf-8") == metrics.page(), "run `make metrics`"
+
+
+def test_the_page_of_commands_is_what_their_parsers_say() -> None:
+    reference = script("reference")
+    page = (reference.DOCS / "commands.md").read_text(encoding="utf-8")
+    assert page == reference.commands(), "run `make api`"
+
+
+def test_the_page_of_settings_is_what_the_configuration_has() -> None:
+    pytest.importorskip("torch")
+    reference = script("reference")
+    page = (reference.DOCS / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference.configuration(), "run `make api`"
 
 
 @pytest.mark.parametrize(

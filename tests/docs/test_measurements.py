@@ -1,4 +1,4 @@
-"""Figures that the benchmarks' first table quotes are those of the files that its rows name; those that the page of
+"""Numbers that the tables of benchmarks quote are those of the files that their rows name; those that the page of
 policies by load quotes are on the pages that it names."""
 
 from __future__ import annotations
@@ -19,24 +19,35 @@ FILES = sorted(FOLDER.glob("*.json"))
 REQUIRED = {"format", "date", "commit", "machine", "command", "seeds", "values"}
 NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w]|\.\d)")
 INTERVAL = re.compile(r"(-?[\d.,]+) (?:% )?\[(-?[\d.,]+), (-?[\d.,]+)\]")
-COLUMNS = ["question", "result", "against", "seeds, runs", "measured on", "file"]
+ALL = "measurements/benchmarks.md"
+COLUMNS = {
+    "benchmarks.md": ["question", "result", "against", "measured on"],
+    ALL: ["question", "result", "against", "seeds, runs", "measured on", "file"],
+}
 EXAMPLE: dict[str, Any] = json.loads(FENCED.findall((FOLDER / "README.md").read_text(encoding="utf-8"))[0][1])
 
 
-def rows() -> list[dict[str, str]]:
-    """Of the first table of benchmarks.md."""
-    lines = re.findall(r"(?:^\|.*\n)+", PAGES["benchmarks.md"], re.MULTILINE)[0].splitlines()
+def rows(page: str) -> list[dict[str, str]]:
+    """Of the first table of a page; page: where the row stands."""
+    lines = re.findall(r"(?:^\|.*\n)+", PAGES[page], re.MULTILINE)[0].splitlines()
     head, _, *rest = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    assert head == COLUMNS
-    return [dict(zip(head, cells, strict=True)) for cells in rest]
+    assert head == COLUMNS[page]
+    return [{**dict(zip(head, cells, strict=True)), "page": page} for cells in rest]
 
 
-ROWS = rows()
+ROWS = rows(ALL)
+QUOTED = [*rows("benchmarks.md"), *ROWS]
+
+
+def files_in(text: str, page: str) -> list[Path]:
+    """The JSON files that a text of a page links."""
+    return [(ROOT / "docs" / page).parent.joinpath(path).resolve() for path in re.findall(r"\]\(([^)]+\.json)\)", text)]
 
 
 def linked(row: Mapping[str, str], folder: str) -> list[Path]:
-    """The files of this folder that a row names."""
-    return [ROOT / "docs" / path for path in re.findall(rf"\]\(({folder}/[^)]+)\)", row["file"])]
+    """The files of this folder that a row names in its last cell."""
+    last = row[COLUMNS[row["page"]][-1]]
+    return [file for file in files_in(last, row["page"]) if file.parent.name == folder]
 
 
 def numbers(cell: str) -> list[str]:
@@ -102,6 +113,7 @@ CHOICES = [  # of the page of policies by load
 def test_numbers_of_which_policy_are_on_a_page_that_the_row_links(row: list[str]) -> None:
     pages = [PAGES[page] for page in re.findall(r"\]\(([\w/-]+\.md)", row[4] + row[5])]
     known = [float(number.replace(",", "")) for page in pages for number in NUMBER.findall(page)]
+    known += leaves([json.loads(file.read_bytes())["values"] for file in files_in(row[4] + row[5], "which-policy.md")])
     known += [abs(number) for number in known]  # "loses 3" for "-3 points"
     assert [not_in(cell, known) for cell in row[4:]] == [[], []]
 
@@ -143,15 +155,16 @@ def test_every_measurement_says_what_it_is_of() -> None:
 
 def test_every_row_names_its_files() -> None:
     assert len(ROWS) > 20
-    for row in ROWS:
+    assert len(QUOTED) == len(ROWS) + 12
+    for row in QUOTED:
         named = linked(row, "measurements") + linked(row, "figures")
         assert named, row["question"]
-        assert all(file.is_file() for file in named), row["file"]
-        assert re.search(r", \d\d?\b", row["measured on"]), row["question"]  # the day
+        assert all(file.is_file() for file in named), row["question"]
+        assert re.search(r", \[?\d\d?\b", row["measured on"]), row["question"]  # the day
 
 
 def test_rows_quote_their_measurements() -> None:
-    for row in ROWS:
+    for row in QUOTED:
         if files := linked(row, "measurements"):
             values = [json.loads(file.read_bytes())["values"] for file in files]
             assert not_in(row["result"], values) == [], row["question"]
@@ -171,21 +184,21 @@ def of_figures(files: Iterable[Path]) -> list[object]:
 def sections_of(figure: str) -> list[str]:
     """On the pages that `python -m experiments --docs` writes, and the page that is one figure's."""
     if figure == "simulator-fidelity":
-        return [PAGES["fidelity-loads.md"]]
+        return [PAGES["measurements/fidelity-loads.md"]]
     pages = [page for name, page in PAGES.items() if name.startswith("papers/")]
-    return [text for page in pages for text in re.split("^## ", page, flags=re.M) if text.startswith(f"{figure}\n")]
+    return [text for page in pages for text in re.split("^### ", page, flags=re.M) if text.startswith(f"{figure}\n")]
 
 
 def test_rows_quote_their_figures() -> None:
-    for row in ROWS:
+    for row in QUOTED:
         if (files := linked(row, "figures")) and "does `edf` hold where" not in row["question"]:  # has its own test
             assert not_in(row["result"], of_figures(files)) == [], row["question"]
 
 
 def tables() -> Iterator[tuple[str, str, list[Path], str]]:
     """Of the sections below the first table: head of the section, row, files that the section names, and cells."""
-    for section in re.split("^## ", PAGES["benchmarks.md"], flags=re.M)[1:]:
-        files = [ROOT / "docs" / path for path in re.findall(r"\]\(((?:figures|measurements)/[^)]+)\)", section)]
+    for section in re.split("^## ", PAGES[ALL], flags=re.M)[1:]:
+        files = files_in(section, ALL)
         for table in re.findall(r"(?:^\|.*\n)+", section, re.M):
             for row in table.splitlines()[2:]:
                 first, *cells = row.strip("|").split("|")
@@ -209,7 +222,7 @@ def test_every_measurement_is_quoted() -> None:
 
 def test_intervals_of_figures_are_those_of_their_claims() -> None:
     compared = 0
-    for row in ROWS:
+    for row in QUOTED:
         claims = [claim for file in linked(row, "figures") for claim in json.loads(file.read_bytes())["claims"]]
         known = [[claim[name] for name in ("ours", "low", "high")] for claim in claims]
         for shown in INTERVAL.findall(row["result"]) if claims else ():

@@ -11,26 +11,16 @@ import pytest
 
 from rubato import policies
 from tests.docs.pages import PAGES, spans
+from tests.docs.test_file_map import script
 
-POLICIES = {
-    "edf": "edf",
-    "rubato": "rubato",
-    "slos-serve": "slos_serve",
-    "polyserve": "polyserve",
-    "ascendra": "ascendra",
-    "sa": "sa",
-    "adaserve": "adaserve",
-    "scorpio": "scorpio",
-    "qoserve": "qoserve",
-    "jitserve": "jitserve",
-    "lmetric": "lmetric",
-}
+POLICIES = {page[9:-3]: page[9:-3].replace("-", "_") for page in PAGES if page.startswith("policies/")}
 HEADINGS = [
     "What it does",
-    "When to use it, and when not",
+    "When to take it",
     "Settings",
-    "What it gains, and where it loses",
-    "What of the paper is not here",
+    "What it needs",
+    "Where it loses",
+    "Source",
 ]
 LOAD = {"policy": policies.load, "router": policies.load_router}
 INTERVAL = re.compile(r"([\[(])(-?[\d.]+), ([\d.]+|inf)([\])])")
@@ -54,7 +44,7 @@ def value(text: str) -> object:
 
 
 def stated(page: str) -> list[Row]:
-    section = PAGES[f"{page}.md"].split("## Settings\n")[1].split("\n## ")[0]
+    section = PAGES[f"policies/{page}.md"].split("## Settings\n")[1].split("\n## ")[0]
     rows = []
     for part, table in re.findall(r"^\| `(policy|router)` setting .*\n\|[-|]+\n((?:\|.*\n)+)", section, re.MULTILINE):
         for line in table.splitlines():
@@ -66,42 +56,30 @@ def stated(page: str) -> list[Row]:
 ROWS = [row for page in POLICIES for row in stated(page)]
 
 
-def defaults(part: str, policy: str) -> dict[str, object]:
-    """Of settings, as YAML and JSON have them."""
-    for name, kind, _, _, settings in policies.describe():
-        if (name, kind) == (policy, {"policy": "scheduler", "router": "router"}[part]):
-            return {key: json.loads(json.dumps(default)) for key, default in settings.items()}
-    return {}
-
-
 def setting_of(row: Row, given: object) -> object:
     return getattr(LOAD[row.part](POLICIES[row.page], {row.name: given}), row.name)
 
 
 @pytest.mark.parametrize("page", POLICIES)
 def test_every_page_has_these_headings(page: str) -> None:
-    assert re.findall(r"^## (.*)", PAGES[f"{page}.md"], re.MULTILINE) == HEADINGS
+    assert re.findall(r"^## (.*)", PAGES[f"policies/{page}.md"], re.MULTILINE) == HEADINGS
 
 
-@pytest.mark.parametrize("page", POLICIES)
-def test_losses_come_before_gains(page: str) -> None:
-    section = PAGES[f"{page}.md"].split(f"## {HEADINGS[3]}\n")[1].split("\n## ")[0]
-    gains = section.find("Where it gains")
-    assert gains < 0 or 0 <= section.find("Where it loses") < gains
+def test_a_page_of_a_policy_is_a_policys() -> None:
+    assert len(POLICIES) == 11
+    assert set(POLICIES.values()) <= set(policies.names())
 
 
 @pytest.mark.parametrize("page", POLICIES)
 def test_settings_are_those_of_the_policy(page: str) -> None:
-    """Of a router without those that its policy has too, and those of every router, which one page has."""
-    policy = POLICIES[page]
-    own = defaults("policy", "vllm" if policy == "sa" else policy)  # sa's scheduler is vllm's
-    elsewhere = {*own, *policies.OF_EVERY_ROUTER}
-    router = {name: default for name, default in defaults("router", policy).items() if name not in elsewhere}
-    for part, settings in (("policy", own), ("router", router)):
-        rows = {row.name: row.default for row in stated(page) if row.part == part}
-        if "tier_values" in settings:  # made anew for each, so it has no default that can be shown
-            settings["tier_values"] = {}
-        assert rows == settings
+    text = PAGES[f"policies/{page}.md"]
+    assert script("settings").page(page, text) == text, "run `make settings`"
+
+
+def test_a_setting_without_a_line_in_the_docstring_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies.module_of("jitserve").Scheduler, "__doc__", "Plans.\n\nArgs:\n    budget (0): tokens")
+    with pytest.raises(ValueError, match=r"no line `name .*: meaning` for max_num_seqs, penalty"):
+        script("settings").page("jitserve", PAGES["policies/jitserve.md"])
 
 
 def test_which_policy_names_every_policy() -> None:

@@ -18,7 +18,8 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from rubato import policies
-from rubato.config.schema import Config, TenantSettings
+from rubato.config.parts import TenantSettings
+from rubato.config.schema import Config
 from rubato.engines.vllm.settings import Settings
 from rubato.latency import profiles
 from rubato.serving.schemas import UNSUPPORTED
@@ -79,6 +80,9 @@ EVIDENCE = {
         setting:drain_seconds test:serving/test_dashboard.py::a_draining_server_is_alive_but_not_ready
         test:processes/test_serving.py::sigterm_under_load_finishes_what_runs_and_refuses_the_rest""",
     "tracing of a request": """
+        setting:otlp_traces_endpoint src:serving/tracing.py
+        test:serving/test_tracing.py::request_is_one_span_with_its_times_verdict_and_parent
+        test:serving/test_tracing.py::gateway_passes_on_its_span_as_the_parent_of_the_servers
         setting:event_log src:frontdoor/history.py
         test:serving/test_request_history.py::a_finished_request test:core/test_event_log.py::round_trip""",
     "logs without prompts": """
@@ -236,7 +240,6 @@ def beyond_our_models() -> list[str]:
 # Of each need, what would be there if it were met: of those that are absent, and of some that are partial.
 LACKS: dict[str, Callable[[], list[str]]] = {
     "a GPU run": runs_on_gpus,
-    "tracing of a request": lambda: imported("opentelemetry"),
     "high availability": lambda: fields("standby|peer|leader|failover|state_file|redis"),
     "a lost replica comes back": lambda: fields("restart|respawn|revive") + said(r"\b(?:restart|respawn)_replica\b"),
     "Kubernetes manifests, container image": builds_and_clusters,

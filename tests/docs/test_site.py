@@ -9,9 +9,10 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from tests.docs.pages import PAGES, ROOT, blocks, prose
+from tests.docs.pages import ROOT, blocks, prose
+from tests.docs.test_file_map import script
 
-ON_SITE = [page for page in PAGES if (ROOT / "docs" / page).is_file()]
+ON_SITE = script("words").pages_on_site()
 
 
 @pytest.fixture(scope="module")

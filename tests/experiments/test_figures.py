@@ -14,6 +14,7 @@ import pytest
 import experiments
 from experiments import Claim, claims, failed, names
 from experiments.__main__ import main
+from experiments.paper_headlines import HEADLINES
 from experiments.paper_page import PAPERS, SECTION, pages, seeds
 from rubato.measure.confidence import Estimate
 from rubato.planning.capacity import too_short
@@ -284,29 +285,33 @@ def test_the_pages_are_what_the_full_runs_say(tmp_path: Path) -> None:
 
 def test_the_index_is_short_counts_every_claim_of_a_paper_and_opens_with_those_that_miss() -> None:
     text = pages(RUNS)["papers.md"]
-    lines = text.splitlines()
-    assert len(lines) <= 150
+    assert len(re.sub("<details.*?</details>", "", text, flags=re.DOTALL).splitlines()) <= 70
     verdicts = [claim.verdict(ours) if ours else "not run" for claim, ours in of_papers()]
     counts = [verdicts.count(verdict) for verdict in ("misses", "inconclusive", "not run", "holds")]
     said = re.search(r"Of (\d+) claims .*\*\*(\d+) miss.*\D(\d+) are inc.*\D(\d+) were not run and (\d+) hold", text)
     assert said is not None
     assert [int(number) for number in said.groups()] == [len(verdicts), *counts]
-    counted = r"^\| \[.*\]\(papers/[\w-]+\.md\)" + r" \| (\d+)" * 4 + r" \|$"
-    by_paper = re.findall(counted, text, re.MULTILINE)
+    by_paper = re.findall(r"^\| \[.*\]\(papers/[\w-]+\.md\).* \| (.*) \|$", text, re.MULTILINE)
     assert len(by_paper) == len(PAPERS)
-    assert [sum(int(row[i]) for row in by_paper) for i in range(4)] == counts
+    for word, count in zip(("miss", "inconclusive", "not run", "hold"), counts, strict=True):
+        assert sum(int(number) for cell in by_paper for number in re.findall(rf"(\d+) {word}", cell)) == count
     parts = text.split("\n## ")[1:]
     assert [part.split("\n")[0] for part in parts] == [
-        "Papers' claims that miss", "Papers' claims that are inconclusive", "Our own headline bars that do not hold",
-        "Headline claims that were not run, and that hold",
-    ]  # fmt: skip
-    assert [len(re.findall(r"^\| \[", part, re.MULTILINE)) for part in parts[:2]] == counts[:2]
+        "Claims that miss, and why",
+        "The other claims",
+        "How to read this",
+    ]
+    assert len(re.findall(r"\.md#[\w-]+\) \|$", parts[0], re.MULTILINE)) == counts[0]
+    assert f"<summary>{counts[1]} claims that are inconclusive</summary>" in parts[1]
 
 
 def test_the_index_names_what_was_not_run() -> None:
     without = pages([run for run in RUNS if run["figure"] != "polyserve-flip"])["papers.md"]
-    (part,) = [part for part in without.split("\n## ") if part.startswith("Headline claims that were not run")]
-    rows = [line for line in part.splitlines() if line.startswith("| [polyserve-flip](")]
+    rows = [
+        line
+        for line in without.splitlines()
+        if line.endswith("| [polyserve-flip](papers/polyserve.md#polyserve-flip) |")
+    ]
     assert len(rows) == 2
     assert all("| not run |" in row for row in rows)
 
@@ -339,7 +344,7 @@ def test_a_claim_newer_than_its_figures_run_was_not_run_and_one_that_is_gone_is_
     [run] = [run for run in RUNS if run["figure"] == "slos-serve-toy"]
     first, *rest = run["claims"]
     page = pages([{**run, "claims": [{**first, "name": "gone"}, *rest]}])["papers/slos-serve.md"]
-    section = page.split("\n## slos-serve-toy\n")[1].split("\n## ")[0]
+    section = page.split("\n### slos-serve-toy\n")[1].split("\n### ")[0]
     [row] = [line for line in section.splitlines() if line.startswith(f"| `{first['name']}` |")]
     assert row.endswith("| not run | not run |")
     assert "gone" not in section
@@ -349,32 +354,35 @@ def test_a_claim_newer_than_its_figures_run_was_not_run_and_one_that_is_gone_is_
 def test_every_claim_stands_on_one_page_and_no_cell_is_padded() -> None:
     made = pages(RUNS)
     for figure, own in claims().items():
-        page = [text for text in made.values() if f"\n## {figure}\n" in text]
+        page = [text for text in made.values() if f"\n### {figure}\n" in text]
         assert len(page) == 1
-        section = page[0].split(f"\n## {figure}\n")[1].split("\n## ")[0]
+        section = page[0].split(f"\n### {figure}\n")[1].split("\n### ")[0]
         assert all(f"| `{name}` | {claim.says} | {claim.kind} |" in section for name, claim in own.items())
     for text in made.values():
         assert "∞" not in text
         assert not re.findall(r"^\|.*\S  +\|$|^\|.*-{4,}\|", text, re.MULTILINE)
         for file, anchor in re.findall(r"\]\((papers/[\w-]+\.md)?#([\w-]+)\)", text):
-            assert f"\n## {anchor}\n" in (made[file] if file else text)
+            assert f"\n### {anchor}\n" in (made[file] if file else text)
 
 
-def test_a_page_opens_with_the_papers_claims_that_miss_and_takes_full_runs_only() -> None:
+def test_a_page_opens_with_headlines_then_what_misses_and_takes_full_runs_only() -> None:
     data = experiments.run("slos-serve-toy", workers=1)
-    opening, first, second = pages([data])["papers/slos-serve.md"].split("\n## ")[:3]
+    opening, first, second, third, _ = pages([data])["papers/slos-serve.md"].split("\n## ")
     assert opening.startswith("# SLOs-Serve beside ours\n")
-    assert first.startswith("The paper's claims that miss\n")
+    assert all(f"| {headline.words} |" in opening for headline in HEADLINES["slos-serve"])
+    assert first.startswith("Where it differs, and why\n")
     assert "the third and the fourth miss their TPOT" in first
     assert "the oldest decode first starves one request" in first
-    assert second.startswith("The paper's claims that were not run\n")
+    assert second.startswith("How to run it\n")
+    assert third.startswith("Other claims that do not hold\n")
+    assert "<summary>Not run: " in third
     assert "Not run in full" in pages([data])["papers/ascendra.md"]
-    assert "**0 of 1 figures are older than" in pages([data])["papers.md"]
+    assert "<summary>0 of 1 figures are older than" in pages([data])["papers.md"]
     assert "policies/slos_serve/admission.py" in data["code"]
     assert data["command"] == "python -m experiments slos-serve-toy"
     other = data | {"code": data["code"] | {"policies/sarathi.py": "0" * 16}}
     assert "**Older than its code**: `policies/sarathi.py` changed since" in pages([other])["papers/slos-serve.md"]
-    assert "**1 of 1 figures are older than" in pages([other])["papers.md"]
+    assert "<summary>1 of 1 figures are older than" in pages([other])["papers.md"]
     kit = data | {"code": data["code"] | {"policy_kit/batch_builder.py": "0" * 16}}
     assert "Of 1 more, what policies share" in pages([kit])["papers.md"]
     for bad, says in (

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from examples import openai_client
 from rubato.core.events import Offered
 from rubato.core.request import SLO
 from tests.processes.conftest import Server, Start, servers
@@ -174,6 +175,17 @@ def test_slos_and_tiers_reach_the_scheduler_and_the_verdict_comes_back(start: St
     assert server.end() == 0
     slos = [e.request.stages[0].slo for e in server.events() if isinstance(e, Offered)]
     assert slos == [SLO(4.0, 0.3), SLO(3.0, 0.5), SLO()]
+
+
+def test_the_example_prints_the_answer_and_whether_it_was_in_time(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    openai_client.main([server.url, "--tier", "interactive", "--tpot-ms", "400", "--max-tokens", "3"])
+    text, verdict, *times = capsys.readouterr().out.splitlines()
+    assert (text, verdict) == ("la ti do ", "in time: tier interactive, served as slo")
+    assert [line.split(" of ")[1] for line in times] == ["5000.0", "400.0"]
+    openai_client.main([server.url, "--tier", "never", "--max-tokens", "3"])
+    assert capsys.readouterr().out.startswith("refused: ")
 
 
 def test_typed_errors(client: openai.OpenAI) -> None:

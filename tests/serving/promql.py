@@ -30,9 +30,18 @@ PLUGIN = {  # in vLLM's /metrics only
     "rubato_plan_faults_total": {"replica", "place"},
     "rubato_given_up": {"replica"},
     "rubato_reports_lost_total": {"replica"},
+    "rubato_link_refused_total": {"replica"},
+}
+GATEWAY = {  # in a gateway's only
+    "rubato_server_linked": {"replica"},
+    "rubato_requests_placed_again_total": set[str](),
+    "rubato_streams_continued_total": set[str](),
 }
 # Words of PromQL, as many as are used.
-LANGUAGE = {"sum", "max", "and", "or", "unless", "group_left", "rate", "absent", "max_over_time", "histogram_quantile"}
+LANGUAGE = {
+    "sum", "max", "and", "or", "unless", "group_left", "rate", "increase", "absent", "max_over_time",
+    "histogram_quantile",
+}  # fmt: skip
 
 Labels = Mapping[str, set[str]]  # metric -> its labels
 
@@ -47,8 +56,13 @@ async def exported(at: Edge) -> dict[str, set[str]]:
     at.cluster.listen(full)
     for tier in ("good", "late", "never"):
         await at.chat(service_tier=tier)
+    return read((await at.http.get("/metrics")).text)
+
+
+def read(page: str) -> dict[str, set[str]]:
+    """The metrics of a page of them, with their labels."""
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families((await at.http.get("/metrics")).text):
+    for family in text_string_to_metric_families(page):
         for suffix in SUFFIXES[family.type]:
             samples = [sample for sample in family.samples if sample.name == family.name + suffix]
             found[family.name + suffix] = {label for sample in samples for label in sample.labels}
@@ -68,9 +82,9 @@ def recorded() -> dict[str, set[str]]:
 
 
 def all_of(server: Labels) -> dict[str, set[str]]:
-    """What can be asked for where both kinds of server are scraped."""
-    both = {**server, **PLUGIN}
-    return {**{name: labels | TARGET for name, labels in both.items()}, **recorded()}
+    """What can be asked for where servers of every kind are scraped."""
+    every = {**server, **PLUGIN, **GATEWAY}
+    return {**{name: labels | TARGET for name, labels in every.items()}, **recorded()}
 
 
 def check(title: str, expr: str, there: Labels) -> set[str]:

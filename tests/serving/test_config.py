@@ -106,6 +106,7 @@ def test_defaults_and_short_forms() -> None:
         ({"tls": {"cert": "c"}}, ["tls.key", "required"]),
         ({"stall_seconds": 0}, ["stall_seconds", "got 0"]),
         ({"event_log": "t", "step_log": "t"}, ["step_log", "event_log"]),
+        ({"otlp_traces_endpoint": "10.0.0.9:4318"}, ["otlp_traces_endpoint", "give http://10.0.0.9:4318"]),
         ({"servers": ["10.0.0.7:8000"]}, ["servers.0.url", "give http://10.0.0.7:8000"]),
         ({"servers": ["http://10.0.0.7:8000/a?b=c"]}, ["servers.0.url", "give the address of a server"]),
         ({"servers": ["http://10.0.0.7/v1", "http://10.0.0.7"]}, ["servers: http://10.0.0.7 is named twice"]),

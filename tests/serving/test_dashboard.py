@@ -5,10 +5,33 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from typing import Any
 
+from prometheus_client import CollectorRegistry
+
+from rubato.serving.vllm_reports import PluginMetrics
 from tests.scenario import on
 from tests.serving.conftest import Edge, edge
-from tests.serving.promql import DOCS, PLUGIN, TIERS, all_of, check, exported, labels_left
+from tests.serving.promql import DOCS, GATEWAY, PLUGIN, TIERS, all_of, check, exported, labels_left, read
+from tests.serving.test_gateway import Fleet, gateway
+
+FILTERS = {"instance": "instance", "model_name": "model", "tier": "tier", "tenant": "tenant"}  # label -> variable
+
+
+def dashboard() -> dict[str, Any]:
+    page: dict[str, Any] = json.loads((DOCS / "grafana.json").read_text())
+    return page
+
+
+def server_metrics() -> dict[str, set[str]]:
+    """Those of a server of its own."""
+    found: dict[str, set[str]] = {}
+
+    async def scenario(at: Edge) -> None:
+        found.update(await exported(at))
+
+    edge(scenario, tiers=TIERS)
+    return found
 
 
 def ours(names: Iterable[str]) -> set[str]:
@@ -21,16 +44,51 @@ async def test_every_metric_and_label_of_the_dashboard_is_exported(at: Edge) -> 
     server = await exported(at)
     there = all_of(server)
     used: set[str] = set()
-    for panel in json.loads((DOCS / "grafana.json").read_text())["panels"]:
+    for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
             used |= check(panel["title"], target["expr"], there)
             shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             assert shown <= labels_left(target["expr"], there), panel["title"]
-    assert ours({*server, *PLUGIN}) <= ours(used)  # what is measured is shown
+    assert ours({*server, *PLUGIN, *GATEWAY}) <= ours(used)  # what is measured is shown
+
+
+def test_metrics_of_a_gateway_alone_are_those_that_rules_and_dashboard_are_held_against() -> None:
+    own = server_metrics()
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.chat()
+        there = read((await fleet.http.get("/metrics")).text)
+        assert {name: there.get(name) for name in GATEWAY} == GATEWAY
+        assert ours(there) - ours(own) == ours(GATEWAY)
+
+    gateway(scenario)
+
+
+def test_metrics_of_the_plug_in_alone_are_those_that_rules_and_dashboard_are_held_against() -> None:
+    there = {metric.name for metric in PluginMetrics(CollectorRegistry(), counts=True).registry.collect()}
+    assert {name for name in there if name.startswith("rubato_")} - ours(server_metrics()) == ours(PLUGIN)
+
+
+@on(edge, tiers=TIERS)
+async def test_every_expression_of_the_dashboard_is_filtered_by_the_variables(at: Edge) -> None:
+    there = all_of(await exported(at))
+    page = dashboard()
+    variables = {v["name"]: v["query"] for v in page["templating"]["list"] if v["type"] == "query"}
+    assert set(variables) == set(FILTERS.values())
+    for label, name in FILTERS.items():
+        metric, asked = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variables[name]).groups()  # type: ignore[union-attr]
+        assert (asked, label in there[metric]) == (label, True)
+    selected = re.compile(r"(?<![\w:.$])((?:rubato_|vllm:|tier:)[\w:]+)(\{[^}]*\})?")
+    for panel in page["panels"]:
+        spared = {"tenant"} if panel["title"] == "Attainment by dimension" else set()  # its divisor has no tenants
+        for target in panel.get("targets", ()):
+            for metric, chosen in selected.findall(target["expr"]):
+                asked = {label for label, name in FILTERS.items() if f'{label}=~"${name}"' in chosen}
+                assert there[metric] & set(FILTERS) - asked <= spared, (panel["title"], metric)
 
 
 def test_the_panels_of_the_dashboard_have_a_place_each() -> None:
-    panels = json.loads((DOCS / "grafana.json").read_text())["panels"]
+    panels = dashboard()["panels"]
     ids = [panel["id"] for panel in panels]
     assert len(set(ids)) == len(ids)
     taken: dict[tuple[int, int], str] = {}

@@ -672,6 +672,11 @@ def test_tenants_are_refused() -> None:
         picking(nothing, tenants={"me": {"keys": ["a-key-of-sixteen-letters"]}})
 
 
+def test_spans_are_refused() -> None:
+    with pytest.raises(ConfigError, match="an endpoint picker makes no spans"):
+        picking(nothing, otlp_traces_endpoint="auto")
+
+
 @pytest.mark.usefixtures("process_as_it_was")
 @pytest.mark.parametrize(
     ("words", "said"),

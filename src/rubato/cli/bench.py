@@ -10,12 +10,19 @@ from rubato.cli import common_options, workload_options
 from rubato.core.server_url import check_url
 from rubato.measure import goodput, http_client, load_generator
 
+EXAMPLES = (
+    "http://127.0.0.1:8000 --kinds mix.yaml --rate 4 --duration 120",
+    "http://127.0.0.1:8000 --scenario slos-serve-chatbot --rate 2 --json run.json --plot run.png",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", help="the server, such as http://127.0.0.1:8000")
-    parser.add_argument("--model", help="model name (default: the first that the server lists)")
-    parser.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
+    parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
+    parser.add_argument("--model", metavar="NAME", help="model name (default: the first that the server lists)")
+    parser.add_argument("--endpoint", choices=("chat", "completions"), default="chat", help="of OpenAI's API")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="default: $OPENAI_API_KEY"
+    )
     parser.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="an HTTP header to send")
     parser.add_argument(
         "--slo-as", choices=("auto", "body", "slo", "tier", "vllm-xargs", "none"), default="auto",
@@ -27,11 +34,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="ask for exactly as many tokens as the workload says (default: where the server is known to take it)",
     )  # fmt: skip
     workload_options.add(parser)
-    parser.add_argument("--label", default="run", help="what the table calls this run")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds until a request is given up")
-    parser.add_argument("--max-delay", type=float, help="seconds the load generator may be late at p99")
+    parser.add_argument("--label", default="run", metavar="NAME", help="what the table calls this run")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="seconds until a request is given up"
+    )
+    parser.add_argument(
+        "--max-delay", type=float, metavar="SECONDS", help="seconds the load generator may be late at p99"
+    )
     parser.add_argument("--allow-late", action="store_true", help="exit 0 also when the run is invalid")
-    parser.add_argument("--no-progress", action="store_true")
+    parser.add_argument("--no-progress", action="store_true", help="say nothing until the results")
     common_options.result_options(parser)
 
 

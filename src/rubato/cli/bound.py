@@ -9,13 +9,30 @@ from rubato.config.schema import load
 from rubato.engines.simulated import step_noise
 from rubato.planning import bound
 
+EXAMPLES = (
+    "--profile llama-3.1-8b-h100 --kinds mix.yaml",
+    "--profile llama-3.1-8b-h100 --kinds mix.yaml --rate 20",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.add(parser, policies=False)
-    parser.add_argument("--replicas", type=int, help="default: the configuration's, or 1")
-    parser.add_argument("--rate", type=float, help="requests/s at which shares are asked for (default: rates are)")
-    parser.add_argument("--target", type=float, default=0.9, help="without --rate: share of requests to attain")
-    parser.add_argument("--tolerance", type=float, default=0.01, help="relative width of a search's last bracket")
+    parser.add_argument(
+        "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
+    )
+    parser.add_argument(
+        "--rate",
+        "--request-rate",
+        type=float,
+        metavar="RATE",
+        help="requests/s at which shares are asked for (default: rates are)",
+    )
+    parser.add_argument(
+        "--target", type=float, default=0.9, metavar="SHARE", help="without --rate: share of requests to attain"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, metavar="SHARE", help="relative width of a search's last bracket"
+    )
     parser.add_argument(
         "--once",
         action="store_true",

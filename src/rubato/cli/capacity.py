@@ -7,10 +7,17 @@ import argparse
 from rubato.cli import common_options, running, simulation_options
 from rubato.planning import capacity
 
+EXAMPLES = (
+    "--profile llama-3.1-8b-h100 --kinds mix.yaml --policy edf --policy vllm",
+    "--profile llama-3.1-8b-h100 --scenario slos-serve-chatbot --replicas 2 --targets 0.95",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.add(parser)
-    parser.add_argument("--replicas", type=int, help="default: the configuration's, or 1")
+    parser.add_argument(
+        "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
+    )
     parser.add_argument(
         "--targets",
         type=common_options.numbers,
@@ -18,8 +25,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="0.9,0.98",
         help="shares to attain",
     )
-    parser.add_argument("--tolerance", type=float, default=0.02, help="relative width of a search's last bracket")
-    parser.add_argument("--start", type=float, help="requests/s at which searches begin")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.02, metavar="SHARE", help="relative width of a search's last bracket"
+    )
+    parser.add_argument("--start", type=float, metavar="RATE", help="requests/s at which searches begin")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -51,11 +51,14 @@ def kinds(args: argparse.Namespace) -> list[Kind]:
 
 
 def slo(text: str) -> SLO:
+    parts = text.split(",")
+    expected = f"{text!r}: give TTFT and TPOT in ms, such as 1000,80"
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(expected)
     try:
-        ttft, tpot = (float(part) / 1e3 if part.strip() else None for part in text.split(","))
-        return SLO(ttft, tpot)
+        return SLO(*(float(part) / 1e3 if part.strip() else None for part in parts))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: give TTFT and TPOT in ms, such as 1000,80 ({error})") from error
+        raise argparse.ArgumentTypeError(f"{expected} ({error})") from error
 
 
 def seeds(text: str) -> list[int]:
@@ -74,9 +77,10 @@ def numbers(text: str) -> list[float]:
 
 def result_options(parser: argparse.ArgumentParser) -> None:
     """Where the results of runs are written (see `report`)."""
-    parser.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
-    parser.add_argument("--plot", metavar="FILE", help="write a PNG")
-    parser.add_argument("--records", metavar="FILE", help="write one JSON line per request")
+    options = parser.add_argument_group("results")
+    options.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
+    options.add_argument("--plot", metavar="FILE", help="write a PNG")
+    options.add_argument("--records", metavar="FILE", help="write one JSON line per request")
 
 
 def report(args: argparse.Namespace, runs: Sequence[BenchResult]) -> None:

@@ -7,6 +7,11 @@ import argparse
 from rubato.cli import server_options
 from rubato.core.extras import extra
 
+EXAMPLES = (
+    "--server http://10.0.0.7:8000 --server http://10.0.0.8:8000",
+    "--config gateway.yaml --listen 0.0.0.0:9002",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -11,12 +11,19 @@ from rubato.latency import fit
 from rubato.latency.model_kinds import MODELS
 from rubato.measure import results
 
+EXAMPLES = (
+    "events.jsonl",
+    "steps.csv --model operation_count --of llama-3.1-8b-h100 --json fit.json",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "log", help="event log (JSON lines) of `serve --event-log`, stopped after a bench; or a CSV table"
+        "log",
+        metavar="LOG",
+        help="event log (JSON lines) of `serve --event-log`, stopped after a bench; or a CSV table",
     )
-    parser.add_argument("--model", choices=MODELS, default="affine")
+    parser.add_argument("--model", choices=MODELS, default="affine", help="latency model to fit")
     parser.add_argument("--of", metavar="PROFILE", help="operation_count: the profile that names the model and the GPU")
     parser.add_argument("--train", action="append", default=[], metavar="PART", help="fit on tags that contain this")
     parser.add_argument("--test", action="append", default=[], metavar="PART", help="test on others that contain this")

@@ -6,6 +6,11 @@ import argparse
 
 from rubato.cli import server_options
 
+EXAMPLES = (
+    "--server http://gpu-1:8000 --server http://gpu-2:8000",
+    "--config gateway.yaml --policy edf",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -13,8 +18,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="an OpenAI server, such as http://10.0.0.7:8000; as often as there are servers",
     )  # fmt: skip
     server_options.add(parser, replicas=False)
-    parser.add_argument("--host", help="address to listen on (default: the configuration's, or 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="default: the configuration's, or 8000")
+    parser.add_argument(
+        "--host", metavar="ADDRESS", help="address to listen on (default: the configuration's, or 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", type=int, metavar="N", help="0 = any free one (default: the configuration's, or 8000)"
+    )
     parser.add_argument("--event-log", metavar="FILE", help="write the event log here (JSON lines)")
 
 

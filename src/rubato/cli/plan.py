@@ -9,18 +9,29 @@ from rubato.cli import running, simulation_options
 from rubato.planning import fleet_size, optimum
 from rubato.planning.fleet_size_model import FleetQuestion
 
+EXAMPLES = (
+    "--profile llama-3.1-8b-h100 --kinds mix.yaml --rate 40 --price 3",
+    "--profile llama-3.1-8b-h100 --trace trace.csv --scale 2 --target 0.98",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.add(parser, seeds=False)
-    parser.add_argument("--rate", type=float, help="requests/s of a scenario or a mix (default 1)")
-    parser.add_argument("--target", type=float, default=0.9, help="share of requests to attain")
-    parser.add_argument("--window", type=float, default=600.0, help="seconds of the busiest stretch, sized on")
-    parser.add_argument("--least-seeds", type=int, default=4)
-    parser.add_argument("--most-seeds", type=int, default=16, help="seeds are added up to so many, until they tell")
+    parser.add_argument(
+        "--rate", "--request-rate", type=float, metavar="RATE", help="requests/s of a scenario or a mix (default 1)"
+    )
+    parser.add_argument("--target", type=float, default=0.9, metavar="SHARE", help="share of requests to attain")
+    parser.add_argument(
+        "--window", type=float, default=600.0, metavar="SECONDS", help="seconds of the busiest stretch, sized on"
+    )
+    parser.add_argument("--least-seeds", type=int, default=4, metavar="N", help="seeds to begin with")
+    parser.add_argument(
+        "--most-seeds", type=int, default=16, metavar="N", help="seeds are added up to so many, until they tell"
+    )
     parser.add_argument(
         "--exclude-infeasible", action="store_true", help="leave out, and count, what no idle replica can attain"
     )
-    parser.add_argument("--price", type=float, help="of a GPU for an hour, in any currency")
+    parser.add_argument("--price", type=float, metavar="PRICE", help="of a GPU for an hour, in any currency")
     parser.add_argument(
         "--optimum", action="store_true",
         help="instead: PolyServe's optimum, the most that a replica could serve with each request in its largest batch",

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import textwrap
 from typing import Any
 
 import yaml
 
 from rubato import policies
+from rubato.config.json_schema import policy_settings
 from rubato.core.interfaces import Router, Scheduler
+
+EXAMPLES = (
+    "",
+    "rubato",
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +58,15 @@ def _page(name: str) -> str:
 def _part(part: Scheduler | Router, kind: str, option: str) -> str:
     cls: Any = type(part)
     lines = [f"{kind} (--policy {option}), needs of the engine: {', '.join(sorted(part.needs)) or 'nothing'}"]
-    for setting, default in policies.settings_of(cls, kind).items():
-        lines.append(f"    {setting}={_written(default)}")
-    if cls.__doc__ and not cls.__doc__.startswith(f"{cls.__name__}("):  # a dataclass without one gets its signature
-        lines.append(f"    {inspect.cleandoc(cls.__doc__)}".replace("\n", "\n    "))
+    settings = policy_settings(cls, kind)
+    for setting in settings:
+        lines.append(f"    {setting.name}={_written(setting.default)}")
+        lines += textwrap.wrap(setting.text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    stated = cls.__doc__ and not cls.__doc__.startswith(
+        f"{cls.__name__}("
+    )  # a dataclass without one gets its signature
+    if stated and not all(setting.text for setting in settings):
+        lines.append(textwrap.indent(inspect.cleandoc(cls.__doc__), "    "))
     return "\n".join(lines)
 
 

@@ -20,22 +20,30 @@ from rubato.latency.profiles.kernel_profiles import CONTEXT, Known, composed, di
 from rubato.latency.profiles.profile import Profile
 from rubato.measure.profile_engine import profile_of
 
+EXAMPLES = (
+    "--list",
+    "bundled --out smollm.json --steps steps.csv",
+    "--aiconfigurator llama-3.1-8b h200",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="*",
+        "model", nargs="*", metavar="MODEL",
         help="to measure: a Hugging Face folder, a GGUF file or `bundled`; with --aiconfigurator: MODEL GPU, a model "
         f"known by name or its config.json, and {', '.join(aiconfigurator.GPUS)} (2xa100: two of them)",
     )  # fmt: skip
     parser.add_argument("--aiconfigurator", action="store_true", help="make it from kernel tables instead of measuring")
-    parser.add_argument("--list", action="store_true", help="the packaged profiles")
+    parser.add_argument("--list", action="store_true", help="list the packaged profiles")
     parser.add_argument("--out", metavar="FILE", help="the profile to write (default NAME.json)")
     parser.add_argument("--steps", metavar="FILE", help="also write the measured steps, a CSV table for `rubato fit`")
-    parser.add_argument("--name", help="of the profile (default: from model and GPU)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: CUDA where there is one)")
-    parser.add_argument("--kv-gib", type=float, default=1.0, help="KV memory of the measured engine")
-    parser.add_argument("--repeats", type=int, default=5, help="steps measured of each kind (default 5)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", metavar="NAME", help="of the profile (default: from model and GPU)")
+    parser.add_argument(
+        "--device", metavar="DEVICE", default="auto", help="cpu, cuda, ... (default: CUDA where there is one)"
+    )
+    parser.add_argument("--kv-gib", type=float, default=1.0, metavar="GIB", help="KV memory of the measured engine")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="steps measured of each kind (default 5)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the steps that are measured (default 0)")
 
 
 def run(args: argparse.Namespace) -> int:

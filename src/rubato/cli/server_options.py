@@ -10,15 +10,19 @@ from rubato.config.schema import Config, load
 from rubato.fleet.cluster_options import PolicyChoice
 
 
-def add(parser: argparse.ArgumentParser, *, replicas: bool = True) -> None:
-    parser.add_argument("--config", help="YAML file")
+def add(parser: argparse.ArgumentParser, *, replicas: bool = True, file: bool = True) -> None:
+    """file: whether --config names the file; else the verb does."""
+    if file:
+        parser.add_argument("--config", metavar="FILE", help="YAML file")
     parser.add_argument(
         "--policy", action=common_options.Once, metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
         help="scheduling policy with settings and router; NAME is a policy's, a file.py or a dotted module",
     )  # fmt: skip
-    parser.add_argument("--router", help="routing policy: a name, a file.py or a dotted module")
+    parser.add_argument("--router", metavar="NAME", help="routing policy: a name, a file.py or a dotted module")
     if replicas:
-        parser.add_argument("--replicas", type=int)
+        parser.add_argument(
+            "--replicas", type=int, metavar="N", help="replicas at the start (default: the configuration's, or 1)"
+        )
     parser.add_argument(
         "--set",
         action="append",

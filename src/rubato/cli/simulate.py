@@ -9,17 +9,23 @@ from dataclasses import replace
 from functools import partial
 
 from rubato.cli import common_options, server_options, simulation_options, workload_options
+from rubato.cli.parsing import Parser
 from rubato.config.build import autoscaler_of, choice_of, fair_share_of, guessed, most_in_flight, simulation_limits
 from rubato.config.schema import Config
 from rubato.core import event_log
 from rubato.core.timeline import steps
 from rubato.measure import goodput
+from rubato.measure.records import BenchResult
 from rubato.simulation.simulate import simulate
 
-# Beyond what either policy holds.
-DIFFER = (
-    "rubato simulate --profile opt-13b-2xa100-40g@vllm-2024 --scenario slos-serve-mixed --rate 6 --duration 60 "
-    "--policy edf"
+# What is run without options: more load than either policy holds, so that they differ.
+LOAD = "--profile opt-13b-2xa100-40g@vllm-2024 --scenario slos-serve-mixed --rate 6 --duration 60"
+COMPARED = ("rubato", "vllm")
+NOT_THE_CASE = {"seed", "json", "plot", "records"}  # options that leave it without any of its own
+
+EXAMPLES = (
+    "",
+    "--profile llama-3.1-8b-h100 --kinds mix.yaml --rate 20 --policy edf",
 )
 
 
@@ -28,11 +34,27 @@ def add(parser: argparse.ArgumentParser) -> None:
     server_options.add(parser)
     simulation_options.replica(parser)
     parser.add_argument("--steps", metavar="LOG", help="event log of a live run: fit the latency model on its steps")
-    parser.add_argument("--label", help="what the table calls this run (default: the policy)")
+    parser.add_argument("--label", metavar="NAME", help="what the table calls this run (default: the policy)")
     common_options.result_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    parser = Parser(prog="rubato simulate")
+    add(parser)
+    defaults = vars(parser.parse_args([]))
+    if any(getattr(args, name) != value for name, value in defaults.items() if name not in NOT_THE_CASE):
+        runs = _simulated(args)
+    else:
+        cases = [f"{LOAD} --policy {policy}" for policy in COMPARED]
+        said = f"without options, two policies under one load: rubato simulate {cases[0]}, then --policy {COMPARED[1]}"
+        print(f"rubato simulate: {said}", file=sys.stderr)
+        runs = [run for case in cases for run in _simulated(parser.parse_args([*case.split(), f"--seed={args.seed}"]))]
+    common_options.report(args, runs)
+    return 0
+
+
+def _simulated(args: argparse.Namespace) -> list[BenchResult]:
+    """Runs of one policy."""
     if args.steps and args.profile:
         raise ValueError("--steps and --profile both say how long a step takes: leave out one of them")
     config = server_options.config(args)
@@ -61,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
     )
     runs = [simulate(load, spec, args.seed + number) for number, load in enumerate(loads)]
     label = args.label or config.policy.name
-    common_options.report(args, [replace(run, label=label, goodput=bounds) for run in runs])
-    return 0
+    return [replace(run, label=label, goodput=bounds) for run in runs]
 
 
 def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -> str:
@@ -79,8 +100,5 @@ def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -
         parts.append(f"KV capacity ({limits['kv_blocks'] * limits['block_size']} tokens: give --kv-tokens N)")
     if not parts:
         return ""
-    if meant:
-        then = f"; the workload is made for --profile {', '.join(sorted(meant))}"
-    else:
-        then = "" if args.workload else f". To see policies differ: {DIFFER}, then --policy vllm"
+    then = f"; the workload is made for --profile {', '.join(sorted(meant))}" if meant else ""
     return f"a guess, not your machine's: {' and '.join(parts)}{then}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from rubato.config.build import (
     start_seconds_of,
 )
 from rubato.config.schema import Config, load
+from rubato.core.cpu_usage import usable
 from rubato.core.plan import Limits
 from rubato.core.slo import SLO_RULES
 from rubato.engines.simulated import step_noise
@@ -36,15 +38,17 @@ def _noise(text: str) -> step_noise.Noise:
         return text
 
 
-def replica(parser: argparse.ArgumentParser) -> None:
+def replica(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Options that say what a replica is, beside those of its configuration."""
-    options = parser.add_argument_group("a replica")
+    options = parser.add_argument_group("replica")
     options.add_argument(
-        "--profile", help="hardware profile, NAME, FILE.json or NAME@HOST_TERM: step times, KV capacity, GPUs"
+        "--profile",
+        metavar="NAME",
+        help="hardware profile, NAME, FILE.json or NAME@HOST_TERM: step times, KV capacity, GPUs",
     )
-    options.add_argument("--max-num-seqs", type=int, help="sequences in a batch")
-    options.add_argument("--max-num-batched-tokens", type=int, help="tokens in a batch")
-    options.add_argument("--kv-tokens", type=int, help="KV capacity in tokens")
+    options.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in a batch")
+    options.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens in a batch")
+    options.add_argument("--kv-tokens", type=int, metavar="N", help="KV capacity in tokens")
     options.add_argument(
         "--host-scale", type=float, default=1.0, metavar="F",
         help="with --profile: factor on the seconds of a step outside the device",
@@ -53,32 +57,42 @@ def replica(parser: argparse.ArgumentParser) -> None:
         "--noise", type=_noise, default=0.0, metavar="KIND",
         help="of step times: iid:0.05 (or 0.05), replay:RECORDING, wander, fast:1.3, or several joined by +",
     )  # fmt: skip
+    return options
 
 
 def add(parser: argparse.ArgumentParser, seeds: bool = True, policies: bool = True) -> None:
-    replica(parser)
-    parser.add_argument("--config", help="YAML file: the replica (latency, engine), policy, router, replicas")
-    parser.add_argument(
+    options = replica(parser)
+    options.add_argument(
+        "--config", metavar="FILE", help="YAML file: the replica (latency, engine), policy, router, replicas"
+    )
+    options.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`engine.block_size=16`)"
     )
     if policies:
         _policies(parser)
     requests = parser.add_argument_group("requests")
-    requests.add_argument("--scenario", help="packaged scenario")
+    requests.add_argument("--scenario", metavar="NAME", help="a packaged workload (`rubato workload --list`)")
     requests.add_argument("--workload", metavar="FILE", help="workload file")
     requests.add_argument(
         "--trace", metavar="FILE", help="CSV or JSON lines of times and lengths; tiers by --kinds' shares"
     )
-    requests.add_argument("--scale", type=float, default=1.0, help="with --trace: factor on its traffic")
+    requests.add_argument("--scale", type=float, default=1.0, metavar="F", help="with --trace: factor on its traffic")
     common_options.tiers(requests)
-    requests.add_argument("--count", type=int, help="number of requests (of a trace: its first)")
-    requests.add_argument("--duration", type=float, help="seconds of arrivals (of a trace: its first)")
+    requests.add_argument(
+        "--count", "--num-prompts", type=int, metavar="N", help="number of requests (of a trace: its first)"
+    )
+    requests.add_argument(
+        "--duration", type=float, metavar="SECONDS", help="seconds of arrivals (of a trace: its first)"
+    )
     if seeds:
-        requests.add_argument("--seeds", type=common_options.seeds, default=[0, 1, 2, 3], metavar="0,1,2")
+        requests.add_argument(
+            "--seeds", type=common_options.seeds, default=[0, 1, 2, 3], metavar="0,1,2",
+            help="seeds of the random draws, a run each; 8 or more tell small differences",
+        )  # fmt: skip
     running = parser.add_argument_group("running and results")
-    running.add_argument("--workers", type=int, help="processes (default: one a core)")
+    running.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core, less one)")
     running.add_argument("--resume", metavar="FILE", help="file of finished parts; an interrupted run resumes from it")
-    running.add_argument("--no-progress", action="store_true")
+    running.add_argument("--no-progress", action="store_true", help="say nothing until the results")
     running.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
     running.add_argument("--report", metavar="FILE", help="write a short Markdown report")
 
@@ -90,13 +104,18 @@ def _policies(parser: argparse.ArgumentParser) -> None:
         help="policy with settings and router, such as co_chunk:budget=256@random; repeat it for several (default: "
         "the configuration's, or rubato)",
     )  # fmt: skip
-    options.add_argument("--router", help="router of policies that name none (default: their own, or least_loaded)")
+    options.add_argument(
+        "--router", metavar="NAME", help="router of policies that name none (default: their own, or least_loaded)"
+    )
     options.add_argument("--slo-rule", choices=SLO_RULES, help="judging rule (default deadline)")
 
 
 def how(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `jobs.run`."""
-    return {"file": args.resume, "workers": args.workers, "progress": not args.no_progress}
+    """Arguments of `jobs.run`. By default a core stays free for whoever waits."""
+    workers = max(1, len(usable()) - 1) if args.workers is None else args.workers
+    if not args.no_progress and args.workers is None:
+        print(f"rubato {args.command}: --workers {workers}", file=sys.stderr)
+    return {"file": args.resume, "workers": workers, "progress": not args.no_progress}
 
 
 def hardware(args: argparse.Namespace) -> Hardware:

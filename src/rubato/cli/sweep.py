@@ -7,13 +7,20 @@ import argparse
 from rubato.cli import common_options, running, simulation_options
 from rubato.planning import sweep
 
+EXAMPLES = (
+    "--profile llama-3.1-8b-h100 --kinds mix.yaml --rates 4,8,16 --policy edf --policy vllm",
+    "--profile llama-3.1-8b-h100 --workload load.jsonl --rates 8 --resume jobs.jsonl",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.add(parser)
     parser.add_argument(
         "--rates", type=common_options.numbers, required=True, metavar="1,2,4", help="requests/s of the fleet"
     )
-    parser.add_argument("--replicas", type=int, help="default: the configuration's, or 1")
+    parser.add_argument(
+        "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
+    )
     parser.add_argument("--plot", metavar="FILE", help="write a PNG")
 
 

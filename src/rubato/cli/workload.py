@@ -7,10 +7,15 @@ import argparse
 from rubato.cli import workload_options
 from rubato.workloads import scenarios, workload_file
 
+EXAMPLES = (
+    "--list",
+    "--kinds mix.yaml --rate 4 --duration 120 -o load.jsonl",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--out", metavar="FILE", help="file to write")
-    parser.add_argument("--list", action="store_true", help="name the scenarios, with their mean lengths")
+    parser.add_argument("--list", action="store_true", help="list the scenarios, with their mean lengths")
     workload_options.add(parser, file=False)
 
 

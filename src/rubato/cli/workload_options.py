@@ -18,70 +18,84 @@ from rubato.workloads.workload import Workload
 
 def add(parser: argparse.ArgumentParser, file: bool = True) -> None:
     """file: whether a workload file, several runs of it and a judging rule can be asked for."""
+    _requests(parser.add_argument_group("requests"), file)
+    _arrivals(parser.add_argument_group("arrivals"))
+    _slos(parser.add_argument_group("SLOs and lengths"), file)
+    runs = parser.add_argument_group("random draws and runs")
+    runs.add_argument("--seed", type=int, default=0, metavar="N", help="of all random draws (default 0)")
     if file:
-        parser.add_argument("--workload", help="workload file (default: one is made)")
-        several = parser.add_mutually_exclusive_group()
+        several = runs.add_mutually_exclusive_group()
         several.add_argument(
             "--seeds", type=common_options.seeds, metavar="0,1,2", help="seeds: one run each, pooled in the table"
         )
-        several.add_argument("--rounds", type=int, help="number of runs: seeds from --seed on, or a file again")
-    common_options.tiers(parser)
-    # without a scenario or a trace, the kinds and their SLOs define the workload
-    parser.add_argument(
+        several.add_argument(
+            "--rounds", type=int, metavar="N", help="number of runs: seeds from --seed on, or a file again"
+        )
+
+
+def _requests(options: argparse._ArgumentGroup, file: bool) -> None:
+    """Without a file, a scenario or a trace, the kinds and their SLOs define the workload."""
+    if file:
+        options.add_argument("--workload", metavar="FILE", help="workload file (default: one is made)")
+    options.add_argument(
         "--scenario", metavar="NAME", help="a paper's workload (`rubato workload --list`); lengths only"
     )
-    parser.add_argument(
-        "--trace",
-        dest="arrivals_from",
-        metavar="FILE",
+    options.add_argument(
+        "--trace", dest="arrivals_from", metavar="FILE",
         help="CSV, JSON lines or JSON array of times and lengths; with --scenario its times only",
+    )  # fmt: skip
+    options.add_argument("--skip-malformed", action="store_true", help="leave out a trace's bad rows, and count them")
+    common_options.tiers(options)
+    options.add_argument(
+        "--texts", action=argparse.BooleanOptionalAction,
+        help="make prompts of these lengths, as a server needs them (default: but for scenarios)",
+    )  # fmt: skip
+
+
+def _arrivals(options: argparse._ArgumentGroup) -> None:
+    options.add_argument(
+        "--rate", "--request-rate", type=float, metavar="RATE", help="requests/s (default 1, or the trace's own)"
     )
-    parser.add_argument("--skip-malformed", action="store_true", help="leave out a trace's bad rows, and count them")
-    parser.add_argument(
-        "--arrivals",
-        metavar="WORDS",
+    options.add_argument(
+        "--duration", type=float, metavar="SECONDS", help="seconds of arrivals (default 60, or all of the trace)"
+    )
+    options.add_argument(
+        "--count", "--num-prompts", type=int, metavar="N", help="number of requests, in place of --duration"
+    )
+    options.add_argument(
+        "--arrivals", metavar="WORDS",
         help="poisson, gamma:cv=3, bursts:peak=6,size=130, on-off:on=10,off=50,quiet=0.1, "
         "piecewise:0=1,60=3,90=1,360=0, at-once, trace (default: the trace's, the scenario's, or poisson)",
-    )
-    parser.add_argument("--rate", type=float, help="requests per second (default 1, or the trace's own)")
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        metavar="N",
+    )  # fmt: skip
+    options.add_argument(
+        "--concurrency", "--max-concurrency", type=int, metavar="N",
         help="closed loop: N requests in flight, the next as one ends, as fast as that goes unless --rate, --arrivals "
         "or a trace say when each comes at the earliest",
-    )
-    parser.add_argument("--duration", type=float, help="seconds of arrivals (default 60, or all of the trace)")
-    parser.add_argument("--count", type=int, help="number of requests, in place of --duration")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--texts",
-        action=argparse.BooleanOptionalAction,
-        help="make prompts of these lengths, as a server needs them (default: but for scenarios)",
-    )
-    parser.add_argument("--max-model-len", type=int, help="most tokens of prompt + output: outputs are cut")
-    parser.add_argument("--prompt-scale", type=float, default=1.0, help="with --scenario: factor on prompt lengths")
-    parser.add_argument("--slo-scale", type=float, help="factor on all SLO times")
-    parser.add_argument(
-        "--prefill-ms",
-        type=_line,
-        metavar="BASE,PER_TOKEN",
+    )  # fmt: skip
+
+
+def _slos(options: argparse._ArgumentGroup, file: bool) -> None:
+    options.add_argument("--slo-scale", type=float, metavar="F", help="factor on all SLO times")
+    options.add_argument(
+        "--prefill-ms", type=_line, metavar="BASE,PER_TOKEN",
         help="zero-load prefill time, of which a TTFT stated as a slowdown is a multiple",
-    )
-    parser.add_argument(
-        "--unloaded-ms",
-        type=float,
-        metavar="MS",
+    )  # fmt: skip
+    options.add_argument(
+        "--unloaded-ms", type=float, metavar="MS",
         help="time per token of a request alone, of which a trace's slo_ratio is a multiple",
+    )  # fmt: skip
+    options.add_argument(
+        "--prompt-scale", type=float, default=1.0, metavar="F", help="with --scenario: factor on prompt lengths"
+    )
+    options.add_argument(
+        "--max-model-len", type=int, metavar="TOKENS", help="most tokens of prompt + output: outputs are cut"
     )
     if file:
-        parser.add_argument("--slo-rule", choices=SLO_RULES, help="judging rule (default deadline)")
-        parser.add_argument(
-            "--goodput",
-            nargs="+",
-            metavar="NAME:MS",
+        options.add_argument("--slo-rule", choices=SLO_RULES, help="judging rule (default deadline)")
+        options.add_argument(
+            "--goodput", nargs="+", metavar="NAME:MS",
             help="bounds on a good request, all of which it must keep, in vLLM's spelling: ttft:200 tpot:30 e2el:5000",
-        )
+        )  # fmt: skip
 
 
 def _line(text: str) -> Prefill:

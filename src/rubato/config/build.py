@@ -14,7 +14,8 @@ from math import isfinite
 from typing import Any, cast
 
 from rubato import engines
-from rubato.config.schema import Config, ConfigError, Named
+from rubato.config.parts import Named
+from rubato.config.schema import Config, ConfigError
 from rubato.core.clock import Clock
 from rubato.core.did_you_mean import nearest
 from rubato.core.extras import MissingExtra

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rubato.config.schema import Config, ConfigError, Named, load
+from rubato.config.parts import Named
+from rubato.config.schema import Config, ConfigError, load
 from rubato.core.did_you_mean import nearest
 from rubato.core.length_prediction import PREDICTORS
 from rubato.engines.vllm.settings import Settings, settings_of
@@ -16,7 +17,7 @@ OF_VLLM = frozenset(
     {
         "model", "served_name", "engine", "replicas", "autoscale", "fleet", "router", "prefix_cache", "host", "port",
         "max_connections", "servers", "drain_seconds", "stall_seconds", "step_timeout_seconds", "tls", "log",
-        "event_log", "event_log_content", "step_log",
+        "event_log", "event_log_content", "step_log", "otlp_traces_endpoint",
     }
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, ValidationError
 
-from rubato.config.schema import StrictSettings, TierSettings
+from rubato.config.parts import StrictSettings, TierSettings
 from rubato.core.did_you_mean import nearest
 from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
 from rubato.workloads.request_kinds import Kind, Range, chat, code, summary

@@ -15,229 +15,65 @@ never in an error: what was given for a tenant, for servers or for TLS is not re
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 
+from rubato.config.parts import (
+    PARTS,
+    FairShareSettings,
+    LogSettings,
+    Named,
+    ServerSettings,
+    StrictSettings,
+    TenantSettings,
+    TierSettings,
+    TLSSettings,
+)
+from rubato.config.parts import ConfigError as ConfigError
 from rubato.core.did_you_mean import nearest
-from rubato.core.request import LEAST_MS, MOST, MOST_MS, SLO, OnDecline
-from rubato.core.server_url import server_base_url
+from rubato.core.request import MOST
+from rubato.core.server_url import check_url
 from rubato.core.slo import SLO_RULES
 
 
-class ConfigError(ValueError):
-    """A setting that is unknown or impossible; the message names it, and what would do."""
-
-
-class StrictSettings(BaseModel):
-    """Settings of which every name and type must be right."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class Named(StrictSettings):
-    """Something chosen by name, with settings that the chosen thing itself checks."""
-
-    name: str = Field(min_length=1)
-    settings: Mapping[str, Any] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _flat(cls, value: Any) -> Any:
-        """`rubato`, `{name: rubato, fairness: 2}` and `{kind: ...}` -> name and settings."""
-        if isinstance(value, str):
-            return {"name": value, "settings": {}}
-        if not isinstance(value, Mapping) or set(value) == {"name", "settings"}:
-            return value
-        rest = dict(value)
-        name = rest.pop("kind", None) if "kind" in rest else rest.pop("name", None)
-        if name is None:
-            raise ValueError("say which: `name` (or `kind`) is missing")
-        return {"name": name, "settings": rest}
-
-
-def _digest(value: Any) -> bytes:
-    """Of a key's SHA-256: the key itself is not kept. Raises ValueError for what no client could send."""
-    if not isinstance(value, str) or not re.fullmatch(r"[!-~]+", value):
-        raise ValueError("a key must be a string of visible ASCII characters without blanks")
-    return sha256(value.encode()).digest()
-
-
-class TierSettings(StrictSettings):
-    """A tier, of a server or in a file of request kinds: its SLO in milliseconds, and what becomes of a request whose
-    SLO cannot be met. max_pause_ms: between two of its tokens, by the deadline rule; default: no bound."""
-
-    ttft_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
-    tpot_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
-    e2e_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
-    max_pause_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
-    on_decline: OnDecline = "best_effort"
-
-    @model_validator(mode="after")
-    def _pause_of_a_pace(self) -> TierSettings:
-        if self.max_pause_ms is not None and self.tpot_ms is None:
-            raise ValueError("max_pause_ms bounds the pauses of a tier with a TPOT: give tpot_ms too")
-        return self
-
-    @property
-    def slo(self) -> SLO:
-        return SLO.from_ms(self.ttft_ms, self.tpot_ms, self.e2e_ms, self.max_pause_ms)
-
-
-class TenantSettings(StrictSettings):
-    """A tenant: its keys, tiers and limits. Keys stand here, in a file (one a line, # comments), or in an environment
-    variable (separated by blanks or commas); only their digests are kept.
-
-    tiers: names of the tiers it may use, None = all. weight: of its share beside other tenants'. tokens_per_minute
-    counts prompt and output. admin: may see every tenant's requests.
-    """
-
-    keys: Annotated[tuple[Annotated[bytes, BeforeValidator(_digest)], ...], Field(strict=False, repr=False)] = ()
-    key_file: str | None = None
-    keys_env: str | None = None
-    tiers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
-    weight: float = Field(default=1.0, ge=1e-6, le=1e6)
-    requests_per_minute: float | None = Field(default=None, gt=0)
-    tokens_per_minute: float | None = Field(default=None, gt=0)
-    max_in_flight: int | None = Field(default=None, ge=1)
-    admin: bool = False
-
-    @model_validator(mode="after")
-    def _some_key(self) -> TenantSettings:
-        if not self.keys and self.key_file is None and self.keys_env is None:
-            raise ValueError("no request can be of this tenant: give keys, key_file or keys_env")
-        return self
-
-    def digests(self) -> tuple[bytes, ...]:
-        """SHA-256 of every key, those in the file and the environment included. Raises ConfigError."""
-        found = list(self.keys)
-        for source, words in (("key_file", self._from_file()), ("keys_env", self._from_environment())):
-            try:
-                found += map(_digest, words)
-            except ValueError as error:
-                raise ConfigError(f"{source}: {error}") from None
-        return tuple(found)
-
-    def _from_file(self) -> list[str]:
-        if self.key_file is None:
-            return []
-        try:
-            lines = Path(self.key_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
-            raise ConfigError(f"key_file: {self.key_file} cannot be read ({why})") from None
-        keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not keys:
-            raise ConfigError(f"key_file: {self.key_file} holds no key: write one a line")
-        return keys
-
-    def _from_environment(self) -> list[str]:
-        if self.keys_env is None:
-            return []
-        keys = os.environ.get(self.keys_env, "").replace(",", " ").split()
-        if not keys:
-            raise ConfigError(f"keys_env: the environment variable {self.keys_env} is not set, or holds no key")
-        return keys
-
-
-class ServerSettings(StrictSettings):
-    """One OpenAI server behind the gateway. url: what stands before the path of each request; a /v1 at its end is left
-    out. link: its engine core's address for gateways, such as tcp://10.0.0.7:5557; default: as the server says
-    (`/rubato/link`). key_env: the environment variable that holds a key for its API; default: a client's own key is
-    passed on, where no tenants are configured."""
-
-    url: str
-    link: str = ""
-    key_env: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _flat(cls, value: Any) -> Any:
-        """`http://10.0.0.7:8000` alone is the url."""
-        return {"url": value} if isinstance(value, str) else value
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, url: str) -> str:
-        return server_base_url(url, "for a key of its API set key_env to the environment variable that holds it")
-
-    @field_validator("link")
-    @classmethod
-    def _check_link(cls, link: str) -> str:
-        if link and not re.fullmatch(r"tcp://[^\s@]+:\d+", link):
-            raise ValueError("give the address of its engine core, such as tcp://10.0.0.7:5557")
-        return link
-
-    @property
-    def key(self) -> str:
-        """Raises ConfigError for a variable that is not set."""
-        if self.key_env is None:
-            return ""
-        if not (key := os.environ.get(self.key_env, "")):
-            raise ConfigError(f"servers: {self.url}: the environment variable {self.key_env} holds no key")
-        return key
-
-
-class FairShareSettings(StrictSettings):
-    """window: requests that one replica sustains before tenants are held to their shares; null = worked out from the
-    tightest TPOT promised and the replica's step times."""
-
-    window: int | None = Field(default=None, ge=1)
-
-
-class LogSettings(StrictSettings):
-    format: Literal["text", "json"] = "text"
-    level: Literal["debug", "info", "warning", "error"] = "info"
-
-
-class TLSSettings(StrictSettings):
-    """Paths of PEM files; key_password: of an encrypted key. Uvicorn's ssl_certfile, ssl_keyfile, ..._password."""
-
-    cert: str
-    key: str
-    key_password: SecretStr | None = None
-
-
-PARTS: Mapping[str, type[StrictSettings]] = {
-    "tiers": TierSettings,
-    "tenants": TenantSettings,
-    "servers": ServerSettings,
-    "fair_share": FairShareSettings,
-    "log": LogSettings,
-    "tls": TLSSettings,
-}
-
-
 class Config(StrictSettings):
-    """Everything `serve` needs. max_in_flight: requests beyond it are refused at once (null: no bound; auto:
-    `build.most_in_flight`). max_connections: null = as many as file descriptors allow. max_choices: prompts times `n`
-    of one body.
+    """Everything that a server, a gateway or a simulation needs.
 
-    servers: of a gateway, the servers that it routes to; of a server that runs a model itself, none.
+    model: a local Hugging Face folder, a GGUF file or `bundled`; null = the engine's. served_name: the model's name for
+    clients; null = the model's own. engine: what runs the model, `torch`, `simulated`, `vllm` (servers on Ray) or a
+    dotted module, with its settings. servers: URLs of OpenAI-compatible servers; with any of them this is a gateway.
+    replicas: engines at the start. autoscale: adds and drains replicas while requests are served, `attainment` or
+    `pool`; null = never. fleet: where replicas run, `local` (in this process) or `ray` (an actor each). policy: the
+    scheduling policy, a name, a file.py or a dotted module, with its settings. router: the routing policy, likewise;
+    `auto` = the policy's own, or `least_loaded`. latency: the model of step times, with its settings; null = `affine`,
+    which learns them. lengths: the predictor of output lengths; left out = the policy's own, or `running_mean` where a
+    request may have an e2e; null = the policy's own, or none.
 
-    replicas: at the start. autoscale: what adds and drains some while requests are served; null = nothing.
-    fleet: where the replicas run, `local` (in this process) or `ray` (an actor each). prefix_cache: reuse the KV of
-    prompts that begin alike, of one tenant. drain_seconds: how long SIGTERM lets running requests go on. stall_seconds:
-    a client that takes or sends nothing for that long while it should is cut off. step_timeout_seconds: a step that
-    takes longer than this, beyond what was predicted, is hung and its replica lost. event_log: path of the log of all
-    events, null for none; prompts and outputs are in it only with event_log_content. step_log: path of a log of the
-    steps alone.
+    tiers: named SLOs, which a request asks for by `service_tier`; OpenAI's auto, default, priority and flex are always
+    known: flex is best effort unless it is configured, the others are the default_tier. default_tier: the tier of a
+    request that names none. tenants: clients with keys and limits; none = any client may use the server, without a key.
+    fair_share: how tenants share replicas. slo_rule: how a TPOT is judged: `deadline` (token i is due at TTFT + i *
+    TPOT), `mean` or `windowed` (every ten tokens). prefix_cache: reuse the KV of prompts that begin alike, of one
+    tenant.
+
+    max_in_flight: requests beyond it are refused with 429, best effort beyond nine tenths of it; null = no bound;
+    `auto` = four batches of every replica, 256 at least. max_body_bytes: larger bodies are refused with 413.
+    max_choices: prompts times `n` of one body; more are a 400. max_connections: open connections; null = as many as
+    file descriptors allow, at most 16384. host: address to listen on. port: port to listen on; 0 = any free one,
+    printed at the start. tls: certificate and key; null = plain HTTP.
+
+    drain_seconds: how long running requests go on after SIGTERM. stall_seconds: a client that sends or takes nothing
+    for that long while it should is cut off. step_timeout_seconds: a step that takes longer, and 20 times its
+    prediction on top, hangs, and its replica is lost. log: format and level of the log on standard error. event_log:
+    path of the log of all events; null = none. event_log_content: write prompts and outputs to it, too. step_log: path
+    of a log of step shapes and seconds alone, for `rubato fit`; null = none. otlp_traces_endpoint: the collector's URL
+    for OpenTelemetry's spans, such as http://127.0.0.1:4318/v1/traces; `auto` = as OTEL_EXPORTER_OTLP_ENDPOINT says;
+    null = no spans.
     """
 
     model: str | None = None
@@ -270,6 +106,7 @@ class Config(StrictSettings):
     event_log: str | None = None
     event_log_content: bool = False
     step_log: str | None = None
+    otlp_traces_endpoint: str | None = None
     slo_rule: Literal["deadline", "mean", "windowed"] = "deadline"
 
     @field_validator("tiers", "tenants")
@@ -291,6 +128,13 @@ class Config(StrictSettings):
         if "/" in host or host.startswith("unix:"):
             raise ValueError("Unix domain sockets are not supported: give an address, such as 127.0.0.1")
         return host
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _check_collector(cls, url: str | None) -> str | None:
+        if url not in (None, "auto"):
+            check_url(url, "for a key of the collector set OTEL_EXPORTER_OTLP_HEADERS")
+        return url
 
     @property
     def tier_names(self) -> list[str]:

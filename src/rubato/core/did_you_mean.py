@@ -5,11 +5,27 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MIN_PART = 3  # letters of a part that names are looked for by
+MAX_SHOWN = 6
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: what was meant, or what there is."""
+
+def nearest(word: str, known: Iterable[str], *, list_all: bool = True) -> str:
+    """The end of an error about an unknown name: the known one that is spelt nearly so, else those that contain it or
+    are contained in it, else (list_all) all there are."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1)
+    if not close and len(word) >= MIN_PART:
+        part = word.casefold()
+        close = [name for name in names if part in name.casefold()]
     if close:
-        return f": did you mean {close[0]!r}?"
+        more = f" or {len(close) - MAX_SHOWN} others" if len(close) > MAX_SHOWN else ""
+        return f": did you mean {_either([repr(name) for name in close[:MAX_SHOWN]], bool(more))}{more}?"
+    if not list_all:
+        return ""
     return f": known are {', '.join(names)}" if names else ": there is none"
+
+
+def _either(names: list[str], more_follow: bool) -> str:
+    if more_follow or len(names) == 1:
+        return ", ".join(names)
+    return f"{', '.join(names[:-1])} or {names[-1]}"

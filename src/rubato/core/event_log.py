@@ -87,6 +87,18 @@ class EventLogWriter:
         self.close()
 
 
+def check_event_log(path: str | Path) -> None:
+    """Raises ValueError where `EventLogWriter` could not write, but for a log that another process writes now. Changes
+    nothing."""
+    file = Path(path)
+    if file.is_file():
+        _whole_lines(path)
+    elif not file.exists() and not os.access(file.parent, os.W_OK):
+        raise ValueError(f"event log {path}: it cannot be made in {file.parent}: name a folder that you may write to")
+    if file.exists() and not os.access(file, os.W_OK):
+        raise ValueError(f"event log {path}: you may not write it; name another file")
+
+
 def _check_ours(path: str | Path, file: IO[bytes]) -> None:
     """Take the file for this process, and leave out a last line that a killed server cut short. Raises ValueError for a
     file that holds something else."""
@@ -96,6 +108,14 @@ def _check_ours(path: str | Path, file: IO[bytes]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"event log {path}: another process writes it; name another file") from None
+    whole = _whole_lines(path)
+    if whole < os.fstat(file.fileno()).st_size:
+        log.warning("event log %s: its last line was cut short, and is left out", path)
+        file.truncate(whole)
+
+
+def _whole_lines(path: str | Path) -> int:
+    """The bytes of an event log up to its last whole line. Raises ValueError for a file that holds something else."""
     with Path(path).open("rb") as there:
         first = there.readline()
         whole = _end_of_lines(there)
@@ -108,9 +128,7 @@ def _check_ours(path: str | Path, file: IO[bytes]) -> None:
             ours = begins or not cut
         if not ours:
             raise ValueError(f"event log {path}: the file is there and is no event log; name another, or move it away")
-    if whole < os.fstat(file.fileno()).st_size:
-        log.warning("event log %s: its last line was cut short, and is left out", path)
-        file.truncate(whole)
+    return whole
 
 
 def _is_event(line: bytes) -> bool:

@@ -135,7 +135,11 @@ def checked_least(least: int) -> int:
 
 class RunningMean:
     """The mean output length of finished requests of the same class, a request's app, or its tier where it names none
-    (of all classes until `least` of its own have finished)."""
+    (of all classes until `least` of its own have finished).
+
+    least: requests of a class that must have finished before its own lengths count. classes: lengths that are known, by
+    class: {mean, std} or [least, most], in tokens.
+    """
 
     def __init__(self, least: int = 5, classes: Mapping[str, object] = NONE) -> None:
         self._least = checked_least(least)
@@ -234,7 +238,11 @@ class _Seen:
 class ConditionalMean:
     """E[length | length > output so far] over finished requests of the same class (`_Seen`), for PolyServe, whose
     admission counts on residents that are past the mean, too. Where none of its class was longer, over all; where
-    none at all was, one token is left."""
+    none at all was, one token is left.
+
+    least: requests of a class that must have finished before its own lengths count. classes: lengths that are known, by
+    class: {mean, std} or [least, most], in tokens.
+    """
 
     def __init__(self, least: int = 5, classes: Mapping[str, object] = NONE) -> None:
         self._seen = _Seen(least)
@@ -255,7 +263,11 @@ class ConditionalMean:
 class Quantile:
     """The length that 95 % of the finished requests of the same class (`_Seen`) that were longer than the output so far
     were at or below, for JITServe: a bound, and a closer one as output comes out. Where none of its class was longer,
-    over all; where none at all was, one token is left."""
+    over all; where none at all was, one token is left.
+
+    least: requests of a class that must have finished before its own lengths count. classes: lengths that are known, by
+    class: {mean, std} or [least, most], in tokens.
+    """
 
     def __init__(self, least: int = 5, classes: Mapping[str, object] = NONE) -> None:
         self._seen = _Seen(least)
@@ -309,7 +321,11 @@ class Gaussian:
 
 
 def seeded_gaussian(least: int = 5, seed: int = 0, classes: Mapping[str, object] = NONE) -> Gaussian:
-    """For configurations. Raises ValueError for a bad seed."""
+    """A `Gaussian`, for configurations.
+
+    seed: of the draws. least: requests of a class that must have finished before its own lengths count. classes:
+    lengths that are known, by class: {mean, std} or [least, most], in tokens. Raises ValueError for a bad seed.
+    """
     if type(seed) is not int or seed < 0:
         raise ValueError(f"seed is {seed!r}: give a whole number, 0 or more")
     return Gaussian(np.random.default_rng(seed), least, classes)

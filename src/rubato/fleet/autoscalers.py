@@ -21,7 +21,8 @@ AT_LEAST = 2  # misses in a tier: one alone adds no replica
 
 @dataclass
 class Bounds:
-    """min, max: replicas that serve, or start. Fewer than `min`, such as after a loss, are made up for at once."""
+    """min: fewest replicas that serve or start; fewer, such as after a loss, are made up for at once. max: most
+    replicas that serve or start."""
 
     min: int = 1
     max: int = 8
@@ -58,7 +59,11 @@ class PoolAutoscaler(Bounds):
 
     A replica is added when for `add_seconds` the pool, with those that start, has had fewer than `spare` replicas, or
     is empty while requests are held. One that has been idle for `drain_seconds` leaves while more than `spare` are
-    idle. spare: 0 = add only once requests are held."""
+    idle.
+
+    spare: replicas that the pool keeps; 0 = add only once requests are held. add_seconds: how long it is short before
+    one is added. drain_seconds: how long one is idle before it leaves.
+    """
 
     spare: int = 1
     add_seconds: float = 1.0
@@ -131,7 +136,11 @@ class AttainmentAutoscaler(Bounds):
     its own. Requests that came before the last replica joined count no more. Best effort never counts.
 
     Replicas are enough if on each of them prefill, at the tokens/s offered in the window, and the decodes that
-    are there now, at the tightest TPOT offered, take at most 80 % of its time (`FULL`), of its places and of its KV."""
+    are there now, at the tightest TPOT offered, take at most 80 % of its time (`FULL`), of its places and of its KV.
+
+    target: share of each tier's requests to attain. window_seconds: over which attainment and load are measured.
+    hold_seconds: how long fewer replicas were enough before one is drained.
+    """
 
     target: float = 0.95
     window_seconds: float = 60.0

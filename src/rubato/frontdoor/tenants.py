@@ -79,7 +79,7 @@ class Tenants:
     def named(self, name: str) -> Tenant:
         """Raises ApiError 400 for a name that no tenant has."""
         if name not in self._named:
-            raise invalid("x-rubato-tenant", f"no tenant has this name{nearest(name[:64], self._named)}.")
+            raise invalid("x-rubato-tenant", f"no tenant has this name{nearest(name[:64], self._named)}")
         return self._named[name]
 
     def tiers(self, tenant: Tenant) -> Tiers:

@@ -30,12 +30,13 @@ FEATURES = ("tokens", "a constant", "seqs", "kv", "chunk_context", "chunk_sq")
 
 @dataclass(slots=True)
 class Model(FittedModel):
-    """Seconds per: token (k) and step (b) of each plane, sequence (host_per_seq), KV token (a), c·k (d), c² (e).
+    """k: seconds per token, of each plane. b: seconds per step, of each plane. a: seconds per KV token. d: seconds per
+    c·k. e: seconds per c². host_per_seq: seconds per sequence. host: seconds of every step spent outside the device
+    (scheduling, launching).
 
-    host: seconds of every step spent outside the device (scheduling, launching). From step times alone it cannot be
-    told from b: `fit` and `update` hold it at what is given and fit all the rest, so b is what the device takes; with
-    host 0 (the default) b holds both. To change it use `dataclasses.replace`. The other defaults are a rough guess to
-    begin with. Raises ValueError on coefficients that cannot be.
+    From step times alone host cannot be told from b: `fit` and `update` hold it at what is given and fit all the rest,
+    so b is what the device takes; with host 0 (the default) b holds both. To change it use `dataclasses.replace`. The
+    other defaults are a rough guess to begin with. Raises ValueError on coefficients that cannot be.
     """
 
     KIND: ClassVar = "affine"

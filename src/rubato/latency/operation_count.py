@@ -30,10 +30,11 @@ LLAMA_8B = Dims(layers=32, hidden=4096, heads=32, kv_heads=8, head=128, ffn=1433
 
 @dataclass(slots=True)
 class Model(FittedModel):
-    """dims: of the model served; gpus: over which it is split. compute, memory: operations/s and bytes/s of one GPU
-    (the defaults are the paper's, an A100); block: rows of an attention kernel's block. c2, c3, c4: shares of time, c5:
-    seconds; all >= 0. The default takes the larger of the two times, and 5 ms. Raises ValueError on numbers that
-    cannot be.
+    """dims: of the model served. gpus: over which it is split. compute: operations/s of one GPU. memory: bytes/s of one
+    GPU. block: rows of an attention kernel's block. c2, c3, c4: shares of time, >= 0. c5: seconds, >= 0.
+
+    By default compute and memory are the paper's, an A100's, and the larger of the two times counts, and 5 ms. Raises
+    ValueError on numbers that cannot be.
     """
 
     KIND: ClassVar = "operation_count"

@@ -24,10 +24,11 @@ MIN_SHAPES = 3  # distinct (tokens, spec_steps): two lines need three points
 
 @dataclass(slots=True)
 class Model(FittedModel):
-    """k1: seconds per token, k2: seconds per draft step, b: seconds; one of each per plane, all finite and >= 0.
+    """k1: seconds per token, of each plane. k2: seconds per draft step, of each plane. b: seconds per step, of each
+    plane.
 
-    The defaults are a rough guess to begin with when nothing is known: 10 ms a step, or 0.1 ms a token, whichever is
-    more. Raises ValueError on coefficients that cannot be.
+    All are finite and >= 0. The defaults are a rough guess to begin with when nothing is known: 10 ms a step, or 0.1 ms
+    a token, whichever is more. Raises ValueError on coefficients that cannot be.
     """
 
     KIND: ClassVar = "roofline"

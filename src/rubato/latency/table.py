@@ -32,9 +32,10 @@ PROJECTIONS = 30
 
 @dataclass(slots=True)
 class Model(FittedModel):
-    """tokens, kv: the knots, rising; seconds[i][j]: of a step of tokens[i] that reads kv[j]. The default is a rough
-    guess to begin with. Raises ValueError on a table that is not one; where it falls along an axis it is evened out
-    first (the mean of its running maxima from both ends)."""
+    """tokens, kv: the knots, rising. seconds: rows, seconds[i][j] of a step of tokens[i] that reads kv[j].
+
+    The default is a rough guess to begin with. Raises ValueError on a table that is not one; where it falls along an
+    axis it is evened out first (the mean of its running maxima from both ends)."""
 
     KIND: ClassVar = "table"
     TITLE: ClassVar = "a table"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from rubato.core.did_you_mean import nearest
 from rubato.measure.confidence import ALL, Difference, RequestOutcome, default_block, paired, unpaired
 from rubato.measure.records import BenchResult
 from rubato.measure.results import FORMAT, run_json
+from rubato.measure.text_table import aligned
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 MEASURES = ("ttft", "tpot", "e2e", "pause")
-RULES = {"met_by_deadline": "by deadline", "met_by_windows": "by windows"}  # columns of requests
+RULES = {"met_by_deadline": "deadline rule", "met_by_windows": "windowed rule"}  # columns of requests
 FEW = 10  # blocks: with fewer the intervals are rough
 
 
@@ -67,18 +69,22 @@ class ComparisonReport:
         return f"{how}; 95 % intervals by moving-block bootstrap over arrival time"
 
     def text(self) -> str:
-        lines = [f"{self.a} against {self.b} ({self.slo_rule} rule): {self.method}."]
+        """Two tables for the terminal: attainment by each rule, and latency."""
+        head = ["tier", "by", f"{self.a}: met", f"{self.b}: met", "points [95 %]", "met per second [95 %]"]
+        shares, times = [head], [["tier", "ms", *map(_name, QUANTILES)]]
         for tier, contrast in self.tiers.items():
-            lines.append(f"  {tier}: attainment {_difference(contrast.attained)}")
-            lines += [f"    {RULES[column]} {_difference(d)}" for column, d in contrast.by_rule.items()]
-            if contrast.good is not None:
-                lines.append(f"    goodput {_difference(contrast.good)}")
+            rules = {f"{self.slo_rule} rule": contrast.attained}
+            rules |= {rule: d for column, d in contrast.by_rule.items() if (rule := RULES[column]) not in rules}
+            rules |= {} if contrast.good is None else {"goodput": contrast.good}
+            shares += [[tier, by, *_difference(d)] for by, d in rules.items()]
             for measure in MEASURES:
-                quantiles = [(q, contrast.latency[measure, q]) for q in QUANTILES]
-                parts = [f"{_name(q)} {_ms(one)} / {_ms(other)}" for q, (one, other) in quantiles]
-                if any(value is not None for _, both in quantiles for value in both):
-                    lines.append(f"    {measure} ms: " + ", ".join(parts))
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+                pairs = [contrast.latency[measure, q] for q in QUANTILES]
+                if any(value is not None for pair in pairs for value in pair):
+                    times.append([tier, measure, *(f"{_ms(one)} / {_ms(other)}" for one, other in pairs)])
+        lines = [f"{self.a} against {self.b}: {self.method}.", "", *aligned(_once(shares), 2)]
+        if len(times) > 1:
+            lines += ["", f"Times in ms, {self.a} / {self.b}:", *aligned(_once(times), 2)]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
         """Ready for JSON (an infinite ratio becomes null there)."""
@@ -224,12 +230,16 @@ def _quantiles(runs: Sequence[SavedRun], tier: str, measure: str) -> list[float 
     return [float(q) for q in np.quantile(known, QUANTILES)] if known else [None] * len(QUANTILES)
 
 
-def _difference(d: Difference) -> str:
-    shares = f"{d.met_a}/{d.offered_a} against {d.met_b}/{d.offered_b}"
-    points = f"{100 * d.difference:+.1f} points [{100 * d.difference_low:+.1f}, {100 * d.difference_high:+.1f}]"
-    if d.ratio is None:
-        return f"{shares}: {points}; neither met any"
-    return f"{shares}: {points}; per second {d.ratio:.2f}× [{d.ratio_low:.2f}, {d.ratio_high:.2f}]"
+def _once(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Without a tier's name where the row above has it, too."""
+    return [[*rows[0]], *([b[0] if b[0] != a[0] else "", *b[1:]] for a, b in pairwise(rows))]
+
+
+def _difference(d: Difference) -> list[str]:
+    """The cells of both sides, of the difference and of the ratio."""
+    points = f"{100 * d.difference:+.1f} [{100 * d.difference_low:+.1f}, {100 * d.difference_high:+.1f}]"
+    ratio = "neither met any" if d.ratio is None else f"{d.ratio:.2f}× [{d.ratio_low:.2f}, {d.ratio_high:.2f}]"
+    return [f"{d.met_a} of {d.offered_a}", f"{d.met_b} of {d.offered_b}", points, ratio]
 
 
 def _name(quantile: float) -> str:
@@ -237,4 +247,5 @@ def _name(quantile: float) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.4g}"
+    """Without exponents; from 100 ms on in whole ones."""
+    return "-" if seconds is None else f"{1e3 * seconds:.{1 if seconds < 0.09995 else 0}f}"

@@ -28,13 +28,13 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from tqdm import tqdm
 
 from rubato.core.clock import process_cpu_time, watch_timers
 from rubato.core.request import Request
 from rubato.core.slo import judge
 from rubato.measure.goodput import Bounds
 from rubato.measure.http_client import BenchError, Endpoint, ResponseStream, authorised, list_models, stream_request, v1
+from rubato.measure.progress_bar import ProgressBar
 from rubato.measure.records import BenchResult, ClientLoad, Record, came, not_offered, stages, versions
 from rubato.workloads import Arrival, Workload, prompts
 from rubato.workloads.offering import Offering
@@ -80,7 +80,9 @@ async def run(
         await _prepare(session, target, workload, warmup)
         loop = asyncio.get_running_loop()
         before, start = process_cpu_time(), loop.time()
-        with tqdm(total=len(workload.arrivals), unit="req", mininterval=0.5, disable=not progress, desc=label) as bar:
+        with ProgressBar(
+            total=len(workload.arrivals), unit="request", mininterval=0.5, disable=not progress, desc=label
+        ) as bar:
             calls.start = loop.time() + 2 * BEAT
             async with _lags() as lags:
                 await (_offer(calls, workload, bar) if offering is None else _offer_in_turn(calls, offering, bar))

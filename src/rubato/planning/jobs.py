@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from tqdm import tqdm
 
 from rubato.core.clock import measured
 from rubato.core.cpu_usage import usable
 from rubato.core.json_lines import json_object
+from rubato.measure.progress_bar import ProgressBar
 
 FORMAT = "rubato-jobs/2"
 SHUTDOWN_SECONDS = 3.0  # for a pool to end in, once the command is told to
@@ -114,7 +114,7 @@ def opened(
         raise ValueError(f"{workers} workers: give 1 or more")
     path = None if file is None else Path(file)
     stored, dropped = ({}, 0) if path is None else _read(path, head or {})
-    with tqdm(unit="job", disable=not progress) as bar, _pool(workers or len(usable())) as start:
+    with ProgressBar(unit="job", disable=not progress) as bar, _pool(workers or len(usable())) as start:
         yield JobRunner(start, path, stored, dropped, bar)
 
 
@@ -123,7 +123,7 @@ class JobRunner:
     progress bar says it."""
 
     def __init__(
-        self, start: Start | None, file: Path | None, stored: Mapping[str, Result], dropped: int, bar: tqdm[Any]
+        self, start: Start | None, file: Path | None, stored: Mapping[str, Result], dropped: int, bar: ProgressBar
     ) -> None:
         self.about = "jobs"
         self._start = start

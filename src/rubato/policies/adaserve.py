@@ -1,6 +1,6 @@
 """AdaServe: each request's draft tree is cut to what its TPOT needs; the rest of the budget goes where it is likeliest.
 
-For requests with TPOTs where the engine drafts, near and beyond capacity. docs/adaserve.md has the rest.
+For requests with TPOTs where the engine drafts, near and beyond capacity. docs/policies/adaserve.md has the rest.
 
 Reproduced (AdaServe, sections 3 to 5.2): a step verifies B tokens, of all decodes. Beam search drafts a tree for
 each, whose depth and width fall with the number of requests (equations 8 and 9). From the trees, a step takes the nodes
@@ -44,10 +44,17 @@ SOURCE = "AdaServe: SLO-customized speculative decoding (2025)"
 
 @dataclass
 class Scheduler:
-    """verify_tokens: B and B1, tokens that a step verifies, roots included; 0 = as many as pay by the latency model, of
-    trees as deep as pays. draft_tokens: B2, tokens of a drafter's step. min_depth, max_depth, max_width: bounds of
-    equations 8 and 9, or of what pays (the authors' for Llama-70B: B1 512, B2 96, depths 4 to 8, widths to 3).
-    prefill_chunk: prompt tokens of a step."""
+    """Plans steps of decodes with draft trees, and of prompts.
+
+    Args:
+        verify_tokens ([0, inf)): tokens that a step verifies, last tokens included (B and B1); 0: as many as pay. With
+            it budget, depth and which requests run are the paper's
+        draft_tokens ([1, inf)): tokens of a drafter's step, which bounds the width (B2, equation 9)
+        min_depth ([1, inf)): least depth of a tree
+        max_depth ([1, inf)): largest depth, not below `min_depth`
+        max_width ([1, inf)): candidates kept in each layer
+        prefill_chunk ([1, inf)): prompt tokens of a step
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft"})
     uses: ClassVar[frozenset[str]] = frozenset({"tree"})

@@ -1,7 +1,7 @@
 """Ascendra: low-priority replicas fill their batches, high-priority ones take prompts that would be late there.
 
 For two replicas or more, prompts of unlike lengths with a TTFT, and a TPOT that a step with a whole prompt keeps.
-docs/ascendra.md has the rest.
+docs/policies/ascendra.md has the rest.
 
 Reproduced: replicas are low-priority (LP) or high-priority (HP) and form groups. An LP runs all decodes and fills the
 batch with whole prompts, the one of the highest value first (Algorithm 1), and hands on to its group's HP what has not
@@ -106,12 +106,20 @@ def value_function(name: str) -> Value:
 
 @dataclass
 class Scheduler:
-    """value: whose prompt an LP starts first: edf, sjf, ljf, fcfs, or a function of one's own,
-    `package.module:function`, of a sequence and the view. theta: share of an HP batch that an LP expects an
-    offloaded prompt to wait for there, in [0, 1]: the larger, the sooner it offloads. hp_tokens: of a step of an HP.
-    batch_size: requests that an LP runs at once, and an HP that is not elastic (§5.4, §6.2); the engine may take fewer.
-    elastic: an HP starts prompts as long as there is KV for them and for what the running ones will need, else as long
-    as it runs fewer than an LP may. drop: one that waits beyond its TTFT is refused, if it has not begun."""
+    """Plans the steps of an LP or an HP.
+
+    Args:
+        value (edf, sjf, ljf, fcfs): which prompt an LP starts first: the nearest deadline, the shortest, the longest,
+            the first to arrive; or your own `package.module:function` of a sequence and the view, the highest number
+            first
+        theta ([0, 1]): share of a full step that an offloaded prompt is expected to wait at the HP; the larger, the
+            sooner it is offloaded
+        hp_tokens ([1, inf)): tokens of an HP's prefill step; with longer steps the next arrival waits longer
+        batch_size ([1, inf)): requests that an LP runs at once, and an HP that is not elastic (§5.4, §6.2)
+        elastic (true, false): an HP starts prompts while more than 10 % of its KV is free beyond what running requests
+            will need; false is while it runs fewer than `batch_size`
+        drop (true, false): refuse (429) a request that waits beyond its TTFT and has had nothing
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "handoff"})
     value: str = "edf"
@@ -299,8 +307,12 @@ def _too_late(seq: SeqView, now: float) -> bool:
 
 @dataclass
 class Router:
-    """groups: how many replicas of each kind work together, such as 2L1H, 1L1H or 1L2H; replicas form as many such
-    groups as they can, in their order. Two or more left over form a smaller group; one joins the last."""
+    """Places requests in groups of LPs and HPs, and offloaded ones at an HP.
+
+    Args:
+        groups (one LP and one HP or more, as 1L1H): LPs and HPs of a group; of replicas left over, two or more form a
+            smaller group, a single one joins the last as an LP
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"step_times"})
     groups: str = "2L1H"

@@ -1,7 +1,7 @@
 """Earliest deadline first, by the step: chunks end before the next token is due; late requests become best effort.
 
-For tiers with TTFTs and TPOTs near and beyond capacity, output lengths unknown. docs/edf.md says why it decides as it
-does, and where it loses.
+For tiers with TTFTs and TPOTs near and beyond capacity, output lengths unknown. docs/policies/edf.md says when to take
+it, and where it loses.
 
 Each step takes every strict decode and then prefill in order of deadline, as much as ends before the tightest token
 that is due, less a lead. The waiting prefills to try are chosen by Moore and Hodgson's rule (`prefill_jobs`), with
@@ -45,14 +45,19 @@ ARRIVAL = attrgetter("request.arrival")
 
 @dataclass
 class Scheduler:
-    """safety_margin: predicted times count this much more. deadline_reserve: seconds kept before each deadline, for
-    delivery. max_ttft_share: a step takes at most this share of the tightest TTFT seen lately, so that the next arrival
-    is in time, but may always take twice as long as its decodes: a TTFT shorter than they are cannot be kept by leaving
-    prefill out. turn_every, turn_tokens: one step in `turn_every` gives the oldest request set aside at least
-    `turn_tokens` tokens. decode_share: decodes together may take this share of the tightest TPOT; the rest is
-    prefill's, and what builds a lead. decode_lead: tokens that a decode stays ahead of its deadlines, if it can,
-    whatever prefill would like. fairness: how far (in attainment, 0 to 1) a tier may fall behind the average of all
-    before its requests are protected from being set aside; 1 = never.
+    """Plans each step by deadline.
+
+    Args:
+        safety_margin ([0, inf)): predicted step times count this share longer
+        deadline_reserve ([0, inf)): seconds kept free before each deadline, for delivery
+        max_ttft_share ((0, inf)): longest step, as a share of the tightest TTFT of the last 64 requests; a step may
+            always take twice as long as its decodes, since a shorter TTFT cannot be kept by leaving prompts out
+        turn_every ([2, inf)): steps from one turn of best effort to the next
+        turn_tokens ([1, inf)): tokens of that turn, at least
+        fairness ([0, inf)): attainment (0 to 1) that a tier may be behind the average before it is protected; 1: never
+            protected
+        decode_lead ([0, inf)): tokens that a decode stays ahead of its deadlines, if it can
+        decode_share ((0, 1]): largest share of the tightest TPOT that decodes take together; prompts get the rest
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})

@@ -1,7 +1,7 @@
 """JITServe: the requests that earn most tokens in SLO a second, in batches of like length, chosen anew every 50 steps.
 
-For mixes of chat, requests with a deadline and sessions, where lengths are known badly: a baseline. docs/jitserve.md
-has the rest.
+For mixes of chat, requests with a deadline and sessions, where lengths are known badly: a baseline.
+docs/policies/jitserve.md has the rest.
 
 The rules are those of the authors' code (UIUC-MLSys/JITServe: `jitserve/scheduler`, and its changed vLLM V0), with what
 its scripts set: a sliding window, three times as many candidates as seats, `penalty_factor` 100.
@@ -45,8 +45,14 @@ LEAST_DEADLINE_SHARE = 1e-6  # of the predicted time: what counts of a deadline 
 
 @dataclass
 class Scheduler:
-    """max_num_seqs: seats, for requests that run at once. budget: tokens of a batch. penalty_factor: the power by which
-    what a late request earns falls. schedule_interval: steps between choices.
+    """Plans batches of the densest requests of like length.
+
+    Args:
+        max_num_seqs ([1, inf)): seats: requests that run at once (vLLM's name)
+        budget ([1, inf)): tokens of a batch, decodes included
+        penalty_factor ([0, inf)): the power by which what a late request earns falls (100 in the authors' scripts, 1 in
+            their code)
+        schedule_interval ([1, inf)): steps between choices
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})

@@ -1,6 +1,6 @@
 """LMetric: each request to the replica with the least (prefill tokens there, its own included) × (batch size).
 
-For prompts that share long prefixes, on several replicas, with nothing to tune. docs/lmetric.md has the rest.
+For prompts that share long prefixes, on several replicas, with nothing to tune. docs/policies/lmetric.md has the rest.
 
 The paper: an instance's score is one product, of the new prefill tokens if the request is routed to it, which its
 prefix cache makes fewer, and of its current batch size; the least is taken, and there is nothing to tune, for weights

@@ -1,6 +1,6 @@
 """QoServe (Niyama): chunks as long as the slack of the tightest decode, prompts by deadline and length, relegation.
 
-For tiers that differ by their TTFT, judged token by token: a baseline. docs/qoserve.md has the rest.
+For tiers that differ by their TTFT, judged token by token: a baseline. docs/policies/qoserve.md has the rest.
 
 The rules are those of the paper, their details and the defaults those of the authors' scheduler
 (microsoft/sarathi-serve, branch `niyama_asplos2026`, `sarathi/core/scheduler/deadline_scheduler.py`).
@@ -47,10 +47,14 @@ KEEPS = 0.995  # of the throughput of prefill, at each step that prefills
 
 @dataclass
 class Scheduler:
-    """alpha: seconds that a token left to prefill counts beside the deadline. margin: a predicted step counts so many
-    times as long. min_budget, max_budget: tokens of a batch, decodes included: at least where decodes have no time to
-    spare, at most where they have. reserve_kv: start a request only when KV for all of it is left
-    (`batch_builder.waiting_that_fit`).
+    """Plans chunks as long as the tightest decode's slack.
+
+    Args:
+        alpha ([0, inf)): seconds that a token left to prefill counts on top of the deadline
+        margin ((0, inf)): a predicted step counts so many times as long
+        min_budget ([1, 2552]): tokens of a batch, decodes included, where decodes have no time to spare
+        max_budget ([128, inf)): tokens of a batch, decodes included, where they have
+        reserve_kv (true, false): start a request only when KV for all of it, to its end, is left
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})

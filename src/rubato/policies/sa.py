@@ -1,14 +1,14 @@
 """SA: an order and batch sizes for the requests that wait, found by simulated annealing, in front of any engine.
 
 For bursts in front of a server whose own order stays and which takes few requests at once, output lengths known.
-docs/sa.md has the rest.
+docs/policies/sa.md has the rest.
 
 As in the paper (§3, §4): requests wait in a pool; each is assigned to the replica with the most memory left, by turns;
 for each replica an order of its requests and the sizes of the batches in which they are sent are sought that maximise
 G = requests in SLO / sum of their end-to-end latencies, as a latency model and predicted output lengths give them; the
 batches are sent one after the other, or the next request whenever a place is free. The engine behind is vLLM's
 (`policies.vllm`) and knows nothing of it.
-`order` is the same search for anyone's server (docs/sa.md).
+`order` is the same search for anyone's server (docs/policies/sa.md).
 
 Ours, where the paper is silent: how a difference of G is scaled before it is compared with the temperature
 (`Annealing`), how the last batch is split, and that time already waited counts. Ours, too: lengths are class means
@@ -399,11 +399,15 @@ def _batches(order: Ints, sizes: Ints) -> tuple[tuple[int, ...], ...]:
 
 @dataclass
 class Router:
-    """max_batch: the engine's batch size, if that is not as many as can hold KV at once. dispatch: what is sent when:
-    the next request whenever fewer than a batch are at the replica, in an order found anew ("place", §4.4 for an engine
-    that batches continuously); or a batch 0.1 ms after the one before ("interval", §5.1: order of arrival for requests
-    that come one by one), or when all of that has ended ("batch_end", §4.4 as the predictor has it). temperature,
-    iterations: of `Annealing`."""
+    """Sends waiting requests in the order and batches that annealing finds.
+
+    Args:
+        max_batch ([0, inf)): the largest batch; 0: as many sequences as hold KV at once, or as a batch takes
+        dispatch (place, interval, batch_end): the next request when a place is free, in an order found anew; batches
+            0.1 ms apart (§5.1); each batch when all before it has ended (§4.4)
+        temperature ([20, inf)): at which the annealing begins; it ends below 20
+        iterations ([1, inf)): orders tried at each temperature
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"step_times"})
     wants: ClassVar[frozenset[str]] = frozenset({"step"})  # so that requests of one instant are mapped together

@@ -28,8 +28,9 @@ HELD_STEPS = 8  # ours: what the pull request sets was not found
 @dataclass
 class Scheduler:
     """budget: tokens per step; 0 = the largest that keeps the tightest TPOT, at least `min_chunk` of prefill.
-    min_prefill_chunk_tokens: beside decodes prefill is held while it would be fewer tokens (0: never held).
-    reserve_kv: start a request only when KV for all of it is left (`batch_builder.waiting_that_fit`)."""
+    min_chunk: tokens of prefill in such a step, at least. min_prefill_chunk_tokens: beside decodes prefill is held
+    while it would be fewer tokens (0: never held). reserve_kv: start a request only when KV for all of it is left
+    (`batch_builder.waiting_that_fit`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 0

@@ -1,7 +1,7 @@
 """SCORPIO: prompts by deadline, late ones refused; admission by virtual batch size, loose decodes skip steps by credit.
 
-For tiers whose TPOTs differ by far, where decodes dominate and requests may be refused: a baseline. docs/scorpio.md
-has the rest.
+For tiers whose TPOTs differ by far, where decodes dominate and requests may be refused: a baseline.
+docs/policies/scorpio.md has the rest.
 
 The rules are those of the paper's TTFT Guard and TPOT Guard, their details and the defaults those of the authors'
 scheduler (MisterBrookT/Scorpio, `vllm/core/scheduler.py`, with `ldf_rej_gate1.3_credit` and 1,024 tokens a batch).
@@ -50,10 +50,15 @@ ROUNDING = 1e-9  # of a credit: ten times a tenth is one
 
 @dataclass
 class Scheduler:
-    """budget: tokens of a batch with prompts. inefficiency: a predicted decode step counts so many times as long when
-    the next request is admitted. ttft_reserve: seconds by which a predicted first token must be before its deadline.
-    mixed: prompts in chunks beside decodes, instead of whole ones before them. reserve_kv: start a request only when KV
-    for all of it is left (`batch_builder.waiting_that_fit`).
+    """Plans steps under a guard of TTFTs and one of TPOTs.
+
+    Args:
+        budget ([1, inf)): tokens of a batch with prompts
+        inefficiency ((0, inf)): a predicted decode step counts so many times as long in admission, for what prompts
+            take
+        ttft_reserve ([0, inf)): seconds by which a predicted first token must be before its deadline
+        mixed (true, false): prompts in chunks beside decodes, in place of whole prompts before them
+        reserve_kv (true, false): start a request only when KV for all of it, to its end, is left
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})

@@ -26,9 +26,15 @@ SOURCE = "vLLM V1 scheduler, defaults of its API server below 70 GiB of GPU memo
 
 @dataclass
 class Scheduler:
-    """budget: max_num_batched_tokens. max_num_queued_reqs: requests here, running ones included, from which on new ones
-    are refused; max_num_queued_tokens: prompt tokens of those without a first token, likewise (0: no limit).
-    reserve_kv: start a request only when KV for all of it is left (`batch_builder.waiting_that_fit`)."""
+    """Plans a step by vLLM's rule.
+
+    Args:
+        budget ([1, inf)): tokens of a step (vLLM's max_num_batched_tokens)
+        max_num_queued_reqs ([0, inf)): requests here, running ones included, from which on new ones are refused; 0: no
+            limit
+        max_num_queued_tokens ([0, inf)): prompt tokens of requests without a first token, likewise
+        reserve_kv (true, false): start a request only when KV for all of it is left
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 2048

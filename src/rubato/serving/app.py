@@ -174,6 +174,7 @@ async def _complete(state: _State, http: Request, schema: type[schemas.AnyComple
     fields = await state.read(http)
     body = schemas.parse(schema, fields.raw)
     _check_model(service, body.model)
+    http.state.model = body.model
     door.check_choices(tenant, body.count, body.choices)
     prompts = await state.token_ids(body)
     limits = intake.output_limits(body, prompts, service.most_tokens)

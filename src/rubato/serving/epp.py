@@ -102,6 +102,8 @@ async def picker_of(
     check_names(config)
     if config.tenants:
         raise ConfigError("tenants: an endpoint picker does not check keys; leave them out, or use `rubato gateway`")
+    if config.otlp_traces_endpoint is not None:
+        raise ConfigError("otlp_traces_endpoint: an endpoint picker makes no spans, your proxy does; leave it out")
     endpoints = {server.url: endpoint_of(server.url) for server in config.servers}
     trips: Trips = {}
     only: dict[str, frozenset[str]] = {}

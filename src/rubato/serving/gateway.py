@@ -120,6 +120,7 @@ class Gateway:
         body = await self._state.read(http)
         admitted = door.admit(ApiRequest(path, http.headers, body, arrival), tenant)
         model = asked_model(body, self._service.models, door, admitted)
+        http.state.model = model or self._service.model
         id = new_id(path, http.headers.get("x-request-id", ""), self._service.trips)
         if path == RESPONSES and self._service.tenants.configured:
             id = self._service.tenants.new_response_id(tenant)

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from itertools import count
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -39,6 +39,7 @@ from rubato.core.clock import Clock, WallClock, unix_time, watch_timers
 from rubato.core.did_you_mean import nearest
 from rubato.core.event_log import EventLogWriter
 from rubato.core.events import Stepped
+from rubato.core.extras import MissingExtra, extra
 from rubato.core.interfaces import Engine, LatencyModel
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.server_url import host_in_url
@@ -53,6 +54,9 @@ from rubato.serving.connections import Connections, ListeningSocket, most_connec
 from rubato.serving.server_fleets import AppMaker, gateway_of, servers_on_ray, started_ray
 from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
 from rubato.serving.stalled_clients import SEND_BUFFER, stall_guard
+
+if TYPE_CHECKING:
+    from rubato.serving.tracing import RequestTracer
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
 LOOP_LOOK_S = 0.1  # from one look at how late the event loop runs its timers to the next
@@ -79,7 +83,7 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
     with contextlib.ExitStack() as at_last, contextlib.ExitStack() as stack:
         try:
             listening = stack.enter_context(_bind(config))
-            tls = _tls(config)
+            tls = tls_settings(config)
             tenants = Tenants(tenants_of(config), tiers_of(config))
             cluster, app_of = await _built(config, clock)
             if config.fleet.name == "ray" or config.engine.name == "vllm":
@@ -89,6 +93,7 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             ending = Shutdown(config.drain_seconds, writer)  # after Ray, which would hear the signals instead
             at_last.callback(ending.end_within, THREAD_SECONDS)
             listeners = event_logs(config, stack)
+            tracer = tracer_of(config, clock, stack)
             own = {"model": config.model, "engine": config.engine.name}
             what = {"servers": len(config.servers)} if config.servers else own
             say("starting", policy=config.policy.name, **what)
@@ -101,6 +106,8 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             app = app_of(tenants, lambda: writer.dropped)
             for listener in listeners:
                 cluster.listen(listener)
+            if tracer is not None:
+                tracer.trace_requests(app, cluster)
             gc.collect()
             gc.freeze()  # the model's objects stay: a full collection over them would hold up every stream
             return await _until_told(config, tls, app, cluster, listening, ending)
@@ -130,6 +137,20 @@ def event_logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:
         steps = stack.enter_context(EventLogWriter(config.step_log))
         listeners.append(lambda event: steps(event) if isinstance(event, Stepped) else None)
     return listeners
+
+
+def tracer_of(config: Config, clock: Clock, stack: contextlib.ExitStack) -> RequestTracer | None:
+    """What makes a span of each request, closed with the stack; None unless spans are asked for. Raises ConfigError."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        with extra("otel", "otlp_traces_endpoint"):
+            from rubato.serving.tracing import exporting_tracer
+    except MissingExtra as error:
+        raise ConfigError(str(error)) from None
+    tracer, close = exporting_tracer(config.otlp_traces_endpoint, clock)
+    stack.callback(close)
+    return tracer
 
 
 def _warn_if_open_to_all(config: Config, host: str) -> None:
@@ -226,7 +247,7 @@ def _bind(config: Config) -> ListeningSocket:
     return bound
 
 
-def _tls(config: Config) -> dict[str, Any]:
+def tls_settings(config: Config) -> dict[str, Any]:
     """Under uvicorn's names. Raises ConfigError before the model is loaded, and asks no terminal for a password."""
     if config.tls is None:
         return {}
@@ -257,9 +278,22 @@ async def _built(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
 
 
 def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
-    """The engines, and the cluster over them; nothing is started. Raises ConfigError, PolicyError or ValueError.
+    """The engines, and the cluster over them; nothing is started. Raises as `engines_of`."""
+    engines, options = engines_of(config, clock)
+    if config.fleet.name == "ray":
+        return engines, _ray_cluster(config, clock, options)
+    latencies = [believed_of(config) for _ in engines]
+    numbers = count(config.replicas)
+    extra = None if options.autoscaler is None else lambda: _made(config, next(numbers), clock)
+    timeout = config.step_timeout_seconds
+    return engines, local_cluster(engines, latencies, clock, options, extra=extra, step_timeout=timeout)
 
-    With replicas elsewhere the one engine here is for its tokenizer and limits only: it never loads weights.
+
+def engines_of(config: Config, clock: Clock) -> tuple[list[Engine], ClusterOptions]:
+    """The engines, which load nothing yet, and the options of a cluster over them. With replicas elsewhere the one
+    engine here is for its tokenizer and limits only: it never loads weights.
+
+    Raises ConfigError, PolicyError or ValueError.
     """
     check_names(config)
     lengths = lengths_of(config)
@@ -278,13 +312,7 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
         fair_share_of(config),
         autoscaler_of(config),
     )
-    if remote:
-        return engines, _ray_cluster(config, clock, options)
-    latencies = [believed_of(config) for _ in engines]
-    numbers = count(config.replicas)
-    extra = None if options.autoscaler is None else lambda: _made(config, next(numbers), clock)
-    timeout = config.step_timeout_seconds
-    return engines, local_cluster(engines, latencies, clock, options, extra=extra, step_timeout=timeout)
+    return engines, options
 
 
 def _ray_cluster(config: Config, clock: Clock, options: ClusterOptions) -> Cluster:

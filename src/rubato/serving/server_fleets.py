@@ -23,11 +23,13 @@ from rubato.config.vllm_server import VllmServers, vllm_command
 from rubato.core.clock import Clock, unix_time
 from rubato.core.did_you_mean import nearest
 from rubato.core.extras import MissingExtra, extra
+from rubato.core.interfaces import Autoscaler
 from rubato.core.replica_options import ReplicaOptions
 from rubato.fleet.build import cluster_of
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.http_client import HttpServer
+from rubato.fleet.server_actor import ServerCommand
 from rubato.fleet.server_fleet import Alike, Server, ServerFleet, server_cluster
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
@@ -78,11 +80,7 @@ def fleet_of(
 def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     """A cluster over `replicas` vLLM servers, each started by a Ray actor, and the gateway's app. A server that is lost
     is replaced, or `autoscale` says how many there are. Raises ConfigError, PolicyError or ValueError."""
-    check_names(config)
-    if config.fleet.name != "ray" and "fleet" in config.model_fields_set:
-        raise ConfigError(f"fleet: engine 'vllm' runs in Ray actors, not {config.fleet.name!r}: set it to ray")
-    command, key = vllm_command(config)
-    scaled = autoscaler_of(config)
+    command, key, scaled = ray_servers_of(config)
     gpus = {"num_gpus": VllmServers.of(config.engine.settings).tensor_parallel}
     resources = {**gpus, **started_ray(config)}
     from rubato.fleet.ray_servers import KeptFleet, RayServers
@@ -100,6 +98,14 @@ def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     )  # fmt: skip
     cluster = cluster_of([fleet.host] * config.replicas, clock, options, fleet.host, around=fleet.routed_by)
     return cluster, _app_maker(config, clock, cluster, trips, fleet.alike, key)
+
+
+def ray_servers_of(config: Config) -> tuple[ServerCommand, str, Autoscaler | None]:
+    """How each vLLM server is started, the key for its API, and what scales the fleet. Raises ConfigError."""
+    check_names(config)
+    if config.fleet.name != "ray" and "fleet" in config.model_fields_set:
+        raise ConfigError(f"fleet: engine 'vllm' runs in Ray actors, not {config.fleet.name!r}: set it to ray")
+    return *vllm_command(config), autoscaler_of(config)
 
 
 def _app_maker(
@@ -124,8 +130,7 @@ def _app_maker(
 def started_ray(config: Config) -> dict[str, Any]:
     """`fleet: {kind: ray, address: auto, num_gpus: 1}`: the address of a Ray cluster that runs (default: one is started
     here, on loopback), which is joined; returned are Ray's options for each actor. Raises ConfigError."""
-    resources = dict(config.fleet.settings)
-    address = resources.pop("address", None) or "local"  # of None Ray makes whatever cluster it finds
+    address, resources = ray_options(config)
     if address == "local":
         # Ray turns a node address of 127.0.0.1 into the host's own and then listens on all interfaces. Told this before
         # it is imported, as it is by default on macOS, it stays on loopback.
@@ -135,9 +140,16 @@ def started_ray(config: Config) -> dict[str, Any]:
             import ray
     except MissingExtra as error:
         raise ConfigError(str(error)) from None
-    for name in resources:
-        if name not in OF_ACTORS:
-            raise ConfigError(f"fleet 'ray' has no setting {name!r}{nearest(name, OF_ACTORS)}")
     if not ray.is_initialized():
         ray.init(address=address, include_dashboard=False if address == "local" else None, configure_logging=False)
     return resources
+
+
+def ray_options(config: Config) -> tuple[str, dict[str, Any]]:
+    """The address of the Ray cluster, `local` to start one, and Ray's options for each actor. Raises ConfigError."""
+    resources = dict(config.fleet.settings)
+    address = resources.pop("address", None) or "local"  # of None Ray makes whatever cluster it finds
+    for name in resources:
+        if name not in OF_ACTORS:
+            raise ConfigError(f"fleet 'ray' has no setting {name!r}{nearest(name, OF_ACTORS)}")
+    return address, resources

@@ -56,12 +56,13 @@ class Engine:
     (SmolLM2-135M-Instruct, fetched on first use). dtype: of activations, KV and weights (which `matmul_backends` may
     keep in another form of 16 bits); "auto" is bfloat16 where the device has a fast way with it, else float16 (older
     GPUs) or float32 (CPUs without AVX2 whose oneDNN takes no bfloat16). device: "auto" (CUDA where there is one),
-    "cpu", "cuda", "cuda:1"... kv_gib: KV memory, preallocated. max_num_seqs and max_num_batched_tokens bound one batch;
-    max_model_len one sequence (None: what model and KV memory allow). block_size: tokens per KV block. threads: of the
-    forward pass on a CPU; "auto" is PyTorch's default, less the cores that other programs take at the time
-    (`free_cores.FreeCores`). drafter: proposes the candidate trees that batches ask for and later verify (for which the
-    compiled path keeps two KV blocks for each of `max_num_seqs`, beside `kv_gib`); None: this engine does not
-    speculate. Raises ValueError or FileNotFoundError for a model or a setting that cannot be served.
+    "cpu", "cuda" or "cuda:1". kv_gib: KV memory, preallocated. max_num_seqs: sequences of one batch.
+    max_num_batched_tokens: tokens of one batch. max_model_len: tokens of one sequence (None: what model and KV memory
+    allow). block_size: tokens per KV block. threads: of the forward pass on a CPU; "auto" is PyTorch's default, less
+    the cores that other programs take at the time (`free_cores.FreeCores`). drafter: proposes the candidate trees that
+    batches ask for and later verify; None: this engine does not speculate. The compiled path keeps two KV blocks for
+    each of `max_num_seqs`, beside `kv_gib`, for trees. Raises ValueError or FileNotFoundError for a model or a setting
+    that cannot be served.
     """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})

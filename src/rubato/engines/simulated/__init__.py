@@ -45,8 +45,10 @@ class ByteText:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How KV gets to a simulated replica: `kv_bytes` a token over `bandwidth` (bytes/s), `latency` s after it is sent.
-    Transfers do not slow each other."""
+    """How KV gets to a simulated replica. Transfers do not slow each other.
+
+    kv_bytes: of a token. bandwidth: bytes/s. latency: seconds from sending until the first byte comes.
+    """
 
     kv_bytes: int = 0
     bandwidth: float = inf
@@ -108,8 +110,9 @@ class Engine:
 
     lengths: request id -> output tokens of each stage (the truth, hidden from policies); an id that is not there runs
     to its max_tokens. A request never goes beyond its max_tokens, nor its stop ids and stop strings, looked for in the
-    engine's words, one per token, the same for all requests. link: what moving KV here costs. drafter: None = this
-    engine does not speculate. start_seconds: of loading weights.
+    engine's words, one per token, the same for all requests. link: what moving KV here costs. drafter: what drafts;
+    None = this engine does not speculate. start_seconds: of loading weights. noise: of step times (`step_noise`). seed:
+    of that noise.
     """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})

@@ -1,7 +1,7 @@
 """PolyServe: replicas binned by TPOT, each request to the fullest one that still keeps its promise.
 
-For ten replicas or more whose requests differ in TPOT, with a latency model that is right. docs/polyserve.md has the
-rest.
+For ten replicas or more whose requests differ in TPOT, with a latency model that is right. docs/policies/polyserve.md
+has the rest.
 
 Each TPOT tier has replicas of its own, taken from a pool that serves best effort, and given back when empty. A request
 goes to the most loaded replica of its tier that can keep its SLO; if there is none, to one of a tighter tier, the

@@ -43,8 +43,12 @@ class _Turn:
 
 @dataclass
 class Router:
-    """mode: "co" for chunked prefill beside decodes, "pd" for prefill and decode replicas. tiers: TPOTs in seconds,
-    ascending; a request belongs to the loosest that is no looser than its own."""
+    """Gives tiers replicas of their own, and each request the fullest that keeps its SLO.
+
+    Args:
+        mode (co, pd): chunked prefill beside decodes; prefill and decode replicas, two or more
+        tiers (ascending, above 0): TPOTs in seconds; a request belongs to the loosest that is no looser than its own
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"recall", "step_times"})
     default_lengths: ClassVar[str] = "conditional_mean"

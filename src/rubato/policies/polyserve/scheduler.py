@@ -18,7 +18,12 @@ BUDGET = 2048  # tokens of a prefill batch, by which the router prices prompts, 
 
 @dataclass
 class Scheduler:
-    """budget: tokens of a prefill batch, and of a co-located one that serves best effort (§4.7)."""
+    """Plans the steps of a replica in the role that the router gives it.
+
+    Args:
+        budget ([1, inf)): tokens of a batch of a prefill replica, and of the pool (§4.7); a prompt with less than twice
+            as many left runs in one step
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     uses: ClassVar[frozenset[str]] = frozenset({"handoff", "kv_transfer"})

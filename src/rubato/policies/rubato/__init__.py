@@ -1,7 +1,7 @@
 """Ours: one queue for the fleet, deadlines decide each step, and what is promised is kept.
 
 For tiers with TTFTs and TPOTs, or deadlines for whole answers, near and beyond capacity, on one replica or many, with
-a length predictor that learns. The default. docs/rubato.md says what it does and where it loses.
+a length predictor that learns. The default. docs/policies/rubato.md says what it does and where it loses.
 """
 
 from rubato.policies.rubato.router import Router

@@ -31,9 +31,11 @@ GAIN = 1.65
 
 @dataclass
 class Router:
-    """mode: "auto": a request goes to the least loaded replica, or, from `FEWEST_REPLICAS` on, where the step times of
-    all are known and while the requests of late gain by it, as in "co": replicas are divided by TPOT. "pd": prefill and
-    decode apart, as by `rubato_pd`, which has settings for it.
+    """Places each request on replicas that are alike, divided by TPOT, or apart by role.
+
+    Args:
+        mode (auto, co, pd): all alike or divided by TPOT as that pays, from four replicas on; divided from the start;
+            prefill and decode apart, as by `rubato_pd`
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()

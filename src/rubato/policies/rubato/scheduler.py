@@ -44,10 +44,15 @@ DECIDED = 128  # prompts looked at in one plan: those due first
 
 @dataclass
 class Scheduler:
-    """risk: standard deviations of a step's time, as predictions have been off of late, that are kept before a
-    deadline. deadline_reserve: seconds kept there beside, for delivery. patience: seconds in which a prompt without a
-    TTFT is due, and after which the oldest best effort has turns. fairness: how strongly a tier that lost more than the
-    others is favoured when prompts are left out; 0: not.
+    """Plans each step by deadline, within time and memory.
+
+    Args:
+        risk ([0, inf)): standard deviations of a step's time, as predictions have been off of late, that are kept
+            before a deadline
+        deadline_reserve ([0, inf)): seconds kept there too, for delivery
+        patience ((0, inf)): seconds in which a prompt without a TTFT is due, and after which the oldest best effort has
+            turns
+        fairness ([0, inf)): how strongly a tier that lost more is favoured when prompts are left out; 0: not
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})

@@ -3,8 +3,8 @@
 For eight replicas or more between which KV moves, when requests differ in TPOT.
 
 Each replica prefills for the others, or decodes for one TPOT tier, or serves best effort, and changes as requests come.
-The replicas' scheduler is `rubato`'s, which runs `prefill_step` where prompts are computed for others. docs/rubato.md
-says what it does, when to use it and where it loses.
+The replicas' scheduler is `rubato`'s, which runs `prefill_step` where prompts are computed for others.
+docs/policies/rubato.md says what it does, when to use it and where it loses.
 """
 
 from rubato.policies.rubato_pd.router import Router

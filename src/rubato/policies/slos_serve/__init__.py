@@ -1,7 +1,7 @@
 """SLOs-Serve: requests admitted by a dynamic programme meet their SLOs to the end; others are best effort.
 
 For loads beyond capacity some of the time, where what is begun is to be in time, and the latency model is right.
-docs/slos-serve.md has the rest.
+docs/policies/slos-serve.md has the rest.
 
 New requests are decided at the next step: `admission.admit` chooses the set of the greatest value (greedily where
 memory is short) with which all admitted ones meet their deadlines, fit in memory and in a batch. The admitted whose

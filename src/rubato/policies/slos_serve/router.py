@@ -19,9 +19,12 @@ BACKUPS = ("best_effort", "refuse")
 
 @dataclass
 class Router:
-    """max_hops: replicas that a request is handed on to after the first, as in the scheduler. backup: what becomes of a
-    request that all of them decline: "best_effort" on the next one in turn, unless its client asked to be refused, or
-    "refuse". What asks for best effort goes where the fewest requests are."""
+    """Places requests in turn, and hands on what a replica declines.
+
+    Args:
+        max_hops ([-1, inf)): as in the scheduler
+        backup (best_effort, refuse): what becomes of a request that all decline
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset()
     max_hops: int = Scheduler.max_hops

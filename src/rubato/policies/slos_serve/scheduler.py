@@ -71,13 +71,21 @@ class Step:
 
 @dataclass
 class Scheduler:
-    """safety_margin: predicted times count this much more; None: as much as the latency model has been off of late
-    (root mean square; none where it is exact, or does not learn). max_batch_seconds: seconds of a batch that no TPOT
-    bounds; None: 0.2, or ten times what a step with one token takes where that is longer. tier_values: what attaining a
-    request of a tier is worth, 1 if not named. max_draft: tokens drafted for an entry at most, where the engine drafts
-    (0: none). max_hops: replicas that a declined request is handed on to; -1: to none. promise: when an admission is
-    firm, at "start", with the first tokens of its prompt, until which each request that arrives opens it again, or at
-    "arrival", as in the paper, for clients that act on being refused at once.
+    """Admits requests and keeps the admitted ones in time.
+
+    Args:
+        safety_margin ([0, inf)): predicted step times count this share longer; null is the latency model's error over
+            the last 128 steps (root mean square; nothing where it is exact)
+        max_batch_seconds ((0, inf)): seconds of a batch while no TPOT bounds it; null is 0.2, or ten steps of one token
+            if that is longer. Keep it well below the tightest TTFT
+        tier_values (numbers above 0 by tier): what a request of a tier is worth in admission; a tier not named is worth
+            1
+        max_draft ([0, 9]): most tokens drafted for an entry, where the engine drafts; 0: none
+        max_hops ([-1, inf)): further replicas that decide on a declined request before `backup`; -1: none is handed on.
+            Under another router a declined request is placed anew that many times and once more, and is then best
+            effort
+        promise (start, arrival): when an admission is firm: with the first tokens of its prompt, until which each
+            request that arrives opens it again, or at once, as in the paper
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})

@@ -1,0 +1,131 @@
+"""The configuration as a table of its keys and as a JSON schema, from which editors complete and check a YAML file.
+
+Types and bounds are pydantic's, texts those of docstrings (`core/setting_texts.py`), and what is chosen by name
+(`engine`, `policy`, ...) has the settings of each packaged choice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from rubato import policies
+from rubato.config.build import SIMULATED
+from rubato.config.parts import PARTS, StrictSettings
+from rubato.config.schema import Config
+from rubato.config.vllm_server import VllmServers
+from rubato.core.length_prediction import PREDICTORS
+from rubato.core.setting_texts import Setting, setting_texts, settings_of
+from rubato.engines import simulated
+from rubato.fleet.autoscalers import AUTOSCALERS
+from rubato.latency.model_kinds import MODELS
+
+SIMULATED_TEXTS = {
+    "max_num_seqs": "sequences of one batch",
+    "max_num_batched_tokens": "tokens of one batch",
+    "max_model_len": "tokens of one sequence",
+    "kv_blocks": "KV capacity in blocks",
+    "block_size": "tokens in a KV block",
+}
+ROUTER_TEXTS = {"prefix_affinity": "new requests go where their prefix is cached, if their SLO is kept there"}
+RAY_TEXTS = {
+    "address": "Ray cluster to join, `auto` or HOST:PORT; null = one is started here",
+    "num_cpus": "CPUs of each actor",
+    "num_gpus": "GPUs of each actor",
+    "resources": "Ray resources of each actor",
+    "runtime_env": "Ray's runtime environment of each actor",
+}
+
+
+Choices = Mapping[str, tuple[Setting, ...]]  # the packaged names, with the settings of each
+
+
+def choices() -> dict[str, Choices]:
+    """What `policy`, `router`, `engine`, `latency`, `lengths`, `autoscale` and `fleet` may be. The settings of engine
+    `torch` are not among them: reading them would import PyTorch."""
+    kinds = {(name, kind.title()) for name, kind, *_ in policies.describe()}
+    parts: dict[str, dict[str, tuple[Setting, ...]]] = {"policy": {}, "router": {"auto": ()}}
+    for name, kind in sorted(kinds):
+        build: Callable[[str], object] = policies.load if kind == "Scheduler" else policies.load_router
+        cls = type(build(name))
+        parts["policy" if kind == "Scheduler" else "router"][name] = policy_settings(cls, kind)
+    engine = settings_of(simulated.Engine, {"noise": 0.0, "seed": 0, "drafter": None, "link": {}, "start_seconds": 0.0})
+    limits = tuple(Setting(name, default, SIMULATED_TEXTS[name]) for name, default in SIMULATED.items())
+    return {
+        **parts,
+        "engine": {"torch": (), "simulated": limits + engine, "vllm": of_signature(VllmServers)},
+        "latency": {name: of_signature(model, model.SETTINGS) for name, model in MODELS.items()},
+        "lengths": {name: of_signature(predictor) for name, predictor in PREDICTORS.items()},
+        "autoscale": {name: of_signature(scaler) for name, scaler in AUTOSCALERS.items()},
+        "fleet": {"local": (), "ray": tuple(Setting(name, None, text) for name, text in RAY_TEXTS.items())},
+    }
+
+
+def policy_settings(cls: Any, kind: str) -> tuple[Setting, ...]:
+    """Of a policy's part, `Scheduler` or `Router`."""
+    found = settings_of(cls, policies.settings_of(cls, kind))
+    return tuple(each if each.text else replace(each, text=ROUTER_TEXTS.get(each.name, "")) for each in found)
+
+
+def of_signature(kind: Any, names: Iterable[str] | None = None) -> tuple[Setting, ...]:
+    """The settings that a class or a function takes, all of them unless named."""
+    parameters = inspect.signature(kind).parameters
+    named = parameters if names is None else names
+    defaults = {name: _default(kind, parameters[name]) for name in named}
+    return settings_of(kind, defaults)
+
+
+def _default(kind: Any, parameter: inspect.Parameter) -> object:
+    if is_dataclass(kind):
+        made = {f.name: f.default_factory for f in fields(kind) if callable(f.default_factory)}
+        if parameter.name in made:
+            return made[parameter.name]()
+    return None if parameter.default is inspect.Parameter.empty else parameter.default
+
+
+def json_schema() -> dict[str, Any]:
+    """Of a configuration file, by JSON Schema 2020-12."""
+    schema = Config.model_json_schema()
+    _describe(schema, Config)
+    for cls in PARTS.values():
+        _describe(schema["$defs"][cls.__name__], cls)
+    for key, known in choices().items():
+        field = schema["properties"][key]
+        null = [{"type": "null"}] if "anyOf" in field else []
+        default = Config.model_fields[key].default
+        schema["properties"][key] = {
+            "description": field["description"],
+            "default": None if default is None else default.name,
+            "anyOf": [{"enum": list(known)}, *(_chosen(name, own) for name, own in known.items()), *_OTHERS, *null],
+        }
+    del schema["$defs"]["Named"]
+    servers = schema["properties"]["servers"]
+    servers["items"] = {"anyOf": [{"type": "string"}, servers["items"]]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Rubato's configuration"}
+
+
+_OTHERS = [  # a module or a file of one's own
+    {"type": "string"},
+    {"type": "object", "anyOf": [{"required": ["name"]}, {"required": ["kind"]}]},
+]
+
+
+def _chosen(name: str, own: Iterable[Setting]) -> dict[str, Any]:
+    properties = {setting.name: {"description": setting.text} for setting in own}
+    word = {"const": name}
+    return {
+        "type": "object",
+        "properties": {"name": word, "kind": word, **properties},
+        "anyOf": [{"required": ["name"]}, {"required": ["kind"]}],
+    }
+
+
+def _describe(schema: dict[str, Any], cls: type[StrictSettings]) -> None:
+    """The texts of its settings, in place of its docstring as a whole."""
+    texts = setting_texts(cls.__doc__, cls.model_fields)
+    schema["description"] = (cls.__doc__ or "").strip().split("\n\n")[0]
+    for name, field in schema["properties"].items():
+        field["description"] = texts[name]
+        field.pop("title", None)
