@@ -19,7 +19,7 @@ HEAD = """# Metrics
 
 `/metrics` of each door is Prometheus' text format and needs no key. [Operate](operate.md) has the dashboard and the
 alerts. Label values are tiers, tenants, replicas and fixed words, never a client's text; beyond a hundred tiers or
-tenants, the rest is `other`. `make metrics` writes this page from the code.
+tenants, the rest is `other`. `make api` writes this page from the code.
 
 ## Attainment
 

@@ -37,7 +37,7 @@ def test_the_page_of_public_names_is_what_they_say() -> None:
 
 def test_the_page_of_metrics_is_what_is_exported() -> None:
     metrics = script("metrics")
-    assert metrics.PAGE.read_text(encoding="utf-8") == metrics.page(), "run `make metrics`"
+    assert metrics.PAGE.read_text(encoding="utf-8") == metrics.page(), "run `make api`"
 
 
 def test_the_page_of_commands_is_what_their_parsers_say() -> None:

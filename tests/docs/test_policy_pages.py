@@ -73,7 +73,7 @@ def test_a_page_of_a_policy_is_a_policys() -> None:
 @pytest.mark.parametrize("page", POLICIES)
 def test_settings_are_those_of_the_policy(page: str) -> None:
     text = PAGES[f"policies/{page}.md"]
-    assert script("settings").page(page, text) == text, "run `make settings`"
+    assert script("settings").page(page, text) == text, "run `make api`"
 
 
 def test_a_setting_without_a_line_in_the_docstring_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
