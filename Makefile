@@ -99,11 +99,11 @@ docs: setup  ## the manual as a site, in build/site
 file-map: setup  ## write docs/file_map.md anew: a line a module
 	$(BIN)/python docs/file_map.py
 
-api: setup  ## write docs/api.md, commands.md, configuration.md, metrics.md and the policies' tables of settings anew, from the code
+api: setup  ## write the generated pages of docs/ and the policies' tables of settings anew, from the code
 	$(BIN)/python docs/api.py
-	$(BIN)/python docs/metrics.py
 	$(BIN)/python docs/reference.py
 	$(BIN)/python docs/settings.py
+	$(BIN)/python docs/metrics.py
 
 check: setup  ## lint, format, types, which package may import which
 	$(BIN)/ruff check .

@@ -32,8 +32,8 @@ from rubato.engines.simulated import Drafter, drafter
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.model_base import ModelBase
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware, running_mean
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload, scenarios, traces

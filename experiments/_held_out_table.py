@@ -11,9 +11,9 @@ from typing import Any
 from experiments._held_out_loads import Load
 from experiments._held_out_search import ALWAYS, FIRST, INFEASIBLE
 from rubato.measure.confidence import ONE_SEED, Estimate, attainment_over_seeds, over_seeds
+from rubato.measure.tables import markdown, number, percent
 from rubato.planning import feasibility
-from rubato.planning.capacity import number, too_short
-from rubato.planning.sweep import markdown, percent
+from rubato.planning.capacity import too_short
 from rubato.simulation.run_spec import RunSpec
 from rubato.workloads.resample import BLOCK
 

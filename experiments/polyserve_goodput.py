@@ -26,9 +26,9 @@ from experiments._guest import beside, held
 from experiments._polyserve_runs import CHUNKS, OURS, REPLICAS, Tried, splits
 from experiments._rate_search import MEASURES
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.optimum import Mode
-from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.2 and Fig. 6"
 SECONDS = 6300.0

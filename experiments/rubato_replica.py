@@ -20,8 +20,8 @@ from experiments._guest import beside, held
 from experiments._rate_search import MEASURES
 from experiments._rubato_runs import GRID, NOISE, ScenarioTried
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 
 SOURCE = "ours; scenarios of SLOs-Serve, §6.1"
 SECONDS = 2500.0

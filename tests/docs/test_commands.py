@@ -20,8 +20,7 @@ OTHERS = {  # vLLM's, pip's
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
-    (action,) = [a for a in rubato_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    return dict(action.choices)
+    return {**rubato_parser().own_parsers()}
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}:{' '.join(words)}" for page, words in COMMANDS])

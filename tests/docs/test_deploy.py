@@ -251,7 +251,7 @@ def test_commands_are_understood() -> None:
         options = set(subcommands()[words[0]]._option_string_actions)
         if words[0] == "serve" and "--ray-address" not in options:  # servers on Ray are to come
             given = {word for word in words if word.startswith("--")}
-            assert given - {"--engine", "--tensor-parallel", "--ray-address"} <= options
+            assert given - {"--engine", "--tensor-parallel-size", "--ray-address"} <= options
         else:
             rubato_parser().parse_args(words)
     text = (DEPLOY / "gateway.Dockerfile").read_text(encoding="utf-8")

@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with servers(tmp_path_factory.mktemp("docs")) as start:
         yield start(
             policy=str(policy),
-            served_name="SmolLM2-135M-Instruct",
+            served_model_name="SmolLM2-135M-Instruct",
             engine={"kind": "simulated", "max_model_len": 1024},
             latency={"kind": "affine", "k": [0.0, 0.0], "b": [0.001, 0.0]},
         )
