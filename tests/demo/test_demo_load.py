@@ -10,8 +10,18 @@ import pytest
 
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
-from rubato.demo.demo_load import KINDS, MAX_LOAD, MIN_LOAD, STREAMED, Bodies, capacity, cycle
-from rubato.demo.gateway_demo import fleet_capacity, mean_rate, settings
+from rubato.demo.demo_load import (
+    KINDS,
+    MAX_LOAD,
+    MIN_LOAD,
+    STREAMED,
+    Bodies,
+    capacity,
+    cycle,
+    fleet_capacity,
+    mean_rate,
+)
+from rubato.demo.gateway_demo import settings
 from rubato.latency import affine
 from rubato.workloads import Arrival
 from rubato.workloads.lengths import fixed

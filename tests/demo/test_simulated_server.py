@@ -11,7 +11,8 @@ import pytest
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.plan import NO_BATCH
 from rubato.demo.simulated_api import CHAT, COMPLETIONS, SimulatedApi
-from rubato.demo.simulated_server import MAX_BATCHED_TOKENS, MAX_SEQS, PROFILE, core_of, fitted_model, parser
+from rubato.demo.simulated_core import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PROFILE
+from rubato.demo.simulated_server import core_of, fitted_model, parser
 from rubato.fleet.server_probe import USED, _with_cache
 from rubato.latency import profiles
 
@@ -93,7 +94,7 @@ def test_body_that_cannot_be_served_is_a_400(path: str, body: Any) -> None:
 def test_metrics_say_what_a_gateway_without_the_link_reads() -> None:
     status, raw, _ = ask("GET", "/metrics")
     page = raw.decode()
-    limits = profiles.load(PROFILE).limits(MAX_SEQS, MAX_BATCHED_TOKENS)
+    limits = profiles.load(PROFILE).limits(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
     assert status == 200
     assert USED.findall(page) == ["0.000000"]
     found = _with_cache(limits, page)
@@ -104,7 +105,7 @@ def test_metrics_say_what_a_gateway_without_the_link_reads() -> None:
 def test_what_it_has_learnt_of_its_steps_is_near_the_profile(seqs: int, chunk: int) -> None:
     truth = profiles.load(PROFILE).model()
     shape = NO_BATCH.with_entries([(1, 1500)] * seqs + ([(chunk, 500)] if chunk else []))
-    assert fitted_model(truth, MAX_SEQS, MAX_BATCHED_TOKENS).step_time(shape) == pytest.approx(
+    assert fitted_model(truth, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS).step_time(shape) == pytest.approx(
         truth.step_time(shape), rel=0.1
     )
 

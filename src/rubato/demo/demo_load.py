@@ -1,6 +1,6 @@
 """The load of `rubato gateway --demo`: four tiers of requests whose rate rises above capacity and falls again.
 
-`python -m rubato.demo.demo_load --url http://127.0.0.1:8000 --rate 5` offers it to a server, cycle after cycle.
+`python -m rubato.demo.demo_load --url http://127.0.0.1:8000` offers it to a gateway, cycle after cycle.
 Arrivals are Poisson, lengths log-normal; a seed gives the same requests at the same times.
 """
 
@@ -22,6 +22,8 @@ import orjson
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import NO_BATCH, Limits
 from rubato.core.request import SLO
+from rubato.demo.simulated_core import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PROFILE
+from rubato.latency import profiles
 from rubato.measure.http_client import BenchError, list_models, v1
 from rubato.workloads import prompts
 from rubato.workloads.arrivals import Piecewise
@@ -30,10 +32,12 @@ from rubato.workloads.lengths import log_normal, mean, of
 from rubato.workloads.request_kinds import Kind
 from rubato.workloads.workload import Arrival
 
+SERVERS = 4
 PERIOD_S = 240.0  # of one rise and fall
 MIN_LOAD, MAX_LOAD = 0.4, 1.4  # times capacity, at the start of a cycle and in its middle
 STEPS = 24  # of constant rate in a cycle
 TIMEOUT_S = 600.0  # for one request
+RETRY_S = 1.0  # from one look for the server to the next
 
 KINDS = (
     Kind("chat", SLO(ttft=2.0, tpot=0.08), log_normal(900, 700, 3500), log_normal(160, 100, 500), share=0.40),
@@ -74,6 +78,17 @@ def capacity(latency: LatencyModel, limits: Limits, kinds: Sequence[Kind] = KIND
     return best
 
 
+def fleet_capacity(servers: int = SERVERS) -> float:
+    """Requests/s that so many simulated servers sustain together."""
+    profile = profiles.load(PROFILE)
+    return servers * capacity(profile.model(), profile.limits(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS))
+
+
+def mean_rate(servers: int = SERVERS) -> float:
+    """Requests/s of the load that is offered to so many, over a whole cycle."""
+    return fleet_capacity(servers) * (MIN_LOAD + MAX_LOAD) / 2
+
+
 def cycle(rate: float, seed: int, number: int, period_s: float = PERIOD_S) -> tuple[Arrival, ...]:
     """The requests of one cycle. rate: requests/s on average."""
     return make(
@@ -108,7 +123,7 @@ async def offer(url: str, rate: float, seed: int, period_s: float) -> None:
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=TIMEOUT_S)
     headers = {"content-type": "application/json"}
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-        model = (await list_models(url)).first(url)
+        model = await _await_model(url)
         bodies, loop, number = Bodies.of(model, seed), asyncio.get_running_loop(), 0
         begin, open_requests = loop.time(), set[asyncio.Task[None]]()
         for at_cycle in itertools.count():
@@ -120,6 +135,19 @@ async def offer(url: str, rate: float, seed: int, period_s: float) -> None:
                 number += 1
 
 
+async def _await_model(url: str) -> str:
+    """The server's first model, once it is there: it may start later than the load."""
+    is_told = False
+    while True:
+        try:
+            return (await list_models(url)).first(url)
+        except BenchError as error:
+            if not is_told:
+                print(f"load: waits for a server ({error})", file=sys.stderr, flush=True)
+            is_told = True
+        await asyncio.sleep(RETRY_S)
+
+
 async def _send(session: aiohttp.ClientSession, url: str, body: bytes) -> None:
     with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
         async with session.post(url, data=body) as response:
@@ -128,26 +156,26 @@ async def _send(session: aiohttp.ClientSession, url: str, body: bytes) -> None:
 
 
 async def _run(args: argparse.Namespace) -> None:
-    offering = asyncio.create_task(offer(args.url, args.rate, args.seed, args.period))
+    offering = asyncio.create_task(offer(args.url, mean_rate(args.servers), args.seed, args.period))
     if args.end_with_stdin:
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), offering.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await offering
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m rubato.demo.demo_load", description=__doc__)
+    made.add_argument("--url", required=True, help="of the gateway, or any server that knows the tiers")
+    made.add_argument("--servers", type=int, default=SERVERS, help="simulated servers, by which the rate is chosen")
+    made.add_argument("--period", type=float, default=PERIOD_S, metavar="SECONDS", help="of one rise and fall")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--end-with-stdin", action="store_true", help="end when standard input does: with its parent")
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rubato.demo.demo_load", description=__doc__)
-    parser.add_argument("--url", required=True, help="of the gateway, or any server that knows the tiers")
-    parser.add_argument("--rate", type=float, required=True, help="requests/s on average")
-    parser.add_argument("--period", type=float, default=PERIOD_S, metavar="SECONDS", help="of one rise and fall")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input does: with its parent")
-    try:
-        asyncio.run(_run(parser.parse_args()))
-    except KeyboardInterrupt:
-        pass
-    except (BenchError, ValueError) as error:
-        sys.exit(f"load: {error}")
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_run(parser().parse_args()))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,10 @@ from typing import Any
 
 from rubato.config.build import choice_of
 from rubato.config.schema import Config, ServerSettings
-from rubato.demo.demo_load import KINDS, MAX_LOAD, MIN_LOAD, PERIOD_S, capacity
-from rubato.demo.simulated_server import MAX_BATCHED_TOKENS, MAX_SEQS, PROFILE
+from rubato.demo.demo_load import KINDS, MAX_LOAD, MIN_LOAD, PERIOD_S, SERVERS, fleet_capacity
+from rubato.demo.simulated_core import PROFILE
 from rubato.fleet.cluster_options import PolicyChoice
-from rubato.latency import profiles
 
-SERVERS = 4
 STOCK_ORDER = {"policy": "vllm", "router": "least_loaded"}  # of servers without the plug-in, and the router in front
 WITH_SLOS = """Around the middle of each cycle the load is above capacity. Batch requests wait then, so that
   the others are on time, and catch up when the load falls."""
@@ -54,26 +52,14 @@ def run(config: Config, *, has_link: bool, seed: int = 0) -> int:
         from rubato.serving.serve import serve  # while they start
 
         servers = [_listening(process) for process in starting]
-        rate = mean_rate()
 
         def on_serving(url: str) -> None:
             print(words(url, servers, choice, has_link), flush=True)
-            asked = ["--url", url, "--rate", f"{rate:.4f}", "--seed", str(seed), "--end-with-stdin"]
+            asked = ["--url", url, "--seed", str(seed), "--end-with-stdin"]
             stack.enter_context(_child(["rubato.demo.demo_load", *asked]))
 
         urls = tuple(ServerSettings(url=server.url) for server in servers)
         return serve(config.model_copy(update={"servers": urls}), on_serving)
-
-
-def fleet_capacity() -> float:
-    """Requests/s that the servers sustain together."""
-    profile = profiles.load(PROFILE)
-    return SERVERS * capacity(profile.model(), profile.limits(MAX_SEQS, MAX_BATCHED_TOKENS))
-
-
-def mean_rate() -> float:
-    """Requests/s of the load, over a whole cycle."""
-    return fleet_capacity() * (MIN_LOAD + MAX_LOAD) / 2
 
 
 def words(url: str, servers: Sequence[DemoServer], choice: PolicyChoice, has_link: bool) -> str:

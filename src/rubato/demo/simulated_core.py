@@ -41,6 +41,8 @@ from rubato.wire.messages import (
     offered_row,
 )
 
+PROFILE = "llama-3.1-70b-4xa100"  # whose step times it has unless told otherwise
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2048  # vLLM's defaults for its API server on such GPUs
 VLLM_VERSION = "0.32.0"  # whose behaviour it has
 MAX_CONTRACTS = 20_000
 

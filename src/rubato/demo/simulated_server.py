@@ -24,14 +24,12 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import NO_BATCH, Sample
 from rubato.core.server_url import host_in_url
 from rubato.demo.simulated_api import CHAT, COMPLETIONS, SimulatedApi, SimulatedReply
-from rubato.demo.simulated_core import SimulatedCore
+from rubato.demo.simulated_core import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PROFILE, SimulatedCore
 from rubato.engines.vllm.core_link import CoreLink, LinkSettings
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine, profiles
 from rubato.wire.messages import Report, decode_command
 
-PROFILE = "llama-3.1-70b-4xa100"
-MAX_SEQS, MAX_BATCHED_TOKENS = 256, 2048  # vLLM's defaults for its API server on such a GPU
 NOISE = 0.02  # relative spread of step times
 POLL_S = 0.02  # from one look for commands of gateways to the next, while nothing else asks for them
 CONTRACT_WAIT_S, CONTRACT_LOOK_S = 0.2, 0.002  # for what a gateway says of a request that has come before it
@@ -148,9 +146,8 @@ def fitted_model(truth: LatencyModel, max_seqs: int, max_tokens: int) -> affine.
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m rubato.demo.simulated_server", description=__doc__)
-    made.add_argument("--host", default="127.0.0.1", help="address of the API server")
+    made.add_argument("--host", default="127.0.0.1", help="address of the API server and the engine core")
     made.add_argument("--port", type=int, default=0, help="of the API server (default: any free one)")
-    made.add_argument("--link-host", help="address that the engine core listens on (default: --host)")
     made.add_argument("--link", type=int, default=0, metavar="PORT", help="of the engine core; -1: without the plug-in")
     made.add_argument(
         "--policy",
@@ -160,8 +157,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--profile", default=PROFILE, help="a hardware profile (`rubato profile`), for its step times")
     made.add_argument("--model", help="name that it serves (default: the profile's)")
-    made.add_argument("--max-num-seqs", type=int, default=MAX_SEQS)
-    made.add_argument("--max-num-batched-tokens", type=int, default=MAX_BATCHED_TOKENS)
+    made.add_argument("--max-num-seqs", type=int, default=MAX_NUM_SEQS)
+    made.add_argument("--max-num-batched-tokens", type=int, default=MAX_NUM_BATCHED_TOKENS)
     made.add_argument("--seed", type=int, default=0, help="of the noise of step times")
     made.add_argument("--end-with-stdin", action="store_true", help="end when standard input does: with its parent")
     return made
@@ -181,8 +178,8 @@ async def run(args: argparse.Namespace) -> None:
     clock = WallClock()
     core = core_of(args, clock)
     await core.start()
-    link = CoreLink(LinkSettings(args.link_host or args.host, args.link)) if args.link >= 0 else None
-    where = None if link is None else {"host": args.link_host or args.host, "port": link.port}
+    link = CoreLink(LinkSettings.of({"host": args.host, "port": args.link})) if args.link >= 0 else None
+    where = None if link is None else {"host": args.host, "port": link.port}
     app = App(SimulatedApi(core, args.model or args.profile), where)
     await listen(app, args, None if link is None else LinkedCore(core, link, clock))
 
