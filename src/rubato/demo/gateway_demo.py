@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rubato.config.build import choice_of
-from rubato.config.schema import Config, ServerSettings
+from rubato.config.parts import ServerSettings
+from rubato.config.schema import Config
 from rubato.demo.demo_load import KINDS, MAX_LOAD, MIN_LOAD, PERIOD_S, SERVERS, fleet_capacity
 from rubato.demo.simulated_core import PROFILE
 from rubato.fleet.cluster_options import PolicyChoice
