@@ -9,6 +9,7 @@ from rubato.cli import server_options
 EXAMPLES = (
     "--server http://gpu-1:8000 --server http://gpu-2:8000",
     "--config gateway.yaml --policy edf",
+    "--demo",
 )
 
 
