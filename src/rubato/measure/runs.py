@@ -72,7 +72,7 @@ class Runs(Result):
 
     @property
     def findings(self) -> tuple[str, ...]:
-        return (*results.findings(self.runs), *self._compared())
+        return (*self._compared(), *results.findings(self.runs))
 
     def _compared(self) -> list[str]:
         """Which policies attain more than the first, paired by request where the workload is the same."""
