@@ -30,7 +30,7 @@ def article(site: Path, page: str) -> str:
     return html.read_text(encoding="utf-8").split("<article", 1)[1].split("</article>")[0]
 
 
-@pytest.mark.parametrize("page", ON_SITE)
+@pytest.mark.parametrize("page", [page for page in ON_SITE if page != "changelog.md"])  # which is another file's text
 def test_code_and_tables_are_shown_as_such(site: Path, page: str) -> None:
     html = article(site, page)
     assert html.count("<pre") == len(blocks(page))
