@@ -127,6 +127,7 @@ class Board:
                 counts.replicas.forget(id)
             else:
                 rows.append({**row, **_LOST, "age_ms": round((now - at) * 1e3)})
+        rows.sort(key=lambda row: (row["url"], len(row["id"]), row["id"]))  # one that is lost stays where it was
         self._last = {row["id"]: row for row in rows}
         self._replicas = rows
         return views
