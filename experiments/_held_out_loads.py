@@ -26,6 +26,7 @@ from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Workload, traces, workload_file
 from rubato.workloads.request_kinds import Kind, tiers_of
 from rubato.workloads.resample import Stretch, window
+from rubato.workloads.traces import WHOLE, TraceOptions
 
 WORKLOAD = "rubato-workload/"  # how the format of a workload file's header begins
 PREFILLS = 10.0  # the bound of TTFTs where a load states none, in prefills of its longest prompt alone
@@ -77,22 +78,17 @@ class Load:
 @dataclass(frozen=True)
 class Cut:
     """How loads are read. profile: "" = the workload's own; machine: the hardware of one, by its name; ttft: the bound
-    in seconds (None: from the load); count, seconds: of a trace, its first."""
+    in seconds (None: from the load); part: of traces."""
 
     profile: str
     machine: Callable[[str], Hardware]
     seeds: Sequence[int]
     ttft: float | None = None
-    count: int | None = None
-    seconds: float | None = None
+    part: TraceOptions = WHOLE
 
     def __post_init__(self) -> None:
         if self.ttft is not None and not 0.0 < self.ttft < inf:
             raise ValueError(f"--ttft {self.ttft}: give seconds above 0")
-        if self.count is not None and self.count < 1:
-            raise ValueError(f"--count {self.count}: give 1 or more")
-        if self.seconds is not None and not 0.0 < self.seconds < inf:
-            raise ValueError(f"--seconds {self.seconds}: give seconds above 0")
 
 
 def read(folder: str | Path, how: Cut) -> list[Load]:
@@ -163,23 +159,23 @@ def _workload(file: Path, kinds: Path | None, how: Cut) -> _Read:
 
 def _trace(file: Path, kinds: Path | None, how: Cut) -> _Read:
     try:
-        trace = traces.read(file, seconds=how.seconds, count=how.count)
+        trace = traces.read(file, how.part)
     except traces.TraceError as error:
         raise ValueError(f"{file} is neither a workload file nor a trace: {error} ({_formats()})") from error
     machine = _machine(file, how.profile, how)
-    empty = (f"{trace.empty} requests without output tokens were given one",) if trace.empty else ()
-    source = TraceSource(str(file), (), seconds=how.seconds, count=how.count)
+    notes = tuple(trace.notes.values())
+    source = TraceSource(str(file), (), how=how.part)
     if kinds is not None:
-        return replace(source, kinds=tuple(_kinds(kinds))), (), machine, f"SLOs of {kinds.name}", empty
+        return replace(source, kinds=tuple(_kinds(kinds))), (), machine, f"SLOs of {kinds.name}", notes
     if not any(offer.tpot is not None or offer.tpot_slowdown is not None for offer in trace.offers):
         usual = argparse.ArgumentParser()
         common_options.tiers(usual)
         source = replace(source, kinds=tuple(common_options.kinds(usual.parse_args([]))))
-        return source, (), machine, "SLOs of the usual kinds of `rubato simulate --trace`", empty
+        return source, (), machine, "SLOs of the usual kinds of `rubato simulate --trace`", notes
     context = round(sum(offer.prompt + offer.output / 2 for offer in trace.offers) / len(trace.offers))
     alone = machine.model.step_time(Shape().plus(1, context))
     unloaded = f"its slo_ratio is in steps of a decode alone at {context} tokens, {1e3 * alone:.3g} ms"
-    return replace(source, unloaded=alone), (), machine, "its own SLOs", (*empty, unloaded)
+    return replace(source, unloaded=alone), (), machine, "its own SLOs", (*notes, unloaded)
 
 
 def _machine(file: Path, profile: str, how: Cut) -> Hardware:

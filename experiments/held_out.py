@@ -20,7 +20,7 @@ from experiments._held_out_loads import Cut, Load, read
 from experiments._held_out_search import TOLERANCE, search
 from experiments._held_out_table import result, text
 from rubato import policies
-from rubato.cli import common_options, running, simulation_options
+from rubato.cli import common_options, running, simulation_options, trace_options
 from rubato.config.build import lengths_of
 from rubato.config.schema import Config
 from rubato.config.schema import load as configured
@@ -58,7 +58,8 @@ def parser() -> argparse.ArgumentParser:
     add("--ttft", type=float, metavar="SECONDS",
         help="of requests that state a TPOT alone (default: the loosest TTFT of the load)")  # fmt: skip
     add("--count", type=int, help="of a trace, its first requests")
-    add("--seconds", type=float, help="of a trace, its first seconds")
+    add("--duration", type=float, help="of a trace, its first seconds")
+    trace_options.add(parser)
     add("--json", metavar="FILE", help="write everything as JSON; - for standard output")
     add("--resume", metavar="FILE", help="file of finished parts; an interrupted run resumes from it")
     add("--workers", type=int, help="processes (default: one a core)")
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     config = configured({}, [*args.set, *([f"lengths={args.lengths}"] if args.lengths else [])])
     lengths_of(config, {})  # raises for a name that is none
     machine = cache(lambda profile: simulation_options.replica_of(_with(args, profile=profile), config))
-    loads = read(args.workloads, Cut(args.profile or "", machine, args.seeds, args.ttft, args.count, args.seconds))
+    loads = read(args.workloads, Cut(args.profile or "", machine, args.seeds, args.ttft, trace_options.asked(args)))
     chosen = args.policies or [PolicyChoice(name) for name, kind, *_ in policies.describe() if kind == "scheduler"]
     if REFERENCE not in [choice.label for choice in chosen]:
         chosen = [*chosen, PolicyChoice(REFERENCE)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rubato.cli import common_options
+from rubato.cli import common_options, trace_options
 from rubato.config.build import (
     choice_of,
     drafter_of,
@@ -77,6 +77,7 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True, policies: bool = Tr
         "--trace", metavar="FILE", help="CSV or JSON lines of times and lengths; tiers by --kinds' shares"
     )
     requests.add_argument("--scale", type=float, default=1.0, metavar="F", help="with --trace: factor on its traffic")
+    trace_options.add(requests)
     common_options.tiers(requests)
     requests.add_argument(
         "--count", "--num-prompts", type=int, metavar="N", help="number of requests (of a trace: its first)"
@@ -214,10 +215,12 @@ def source(args: argparse.Namespace, machine: Hardware, rate: float | None = Non
         check_rate(rate)
         if args.workload or args.trace:
             raise ValueError("--rate is for a scenario or a mix: a trace has its own, times --scale")
+    if args.trace:
+        how = trace_options.asked(args)
+        return TraceSource(args.trace, tuple(common_options.kinds(args)), args.scale, how, drawn)
+    trace_options.check_unused(args)
     if args.workload:
         return FileSource(args.workload, drawn)
-    if args.trace:
-        return TraceSource(args.trace, tuple(common_options.kinds(args)), args.scale, args.duration, args.count, drawn)
     count = args.count if args.count is not None or args.duration is not None else 1000
     if args.scenario:
         return ScenarioSource(args.scenario, machine, rate or 1.0, count, args.duration)

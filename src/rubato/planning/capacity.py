@@ -226,7 +226,7 @@ class CapacityResult:
     @property
     def notes(self) -> tuple[str, ...]:
         """Reasons to doubt the numbers, and how they came about."""
-        notes = [*self.done.notes, *left_out(self.skipped)]
+        notes = [*self.done.notes, *self.question.source.notes, *left_out(self.skipped)]
         if short := too_short(self.done.values):
             notes.append(f"{short}; offer more requests (--count)")
         if len(self.question.seeds) < 2:

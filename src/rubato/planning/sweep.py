@@ -160,7 +160,7 @@ class SweepResult:
     @property
     def notes(self) -> tuple[str, ...]:
         one = [ONE_SEED] if len(self.sweep.seeds) < 2 else []
-        return (*self.done.notes, *left_out(self.skipped), *one)
+        return (*self.done.notes, *self.sweep.source.notes, *left_out(self.skipped), *one)
 
     def text(self) -> str:
         """A table for the terminal; Markdown as well."""
