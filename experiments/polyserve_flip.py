@@ -20,10 +20,10 @@ from experiments import polyserve_goodput as goodput
 from experiments._fleet_roles import FleetRoles
 from experiments._guest import beside
 from experiments._polyserve_runs import OURS, REPLICAS, Tried
-from experiments._rate_search import MEASURES
 from experiments.polyserve_goodput import ALL, HOST, PAPERS, POLYSERVE, SEEDS, SMALL, Table
 from rubato.measure.confidence import over_seeds
 from rubato.planning.jobs import Job
+from rubato.planning.judge.search import MEASURES
 from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.3 and Fig. 7"

@@ -27,6 +27,7 @@ LESS = {
     "bench": "--no-progress --allow-late",  # no test goes by the machine's speed
     "sweep": "--rates 2 --duration 5 --seeds 0 --workers 1 --no-progress",
     "capacity": "--count 300 --start 60 --seeds 0 --targets 0.99 --tolerance 0.5 --workers 1 --no-progress",
+    "judge": "--seeds 0 --workers 1 --no-progress",
     "bound": "--count 20 --seeds 1 --tolerance 0.5 --workers 1 --no-progress",
     "plan": "--duration 8 --workers 1 --no-progress",
 }

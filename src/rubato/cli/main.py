@@ -25,6 +25,7 @@ VERBS = {
     "workload": "write a workload file, or list the papers' workloads",
     "sweep": "simulate policies at several rates under several seeds, in parallel and resumable",
     "capacity": "find the largest rate at which a fleet attains 90 and 98 % of its requests",
+    "judge": "judge policies on your own loads: the largest rate that each holds, ratios and intervals",
     "bound": "compute the largest rate, or share of requests, that any policy without drafts could attain",
     "plan": "find the smallest fleet that attains a share of a trace's requests, its cost and what binds it",
     "demo": "serve three tiers of requests with a real model on this machine, policy against policy",

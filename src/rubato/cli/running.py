@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "model": ""}  # what is no `--NAME`
+UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "model": "", "folder": ""}  # what is no `--NAME`
 
 
 def carried_out(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:

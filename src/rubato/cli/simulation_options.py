@@ -60,16 +60,10 @@ def replica(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return options
 
 
-def add(parser: argparse.ArgumentParser, seeds: bool = True, policies: bool = True) -> None:
-    options = replica(parser)
-    options.add_argument(
-        "--config", metavar="FILE", help="YAML file: the replica (latency, engine), policy, router, replicas"
-    )
-    options.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`engine.block_size=16`)"
-    )
-    if policies:
-        _policies(parser)
+def add(parser: argparse.ArgumentParser, seeds: bool = True, with_policies: bool = True) -> None:
+    replica_and_configuration(parser)
+    if with_policies:
+        policies(parser)
     requests = parser.add_argument_group("requests")
     requests.add_argument("--scenario", metavar="NAME", help="a packaged workload (`rubato workload --list`)")
     requests.add_argument("--workload", metavar="FILE", help="workload file")
@@ -90,15 +84,30 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True, policies: bool = Tr
             "--seeds", type=common_options.seeds, default=[0, 1, 2, 3], metavar="0,1,2",
             help="seeds of the random draws, a run each; 8 or more tell small differences",
         )  # fmt: skip
-    running = parser.add_argument_group("running and results")
-    running.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core, less one)")
-    running.add_argument("--resume", metavar="FILE", help="file of finished parts; an interrupted run resumes from it")
-    running.add_argument("--no-progress", action="store_true", help="say nothing until the results")
-    running.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
-    running.add_argument("--report", metavar="FILE", help="write a short Markdown report")
+    running(parser)
 
 
-def _policies(parser: argparse.ArgumentParser) -> None:
+def running(parser: argparse.ArgumentParser) -> None:
+    """Options that say where jobs run, and what becomes of their results."""
+    options = parser.add_argument_group("running and results")
+    options.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core, less one)")
+    options.add_argument("--resume", metavar="FILE", help="file of finished parts; an interrupted run resumes from it")
+    options.add_argument("--no-progress", action="store_true", help="say nothing until the results")
+    options.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
+    options.add_argument("--report", metavar="FILE", help="write a short Markdown report")
+
+
+def replica_and_configuration(parser: argparse.ArgumentParser) -> None:
+    options = replica(parser)
+    options.add_argument(
+        "--config", metavar="FILE", help="YAML file: the replica (latency, engine), policy, router, replicas"
+    )
+    options.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`engine.block_size=16`)"
+    )
+
+
+def policies(parser: argparse.ArgumentParser) -> None:
     options = parser.add_argument_group("policies")
     options.add_argument(
         "--policy", action="append", metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",

@@ -154,6 +154,14 @@ def crossing(
     return sqrt(low * high)
 
 
+def rate_or_zero(search: Callable[[], float]) -> float:
+    """The rate (requests/s) that a search finds, 0 where the target is attained at no rate."""
+    try:
+        return search()
+    except NoCapacity:
+        return 0.0
+
+
 def narrowed(enough: Callable[[float], bool], low: float, high: float, tolerance: float) -> tuple[float, float]:
     """A bracket, good at `low` and not at `high`, halved (geometrically) until it is no wider than `tolerance`."""
     while high / low > 1.0 + tolerance:

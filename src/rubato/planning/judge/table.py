@@ -1,4 +1,4 @@
-"""What `held-out` found on one load: estimates over seeds and ratios paired by seed, as JSON and as a table."""
+"""What `rubato judge` found on one load: estimates over seeds and ratios paired by seed, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import replace
 from math import ceil, inf, log
 from typing import Any
 
-from experiments._held_out_loads import Load
-from experiments._held_out_search import ALWAYS, FIRST, INFEASIBLE
 from rubato.measure.confidence import ONE_SEED, Estimate, attainment_over_seeds, over_seeds
 from rubato.planning import feasibility
 from rubato.planning.capacity import number, too_short
+from rubato.planning.judge.loads import Load
+from rubato.planning.judge.search import ALWAYS, FIRST, INFEASIBLE
 from rubato.planning.sweep import markdown, percent
 from rubato.simulation.run_spec import RunSpec
 from rubato.workloads.resample import BLOCK
 
 FEW_BLOCKS = 5  # of which a bootstrap says little
 
-Value = Mapping[str, Any]  # what `_held_out_search.search` returns, read back from JSON
+Value = Mapping[str, Any]  # what `judge.search.search` returns, read back from JSON
 
 
 def result(load: Load, specs: Sequence[RunSpec], values: Sequence[Value], notes: Sequence[str]) -> dict[str, Any]:
