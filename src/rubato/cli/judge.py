@@ -26,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "folder",
         metavar="FOLDER",
         help="workload files and traces; NAME.yaml beside one has its tiers and SLOs (as --kinds)",
-    )
+    )  # fmt: skip
     simulation_options.replica_and_configuration(parser)
     simulation_options.policies(parser)
     parser.add_argument(

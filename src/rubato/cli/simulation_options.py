@@ -91,6 +91,9 @@ def running(parser: argparse.ArgumentParser) -> None:
     """Options that say where jobs run, and what becomes of their results."""
     options = parser.add_argument_group("running and results")
     options.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core, less one)")
+    options.add_argument(
+        "--ray", metavar="ADDRESS", help="run jobs on a Ray cluster: HOST:PORT, or auto for the one of this machine"
+    )
     options.add_argument("--resume", metavar="FILE", help="file of finished parts; an interrupted run resumes from it")
     options.add_argument("--no-progress", action="store_true", help="say nothing until the results")
     options.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
@@ -122,10 +125,12 @@ def policies(parser: argparse.ArgumentParser) -> None:
 
 def how(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `jobs.run`. By default a core stays free for whoever waits."""
-    workers = max(1, len(usable()) - 1) if args.workers is None else args.workers
-    if not args.no_progress and args.workers is None:
-        print(f"rubato {args.command}: --workers {workers}", file=sys.stderr)
-    return {"file": args.resume, "workers": workers, "progress": not args.no_progress}
+    workers = args.workers
+    if workers is None and args.ray is None:
+        workers = max(1, len(usable()) - 1)
+        if not args.no_progress:
+            print(f"rubato {args.command}: --workers {workers}", file=sys.stderr)
+    return {"file": args.resume, "workers": workers, "ray": args.ray, "progress": not args.no_progress}
 
 
 def hardware(args: argparse.Namespace) -> Hardware:
