@@ -21,7 +21,7 @@ VERBS = {
     "bench": "send a workload to a server and judge the answers by their SLOs",
     "simulate": "run a workload through the scheduler on a virtual clock",
     "compare": "compare two result files tier by tier, by request where both offered the same workload",
-    "fit": "fit a latency model to an event log or a table of steps; prints `latency:` for a configuration",
+    "fit": "fit a latency model to an event log, a table of steps or a running vLLM; prints `latency:`",
     "workload": "write a workload file, or list the papers' workloads",
     "sweep": "simulate policies at several rates under several seeds, in parallel and resumable",
     "capacity": "find the largest rate at which a fleet attains 90 and 98 % of its requests",
