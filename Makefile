@@ -17,7 +17,7 @@ LOCKED := $(BIN)/python -m pip install $(PIP_ARGS) --require-hashes --no-deps
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full test-vllm test-vllm-cuda soak soak-short setup lock sbom serve docs file-map settings api check format bench clean
+.PHONY: demo test test-full test-vllm test-vllm-cuda soak soak-short setup lock sbom serve docs file-map api check format bench clean
 
 demo: $(DEMO_INSTALLED)  ## measure this machine, then three tiers of requests, policy against policy
 	$(BIN)/rubato demo
@@ -99,10 +99,11 @@ docs: setup  ## the manual as a site, in build/site
 file-map: setup  ## write docs/file_map.md anew: a line a module
 	$(BIN)/python docs/file_map.py
 
-api: setup  ## write docs/api.md, docs/commands.md, docs/configuration.md and the policies' tables of settings anew, from the code
+api: setup  ## write the generated pages of docs/ and the policies' tables of settings anew, from the code
 	$(BIN)/python docs/api.py
 	$(BIN)/python docs/reference.py
 	$(BIN)/python docs/settings.py
+	$(BIN)/python docs/metrics.py
 
 check: setup  ## lint, format, types, which package may import which
 	$(BIN)/ruff check .

@@ -99,7 +99,7 @@ class Stage(demo.Stage):
         """One load, in a server of its own."""
         config: dict[str, object] = {
             "model": self.model,
-            "served_name": "demo",
+            "served_model_name": "demo",
             "engine": {
                 "kind": "torch",
                 "kv_gib": 0.5,

@@ -28,7 +28,7 @@ from rubato.demo.progress import Progress
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, attainment_over_seeds, over_seeds
 from rubato.measure.records import BenchResult
-from rubato.planning.sweep import percent
+from rubato.measure.tables import percent
 from rubato_torch import bundled_model
 
 VLLM = PolicyChoice("vllm")

@@ -93,7 +93,7 @@ def main() -> int:
     args = parser.parse_args()
     config = {
         "model": str(bundled_model.ensure()),
-        "served_name": "bundled",
+        "served_model_name": "bundled",
         "engine": {"kind": "torch", "max_num_seqs": 64},
         "policy": args.policy,
         "prefix_cache": False,

@@ -160,7 +160,7 @@ def attained(asked: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> i
 
 def told(rows: Sequence[Mapping[str, Any]], baseline: str = "stock, drafts") -> str:
     from rubato.measure.confidence import attainment_over_seeds, over_seeds
-    from rubato.planning.sweep import percent
+    from rubato.measure.tables import percent
 
     lines = [
         f"| at once | system | tokens/s | times `{baseline}` | attained | deviations |",

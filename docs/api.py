@@ -6,11 +6,13 @@ python docs/api.py
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import rubato
@@ -18,39 +20,45 @@ import rubato
 PAGE = Path(__file__).resolve().parent / "api.md"
 HEAD = """# Public names
 
-`from rubato import ...`: what a policy, a router or a latency model of one's own is written with, and what makes
-workloads and simulates them. Everything else may change between releases. `make api` writes this page from the
-docstrings. Lengths are in tokens, times in seconds.
+Ask by `simulate`, `sweep`, `capacity`, `plan` and `bound`; write a policy with the rest. Everything else may change
+between releases. `make api` writes this page from the docstrings. Lengths are in tokens, times in seconds.
 """
+# module -> title -> names
 GROUPS = {
-    "Policies": ("Scheduler", "Router", "Autoscaler", "load", "load_router", "PolicyError"),
-    "What a policy sees": ("View", "SeqView", "Shape", "Limits", "LatencyModel", "LengthPredictor", "Role"),
-    "What a policy says": (
-        "Plan", "Work", "Tree", "Dispatch", "Scaling", "BatchBuilder", "run_in_order", "admit_in_order", "decode_first",
-    ),
-    "Requests": ("Request", "Stage", "SLO", "Sampling"),
-    "Events": (
-        "Event", "Offered", "Placed", "Started", "Tokens", "Preempted", "ToolCallFinished", "HandedOff",
-        "Transferred", "Lost",
-        "Demoted", "Promoted", "Finished", "Assigned", "Joined", "Draining", "Left", "Stepped",
-    ),
-    "Engines and step times": ("Engine", "Sample", "BilinearModel", "profiles"),
-    "Workloads": ("Kind", "FollowUp", "MixChange", "fixed", "log_normal", "make_workload", "scenarios"),
-    "Simulation": ("simulate", "RunSpec", "Hardware", "packaged_hardware", "PolicyChoice"),
+    "rubato": {
+        "Questions": ("simulate", "sweep", "capacity", "plan", "bound", "Result"),
+        "Policies": ("Scheduler", "Router", "load_policy", "PolicyError"),
+        "What a policy sees": ("View", "SeqView", "Request", "SLO"),
+        "What a policy says": (
+            "Plan", "Work", "Dispatch", "BatchBuilder", "run_in_order", "admit_in_order", "decode_first",
+        ),
+        "Loads and machines": ("Kind", "Hardware", "packaged_hardware", "profiles"),
+    },
+    "rubato.events": {"Events": tuple(rubato.events.__all__)},
+    "rubato.workloads": {"Workloads": tuple(name for name in rubato.workloads.__all__ if name != "Kind")},
+    "rubato.extend": {"Extending": tuple(rubato.extend.__all__)},
 }  # fmt: skip
+MODULES = {name.rpartition(".")[2] for name in GROUPS} - {"rubato"}  # which have a part of the page each
 
 
 def page() -> str:
     """The page as the package has it now. Raises ValueError for a public name that stands in no group."""
-    if missing := set(rubato.__all__) - {name for names in GROUPS.values() for name in names}:
+    named = {name for names in GROUPS["rubato"].values() for name in names}
+    if missing := set(rubato.__all__) - named - MODULES:
         raise ValueError(f"{', '.join(sorted(missing))}: name the group of each in docs/api.py")
-    return "\n".join([HEAD, *(line for title, names in GROUPS.items() for line in group(title, names))])
+    lines = [HEAD]
+    for module, groups in GROUPS.items():
+        for title, names in groups.items():
+            lines += group(importlib.import_module(module), title, names)
+    return "\n".join(lines)
 
 
-def group(title: str, names: tuple[str, ...]) -> Iterator[str]:
+def group(module: ModuleType, title: str, names: tuple[str, ...]) -> Iterator[str]:
     yield f"## {title}\n"
+    if module is not rubato:
+        yield f"`from {module.__name__} import ...`. {text(module)}\n"
     for name in names:
-        found = getattr(rubato, name)
+        found = getattr(module, name)
         yield f"### {name}\n"
         if not inspect.ismodule(found):
             yield f"```python\n{head(name, found)}\n```\n"
@@ -98,8 +106,21 @@ def members(found: Any) -> Iterator[str]:
 
 
 def text(found: Any, joined: bool = False) -> str:
-    paragraphs = [" ".join(part.split()) for part in inspect.cleandoc(found.__doc__ or "").split("\n\n")]
-    return " ".join(paragraphs) if joined else "\n\n".join(paragraphs)
+    parts = inspect.cleandoc(found.__doc__ or "").split("\n\n")
+    if joined:
+        return " ".join(" ".join(part.split()) for part in parts)
+    return "\n\n".join(listed(part) if part.startswith(SECTIONS) else " ".join(part.split()) for part in parts)
+
+
+SECTIONS = ("Args:\n", "Returns:\n", "Raises:\n")
+
+
+def listed(section: str) -> str:
+    """A section of a docstring, an entry a line."""
+    title, _, entries = section.partition(":\n")
+    each = [" ".join(entry.split()) for entry in re.split(r"\n    (?=\S)", "\n" + entries)[1:]]
+    named = [re.sub(r"^([\w, ]+): ", r"`\1`: ", entry) for entry in each]
+    return f"{title}:\n\n" + "\n".join(f"- {entry}" for entry in named)
 
 
 if __name__ == "__main__":

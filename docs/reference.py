@@ -23,11 +23,13 @@ from rubato.core.setting_texts import Setting
 DOCS = Path(__file__).resolve().parent
 COMMANDS_HEAD = """# Commands
 
-The same text as `--help` of each. [Activate the environment](install.md#the-command) first.
+The same text as `--help` of each.
 
 - Options mean the same in every command. They cannot be abbreviated.
 - A command that is told something impossible exits with status 2 and says why in one line.
 - Where vLLM has a name for an option, it works here too.
+- Your shell completes commands, options, policies, profiles and scenarios with the script of
+  [rubato completion](#rubato-completion).
 """
 CONFIGURATION_HEAD = """# Configuration
 
@@ -38,7 +40,7 @@ rubato check rubato.yaml
 rubato serve --config rubato.yaml --set policy.fairness=0.1
 ```
 
-[Activate the environment](install.md#the-command) first. `--set KEY=VALUE` changes a key; dots lead into its settings.
+`--set KEY=VALUE` changes a key; dots lead into its settings.
 Text is taken letter by letter, and `KEY=` sets null. Other values are YAML. Unknown keys are errors.
 
 `rubato check` says what a configuration would run, and refuses what a start would refuse. It opens no port, asks no
@@ -67,10 +69,10 @@ TITLES = {"options": "option", "positional arguments": "argument"}  # argparse's
 
 def commands() -> str:
     """The page docs/commands.md."""
-    subparsers = next(action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    parsers = parser().own_parsers()
     parts = [COMMANDS_HEAD]
     for verb, about in VERBS.items():
-        own: argparse.ArgumentParser = subparsers.choices[verb]
+        own = parsers[verb]
         examples = importlib.import_module(f"rubato.cli.{verb}").EXAMPLES
         parts.append(f"## rubato {verb}\n\n{about[0].upper()}{about[1:]}.\n")
         lines = "\n".join(wrapped(f"rubato {verb} {words}".rstrip()) for words in examples)

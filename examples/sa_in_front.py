@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
-from rubato import SLO, BilinearModel
+from rubato import SLO
+from rubato.extend import BilinearModel
 from rubato.policies.sa import MappedRequest, order
 
 WORDS = (

@@ -11,7 +11,7 @@ import experiments
 from experiments.paper_page import bar, pages, read
 from rubato.cli import running
 from rubato.measure import results
-from rubato.planning.sweep import markdown
+from rubato.measure.tables import markdown
 
 RUNS = Path("docs/figures")  # the JSON of full runs
 
@@ -86,9 +86,9 @@ def _figure(args: argparse.Namespace) -> int:
         draw = getattr(figure, "draw", None)
         if draw is None:
             raise ValueError(f"figure {args.name!r} has no picture: leave out --plot")
-        from rubato.measure.plot import picture
+        from rubato.measure.pictures import on_one_axes
 
-        picture(args.plot, lambda axes: draw(data["data"], axes), data["about"])
+        on_one_axes(data["about"], lambda axes: draw(data["data"], axes)).save(args.plot)
     if file is not None:
         file.unlink()
     failed = experiments.failed(data)

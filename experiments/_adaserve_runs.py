@@ -32,8 +32,8 @@ from rubato.engines.simulated import Drafter, drafter
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.model_base import ModelBase
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware, running_mean
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload, scenarios, traces
@@ -117,7 +117,7 @@ def hardware(model: str, host: str = AS_STATED) -> Hardware:
 
 @dataclass(frozen=True)
 class Lookup(ModelBase):
-    """What the suffix drafter takes, measured (docs/serving.md): 0.04 ms for a chain of 8 tokens, 0.2 ms for a tree of
+    """What the suffix drafter takes, measured (docs/server.md): 0.04 ms for a chain of 8 tokens, 0.2 ms for a tree of
     depth 8 and width 3, one sequence after the other. A step is a layer of each; the first runs no prompt."""
 
     def step_time(self, shape: Shape) -> float:

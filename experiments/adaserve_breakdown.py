@@ -17,8 +17,8 @@ from experiments._timed_adaserve import Scheduler
 from rubato.core.events import Event, Stepped
 from rubato.latency.with_drafter import without_drafts
 from rubato.measure.confidence import over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.workloads import scenarios
 
 SOURCE = "AdaServe, §6.3 and Fig. 15"

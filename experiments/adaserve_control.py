@@ -22,8 +22,8 @@ from experiments import Found
 from experiments._adaserve_runs import JUDGE, KNEE, KNEE_NO_NEEDS, OURS, REAL, SEEDS, choice, offered, served
 from experiments._counting_adaserve import Scheduler as Counting
 from rubato.measure.confidence import over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 
 SOURCE = "AdaServe, §5.2 (adaptive control)"
 SECONDS = 200.0

@@ -17,8 +17,8 @@ import numpy as np
 from experiments import Found
 from experiments._adaserve_runs import JUDGE, JUDGES, MODELS, OURS, REAL, SEEDS, TTFT, choice, offered, served
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 
 SOURCE = "AdaServe, §6.2, taken apart"
 SECONDS = 200.0

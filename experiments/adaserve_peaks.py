@@ -37,8 +37,8 @@ from experiments._adaserve_runs import (
     with_ttft,
 )
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.workloads import Workload, scenarios
 
 SOURCE = "AdaServe, §6.3, Fig. 13 and 14"

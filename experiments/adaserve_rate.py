@@ -54,8 +54,8 @@ from experiments._host import AS_STATED
 from rubato.core.request import Request
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.workloads import Workload
 
 SOURCE = "AdaServe, §6.2, §6.3, Fig. 8, 9 and 12"

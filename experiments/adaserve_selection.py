@@ -18,8 +18,8 @@ from experiments._exhaustive_selection import NOTHING, UNBOUND, brute_force, met
 from rubato.core.plan import Tree
 from rubato.engines.simulated.acceptance import Process
 from rubato.measure.confidence import Estimate
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.policy_kit.draft_tree import select
 
 SOURCE = "AdaServe, §4.2, Algorithms 1 and 2"

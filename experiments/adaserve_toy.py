@@ -14,8 +14,8 @@ from experiments import Found
 from experiments._exhaustive_selection import optimal
 from rubato.core.plan import Tree
 from rubato.measure.confidence import Estimate
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.policy_kit.draft_tree import select
 
 SOURCE = "AdaServe, Fig. 5"

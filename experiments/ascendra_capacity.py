@@ -23,9 +23,9 @@ from experiments._host import AS_STATED, at_host
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import BenchResult
+from rubato.measure.tables import markdown
 from rubato.planning.capacity import crossing, e2e_p99, rate_or_zero
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware, running_mean
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload, scenarios

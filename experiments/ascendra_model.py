@@ -19,8 +19,8 @@ from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import profiles
 from rubato.latency.fit import blank
 from rubato.measure.confidence import over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import RunSpec, oracle_lengths, packaged_hardware
 from rubato.simulation.simulate import simulate_events
 from rubato.workloads import scenarios

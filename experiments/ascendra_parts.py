@@ -36,9 +36,9 @@ from rubato.core.request import SLO
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import BenchResult
+from rubato.measure.tables import markdown
 from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.policies import ascendra
 from rubato.simulation.run_spec import RunSpec, running_mean
 from rubato.simulation.simulate import simulate_events

@@ -19,8 +19,8 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.affine import Model
 from rubato.measure.confidence import Estimate
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.policies.ascendra import deadline
 from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.simulation.simulate import simulate_events

@@ -28,6 +28,7 @@ from experiments._rate_search import RateSearch, on_grid
 from rubato.core.plan import Shape
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.bound import NAMES, Offered
 from rubato.planning.bound.minorant import minorants
 from rubato.planning.bound.programme import Alike
@@ -35,7 +36,6 @@ from rubato.planning.bound.rows import Windows
 from rubato.planning.bound.work import work_of
 from rubato.planning.capacity import rate_or_zero
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload

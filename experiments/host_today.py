@@ -25,9 +25,9 @@ from experiments._polyserve_runs import BEFORE
 from experiments._slos_serve_runs import FULL, OURS, SMALL_SEARCH
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.judge.search import MEASURES
-from rubato.planning.sweep import markdown
 
 SOURCE = "ours, on SLOs-Serve, Fig. 9; PolyServe, Fig. 9; AdaServe, Fig. 8; Ascendra, Fig. 9"
 SECONDS = 2700.0

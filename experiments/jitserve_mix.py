@@ -23,8 +23,8 @@ from rubato.core.request import NOTHING
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.policies.jitserve import OUTPUT_WEIGHT
 from rubato.simulation.run_spec import RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate

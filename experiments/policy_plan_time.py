@@ -25,8 +25,8 @@ from rubato.core.interfaces import View
 from rubato.core.plan import ANY, Role, Tree
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.policies import describe, load
 from rubato.simulation.run_spec import Hardware, packaged_hardware
 from rubato.simulation.simulate import gc_paused

@@ -18,8 +18,8 @@ from experiments._fleet_roles import FleetRoles
 from experiments._polyserve_runs import CHUNKS, MODES, OURS, REPLICAS
 from experiments._rate_search import share
 from rubato.measure.confidence import over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.4 and Fig. 8"
 SECONDS = 150.0

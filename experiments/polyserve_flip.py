@@ -22,9 +22,9 @@ from experiments._guest import beside
 from experiments._polyserve_runs import OURS, REPLICAS, Tried
 from experiments.polyserve_goodput import ALL, HOST, PAPERS, POLYSERVE, SEEDS, SMALL, Table
 from rubato.measure.confidence import over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.judge.search import MEASURES
-from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.3 and Fig. 7"
 SECONDS = 900.0

@@ -25,11 +25,11 @@ from experiments import _polyserve_runs as runs
 from experiments._guest import beside
 from experiments._polyserve_runs import CHUNKS, OURS, REPLICAS, Tried, splits
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.capacity import rate_or_zero
 from rubato.planning.jobs import Job
 from rubato.planning.judge.search import MEASURES
 from rubato.planning.optimum import Mode
-from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.2 and Fig. 6"
 SECONDS = 6300.0

@@ -12,9 +12,9 @@ from typing import Any
 from experiments import Found
 from experiments._polyserve_runs import HOSTS, hardware
 from rubato.measure.confidence import Estimate
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.optimum import COSTS, StepParts, decode_limit
-from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §3.4 to §3.6, Fig. 2, 3 and 4"
 SECONDS = 0.1

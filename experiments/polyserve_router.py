@@ -20,8 +20,8 @@ from experiments._polyserve_runs import OURS
 from experiments._rate_search import share
 from rubato.core.clock import process_cpu_time
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.6"
 SECONDS = 223.0

@@ -16,8 +16,8 @@ from experiments import _polyserve_runs as runs
 from experiments._polyserve_runs import OURS, Tried
 from experiments.polyserve_goodput import ALL, mode_of
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.5 and Fig. 9"
 SECONDS = 400.0

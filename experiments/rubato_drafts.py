@@ -21,8 +21,8 @@ from experiments._rate_search import shares_of
 from rubato.engines.simulated import drafter
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import RunSpec, conditional_mean
 from rubato.simulation.simulate import simulate
 from rubato.workloads import scenarios

@@ -19,10 +19,10 @@ from experiments import Found
 from experiments._guest import beside
 from experiments._rubato_runs import GRID, NOISE, ScenarioTried
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.capacity import rate_or_zero
 from rubato.planning.jobs import Job
 from rubato.planning.judge.search import MEASURES
-from rubato.planning.sweep import markdown
 
 SOURCE = "ours; scenarios of SLOs-Serve, §6.1"
 SECONDS = 2500.0

@@ -24,9 +24,9 @@ from experiments._gate_loads import loads
 from experiments._gate_parts import PARTS, without
 from experiments._rubato_runs import hardware, recorded, served
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.request_source import ScenarioSource
-from rubato.planning.sweep import markdown
 from rubato.workloads import Workload
 
 SOURCE = "ours"

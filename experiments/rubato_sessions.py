@@ -17,8 +17,8 @@ from experiments._rubato_runs import NOISE
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import summarise, summarise_sessions
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import Hardware, RunSpec, conditional_mean, packaged_hardware
 from rubato.simulation.simulate import simulate
 from rubato.workloads import scenarios

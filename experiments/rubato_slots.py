@@ -19,9 +19,9 @@ from experiments._rate_search import share
 from rubato.core.events import Event, Finished, Preempted, Started
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.request_source import ScenarioSource
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate
 

@@ -35,8 +35,8 @@ from experiments.sa_gain import (
 from rubato.core.plan import Limits
 from rubato.latency import operation_count
 from rubato.latency.profiles.kernel_profiles import MODELS
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.simulation.simulate import simulate_events
 

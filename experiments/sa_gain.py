@@ -32,8 +32,8 @@ from rubato.core.request import Request
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import bilinear
 from rubato.measure.confidence import Estimate, over_seeds, wilson
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.policies import sa
 from rubato.simulation.run_spec import RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate_events

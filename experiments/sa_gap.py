@@ -17,8 +17,8 @@ from experiments import Found
 from experiments._exhaustive_mapping import exhaustive
 from rubato.latency import bilinear
 from rubato.measure.confidence import Estimate
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.policies.sa import Annealing, MappedRequest, Predicted, anneal
 from rubato.workloads import scenarios
 

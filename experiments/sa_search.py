@@ -19,8 +19,8 @@ from experiments.sa_gap import instance
 from rubato.core.clock import process_cpu_time
 from rubato.latency import bilinear
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.policies.sa import Annealing, Predicted, Solution, anneal
 
 SOURCE = "SA, Table 1, §5.2 and §5.5"

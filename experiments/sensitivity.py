@@ -29,10 +29,10 @@ from rubato.engines.simulated import Drafter
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.fleet_size_model import Faster
 from rubato.planning.jobs import Job
 from rubato.planning.request_source import ScenarioSource
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import Hardware, RunSpec, Truth, conditional_mean, packaged_hardware
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload, scenarios

@@ -39,8 +39,8 @@ from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import profiles
 from rubato.latency.least_squares import nnls
 from rubato.measure.confidence import Estimate
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload

@@ -21,8 +21,8 @@ from experiments import _slos_serve_runs as runs
 from experiments._slos_serve_runs import ALPHA, FULL, PAPERS, SMALL_SEARCH, CapacitySearch, Scale, drafter
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload, scenarios

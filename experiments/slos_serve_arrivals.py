@@ -16,8 +16,8 @@ import numpy as np
 from experiments import Found
 from experiments._slos_serve_runs import trace_files
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.workloads import traces
 from rubato.workloads.arrivals import Process
 from rubato.workloads.lengths import Floats

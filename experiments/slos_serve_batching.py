@@ -16,8 +16,8 @@ import numpy as np
 from experiments import Found
 from experiments._executed_batches import Replica, executed, jobs_of
 from rubato.measure.confidence import over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 
 SOURCE = "SLOs-Serve, Fig. 2 and §2.2"
 SECONDS = 10.0

@@ -28,9 +28,9 @@ from experiments._guest import beside, drafts
 from experiments._slos_serve_runs import FULL, OURS, PAPERS, SMALL_SEARCH, CapacitySearch, Scale, hardware
 from rubato.core.plan import Shape
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.capacity import LONG
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 
 SOURCE = "SLOs-Serve, Fig. 1, Fig. 9 and §6.1"
 SECONDS = 10100.0

@@ -18,9 +18,9 @@ from experiments import Found
 from experiments._slos_serve_runs import COARSE, PAPERS, CapacitySearch
 from rubato.core.plan import Shape
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.request_source import ScenarioSource
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import Hardware, packaged_hardware
 from rubato.workloads import scenarios
 from rubato.workloads.lengths import mean, of

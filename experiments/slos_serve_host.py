@@ -19,8 +19,8 @@ from experiments.slos_serve_capacity import CASES, OPT_ONE, PAPERS_TWO, PLAIN, R
 from rubato.core.plan import Shape
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.workloads import scenarios
 
 SOURCE = "ours, on SLOs-Serve, Fig. 9"

@@ -22,9 +22,9 @@ from rubato.core.plan import Sample, Shape
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
 

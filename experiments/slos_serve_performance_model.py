@@ -17,8 +17,8 @@ from experiments import Found
 from experiments._executed_batches import Replica, executed, jobs_of
 from rubato.latency.fit import blank, error_report
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.planning.sweep import markdown
 
 SOURCE = "SLOs-Serve, Fig. 10(b), §3.1.1 and §6.5"
 SECONDS = 45.0

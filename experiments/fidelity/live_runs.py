@@ -105,7 +105,7 @@ class LiveRig:
         """model: what its scheduler believes, and a simulated engine does."""
         config: dict[str, object] = {
             "model": self.model,
-            "served_name": "fidelity",
+            "served_model_name": "fidelity",
             "engine": dict(self.engine),
             "policy": {"name": policy, **settings},
             "max_in_flight": IN_FLIGHT,

@@ -7,7 +7,6 @@ import shlex
 import pytest
 
 from rubato.cli.main import VERBS, main, parser
-from rubato.cli.parsing import Parser
 
 MISTAKES = [
     ("serv", "rubato: unknown command 'serv': did you mean 'serve'? See `rubato --help`"),
@@ -19,6 +18,7 @@ MISTAKES = [
     ("serve a b", "rubato serve: unexpected argument 'b'; see"),
     ("plan --chat 300", "rubato plan: argument --chat: '300': give TTFT and TPOT in ms, such as 1000,80; see"),
     ("plan --chat 300,x", "give TTFT and TPOT in ms, such as 1000,80 (could not convert string to float: 'x'); see"),
+    ("serve --kv-cache-memory-bytes 4GB", "'4GB': give bytes, such as 4G or 4294967296; see"),
     ("plan --kind mix.yaml", "unknown option --kind: did you mean '--kinds'?"),  # no abbreviations
 ]
 
@@ -43,9 +43,7 @@ def test_the_help_of_a_verb_explains_every_option_and_has_examples(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = parser({verb})
-    (subparsers,) = commands._subparsers._group_actions  # type: ignore[union-attr]
-    own = subparsers.choices[verb]  # type: ignore[index]
-    assert isinstance(own, Parser)
+    own = commands.own_parsers()[verb]
     assert not [action.option_strings for action in own._actions if not action.help]
     text = own.format_help()
     assert "%%" not in text
@@ -68,7 +66,10 @@ def test_no_words_get_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     ("vllms", "ours"),
     [
         ("bench http://a --request-rate 3 --num-prompts 5 --max-concurrency 2", "rate=3.0 count=5 concurrency=2"),
-        ("serve --engine vllm --tensor-parallel-size 2", "tensor_parallel=2"),
+        ("serve --served-model-name m --tensor-parallel-size 2", "served_model_name=m tensor_parallel_size=2"),
+        ("serve --kv-cache-memory-bytes 4G", "kv_gib=4.0"),
+        ("serve --kv-cache-memory-bytes 2147483648", "kv_gib=2.0"),
+        ("profile --kv-cache-memory-bytes 512M", "kv_gib=0.5"),
     ],
 )
 def test_options_are_known_by_vllms_names(vllms: str, ours: str) -> None:

@@ -41,6 +41,7 @@ OPTIONS = [
     (["serve"], "--host", "host"),
     (["serve"], "--event-log", "event_log"),
     (["serve"], "--engine", "engine.name"),
+    (["serve"], "--served-model-name", "served_model_name"),
     (["serve"], "--policy", "policy.name"),
     (["serve"], "--router", "router.name"),
     (["serve"], "--ray-address", "fleet.settings.address"),
@@ -67,7 +68,7 @@ def test_an_option_of_text_given_anything_keeps_it(
 @pytest.mark.parametrize(
     "path",
     [
-        "model", "served_name", "host", "event_log", "step_log", "policy.name", "engine.kind", "tls.cert",
+        "model", "served_model_name", "host", "event_log", "step_log", "policy.name", "engine.kind", "tls.cert",
         "tls.key_password", "tenants.a.key_file", "tenants.a.keys_env",
     ],
 )  # fmt: skip

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from rubato import policies
 from rubato.config.build import drafter_of, latency_of, link_of, simulation_limits
@@ -19,13 +18,12 @@ from rubato.engines.vllm.sequence import KEYS
 from rubato.engines.vllm.settings import Settings, settings_of
 from rubato.frontdoor.admission import OURS
 from rubato.frontdoor.errors import ApiError
-from rubato.frontdoor.metrics import Metrics, SLOMetrics
+from rubato.frontdoor.slo_body import SLOBody
 from rubato.frontdoor.slo_fields import KNOWN_HEADERS
 from rubato.frontdoor.tenants import tenants_of
 from rubato.latency import profiles
 from rubato.serving import schemas
 from rubato.serving.serve import build
-from rubato.serving.vllm_reports import PluginMetrics
 from tests.docs.pages import PAGES, blocks, fenced, prose
 
 EXAMPLES = [(page, text) for page in PAGES for text in fenced(page, "yaml")]
@@ -56,20 +54,12 @@ def test_the_operators_example_builds(tmp_path: Path, monkeypatch: pytest.Monkey
     pytest.importorskip("torch")
     (tmp_path / "keys").write_text("sk-ops\n")
     monkeypatch.setenv("ACME_KEYS", "sk-acme")
-    (example,) = fenced("serving.md", "yaml")
+    (example,) = fenced("server.md", "yaml")
     (tmp_path / "rubato.yaml").write_text(example.replace("/run/secrets/ops", str(tmp_path / "keys")))
     config = load(tmp_path / "rubato.yaml")
     assert [tenant.name for tenant in tenants_of(config)] == ["acme", "ops"]
     engines, _ = build(config, VirtualClock())
     assert len(engines) == 1
-
-
-def test_metrics_are_named_all_of_them() -> None:
-    exposed = set(re.findall(r"^# TYPE (\S+)", Metrics("m", list, lambda: 0).text().decode(), re.MULTILINE))
-    section = PAGES["operations.md"].split("## Metrics\n")[1].split("\n## ")[0]
-    of_vllm = section.split("From vLLM:")[1]
-    named = {f"vllm:{name}" for name in re.findall(r"`(\w+)`", of_vllm)}
-    assert named | set(column("operations.md", "## Metrics")) == exposed
 
 
 @pytest.mark.parametrize("name", sorted(schemas.UNSUPPORTED))
@@ -81,7 +71,7 @@ def test_a_field_that_is_not_supported_is_refused(name: str) -> None:
 
 
 def test_what_is_not_supported_is_named_all_of_it() -> None:
-    assert sorted(column("serving.md", "## What it does not support", 1)) == sorted(schemas.UNSUPPORTED)
+    assert sorted(column("http-api.md", "## Unsupported fields", 1)) == sorted(schemas.UNSUPPORTED)
 
 
 @pytest.mark.parametrize(
@@ -102,28 +92,27 @@ def test_architectures_are_named_all_of_them() -> None:
     pytest.importorskip("torch")
     from rubato_torch.model_config import FAMILIES
 
-    section = PAGES["serving.md"].split("## What it does not support\n")[1]
+    section = PAGES["server.md"].split("## Models\n")[1]
     assert set(re.findall(r"`(\w+ForCausalLM)`", section)) == set(FAMILIES)
 
 
 def test_settings_and_keys_inside_vllm() -> None:
     page = "vllm.md"
-    assert set(column(page, "# Our schedulers inside vLLM")) == set(Settings.__dataclass_fields__)
-    ways, section = column(page, "## SLOs, tiers and tenants"), PAGES[page].split("## SLOs, tiers and tenants\n")[1]
-    (row,) = [line for line in section.splitlines() if line.startswith("| `vllm_xargs`")]
-    assert re.findall(r"`(slo_\w+)`", row) == list(KEYS)
-    (row,) = [line for line in section.splitlines() if line.startswith("| `x-slo-")]
-    assert set(re.findall(r"`(x-[\w-]+)`", row)) == set(KNOWN_HEADERS)
-    assert set(OURS) | {"vllm_xargs"} <= set(ways)
-    metrics = PluginMetrics(CollectorRegistry(), counts=True).registry.collect()
-    shown = {name.removesuffix("_total") for name in column(page, "## Watching it")}
-    assert shown == {m.name for m in metrics} - {m.name for m in SLOMetrics(CollectorRegistry()).registry.collect()}
-    (shell,) = blocks(page, "pip install")
+    assert set(column(page, "## Settings")) == set(Settings.__dataclass_fields__)
+    shell = blocks(page, "pip install")[0]
     for flag in ("--scheduler-cls ", "--middleware "):
         name, _, attribute = shell.split(flag)[1].split()[0].rpartition(".")
         assert callable(getattr(importlib.import_module(name), attribute))
     (given,) = re.findall(r"--additional-config '(.*)'", shell)
     assert settings_of(json.loads(given)).config == "rubato.yaml"
+
+
+def test_ways_to_state_an_slo_are_named_all_of_them() -> None:
+    ways, names = column("http-api.md", "## State an SLO"), column("http-api.md", "## State an SLO", 1)
+    assert set(OURS) | {"vllm_xargs"} == set(ways)
+    assert [name for name in names if name.startswith("slo_")] == list(KEYS)
+    assert {name for name in names if name.startswith("x-")} == set(KNOWN_HEADERS)
+    assert [name for name in names if not name.startswith(("slo_", "x-"))] == list(SLOBody.model_fields)
 
 
 def test_policies_and_profiles_are_named_all_of_them() -> None:

@@ -251,7 +251,7 @@ def test_commands_are_understood() -> None:
         options = set(subcommands()[words[0]]._option_string_actions)
         if words[0] == "serve" and "--ray-address" not in options:  # servers on Ray are to come
             given = {word for word in words if word.startswith("--")}
-            assert given - {"--engine", "--tensor-parallel", "--ray-address"} <= options
+            assert given - {"--engine", "--tensor-parallel-size", "--ray-address"} <= options
         else:
             rubato_parser().parse_args(words)
     text = (DEPLOY / "gateway.Dockerfile").read_text(encoding="utf-8")
@@ -440,5 +440,5 @@ def test_secrets_and_folders_of_the_page_are_those_of_the_manifests() -> None:
     }
     keys = {tenant.keys_env for tenant in load(FOUR / "rubato.yaml").tenants.values()}
     assert set(re.findall(r"--from-literal=(\w+_KEYS)=", text)) == keys
-    assert "create secret generic rubato-link --from-literal=token=" in text.replace("\\\n        ", "")
+    assert "create secret generic rubato-link --from-literal=token=" in text.replace("\\\n    ", "")
     assert isinstance(load(BASE / "rubato.yaml"), Config)

@@ -1,4 +1,4 @@
-"""docs/file_map.md, api.md, commands.md and configuration.md say what the code says of itself."""
+"""The generated pages of docs/ say what the code says of itself."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ def test_the_page_of_settings_is_what_the_configuration_has() -> None:
     reference = script("reference")
     page = (reference.DOCS / "configuration.md").read_text(encoding="utf-8")
     assert page == reference.configuration(), "run `make api`"
+
+
+def test_the_page_of_metrics_is_what_is_exported() -> None:
+    metrics = script("metrics")
+    assert metrics.PAGE.read_text(encoding="utf-8") == metrics.page(), "run `make api`"
 
 
 @pytest.mark.parametrize(

@@ -128,11 +128,11 @@ def test_contributing_fits_a_page() -> None:
     assert len((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()) <= 110
 
 
-def test_the_threat_model_fits_a_page_and_states_the_defaults() -> None:
-    page = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
+def test_the_page_on_security_fits_a_page_and_states_the_defaults() -> None:
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     assert len(page.splitlines()) <= 120
     config = Config()
     assert f"`max_body_bytes`, {config.max_body_bytes >> 20} MiB" in page
     assert f"`max_choices`, {config.max_choices} |" in page
     assert f"`stall_seconds` ({config.stall_seconds:g} s)" in page
-    assert "](docs/threat-model.md)" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    assert "](docs/security.md)" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")

@@ -102,7 +102,7 @@ def test_ranges_have_both_ends_and_pin_nothing() -> None:
 
 
 def test_extras_are_those_of_the_page() -> None:
-    assert set(column("install.md", "## What `pip install` brings")) - {"rubato-llm"} == set(EXTRAS)
+    assert set(column("install.md", "## With pip")) == set(EXTRAS)
 
 
 def test_all_but_the_kernel_tables_come_with_dev() -> None:

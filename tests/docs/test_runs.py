@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with servers(tmp_path_factory.mktemp("docs")) as start:
         yield start(
             policy=str(policy),
-            served_name="SmolLM2-135M-Instruct",
+            served_model_name="SmolLM2-135M-Instruct",
             engine={"kind": "simulated", "max_model_len": 1024},
             latency={"kind": "affine", "k": [0.0, 0.0], "b": [0.001, 0.0]},
         )
@@ -59,7 +59,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     kinds = blocks("workloads.md", "tiers:")[0]
     Path("mix.yaml").write_text(re.sub(r"^ *- \{app: search.*\n?", "", kinds, flags=re.MULTILINE))  # has no texts
     Path("trace.csv").write_text("t_s,input_tokens,output_tokens\n" + "".join(f"{i},300,20\n" for i in range(20)))
-    Path("slos.yaml").write_text(blocks("choosing-an-slo.md", "tiers:")[0])
+    Path("slos.yaml").write_text(blocks("slos.md", "tiers:")[0])
     Path("my_policy.py").write_text(fenced("policies.md", "python")[0])
     Path("loads").mkdir()
     shutil.copy(ROOT / "tests" / "latency" / "serving_iterations.csv", "steps.csv")
@@ -75,9 +75,7 @@ def log_of_steps(workload: str) -> None:
                 log(event)
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "benchmarking.md", "capacity.md", "choosing-an-slo.md", "compare.md", "latency.md"]
-)
+@pytest.mark.parametrize("page", ["README.md", "benchmarking.md", "capacity.md", "slos.md", "compare.md", "latency.md"])
 def test_commands_work(page: str, desk: Path, server: Server) -> None:
     pytest.importorskip("matplotlib")
     assert main(["workload", "-o", "first.jsonl", "--rate", "10", "--duration", "3"]) == 0
@@ -101,7 +99,7 @@ def test_the_plan_prints_what_the_page_shows(desk: Path, capsys: pytest.CaptureF
 
 
 def test_an_infeasible_slo_is_answered_as_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    page = PAGES["choosing-an-slo.md"]
+    page = PAGES["slos.md"]
     (said,) = re.findall(r"^> (.*)$", page, re.MULTILINE)
     (example,) = re.findall(r"^With .* the answer is an error:$", page, re.MULTILINE | re.DOTALL)
     words = [word for span in re.findall(r"`(--[^`]+)`", example) for word in span.split()]
@@ -110,7 +108,7 @@ def test_an_infeasible_slo_is_answered_as_the_page_says(capsys: pytest.CaptureFi
 
 
 def test_the_clients_example_is_answered(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    example = fenced("serving.md", "python")[0]
+    example = fenced("http-api.md", "python")[0]
     exec(example.replace("http://127.0.0.1:8000", server.url), {})
     text, verdict = capsys.readouterr().out.splitlines()
     assert text

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rubato.frontdoor.body_fields import BOM
 from rubato.frontdoor.paths import GENERATE
 from tests.stubs.vllm_app import VLLM
-from tests.stubs.vllm_server import MemoryReply, StubServer, _page
+from tests.stubs.vllm_server import MemoryReply, StubServer, memory
 
 BY_SERVER = "x-stub"  # a header of each of their responses
 
@@ -53,7 +53,7 @@ class StrictServer(StubServer):
                 body = _as_vllm_reads(path.partition("?")[0], body)
             reply = await super().open(method, path, headers, body, **more)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            reply = _page(400, {"error": {"message": str(error)}})
+            reply = memory(self.page(400, {"error": {"message": str(error)}}))
         reply.headers.append((BY_SERVER, "1"))
         return reply
 

@@ -242,7 +242,8 @@ def main() -> None:
             continue
         config = {
             **chosen,
-            "model": args.model, "served_name": "m", "replicas": 2, "port": 0, "tiers": TIERS, "default_tier": "chat",
+            "model": args.model, "served_model_name": "m", "replicas": 2, "port": 0, "tiers": TIERS,
+            "default_tier": "chat",
             "fleet": {"kind": "ray", "num_gpus": 0},
             "engine": {
                 "kind": "vllm", "python": args.python, "start_seconds": READY, "plugin": {"stand_aside": False},

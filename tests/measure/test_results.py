@@ -8,7 +8,7 @@ import pytest
 
 from rubato.core.request import SLO
 from rubato.core.slo import judge
-from rubato.measure import compare, plot, results
+from rubato.measure import compare, pictures, plot, results
 from rubato.measure.records import (
     BenchResult,
     ClientLoad,
@@ -181,25 +181,24 @@ def test_equal_workloads_have_equal_fingerprints():
 def test_the_picture_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "runs.png"
-    plot.plot(
-        path, [steady("a", 10), steady("a", 10), steady("b", 2), run("c", ["refused"] * 240, steady("b", 2).workload)]
-    )
+    runs = [steady("a", 10), steady("a", 10), steady("b", 2), run("c", ["refused"] * 240, steady("b", 2).workload)]
+    plot.picture_of_runs(runs).save(path)
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n")
     assert len(data) > 20_000
     with pytest.raises(ValueError, match="one or more runs"):
-        plot.plot(path, [])
+        plot.picture_of_runs([])
 
 
 def test_attainment_is_drawn_for_a_light_and_a_dark_page(tmp_path):
     pytest.importorskip("matplotlib")
     drawn = []
-    for ink in (plot.CLEAR, plot.DARK, plot.DARK):
-        plot.plot_attainment(tmp_path / "runs.svg", [steady("a", 10), steady("b", 2)], ink)
+    for ink in (pictures.CLEAR, pictures.DARK, pictures.DARK):
+        plot.picture_of_attainment([steady("a", 10), steady("b", 2)]).save(tmp_path / "runs.svg", ink)
         drawn.append((tmp_path / "runs.svg").read_text())
     light, dark, again = drawn
     assert "<svg" in light
-    assert plot.DARK.text.lower() in dark
-    assert plot.DARK.text.lower() not in light
+    assert pictures.DARK.text.lower() in dark
+    assert pictures.DARK.text.lower() not in light
     assert dark == again
     assert not any("<dc:date>" in svg for svg in drawn)

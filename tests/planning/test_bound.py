@@ -225,7 +225,7 @@ def test_a_target_that_some_can_never_reach_is_out_of_reach_at_every_rate() -> N
     result = run(BoundQuestion(Given(offered(requests)), MACHINE, (0,), tolerance=0.1), workers=1)
     found = {alike: own.value for alike, own in result.estimates().items()}
     assert found["anybody"] > 0.0 == found["lottery"]
-    assert "at no rate | some never can be" in " ".join(result.text().split())
+    assert "at no rate | some never can be" in " ".join(result.table().split())
 
 
 def test_deadlines_that_are_long_for_the_period_are_noted() -> None:

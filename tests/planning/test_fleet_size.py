@@ -93,7 +93,7 @@ def test_the_answer_does_not_depend_on_the_guess(
 ) -> None:
     monkeypatch.setattr(fleet_size, "guess", lambda question: guessed)
     other = fleet_size.plan(QUESTION, workers=1)
-    assert replace(other, done=plan.done) == plan
+    assert replace(other, done=plan.done, tried=plan.tried) == plan
 
 
 def test_noconstraint_that_was_tried_is_in_vain_where_the_guess_is_right(plan: FleetPlan) -> None:
@@ -143,8 +143,8 @@ def test_kv_binds_where_it_is_scarce() -> None:
 
 
 def test_text_and_json_say_it(plan: FleetPlan) -> None:
-    text = plan.text()
-    assert f"**{plan.replicas} replicas of test** ({plan.gpus} GPUs), policy sarathi, attain 90 %" in text
+    text = plan.table()
+    assert f"**{plan.replicas} replicas of test ({plan.gpus} GPUs) attain 90 % of requests with policy sarathi" in text
     assert "What binds:" in text
     assert "Cost at 3.6 a GPU-hour" in text
     data = plan.to_json()
@@ -157,7 +157,7 @@ def test_one_replica_is_enough_for_little() -> None:
     found = fleet_size.plan(FleetQuestion(replace(mix(40), rate=0.5), spec(), seeds=(2, 4)), workers=1)
     assert (found.replicas, found.decided, found.binds) == (1, True, [])
     assert found.with_one_fewer.value == 0.0
-    assert "What binds" not in found.text()
+    assert "What binds" not in found.table()
     assert found.cost is None
 
 
@@ -194,8 +194,8 @@ def test_where_the_mean_of_one_fewer_attains_noconstraint_is_said_to_bind(monkey
     monkeypatch.setattr(fleet_size, "guess", lambda question: 2)
     found = fleet_size.plan(FleetQuestion(replace(mix(40), rate=0.5), spec(), seeds=(4, 4)), workers=1)
     assert (found.replicas, found.decided, dict(found.relaxed), found.binds) == (3, False, {}, [])
-    assert "What binds cannot be told: in the mean, 2 replicas would do." in found.text()
-    assert "is on the safe side" in found.text()
+    assert "What binds cannot be told: in the mean, 2 replicas would do." in found.table()
+    assert "is on the safe side" in " ".join(found.notes)
 
 
 def test_a_faster_model_is_consistent() -> None:

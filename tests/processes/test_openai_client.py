@@ -22,7 +22,7 @@ TIERS = {"interactive": {"ttft_ms": 5000, "tpot_ms": 500}, "never": {"ttft_ms": 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with servers(tmp_path_factory.mktemp("openai")) as start:
-        yield start(tiers=TIERS, served_name="little", max_body_bytes=100_000)
+        yield start(tiers=TIERS, served_model_name="little", max_body_bytes=100_000)
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +228,7 @@ def test_an_engine_failure_is_an_internal_error_and_ends_a_stream(start: Start) 
 
 def test_a_real_model_on_the_torch_engine(start: Start) -> None:
     engine = {"kind": "torch", "kv_gib": 0.25, "threads": 2}
-    server = start(model="bundled", engine=engine, latency={"kind": "affine"}, served_name="smol")
+    server = start(model="bundled", engine=engine, latency={"kind": "affine"}, served_model_name="smol")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=2 * TIMEOUT) as client:
         question: Any = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
         options: dict[str, Any] = {"model": "smol", "messages": question, "max_tokens": 24, "temperature": 0}

@@ -39,8 +39,8 @@ async def test_every_metric_and_label_of_the_rules_is_exported(at: Edge) -> None
             check(case["name"], line["series"], there)
 
 
-def test_the_page_on_operations_has_every_alert() -> None:
-    page = (DOCS / "operations.md").read_text().split("## Alerts\n")[1].split("\n## ")[0]
+def test_the_page_on_operating_has_every_alert() -> None:
+    page = (DOCS / "operate.md").read_text().split("## Alerts\n")[1].split("\n## ")[0]
     said = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", page, re.MULTILINE))
     assert {rule["alert"]: rule["labels"]["severity"] for rule in rules("alert")} == said
 

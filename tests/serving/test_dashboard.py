@@ -102,8 +102,8 @@ def test_the_panels_of_the_dashboard_have_a_place_each() -> None:
 
 @on(edge)
 async def test_a_draining_server_is_alive_but_not_ready(at: Edge) -> None:
-    """The probes of docs/operations.md: it is sent no more requests, and it is not restarted."""
-    page = (DOCS / "operations.md").read_text()
+    """The probes of docs/operate.md: it is sent no more requests, and it is not restarted."""
+    page = (DOCS / "operate.md").read_text()
     probes = dict(re.findall(r"(\w+)Probe:.*\n +httpGet: {path: ([\w/]+),", page))
     assert set(probes) == {"startup", "readiness", "liveness"}
     assert {(await at.http.get(path)).status_code for path in probes.values()} == {200}

@@ -30,6 +30,7 @@ from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.latency.affine import Model
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.asgi_client import HEAD_AT
+from rubato.serving.board import FRESH_S
 from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.wire.messages import Report
 from tests.scenario import on
@@ -86,6 +87,12 @@ class Fleet:
         """The sum over its series."""
         lines = (await self.http.get("/metrics")).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    async def row(self) -> dict[str, Any]:
+        """The one request in flight, as the board has it."""
+        board = (await self.http.get("/board.json")).json()
+        (row,) = board["requests"]
+        return dict(zip(board["request_columns"], row, strict=True))
 
     def of(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -675,22 +682,30 @@ async def test_a_miss_at_a_server_without_the_link_is_put_down_to_what_is_known(
     late = asyncio.create_task(fleet.complete(slo=slo))
     await asyncio.sleep(5.0)
     assert not fleet.cluster.hosts
+    (gone,) = (await fleet.http.get("/board.json")).json()["replicas"]
+    assert (gone["id"], gone["state"], gone["url"]) == ("r0", "lost", "http://s0")
     fleet.servers[0].down = False
     assert (await late).json()["rubato"]["cause"] == "queue"  # it waited in the gateway
+    await asyncio.sleep(FRESH_S)
     board = (await fleet.http.get("/board.json")).json()
-    assert [miss["cause"] for miss in board["misses"]] == ["queue", "not reported"]
-    assert [(one["reported"], one["age_ms"]) for one in board["replicas"]] == [(False, None)]
+    assert sorted(group["cause"] for group in board["misses"]) == ["not reported", "queue"]
+    assert [(r["link"], r["url"], r["age_ms"]) for r in board["replicas"]] == [("counted", "http://s0", None)]
+    assert [(flag["kind"], flag["replica"]) for flag in board["flags"]] == [
+        ("lost", "r1"), ("placed again", "r1"), ("joined", "r1"),
+    ]  # fmt: skip
 
 
 @on(gateway, linked=False, servers=1)
 async def test_a_request_that_decodes_at_a_server_without_the_link_is_shown_to_run(fleet: Fleet) -> None:
     asked = asyncio.create_task(fleet.complete(max_tokens=20))
     await asyncio.sleep(0.05)
-    (row,) = (await fleet.http.get("/board.json")).json()["requests"]
+    row = await fleet.row()
     assert (row["state"], row["why"]) == ("waiting", "sent to r0: nothing has come of it yet")
+    assert row["phases"] == ["r", 50]
     await asyncio.sleep(0.6)
-    (row,) = (await fleet.http.get("/board.json")).json()["requests"]
+    row = await fleet.row()
     assert (row["state"], row["why"]) == ("running", "running at r0, 6 of 20")
+    assert row["phases"] == ["r", 100, "d", 550]
     page = (await fleet.http.get(f"/debug/requests/{row['id']}")).json()
     now = page["choices"][0]["now"]
     assert (now["in"], now["pending_tokens"], now["kv_blocks"], now["position"]) == ("running", None, None, None)

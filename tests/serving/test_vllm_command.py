@@ -27,8 +27,8 @@ def plugin(**given: Any) -> dict[str, Any]:
 
 
 def test_all_that_is_said_reaches_the_server() -> None:
-    engine = {"kind": "vllm", "python": "/opt/v/python", "tensor_parallel": 2, "args": ["--max-model-len=512"]}
-    said = words(engine=engine, served_name="m", prefix_cache=False, policy={"name": "edf", "safety_margin": 0.2})
+    engine = {"kind": "vllm", "python": "/opt/v/python", "tensor_parallel_size": 2, "args": ["--max-model-len=512"]}
+    said = words(engine=engine, served_model_name="m", prefix_cache=False, policy={"name": "edf", "safety_margin": 0.2})
     assert said[:3] == ["/opt/v/python", "-m", "vllm.entrypoints.openai.api_server"]
     assert {
         "--model=a/model", "--host=10.0.0.7", "--port=8123", "--scheduler-cls=rubato.vllm.Scheduler",
@@ -63,8 +63,8 @@ def test_each_start_has_a_key_of_its_own_unless_one_is_given() -> None:
     ("engine", "says"),
     [
         ({"args": "--api-key=hush"}, r"engine\.args: give a list of vLLM's flags, such as \['--max-model-len=4096'\]$"),
-        ({"args": ["-tp", "2"]}, r"engine\.args: leave -tp out: set engine\.tensor_parallel"),
-        ({"tensor_parallel": True}, "give a number of GPUs, 1 or more"),
+        ({"args": ["-tp", "2"]}, r"engine\.args: leave -tp out: set engine\.tensor_parallel_size"),
+        ({"tensor_parallel_size": True}, "give a number of GPUs, 1 or more"),
         ({"python": ""}, r"engine\.python is '': give the path of an interpreter"),
         ({"env": {"A": 1}}, r"engine\.env: give environment variables, each a string"),
         ({"plugin": []}, r"engine\.plugin is \[\]: give settings of the plug-in"),

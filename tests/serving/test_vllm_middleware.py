@@ -236,7 +236,8 @@ def state_of_vllm(additional: dict[str, Any]) -> SimpleNamespace:
     config = SimpleNamespace(
         additional_config=additional,
         scheduler_config=SimpleNamespace(max_num_seqs=4),
-        model_config=SimpleNamespace(max_model_len=LONGEST),
+        model_config=SimpleNamespace(max_model_len=LONGEST, served_model_name="m"),
+        cache_config=SimpleNamespace(block_size=16),
         parallel_config=parallel,
     )
     args = SimpleNamespace(

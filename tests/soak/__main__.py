@@ -81,7 +81,7 @@ class Result:
 
 def config(policy: str, engine: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     return {
-        "policy": policy, "engine": engine, "served_name": "soak", "stall_seconds": STALL_SECONDS,
+        "policy": policy, "engine": engine, "served_model_name": "soak", "stall_seconds": STALL_SECONDS,
         "step_timeout_seconds": 5, "tiers": {"chat": {"ttft_ms": 2000, "tpot_ms": 200}}, "default_tier": "chat",
         "tenants": {name: {"keys": [key], **({"tiers": ["chat"]} if name == "shop" else {})}
                     for name, key in KEYS.items()},

@@ -34,6 +34,6 @@ def _row_of(path: str) -> str:
 
 def documented_paths() -> dict[str, str]:
     """Who may use each path, by docs/vllm.md."""
-    section = DOCS.read_text().partition("### Which paths make work")[2].partition("\n#")[0]
+    section = DOCS.read_text().partition("### Paths with tenants")[2].partition("\n#")[0]
     rows = [line.strip("| ").split(" | ", 1) for line in section.splitlines() if line.startswith("| ")]
     return {path: who.partition(":")[0] for who, paths in rows for path in re.findall(r"`(/[^`]*)`", paths)}

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import os
 
-from rubato.cli import common_options, workload_options
+from rubato.cli import answers, workload_options
 from rubato.core.server_url import check_url
 from rubato.measure import goodput, http_client, load_generator
 
@@ -43,7 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--allow-late", action="store_true", help="exit 0 also when the run is invalid")
     parser.add_argument("--no-progress", action="store_true", help="say nothing until the results")
-    common_options.result_options(parser)
+    answers.add(parser, records=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         )
         for load in loads
     ]
-    common_options.report(args, runs)
+    answers.give_runs(args, runs)
     return 0 if all(run.valid for run in runs) or args.allow_late else 1
 
 

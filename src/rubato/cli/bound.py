@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rubato.cli import running, simulation_options
+from rubato.cli import answers, simulation_options
 from rubato.config.schema import load
 from rubato.engines.simulated import step_noise
 from rubato.planning import bound
@@ -65,5 +65,5 @@ def run(args: argparse.Namespace) -> int:
         config.prefix_cache,
     )
     outcome = bound.run(question, **simulation_options.how(args))
-    running.write_answer(args, "Bound", outcome.text(), outcome.to_json(), outcome.notes)
+    answers.give(args, outcome)
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rubato.cli import common_options, running, simulation_options
+from rubato.cli import answers, common_options, simulation_options
 from rubato.planning import capacity
 
 EXAMPLES = (
@@ -39,5 +39,5 @@ def run(args: argparse.Namespace) -> int:
         source, specs, tuple(args.seeds), tuple(args.targets), args.tolerance, args.start
     )
     outcome = capacity.run(question, **simulation_options.how(args))
-    running.write_answer(args, "Capacity", outcome.text(), outcome.to_json(), outcome.notes)
+    answers.give(args, outcome)
     return 0

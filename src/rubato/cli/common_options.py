@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import math
+import re
+from typing import Any
 
-from rubato.cli.running import write
 from rubato.core.request import SLO
 from rubato.workloads.request_kinds import USUAL_SLOS, Kind, usual_kinds
 
-if TYPE_CHECKING:
-    from rubato.measure.records import BenchResult
+TIERS = (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300))  # default TTFT and TPOT, ms
 
 
 class Once(argparse.Action):
@@ -60,6 +59,16 @@ def slo(text: str) -> SLO:
         raise argparse.ArgumentTypeError(f"{expected} ({error})") from error
 
 
+def gib(text: str) -> float:
+    """GiB of a number of bytes as vLLM reads it: 4G and 4096M are binary, 4g and 4000m decimal."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r}: give bytes, such as 4G or 4294967296")
+    step = 1024.0 if found[2].isupper() else 1000.0
+    power = " kmgt".index(found[2].lower() or " ")
+    return float(found[1]) * math.pow(step, power) / 2**30
+
+
 def seeds(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -72,22 +81,3 @@ def numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: give numbers, such as 1,2.5,4") from error
-
-
-def result_options(parser: argparse.ArgumentParser) -> None:
-    """Where the results of runs are written (see `report`)."""
-    options = parser.add_argument_group("results")
-    options.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
-    options.add_argument("--plot", metavar="FILE", help="write a PNG")
-    options.add_argument("--records", metavar="FILE", help="write one JSON line per request")
-
-
-def report(args: argparse.Namespace, runs: Sequence[BenchResult]) -> None:
-    """The table of runs, and the files that `result_options` was told."""
-    from rubato.measure import plot, results  # NumPy and the drawing come with them
-
-    write(args.json, results.table(runs), results.dumps(runs))
-    if args.records:
-        results.write_records(args.records, runs)
-    if args.plot:
-        plot.plot(args.plot, runs)

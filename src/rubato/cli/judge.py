@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 from rubato import policies
-from rubato.cli import common_options, running, simulation_options, trace_options
+from rubato.cli import answers, common_options, simulation_options, trace_options
 from rubato.config.schema import load as configured
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.planning import judge
@@ -56,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
     how = LoadOptions(args.profile or "", machine, args.seeds, args.ttft, trace_options.asked(args))
     question = judge.JudgeQuestion(read(args.folder, how), lambda hardware: _specs(args, hardware), args.seeds)
-    outcome = judge.run(question, **simulation_options.how(args))
-    running.write_answer(args, "Judged", outcome.text(), outcome.to_json(), outcome.notes)
+    answers.give(args, judge.run(question, **simulation_options.how(args)))
     return 0
 
 

@@ -30,6 +30,7 @@ VERBS = {
     "plan": "find the smallest fleet that attains a share of a trace's requests, its cost and what binds it",
     "demo": "serve three tiers of requests with a real model on this machine, policy against policy",
     "profile": "make a hardware profile: measure a model, or read kernel tables",
+    "completion": "print a script that completes commands, options and names in your shell",
     "policies": "list policies; with NAME, what it is for, its settings and its source",
 }
 
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb and verb not in VERBS:
         commands.error(f"unknown command {verb!r}{nearest(verb, VERBS)}")
     args = commands.parse_args(words or ["--help"])
+    args.words = words  # as typed, for a report
     return running.carried_out(f"rubato {args.command}", args, args.run)
 
 

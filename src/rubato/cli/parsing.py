@@ -57,6 +57,11 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unexpected argument {left[0]!r}")
         return found, left
 
+    def own_parsers(self) -> dict[str, Parser]:
+        """The parser of each verb."""
+        (verbs,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        return dict(verbs.choices)
+
     @property
     def long_options(self) -> list[str]:
         return [option for option in self._option_string_actions if option.startswith("--")]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 
-from rubato.cli import running, simulation_options
+from rubato.cli import answers, simulation_options
 from rubato.planning import fleet_size, optimum
 from rubato.planning.fleet_size_model import FleetQuestion
 
@@ -42,9 +41,8 @@ def run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
     if args.optimum:
         load = simulation_options.source(args, machine, args.rate, drawn=False).make(0)
-        best = [optimum.optimum(load, machine.model, machine.limits, mode) for mode in optimum.COSTS]
-        data = {"hardware": machine.describe(), "optimum": [asdict(o) | {"rate": o.rate} for o in best]}
-        running.write_answer(args, "Optimum", optimum.text(best), data)
+        best = tuple(optimum.optimum(load, machine.model, machine.limits, mode) for mode in optimum.COSTS)
+        answers.give(args, optimum.Optima(machine, best))
         return 0
     specs = simulation_options.run_specs(args, machine, replicas=1)
     if len(specs) != 1:
@@ -59,6 +57,5 @@ def run(args: argparse.Namespace) -> int:
         args.exclude_infeasible,
         args.price,
     )
-    plan = fleet_size.plan(question, **simulation_options.how(args))
-    running.write_answer(args, "Fleet", plan.text(), plan.to_json())
+    answers.give(args, fleet_size.plan(question, **simulation_options.how(args)))
     return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import orjson
 
+from rubato.cli import common_options
 from rubato.core.clock import WallClock
 from rubato.core.plan import Sample
 from rubato.latency import profiles, step_samples
@@ -41,7 +42,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", metavar="DEVICE", default="auto", help="cpu, cuda, ... (default: CUDA where there is one)"
     )
-    parser.add_argument("--kv-gib", type=float, default=1.0, metavar="GIB", help="KV memory of the measured engine")
+    parser.add_argument(
+        "--kv-cache-memory-bytes", dest="kv_gib", type=common_options.gib, default=1.0, metavar="BYTES",
+        help="KV memory of the measured engine, such as 4G (default 1G)",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="steps measured of each kind (default 5)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the steps that are measured (default 0)")
 

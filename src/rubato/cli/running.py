@@ -9,8 +9,10 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+
+from rubato.core.extras import extra
 
 UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "model": "", "folder": ""}  # what is no `--NAME`
 
@@ -53,7 +55,10 @@ def _end_on_sigterm() -> None:
 
 
 def check_results(args: argparse.Namespace) -> None:
-    """Before hours of work: raises ValueError if a result file cannot be written."""
+    """Before hours of work: raises ValueError if a result file cannot be written, ImportError without what draws."""
+    if getattr(args, "plot", None) or getattr(args, "report", None):
+        with extra("plot", "a picture"):
+            import matplotlib  # noqa: F401
     # for other commands than `profile`, these two are read, or made with their folder
     own = ("out", "steps") if getattr(args, "command", "") == "profile" else ()
     for name in ("json", "report", "plot", "records", *own):
@@ -84,17 +89,6 @@ def sentence(error: Exception, args: argparse.Namespace) -> str:
     file = str(error.filename)
     options = [UNLIKE.get(name, f"--{name} ") for name, value in vars(args).items() if str(value) == file]
     return f"{options[0] if options else ''}{file} cannot be opened: {error.strerror.lower()}"
-
-
-def write_answer(args: argparse.Namespace, title: str, text: str, data: object, notes: Sequence[str] = ()) -> None:
-    """What `sweep`, `capacity` or `plan` found: as text, and in the files of --json and --report."""
-    from rubato.measure import results  # NumPy comes with it
-    from rubato.planning import sweep
-
-    shown = "\n\n".join([text, *(f"Note: {note}." for note in notes)])
-    write(args.json, shown, results.as_json(data))
-    if args.report:
-        sweep.write(args.report, title, shown)
 
 
 def write(to: str | None, text: str, data: bytes) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from rubato.cli import common_options, server_options, simulation_options, workload_options
+from rubato.cli import answers, server_options, simulation_options, workload_options
 from rubato.cli.parsing import Parser
 from rubato.config.build import autoscaler_of, choice_of, fair_share_of, guessed, most_in_flight, simulation_limits
 from rubato.config.schema import Config
@@ -21,7 +21,7 @@ from rubato.simulation.simulate import simulate
 # What is run without options: more load than either policy holds, so that they differ.
 LOAD = "--profile opt-13b-2xa100-40g@vllm-2024 --scenario slos-serve-mixed --rate 6 --duration 60"
 COMPARED = ("rubato", "vllm")
-NOT_THE_CASE = {"seed", "json", "plot", "records"}  # options that leave it without any of its own
+NOT_THE_CASE = {"seed", "json", "plot", "records", "report"}  # options that leave it without any of its own
 
 EXAMPLES = (
     "",
@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.replica(parser)
     parser.add_argument("--steps", metavar="LOG", help="event log of a live run: fit the latency model on its steps")
     parser.add_argument("--label", metavar="NAME", help="what the table calls this run (default: the policy)")
-    common_options.result_options(parser)
+    answers.add(parser, records=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         said = f"without options, two policies under one load: rubato simulate {cases[0]}, then --policy {COMPARED[1]}"
         print(f"rubato simulate: {said}", file=sys.stderr)
         runs = [run for case in cases for run in _simulated(parser.parse_args([*case.split(), f"--seed={args.seed}"]))]
-    common_options.report(args, runs)
+    answers.give_runs(args, runs)
     return 0
 
 

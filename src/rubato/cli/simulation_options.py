@@ -5,28 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from rubato.cli import common_options, trace_options
-from rubato.config.build import (
-    choice_of,
-    drafter_of,
-    guessed,
-    latency_of,
-    lengths_of,
-    link_of,
-    simulation_limits,
-    start_seconds_of,
-)
+from rubato.cli import answers, common_options, trace_options
+from rubato.config.build import choice_of, guessed, simulation_limits
 from rubato.config.schema import Config, load
 from rubato.core.cpu_usage import usable
-from rubato.core.plan import Limits
 from rubato.core.slo import SLO_RULES
 from rubato.engines.simulated import step_noise
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.planning.request_source import FileSource, MixSource, RequestSource, ScenarioSource, TraceSource
-from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware
+from rubato.simulation.configured import hardware_of, run_spec_of
+from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.workloads.workload import check_rate
 
 
@@ -96,8 +86,7 @@ def running(parser: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--resume", metavar="FILE", help="file of finished parts; an interrupted run resumes from it")
     options.add_argument("--no-progress", action="store_true", help="say nothing until the results")
-    options.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
-    options.add_argument("--report", metavar="FILE", help="write a short Markdown report")
+    answers.add_to(options)
 
 
 def replica_and_configuration(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +118,8 @@ def how(args: argparse.Namespace) -> dict[str, Any]:
     if workers is None and args.ray is None:
         workers = max(1, len(usable()) - 1)
         if not args.no_progress:
-            print(f"rubato {args.command}: --workers {workers}", file=sys.stderr)
+            processes = f"{workers} worker process{'' if workers == 1 else 'es'}"
+            print(f"rubato {args.command}: {processes} on {len(usable())} cores (--workers)", file=sys.stderr)
     return {"file": args.resume, "workers": workers, "ray": args.ray, "progress": not args.no_progress}
 
 
@@ -165,36 +155,19 @@ def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
         if n < 1:
             raise ValueError(f"--{name.replace('_', '-')} {n}: give 1 or more")
     kv_tokens = options.pop("kv_tokens", None)
-    limits = simulation_limits(config)
     if args.profile:
-        limits = {name: n for name, n in limits.items() if name in config.engine.settings}
-        blocks = limits.pop("kv_blocks", None)
-        if kv_tokens is None and blocks is not None:
-            kv_tokens = blocks * limits.get("block_size", 16)
-        return packaged_hardware(args.profile, kv_tokens, args.host_scale, **{**limits, **options})
+        return hardware_of(config, args.profile, kv_tokens, args.host_scale, **options)
     if args.host_scale != 1.0:
         raise ValueError(f"--host-scale {args.host_scale:g} without --profile: change host in the configuration")
-    if kv_tokens is not None:
-        if kv_tokens < limits["block_size"]:
-            raise ValueError(f"--kv-tokens {kv_tokens}: give at least a block, {limits['block_size']} tokens")
-        limits["kv_blocks"] = kv_tokens // limits["block_size"]
-    return Hardware("the configured replica", latency_of(config), Limits(**{**limits, **options}))
+    block = simulation_limits(config)["block_size"]
+    if kv_tokens is not None and kv_tokens < block:
+        raise ValueError(f"--kv-tokens {kv_tokens}: give at least a block, {block} tokens")
+    return hardware_of(config, kv_tokens=kv_tokens, **options)
 
 
 def run_spec(args: argparse.Namespace, config: Config, machine: Hardware, choice: PolicyChoice) -> RunSpec:
     """Of replicas as `machine`, with what the configuration says beside them. Raises ValueError (ConfigError)."""
-    step_noise.check(args.noise)
-    return RunSpec(
-        machine,
-        choice,
-        config.replicas,
-        args.slo_rule or config.slo_rule,
-        args.noise,
-        None if config.lengths is None else partial(lengths_of, config),
-        link=link_of(config),
-        drafter=drafter_of(config),
-        start_seconds=start_seconds_of(config),
-    )
+    return run_spec_of(config, machine, choice, args.noise, args.slo_rule)
 
 
 def run_specs(args: argparse.Namespace, machine: Hardware, replicas: int | None = None) -> tuple[RunSpec, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rubato.cli import common_options, running, simulation_options
+from rubato.cli import answers, common_options, simulation_options
 from rubato.planning import sweep
 
 EXAMPLES = (
@@ -21,7 +21,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
     )
-    parser.add_argument("--plot", metavar="FILE", help="write a PNG")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,7 +29,5 @@ def run(args: argparse.Namespace) -> int:
     specs = simulation_options.run_specs(args, machine, args.replicas)
     asked = sweep.Sweep(source, specs, tuple(args.rates), tuple(args.seeds))
     outcome = sweep.run(asked, **simulation_options.how(args))
-    running.write_answer(args, "Attainment by rate", outcome.text(), outcome.to_json(), outcome.notes)
-    if args.plot:
-        sweep.plot(args.plot, outcome.points())
+    answers.give(args, outcome)
     return 0

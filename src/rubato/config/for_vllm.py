@@ -15,7 +15,8 @@ from rubato.engines.vllm.settings import Settings, settings_of
 # What vLLM's own flags decide, or what has no place in its server.
 OF_VLLM = frozenset(
     {
-        "model", "served_name", "engine", "replicas", "autoscale", "fleet", "router", "prefix_cache", "host", "port",
+        "model", "served_model_name", "engine", "replicas", "autoscale", "fleet", "router", "prefix_cache", "host",
+        "port",
         "max_connections", "servers", "drain_seconds", "stall_seconds", "step_timeout_seconds", "tls", "log",
         "event_log", "event_log_content", "step_log", "otlp_traces_endpoint",
     }

@@ -44,11 +44,11 @@ from rubato.core.slo import SLO_RULES
 class Config(StrictSettings):
     """Everything that a server, a gateway or a simulation needs.
 
-    model: a local Hugging Face folder, a GGUF file or `bundled`; null = the engine's. served_name: the model's name for
-    clients; null = the model's own. engine: what runs the model, `torch`, `simulated`, `vllm` (servers on Ray) or a
-    dotted module, with its settings. servers: URLs of OpenAI-compatible servers; with any of them this is a gateway.
-    replicas: engines at the start. autoscale: adds and drains replicas while requests are served, `attainment` or
-    `pool`; null = never. fleet: where replicas run, `local` (in this process) or `ray` (an actor each). policy: the
+    model: a local Hugging Face folder, a GGUF file or `bundled`; null = the engine's. served_model_name: the model's
+    name for clients; null = the model's own. engine: what runs the model, `torch`, `simulated`, `vllm` (servers on Ray)
+    or a dotted module, with its settings. servers: URLs of OpenAI-compatible servers; with any of them this is a
+    gateway. replicas: engines at the start. autoscale: adds and drains replicas while requests are served, `attainment`
+    or `pool`; null = never. fleet: where replicas run, `local` (in this process) or `ray` (an actor each). policy: the
     scheduling policy, a name, a file.py or a dotted module, with its settings. router: the routing policy, likewise;
     `auto` = the policy's own, or `least_loaded`. latency: the model of step times, with its settings; null = `affine`,
     which learns them. lengths: the predictor of output lengths; left out = the policy's own, or `running_mean` where a
@@ -77,7 +77,7 @@ class Config(StrictSettings):
     """
 
     model: str | None = None
-    served_name: str | None = None
+    served_model_name: str | None = None
     engine: Named = Named(name="torch")
     servers: Annotated[tuple[ServerSettings, ...], Field(strict=False)] = ()
     replicas: int = Field(default=1, ge=1)

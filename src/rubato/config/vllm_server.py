@@ -24,11 +24,11 @@ NIXL = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "{host}", "VLLM_NIXL_SIDE_CHANNEL_PORT": 
 KEY = "VLLM_API_KEY"  # vLLM's environment variable: what its API asks of clients
 OURS = {  # vLLM's flags that follow from the configuration: what to do instead
     "--model": "set model",
-    "--served-model-name": "set served_name",
+    "--served-model-name": "set served_model_name",
     "--host": "Rubato chooses it",
     "--port": "Rubato chooses it",
-    "--tensor-parallel-size": "set engine.tensor_parallel",
-    "-tp": "set engine.tensor_parallel",
+    "--tensor-parallel-size": "set engine.tensor_parallel_size",
+    "-tp": "set engine.tensor_parallel_size",
     "--scheduler-cls": "set policy",
     "--middleware": "Rubato adds its own",
     "--additional-config": "set engine.plugin",
@@ -40,12 +40,12 @@ OURS = {  # vLLM's flags that follow from the configuration: what to do instead
 
 @dataclass(frozen=True)
 class VllmServers:
-    """args: vLLM's own flags. tensor_parallel: GPUs of one server. python: the interpreter of vLLM's environment, on
-    each node; with Rubato installed. env: environment variables. plugin: settings of the plug-in beside the policy's.
-    start_seconds: in which a server must serve. Raises ConfigError for what cannot be."""
+    """args: vLLM's own flags. tensor_parallel_size: GPUs of one server. python: the interpreter of vLLM's environment,
+    on each node; with Rubato installed. env: environment variables. plugin: settings of the plug-in, but for the
+    policy's. start_seconds: in which a server must serve. Raises ConfigError for what cannot be."""
 
     args: Sequence[str] = ()
-    tensor_parallel: int = 1
+    tensor_parallel_size: int = 1
     python: str = sys.executable
     env: Mapping[str, str] = field(default_factory=dict)
     plugin: Mapping[str, Any] = field(default_factory=dict)
@@ -67,8 +67,10 @@ class VllmServers:
             flag = word.partition("=")[0]
             if flag in OURS:
                 raise ConfigError(f"engine.args: leave {flag} out: {OURS[flag]}")
-        if type(self.tensor_parallel) is not int or self.tensor_parallel < 1:
-            raise ConfigError(f"engine.tensor_parallel is {self.tensor_parallel!r}: give a number of GPUs, 1 or more")
+        if type(self.tensor_parallel_size) is not int or self.tensor_parallel_size < 1:
+            raise ConfigError(
+                f"engine.tensor_parallel_size is {self.tensor_parallel_size!r}: give a number of GPUs, 1 or more"
+            )
         if not isinstance(self.python, str) or not self.python:
             raise ConfigError(f"engine.python is {self.python!r}: give the path of an interpreter")
         if not isinstance(self.env, Mapping) or not all(isinstance(v, str) for v in self.env.values()):
@@ -96,10 +98,10 @@ def vllm_command(config: Config) -> tuple[ServerCommand, str]:
         "--disable-uvicorn-access-log",  # a line a request, through Ray to the driver, which has one of its own
         f"--additional-config={json.dumps({'rubato': plugin_settings(config, servers.plugin)})}",
     ]  # fmt: skip
-    if servers.tensor_parallel > 1:
-        words.append(f"--tensor-parallel-size={servers.tensor_parallel}")
-    if config.served_name is not None:
-        words.append(f"--served-model-name={config.served_name}")
+    if servers.tensor_parallel_size > 1:
+        words.append(f"--tensor-parallel-size={servers.tensor_parallel_size}")
+    if config.served_model_name is not None:
+        words.append(f"--served-model-name={config.served_model_name}")
     if not config.prefix_cache:
         words.append("--no-enable-prefix-caching")
     nixl: dict[str, str] = {}

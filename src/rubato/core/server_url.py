@@ -37,6 +37,11 @@ def host_in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def bare_host(url: str) -> str:
+    """Host and port of a URL, and its path where it has one: as short as people name a server."""
+    return url.partition("://")[2].rstrip("/")
+
+
 def connection_failure(error: BaseException) -> str:
     """Why a connection failed, in words without an address and without anything that came over it."""
     if isinstance(error, TimeoutError):

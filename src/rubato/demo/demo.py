@@ -18,7 +18,7 @@ from pathlib import Path
 from rubato.core.extras import extra
 from rubato.demo.progress import Progress, say
 from rubato.demo.runs import HOLDS, OVERLOAD, Stage, attained, met
-from rubato.measure import compare, plot, results
+from rubato.measure import compare, pictures, plot, results
 from rubato.measure.http_client import BenchError
 from rubato.measure.records import BenchResult
 from rubato.policies import PolicyError, router_for
@@ -54,9 +54,11 @@ def demo(out: Path, *, policy: str = "rubato", seconds: float | None = None, see
         runs.append(stage.contest(name, settings, warm, load))
     comparisons = [compare.compare([compare.saved(runs[-1])], [compare.saved(run)]) for run in runs[:-1]]
     results.write_json(out / "demo.json", runs, [comparison.to_json() for comparison in comparisons])
-    plot.plot(out / "demo.png", runs, title=f"{OVERLOAD} x the rate that vllm holds: {load.rate:.2f} requests/s")
-    plot.plot_attainment(out / "attainment-light.svg", runs, plot.CLEAR)
-    plot.plot_attainment(out / "attainment-dark.svg", runs, plot.DARK)
+    title = f"{OVERLOAD} x the rate that vllm holds: {load.rate:.2f} requests/s"
+    plot.picture_of_runs(runs, title).save(out / "demo.png")
+    attainment = plot.picture_of_attainment(runs)
+    attainment.save(out / "attainment-light.svg", pictures.CLEAR)
+    attainment.save(out / "attainment-dark.svg", pictures.DARK)
     print("\n" + results.table(runs) + "\n")
     print(sentence(runs, bool(warm.doubt)) + "\n")
     for comparison in comparisons:
@@ -115,7 +117,7 @@ def next_commands(out: Path) -> list[str]:
     """What to do after it, as typed from here."""
     program = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).name == "rubato" else "rubato"
     return [
-        f"{program} serve bundled --port 8000        # any OpenAI client; state SLOs as docs/serving.md shows",
+        f"{program} serve bundled --port 8000        # any OpenAI client; state SLOs as docs/http-api.md shows",
         f"{program} simulate --workload {out}/workload.jsonl --steps {out}/measure.events.jsonl --policy slos_serve"
         "  # simulated, which is optimistic about a real machine",
         f"{program} demo --policy slos_serve --out {out}-slos_serve  # others: `{program} policies`",

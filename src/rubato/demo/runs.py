@@ -25,8 +25,8 @@ from rubato.measure import load_generator, results
 from rubato.measure.http_client import BenchError, Endpoint, TierField
 from rubato.measure.records import BenchResult
 from rubato.measure.server_process import served
+from rubato.measure.tables import milliseconds
 from rubato.planning.capacity import narrowed
-from rubato.planning.sweep import milliseconds
 from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload
@@ -277,7 +277,7 @@ class Stage:
         """The URL of a server with this policy. log: of its events; options: of its configuration."""
         config = {
             "model": self.model,
-            "served_name": "demo",
+            "served_model_name": "demo",
             "engine": {
                 "kind": "torch",
                 "kv_gib": 1.0,

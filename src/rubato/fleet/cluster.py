@@ -136,6 +136,11 @@ class Cluster:
         return list(self._requests.unplaced.values())
 
     @property
+    def router(self) -> str:
+        """The name of the policy that routes."""
+        return self._router.policy
+
+    @property
     def draining_replicas(self) -> Collection[str]:
         """Ids of those that take nothing more."""
         return self._scaling.draining

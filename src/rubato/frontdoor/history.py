@@ -6,9 +6,8 @@ A fold over events. Kept: every request in flight, and the last `KEEP` ended.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -28,49 +27,16 @@ from rubato.core.events import (
     Transferred,
 )
 from rubato.core.interfaces import View
-from rubato.core.request import Request, without_texts
+from rubato.core.request import NOTHING, without_texts
 from rubato.core.slo import deadlines
 from rubato.frontdoor.choices import answer_of, firsts
+from rubato.frontdoor.explanation import explain, phases
+from rubato.frontdoor.request_record import HELD, LOST, PREEMPTED, QUEUE, TRANSFER, RequestRecord, StageRecord
 from rubato.frontdoor.verdict import in_ms, ms, verdict
 
 KEEP = 1000  # requests that have ended, all choices of one counted as one
 MOST_STEPS = 256  # entries of one request's history; a run of tokens is one
 TIMES = ("at", "until")  # of a step, in seconds; worked out in milliseconds only where it is shown
-# What a request waits for from the event on; its first work ends the wait.
-HELD, QUEUE, PREEMPTED, LOST = "held before a replica", "queue of a replica", "preempted", "replica lost"
-TRANSFER = "KV on its way to another replica"
-
-
-@dataclass(slots=True)
-class _Stage:
-    """The tokens of one stage."""
-
-    start: float
-    first: float | None = None
-    last: float = 0.0
-    tokens: int = 0
-
-
-@dataclass(slots=True)
-class RequestRecord:
-    """One request (of several, one choice) from offer to end. Times in the clock's seconds."""
-
-    request: Request
-    steps: list[dict[str, Any]] = field(default_factory=list)  # what happened, as it is shown; a run of tokens is one
-    left_out: int = 0
-    waits: list[tuple[str, float, float]] = field(default_factory=list)  # why, from, until
-    waiting: tuple[str, float] | None = None
-    best_effort_since: float | None = None
-    best_effort: float = 0.0  # seconds, until it ended or was promoted again
-    replicas: list[str] = field(default_factory=list)
-    why: str = ""  # the router's explanation of the last placement, if it gave one
-    preemptions: int = 0
-    brings_kv: bool = False  # where it goes next
-    cached: int = 0  # prompt tokens whose KV was there when it first started
-    started: bool = False
-    output: int = 0
-    stages: list[_Stage] = field(default_factory=list)
-    end: Finished | None = None
 
 
 class RequestHistory:
@@ -87,6 +53,7 @@ class RequestHistory:
         self._open: dict[str, RequestRecord] = {}
         self._answers: OrderedDict[str, list[RequestRecord]] = OrderedDict()  # by the id that the API gave
         self._done: OrderedDict[str, None] = OrderedDict()
+        self._queued: Counter[str] = Counter()  # requests that wait, by replica
 
     def __call__(self, event: Event) -> None:
         if type(event) is Tokens:
@@ -102,7 +69,11 @@ class RequestHistory:
                 self._done.pop(answer, None)
             self._answers.setdefault(answer, []).append(record)
         record = self._open[event.id]
+        self._count_queue(record, -1)
         _fold(record, event)
+        if type(event) is Placed:
+            record.ahead = self._queued[event.replica]
+        self._count_queue(record, 1)
         if type(event) is Finished:
             del self._open[event.id]
             if self._is_done(answer := self._answer_of(event.id)):
@@ -121,8 +92,13 @@ class RequestHistory:
         return self._open
 
     def find(self, id: str) -> Sequence[RequestRecord]:
-        """All choices of the request that the API calls `id`; none if it is not known, or no longer."""
-        return self._answers.get(id, ())
+        """All choices of the request that the API calls `id`, which may be the id of a choice; none if it is not known,
+        or no longer."""
+        return self._answers[id] if id in self._answers else self._answers.get(self._answer_of(id), ())
+
+    def _count_queue(self, record: RequestRecord, one: int) -> None:
+        if record.waiting is not None and record.waiting[0] == QUEUE:
+            self._queued[record.replicas[-1]] += one
 
     def _is_done(self, answer: str) -> bool:
         return all(record.end is not None for record in self._answers[answer])
@@ -135,7 +111,7 @@ def _fold(record: RequestRecord, event: Event) -> None:
     about: dict[str, Any] = {}
     if isinstance(event, Offered):
         record.waiting = (HELD, event.at)
-        record.stages.append(_Stage(event.request.arrival))
+        record.stages.append(StageRecord(event.request.arrival))
     elif isinstance(event, Placed):
         about["replica"] = event.replica
         record.why = event.why
@@ -161,7 +137,7 @@ def _fold(record: RequestRecord, event: Event) -> None:
         record.preemptions += 1
         _wait(record, event.at, PREEMPTED)
     elif isinstance(event, Lost):
-        about["replica"] = event.replica
+        about["replica"] = record.lost = event.replica
         record.brings_kv = False
         _wait(record, event.at, LOST)
     elif isinstance(event, Demoted):
@@ -181,7 +157,7 @@ def _tokens(record: RequestRecord, event: Tokens) -> None:
     if not event.tokens:  # text that was held back, of tokens counted before
         return
     while len(record.stages) <= event.stage:
-        record.stages.append(_Stage(record.stages[-1].last))
+        record.stages.append(StageRecord(record.stages[-1].last))
     stage = record.stages[event.stage]
     first, until = (event.times[0], event.times[-1]) if event.times else (event.at, event.at)
     stage.first = first if stage.first is None else stage.first
@@ -225,12 +201,12 @@ def _served_best_effort(record: RequestRecord, now: float) -> None:
 
 def shown(
     id: str, records: Sequence[RequestRecord], views: Sequence[View], now: float, *, fair: bool,
-    counted: Collection[str] = (),
+    counted: Collection[str] = (), names: Mapping[str, str] = NOTHING,
 ) -> dict[str, Any]:  # fmt: skip
     """The page of one answer, all its choices; times in milliseconds since its arrival.
 
     fair: tenants share the replicas, so a request not yet placed waits for its tenant's share. counted: replicas that
-    tell nothing of themselves.
+    tell nothing of themselves. names: of replicas, as an admin knows them.
     """
     requests = [record.request for record in records]
     request = requests[0]
@@ -244,13 +220,14 @@ def shown(
         "prompt_tokens": sum(requests[at].prompt for at in firsts(requests)),
         "max_tokens": max(request.sampling.max_tokens for request in requests),
         "age_ms": ms(now - request.arrival),
-        "choices": [_choice(record, views, now, fair=fair, counted=counted) for record in records],
+        "choices": [_choice(record, views, now, names, fair=fair, counted=counted) for record in records],
     }
 
 
 def _choice(
-    record: RequestRecord, views: Sequence[View], now: float, *, fair: bool, counted: Collection[str]
-) -> dict[str, Any]:
+    record: RequestRecord, views: Sequence[View], now: float, names: Mapping[str, str], *, fair: bool,
+    counted: Collection[str],
+) -> dict[str, Any]:  # fmt: skip
     arrival = record.request.arrival
     until = now if record.end is None else record.end.at
     waits = [*record.waits, *([(*record.waiting, now)] if record.waiting is not None else [])]
@@ -258,6 +235,8 @@ def _choice(
     return {
         "id": record.request.id,
         "state": _state(record),
+        "explanation": explain(record, now, names),
+        "phases": [[kind, ms(seconds)] for kind, seconds in phases(record, now, counted)],
         "prompt_tokens": record.request.prompt,
         "max_tokens": record.request.sampling.max_tokens,
         "replicas": record.replicas,

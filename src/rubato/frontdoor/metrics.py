@@ -122,24 +122,36 @@ class SLOMetrics:
 
     def _build_own(self) -> None:
         counter, histogram = self.counter, self.histogram
-        self._n_offered = counter("requests_offered", "Requests offered", "tier", "tenant")
-        self._n_finished = counter("requests_finished", "Requests ended", "tier", "tenant", "outcome")
+        self._n_offered = counter("requests_offered", "Requests offered, whatever became of them", "tier", "tenant")
+        self._n_finished = counter(
+            "requests_finished", "Requests ended: completed, refused, failed, cancelled", "tier", "tenant", "outcome"
+        )
         self._promised = counter("slo_promised", "Requests offered with an SLO in this dimension", "tier", "dimension")
-        self._met = counter("slo_met", "Requests that met it; all: every SLO", "tier", "tenant", "dimension")
-        self._missed = counter("slo_missed", "Requests with a missed SLO, by cause", "tier", "tenant", "cause")
-        self._unjudged = counter("slo_unjudged", "Requests whose TTFT or TPOT was not measured", "tier")
-        self._client_errors = counter("client_errors", "Responses that were the client's own mistake", "code")
+        self._met = counter("slo_met", "Requests that kept it; all: the whole SLO", "tier", "tenant", "dimension")
+        self._missed = counter("slo_missed", "Requests that missed their SLO, by cause", "tier", "tenant", "cause")
+        self._unjudged = counter(
+            "slo_unjudged", "Requests neither met nor missed: a TTFT or TPOT was not measured", "tier"
+        )
+        self._client_errors = counter(
+            "client_errors", "Responses that were the client's mistake: any 4xx but 429", "code"
+        )
         for status in CLIENT_STATUSES:
             self._client_errors.labels(str(status))  # 0: of a counter that begins at 1 no rate can be told
-        self._refused = counter("requests_refused", "Requests refused", "tier", "reason")
-        self._used = counter("tenant_tokens", "Tokens of ended requests' prompts, and of output", "tenant", "kind")
-        self._drafted = counter("draft_tokens", "Drafted tokens put to the test; none behind a rejected one", "outcome")
+        self._refused = counter("requests_refused", "Requests refused, by reason", "tier", "reason")
+        self._used = counter(
+            "tenant_tokens", "Tokens of output, and of the prompts of ended requests", "tenant", "kind"
+        )
+        self._drafted = counter(
+            "draft_tokens", "Drafted tokens that were verified; none behind a rejected one", "outcome"
+        )
         self._accepted, self._rejected = (self._drafted.labels(outcome) for outcome in ("accepted", "rejected"))
-        self._predicted = histogram("predicted_ttft_seconds", "TTFT expected at placement", "tier", TTFT)
+        self._predicted = histogram("predicted_ttft_seconds", "TTFT expected when a request is placed", "tier", TTFT)
         self._measured = histogram("ttft_seconds", "From arrival to the first token", "tier", TTFT)
-        self._margin = histogram("slo_margin_seconds", "To spare at the tightest token", "tier", MARGIN)
-        self._pause = histogram("pause_seconds", "The longest between two tokens of a request", "tier", PAUSE)
-        self._demotions = counter("demotions", "Requests demoted to best effort")
+        self._margin = histogram(
+            "slo_margin_seconds", "Time to spare at the tightest token; negative if late", "tier", MARGIN
+        )
+        self._pause = histogram("pause_seconds", "Longest time between two tokens of a request", "tier", PAUSE)
+        self._demotions = counter("demotions", "Requests given up: served as best effort")
         self._promotions = counter("promotions", "Requests promoted back to their SLO")
         self._step = histogram("step_seconds", "Step time", "replica", STEP)
         self._seqs = histogram("step_seqs", "Sequences in a batch", "replica", SIZES)
@@ -266,7 +278,7 @@ class Metrics(SLOMetrics):
         self._build_vllm(model)
         self.loop_delay = Histogram(
             "rubato_loop_delay_seconds",
-            "How late the event loop runs its timers",
+            "How late the event loop runs its timers, which delays each chunk",
             buckets=DELAY,
             registry=self.registry,
         )
@@ -304,7 +316,9 @@ class Metrics(SLOMetrics):
             "vllm:request_success", "Requests completed", ["model_name", "finished_reason"], registry=self.registry
         )
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", TTFT)
-        self._tpot = histogram("request_time_per_output_token_seconds", "Mean over a request", PER_TOKEN)
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds", "Mean time per output token of a request", PER_TOKEN
+        )
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token", E2E)
         self._prefill = histogram("request_prefill_time_seconds", "From the first work to the first token", E2E)
         self._decode = histogram("request_decode_time_seconds", "From the first token to the last", E2E)
@@ -319,11 +333,15 @@ class Metrics(SLOMetrics):
         views = self._views()
         flight = self._in_flight()
         placed = sum(len(v.running) + len(v.waiting) for v in views)
-        yield GaugeMetricFamily("rubato_requests_in_flight", "Offered and not ended", value=flight)
-        yield GaugeMetricFamily("rubato_requests_held", "Of these, at no replica yet", value=max(0, flight - placed))
+        yield GaugeMetricFamily("rubato_requests_in_flight", "Requests offered and not ended", value=flight)
+        yield GaugeMetricFamily(
+            "rubato_requests_held", "Requests in flight that are at no replica yet", value=max(0, flight - placed)
+        )
         yield GaugeMetricFamily("rubato_replicas", "Replicas that are not lost", value=len(views))
         cost = self._cost.until(max((view.now for view in views), default=0.0))
-        spent = CounterMetricFamily("rubato_replica_seconds", "Replicas times seconds, by use", labels=["use", "tier"])
+        spent = CounterMetricFamily(
+            "rubato_replica_seconds", "Replicas times seconds: serving, idle, starting", labels=["use", "tier"]
+        )
         by_tier: dict[str, float] = {}
         for tier, seconds in cost.tiers.items():
             label = self._tiers.label(tier)
@@ -333,8 +351,10 @@ class Metrics(SLOMetrics):
         spent.add_metric(["idle", ""], cost.idle)
         spent.add_metric(["starting", ""], cost.starting)
         yield spent
-        yield self._gauge("num_requests_running", "Holding KV", ((v, len(v.running)) for v in views))
-        yield self._gauge("num_requests_waiting", "Placed, holding no KV", ((v, len(v.waiting)) for v in views))
+        yield self._gauge("num_requests_running", "Requests that hold KV", ((v, len(v.running)) for v in views))
+        yield self._gauge(
+            "num_requests_waiting", "Requests placed that hold no KV", ((v, len(v.waiting)) for v in views)
+        )
         usage = ((v, 1.0 - v.kv_free / v.kv_total) for v in views)
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 = all", usage)
         free = GaugeMetricFamily("rubato_kv_blocks_free", "KV blocks free", labels=["replica"])
@@ -345,12 +365,18 @@ class Metrics(SLOMetrics):
         yield free
         yield total
         yield self._gap_histogram()
-        failed = CounterMetricFamily("rubato_listener_errors", "Events that a listener failed on", labels=["listener"])
+        failed = CounterMetricFamily(
+            "rubato_listener_errors",
+            "Events that a part of the server failed on, such as the event log",
+            labels=["listener"],
+        )
         for name, count in self._errors().items():
             failed.add_metric([name], count)
         yield failed
         dropped = self._log_lines_dropped()
-        yield CounterMetricFamily("rubato_log_lines_dropped", "Log lines whose reader was too slow", value=dropped)
+        yield CounterMetricFamily(
+            "rubato_log_lines_dropped", "Log lines dropped, since their reader was too slow", value=dropped
+        )
 
     def _count_tokens(self, state: _Open) -> None:
         if state.tokens:
@@ -360,7 +386,7 @@ class Metrics(SLOMetrics):
     def _gap_histogram(self) -> Metric:
         buckets = zip([*map(floatToGoString, PER_TOKEN), "+Inf"], accumulate(self._gaps), strict=True)
         family = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds", "From a token to the next", labels=["model_name"]
+            "vllm:inter_token_latency_seconds", "From one token to the next", labels=["model_name"]
         )
         family.add_metric([self._model], list(buckets), self._gap_seconds)
         return family

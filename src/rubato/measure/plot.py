@@ -1,25 +1,16 @@
-"""Pictures of runs: attainment by tier and policy with intervals, distributions of TTFT and TPOT.
-
-Needs matplotlib (extra `plot`), imported only when a picture is made.
-"""
+"""Pictures of runs: attainment by tier and policy with intervals, distributions of TTFT and TPOT."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rubato.core.extras import extra
 from rubato.core.request import SLO
+from rubato.measure.pictures import COLOURS, DASHED, STYLES, WIDTH, Ink, Picture
 from rubato.measure.records import BenchResult, Record, summarise
 
-# Okabe and Ito's palette, told apart under the usual colour blindnesses; line styles tell them apart in grey too.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7A7A7A")
-STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 Measure = Callable[[Record], float | None]
 MEASURES: tuple[tuple[str, str, Measure], ...] = (
     ("ttft", "TTFT (ms, from scheduled arrival)", lambda record: record.verdict.ttft),
@@ -27,70 +18,41 @@ MEASURES: tuple[tuple[str, str, Measure], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Ink:
-    """Colours of text, rules and intervals. ground: "none" leaves what lies behind the picture."""
-
-    text: str = "#222222"
-    rule: str = "#999999"
-    grid: str = "#E3E3E3"
-    ground: str = "#FFFFFF"
-
-
-LIGHT = Ink()
-CLEAR = Ink(ground="none")  # on a light page
-DARK = Ink(text="#E6E6E6", rule="#8A8A8A", grid="#3D3D3D", ground="none")  # on a dark page
-
-
-def plot(path: str | Path, runs: Sequence[BenchResult], title: str | None = None) -> None:
-    """Write a PNG, or an SVG where the name ends so: attainment, and distributions of TTFT and TPOT by tier.
+def picture_of_runs(runs: Sequence[BenchResult], title: str | None = None) -> Picture:
+    """Attainment, and distributions of TTFT and TPOT by tier.
 
     Runs of one label are rounds of one policy and pooled. In the distributions a refused or failed request counts as
     never: a curve's height at the SLO's line is the share of *offered* requests within it. Raises ValueError without
-    runs or with mixed judges; ImportError (says what to install) without matplotlib.
+    runs or with mixed judges.
     """
     policies, tiers, slos = _grouped(runs)
-    figure = _figure((max(7.5, 3.7 * len(tiers)), 9.6), LIGHT)
-    grid = figure.add_gridspec(3, len(tiers), height_ratios=(1.15, 1, 1))
-    _attainment(figure.add_subplot(grid[0, :]), policies, tiers, LIGHT)
-    for line, (name, label, measure) in enumerate(MEASURES, start=1):
-        for column, tier in enumerate(tiers):
-            axes = figure.add_subplot(grid[line, column])
-            _distribution(axes, policies, tier, measure, getattr(slos[tier], name))
-            axes.set_xlabel(label)
-            axes.set_title(tier, fontsize=10)
-            if column == 0:
-                axes.set_ylabel("share of offered requests")
-    figure.suptitle(title if title is not None else _title(runs), fontsize=12)
-    _save(figure, path)
+
+    def draw(figure: Any, ink: Ink) -> None:
+        grid = figure.add_gridspec(3, len(tiers), height_ratios=(1.15, 1, 1))
+        _attainment(figure.add_subplot(grid[0, :]), policies, tiers, ink)
+        for line, (name, label, measure) in enumerate(MEASURES, start=1):
+            for column, tier in enumerate(tiers):
+                axes = figure.add_subplot(grid[line, column])
+                _distribution(axes, policies, tier, measure, getattr(slos[tier], name), ink)
+                axes.set_xlabel(label)
+                axes.set_title(tier)
+                if column == 0:
+                    axes.set_ylabel("share of offered requests")
+
+    return Picture(title if title is not None else _title(runs), draw, (max(WIDTH, 3.7 * len(tiers)), 9.6))
 
 
-def plot_attainment(path: str | Path, runs: Sequence[BenchResult], ink: Ink = LIGHT) -> None:
-    """Write the attainment of `plot` alone, without its title, as PNG or SVG. Raises as `plot` does."""
+def picture_of_attainment(runs: Sequence[BenchResult]) -> Picture:
+    """The attainment of `picture_of_runs` alone, without its title. Raises as that does."""
     policies, tiers, _ = _grouped(runs)
-    figure = _figure((7.5, 2.9), ink)
-    axes = figure.add_subplot()
-    _attainment(axes, policies, tiers, ink)
-    for key in axes.get_legend().get_lines():
-        key.set_linestyle("-")  # no curves here that styles tell apart
-    _save(figure, path)
 
+    def draw(figure: Any, ink: Ink) -> None:
+        axes = figure.add_subplot()
+        _attainment(axes, policies, tiers, ink)
+        for key in axes.get_legend().get_lines():
+            key.set_linestyle("-")  # no curves here that styles tell apart
 
-def _figure(inches: tuple[float, float], ink: Ink) -> Any:
-    with extra("plot", "a picture"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    figure = Figure(figsize=inches, dpi=110, layout="constrained", facecolor=ink.ground)
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Any, path: str | Path) -> None:
-    import matplotlib
-
-    svg = str(path).endswith(".svg")
-    with matplotlib.rc_context({"svg.hashsalt": "rubato"}):  # the same picture is the same file
-        figure.savefig(path, format="svg" if svg else "png", metadata={"Date": None} if svg else None)
+    return Picture("", draw, (WIDTH, 2.9))
 
 
 def _grouped(runs: Sequence[BenchResult]) -> tuple[dict[str, list[BenchResult]], list[str], dict[str, SLO]]:
@@ -144,26 +106,20 @@ def _attainment(axes: Any, policies: dict[str, list[BenchResult]], tiers: Sequen
                 va="bottom",
                 fontsize=8,
                 linespacing=1.1,
-                color=ink.text,
             )
-    axes.axhline(90, color=ink.rule, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+    axes.axhline(90, color=ink.rule, linewidth=0.8, linestyle=DASHED, zorder=0)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.set_ylim(0, 122)
     axes.set_yticks(range(0, 101, 20))
-    axes.set_ylabel("SLO attainment (%, of offered)", color=ink.text)
-    axes.set_title("Attainment with 95 % intervals; line at 90 %", fontsize=10, color=ink.text)
-    axes.legend(
-        handles=keys, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, handlelength=3.2, labelcolor=ink.text
-    )
-    axes.tick_params(colors=ink.text)
-    axes.set_facecolor(ink.ground)
-    axes.spines[["bottom", "left"]].set_color(ink.text)
-    _clean(axes, ink)
+    axes.set_ylabel("SLO attainment (%, of offered)")
+    axes.set_title("Attainment with 95 % intervals; line at 90 %")
+    axes.legend(handles=keys, loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=3.2)
+    axes.grid(axis="y", linewidth=0.7)
 
 
 def _distribution(
-    axes: Any, policies: dict[str, list[BenchResult]], tier: str, measure: Measure, slo: float | None
+    axes: Any, policies: dict[str, list[BenchResult]], tier: str, measure: Measure, slo: float | None, ink: Ink
 ) -> None:
     """Empirical distribution of one measure, in ms, over the offered requests of a tier."""
     curves: list[tuple[int, np.ndarray, int]] = []
@@ -186,15 +142,14 @@ def _distribution(
         style: Any = STYLES[index % len(STYLES)]
         axes.step(x, y, where="post", color=COLOURS[index % len(COLOURS)], linestyle=style, linewidth=1.8)
     if slo is not None:
-        axes.axvline(1000.0 * slo, color="#222222", linewidth=1.0)
+        axes.axvline(1000.0 * slo, color=ink.text, linewidth=1.0)
         left = axes.transAxes.inverted().transform(axes.transData.transform((1000.0 * slo, 0.0)))[0] > 0.75
         axes.annotate(
             f"SLO {1000.0 * slo:.4g}", (1000.0 * slo, 0.03), xycoords=("data", "axes fraction"),
             xytext=(-4 if left else 4, 0), ha="right" if left else "left", textcoords="offset points", fontsize=8,
-            color="#222222",
         )  # fmt: skip
     axes.set_ylim(0, 1.03)
-    _clean(axes)
+    axes.grid(axis="y", linewidth=0.7)
 
 
 def _scale(axes: Any, low: float, high: float) -> None:
@@ -210,19 +165,3 @@ def _scale(axes: Any, low: float, high: float) -> None:
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _clean(axes: Any, ink: Ink = LIGHT) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color=ink.grid, linewidth=0.7)
-    axes.set_axisbelow(True)
-
-
-def picture(path: str | Path, draw: Callable[[Any], None], title: str) -> None:
-    """A PNG, or an SVG where the name ends so, with one pair of axes. Raises ImportError without matplotlib."""
-    figure = _figure((7.5, 4.6), LIGHT)
-    axes = figure.add_subplot()
-    draw(axes)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(textwrap.fill(title, 100), fontsize=10)  # what is wider than the picture would be cut off
-    _save(figure, path)

@@ -28,25 +28,34 @@ INTERVAL = (
 
 
 def dumps(runs: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]] = ()) -> bytes:
+    """`to_json` as a file has it."""
+    return as_json(to_json(runs, comparisons))
+
+
+def to_json(runs: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """All but each request's description and token times. comparisons: as `ComparisonReport.to_json` has them."""
-    by_label: dict[str, list[BenchResult]] = {}
+    grouped = by_label(runs)
+    sessions = {label: found for label, own in grouped.items() if (found := summarise_sessions(own))}
+    return {
+        "format": FORMAT,
+        "attainment": f"met / offered; interval: {INTERVAL}",
+        "attained_rps": "requests attained per second, over the seconds in which requests were offered; where "
+        "their times follow from how others end, until the last has ended",
+        "goodput_tokens_per_s": "output tokens of attained requests per second, over the same seconds",
+        "policies": {label: summarise(own) for label, own in grouped.items()},
+        **({"sessions": sessions} if sessions else {}),
+        "promises": {label: promises(own) for label, own in grouped.items()},
+        "runs": [run_json(run) for run in runs],
+        "comparisons": comparisons,
+    }
+
+
+def by_label(runs: Sequence[BenchResult]) -> dict[str, list[BenchResult]]:
+    """Rounds of one policy together."""
+    grouped: dict[str, list[BenchResult]] = {}
     for run in runs:
-        by_label.setdefault(run.label, []).append(run)
-    sessions = {label: found for label, own in by_label.items() if (found := summarise_sessions(own))}
-    return as_json(
-        {
-            "format": FORMAT,
-            "attainment": f"met / offered; interval: {INTERVAL}",
-            "attained_rps": "requests attained per second, over the seconds in which requests were offered; where "
-            "their times follow from how others end, until the last has ended",
-            "goodput_tokens_per_s": "output tokens of attained requests per second, over the same seconds",
-            "policies": {label: summarise(own) for label, own in by_label.items()},
-            **({"sessions": sessions} if sessions else {}),
-            "promises": {label: promises(own) for label, own in by_label.items()},
-            "runs": [run_json(run) for run in runs],
-            "comparisons": comparisons,
-        }
-    )
+        grouped.setdefault(run.label, []).append(run)
+    return grouped
 
 
 def run_json(run: BenchResult, requests: bool = True) -> dict[str, Any]:
@@ -78,10 +87,10 @@ def run_json(run: BenchResult, requests: bool = True) -> dict[str, Any]:
     }
     if sessions := summarise_sessions(run):
         data["sessions"] = asdict(sessions)
-    return data | {"requests": _columns(run)} if requests else data
+    return data | {"requests": columns(run)} if requests else data
 
 
-def _columns(run: BenchResult) -> dict[str, list[Any]]:
+def columns(run: BenchResult) -> dict[str, list[Any]]:
     """Each request's outcome, by column, in order of arrival: what `rubato compare` needs."""
     measures = [(r.verdict.ttft, r.verdict.tpot, r.verdict.e2e, r.verdict.pause) for r in run.records]
     columns: dict[str, list[Any]] = {
@@ -126,16 +135,8 @@ HEAD = (
 
 
 def table(runs: Sequence[BenchResult]) -> str:
-    """A table for the terminal: per policy (rounds pooled) and tier. Times in ms."""
-    by_label: dict[str, list[BenchResult]] = {}
-    for run in runs:
-        by_label.setdefault(run.label, []).append(run)
-    lines = [HEAD.split("|")]
-    for label, own in by_label.items():
-        slos = {tier: _promise(slo) for tier, slo in own[0].workload.tiers.items()}
-        timed = {a.tier for a in own[0].workload.arrivals if a.session_e2e is not None}
-        slos |= {tier: f"{slos[tier].replace(BEST_EFFORT, '')} session e2e".lstrip() for tier in timed}
-        lines += [[label if i == 0 else "", *_cells(row, slos)] for i, row in enumerate(summarise(own))]
+    """A table for the terminal, and what is to be known of the runs. Times in ms."""
+    lines = [HEAD.split("|"), *table_rows(runs)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [
         "  ".join(
@@ -144,10 +145,26 @@ def table(runs: Sequence[BenchResult]) -> str:
         for line in lines
     ]
     text.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(line.rstrip() for line in [*text, "", *findings(runs), *notes(runs)])
+
+
+def table_rows(runs: Sequence[BenchResult]) -> list[list[str]]:
+    """Cells under `HEAD`: per policy (rounds pooled) and tier."""
+    lines = []
+    for label, own in by_label(runs).items():
+        slos = {tier: _promise(slo) for tier, slo in own[0].workload.tiers.items()}
+        timed = {a.tier for a in own[0].workload.arrivals if a.session_e2e is not None}
+        slos |= {tier: f"{slos[tier].replace(BEST_EFFORT, '')} session e2e".lstrip() for tier in timed}
+        lines += [[label if i == 0 else "", *_cells(row, slos)] for i, row in enumerate(summarise(own))]
+    return lines
+
+
+def findings(runs: Sequence[BenchResult]) -> list[str]:
+    """How requests were judged; then, by policy, rates, promises, sessions, cost, goodput, and what was not served."""
     paced = any(run.paced_seconds is not None for run in runs)
     since = "when requests were to be offered" if paced else "scheduled arrivals"
     foot = [f"Judged by the {runs[0].slo_rule} rule from {since}. Times in ms. Interval: {INTERVAL_SHORT}."]
-    for label, own in by_label.items():
+    for label, own in by_label(runs).items():
         total = summarise(own)[-1]
         if total.attained_rps is not None and total.goodput_tokens_per_s is not None:
             foot.append(
@@ -180,9 +197,14 @@ def table(runs: Sequence[BenchResult]) -> str:
             for run in own for r in run.records if r.outcome in ("refused", "failed")
         )  # fmt: skip
         foot += [f"{label}: {count} requests were not served: {why}" for why, count in refused.most_common(5)]
-    foot += [f"{run.label}: {note}" for run in runs for note in run.notes]
-    foot += [f"INVALID {run.label}: {problem}" for run in runs for problem in run.problems]
-    return "\n".join(line.rstrip() for line in [*text, "", *foot])
+    return foot
+
+
+def notes(runs: Sequence[BenchResult]) -> list[str]:
+    """What a reader should know besides, and reasons not to trust a run."""
+    return [f"{run.label}: {note}" for run in runs for note in run.notes] + [
+        f"INVALID {run.label}: {problem}" for run in runs for problem in run.problems
+    ]
 
 
 def _cost(costs: Sequence[ReplicaSeconds]) -> str:

@@ -17,11 +17,14 @@ import numpy as np
 
 from rubato.core.plan import Shape
 from rubato.measure.confidence import ONE_SEED, Estimate, over_seeds
+from rubato.measure.pictures import COLOURS, Ink, Picture, bars_with_intervals
 from rubato.measure.records import BenchResult, versions
+from rubato.measure.result import Result, told_apart, with_interval
+from rubato.measure.tables import Table, number
 from rubato.planning import feasibility, jobs
 from rubato.planning.jobs import Job, JobResults
 from rubato.planning.request_source import RequestSource
-from rubato.planning.sweep import able, left_out, markdown
+from rubato.planning.sweep import able, left_out
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload
@@ -211,13 +214,19 @@ class Capacity:
     ratio: Estimate
 
 
-@dataclass(frozen=True)
-class CapacityResult:
+@dataclass(frozen=True, repr=False)
+class CapacityResult(Result):
     """question: with the policies that ran; skipped: of the others, by label, why they cannot run."""
 
+    title = "Capacity"
     question: CapacityQuestion
     done: JobResults
     skipped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> list[str]:
+        """Of the policies that ran, the one first that the others are compared with."""
+        return [spec.choice.label for spec in self.question.specs]
 
     def capacities(self) -> list[Capacity]:
         specs = self.question.specs
@@ -257,14 +266,65 @@ class CapacityResult:
             "versions": versions("numpy"),
         }  # fmt: skip
 
-    def text(self) -> str:
-        several = len(self.question.specs) > 1
-        head = ["policy", "attained", "req/s", "per replica", "per GPU"]
-        rows = [[*head, f"against {self.question.specs[0].choice.label}"] if several else head]
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self.question.describe() | {"seeds": self.question.seeds}
+
+    @property
+    def answer(self) -> str:
+        target = self.question.targets[0]
+        best = max((c for c in self.capacities() if c.target == target), key=lambda c: c.fleet.value)
+        among = f"; of {len(self.labels)} policies that is most" if len(self.labels) > 1 else ""
+        return f"{best.policy} holds {number(best.fleet)} requests/s with {100 * target:g} % attained{among}."
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """At each target, which policies hold more than the first one, by ratios paired by seed."""
+        first, *others = self.labels
+        if not others or len(self.question.seeds) < 2:
+            return ()
+        ratios = {(c.policy, c.target): c.ratio for c in self.capacities()}
+        lines = []
+        for target in self.question.targets:
+            own = {label: ratios[label, target] for label in others}
+            shown = {label: number(one, " ×") for label, one in own.items()}
+            lines.append(f"With {100 * target:g} % attained {told_apart(own, first, 'holds', shown, 1.0)}.")
+        return tuple(lines)
+
+    def tables(self) -> list[Table]:
+        several = len(self.labels) > 1
+        head = ("policy", "attained", "req/s", "per replica", "per GPU")
+        rows = []
         for c in self.capacities():
-            own = [c.policy, f"{100 * c.target:g} %", *(number(e) for e in (c.fleet, c.replica, c.gpu))]
-            rows.append([*own, number(c.ratio, "×")] if several else own)
-        return markdown(rows)
+            own = (c.policy, f"{100 * c.target:g} %", *(number(e) for e in (c.fleet, c.replica, c.gpu)))
+            rows.append((*own, number(c.ratio, "×")) if several else own)
+        return [Table((*head, f"against {self.labels[0]}") if several else head, tuple(rows))]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each policy and target; rates in requests/s, `against_first` a ratio."""
+        return [
+            {"policy": c.policy, "target": c.target}
+            | with_interval("rate", c.fleet)
+            | with_interval("per_replica", c.replica)
+            | with_interval("per_gpu", c.gpu)
+            | with_interval("against_first", c.ratio)
+            for c in self.capacities()
+        ]
+
+    def picture(self) -> Picture:
+        """The rate of each policy at each target, with its interval."""
+        targets, found = self.question.targets, self.capacities()
+
+        def draw(figure: Any, ink: Ink) -> None:
+            panels = figure.subplots(1, len(targets), squeeze=False)[0]
+            for axes, target in zip(panels, targets, strict=True):
+                own = [(c.policy, c.fleet) for c in found if c.target == target]
+                bars = [(name, e, number(e), COLOURS[i % len(COLOURS)]) for i, (name, e) in enumerate(own)]
+                bars_with_intervals(axes, bars, ink)
+                axes.set_xlabel("requests/s of the fleet")
+                axes.set_title(f"{100 * target:g} % attained")
+
+        return Picture("Capacity with 95 % intervals", draw, (9.0, 1.6 + 0.42 * len(self.labels)))
 
 
 def _capacity(spec: RunSpec, target: float, own: Sequence[float], first: Sequence[float]) -> Capacity:
@@ -275,7 +335,3 @@ def _capacity(spec: RunSpec, target: float, own: Sequence[float], first: Sequenc
     logs = over_seeds([float(np.log(a / b)) for a, b in zip(own, first, strict=True)])
     gpus = spec.replicas * spec.hardware.gpus
     return Capacity(spec.choice.label, target, per(1), per(spec.replicas), per(gpus), logs.exp())
-
-
-def number(estimate: Estimate, unit: str = "") -> str:
-    return f"{estimate.value:.3g}{unit} {estimate.interval(lambda end: f'{end:.3g}')}"

@@ -12,16 +12,16 @@ every run of it counts among the seeds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil, inf
 from typing import Any
 
-from rubato.measure.confidence import Estimate, attainment_over_seeds
+from rubato.measure.confidence import Estimate, attainment_over_seeds, over_seeds
+from rubato.measure.tables import percent
 from rubato.planning import feasibility, jobs
 from rubato.planning.capacity import estimate
 from rubato.planning.fleet_size_model import FleetPlan, FleetQuestion, counted, effect, peak, whole
 from rubato.planning.jobs import Job, JobRunner
-from rubato.planning.sweep import percent
 from rubato.simulation.simulate import gc_paused, simulate
 from rubato.workloads.resample import bootstrapped, sampled
 
@@ -88,6 +88,7 @@ class _Search:
 
     question: FleetQuestion
     runner: JobRunner
+    tried: dict[int, int] = field(default_factory=dict)  # replicas -> most seeds that ran
 
     def plan(self) -> FleetPlan:
         self.runner.about = "search"
@@ -111,6 +112,7 @@ class _Search:
             relaxed_by=_factor(replicas),
             relaxed_seeds=relaxed_seeds,
             infeasible=feasibility.Feasibility(**known["infeasible"]),
+            tried={n: self.shown(n, count) for n, count in sorted(self.tried.items())},
         )
 
     # ----------------------------------------------------------------- jobs, and what they say together
@@ -127,8 +129,14 @@ class _Search:
     def attained(self, replicas: int, seeds: int) -> Estimate:
         if replicas == 0:
             return Estimate.exact(0.0)
+        self.tried[replicas] = max(seeds, self.tried.get(replicas, 0))
         values = self.runner.run(self.peaks(replicas, seeds))
         return attainment_over_seeds([v["met"] for v in values], [v["offered"] for v in values])
+
+    def shown(self, replicas: int, seeds: int) -> Estimate:
+        """As `attained`; of one seed without an interval."""
+        found = self.attained(replicas, seeds)
+        return found if seeds > 1 else over_seeds([found.value])
 
     def relaxed(self, replicas: int, seeds: int, constraint: str, count: int) -> float:
         """Attainment of one replica fewer with a constraint relaxed, by `count` of the seeds."""

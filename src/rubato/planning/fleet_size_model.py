@@ -11,11 +11,13 @@ from rubato.core.interfaces import Line
 from rubato.core.plan import Sample, Shape
 from rubato.latency.model_wrapper import ModelWrapper
 from rubato.measure.confidence import Estimate
+from rubato.measure.pictures import COLOURS, DASHED, Ink, Picture, bars_with_intervals, lines_with_intervals
 from rubato.measure.records import Record, versions
+from rubato.measure.result import Result, with_interval
+from rubato.measure.tables import Table, listed, percent
 from rubato.planning import feasibility
 from rubato.planning.jobs import JobResults
 from rubato.planning.request_source import RequestSource
-from rubato.planning.sweep import markdown, percent
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import gc_paused, simulate
 from rubato.workloads import Workload
@@ -146,12 +148,14 @@ def effect(all_seeds: Estimate, same: Sequence[Mapping[str, Any]], relaxed: Sequ
 # --------------------------------------------------------------------------- the answer
 
 
-@dataclass(frozen=True)
-class FleetPlan:
+@dataclass(frozen=True, repr=False)
+class FleetPlan(Result):
     """replicas is the answer. decided: with one fewer the mean is below the target (else so close to it that the most
     seeds do not tell). whole: the whole workload with that many. relaxed: attainment of one fewer with one constraint
-    relaxed by `relaxed_by`, as `effect` has it, of so many seeds. infeasible: what no idle replica attains."""
+    relaxed by `relaxed_by`, as `effect` has it, of so many seeds. infeasible: what no idle replica attains. tried: what
+    each number of replicas that was tried attains of the busiest stretch."""
 
+    title = "Fleet"
     question: FleetQuestion
     stretch: tuple[float, float]
     replicas: int
@@ -164,6 +168,7 @@ class FleetPlan:
     relaxed_by: float
     relaxed_seeds: Mapping[str, int]
     infeasible: feasibility.Feasibility
+    tried: Mapping[int, Estimate] = field(default_factory=dict)
     done: JobResults = field(default_factory=lambda: JobResults(()))
 
     @property
@@ -241,25 +246,83 @@ class FleetPlan:
             "versions": versions("numpy"),
         }
 
-    def text(self) -> str:
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self.question.describe() | {"price": self.question.price}
+
+    @property
+    def answer(self) -> str:
         spec = self.question.spec
+        fleet = f"{counted(self.replicas, 'replica')} of {spec.hardware.name} ({counted(self.gpus, 'GPU')})"
+        verb = "attains" if self.replicas == 1 else "attain"
+        return (
+            f"{fleet} {verb} {100 * self.question.target:g} % of requests with policy {spec.choice.label} "
+            f"({spec.slo_rule} rule)."
+        )
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self._binding(), self._costs())))
+
+    def table(self) -> str:
+        return f"**{self.answer}**\n\n{super().table()}"
+
+    def tables(self) -> list[Table]:
         start, end = self.stretch
-        fewer = str(self.replicas - 1)
-        rows = [["what was run", "replicas", "attainment"]]
-        stretch = f"busiest stretch, {start:.0f} to {end:.0f} s, {self.seeds} seeds"
-        rows.append([stretch, str(self.replicas), percent(self.with_n)])
+        rows = [(f"busiest stretch, {start:.0f} to {end:.0f} s, {self.seeds} seeds", self.replicas, self.with_n)]
         if self.replicas > 1:
-            rows.append(["the same, one replica fewer", fewer, percent(self.with_one_fewer)])
-        for constraint, attained in self.relaxed.items():
-            seeds = counted(self.relaxed_seeds[constraint], "seed")
-            what = f"and {constraint} relaxed {self.relaxed_by:.3g} times, {seeds}"
-            rows.append([what, fewer, f"{100 * attained:.1f} %"])
-        rows.append(["the whole workload", str(self.replicas), self._of(self.whole)])
-        rows.append(["of it, the busiest stretch", str(self.replicas), self._of(self.whole["busiest"])])
-        fleet = f"**{counted(self.replicas, 'replica')} of {spec.hardware.name}** ({self.gpus} GPUs)"
-        target = f"attain {100 * self.question.target:g} % of requests ({spec.slo_rule} rule)"
-        parts = [f"{fleet}, policy {spec.choice.label}, {target}.", markdown(rows), self._binding(), self._costs()]
-        return "\n\n".join([*filter(None, parts), *(f"Note: {note}." for note in self.notes)])
+            rows.append(("the same, one replica fewer", self.replicas - 1, self.with_one_fewer))
+        cells = [(what, str(replicas), percent(attained)) for what, replicas, attained in rows]
+        cells += self._relaxed_rows()
+        cells.append(("the whole workload", str(self.replicas), self._of(self.whole)))
+        cells.append(("of it, the busiest stretch", str(self.replicas), self._of(self.whole["busiest"])))
+        return [Table(("what was run", "replicas", "attainment"), tuple(cells))]
+
+    def _relaxed_rows(self) -> list[tuple[str, str, str]]:
+        """A row for each constraint that binds, and one for those that do not."""
+        times, fewer = f"relaxed {self.relaxed_by:.3g} times", str(self.replicas - 1)
+        seeds = {what: counted(count, "seed") for what, count in self.relaxed_seeds.items()}
+        rows = [
+            (f"and {what} {times}, {seeds[what]}", fewer, f"{100 * self.relaxed[what]:.1f} %") for what in self.binds
+        ]
+        others = {what: attained for what, attained in self.relaxed.items() if what not in self.binds}
+        if others:
+            low, high = (f"{100 * end(others.values()):.1f}" for end in (min, max))
+            share = f"{low} %" if low == high else f"{low} to {high} %"
+            rows.append((f"and {listed(list(others), 'or')} {times}", fewer, share))
+        return rows
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each fleet tried on the busiest stretch, and for each constraint relaxed in a fleet one smaller."""
+        tried = [
+            {"replicas": n, "relaxed": ""} | with_interval("attainment", attained) for n, attained in self.tried.items()
+        ]
+        return tried + [
+            {"replicas": self.replicas - 1, "relaxed": what, "attainment": attained}
+            for what, attained in self.relaxed.items()
+        ]
+
+    def picture(self) -> Picture:
+        """Attainment by the number of replicas; where one fewer misses, with each constraint relaxed, too."""
+        target, fewer = 100 * self.question.target, counted(self.replicas - 1, "replica")
+
+        def draw(figure: Any, ink: Ink) -> None:
+            panels = figure.subplots(1, 2 if self.relaxed else 1, squeeze=False)[0]
+            counts = sorted(self.tried)
+            lines_with_intervals(panels[0], {"": [self.tried[n] for n in counts]}, counts, target, ink)
+            panels[0].axvline(self.replicas, color=COLOURS[3], linewidth=1.0, zorder=0)
+            panels[0].set(xlabel="replicas", ylabel="attained in the busiest stretch (%)")
+            panels[0].set_title(f"{counted(self.replicas, 'replica')}: {percent(self.with_n)}")
+            if self.relaxed:
+                bars = [("as they are", 100 * self.with_one_fewer.value, COLOURS[6])]
+                bars += [(w, 100 * a, COLOURS[2 if w in self.binds else 6]) for w, a in self.relaxed.items()]
+                rows = [(name, Estimate.exact(a), f"{a:.1f} %", colour) for name, a, colour in bars]
+                bars_with_intervals(panels[1], rows, ink)
+                panels[1].axvline(target, color=ink.rule, linewidth=0.8, linestyle=DASHED)
+                panels[1].set(xlabel="attained (%)", xlim=(0, 125))
+                panels[1].set_title(f"{fewer}, one constraint relaxed {self.relaxed_by:.3g} times")
+
+        return Picture(f"Attainment by the number of replicas; line at {target:g} %", draw, (9.0, 3.6))
 
     def _binding(self) -> str:
         if self.replicas == 1:

@@ -9,14 +9,18 @@ request whose prompt takes longer than its TTFT at the batch that its TPOT allow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Limits
-from rubato.planning.sweep import markdown
+from rubato.measure.confidence import Estimate
+from rubato.measure.pictures import COLOURS, WIDTH, Ink, Picture, bars_with_intervals
+from rubato.measure.result import Result
+from rubato.measure.tables import Table
+from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Workload
 
 Mode = Literal["pd", "co"]
@@ -182,14 +186,49 @@ def _largest(
 NAMES = {"pd": "prefill and decode apart", "co": "co-located"}
 
 
-def text(found: Sequence[Optimum]) -> str:
-    """A table of the modes."""
-    head = ["mode", "requests/s a replica", "replica-seconds a request", "TTFT too short for it", "TPOT too short"]
-    rows = [
-        [NAMES[o.mode], f"{o.rate:.4g}", f"{o.cost:.4g}", f"{o.late} of {o.requests}", f"{o.slow} of {o.requests}"]
-        for o in found
-    ]
-    return (
-        f"{markdown([head, *rows])}\n\nA reference, no bound: every request served, each in a batch of its like, "
-        "without gaps. A policy that refuses the dearest requests serves more of the others."
-    )
+@dataclass(frozen=True, repr=False)
+class Optima(Result):
+    """Of one replica, in each mode."""
+
+    title = "Optimum"
+    hardware: Hardware
+    found: tuple[Optimum, ...]
+
+    @property
+    def answer(self) -> str:
+        best = max(self.found, key=lambda o: o.rate)
+        return f"A replica of {self.hardware.name} serves {best.rate:.4g} requests/s at most ({NAMES[best.mode]})."
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return {"hardware": self.hardware.describe()}
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        return (
+            "A reference, no bound: every request served, each in a batch of its like, without gaps. A policy that "
+            "refuses the dearest requests serves more of the others.",
+        )
+
+    def tables(self) -> list[Table]:
+        head = ("mode", "requests/s a replica", "replica-seconds a request", "TTFT too short for it", "TPOT too short")
+        rows = [
+            (NAMES[o.mode], f"{o.rate:.4g}", f"{o.cost:.4g}", f"{o.late} of {o.requests}", f"{o.slow} of {o.requests}")
+            for o in self.found
+        ]
+        return [Table(head, tuple(rows))]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [asdict(o) | {"rate": o.rate} for o in self.found]
+
+    def picture(self) -> Picture:
+        def draw(figure: Any, ink: Ink) -> None:
+            axes = figure.add_subplot()
+            rows = [(NAMES[o.mode], Estimate.exact(o.rate), f"{o.rate:.3g}", COLOURS[0]) for o in self.found]
+            bars_with_intervals(axes, rows, ink)
+            axes.set_xlabel("requests/s a replica")
+
+        return Picture("PolyServe's optimum", draw, (WIDTH, 2.2))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"hardware": self.hardware.describe(), "optimum": self.rows()}

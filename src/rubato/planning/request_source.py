@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from rubato.measure.records import fingerprint
 from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Workload, read, scenarios, traces
 from rubato.workloads.generate import make
@@ -101,6 +102,20 @@ class FileSource(RequestSource):
 
 
 _filed = lru_cache(maxsize=8)(read)
+
+
+@dataclass(frozen=True)
+class WorkloadSource(RequestSource):
+    """A workload as it is; seeds above 0 bootstrap blocks of 60 s of it, unless `drawn` is False."""
+
+    workload: Workload
+    drawn: bool = True
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        return window(bootstrapped(self.workload, seed) if self.drawn and seed else self.workload, stretch)
+
+    def describe(self) -> dict[str, Any]:
+        return {"workload": self.workload.name, "fingerprint": fingerprint(self.workload), "drawn": self.drawn}
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from rubato.core.request import Request, Sampling, Stage
 from rubato.measure import results
 from rubato.measure.confidence import ALL, ONE_SEED, Estimate, attainment_over_seeds, over_seeds
-from rubato.measure.plot import COLOURS, STYLES, picture
+from rubato.measure.pictures import Ink, Picture, lines_with_intervals
 from rubato.measure.records import versions
+from rubato.measure.result import Result, told_apart, with_interval
+from rubato.measure.tables import Table, milliseconds, percent, points_of
 from rubato.planning import jobs
 from rubato.planning.jobs import Job, JobResults
 from rubato.planning.request_source import RequestSource
@@ -120,16 +121,22 @@ class Point:
     pause_max: Mapping[str, float | None]
 
 
-@dataclass(frozen=True)
-class SweepResult:
+@dataclass(frozen=True, repr=False)
+class SweepResult(Result):
     """sweep: with the policies that ran; skipped: of the others, by label, why they cannot run."""
 
+    title = "Attainment by rate"
     sweep: Sweep
     done: JobResults
     skipped: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def labels(self) -> list[str]:
+        """Of the policies that ran, the one first that the others are compared with."""
+        return [spec.choice.label for spec in self.sweep.specs]
+
     def points(self) -> list[Point]:
-        labels = [spec.choice.label for spec in self.sweep.specs]
+        labels = self.labels
         found: dict[tuple[str, float], list[_Tiers]] = {}  # an entry for each seed, in one order
         for value in self.done.values:
             tiers = {row["tier"]: row for row in value["tiers"]}
@@ -162,13 +169,37 @@ class SweepResult:
         one = [ONE_SEED] if len(self.sweep.seeds) < 2 else []
         return (*self.done.notes, *self.sweep.source.notes, *left_out(self.skipped), *one)
 
-    def text(self) -> str:
-        """A table for the terminal; Markdown as well."""
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self.sweep.describe() | {"rates": self.sweep.rates, "seeds": self.sweep.seeds}
+
+    @property
+    def answer(self) -> str:
+        top = max(self.sweep.rates)
+        best = max((p for p in self.points() if p.rate == top), key=lambda p: p.attainment[ALL].value)
+        among = f" of {len(self.labels)} policies" if len(self.labels) > 1 else ""
+        return f"At {top:g} requests/s {best.policy} attains most{among}: {percent(best.attainment[ALL])}."
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """At each rate, which policies attain more than the first one, by differences paired by seed."""
+        first, *others = self.labels
+        if not others or len(self.sweep.seeds) < 2:
+            return ()
+        points = {(p.policy, p.rate): p.against for p in self.points()}
+        lines = []
+        for rate in self.sweep.rates:
+            against = {label: points[label, rate] for label in others}
+            shown = {label: f"{points_of(one)} points" for label, one in against.items()}
+            lines.append(f"At {rate:g} requests/s {told_apart(against, first, 'attains', shown)}.")
+        return tuple(lines)
+
+    def tables(self) -> list[Table]:
         tiers = [tier for tier in self.points()[0].attainment if tier != ALL]
-        several = len(self.sweep.specs) > 1
+        several = len(self.labels) > 1
         head = ["policy", "rate (req/s)", "attainment", *tiers, "by deadline / windows", "attained/s", "TTFT p99"]
-        head += ["TPOT p99", "pause p99 / max"]
-        rows = [[*head, f"against {self.sweep.specs[0].choice.label}"] if several else head]
+        head += ["TPOT p99", "pause p99 / max", *([f"against {self.labels[0]}"] if several else [])]
+        rows = []
         for point in self.points():
             row = [
                 point.policy, f"{point.rate:g}", percent(point.attainment[ALL]),
@@ -177,8 +208,43 @@ class SweepResult:
                 f"{point.attained_rps.value:.3g}", milliseconds(point.ttft_p99), milliseconds(point.tpot_p99),
                 f"{milliseconds(point.pause_p99[ALL])} / {milliseconds(point.pause_max[ALL])}",
             ]  # fmt: skip
-            rows.append([*row, points_of(point.against)] if several else row)
-        return markdown(rows)
+            rows.append((*row, points_of(point.against)) if several else tuple(row))
+        return [Table(tuple(head), tuple(rows))]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each policy, rate and tier, "all" among them; `attained_rps` and what follows are of all tiers."""
+        return [
+            {"policy": p.policy, "rate": p.rate, "tier": tier}
+            | with_interval("attainment", attainment)
+            | {"by_deadline": p.by_deadline[tier], "by_windows": p.by_windows[tier]}
+            | {"pause_p99": p.pause_p99[tier], "pause_max": p.pause_max[tier]}
+            | (with_interval("against_first", p.against) if tier == ALL else {})
+            | ({"attained_rps": p.attained_rps.value} if tier == ALL else {})
+            | ({"ttft_p99": p.ttft_p99, "tpot_p99": p.tpot_p99} if tier == ALL else {})
+            for p in self.points()
+            for tier, attainment in p.attainment.items()
+        ]
+
+    def picture(self) -> Picture:
+        """Attainment over the rate with intervals, a line a policy; below, each tier's."""
+        found = {(p.policy, p.rate): p.attainment for p in self.points()}
+        tiers = [tier for tier in found[self.labels[0], self.sweep.rates[0]] if tier != ALL]
+        panels = [ALL, *(tiers if len(tiers) > 1 else [])]
+        lines, across, rates = -(-(len(panels) - 1) // 4), max(1, min(len(panels) - 1, 4)), sorted(self.sweep.rates)
+
+        def draw(figure: Any, ink: Ink) -> None:
+            grid = figure.add_gridspec(1 + lines, across, height_ratios=[1.5] + [1.0] * lines)
+            for number, tier in enumerate(panels, start=-1):
+                axes = figure.add_subplot(grid[0, :] if tier == ALL else grid[1 + number // across, number % across])
+                own = {label: [found[label, rate][tier] for rate in rates] for label in self.labels}
+                lines_with_intervals(axes, own, rates, 90, ink)
+                axes.set_xlabel("requests/s offered")
+                axes.set_title("all requests" if tier == ALL else tier)
+                if tier == ALL:
+                    axes.set_ylabel("SLO attainment (%, of offered)")
+                    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=3.2)
+
+        return Picture("Attainment by rate with 95 % intervals; line at 90 %", draw, (9.0, 3.9 + 2.4 * lines))
 
 
 _Tiers = Mapping[str, Mapping[str, Any]]  # of one run: a row of its results for each tier
@@ -218,53 +284,3 @@ def _share(rows: Sequence[Mapping[str, Any]], column: str) -> float:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def plot(path: str | Path, points: Sequence[Point]) -> None:
-    """A PNG: attainment of all requests by rate, a line a policy. Raises ImportError without matplotlib."""
-    policies = list(dict.fromkeys(point.policy for point in points))
-
-    def draw(axes: Any) -> None:
-        for index, policy in enumerate(policies):
-            own = sorted((p for p in points if p.policy == policy), key=lambda p: p.rate)
-            rates, all_ = [p.rate for p in own], [p.attainment[ALL] for p in own]
-            colour, style = COLOURS[index % len(COLOURS)], STYLES[index % len(STYLES)]
-            axes.plot(rates, [100 * e.value for e in all_], color=colour, linestyle=style, marker="o", label=policy)
-            axes.fill_between(
-                rates, [100 * e.low for e in all_], [100 * e.high for e in all_], color=colour, alpha=0.15, linewidth=0
-            )
-        axes.axhline(90, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)))
-        axes.set_ylim(0, 103)
-        axes.set_xlabel("requests/s offered")
-        axes.set_ylabel("SLO attainment (%, of offered)")
-        axes.legend(frameon=False)
-
-    picture(path, draw, "Attainment by rate with 95 % intervals; line at 90 %")
-
-
-# --------------------------------------------------------------------------- words
-
-
-def percent(estimate: Estimate) -> str:
-    return f"{100 * estimate.value:.1f} % [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
-
-
-def points_of(estimate: Estimate) -> str:
-    """A difference of shares, in percentage points."""
-    return f"{100 * estimate.value:+.1f} {estimate.interval(lambda end: f'{100 * end:+.1f}')}"
-
-
-def milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.0f} ms"
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, aligned so that a terminal reads it too; the first row is its head."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
-
-
-def write(path: str | Path, title: str, text: str) -> None:
-    """A short Markdown report."""
-    Path(path).write_text(f"# {title}\n\n{text}\n", encoding="utf-8")

@@ -25,6 +25,7 @@ from rubato.policy_kit import prefix_affinity
 
 OF_EVERY_ROUTER: Mapping[str, object] = {prefix_affinity.SETTING: False}  # settings, with their defaults
 PARTS = {"Scheduler": ("needs", "observe", "plan"), "Router": ("needs", "observe", "place")}  # of a dataclass
+_local: dict[str, ModuleType] = {}  # policies of this process alone, by name
 
 
 class PolicyError(ValueError):
@@ -110,7 +111,35 @@ def _is_own(module: ModuleType, cls: type) -> bool:
     return f"{cls.__module__}.".startswith(f"{module.__name__}.")
 
 
+def register(policy: object) -> tuple[str, dict[str, object]]:
+    """The name and settings by which a scheduler or a router, an object or its class, is built in this process.
+
+    A packaged one has its own name, any other that of its class; of two with one name the later is meant. Every replica
+    gets an object of its own, with these settings. Raises PolicyError for what is no policy.
+    """
+    cls = policy if isinstance(policy, type) else type(policy)
+    kind = next((kind for kind, parts in PARTS.items() if all(hasattr(cls, part) for part in parts)), None)
+    if kind is None:
+        words = " or ".join(f"a {kind} (with {', '.join(parts)})" for kind, parts in PARTS.items())
+        raise PolicyError(f"{cls.__name__} is no policy: give {words}, or the name of one")
+    given = {} if policy is cls else {name: getattr(policy, name) for name in _fields(cls)}
+    settings = {name: value for name, value in given.items() if value != _fields(cls)[name]}
+    packaged = cls.__module__.removeprefix(f"{__name__}.").partition(".")[0]
+    if packaged in names() and getattr(module_of(packaged), kind, None) is cls:
+        return packaged, settings
+    _local[cls.__name__] = module = ModuleType(cls.__module__, cls.__doc__)
+    setattr(module, kind, cls)
+    return cls.__name__, settings
+
+
+def is_local(name: str) -> bool:
+    """Whether a policy is known to this process alone (`register`)."""
+    return name in _local
+
+
 def module_of(name: str) -> ModuleType:
+    if name in _local:
+        return _local[name]
     if name in names():
         return importlib.import_module(f"{__name__}.{name}")
     if name.endswith(".py"):

@@ -19,7 +19,7 @@ from rubato.frontdoor.slo_fields import Tiers
 from rubato.frontdoor.tenants import Tenants
 from rubato.serving import intake, openapi, schemas
 from rubato.serving.app_state import AppState, WithHeaders, add_door, add_operations, json_page
-from rubato.serving.board import add_board
+from rubato.serving.board_pages import add_board
 
 MESSAGE = 32  # characters that a message counts for besides its own: what the chat template does with it
 LONG_TEXT = 4096  # bytes; tokenizing more than this would hold up the loop, and all streams, by milliseconds
@@ -43,9 +43,10 @@ class Text(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What is served. most_tokens: prompt + output that a request may have. max_choices: prompts times `n` that one
-    answer may have. tenants: by default keys are not asked for. fair: whether the cluster shares itself out
-    between tenants. created_offset: Unix time - clock time. log_lines_dropped: how many so far."""
+    """What is served. policy: its scheduler's name. most_tokens: prompt + output that a request may have.
+    max_choices: prompts times `n` that one answer may have. tenants: by default keys are not asked for. fair: whether
+    the cluster shares itself out between tenants. created_offset: Unix time - clock time. log_lines_dropped: how many
+    so far."""
 
     cluster: Cluster
     text: Text
@@ -58,6 +59,7 @@ class Service:
     max_body_bytes: int = 4 << 20
     created_offset: float = 0.0
     log_lines_dropped: Callable[[], int] = int
+    policy: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,6 +74,9 @@ class Service:
 
     def counted(self) -> tuple[str, ...]:
         return ()  # every replica tells of itself
+
+    def urls(self) -> Mapping[str, str]:
+        return {}  # replicas are no servers
 
 
 class _State(AppState):

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rubato.core.interfaces import View
+from rubato.core.server_url import bare_host
 from rubato.fleet.cluster import Cluster
 from rubato.frontdoor import history
 from rubato.frontdoor.admission import FrontDoor
@@ -46,6 +47,9 @@ class AnyService(Protocol):
     def log_lines_dropped(self) -> Callable[[], int]: ...
     def views(self) -> list[View]: ...
     def counted(self) -> Collection[str]: ...
+    @property
+    def policy(self) -> str: ...
+    def urls(self) -> Mapping[str, str]: ...
 
 
 class AppState:
@@ -124,7 +128,9 @@ def add_operations(app: FastAPI, state: AppState) -> None:
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
         now = service.cluster.clock.now()
         views, counted = service.views(), service.counted()
-        return json_page(history.shown(id, records, views, now, fair=service.fair, counted=counted))
+        names = {replica: bare_host(url) for replica, url in service.urls().items()} if tenant.admin else {}
+        page = history.shown(id, records, views, now, fair=service.fair, counted=counted, names=names)
+        return json_page(page)
 
 
 class AtTheDoor:

@@ -1,165 +1,221 @@
 """The board: `/`, a page to look at, and `/board.json`, what it shows.
 
 The page is the same for everyone and holds nothing. Where tenants are configured the JSON needs a key: a tenant sees
-its own requests and the tiers' totals, an admin all. How things stand is worked out once in `FRESH` seconds, however
-many browsers look.
+its own requests and the tiers' totals, an admin all. How things stand is worked out once in `FRESH_S` seconds, however
+many browsers look. `board_pages` serves both in an app; inside vLLM's API server `vllm_board` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import cache
-from importlib import resources
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from typing import Any, Protocol
 
 import orjson
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
 
-from rubato.core.interfaces import View
-from rubato.fleet.cluster import Cluster
-from rubato.frontdoor.history import RequestHistory
+import rubato
+from rubato.core.clock import PLAN, Clock
+from rubato.core.interfaces import SeqView, View
+from rubato.frontdoor.request_record import RequestRecord
 from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.frontdoor.verdict import in_ms
-from rubato.serving import openapi
-from rubato.serving.board_counts import WINDOW, BoardCounts, in_all
-from rubato.serving.board_snapshot import RequestsInFlight, replica_shown
+from rubato.serving.board_counts import OBJECTIVE, RING_S, SLICE_S, SLICES, WINDOWS_S, BoardCounts, TierCounts
+from rubato.serving.board_snapshot import RequestsInFlight, TierInFlight, replica_shown
 
-FRESH = 0.5  # seconds
-PAGE = "board_page"  # the folder of the files below
-FILES = {  # path -> file, media type
-    "/": ("board.html", "text/html; charset=utf-8"),
-    "/board/board.css": ("board.css", "text/css; charset=utf-8"),
-    "/board/board.js": ("board.js", "text/javascript; charset=utf-8"),
-    "/board/format.js": ("format.js", "text/javascript; charset=utf-8"),
-    "/board/send.js": ("send.js", "text/javascript; charset=utf-8"),
-    "/board/icon.svg": ("icon.svg", "image/svg+xml"),
-}
-# Nothing of another host, nothing inline, no frame around it: a request's or tenant's name cannot become code.
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = {
-    "content-security-policy": POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
+FRESH_S = 0.5
 
 
-class BoardService(Protocol):
-    """What the board needs of `Service`."""
+class BoardSource(Protocol):
+    """What a door lets the board see. paths: of a request's page and of chat completions, from the page's own."""
 
     @property
-    def cluster(self) -> Cluster: ...
+    def model(self) -> str: ...
     @property
-    def names(self) -> Sequence[str]: ...
+    def policy(self) -> str: ...
+    @property
+    def router(self) -> str:
+        """Empty where nothing is routed."""
+        ...
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def paths(self) -> Mapping[str, str]: ...
+    @property
+    def tenants(self) -> Tenants: ...
     @property
     def fair(self) -> bool: ...
+    @property
+    def in_flight(self) -> Mapping[str, RequestRecord]: ...
+    @property
+    def held(self) -> Sequence[SeqView]: ...
+    @property
+    def draining(self) -> Collection[str]: ...
     def views(self) -> Sequence[View]: ...
     def counted(self) -> Collection[str]:
         """Replicas that tell nothing of themselves: what is sent there is counted."""
         ...
 
+    def urls(self) -> Mapping[str, str]:
+        """Of replicas that are servers."""
+        ...
 
-class BoardState(Protocol):
-    """What the board needs of an app's state."""
+    def state(self) -> str:
+        """serving, draining or dead."""
+        ...
 
-    @property
-    def service(self) -> BoardService: ...
-    @property
-    def tenants(self) -> Tenants: ...
-    @property
-    def recorder(self) -> RequestHistory: ...
-
-
-def add_board(app: FastAPI, state: BoardState) -> None:
-    """Mount the board. The cluster's requests are counted from now on."""
-    board = Board(app, state)
-
-    @app.get("/board.json", responses=openapi.errors(401))
-    async def json(http: Request) -> Response:
-        """What the board shows: tiers, replicas, requests in flight and recent misses. Of requests a tenant sees its
-        own, and of replicas nothing; an admin all."""
-        content = board.json(state.tenants.of(http.headers))
-        return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
-
-    def add_file(path: str, name: str, kind: str) -> None:
-        async def file() -> Response:
-            return Response(_read(name), media_type=kind, headers=HEADERS)
-
-        app.add_api_route(path, file, methods=["GET", "HEAD"], include_in_schema=False)
-
-    for path, (name, kind) in FILES.items():
-        add_file(path, name, kind)
-
-
-@cache
-def _read(name: str) -> bytes:
-    return (resources.files("rubato.serving") / PAGE / name).read_bytes()
+    def gave_up(self) -> Collection[str]:
+        """Replicas that schedule without the policy now, after its faults; "" for a router that was given up."""
+        ...
 
 
 class Board:
-    """How things stood at most `FRESH` seconds ago, and what each tenant may see of that."""
+    """How things stood at most `FRESH_S` seconds ago, and what each tenant may see of that. `counts` is to hear every
+    event."""
 
-    def __init__(self, app: FastAPI, state: BoardState) -> None:
-        self._app, self._state = app, state
-        self._counts = BoardCounts()
-        self._cluster = state.service.cluster
-        self._cluster.listen(self._counts)
-        self._since = self._cluster.clock.now()
+    def __init__(self, source: BoardSource) -> None:
+        self.counts = BoardCounts(self._sample_later)
+        self._source = source
+        self._since = source.clock.now()
         self._at = -inf
+        self._number = 0  # of the slice of that time
+        self._gave_up: set[str] = set()
         self._for_all: dict[str, Any] = {}
+        self._last: dict[str, dict[str, Any]] = {}  # each replica as it was last seen
         self._replicas: list[dict[str, Any]] = []
         self._requests = RequestsInFlight({}, [], [], 0.0, fair=False)
-        self._told: dict[str, bytes] = {}  # by tenant
+        self._answers: dict[tuple[str, int], bytes] = {}  # by tenant and first slice
 
-    def json(self, tenant: Tenant) -> bytes:
-        """What this tenant sees."""
-        now = self._cluster.clock.now()
-        if now >= self._at + FRESH:
+    def json(self, tenant: Tenant, since: int = 0) -> bytes:
+        """What this tenant sees. since: the first slice of the history that it wants."""
+        now = self._source.clock.now()
+        if now >= self._at + FRESH_S:
             self._look(now)
-        if tenant.name not in self._told:
-            self._told[tenant.name] = orjson.dumps(self._shown(tenant))
-        return self._told[tenant.name]
+        first = min(max(since, self._number - SLICES + 1, 0), self._number)
+        if (tenant.name, first) not in self._answers:
+            self._answers[tenant.name, first] = orjson.dumps(self._shown(tenant, first))
+        return self._answers[tenant.name, first]
+
+    def _sample_later(self, at: float) -> None:
+        """Look at the replicas once the event that came has been heard by all."""
+        clock = self._source.clock
+
+        def sample() -> None:
+            self._sample(clock.now())
+
+        clock.call_at(clock.now(), PLAN, sample)
+
+    def _sample(self, now: float) -> Sequence[View]:
+        source, counts = self._source, self.counts
+        views, counted, urls, draining = source.views(), source.counted(), source.urls(), source.draining
+        self._number = counts.advance(now, source.in_flight)
+        counts.replicas.sample(views, self._number, counted)
+        for id in source.gave_up():
+            if id not in self._gave_up:
+                self._gave_up.add(id)
+                counts.replicas.flag(now, self._number, "gave up", id)
+        rows = [
+            replica_shown(view, counts.replicas.step_seconds(view.id), draining, counted, urls.get(view.id, ""))
+            for view in views
+        ]
+        back = {row["url"]: row["id"] for row in rows if row["url"]}
+        for id, at in list(counts.replicas.lost.items()):
+            row = self._last.get(id, {"id": id, "url": "", "role": ""})
+            if row["url"] in back:
+                counts.replicas.succeed(id, back[row["url"]])
+            elif at < now - RING_S:
+                counts.replicas.forget(id)
+            else:
+                rows.append({**row, **_LOST, "age_ms": round((now - at) * 1e3)})
+        self._last = {row["id"]: row for row in rows}
+        self._replicas = rows
+        return views
 
     def _look(self, now: float) -> None:
-        service, cluster = self._state.service, self._cluster
-        self._at, self._told = now, {}
-        views, draining, counted = service.views(), cluster.draining_replicas, service.counted()
-        self._replicas = [replica_shown(view, self._counts.step_seconds(view.id), draining, counted) for view in views]
+        source = self._source
+        views = self._sample(now)
+        self._at, self._answers = now, {}
         self._requests = RequestsInFlight(
-            self._state.recorder.in_flight, cluster.held, views, now, fair=service.fair, counted=counted
+            source.in_flight,
+            source.held,
+            views,
+            now,
+            fair=source.fair,
+            counted=source.counted(),
+            is_routed=bool(source.router),
         )
-        tiers = {name: tier.shown(now) for name, tier in self._counts.tiers.items()}
-        slos = {tier.name: in_ms(tier.slo) for tier in self._state.tenants.all_tiers.usable}
         self._for_all = {
-            "model": service.names[0],
-            "state": self._serving(),
+            "model": source.model,
+            "policy": source.policy,
+            "router": source.router,
+            "version": rubato.__version__,
+            "state": source.state(),
             "serving_seconds": round(now - self._since, 1),
-            "window_seconds": WINDOW,
-            "keys": self._state.tenants.configured,
-            "total": in_all(list(tiers.values())),
-            "tiers": [{"name": name, "slo": slos.get(name), **tier} for name, tier in sorted(tiers.items())],
+            "objective": OBJECTIVE,
+            "windows_seconds": WINDOWS_S,
+            "keys": source.tenants.configured,
+            "paths": source.paths,
+            "total": _total(self.counts.tiers.values()),
+            "tiers": self._tiers(),
         }
 
-    def _shown(self, tenant: Tenant) -> dict[str, Any]:
+    def _tiers(self) -> list[dict[str, Any]]:
+        """The most urgent first, best effort last."""
+        slos = {tier.name: tier.slo for tier in self._source.tenants.all_tiers.usable}
+        found, in_flight = self.counts.tiers, self._requests.by_tier()
+        names = {*found, *(name for name, slo in slos.items() if not slo.best_effort)}
+
+        def urgency(name: str) -> tuple[float, str]:
+            slo = slos.get(name)
+            bounds = [] if slo is None else [time for time in (slo.ttft, slo.e2e, slo.tpot) if time is not None]
+            return (bounds[0] if bounds else inf), name
+
+        return [
+            {
+                "name": name,
+                "slo": in_ms(slos[name]) if name in slos else None,
+                **(found.get(name) or TierCounts()).shown(self._number),
+                "now": in_flight.get(name, TierInFlight()).shown(),
+            }
+            for name in sorted(names, key=urgency)
+        ]
+
+    def _shown(self, tenant: Tenant, first: int) -> dict[str, Any]:
         whose = None if tenant.admin else tenant.name
+        counts, number, replicas = self.counts, self._number, self._replicas
+        names = {row["id"]: row["url"] or row["id"] for row in replicas} if tenant.admin else {}
         return {
             **self._for_all,
             "tenant": tenant.name,
             "admin": tenant.admin,
             "may_ask_for": [
-                {"name": tier.name, "slo": in_ms(tier.slo)} for tier in self._state.tenants.tiers(tenant).usable
+                {"name": tier.name, "slo": in_ms(tier.slo)} for tier in self._source.tenants.tiers(tenant).usable
             ],
-            "replicas": self._replicas if tenant.admin else None,
+            "replicas": replicas if tenant.admin else None,
+            "flags": counts.replicas.flags_shown(self._at, number) if tenant.admin else [],
+            "history": {
+                "first": first,
+                "slice_seconds": SLICE_S,
+                "slices": SLICES,
+                "tiers": {name: tier.history(first, number) for name, tier in counts.tiers.items()},
+                "replicas": counts.replicas.history(names, first, number),
+            },
             **self._requests.shown(whose),
-            "misses": self._counts.misses(whose, self._at),
+            "misses": counts.misses.shown(whose, self._at, number),
         }
 
-    def _serving(self) -> str:
-        if self._cluster.dead.is_set():
-            return "dead"
-        return "draining" if getattr(self._app.state, "draining", False) else "serving"
+
+_LOST = {
+    "state": "lost", "running": 0, "waiting": 0, "moving": 0, "kv_used_tokens": None, "steps": None,
+    "step_ms": None,
+}  # fmt: skip
+
+
+def _total(tiers: Collection[TierCounts]) -> dict[str, Any]:
+    """All tiers together, since the start."""
+    counts = {
+        name: sum(getattr(t.since_start, name) for t in tiers) for name in ("offered", "met", "missed", "unjudged")
+    }
+    judged = counts["met"] + counts["missed"]
+    in_flight = sum(tier.in_flight for tier in tiers)
+    return {**counts, "in_flight": in_flight, "attainment": counts["met"] / judged if judged else None}

@@ -1,184 +1,259 @@
-"""Counts for the board: what each tier was offered and what became of it, recent misses, and step times.
+"""Counts for the board: what each tier was offered and what became of it, in slices of time and since the start.
 
-A fold over events. Kept: an entry for every request in flight, counts of the first `MOST_TIERS` tiers, the last
-`MISSES` misses of each tenant, the last `STEPS` step times of each replica.
+A fold over events, of constant cost. Kept: an entry for each request in flight, counts of the first `MAX_TIERS` tiers,
+and for each of them a ring of the last `RING_S` seconds. `board_replicas` keeps the same for replicas.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import log2
 from typing import Any
 
-from rubato.core.events import Event, Finished, Left, Offered, Stepped
-from rubato.core.request import Request, without_texts
-from rubato.frontdoor.verdict import in_ms, ms, served, verdict
+from rubato.core.events import Event, Finished, Offered
+from rubato.core.request import Request
+from rubato.frontdoor.request_record import RequestRecord
+from rubato.frontdoor.verdict import ms
+from rubato.serving.board_misses import BoardMisses
+from rubato.serving.board_replicas import BoardReplicas
 
-MOST_TIERS = 100  # the tier beyond them is OTHER
+MAX_TIERS = 100  # the tier beyond them is OTHER
 OTHER = "other"
-MISSES = 50
-STEPS = 32
-WINDOW = 300.0  # seconds that `recent` looks back
-SLICE = 5.0  # seconds whose requests are counted together, so that the window moves on by as much
+SLICE_S = 5.0  # what happens within one slice is counted together
+RING_S = 900.0
+SLICES = round(RING_S / SLICE_S)
+WINDOWS_S = (300.0, RING_S)  # that the page can switch between, besides all since the start
+# The share of requests that a tier is to have on time. docs/alerts.yml and the capacity planner assume the same.
+OBJECTIVE = 0.9
+BUCKETS = 8  # of a time that doubles: a percentile is off by at most 4.5 %
+
+Times = Counter[int]  # how many measured times fell into each bucket
 
 
 @dataclass(slots=True)
-class _Slice:
-    """The requests offered within one slice of time."""
+class TierSlice:
+    """What happened to one tier's requests within a slice of time, or within many together.
 
-    number: int
-    offered: int = 0
-    met: int = 0
-    missed: int = 0
-    unjudged: int = 0
-    pause: float | None = None  # the longest between two tokens of one of them
+    offered counts those that came then, all else those that ended then. causes: of misses, refusals among them.
+    """
 
-
-@dataclass(slots=True)
-class TierCounts:
-    """Of one tier, since the server serves. offered = met + missed + unjudged + those in flight."""
-
+    number: int = 0
     offered: int = 0
     met: int = 0
     missed: int = 0
     unjudged: int = 0  # a TTFT or TPOT that was asked for was not measured
-    outcomes: Counter[str] = field(default_factory=Counter)
-    causes: Counter[str] = field(default_factory=Counter)  # of misses
-    _slices: deque[_Slice] = field(default_factory=deque)
+    tokens: int = 0
+    causes: Counter[str] = field(default_factory=Counter)
+    ttft: Times = field(default_factory=Counter)
+    tpot: Times = field(default_factory=Counter)
+    e2e: Times = field(default_factory=Counter)
+    pause: float | None = None  # the longest between two tokens
 
-    def shown(self, now: float) -> dict[str, Any]:
-        """As JSON."""
-        self._forget(now)
-        recent = [sum(getattr(part, name) for part in self._slices) for name in _COUNTS]
+    def add(self, end: Finished) -> None:
+        """Count a request that has ended."""
+        judged = end.verdict
+        if judged.ttft is not None:
+            self.ttft[_bucket(judged.ttft)] += 1
+        if judged.tpot is not None:
+            self.tpot[_bucket(judged.tpot)] += 1
+        if judged.e2e is not None:
+            self.e2e[_bucket(judged.e2e)] += 1
+        if judged.pause is not None and judged.pause > (self.pause or 0.0):
+            self.pause = judged.pause
+        if judged.met:
+            self.met += 1
+        elif judged.unjudged:
+            self.unjudged += 1
+        else:
+            self.missed += 1
+            self.causes[judged.cause or "unknown"] += 1
+
+    def shown(self) -> dict[str, Any]:
+        """As JSON. attainment is of what ended and could be judged; burn the misses as a multiple of what the objective
+        allows, budget_left the share of those that is not used up (negative: overspent)."""
+        judged = self.met + self.missed
+        attainment = self.met / judged if judged else None
+        burn = None if attainment is None else (1.0 - attainment) / (1.0 - OBJECTIVE)
         return {
-            **_rates(self.offered, self.met, self.missed, self.unjudged),
-            "outcomes": dict(self.outcomes),
+            "offered": self.offered,
+            "met": self.met,
+            "missed": self.missed,
+            "unjudged": self.unjudged,
+            "attainment": _rounded(attainment),
+            "burn": _rounded(burn),
+            "budget_left": _rounded(None if burn is None else 1.0 - burn),
+            "tokens": self.tokens,
             "causes": dict(self.causes.most_common()),
-            "recent": _rates(*recent),
-            "recent_max_pause_ms": ms(max([p for part in self._slices if (p := part.pause) is not None], default=None)),
+            "ttft_ms": _percentiles(self.ttft),
+            "tpot_ms": _percentiles(self.tpot),
+            "e2e_ms": _percentiles(self.e2e),
+            "max_pause_ms": ms(self.pause),
         }
 
-    def offer(self, at: float) -> _Slice:
-        """Count a request; where its end is to be counted, too."""
-        self.offered += 1
-        self._forget(at)
-        number = int(at // SLICE)
-        if not self._slices or self._slices[-1].number != number:
-            self._slices.append(_Slice(number))
-        self._slices[-1].offered += 1
-        return self._slices[-1]
 
-    def finish(self, offered_in: _Slice, end: Finished) -> None:
+def total_of(parts: Iterable[TierSlice]) -> TierSlice:
+    """All of these together."""
+    total = TierSlice()
+    for part in parts:
+        total.offered += part.offered
+        total.met += part.met
+        total.missed += part.missed
+        total.unjudged += part.unjudged
+        total.tokens += part.tokens
+        total.causes.update(part.causes)
+        total.ttft.update(part.ttft)
+        total.tpot.update(part.tpot)
+        total.e2e.update(part.e2e)
+        if part.pause is not None:
+            total.pause = max(part.pause, total.pause or 0.0)
+    return total
+
+
+class TierCounts:
+    """One tier. has_slo: one of its requests asked for a time."""
+
+    def __init__(self) -> None:
+        self.since_start = TierSlice()
+        self.outcomes: Counter[str] = Counter()
+        self.has_slo = False
+        self._ring: deque[TierSlice] = deque(maxlen=SLICES)
+        self._ended_tokens = self._counted_tokens = 0
+
+    @property
+    def in_flight(self) -> int:
+        total = self.since_start
+        return total.offered - total.met - total.missed - total.unjudged
+
+    def slice_at(self, number: int) -> TierSlice:
+        """The slice of this number, which is the newest."""
+        if not self._ring or self._ring[-1].number != number:
+            self._ring.append(TierSlice(number))
+        return self._ring[-1]
+
+    def offer(self, request: Request, number: int) -> TierSlice:
+        """Count a request that comes. Where it was counted."""
+        self.has_slo = self.has_slo or not request.best_effort
+        self.since_start.offered += 1
+        offered_in = self.slice_at(number)
+        offered_in.offered += 1
+        return offered_in
+
+    def finish(self, offered_in: TierSlice, end: Finished, number: int) -> None:
         if end.is_client_error:
-            self.offered -= 1
+            self.since_start.offered -= 1
             offered_in.offered -= 1
             return
         self.outcomes[end.outcome] += 1
-        if (pause := end.verdict.pause) is not None:
-            offered_in.pause = max(pause, offered_in.pause or 0.0)
-        if end.verdict.met:
-            self.met += 1
-            offered_in.met += 1
-        elif end.verdict.unjudged:
-            self.unjudged += 1
-            offered_in.unjudged += 1
-        else:
-            self.missed += 1
-            offered_in.missed += 1
-            self.causes[end.verdict.cause or "unknown"] += 1
+        self._ended_tokens += end.output
+        self.since_start.add(end)
+        self.slice_at(number).add(end)
 
-    def _forget(self, now: float) -> None:
-        oldest = int((now - WINDOW) // SLICE)
-        while self._slices and self._slices[0].number <= oldest:
-            self._slices.popleft()
+    def count_tokens(self, in_flight: int, number: int) -> None:
+        """Count the output tokens since this was last called. in_flight: of requests that have not ended, so far."""
+        total = self._ended_tokens + in_flight
+        came, self._counted_tokens = max(0, total - self._counted_tokens), max(total, self._counted_tokens)
+        if came:
+            self.slice_at(number).tokens += came
+            self.since_start.tokens += came
+
+    def within(self, seconds: float, number: int) -> TierSlice:
+        """All of the last so many seconds."""
+        oldest = number - round(seconds / SLICE_S)
+        return total_of([part for part in self._ring if part.number > oldest])
+
+    def shown(self, number: int) -> dict[str, Any]:
+        """As JSON, without what depends on the time slice by slice."""
+        windows = {f"{window:.0f}": self.within(window, number).shown() for window in WINDOWS_S}
+        return {
+            "best_effort": not self.has_slo,
+            "in_flight": self.in_flight,
+            "outcomes": dict(self.outcomes),
+            "windows": {**windows, "start": self.since_start.shown()},
+        }
+
+    def history(self, first: int, last: int) -> dict[str, Any]:
+        """Counts of each slice from the first to the last, as JSON."""
+        slots = {part.number: part for part in self._ring if first <= part.number <= last}
+        parts = [slots.get(number) for number in range(first, last + 1)]
+        causes = sorted({cause for part in slots.values() for cause in part.causes})
+        columns = {
+            name: [getattr(part, name) if part else 0 for part in parts] for name in ("offered", "met", "tokens")
+        }
+        return {**columns, "causes": {cause: [part.causes[cause] if part else 0 for part in parts] for cause in causes}}
 
 
 class BoardCounts:
-    """A listener for `Cluster.listen`."""
+    """A listener for `Cluster.listen`. new_slice: called with the time when the first event of a slice comes, at most
+    once in `SLICE_S`; it must not look at replicas before the listener has returned."""
 
     hears_tokens = False
 
-    def __init__(self) -> None:
+    def __init__(self, new_slice: Callable[[float], None] = lambda at: None) -> None:
         self.tiers: dict[str, TierCounts] = {}
-        self._open: dict[str, tuple[Request, TierCounts, _Slice]] = {}
-        self._misses: dict[str, deque[tuple[Request, Finished]]] = {}  # by tenant
-        self._steps: dict[str, deque[float]] = {}  # seconds, by replica
+        self.misses = BoardMisses(SLICES)
+        self.replicas = BoardReplicas(SLICES)
+        self.number = -1  # of the slice that is now
+        self._new_slice = new_slice
+        self._open: dict[str, tuple[Request, TierCounts, TierSlice]] = {}
 
     def __call__(self, event: Event) -> None:
+        number = int(event.at / SLICE_S)
+        if number > self.number:
+            self.number = number
+            self._new_slice(event.at)
         kind = type(event)
-        if kind is Stepped:
-            assert isinstance(event, Stepped)
-            self._steps.setdefault(event.id, deque(maxlen=STEPS)).append(event.seconds)
-        elif kind is Offered:
+        if kind is Offered:
             assert isinstance(event, Offered)
             self._offered(event)
         elif kind is Finished:
             assert isinstance(event, Finished)
             self._finished(event)
-        elif kind is Left:
-            self._steps.pop(event.id, None)
+        else:
+            self.replicas.add(event, self.number)
+
+    def advance(self, now: float, in_flight: Mapping[str, RequestRecord]) -> int:
+        """Count the tokens that have come, of all tiers. The number of the slice that is now."""
+        self.number = max(self.number, int(now / SLICE_S))
+        tokens = dict.fromkeys(self.tiers, 0)
+        for record in in_flight.values():
+            name = record.request.tier if record.request.tier in tokens else OTHER
+            if name in tokens:
+                tokens[name] += record.output
+        for name, tier in self.tiers.items():
+            tier.count_tokens(tokens[name], self.number)
+        return self.number
 
     def _offered(self, event: Offered) -> None:
         name = event.request.tier
-        if name not in self.tiers and len(self.tiers) >= MOST_TIERS:
+        if name not in self.tiers and len(self.tiers) >= MAX_TIERS:
             name = OTHER
         tier = self.tiers.setdefault(name, TierCounts())
-        self._open[event.id] = (event.request, tier, tier.offer(event.at))
+        self._open[event.id] = (event.request, tier, tier.offer(event.request, self.number))
 
     def _finished(self, event: Finished) -> None:
-        request, tier, offered_in = self._open.pop(event.id)
-        tier.finish(offered_in, event)
+        if (found := self._open.pop(event.id, None)) is None:
+            return  # it was offered before the board was there
+        request, tier, offered_in = found
+        tier.finish(offered_in, event, self.number)
         if event.verdict.missed and not event.is_client_error:
-            misses = self._misses.setdefault(request.tenant, deque(maxlen=MISSES))
-            misses.append((without_texts(request), event))
-
-    def step_seconds(self, replica: str) -> float | None:
-        """The mean of its last steps; None before the first."""
-        steps = self._steps.get(replica)
-        return sum(steps) / len(steps) if steps else None
-
-    def misses(self, tenant: str | None, now: float) -> list[dict[str, Any]]:
-        """The last of one tenant, or of all (None), as JSON, latest first."""
-        found = [miss for name, misses in self._misses.items() if tenant in (None, name) for miss in misses]
-        found.sort(key=lambda miss: miss[1].at)
-        return [_miss(request, end, now) for request, end in found[: -MISSES - 1 : -1]]
+            self.misses.add(request, event, self.number)
 
 
-def in_all(tiers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The same rates of all tiers together, from `TierCounts.shown` of each."""
-
-    def total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return _rates(*(sum(row[name] for row in rows) for name in _COUNTS))
-
-    return {**total(tiers), "recent": total([tier["recent"] for tier in tiers])}
+def _bucket(seconds: float) -> int:
+    return int(log2(max(seconds, 1e-4) * 1e4) * BUCKETS)
 
 
-_COUNTS = ("offered", "met", "missed", "unjudged")
+def _percentiles(times: Times) -> list[float] | None:
+    """The median and the 99th percentile, in milliseconds; None of nothing."""
+    count, seen, found = times.total(), 0, list[float]()
+    for bucket in sorted(times):
+        seen += times[bucket]
+        while len(found) < 2 and seen >= (0.5, 0.99)[len(found)] * count:
+            found.append(float(f"{2.0 ** ((bucket + 0.5) / BUCKETS) / 10:.3g}"))
+    return found or None
 
 
-def _rates(offered: int, met: int, missed: int, unjudged: int) -> dict[str, Any]:
-    """Attainment is over what was offered: a request in flight is not met yet."""
-    return {
-        "offered": offered,
-        "met": met,
-        "missed": missed,
-        "unjudged": unjudged,
-        "in_flight": offered - met - missed - unjudged,
-        "attainment": met / offered if offered else None,
-    }
-
-
-def _miss(request: Request, end: Finished, now: float) -> dict[str, Any]:
-    return {
-        "id": request.id,
-        "tenant": request.tenant,
-        "tier": request.tier,
-        "age_ms": ms(max(0.0, now - end.at)),
-        "outcome": end.outcome,
-        "reason": "" if end.outcome == "completed" else end.reason[:200],
-        "output_tokens": end.output,
-        "served": served(request, end),
-        "targets": in_ms(request.stages[0].slo),
-        **verdict(end),
-    }
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import inf
 from typing import Any, Literal, NamedTuple
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Role
-from rubato.frontdoor.history import LOST, PREEMPTED, RequestRecord
-from rubato.frontdoor.verdict import in_ms, ms
+from rubato.frontdoor.explanation import phases
+from rubato.frontdoor.request_record import LOST, PREEMPTED, RequestRecord
+from rubato.frontdoor.verdict import ms
 
-MOST_SHOWN = 200  # requests in flight; all are counted
+MAX_SHOWN = 200  # requests in flight; all are counted
 State = Literal["held", "waiting", "running", "moving"]
+# Of each row of `requests`. phases: [what, milliseconds, what, milliseconds, ...] since the request came, the first
+# letter of each `explanation.Phase`; due_in_ms: until its next token is due (negative: late, null: no SLO).
+COLUMNS = (
+    "id", "tier", "tenant", "state", "replica", "why", "age_ms", "due_in_ms", "late", "best_effort", "prompt_tokens",
+    "output_tokens", "max_tokens", "phases",
+)  # fmt: skip
 
 
 class _Place(NamedTuple):
@@ -29,9 +37,26 @@ class _Place(NamedTuple):
     before: int = 0
 
 
+@dataclass(slots=True)
+class TierInFlight:
+    """One tier's requests. late: those of which a token is late."""
+
+    states: Counter[str] = field(default_factory=Counter)
+    late: int = 0
+    oldest_wait: float = 0.0  # seconds
+
+    def shown(self) -> dict[str, Any]:
+        """As JSON."""
+        waiting = self.states["held"] + self.states["waiting"]
+        running = self.states["running"] + self.states["moving"]
+        wait = ms(self.oldest_wait) if waiting else None
+        return {"waiting": waiting, "running": running, "late": self.late, "oldest_wait_ms": wait}
+
+
 class RequestsInFlight:
     """All of them. records: in the order in which they were offered. held: those at no replica. fair: tenants share the
-    replicas, so one that is held may wait for its tenant's share. counted: replicas that tell nothing of themselves."""
+    replicas, so one that is held may wait for its tenant's share. counted: replicas that tell nothing of themselves.
+    is_routed: a router may hold them."""
 
     def __init__(
         self,
@@ -42,6 +67,7 @@ class RequestsInFlight:
         *,
         fair: bool,
         counted: Collection[str] = (),
+        is_routed: bool = True,
     ) -> None:
         places: dict[str, _Place] = {}
         for view in views:  # one on its way is shown where its KV comes from, and held, too
@@ -51,60 +77,72 @@ class RequestsInFlight:
             places.update((seq.id, _Place("running", seq, view.id)) for seq in view.running)
             places.update((seq.id, _Place("waiting", seq, view.id, at)) for at, seq in enumerate(view.waiting))
         self._now = now
-        self._fair, self._counted = fair, counted
+        self._fair, self._counted, self._is_routed = fair, counted, is_routed
         self._found = [(record, places.get(id) or _unseen(record)) for id, record in records.items()]
 
+    def by_tier(self) -> dict[str, TierInFlight]:
+        """How those of each tier stand."""
+        tiers: dict[str, TierInFlight] = {}
+        for record, place in self._found:
+            tier = tiers.setdefault(record.request.tier, TierInFlight())
+            tier.states[place.state] += 1
+            tier.late += _is_late(place, self._now)
+            if record.waiting is not None and place.state in ("held", "waiting"):
+                tier.oldest_wait = max(tier.oldest_wait, self._now - record.waiting[1])
+        return tiers
+
     def shown(self, tenant: str | None) -> dict[str, Any]:
-        """Of one tenant, or all (None), as JSON: exact counts, and rows of the `MOST_SHOWN` whose next token is due
+        """Of one tenant, or all (None), as JSON: exact counts, and rows of the `MAX_SHOWN` whose next token is due
         soonest, in the order in which they were offered."""
         found = [f for f in self._found if tenant in (None, f[0].request.tenant)]
         counts = Counter(place.state for _, place in found)
         rows = found
-        if len(found) > MOST_SHOWN:
-            soonest = nsmallest(MOST_SHOWN, range(len(found)), key=lambda at: _due(found[at][1]))
+        if len(found) > MAX_SHOWN:
+            soonest = nsmallest(MAX_SHOWN, range(len(found)), key=lambda at: _due(found[at][1]))
             rows = [found[at] for at in sorted(soonest)]
         return {
             "queue": {"in_flight": len(found), **{name: counts[name] for name in _STATES}},
+            "request_columns": COLUMNS,
             "requests": [self._row(record, place) for record, place in rows],
         }
 
-    def _row(self, record: RequestRecord, place: _Place) -> dict[str, Any]:
-        request, now, seq = record.request, self._now, place.seq
+    def _row(self, record: RequestRecord, place: _Place) -> list[Any]:
+        """In the order of COLUMNS."""
+        request, now = record.request, self._now
         if place.state == "moving" and record.replicas:
             place = place._replace(replica=record.replicas[-1])
-        due = _due(place)
-        return {
-            "id": request.id,
-            "tenant": request.tenant,
-            "tier": request.tier,
-            "slo": in_ms(request.stages[0].slo),
-            "state": place.state,
-            "replica": place.replica,
-            "why": self._why(record, place),
-            "placed_because": record.why[:200] if place.state != "held" else "",
-            "age_ms": ms(now - request.arrival),
-            "waited_ms": None if record.waiting is None else ms(now - record.waiting[1]),
-            "prompt_tokens": request.prompt,
-            "output_tokens": record.output,
-            "max_tokens": request.sampling.max_tokens,
-            "due_in_ms": ms(due - now),  # negative: late
-            "late": due < now or (seq is not None and seq.missed),
-            "best_effort": request.best_effort,
-            "demoted": record.best_effort_since is not None,
-        }
+        due = ms(_due(place) - now)
+        return [
+            request.id,
+            request.tier,
+            request.tenant,
+            place.state,
+            place.replica,
+            self._why(record, place),
+            round((now - request.arrival) * 1e3),
+            None if due is None else round(due),
+            _is_late(place, now),
+            request.best_effort or record.best_effort_since is not None,
+            request.prompt,
+            record.output,
+            request.sampling.max_tokens,
+            [part for kind, s in phases(record, now, self._counted) for part in (kind[0], round(s * 1e3))],
+        ]
 
     def _why(self, record: RequestRecord, place: _Place) -> str:
         """In plain words, why it is where it is."""
         seq, replica = place.seq, place.replica
         waits_for = "" if record.waiting is None else record.waiting[0]
         if place.state == "held":
+            if seq is None:
+                return "has just come"
             if waits_for == LOST:
                 return "its replica is gone: held by the router until another takes it"
-            if seq is not None and seq.request.handoff is not None:
+            if seq.request.handoff is not None:
                 handoff = seq.request.handoff
                 return f"handed off by {handoff.source} ({handoff.reason}): held until another replica takes it"
-            share = " or for its tenant's share" if self._fair else ""
-            return f"held by the router{share}, {_after(place.before)}"
+            holders = ["by the router"] * self._is_routed + ["for its tenant's share"] * self._fair
+            return f"held {' or '.join(holders)}, {_after(place.before)}"
         if replica in self._counted and place.state == "waiting":
             return f"sent to {replica}: nothing has come of it yet"
         if replica in self._counted and place.state == "running":
@@ -132,30 +170,33 @@ def _due(place: _Place) -> float:
     return inf if place.seq is None else place.seq.due
 
 
+def _is_late(place: _Place, now: float) -> bool:
+    return _due(place) < now or (place.seq is not None and place.seq.missed)
+
+
 def _after(before: int) -> str:
     return "first in the queue" if before == 0 else f"behind {before} other{'s' if before > 1 else ''}"
 
 
 def replica_shown(
-    view: View, step_seconds: float | None, draining: Collection[str], counted: Collection[str] = ()
+    view: View, step_seconds: float | None, draining: Collection[str], counted: Collection[str] = (), url: str = ""
 ) -> dict[str, Any]:
-    """A replica as JSON. `batch` is the one that runs now, `age_ms` how old what is known about it is. Of one that is
-    counted neither is known, nor whether KV of which all is free is free, or not told of."""
+    """A replica as JSON. `age_ms` is how old what is known about it is. Of one that is counted that is not known, nor
+    whether KV of which all is free is free, or not told of. url: of a server, "" for a replica of this process."""
     block, is_counted = view.limits.block_size, view.id in counted
     is_busy = bool(view.running or (is_counted and view.waiting))
     used = (view.kv_total - view.kv_free) * block
-    batch = {"requests": view.in_flight.seqs, "tokens": view.in_flight.tokens}
     return {
         "id": view.id,
+        "url": url,
         "role": role_words(view.role),
         "state": "draining" if view.id in draining else "busy" if is_busy else "idle",
-        "reported": not is_counted,
+        "link": "counted" if is_counted else "linked" if url else "here",
         "running": len(view.running),
         "waiting": len(view.waiting),
         "moving": len(view.moving),
-        "batch": None if is_counted else batch,
-        "kv_used_tokens": None if is_counted and not used else used,
-        "kv_total_tokens": view.kv_total * block,
+        "kv_used_tokens": None if not view.kv_total or (is_counted and not used) else used,
+        "kv_total_tokens": view.kv_total * block or None,
         "age_ms": None if is_counted else ms(max(0.0, view.now - min(view.as_of, view.now))),
         "steps": None if is_counted else view.steps,
         "step_ms": ms(step_seconds),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from rubato.config.schema import Config
 from rubato.core.clock import VirtualClock
 from rubato.core.event_log import check_event_log
 from rubato.frontdoor.tenants import Tenants, tenants_of, tiers_of
-from rubato.serving.serve import build, engines_of, tls_settings
+from rubato.serving.serve import build, engines_of, tls_settings, tracer_of
 from rubato.serving.server_fleets import fleet_of, ray_options, ray_servers_of
 
 
@@ -18,6 +20,8 @@ def check_start(config: Config) -> None:
     Tenants(tenants_of(config), tiers_of(config))
     for path in filter(None, (config.event_log, config.step_log)):
         check_event_log(path)
+    with contextlib.ExitStack() as stack:
+        tracer_of(config, clock, stack)
     if config.servers:
         fleet_of(config, clock, {})
     elif config.engine.name == "vllm":

@@ -38,7 +38,7 @@ from rubato.frontdoor.tenants import Tenants
 from rubato.frontdoor.verdict import verdict_fields
 from rubato.serving.app_state import AppState, add_door, add_operations
 from rubato.serving.asgi_client import AsgiClient, written_by
-from rubato.serving.board import add_board
+from rubato.serving.board_pages import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
 from rubato.serving.model_list import ModelPages, asked_model, named_model
 from rubato.serving.sse import forbid_buffering
@@ -65,6 +65,7 @@ class GatewayService:
     created_offset: float = 0.0
     log_lines_dropped: Callable[[], int] = int
     models: ServedModels = field(default_factory=ServedModels)
+    policy: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,6 +78,9 @@ class GatewayService:
 
     def counted(self) -> set[str]:
         return {host.id for host in self.servers() if not host.linked}
+
+    def urls(self) -> dict[str, str]:
+        return {host.id: host.url for host in self.servers()}
 
     def servers(self) -> list[ServerReplica]:
         """Those that are not lost."""

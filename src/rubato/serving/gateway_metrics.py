@@ -24,8 +24,8 @@ class GatewayMetrics:
     ) -> None:
         self._trips, self._servers = trips, servers
         self._given_back: set[str] = set()  # by a server that failed, and not placed again yet
-        self._again = metrics.counter("requests_placed_again", "Requests placed anew, since their server failed")
-        self._continued = metrics.counter("streams_continued", "Streams that broke off and went on at another server")
+        self._again = metrics.counter("requests_placed_again", "Requests placed again, since their server failed")
+        self._continued = metrics.counter("streams_continued", "Streams that broke and continued at another server")
         metrics.registry.register(self)
 
     def __call__(self, event: Event) -> None:
@@ -49,7 +49,7 @@ class GatewayMetrics:
         """prometheus_client's collector protocol."""
         linked = GaugeMetricFamily(
             "rubato_server_linked",
-            "1: the link tells what happens there; 0: what is sent there is counted",
+            "1: the link reports the server's load; 0: it is counted",
             labels=["replica"],  # its address is in the log: this page is open to clients
         )
         for host in self._servers():

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import orjson
 
-from rubato.frontdoor.history import RequestRecord
+from rubato.frontdoor.request_record import RequestRecord
 from rubato.frontdoor.verdict import served, verdict
 
 STDERR = 2

@@ -65,9 +65,10 @@ THREAD_SECONDS = 2.0  # for threads to end when all requests have, and the inter
 log = logging.getLogger(__name__)
 
 
-def serve(config: Config) -> int:
-    """Serve until told to stop. Returns the process's exit status."""
-    return run_logged(config, _serve)
+def serve(config: Config, on_serving: Callable[[str], None] = lambda url: None) -> int:
+    """Serve until told to stop; `on_serving` is called with the URL once clients may connect. Returns the process's
+    exit status."""
+    return run_logged(config, functools.partial(_serve, on_serving=on_serving))
 
 
 def run_logged(config: Config, main: Callable[[Config, Clock, logs.LogWriter], Coroutine[Any, Any, int]]) -> int:
@@ -79,7 +80,9 @@ def run_logged(config: Config, main: Callable[[Config, Clock, logs.LogWriter], C
         writer.drain(LOG_SECONDS)
 
 
-async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
+async def _serve(
+    config: Config, clock: Clock, writer: logs.LogWriter, *, on_serving: Callable[[str], None]
+) -> int:  # fmt: skip
     with contextlib.ExitStack() as at_last, contextlib.ExitStack() as stack:
         try:
             listening = stack.enter_context(_bind(config))
@@ -110,7 +113,7 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
                 tracer.trace_requests(app, cluster)
             gc.collect()
             gc.freeze()  # the model's objects stay: a full collection over them would hold up every stream
-            return await _until_told(config, tls, app, cluster, listening, ending)
+            return await _until_told(config, tls, app, cluster, listening, ending, on_serving)
         finally:
             await cluster.close()
 
@@ -169,8 +172,9 @@ def say(what: str, **fields: object) -> None:
 
 
 async def _until_told(
-    config: Config, tls: dict[str, Any], app: FastAPI, cluster: Cluster, listening: ListeningSocket, ending: Shutdown
-) -> int:
+    config: Config, tls: dict[str, Any], app: FastAPI, cluster: Cluster, listening: ListeningSocket, ending: Shutdown,
+    on_serving: Callable[[str], None],
+) -> int:  # fmt: skip
     settings = uvicorn.Config(
         app,
         http=stall_guard(config.stall_seconds, listening.connections),
@@ -194,6 +198,7 @@ async def _until_told(
     print(f"rubato: serving at {url}\n", end="", flush=True)  # in one piece: Ray prints what its actors do
     say("serving", url=url, tiers=sorted(config.tiers), tenants=sorted(config.tenants))
     _warn_if_open_to_all(config, host)
+    on_serving(url)
     await first_of(ending.told.wait(), cluster.dead.wait(), asyncio.shield(http))
     app.state.draining = True
     if not cluster.dead.is_set() and not http.done():
@@ -336,7 +341,7 @@ def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, t
     return Service(
         cluster=cluster,
         text=model.text,
-        model=config.served_name or model.model_name,
+        model=config.served_model_name or model.model_name,
         aliases=(model.model_name,),
         most_tokens=min(limits.max_model_len, limits.kv_blocks * limits.block_size),
         max_choices=min(config.max_choices, most_in_flight(config, limits) or config.max_choices),
@@ -344,4 +349,5 @@ def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, t
         fair=bool(config.tenants),
         max_body_bytes=config.max_body_bytes,
         created_offset=unix_time() - clock.now(),
+        policy=config.policy.name,
     )

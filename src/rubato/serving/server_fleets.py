@@ -81,7 +81,7 @@ def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     """A cluster over `replicas` vLLM servers, each started by a Ray actor, and the gateway's app. A server that is lost
     is replaced, or `autoscale` says how many there are. Raises ConfigError, PolicyError or ValueError."""
     command, key, scaled = ray_servers_of(config)
-    gpus = {"num_gpus": VllmServers.of(config.engine.settings).tensor_parallel}
+    gpus = {"num_gpus": VllmServers.of(config.engine.settings).tensor_parallel_size}
     resources = {**gpus, **started_ray(config)}
     from rubato.fleet.ray_servers import KeptFleet, RayServers
 
@@ -118,9 +118,9 @@ def _app_maker(
         assert known is not None, "the cluster has started"
         return create_gateway(
             GatewayService(
-                cluster, trips, config.served_name or known.model, known.limits.max_model_len, key,
+                cluster, trips, config.served_model_name or known.model, known.limits.max_model_len, key,
                 tenants, bool(config.tenants), config.max_body_bytes, config.max_choices, lambda: bool(known.version),
-                unix_time() - clock.now(), dropped, alike.models,
+                unix_time() - clock.now(), dropped, alike.models, config.policy.name,
             )
         )  # fmt: skip
 

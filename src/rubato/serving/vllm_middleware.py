@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
+from urllib.parse import parse_qsl
 from uuid import uuid4
 
 import orjson
@@ -32,6 +33,7 @@ from rubato.core.clock import unix_time
 from rubato.core.events import Event, Finished, Offered, Tokens
 from rubato.core.request import Request
 from rubato.engines.vllm.link import address_for_gateways
+from rubato.engines.vllm.reports import NAME
 from rubato.engines.vllm.sequence import ARRIVAL, MAX_PAUSE, MILLISECONDS, ON_DECLINE, TENANT, TICKET, TIER, sealed
 from rubato.engines.vllm.settings import check_version
 from rubato.fleet.cluster import retry_after
@@ -43,6 +45,8 @@ from rubato.frontdoor.headers import first_of_each
 from rubato.frontdoor.paths import CHAT, GENERATE, OPEN, RESPONSES, TEXT, canonical_path, is_shared, written_path
 from rubato.frontdoor.tenants import Tenant, Tenants, tenants_of, tiers_of
 from rubato.serving.sse import forbid_buffering
+from rubato.serving.vllm_board import JSON as BOARD_JSON
+from rubato.serving.vllm_board import VllmBoard
 from rubato.serving.vllm_reports import LATE, EngineReports, reports_of
 from rubato.wire.response_stream import ResponseStream, usage_of, with_fields
 
@@ -119,8 +123,11 @@ def front_end_of(state: Any) -> FrontEnd:
             allow_headers=args.allowed_headers,
         )
 
-    longest = vllm_config.model_config.max_model_len
-    return FrontEnd(config, places, longest, reports_of(vllm_config.parallel_config), as_vllm_shares)
+    longest, names = vllm_config.model_config.max_model_len, vllm_config.model_config.served_model_name
+    model = names if isinstance(names, str) else names[0]
+    reports = reports_of(vllm_config.parallel_config)
+    reports.block_size = vllm_config.cache_config.block_size or 0
+    return FrontEnd(config, places, longest, reports, as_vllm_shares, model)
 
 
 @dataclass(slots=True)
@@ -151,7 +158,7 @@ def _unshared(app: App) -> App:
 
 class FrontEnd:
     """places: requests that the engines run at once. longest: tokens that the model takes. shared: adds CORS headers to
-    responses that are not vLLM's."""
+    responses that are not vLLM's. model: its name."""
 
     def __init__(
         self,
@@ -160,11 +167,13 @@ class FrontEnd:
         longest: int,
         reports: EngineReports,
         shared: Callable[[App], App] = _unshared,
+        model: str = "",
     ) -> None:
         self._tenants = Tenants(tenants_of(config), tiers_of(config))
         self._reports = reports
         self._deaf = False  # an answer came to its end without a report: no engine reports, or not to here
         self.shared = shared
+        self._board = VllmBoard(reports, self._tenants, model, config.policy.name)
         self._completed: deque[float] = deque(maxlen=RECENT)
         self.door = FrontDoor(
             self._tenants, reports.clock, reports, self._retry_after, lambda: longest,
@@ -179,16 +188,19 @@ class FrontEnd:
 
         send = door.counting(scope, send)
         try:
-            path = canonical_path(scope["path"].removeprefix(scope.get("root_path", "")))
+            path = canonical_path(written := scope["path"].removeprefix(scope.get("root_path", "")))
             full = scope.get("root_path", "") + path  # as vLLM's routes match it
             scope = {**scope, "path": full, "raw_path": written_path(full).encode()}
             if scope["method"] == "OPTIONS" or path in OPEN:
                 self._reports.read()
                 return await app(scope, receive, send)
+            if (file := self._board.file(path, with_slash=written.endswith("/"))) is not None:
+                return await file(scope, receive, send)
             headers = first_of_each(scope["headers"])
             tenant = door.identify(headers)
             if path.startswith("/rubato/"):
-                return await self.shared(self._own_page(path, tenant))(scope, receive, send)
+                query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+                return await self.shared(self._own_page(path, tenant, query))(scope, receive, send)
             if scope["method"] == "POST":
                 door.enter(tenant)
             door.authorize(tenant, path)
@@ -325,11 +337,13 @@ class FrontEnd:
 
     # ----------------------------------------------------------------- pages
 
-    def _own_page(self, path: str, tenant: Tenant) -> Response:
-        """`/rubato/requests/ID`, `/rubato/state`, `/rubato/link`. Raises ApiError 404."""
+    def _own_page(self, path: str, tenant: Tenant, query: Mapping[str, str]) -> Response:
+        """`/rubato/board.json`, `/rubato/requests/ID`, `/rubato/state`, `/rubato/link`. Raises ApiError 404."""
         reports, id = self._reports, path.removeprefix("/rubato/requests/")
         reports.read()
         now = reports.clock.now()
+        if path == BOARD_JSON:
+            return self._board.json(tenant, query)
         if path == "/rubato/state":
             if not tenant.admin:
                 raise ApiError(403, "Only an admin's key may see how the server stands.", code="admin_only")
@@ -344,7 +358,8 @@ class FrontEnd:
         records = [r for r in reports.history.find(id) if tenant.admin or r.request.tenant == tenant.name]
         if not records:
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
-        return _page(history.shown(id, records, reports.views(), now, fair=self._tenants.configured))
+        fair, names = self._tenants.configured, {NAME: "this server"}
+        return _page(history.shown(id, records, reports.views(), now, fair=fair, names=names))
 
 
 class _Answer:

@@ -11,15 +11,14 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
-from types import SimpleNamespace
 from typing import Any, cast
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from rubato.core.clock import WallClock
-from rubato.core.events import Event, Finished, Offered, Stepped, Verdict
-from rubato.core.interfaces import View
-from rubato.core.plan import Shape
+from rubato.core.events import Event, Finished, Offered, Stepped, Tokens, Verdict
+from rubato.core.interfaces import LatencyModel, SeqView, View
+from rubato.core.plan import Limits, Shape
 from rubato.core.request import Request
 from rubato.engines.vllm import link
 from rubato.engines.vllm.gateway_reports import answer_of
@@ -31,6 +30,7 @@ from rubato.wire.messages import EngineState, RequestEvents
 log = logging.getLogger("vllm.rubato")
 PLAN = tuple(seconds / 100 for seconds in STEP)
 LOST = "the end was not reported"
+QUEUES = ("waiting", "running", "moving")  # of an engine's sequences
 LATE = 10.0  # seconds for which what is reported of an API request counts after its response
 
 
@@ -42,20 +42,26 @@ class PluginMetrics(SLOMetrics):
         self._counts = counts
         self._plan = self.histogram("plan_seconds", "Time to plan a step", "replica", PLAN)
         self._totals = {
-            "fallbacks": self.counter("plan_fallbacks", "Steps in vLLM's own order", "replica"),
-            "stood_aside": self.counter("plan_stood_aside", "Steps left to vLLM, every SLO having room", "replica"),
-            "link_refused": self.counter("link_refused", "Strangers' connections and messages to the link", "replica"),
-            "deviations": self.counter("plan_deviations", "Steps not carried out as planned", "replica", "cause"),
+            "fallbacks": self.counter("plan_fallbacks", "Steps in vLLM's own order after a fault", "replica"),
+            "stood_aside": self.counter("plan_stood_aside", "Steps left to vLLM, since every SLO had room", "replica"),
+            "link_refused": self.counter(
+                "link_refused", "Connections and messages of strangers to the link", "replica"
+            ),
+            "deviations": self.counter(
+                "plan_deviations", "Steps that vLLM did not carry out as planned", "replica", "cause"
+            ),
             "faults": self.counter("plan_faults", "Faults of the policy and of the plug-in", "replica", "place"),
         }
-        self.lost = self.counter("reports_lost", "Messages of an engine that this server was too slow for", "replica")
+        self.lost = self.counter(
+            "reports_lost", "Reports of an engine that this API server was too slow for", "replica"
+        )
 
         def gauge(name: str, about: str) -> Gauge:
             return Gauge(f"rubato_{name}", about, ["replica"], registry=registry, multiprocess_mode="max")
 
-        gives_up = "1: too many faults, the engine schedules in vLLM's own order until it is started again"
+        gives_up = "1: too many faults, vLLM's own order until the engine is restarted"
         self._given_up = gauge("given_up", gives_up)
-        self._held = gauge("requests_held", "Requests of tenants beyond their share, held back from the policy")
+        self._held = gauge("requests_held", "Requests of tenants over their share, held back from the policy")
         self._seen: dict[tuple[str, ...], int] = {}
 
     def begin(self, replicas: Iterable[str]) -> None:
@@ -102,15 +108,18 @@ class PluginMetrics(SLOMetrics):
 
 
 class EngineReports:
-    """metrics, history: listeners to the events of this API server's requests. engines: what each reported last."""
+    """metrics, history: listeners to the events of this API server's requests. engines: what each reported last.
+    block_size: tokens of a block of KV, 0 where it is not known."""
 
     def __init__(self, reader: Reader | None, metrics: PluginMetrics) -> None:
         self._reader = reader
+        self.block_size = 0
         self.metrics = metrics
         self.history = RequestHistory(answer_of=answer_of)
         self.engines: dict[int, dict[str, Any]] = {}
         self.clock = WallClock()
         self._open: dict[str, int] = {}  # the engine of each request that has not ended
+        self._more: list[Callable[[Event], None]] = []  # listeners
         self._tickets: dict[str, Callable[[Event], None]] = {}  # listeners, of API requests
         self._listening: dict[str, Callable[[Event], None]] = {}  # the same by id, of engines' requests
         self._forgotten: deque[tuple[float, str]] = deque()  # tickets, and when they are
@@ -118,6 +127,10 @@ class EngineReports:
     @property
     def connected(self) -> bool:
         return self._reader is not None
+
+    def hear(self, listener: Callable[[Event], None]) -> None:
+        """Every event but tokens goes to the listener, those of engines' steps among them."""
+        self._more.append(listener)
 
     def listen(self, ticket: str, listener: Callable[[Event], None]) -> None:
         """Events of the engine's requests for the API request of this ticket go to the listener, of each until it
@@ -154,19 +167,17 @@ class EngineReports:
 
     def views(self) -> list[View]:
         """The sequences of each engine, as of its last report."""
-        return [
-            cast(
-                View,
-                SimpleNamespace(
-                    id=str(engine),
-                    **{
-                        queue: [_Shown(*row) for row in fields.get("sequences", ()) if row[1] == queue]
-                        for queue in ("waiting", "running")
-                    },
-                ),
-            )
-            for engine, fields in self.engines.items()
-        ]
+        return [self._view(str(engine), fields) for engine, fields in sorted(self.engines.items())]
+
+    def _view(self, engine: str, fields: Mapping[str, Any]) -> View:
+        """No step times and no batch: engines plan ahead and report neither."""
+        rows = [(row[1], cast(SeqView, _Shown(*row))) for row in fields.get("sequences", ())]
+        waiting, running, moving = ([seq for at, seq in rows if at == queue] for queue in QUEUES)
+        free, total = (fields.get(name, 0) if self.block_size else 0 for name in ("kv_free", "kv_total"))
+        return View(
+            engine, now := self.clock.now(), waiting, running, free, total, Limits(0, 0, 0, total, self.block_size),
+            cast(LatencyModel, None), as_of=fields.get("at", now), moving=moving, steps=fields.get("steps", 0),
+        )  # fmt: skip
 
     def _take(self, message: RequestEvents, event: Event) -> None:
         if type(event) is Offered:
@@ -180,6 +191,8 @@ class EngineReports:
     def _tell(self, event: Event) -> None:
         self.metrics(event)
         self.history(event)
+        if type(event) is not Tokens:
+            self._tell_more(event)
         listener = self._listening.get(event.id)
         if type(event) is Finished:
             self._open.pop(event.id, None)
@@ -187,9 +200,16 @@ class EngineReports:
         if listener is not None:
             listener(event)
 
+    def _tell_more(self, event: Event) -> None:
+        for listener in self._more:
+            listener(event)
+
     def _stands(self, state: EngineState) -> None:
         engine, fields = state.engine, state.fields
         self.metrics.state(str(engine), fields)
+        now = self.clock.now()
+        for tokens, seqs, seconds in fields["batches"]:
+            self._tell_more(Stepped(now, str(engine), Shape(tokens, seqs), seconds))
         self.engines[engine] = {**(self.engines.get(engine, {})), **fields, "planned": [], "batches": [], "open": []}
         if "open" in fields:  # an end that was reported came before; one that was not is lost
             known = set(fields["open"])
@@ -206,6 +226,7 @@ class _Shown:
     ) -> None:
         self.id, self.pending, self.blocks, self.best_effort = id, pending, blocks, best_effort
         self.due = inf if due is None else due
+        self.missed = False  # that is not reported
 
 
 _made: list[EngineReports] = []  # the one of this process

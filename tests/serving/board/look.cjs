@@ -1,5 +1,5 @@
 // Looks at the board with a real browser and prints what it saw, as JSON. test_browser.py says what it should be.
-// node look.cjs URL CHROMIUM look|keys|silence [FOLDER for screenshots]
+// node look.cjs URL CHROMIUM look|keyboard|keys|silence [FOLDER for screenshots]
 
 const { chromium } = require("playwright-core");
 
@@ -15,7 +15,7 @@ async function open(browser, options) {
   page.on("pageerror", (error) => seen.console.push(`uncaught: ${error.message}`));
   page.on("request", (request) => {
     if (new URL(request.url()).origin !== new URL(url).origin) seen.foreign.push(request.url());
-    if (request.url().endsWith("/board.json")) seen.asked += 1;
+    if (request.url().includes("board.json")) seen.asked += 1;
   });
   page.on("dialog", (dialog) => {
     seen.dialogs += 1;
@@ -26,85 +26,129 @@ async function open(browser, options) {
 }
 
 const board = (page) => page.waitForSelector("#board:not([hidden])", { timeout: ANSWERED });
-const status = (page, words) =>
-  page.waitForFunction((part) => document.getElementById("status").textContent.includes(part), words, {
+const says = (page, id, words) =>
+  page.waitForFunction(([id, part]) => document.querySelector(id)?.textContent.includes(part), [id, words], {
     timeout: ANSWERED,
   });
-const figure = (page, list, name) =>
-  page.evaluate(([list, name]) => {
-    const found = [...document.querySelectorAll(`#${list} dt`)].find((dt) => dt.textContent === name);
-    return found?.nextElementSibling.textContent;
-  }, [list, name]);
-const across = (page) => page.evaluate(() => document.documentElement.scrollWidth);
-
-// What has the focus, one Tab after another, up to the button that sends a request.
-async function tabbed(page) {
-  const names = [];
-  for (let i = 0; i < 30 && names.at(-1) !== "send-button"; i += 1) {
-    await page.keyboard.press("Tab");
-    names.push(await page.evaluate(() => document.activeElement.id));
-  }
-  return names;
-}
+const size = (page) => page.evaluate(() => [document.documentElement.scrollWidth, document.documentElement.scrollHeight]);
+const focused = (page) => page.evaluate(() => document.activeElement.id || document.activeElement.className);
 
 // What the page makes of an answer in which every word is markup.
 async function withMarkup(page) {
   const markup = `<img src=x onerror="alert(1)"><script>alert(2)</script>`;
-  const marked = (value) => {
+  const marked = (value, name = "") => {
+    if (name === "request_columns" || name === "paths") return value;
     if (typeof value === "string") return value + markup;
-    if (Array.isArray(value)) return value.map(marked);
+    if (Array.isArray(value)) return value.map((inner) => marked(inner));
     if (value === null || typeof value !== "object") return value;
-    return Object.fromEntries(Object.entries(value).map(([name, inner]) => [name, marked(inner)]));
+    return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, marked(inner, key)]));
   };
-  await page.route("**/board.json", async (route) => {
+  await page.route("**/board.json*", async (route) => {
     const reply = await route.fetch();
     await route.fulfill({ response: reply, json: marked(await reply.json()) });
   });
-  await status(page, markup);
+  await says(page, "#facts", markup);
   const found = await page.evaluate((markup) => ({
-    elements: document.querySelectorAll("img, script:not([src]), iframe").length,
-    shown: document.body.innerText.split(markup).length - 1,
+    elements: document.querySelectorAll("main img, aside img, script:not([src]), iframe").length,
+    shown: document.body.textContent.split(markup).length - 1,
   }), markup);
-  return { ...found, wide: await across(page) };
+  return { ...found, wide: (await size(page))[0] };
 }
 
 async function look(browser, width, height, colorScheme) {
   const { context, page, seen } = await open(browser, { viewport: { width, height }, colorScheme });
   await board(page);
-  const tabs = await tabbed(page);
-  await page.fill("#ttft", "5000");
-  await page.fill("#tpot", "500");
-  await page.selectOption("#tier", { index: 1 });
-  await page.fill("#max-tokens", "8");
-  await page.keyboard.press("Enter");
-  await page.waitForFunction(() => document.getElementById("verdict").textContent.startsWith("SLO"), null, {
-    timeout: ANSWERED,
-  });
-  await page.waitForFunction(() => document.querySelectorAll("#misses td.id").length > 0, null, { timeout: ANSWERED });
-  const met = {
-    verdict: await page.textContent("#verdict"), text: await page.textContent("#text"),
-    tokens: await figure(page, "times", "Tokens"), first: await figure(page, "times", "First token"),
-    each: await figure(page, "times", "Per token"), targets: await page.textContent("#targets tbody"),
-  };
+  await page.waitForSelector("#timeline .row", { timeout: ANSWERED });
+  const [wide, tall] = await size(page);
   const shown = await page.evaluate(() => ({
-    tiers: [...document.querySelectorAll("#tiers tbody td:first-child span")].map((cell) => cell.textContent),
-    requests: document.querySelectorAll("#requests td.id").length,
-    whys: [...document.querySelectorAll("#requests tbody tr")].map((row) => row.cells[3]?.textContent ?? ""),
+    tiers: [...document.querySelectorAll(".card .name")].map((name) => name.textContent),
+    requests: document.querySelectorAll("#timeline .row").length,
+    lanes: document.querySelectorAll(".lane").length,
+    causes: [...document.querySelectorAll(".group .cause")].map((cause) => cause.textContent),
+    facts: document.getElementById("facts").textContent,
     ground: getComputedStyle(document.body).backgroundColor,
     moving: document.getAnimations().length,
   }));
-  const wide = await across(page);
-  if (folder) await page.screenshot({ path: `${folder}/${width}-${colorScheme}.png`, fullPage: true });
-  await page.fill("#ttft", "0.001");
-  await page.click("#send-button");
-  await page.waitForFunction(() => document.getElementById("verdict").textContent.includes("SLO missed"), null, {
-    timeout: ANSWERED,
-  });
-  const missed = await page.textContent("#verdict");
-  const offered = await figure(page, "figures", "Offered");
+  if (folder) await page.screenshot({ path: `${folder}/${width}-${colorScheme}.png` });
+  await page.click("#timeline .row");
+  await page.waitForSelector("#request .verdict", { timeout: ANSWERED });
+  const panel = await page.evaluate(() => ({
+    verdict: document.querySelector("#request .verdict").textContent,
+    phases: document.querySelectorAll(".waterfall rect").length, events: document.querySelectorAll(".events li").length,
+  }));
+  await page.keyboard.press("Escape");
+  await page.click("#try");
+  await page.fill("#ttft", "5000");
+  await page.fill("#tpot", "500");
+  await page.selectOption("#tier", { label: await page.evaluate(() => document.getElementById("tier").options[1].label) });
+  await page.fill("#max-tokens", "8");
+  await page.click("#send-both");
+  await page.waitForFunction(() => document.querySelectorAll(".run").length === 2 &&
+    [...document.querySelectorAll(".run .verdict")].every((said) => /SLO/.test(said.textContent)), null, { timeout: ANSWERED });
+  const runs = await page.evaluate(() => [...document.querySelectorAll(".run")].map((run) => ({
+    verdict: run.querySelector(".verdict").textContent, text: run.querySelector("pre").textContent,
+    facts: [...run.querySelectorAll("dd")].map((fact) => fact.textContent),
+  })));
+  if (folder) await page.screenshot({ path: `${folder}/${width}-${colorScheme}-try.png` });
+  await page.keyboard.press("Escape");
   const markup = await withMarkup(page);
   await context.close();
-  return { width, colorScheme, ...seen, tabs, met, missed, shown, wide, offered, markup };
+  return { width, height, colorScheme, ...seen, wide, tall, shown, panel, runs, markup };
+}
+
+// Adds a step of load and takes it away again.
+async function withLoad(page) {
+  const streams = (count) => page.waitForFunction((count) =>
+    [...document.querySelectorAll("#timeline .tag")].filter((tag) => tag.textContent === "flex").length === count, count,
+  { timeout: ANSWERED });
+  await page.click("#try");
+  await page.focus("#load-streams");
+  await page.keyboard.press("ArrowRight");
+  await streams(8);
+  const said = await page.textContent("#load-said");
+  await page.keyboard.press("Home");
+  await streams(0);
+  return [said, await page.textContent("#load-said")];
+}
+
+async function keyboard(browser) {
+  const { context, page, seen } = await open(browser, { viewport: { width: 1400, height: 900 } });
+  await board(page);
+  await page.waitForSelector("#timeline .row", { timeout: ANSWERED });
+  const tabs = [];
+  for (let i = 0; i < 30 && !tabs.includes("group"); i += 1) {
+    await page.keyboard.press("Tab");
+    tabs.push((await focused(page)).split(" ")[0]);
+  }
+  await page.focus(".card");
+  await page.keyboard.press("ArrowRight");
+  const second = await page.evaluate(() => document.activeElement.querySelector(".name").textContent);
+  await page.keyboard.press("Enter");
+  const filtered = await page.evaluate(() => [document.getElementById("outcomes-of").textContent, document.querySelectorAll(".chip").length]);
+  await page.keyboard.press("Escape");
+  const free = await page.evaluate(() => document.querySelectorAll(".chip").length);
+  await page.focus("#outcomes-chart");
+  await page.keyboard.press("ArrowLeft");
+  const moment = await page.textContent("#outcomes-when");
+  await page.keyboard.press("/");
+  const search = await focused(page);
+  const id = await page.evaluate(() => document.querySelector("#timeline .row .id").textContent);
+  await page.keyboard.type(id);
+  await page.keyboard.press("Enter");
+  await page.waitForSelector("#request .waterfall", { timeout: ANSWERED });
+  const opened = await page.textContent("#panel-title");
+  await page.keyboard.press("Escape");
+  const closed = [await page.isHidden("#panel"), await focused(page)];
+  await page.keyboard.press("Escape");
+  await page.evaluate(() => document.activeElement.blur());
+  await page.keyboard.press("p");
+  const paused = await page.textContent("#status");
+  await page.keyboard.press("p");
+  await page.keyboard.press("t");
+  const theme = await page.evaluate(() => document.documentElement.dataset.theme);
+  const load = await withLoad(page);
+  await context.close();
+  return { ...seen, tabs, second, filtered, free, moment, search, id, opened, closed, paused, theme, load };
 }
 
 async function keys(browser) {
@@ -113,18 +157,20 @@ async function keys(browser) {
   const before = { board: await page.isVisible("#board"), status: await page.textContent("#status") };
   await page.fill("#key", "sk-nobody");
   await page.keyboard.press("Enter");
-  await status(page, "does not know");
+  await says(page, "#status", "does not know");
   await page.fill("#key", "sk-a");
   await page.keyboard.press("Enter");
   await board(page);
-  const own = { status: await page.textContent("#status"), replicas: await page.isVisible("#replicas") };
+  const own = { facts: await page.textContent("#facts"), fleet: await page.isVisible("#fleet") };
   await page.reload();
   await board(page);
+  await page.click("#try");
   await page.click("#send-button");
-  await page.waitForFunction(() => document.getElementById("text").textContent !== "", null, { timeout: ANSWERED });
+  await page.waitForFunction(() => document.querySelector(".run pre")?.textContent, null, { timeout: ANSWERED });
   const stored = await page.evaluate(() => [sessionStorage.length, localStorage.length, document.cookie]);
+  await page.keyboard.press("Escape");
   await page.click("#key-forget");
-  await status(page, "asks for an API key");
+  await says(page, "#status", "asks for an API key");
   const after = { board: await page.isVisible("#board"), stored: await page.evaluate(() => sessionStorage.length) };
   await context.close();
   return { ...seen, before, own, stored, after };
@@ -133,11 +179,12 @@ async function keys(browser) {
 async function silence(browser) {
   const { context, page, seen } = await open(browser, {});
   await board(page);
-  await page.route("**/board.json", (route) => route.abort());
-  await status(page, "has not answered");
-  const stale = await page.evaluate(() => document.getElementById("board").className);
-  await page.unroute("**/board.json");
-  await status(page, "Serving");
+  await page.route("**/board.json*", (route) => route.abort());
+  await says(page, "#status", "has not answered");
+  const stale = await page.evaluate(() => document.getElementById("board").classList.contains("stale"));
+  await page.unroute("**/board.json*");
+  const answering = () => page.waitForFunction(() => !/answered|Paused/.test(document.getElementById("status").textContent));
+  await answering();
   const hide = (hidden) => page.evaluate((hidden) => {
     Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
     document.dispatchEvent(new Event("visibilitychange"));
@@ -148,7 +195,7 @@ async function silence(browser) {
   await page.waitForTimeout(2500);
   const whileHidden = seen.asked - before;
   await hide(false);
-  await status(page, "Serving");
+  await answering();
   await page.waitForTimeout(2500);
   const whileSeen = seen.asked - before;
   await context.close();
@@ -164,7 +211,7 @@ async function main() {
       for (const scheme of ["light", "dark"]) found.push(await look(browser, width, height, scheme));
     }
   } else {
-    found.push(await { keys, silence }[what](browser));
+    found.push(await { keyboard, keys, silence }[what](browser));
   }
   await browser.close();
   console.log(JSON.stringify(found));

@@ -101,25 +101,43 @@ def test_narrow_and_wide_light_and_dark(server: Server) -> None:
     for look in looks:
         assert (look["console"], look["foreign"], look["dialogs"]) == ([], [], 0)
         assert look["wide"] == look["width"]  # nothing to scroll sideways to
-        assert look["tabs"][-1] == "send-button"
-        assert {"prompt", "tier", "ttft", "tpot", "e2e", "max-tokens"} <= set(look["tabs"])
-        met, shown = look["met"], look["shown"]
-        assert met["verdict"].startswith("SLO met")
-        assert met["text"] == "la ti do re mi fa sol so "[: len(met["text"])] != ""
-        assert met["tokens"] == "8"
-        assert all(met[name].endswith("ms") for name in ("first", "each"))
-        assert "5.00\u00a0s" in met["targets"]
-        assert "SLO missed" in look["missed"]
-        assert set(shown["tiers"]) == {"fast", LONG}
-        assert shown["moving"] == 0
+        shown, (kept, best_effort) = look["shown"], look["runs"]
+        assert set(shown["tiers"]) >= {"fast", LONG}
+        assert (shown["requests"], shown["lanes"], shown["moving"]) == (2, 1, 0)
+        assert "infeasible" in shown["causes"]
+        assert all(word in shown["facts"] for word in ("simulated", "policy rubato", "0.1.0"))
+        assert look["panel"]["verdict"].startswith(("Decodes at r0", "Its prompt runs"))
+        assert look["panel"]["phases"] >= 1
+        assert look["panel"]["events"] >= 3
+        assert kept["verdict"].startswith("SLO met")
+        assert best_effort["verdict"].startswith("Completed; no SLO was asked for")
+        for run in look["runs"]:
+            assert run["text"] == "la ti do re mi fa sol so "[: len(run["text"])] != ""
+            assert run["facts"][2] == "8"
         assert (look["markup"]["elements"], look["markup"]["wide"]) == (0, look["width"])
         assert look["markup"]["shown"] > 10
-        assert shown["requests"] >= 2
-        assert any("decode" in why for why in shown["whys"])
-        assert int(look["offered"]) >= 4
+        if look["width"] == 1400:
+            assert look["tall"] == look["height"]  # one screen
     light, dark = {look["shown"]["ground"] for look in looks[::2]}, {look["shown"]["ground"] for look in looks[1::2]}
     assert len(light) == len(dark) == 1
     assert light != dark
+
+
+@pytest.mark.full
+def test_every_part_is_reached_and_used_by_keys(server: Server) -> None:
+    (look,) = seen(server, "keyboard")
+    assert (look["console"], look["foreign"]) == ([], [])
+    order = [name for name in ("search", "card", "outcomes-chart", "lane", "row", "group") if name in look["tabs"]]
+    assert order == sorted(order, key=look["tabs"].index)
+    assert len(order) == 6
+    assert look["tabs"].count("card") == 1  # arrows go on from there
+    assert look["filtered"] == [f"of {look['second']}", 1]
+    assert (look["free"], look["search"]) == (0, "search")
+    assert "ago" in look["moment"]
+    assert look["opened"] == f"Request {look['id']}"
+    assert look["closed"] == [True, "search"]
+    assert (look["paused"], look["theme"]) == ("Paused", "dark")
+    assert look["load"] == ["8 streams", "no load"]
 
 
 @pytest.mark.full
@@ -129,8 +147,8 @@ def test_a_key_opens_it_and_is_forgotten(tmp_path: Path) -> None:
         (look,) = seen(start(tenants={"a": {"keys": ["sk-a"]}}), "keys")
     assert (look["before"]["board"], look["foreign"]) == (False, [])
     assert "asks for an API key" in look["before"]["status"]
-    assert "as a (its own requests)" in look["own"]["status"]
-    assert look["own"]["replicas"] is False
+    assert "a: your requests" in look["own"]["facts"]
+    assert look["own"]["fleet"] is False
     assert look["stored"] == [1, 0, ""]  # in this tab's session, and nowhere else
     assert (look["after"]["board"], look["after"]["stored"]) == (False, 0)
     assert not [line for line in look["console"] if "401" not in line]
@@ -139,7 +157,7 @@ def test_a_key_opens_it_and_is_forgotten(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_it_says_when_nobody_answers_and_rests_when_nobody_looks(server: Server) -> None:
     (look,) = seen(server, "silence")
-    assert look["stale"] == "stale"
+    assert look["stale"] is True
     assert "Paused" in look["paused"]
     assert look["whileHidden"] == 0
     assert 2 <= look["whileSeen"] <= 5

@@ -253,6 +253,7 @@ class Engine:
     def _prepare(self) -> None:
         self._forget_drafts()
         if self._model is None:
+            log.info("%s: loading the weights, and measuring which products are the fastest here", self.model_name)
             weights = load_weights(self._folder, self._config, self._dtype, self._device)
             spare = 0 if self._drafter is None else SPARE * self._limits.max_num_seqs
             torch.set_num_threads(self._most_threads)  # another engine's loading may have changed it meanwhile
@@ -267,6 +268,7 @@ class Engine:
                 self._model.threads,
                 "" if self._free is None else ", fewer while other programs use the cores",
             )
+            log.info("%s: warming up", self.model_name)
         self._model.kv.zero_()  # touches every page now, not in the first steps; and nothing of a failed step remains
         self._model.warm_up()
         if isinstance(self._drafter, OfTarget):

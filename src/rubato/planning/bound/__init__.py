@@ -42,14 +42,16 @@ from typing import Any
 import numpy as np
 
 from rubato.measure.confidence import ONE_SEED, Estimate, over_seeds
+from rubato.measure.pictures import COLOURS, WIDTH, Ink, Picture, bars_with_intervals
 from rubato.measure.records import versions
+from rubato.measure.result import Result, with_interval
+from rubato.measure.tables import Table, number
 from rubato.planning import jobs
 from rubato.planning.bound.programme import ALIKE, Alike, Share, largest_share
 from rubato.planning.bound.work import Work, work_of
-from rubato.planning.capacity import narrowed, number
+from rubato.planning.capacity import narrowed
 from rubato.planning.jobs import Job, JobResults
 from rubato.planning.request_source import RequestSource
-from rubato.planning.sweep import markdown
 from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Workload
 from rubato.workloads.workload import check_rate
@@ -196,8 +198,11 @@ def bounded(question: BoundQuestion, seed: int, alike: Alike) -> dict[str, Any]:
     return of | {"share": found.share, "binds": dict(found.binds), "steps": found.steps, "drains": drains}
 
 
-@dataclass(frozen=True)
-class BoundResult:
+@dataclass(frozen=True, repr=False)
+class BoundResult(Result):
+    """What no policy without drafts exceeds: a rate, or a share at the rate asked for."""
+
+    title = "Bound"
     question: BoundQuestion
     done: JobResults
 
@@ -220,18 +225,54 @@ class BoundResult:
             "wall": self.done.wall, "cpu": self.done.cpu, "notes": self.notes, "versions": versions("numpy"),
         }  # fmt: skip
 
-    def text(self) -> str:
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self.question.describe() | {"seeds": self.question.seeds}
+
+    @property
+    def answer(self) -> str:
+        asked, most = self.question, self.estimates()["anybody"]
+        if asked.rate:
+            return f"No policy without drafts attains more than {_share(most)} at {asked.rate:g} requests/s."
+        goal = f"{100 * asked.target:g} % of requests"
+        if not most.value:
+            return f"No policy attains {goal} at any rate."
+        return f"No policy without drafts attains {goal} above {number(most)} requests/s."
+
+    def tables(self) -> list[Table]:
         asked, replicas = self.question, self.question.replicas
         head = f"attained at {asked.rate:g} req/s" if asked.rate else "req/s"
-        rows = [["", head, "what binds", "of it steps as such"]]
+        rows = []
         for alike, found in self.estimates().items():
-            share = f"{100 * found.value:.1f} % {found.interval(lambda end: f'{100 * end:.1f}')}"
             rate = number(found) if found.value else "at no rate"
-            rows.append([NAMES[alike], share if asked.rate else rate, *self._reasons(alike)])
+            rows.append((NAMES[alike], _share(found) if asked.rate else rate, *self._reasons(alike)))
         stream = "repeated end to end" if asked.endless else "once"
         what = f"{replicas} replica{'s' * (replicas > 1)} of {asked.machine.name}, requests {stream}, deadline rule"
         goal = "" if asked.rate else f", {100 * asked.target:g} % of these attained"
-        return f"What no policy without drafts exceeds, of whom ({what}{goal}):\n\n{markdown(rows)}"
+        return [Table(
+            ("of whom", head, "what binds", "of it steps as such"), tuple(rows),
+            f"What no policy without drafts exceeds ({what}{goal})",
+        )]  # fmt: skip
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each way to count: `bound` is a share at the rate asked for, else requests/s."""
+        return [{"of": alike, "rate": self.question.rate} | with_interval("bound", e) for alike, e in self._each()]
+
+    def picture(self) -> Picture:
+        """The bound for each way to count, with its interval."""
+        asked, found = self.question, self._each()
+
+        def draw(figure: Any, ink: Ink) -> None:
+            axes = figure.add_subplot()
+            said = _share if asked.rate else number
+            bars_with_intervals(axes, [(NAMES[alike], e, said(e), COLOURS[0]) for alike, e in found], ink)
+            axes.set_xlabel("share of requests attained" if asked.rate else "requests/s of the fleet")
+
+        goal = f"at {asked.rate:g} requests/s" if asked.rate else f"with {100 * asked.target:g} % of requests attained"
+        return Picture(f"What no policy without drafts exceeds {goal}", draw, (WIDTH, 2.6))
+
+    def _each(self) -> list[tuple[Alike, Estimate]]:
+        return list(self.estimates().items())
 
     def _of(self, alike: Alike) -> list[dict[str, Any]]:
         return [v for v in self.done.values if v["alike"] == alike]
@@ -247,6 +288,10 @@ class BoundResult:
         parts = {kind: sum(v["binds"].get(kind, 0.0) for v in bound) / len(bound) for kind in BINDS}
         said = [f"{BINDS[kind]} {100 * part:.0f} %" for kind, part in parts.items() if part >= 0.005]
         return [", ".join(said), f"{100 * sum(v['steps'] for v in bound) / len(bound):.0f} %"]
+
+
+def _share(found: Estimate) -> str:
+    return f"{100 * found.value:.1f} % {found.interval(lambda end: f'{100 * end:.1f}')}"
 
 
 def run(question: BoundQuestion, **how: Any) -> BoundResult:

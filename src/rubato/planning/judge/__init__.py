@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rubato.measure.pictures import COLOURS, Ink, Picture, bars_with_intervals
 from rubato.measure.records import versions
+from rubato.measure.result import Result, with_interval
+from rubato.measure.tables import Table, listed, number
 from rubato.planning import jobs
 from rubato.planning.jobs import Job, JobResults
 from rubato.planning.judge.loads import Load
-from rubato.planning.judge.search import TOLERANCE, search
-from rubato.planning.judge.table import result, text
+from rubato.planning.judge.search import FIRST, TOLERANCE, search
+from rubato.planning.judge.table import result, table_of
 from rubato.planning.request_source import digest
 from rubato.planning.sweep import able, left_out
 from rubato.simulation.run_spec import Hardware, RunSpec
@@ -82,13 +86,15 @@ class _JudgedLoad:
 
 
 @dataclass(frozen=True)
-class JudgeResult:
+class JudgeResult(Result):
     """What was found on each load."""
 
+    title = "Judged"
     question: JudgeQuestion
     judged: Sequence[_JudgedLoad]
     done: JobResults
 
+    @cached_property
     def loads(self) -> list[dict[str, Any]]:
         """Each load's part of the JSON."""
         values = self.done.costed()
@@ -99,11 +105,46 @@ class JudgeResult:
         ]
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        return self.done.notes
+    def settings(self) -> Mapping[str, Any]:
+        return {"loads": [one.describe() for one in self.judged], "seeds": list(self.question.seeds)}
 
-    def text(self) -> str:
-        return "\n\n".join(text(load) for load in self.loads())
+    @property
+    def answer(self) -> str:
+        first = [f"{load['policies'][0]['policy']} on {load['load']}" for load in self.loads]
+        return f"The largest rate with {FIRST} attained has {listed(first)}."
+
+    def tables(self) -> list[Table]:
+        return [table_of(load) for load in self.loads]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"load": load["load"], "policy": row["policy"], "measure": measure}
+            | with_interval("rate", found["rate"])
+            | with_interval("against_edf", found["against_edf"])
+            for load in self.loads
+            for row in load["policies"]
+            for measure, found in row["capacity"].items()
+        ]
+
+    def picture(self) -> Picture:
+        """The rate of each policy with 90 % of all attained, a panel for each load."""
+
+        def draw(figure: Any, ink: Ink) -> None:
+            panels = figure.subplots(len(self.loads), 1, squeeze=False)[:, 0]
+            for axes, load in zip(panels, self.loads, strict=True):
+                own = [(row["policy"], row["capacity"][FIRST]["rate"]) for row in load["policies"]]
+                known = [(name, rate) for name, rate in own if rate is not None]
+                bars = [(name, rate, number(rate), COLOURS[i % len(COLOURS)]) for i, (name, rate) in enumerate(known)]
+                bars_with_intervals(axes, bars, ink)
+                axes.set_xlabel("requests/s of the fleet")
+                axes.set_title(load["load"])
+
+        heights = [1.6 + 0.42 * len(load["policies"]) for load in self.loads]
+        return Picture(f"{FIRST} attained, with 95 % intervals", draw, (9.0, sum(heights)))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*self.done.notes, *(f"{load['load']}: {note}" for load in self.loads for note in load["notes"]))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -111,9 +152,9 @@ class JudgeResult:
             "seeds": list(self.question.seeds),
             "tolerance": TOLERANCE,
             "interval": "95 %, Student's t over seeds; each seed's capacity is within the tolerance",
-            "loads": self.loads(),
+            "loads": self.loads,
             "wall": self.done.wall,
             "cpu": self.done.cpu,
-            "notes": self.notes,
+            "notes": self.done.notes,
             "versions": versions("numpy"),
         }

@@ -1,72 +1,54 @@
-// Sends a chat request with an SLO, and shows its tokens, their times and the verdict.
+// "Try it": a chat request with an SLO, or the same with and without one side by side; and load to see it under.
 
-import { Table, count, duration, element, figures } from "./format.js";
+import { at, box, el, keyed, set, svg } from "./dom.js";
+import { count, duration, promise } from "./format.js";
+import { draws, view } from "./state.js";
 
-const MOST_BARS = 96; // tokens whose times are drawn
+const MAX_BARS = 96; // tokens whose times are drawn
+const CHOICES = 8; // streams of one connection: a browser has six to one host, and the board and the form need three
+const LOAD_TOKENS = 256; // of each of them
+const REST_MS = 1000; // from a refusal of load to the next try
 
-const at = (id) => document.getElementById(id);
-const targets = new Table(at("targets"), [
-  { label: "As the server measured it" }, { label: "Asked for", kind: "number" }, { label: "Measured", kind: "number" },
-], "");
+let headers = () => ({});
+let asked = () => {};
+let stopping = null;
 
-// headers: of each request; model: its name; sent: called when a request is on its way, and when it has ended
-export function sending({ headers, model, sent }) {
-  let stopping = null;
-  at("stop").addEventListener("click", () => stopping?.abort());
-  at("send-form").addEventListener("submit", async (event) => {
-    event.preventDefault();
-    if (stopping) return;
-    stopping = new AbortController();
-    at("send-button").disabled = true;
-    at("stop").disabled = false;
-    const run = new Run(asked(model()));
-    const reply = run.stream(headers(), stopping.signal);
-    setTimeout(sent, 50);
-    try {
-      await reply;
-    } catch (error) {
-      run.failed(stopping.signal.aborted ? "Stopped." : `No answer: ${error.message}`);
-    }
-    stopping = null;
-    at("send-button").disabled = false;
-    at("stop").disabled = true;
-    sent();
-  });
-}
+// ---------------------------------------------------------------------------- one request
 
-function asked(model) {
-  const slo = {};
-  for (const name of ["ttft", "tpot", "e2e"]) {
-    if (at(name).value) slo[`${name}_ms`] = Number(at(name).value);
-  }
+function bodyOf(withSlo) {
+  const stated = ["ttft", "tpot", "e2e"].filter((name) => at(name).value).map((name) => [`${name}_ms`, Number(at(name).value)]);
+  const asked_ = withSlo ? { service_tier: at("tier").value, slo: Object.fromEntries(stated) } : { service_tier: "flex" };
+  if (!asked_.service_tier) delete asked_.service_tier;
+  if (!stated.length) delete asked_.slo;
   return {
-    model, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true },
-    messages: [{ role: "user", content: at("prompt").value }], max_tokens: Number(at("max-tokens").value),
-    ...(at("tier").value ? { service_tier: at("tier").value } : {}), ...(Object.keys(slo).length ? { slo } : {}),
+    model: view.told.model, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true },
+    messages: [{ role: "user", content: at("prompt").value }], max_tokens: Number(at("max-tokens").value), ...asked_,
   };
 }
 
+function post(body, signal) {
+  const stated = { ...headers(), "content-type": "application/json" };
+  return fetch(view.told.paths.chat, { method: "POST", body: JSON.stringify(body), signal, headers: stated });
+}
+
 class Run {
-  constructor(body) {
+  constructor(title, body) {
     this.body = body;
     this.tokens = 0;
     this.first = null; // ms from sending to the first token
     this.last = 0;
     this.gaps = []; // ms for each token after the first
     this.begun = performance.now();
-    at("answer").hidden = false;
-    at("text").textContent = "";
-    at("targets").hidden = at("gaps").hidden = true;
-    at("gap-bars").replaceChildren();
-    this.say("Sent; waits for its first token.");
+    this.said = el("p.verdict", { role: "status", text: "Waits for its first token." });
+    this.times = box("dl.facts");
+    this.bars = svg("svg", { class: "gaps", preserveAspectRatio: "none", "aria-hidden": "true" });
+    this.text = el("pre", { tabindex: "0", role: "region", "aria-label": "Answer" });
+    this.node = box("article.run", el("h3", { text: title }), this.said, this.times, this.bars, this.text);
     this.showTimes();
   }
 
-  async stream(headers, signal) {
-    const reply = await fetch("/v1/chat/completions", {
-      method: "POST", body: JSON.stringify(this.body), signal,
-      headers: { ...headers, "content-type": "application/json" },
-    });
+  async stream(signal) {
+    const reply = await post(this.body, signal);
     if (!reply.ok) return this.failed(await refusal(reply));
     this.clamped = reply.headers.get("x-rubato-clamped");
     const reader = reply.body.getReader();
@@ -84,15 +66,15 @@ class Run {
   }
 
   take(event) {
-    if (!event.startsWith("data: ") || event === "data: [DONE]") return;
-    const chunk = JSON.parse(event.slice(6));
+    if (!event.startsWith("data:") || event.endsWith("[DONE]")) return;
+    const chunk = JSON.parse(event.slice(5));
     if (chunk.error) {
       this.judged = true;
       this.failed(chunk.error.message);
       return;
     }
     const text = chunk.choices?.[0]?.delta?.content ?? "";
-    if (text) at("text").append(text);
+    if (text) this.text.append(text);
     this.count(chunk.usage?.completion_tokens ?? this.tokens + (text ? 1 : 0));
     if (chunk.rubato) this.judge(chunk.rubato);
   }
@@ -115,65 +97,38 @@ class Run {
 
   showTimes() {
     const mean = this.gaps.length ? (this.last - this.first) / this.gaps.length : null;
-    figures(at("times"), [
-      ["First token", duration(this.first)], ["Per token", duration(mean)],
-      ["Slowest token", duration(this.gaps.length ? Math.max(...this.gaps) : null)],
-      ["Tokens", count(this.tokens)], ["In all", duration(this.tokens ? this.last : null)],
-    ]);
-    if (this.gaps.length) this.drawGaps();
-  }
-
-  drawGaps() {
-    const last = this.gaps.slice(-MOST_BARS);
-    const bound = this.body.slo?.tpot_ms;
-    const most = Math.max(...last, bound ?? 0) * 1.05;
-    at("gaps").hidden = false;
-    const which = last.length < this.gaps.length ? `the last ${last.length} tokens` : "each token after the first";
-    const dashed = bound ? ", the dashed line the TPOT asked for" : "";
-    at("gaps-about").textContent =
-      `Time of ${which}, as this browser saw it. Full height is ${duration(most)}${dashed}.`;
-    const bars = last.map((gap) => {
-      const drawn = element("i");
-      drawn.style.height = `${(gap / most) * 100}%`;
-      drawn.title = duration(gap);
-      return drawn;
-    });
-    if (bound) {
-      const line = element("b");
-      line.style.bottom = `${(bound / most) * 100}%`;
-      bars.push(line);
-    }
-    at("gap-bars").replaceChildren(...bars);
+    const facts = [
+      ["First token", duration(this.first)], ["Each token", duration(mean)], ["Tokens", count(this.tokens)],
+      ["So far", duration(this.tokens ? this.last : null)],
+    ];
+    const make = ([name]) => box("div", el("dt", { text: name }), box("dd"));
+    keyed(this.times, facts, ([name]) => name, make, (node, [, text]) => set(node.lastChild, { text }));
+    const last = this.gaps.slice(-MAX_BARS);
+    const most = Math.max(1, ...last, this.body.slo?.tpot_ms ?? 0);
+    set(this.bars, { viewBox: `0 0 ${MAX_BARS} 1` });
+    const bar = (gap, i) => svg("rect", { x: i, width: 0.7, y: 1 - gap / most, height: gap / most });
+    this.bars.replaceChildren(...last.map(bar));
   }
 
   judge(verdict) {
     this.judged = true;
-    const { met, targets: bounds } = verdict;
-    const spare = verdict.margin_ms === null ? "" :
-      verdict.margin_ms < 0 ? `, late by ${duration(-verdict.margin_ms)} at the tightest token` :
-        `, ${duration(verdict.margin_ms)} to spare at the tightest token`;
-    const promised = ["ttft_ms", "tpot_ms", "e2e_ms"].some((name) => bounds[name] !== null);
-    const how = !promised ? "Completed; no SLO was asked for." :
-      met ? `SLO met${spare}.` : met === null ? "Completed; TTFT and TPOT were not measured." : `SLO missed${spare}. Cause: ${verdict.cause ?? "unknown"}.`;
+    const { met, margin_ms: margin, targets, cause, tier } = verdict;
+    const promised = ["ttft_ms", "tpot_ms", "e2e_ms"].some((name) => targets[name] !== null);
+    const spare = margin === null ? "" : margin < 0 ? `, late by ${duration(-margin)}` : `, ${duration(margin)} to spare`;
+    const how = !promised ? "Completed; no SLO was asked for." : met ? `SLO met${spare}.` :
+      met === null ? "Completed; its times were not measured." : `SLO missed${spare}. Cause: ${cause ?? "unknown"}.`;
     const served = verdict.served === "best_effort" && promised ? " Served as best effort." : "";
     const loosened = this.clamped ? ` Less was promised than asked for: ${this.clamped}.` : "";
-    this.say(`${how}${served}${loosened} Tier ${verdict.tier}.`, !promised || met === null ? "" : met ? "met" : "missed");
-    at("targets").hidden = false;
-    targets.show([["TTFT", "ttft_ms"], ["TPOT, mean", "tpot_ms"], ["End to end", "e2e_ms"]].map(([name, field]) => [
-      name, [
-        { text: name }, { text: bounds[field] === null ? "no bound" : duration(bounds[field]) },
-        { text: duration(verdict[field]) },
-      ],
-    ]));
+    const state = !promised || met === null ? "" : met ? "kept" : "late";
+    this.say(`${how}${served}${loosened} Tier ${tier}${promised ? `: ${promise(targets)}` : ""}.`, state);
   }
 
   failed(why) {
-    this.say(why, "missed");
+    this.say(why, "late");
   }
 
   say(text, kind = "") {
-    at("verdict").textContent = text;
-    at("verdict").className = kind;
+    set(this.said, { text, class: `verdict ${kind}` });
   }
 }
 
@@ -184,4 +139,87 @@ async function refusal(reply) {
   } catch {
     return `The server answered with status ${reply.status}.`;
   }
+}
+
+async function send(runs) {
+  if (stopping || !at("send-form").reportValidity()) return;
+  stopping = new AbortController();
+  at("send-button").disabled = at("send-both").disabled = true;
+  at("stop").disabled = false;
+  at("runs").replaceChildren(...runs.map((run) => run.node));
+  const stop = stopping.signal;
+  setTimeout(asked, 50);
+  await Promise.all(runs.map((run) => run.stream(stop).catch((error) => {
+    run.failed(stop.aborted ? "Stopped." : `No answer: ${error.message}`);
+  })));
+  stopping = null;
+  at("send-button").disabled = at("send-both").disabled = false;
+  at("stop").disabled = true;
+  asked();
+}
+
+// ---------------------------------------------------------------------------- load
+
+const connections = []; // each an AbortController
+
+async function keepAsking(stop) {
+  while (!stop.aborted) {
+    const { model, messages } = bodyOf(false);
+    try {
+      const reply = await post({ model, messages, max_tokens: LOAD_TOKENS, n: CHOICES, service_tier: "flex" }, stop);
+      if (reply.ok) await reply.text();
+      else set(at("load-said"), { text: await refusal(reply) });
+      if (!reply.ok) await new Promise((done) => { setTimeout(done, REST_MS); });
+    } catch (error) {
+      if (!stop.aborted) {
+        set(at("load-said"), { text: `No answer: ${error.message}` });
+        await new Promise((done) => { setTimeout(done, REST_MS); });
+      }
+    }
+  }
+}
+
+function setLoad(streams) {
+  const wanted = streams / CHOICES;
+  set(at("load-said"), { text: streams ? `${streams} streams` : "no load" });
+  while (connections.length > wanted) connections.pop().abort();
+  while (connections.length < wanted) {
+    connections.push(new AbortController());
+    keepAsking(connections.at(-1).signal);
+  }
+}
+
+// ---------------------------------------------------------------------------- the form
+
+function offerTiers({ may_ask_for: tiers }) {
+  const select = at("tier");
+  const all = JSON.stringify(tiers);
+  if (select.dataset.said === all) return;
+  select.dataset.said = all;
+  const chosen = select.value;
+  const options = tiers.map(({ name, slo }) => el("option", { value: name, text: `${name}: ${promise(slo)}` }));
+  select.replaceChildren(select.options[0], ...options);
+  select.value = tiers.some(({ name }) => name === chosen) ? chosen : "";
+}
+
+// from: headers of each request; onAsked: called when a request is on its way, and when it has ended
+export function sending(from, onAsked) {
+  headers = from;
+  asked = onAsked;
+  draws(offerTiers);
+  at("send-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    send([new Run("Answer", bodyOf(true))]);
+  });
+  at("send-both").addEventListener("click", () => {
+    send([new Run("With SLO", bodyOf(true)), new Run("Without: best effort", bodyOf(false))]);
+  });
+  at("stop").addEventListener("click", () => stopping?.abort());
+  at("load-streams").addEventListener("input", ({ target }) => setLoad(Number(target.value)));
+}
+
+// Load ends where its key is forgotten
+export function stopLoad() {
+  at("load-streams").value = 0;
+  setLoad(0);
 }

@@ -30,7 +30,7 @@ LANES = 16
 MASKS = {"avx512": ("avx512bf16", "avx512fp16", "amx"), "avx2": ("avx512", "amx", "avxvnni", "avxneconvert", "avx10")}
 
 # Environment variables that show this CPU as one with less, to the libraries inside PyTorch and to these kernels alike;
-# read once by each, so they are for a process that has not begun (docs/serving.md; tests, benchmarks/engine_isa.py).
+# read once by each, so they are for a process that has not begun (docs/server.md; tests, benchmarks/engine_isa.py).
 SHOWN_AS: dict[str, dict[str, str]] = {
     "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "RUBATO_CPU": "avx512"},
     "avx2": {

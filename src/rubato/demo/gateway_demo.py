@@ -1,0 +1,124 @@
+"""`rubato gateway --demo`: four simulated servers, the gateway over them and a load, each in a process of its own.
+
+The servers' HTTP and the link to their engine cores are real; the steps take what a GPU's take, by a hardware profile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rubato.config.build import choice_of
+from rubato.config.parts import ServerSettings
+from rubato.config.schema import Config
+from rubato.demo.demo_load import KINDS, MAX_LOAD, MIN_LOAD, PERIOD_S, SERVERS, fleet_capacity
+from rubato.demo.simulated_core import PROFILE
+from rubato.fleet.cluster_options import PolicyChoice
+
+STOCK_ORDER = {"policy": "vllm", "router": "least_loaded"}  # of servers without the plug-in, and the router in front
+WITH_SLOS = """Around the middle of each cycle the load is above capacity. Batch requests wait then, so that
+  the others are on time, and catch up when the load falls."""
+WITHOUT_SLOS = """Around the middle of each cycle the load is above capacity. All requests wait then in the order in
+  which they came, and most are late."""
+
+
+@dataclass(frozen=True)
+class DemoServer:
+    """A simulated server that listens. pid: of its process."""
+
+    url: str
+    pid: int
+
+
+def settings(*, has_link: bool) -> dict[str, Any]:
+    """What the gateway's configuration is to begin with, by its settings' names: tiers, no line a request, no warning
+    of what was asked for, and an end that waits for nobody."""
+    return {
+        "tiers": {kind.tier: {f"{name}_ms": 1000.0 * s for name, s in kind.slo.promised.items()} for kind in KINDS},
+        "log.level": "warning" if has_link else "error", "drain_seconds": 0.0,
+    }  # fmt: skip
+
+
+def run(config: Config, *, has_link: bool, seed: int = 0) -> int:
+    """Run until Ctrl-C; the exit status. config: without servers. has_link: they have the plug-in. Raises RuntimeError
+    where one of them does not start; why stands on stderr."""
+    choice = choice_of(config)
+    with contextlib.ExitStack() as stack:
+        starting = [stack.enter_context(_child(_server_command(choice, has_link, number))) for number in range(SERVERS)]
+        from rubato.serving.serve import serve  # while they start
+
+        servers = [_listening(process) for process in starting]
+
+        def on_serving(url: str) -> None:
+            print(words(url, servers, choice, has_link), flush=True)
+            asked = ["--url", url, "--seed", str(seed), "--end-with-stdin"]
+            stack.enter_context(_child(["rubato.demo.demo_load", *asked]))
+
+        urls = tuple(ServerSettings(url=server.url) for server in servers)
+        return serve(config.model_copy(update={"servers": urls}), on_serving)
+
+
+def words(url: str, servers: Sequence[DemoServer], choice: PolicyChoice, has_link: bool) -> str:
+    """What runs, and what to try."""
+    how = f"policy {choice.label}" if has_link else "without the plug-in, in stock vLLM's order"
+    rows = [f"r{at} {server.url}, process {server.pid}" for at, server in enumerate(servers)]
+    tiers = [f"{kind.tier:8} {_promise(kind.slo.promised)}" for kind in KINDS]
+    margin = "\n" + 13 * " "
+    sustained = f"{fleet_capacity():.1f} requests/s"
+    other = "rubato gateway --demo --without-slos" if has_link else "rubato gateway --demo"
+    return f"""
+  board      {url}
+  servers    {len(servers)} simulated, {PROFILE}, {how}{margin}{margin.join(rows)}
+  tiers      {margin.join(tiers)}
+  load       from {MIN_LOAD:g} to {MAX_LOAD:g} times capacity ({sustained}) and back, every {PERIOD_S:g} s
+
+  {WITH_SLOS if has_link else WITHOUT_SLOS}
+
+  Try: kill -9 {servers[-1].pid}   (r{len(servers) - 1} is lost; its requests go on at the others)
+       {other}   (the same requests {"in stock vLLM's order" if has_link else "by their SLOs"})
+
+  Ctrl-C ends everything.
+"""
+
+
+def _promise(promised: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.upper()} {1000 * s:g} ms" for name, s in promised.items()) or "best effort"
+
+
+# --------------------------------------------------------------------------- processes
+
+
+def _server_command(choice: PolicyChoice, has_link: bool, number: int) -> list[str]:
+    policy = PolicyChoice(choice.policy, choice.settings).label
+    link = [] if has_link else ["--link", "-1"]
+    return ["rubato.demo.simulated_server", "--policy", policy, "--seed", str(number), "--end-with-stdin", *link]
+
+
+@contextlib.contextmanager
+def _child(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A module with its arguments as a process, killed on leaving: it holds nothing that is worth an orderly end, and
+    whoever has ended the gateway waits. It also ends when this process does; a terminal's Ctrl-C does not reach it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def _listening(process: subprocess.Popen[bytes]) -> DemoServer:
+    assert process.stdout is not None
+    if not (line := process.stdout.readline()):
+        raise RuntimeError("a simulated server did not start: its message stands above")
+    return DemoServer(json.loads(line)["url"], process.pid)

@@ -1,0 +1,315 @@
+"""The API server of a simulated core: OpenAI's completions, chat and responses, Anthropic's messages, and vLLM's pages.
+
+Independent of how bytes reach it (`simulated_server` has the HTTP). A prompt's tokens are the bytes of its text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from rubato.core.events import Event, Finished, Tokens
+from rubato.core.request import Progress, Request, Sampling, Stage
+from rubato.demo.simulated_core import VLLM_VERSION, SimulatedCore
+from rubato.wire.messages import Contract
+
+Headers = Sequence[tuple[str, str]]
+WORDS = (
+    1_000_000  # ids of tokens in a text that /tokenize has split begin here; those of prompts as bytes are below 256
+)
+EVENTS: Mapping[str, tuple[str, str]] = {  # of streams that are no chunks: how their text is named, and their last one
+    "/v1/messages": ("content_block_delta", "message_stop"),
+    "/v1/responses": ("response.output_text.delta", "response.completed"),
+}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+FAILED = b'data: {"error":{"message":"","type":"InternalServerError"}}\n\ndata: [DONE]\n\n'  # as vLLM has it
+NO_PAGE = {"error": {"message": "no such page.", "type": "invalid_request_error", "param": None, "code": None}}
+
+
+class SimulatedReply:
+    """A response that comes part by part; an empty part is its end. leave: called where its client leaves before."""
+
+    def __init__(self, status: int, kind: str, leave: Callable[[], None] = lambda: None) -> None:
+        self.status = status
+        self.headers: Headers = [("content-type", kind)]
+        self.over = False
+        self._parts: asyncio.Queue[bytes] = asyncio.Queue()
+        self._leave = leave
+
+    def put(self, part: bytes) -> None:
+        self._parts.put_nowait(part)
+
+    async def part(self) -> bytes:
+        if self.over:
+            return b""
+        found = await self._parts.get()
+        self.over = found == b""
+        return found
+
+    def close(self) -> None:
+        """Its client has left."""
+        if not self.over:
+            self.over = True
+            self._leave()
+
+
+class SimulatedApi:
+    """Answers requests to `core` under the name `model`."""
+
+    reply_class: type[SimulatedReply] = SimulatedReply
+    default_chat_tokens = 128  # of a chat without max_tokens
+
+    def __init__(self, core: SimulatedCore, model: str) -> None:
+        self.core, self.model = core, model
+        self._answers = 0
+
+    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> SimulatedReply:
+        """The response to one HTTP request."""
+        if method == "POST" and path in (COMPLETIONS, CHAT, *EVENTS):
+            try:
+                fields = orjson.loads(body)
+                return self._completion(path, headers.get("x-request-id", ""), fields)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                return self._refusal(f"the body cannot be read ({type(error).__name__}: {error})")
+        if method == "GET" and path == "/metrics":
+            return self.text(200, "text/plain; version=0.0.4", self.metrics_page().encode())
+        pages: dict[str, Callable[[], Any]] = {
+            "/health": dict, "/version": lambda: {"version": VLLM_VERSION}, "/v1/models": self._models,
+            "/tokenize": lambda: self._tokenized(body),
+        }  # fmt: skip
+        page = pages.get(path)
+        return self.page(404, NO_PAGE) if page is None else self.page(200, page())
+
+    # ----------------------------------------------------------------- pages
+
+    def page(self, status: int, content: Any) -> SimulatedReply:
+        return self.text(status, "application/json", orjson.dumps(content))
+
+    def text(self, status: int, kind: str, content: bytes) -> SimulatedReply:
+        reply = self.reply_class(status, kind)
+        reply.put(content)
+        reply.put(b"")
+        return reply
+
+    def metrics_page(self) -> str:
+        """vLLM's gauges that gateways and dashboards read, in Prometheus's text format."""
+        view, limits = self.core.host.view(), self.core.limits
+        label = f'{{model_name="{self.model}"}}'
+        used = 1.0 - view.kv_free / limits.kv_blocks
+        gauges = {"num_requests_running": len(view.running), "num_requests_waiting": len(view.waiting)}
+        lines = [f"# TYPE vllm:{name} gauge\nvllm:{name}{label} {value}" for name, value in gauges.items()]
+        lines += ["# TYPE vllm:kv_cache_usage_perc gauge", f"vllm:kv_cache_usage_perc{label} {used:.6f}"]
+        cache = f'{{block_size="{limits.block_size}",num_gpu_blocks="{limits.kv_blocks}"}}'
+        lines += ["# TYPE vllm:cache_config_info gauge", f"vllm:cache_config_info{cache} 1"]
+        return "\n".join(lines) + "\n"
+
+    def _models(self) -> Any:
+        one = {"id": self.model, "object": "model", "owned_by": "vllm", "max_model_len": self.core.limits.max_model_len}
+        return {"object": "list", "data": [one]}
+
+    def split_words(self, text: str) -> list[str]:
+        return text.split()
+
+    def _tokenized(self, body: bytes) -> Any:
+        words = self.split_words(orjson.loads(body)["prompt"])
+        return {"count": len(words), "tokens": [WORDS + i for i in range(len(words))]}
+
+    def _refusal(self, message: str) -> SimulatedReply:
+        return self.page(400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
+
+    # ----------------------------------------------------------------- completions
+
+    def response_id(self, path: str, request_id: str, fields: Mapping[str, Any]) -> str:
+        """As vLLM makes it of the header x-request-id, or of the body of /v1/responses."""
+        if path == "/v1/responses":
+            return str(fields.get("request_id", f"resp_{self._answers}"))
+        return f"{'cmpl' if path == COMPLETIONS else 'chatcmpl'}-{request_id or self._answers}"
+
+    def _completion(self, path: str, request_id: str, fields: dict[str, Any]) -> SimulatedReply:
+        self._answers += 1
+        if fields.get("temperature", 0) < 0:
+            return self._refusal("temperature must be 0 or more")
+        answer, n = self.response_id(path, request_id, fields), int(fields.get("n") or 1)
+        prompt, limits = _prompt(path, fields), self.core.limits
+        contract = self.core.take_contract(answer)
+        if contract is None and len(prompt) >= limits.max_model_len:
+            return self._refusal("the prompt is longer than the model's context")
+        ids = contract.ids if contract is not None else [answer if n == 1 else f"{answer}-{i}" for i in range(n)]
+        tokens = self._max_tokens(path, fields, limits.max_model_len - len(prompt))
+        requests = [self._request(id, prompt, tokens, contract) for id in ids]
+        streams = bool(fields.get("stream"))
+        kind = "text/event-stream; charset=utf-8" if streams else "application/json"
+        reply = self.reply_class(200, kind, lambda: self._abort(writer))
+        writer = self.writer(reply, answer, path, ids, fields, len(prompt))
+        for request in requests:
+            self.submit(request, writer, fields)
+        return reply
+
+    def writer(
+        self, reply: SimulatedReply, answer: str, path: str, ids: Sequence[str], fields: Mapping[str, Any], prompt: int
+    ) -> ResponseWriter:
+        return ResponseWriter(reply, answer, self.model, path, ids, fields, prompt)
+
+    def submit(self, request: Request, writer: ResponseWriter, fields: Mapping[str, Any]) -> None:
+        self.core.submit(request, writer.hear)
+
+    def _max_tokens(self, path: str, fields: Mapping[str, Any], room: int) -> int:
+        names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+        said = next((int(fields[name]) for name in names if fields.get(name) is not None), None)
+        if said is not None:
+            return said
+        return 16 if path == COMPLETIONS else min(self.default_chat_tokens, room)
+
+    def _abort(self, writer: ResponseWriter) -> None:
+        for id in writer.ids:
+            if self.core.listeners.get(id) == writer.hear:  # else it has come back: vLLM gives that another id
+                self.core.abort(id)
+
+    def _request(self, id: str, prompt: tuple[int, ...], tokens: int, contract: Contract | None) -> Request:
+        """tokens: of its output, at most; it never ends before."""
+        now = self.core.clock.now()
+        if contract is None:
+            said = sum(id >= WORDS for id in prompt)  # output of another server, from which it goes on
+            had = Progress((now,), ((now,) * said,)) if said else None
+            stage = Stage(len(prompt) - said, token_ids=prompt[: len(prompt) - said])
+            return Request(
+                id, (stage,), now, sampling=Sampling(max_tokens=tokens + said, ignore_eos=True), progress=had
+            )
+        had = contract.progress
+        received = 0 if had is None else sum(map(len, had.times))
+        if contract.demoted:
+            had = replace(had or Progress((contract.arrival,), ((),)), demoted=True)
+        length = len(prompt) - received
+        return Request(
+            id, (Stage(length, contract.slo, token_ids=prompt[:length]),), contract.arrival, tier=contract.tier,
+            tenant=contract.tenant, sampling=Sampling(max_tokens=tokens + received, ignore_eos=True),
+            on_decline=contract.on_decline, handoff=contract.handoff, progress=had,
+        )  # fmt: skip
+
+
+def _prompt(path: str, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """The prompt's tokens: bytes of its text, or the ids that were sent. Raises as reading a dict does."""
+    if path == COMPLETIONS:
+        prompt = fields["prompt"]
+        return tuple(prompt.encode() if isinstance(prompt, str) else map(int, prompt))
+    said = fields["input"] if path == "/v1/responses" else fields["messages"]
+    if isinstance(said, str):
+        return tuple(said.encode())
+    return tuple("".join(f"{m['role']}: {_text_of(m['content'])}\n" for m in said).encode())
+
+
+def _text_of(content: Any) -> str:
+    """Of a message: its text, or that of its parts."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+class ResponseWriter:
+    """From the events of the requests of one response to its bytes. ids: of the requests, a choice each."""
+
+    def __init__(
+        self, reply: SimulatedReply, answer: str, model: str, path: str, ids: Sequence[str],
+        fields: Mapping[str, Any], prompt: int,
+    ) -> None:  # fmt: skip
+        options = fields.get("stream_options") or {}
+        self.ids = list(ids)
+        self._reply, self._answer, self._model, self._prompt = reply, answer, model, prompt
+        self._is_chat, self._events = path == CHAT, EVENTS.get(path)
+        self._streams = bool(fields.get("stream"))
+        self._with_usage = bool(options.get("include_usage"))
+        self._with_usage_each = bool(options.get("continuous_usage_stats"))
+        self._texts: dict[str, list[str]] = {id: [] for id in ids}
+        self._ends: dict[str, Finished] = {}
+        self._tokens = 0
+        self._is_over = False
+        self._has_begun = not (self._streams and self._is_chat)
+
+    def hear(self, event: Event) -> None:
+        if self._is_over or not isinstance(event, Tokens | Finished):
+            return
+        if not self._has_begun:  # with the engine's first word, whatever it is
+            self._has_begun = True
+            for index in range(len(self.ids)):
+                self._put_chunk(index, {"role": "assistant", "content": ""}, None)
+        if isinstance(event, Tokens):
+            self._tokens += event.tokens
+            self._texts[event.id].append(event.text)
+            self.write_text(event)
+            return
+        self._ends[event.id] = event
+        if event.outcome != "completed":
+            self._fail()
+            return
+        if self._streams:
+            self._put_chunk(self.ids.index(event.id), {} if self._is_chat else {"text": ""}, event.reason)
+        if len(self._ends) == len(self.ids):
+            self._end()
+
+    def write_text(self, event: Tokens) -> None:
+        """Of a stream, the chunk of some tokens."""
+        if self._streams:
+            self._put_chunk(self.ids.index(event.id), {"content" if self._is_chat else "text": event.text}, None)
+
+    def _fail(self) -> None:
+        self._is_over = True
+        if not self._streams:
+            self._reply.status = 500
+        self._reply.put(FAILED if self._streams else b'{"error": {}}')
+        self._reply.put(b"")
+
+    def usage(self) -> dict[str, int]:
+        """So far, or of the whole where all have ended."""
+        ended = len(self._ends) == len(self.ids)
+        output = sum(end.output for end in self._ends.values()) if ended else self._tokens
+        return {"prompt_tokens": self._prompt, "completion_tokens": output, "total_tokens": self._prompt + output}
+
+    def last_fields(self) -> Mapping[str, Any]:
+        """Further fields of a choice's last chunk."""
+        return {}
+
+    def whole_fields(self) -> Mapping[str, Any]:
+        """Further fields of an answer that does not stream."""
+        return {}
+
+    def _end(self) -> None:
+        if self._events is not None and self._streams:
+            self._put_event(self._events[1], {"type": self._events[1]})
+        elif self._streams:
+            if self._with_usage:
+                self._put_data({"id": self._answer, "choices": [], "usage": self.usage()})
+            self._reply.put(b"data: [DONE]\n\n")
+        else:
+            choices = []
+            for index, id in enumerate(self.ids):
+                text = "".join(self._texts[id])
+                said = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+                choices.append({"index": index, **said, "finish_reason": self._ends[id].reason})
+            head = {"id": self._answer, "object": self._object, "model": self._model}
+            self._reply.put(orjson.dumps({**head, "choices": choices, "usage": self.usage(), **self.whole_fields()}))
+        self._reply.put(b"")
+
+    @property
+    def _object(self) -> str:
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return f"{kind}.chunk" if self._streams and self._is_chat else kind
+
+    def _put_event(self, name: str, fields: dict[str, Any]) -> None:
+        self._reply.put(f"event: {name}\ndata: ".encode() + orjson.dumps(fields) + b"\n\n")
+
+    def _put_data(self, fields: dict[str, Any]) -> None:
+        head = {"object": self._object, "model": self._model}
+        self._reply.put(b"data: " + orjson.dumps(fields | head) + b"\n\n")
+
+    def _put_chunk(self, index: int, said: dict[str, Any], reason: str | None) -> None:
+        if self._events is not None:
+            if reason is None:
+                self._put_event(self._events[0], {"delta": said})
+            return
+        choice = {"index": index, **({"delta": said} if self._is_chat else said), "finish_reason": reason}
+        more = dict(self.last_fields()) if reason is not None else {}
+        if self._with_usage_each:
+            more["usage"] = self.usage()
+        self._put_data({"id": self._answer, "choices": [choice], **more})

@@ -1,0 +1,125 @@
+"""Where a request's time went, as phases and as a sentence: "Late by 410 ms: waited 380 ms behind 3 others at r2."
+
+For the board and `/debug/requests/{id}`; worked out of a `RequestRecord` where somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Literal
+
+from rubato.core.events import Finished
+from rubato.core.request import NOTHING
+from rubato.frontdoor.request_record import QUEUE, TRANSFER, RequestRecord
+
+# "remote": at a server that does not report when it waits and when it runs.
+Phase = Literal["queue", "remote", "prefill", "decode", "transfer"]
+MAX_PHASES = 12  # of a longer story the latest are told
+
+OTHERS = {  # cause -> what cost a request its time
+    "prefill interference": "prompts of other requests ran in its steps",
+    "decode interference": "too many others decoded in its steps",
+    "preemption": "it was preempted and had to be run again",
+    "transfer": "its KV had to move to another replica",
+    "infeasible": "not even an idle server could have met its SLO",
+    "gateway": "the gateway passed its tokens on late",
+    "not reported": "its server does not report why",
+}
+
+
+def phases(record: RequestRecord, now: float, counted: Collection[str] = ()) -> list[tuple[Phase, float]]:
+    """What it did, one after another, and for how many seconds, from its arrival until its end or now. counted:
+    replicas that do not report what happens there."""
+    end = now if record.end is None else record.end.at
+    found: list[tuple[Phase, float]] = []
+    at = record.request.arrival
+    waits = [*record.waits, *([(*record.waiting, end)] if record.waiting is not None else [])]
+    for why, begin, until in ((why, min(begin, end), min(until, end)) for why, begin, until in waits):
+        _extend(found, _ran(record, at, begin) if found else [("queue", begin - at)])  # it is held from its arrival on
+        kind: Phase = "transfer" if why == TRANSFER else "queue"
+        if why == QUEUE and record.replicas and record.replicas[-1] in counted:
+            kind = "remote"
+        _extend(found, [(kind, until - begin)])
+        at = max(at, until)
+    _extend(found, _ran(record, at, end))
+    return found[-MAX_PHASES:]
+
+
+def _ran(record: RequestRecord, begin: float, end: float) -> Iterator[tuple[Phase, float]]:
+    """A span without a wait: prefill until the first token, decode after it."""
+    first = record.stages[0].first
+    split = end if first is None else min(max(first, begin), end)
+    yield "prefill", split - begin
+    yield "decode", end - split
+
+
+def _extend(found: list[tuple[Phase, float]], more: Iterator[tuple[Phase, float]] | list[tuple[Phase, float]]) -> None:
+    for kind, seconds in more:
+        if seconds <= 0.0:
+            continue
+        if found and found[-1][0] == kind:
+            found[-1] = (kind, found[-1][1] + seconds)
+        else:
+            found.append((kind, seconds))
+
+
+def explain(record: RequestRecord, now: float, names: Mapping[str, str] = NOTHING) -> str:
+    """One sentence on how it stands, or why it ended as it did. names: of replicas, where others than their ids."""
+    end = record.end
+    if end is None:
+        return _in_flight(record, now, names)
+    judged = end.verdict
+    if end.outcome == "refused":
+        return f"Refused: {end.reason}."
+    if end.outcome == "failed":
+        return f"Failed: {end.reason}."
+    if end.outcome == "cancelled":
+        return f"Cancelled after {_time(end.at - record.request.arrival)}: {end.reason}."
+    if judged.unjudged:
+        return "Completed; its first token and its pace were not measured."
+    if record.request.best_effort:
+        return f"Completed as best effort in {_time(end.at - record.request.arrival)}."
+    if judged.met:
+        return "On time." if judged.margin is None else f"On time, with {_time(judged.margin)} to spare."
+    late = "Late" if judged.margin is None else f"Late by {_time(-judged.margin)}"
+    return f"{late}: {_why(record, end, names)}."
+
+
+def _why(record: RequestRecord, end: Finished, names: Mapping[str, str]) -> str:
+    cause = end.verdict.cause
+    if record.lost:
+        return f"{_name(record.lost, names)} was lost, and it began again elsewhere"
+    if cause in OTHERS:
+        return OTHERS[cause]
+    waited = sum(until - begin for _, begin, until in record.waits)
+    if not waited:
+        return "no wait and no interference was seen"
+    where = f" at {_name(record.replicas[-1], names)}" if record.replicas else " in the router"
+    return f"waited {_time(waited)}{_behind(record.ahead)}{where}"
+
+
+def _in_flight(record: RequestRecord, now: float, names: Mapping[str, str]) -> str:
+    if record.waiting is not None:
+        why, since = record.waiting
+        where = f" at {_name(record.replicas[-1], names)}" if record.replicas and why == QUEUE else ""
+        behind = _behind(record.ahead) if why == QUEUE else ""
+        return f"Has waited {_time(now - since)}{behind}{where}: {why}."
+    where = f" at {_name(record.replicas[-1], names)}" if record.replicas else ""
+    if record.stages[0].first is None:
+        return f"Its prompt runs{where}."
+    return f"Decodes{where}: {record.output} of at most {record.request.sampling.max_tokens} tokens."
+
+
+def _behind(ahead: int) -> str:
+    return f" behind {ahead} other{'s' if ahead > 1 else ''}" if ahead else ""
+
+
+def _name(replica: str, names: Mapping[str, str]) -> str:
+    return names.get(replica, replica)
+
+
+def _time(seconds: float) -> str:
+    ms = max(0.0, seconds) * 1e3
+    if ms < 100:
+        return f"{ms:.3g} ms"
+    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1e3:.3g} s" if ms < 100_000 else f"{ms / 60_000:.3g} min"

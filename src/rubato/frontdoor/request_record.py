@@ -1,0 +1,47 @@
+"""What is kept of one request for `/debug/requests/{id}`, the board and the log; `history` folds events into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rubato.core.events import Finished
+from rubato.core.request import Request
+
+# What a request waits for from an event on; its first work ends the wait.
+HELD, QUEUE, PREEMPTED, LOST = "held before a replica", "queue of a replica", "preempted", "replica lost"
+TRANSFER = "KV on its way to another replica"
+
+
+@dataclass(slots=True)
+class StageRecord:
+    """The tokens of one stage."""
+
+    start: float
+    first: float | None = None
+    last: float = 0.0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request (of several, one choice) from offer to end. Times in the clock's seconds."""
+
+    request: Request
+    steps: list[dict[str, Any]] = field(default_factory=list)  # what happened, as it is shown; a run of tokens is one
+    left_out: int = 0
+    waits: list[tuple[str, float, float]] = field(default_factory=list)  # why, from, until
+    waiting: tuple[str, float] | None = None
+    best_effort_since: float | None = None
+    best_effort: float = 0.0  # seconds, until it ended or was promoted again
+    replicas: list[str] = field(default_factory=list)
+    ahead: int = 0  # requests that waited at its last replica when it came there
+    lost: str = ""  # the last replica that was lost while it was there
+    why: str = ""  # the router's explanation of the last placement, if it gave one
+    preemptions: int = 0
+    brings_kv: bool = False  # where it goes next
+    cached: int = 0  # prompt tokens whose KV was there when it first started
+    started: bool = False
+    output: int = 0
+    stages: list[StageRecord] = field(default_factory=list)
+    end: Finished | None = None

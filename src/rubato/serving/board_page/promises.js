@@ -1,0 +1,117 @@
+// A card for each tier, the most urgent first: how much of what it promised was kept, and how near its bounds it is.
+
+import { arrows, at, box, el, enterable, keyed, set } from "./dom.js";
+import { sparkline } from "./charts.js";
+import { attained, count, duration, percent, plural, promise } from "./format.js";
+import { choose, draws, history, span, view } from "./state.js";
+
+export const PAGE_AT = 3.6; // a burn at which docs/alerts.yml pages
+const FEW = 5; // requests judged: of fewer no alarm is made
+const SMOOTH = 5; // groups of slices that a point of the line is over
+
+// fine, warn, bad, or quiet where there is nothing to say
+export function urgency(figures, objective) {
+  const judged = figures.met + figures.missed;
+  if (!judged) return "quiet";
+  if (judged < FEW || figures.attainment >= objective) return "fine";
+  return figures.burn >= PAGE_AT ? "bad" : "warn";
+}
+
+function card(tier) {
+  const node = el("button.card", { type: "button", tabindex: "-1" },
+    box("span.name"), box("span.flag"), box("span.slo"), box("span.figure", box("strong"), box("small")), box("span.trend"),
+    box("span.meters"), box("span.now"));
+  node.addEventListener("click", () => choose("tier", tier.name));
+  return node;
+}
+
+const meter = () => box("span", box("span.label"),
+  box("span.bar", box("i.p99"), box("i.over"), box("i.p50"), box("b")), box("span.value"));
+
+const isPromised = (slo) => slo !== null && [slo.ttft_ms, slo.tpot_ms, slo.e2e_ms].some((bound) => bound !== null);
+
+function fillCard(node, tier, told) {
+  const figures = tier.windows[view.window];
+  const [name, flag, slo, figure, trend, meters, now] = node.children;
+  const hasSlo = isPromised(tier.slo) || !tier.best_effort;
+  const state = hasSlo ? urgency(figures, told.objective) : "besteffort";
+  set(node, { class: `card ${state}`, "aria-pressed": String(view.tier === tier.name) });
+  set(name, { text: tier.name, title: tier.name });
+  set(flag, { text: ["warn", "bad"].includes(state) ? `burning ${figures.burn.toFixed(1)}×` : "" });
+  set(slo, { text: promise(tier.slo), title: promise(tier.slo) });
+  if (hasSlo) fillPromised(figure, trend, tier, told, figures);
+  else fillBestEffort(figure, trend, tier);
+  keyed(meters, metersOf(tier, figures, hasSlo), ([what]) => what, meter, (row, [what, ...values]) => {
+    set(row.firstChild, { text: what });
+    if (what === "budget") fillBudget(row, ...values);
+    else fillBullet(row, ...values);
+  });
+  const { running, waiting, late } = tier.now;
+  set(now, { text: `${running} running, ${waiting} waiting${late ? `, ${late} late now` : ""}` });
+}
+
+// The budget, and the times that are bounded; at least two of them
+function metersOf(tier, figures, hasSlo) {
+  const times = ["ttft", "tpot", "e2e"].map((time) =>
+    [time.toUpperCase(), figures[`${time}_ms`], tier.slo?.[`${time}_ms`] ?? null]);
+  const [bounded, free] = [times.filter(([, , bound]) => bound !== null), times.filter(([, , bound]) => bound === null)];
+  const wanted = [...bounded, ...free].slice(0, Math.max(2, bounded.length)).filter(([, known]) => known);
+  return hasSlo && figures.budget_left !== null ? [["budget", figures.budget_left], ...wanted] : wanted;
+}
+
+function fillPromised(figure, trend, tier, told, figures) {
+  const judged = figures.met + figures.missed;
+  set(figure.children[0], { text: attained(figures.attainment) });
+  set(figure.children[1], { text: judged ? `of ${count(judged)} on time` : "nothing has ended yet" });
+  const { starts, size } = span();
+  const causes = history.causes(tier.name).map((cause) => `cause ${cause}`);
+  const shares = starts.map((start) => {
+    const over = (column) => history.sum("tiers", tier.name, column, start - (SMOOTH - 1) * size, SMOOTH * size) ?? 0;
+    const met = over("met");
+    const ended = met + causes.reduce((missed, cause) => missed + over(cause), 0);
+    return ended ? met / ended : null;
+  });
+  const lowest = Math.min(0.7, ...shares.filter((share) => share !== null));
+  trend.replaceChildren(sparkline(shares, { from: lowest, to: 1, rule: told.objective }));
+}
+
+function fillBestEffort(figure, trend, tier) {
+  const { starts, size, seconds } = span();
+  const rates = starts.map((start) => (history.sum("tiers", tier.name, "tokens", start, size) ?? 0) / size / seconds);
+  const recent = rates.slice(-SMOOTH);
+  const wait = tier.now.oldest_wait_ms;
+  set(figure.children[0], { text: count(recent.reduce((a, b) => a + b, 0) / recent.length) });
+  set(figure.children[1], { text: `tokens/s${wait === null ? "" : `, oldest waits ${duration(wait)}`}` });
+  trend.replaceChildren(sparkline(rates, { from: 0, to: Math.max(1, ...rates) }));
+}
+
+function fillBudget(row, left) {
+  const [, bar, value] = row.children;
+  const share = Math.max(0, Math.min(1, left));
+  set(row, { class: left < 0 ? "budget over" : "budget" });
+  set(bar.firstChild, { style: { width: `${100 * share}%` } });
+  set(value, { text: left < -0.05 ? `overspent ${(-left).toFixed(1)}×` : left < 0 ? "used up" : `${percent(share)} left` });
+}
+
+// Median and 99th percentile against the bound, which stands at two thirds of the bar
+function fillBullet(row, [p50, p99], bound) {
+  const [, bar, value] = row.children;
+  const [upTo, over, median, limit] = bar.children;
+  const full = bound === null ? p99 * 1.1 : bound * 1.5;
+  const share = (ms) => 100 * Math.min(1, ms / full);
+  const isOver = bound !== null && p99 > bound;
+  set(upTo, { style: { width: `${share(p99)}%` } });
+  set(over, { hidden: !isOver, style: { left: `${share(bound)}%`, right: `${100 - share(p99)}%` } });
+  set(median, { style: { left: `${share(p50)}%` } });
+  set(limit, { hidden: bound === null, style: { left: `${share(bound)}%` } });
+  const words = `median ${duration(p50)}, 99th percentile ${duration(p99)}`;
+  set(value, { text: `${duration(p50)} · ${duration(p99)}`, title: bound === null ? words : `${words}, bound ${duration(bound)}` });
+}
+
+const strip = at("promises");
+arrows(strip, ".card", { next: "ArrowRight", back: "ArrowLeft" });
+draws((told) => {
+  keyed(strip, told.tiers, (tier) => tier.name, card, (node, tier) => fillCard(node, tier, told));
+  enterable(strip, ".card");
+  set(at("outcomes-of"), { text: view.tier ? `of ${view.tier}` : plural(told.tiers.length, "tier") });
+});

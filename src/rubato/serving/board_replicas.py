@@ -1,0 +1,168 @@
+"""Replicas for the board: how loaded each was in the last minutes, and what happened to the fleet (flags).
+
+Step times come with events. How many requests run and wait, and KV in use, are sampled where somebody looks, and once
+in a slice of time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rubato.core.events import Draining, Event, HandedOff, Joined, Left, Lost, Stepped
+from rubato.core.interfaces import View
+from rubato.frontdoor.verdict import ms
+
+MAX_FLAGS = 100
+STEPS = 32  # whose mean is the step time that is shown
+MOVED = {"failed": "placed again", "declined": "moved", "offloaded": "moved", "recalled": "moved"}  # by reason
+
+
+@dataclass(slots=True)
+class _Slice:
+    """steps, seconds: those that ended in this slice. kv: share in use, None where it is not known."""
+
+    number: int
+    steps: int = 0
+    seconds: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    kv: float | None = None
+
+
+@dataclass(slots=True)
+class _Replica:
+    steps: deque[float]
+    ring: deque[_Slice]
+
+    def slice_at(self, number: int) -> _Slice:
+        if not self.ring or self.ring[-1].number != number:
+            before = self.ring[-1] if self.ring else _Slice(number)
+            self.ring.append(_Slice(number, running=before.running, waiting=before.waiting, kv=before.kv))
+        return self.ring[-1]
+
+
+@dataclass(slots=True)
+class Flag:
+    """Something happened `count` times within a slice. replica: empty where it is of none."""
+
+    number: int
+    at: float
+    kind: str
+    replica: str
+    count: int = 1
+
+
+@dataclass
+class BoardReplicas:
+    """slices: how many are kept. lost: replicas that left without having been drained, and when."""
+
+    slices: int
+    flags: deque[Flag] = field(default_factory=lambda: deque(maxlen=MAX_FLAGS))
+    lost: dict[str, float] = field(default_factory=dict)
+    _replicas: dict[str, _Replica] = field(default_factory=dict)
+    _draining: set[str] = field(default_factory=set)
+
+    def add(self, event: Event, number: int) -> None:
+        """Fold an event of a replica, or of a request that moves."""
+        if isinstance(event, Stepped):
+            replica = self._replica(event.id)
+            replica.steps.append(event.seconds)
+            now = replica.slice_at(number)
+            now.steps += 1
+            now.seconds += event.seconds
+        elif isinstance(event, Lost):
+            self.flag(event.at, number, "placed again", event.replica)
+        elif isinstance(event, HandedOff):
+            handoff = event.request.handoff
+            if handoff is not None and handoff.reason in MOVED:
+                self.flag(event.at, number, MOVED[handoff.reason], handoff.source)
+        elif isinstance(event, Joined):
+            self.flag(event.at, number, "joined", event.id)
+        elif isinstance(event, Draining):
+            self._draining.add(event.id)
+            self.flag(event.at, number, "draining", event.id)
+        elif isinstance(event, Left):
+            self._left(event, number)
+
+    def flag(self, at: float, number: int, kind: str, replica: str) -> None:
+        """Note that something happened; the same within one slice is counted."""
+        for last in reversed(self.flags):
+            if last.number != number:
+                break
+            if (last.kind, last.replica) == (kind, replica):
+                last.count += 1
+                return
+        self.flags.append(Flag(number, at, kind, replica))
+
+    def sample(self, views: Sequence[View], number: int, counted: Collection[str] = ()) -> None:
+        """Note how each replica stands now. counted: those whose KV is known only where some is in use."""
+        for view in views:
+            now = self._replica(view.id).slice_at(number)
+            now.running, now.waiting = len(view.running), len(view.waiting)
+            used = view.kv_total - view.kv_free
+            now.kv = used / view.kv_total if view.kv_total and (used or view.id not in counted) else None
+
+    def step_seconds(self, replica: str) -> float | None:
+        """The mean of its last steps; None before the first."""
+        steps = self._replicas[replica].steps if replica in self._replicas else ()
+        return sum(steps) / len(steps) if steps else None
+
+    def succeed(self, lost: str, id: str) -> None:
+        """Go on with a lost replica's history under another id: its server is back."""
+        ring, flags = self._replica(id).ring, [flag for flag in self.flags if flag.replica == lost]
+        before = [part for part in self._replica(lost).ring if not ring or part.number < ring[0].number]
+        self._replicas[id].ring = deque([*before, *ring], maxlen=self.slices)
+        for flag in flags:
+            flag.replica = id
+        self.forget(lost)
+
+    def forget(self, id: str) -> None:
+        """Show a lost replica no more."""
+        self.lost.pop(id, None)
+        self._replicas.pop(id, None)
+
+    def history(self, names: Mapping[str, str], first: int, last: int) -> dict[str, Any]:
+        """Of each replica, slice by slice from the first to the last, as JSON: None before it was there. names: by
+        which they are known there, by id."""
+        return {names[id]: _columns(one.ring, first, last) for id, one in self._replicas.items() if id in names}
+
+    def flags_shown(self, now: float, number: int) -> list[dict[str, Any]]:
+        """Those of the slices that are kept, as JSON, oldest first."""
+        return [
+            {"ago_ms": ms(now - one.at), "kind": one.kind, "replica": one.replica, "count": one.count}
+            for one in self.flags
+            if one.number > number - self.slices
+        ]
+
+    def _left(self, event: Left, number: int) -> None:
+        if event.id in self._draining:
+            self._draining.discard(event.id)
+            self._replicas.pop(event.id, None)
+            self.flag(event.at, number, "drained", event.id)
+            return
+        self.lost[event.id] = event.at
+        self.flag(event.at, number, "lost", event.id)
+
+    def _replica(self, id: str) -> _Replica:
+        found = self._replicas.get(id)
+        if found is None:
+            found = self._replicas[id] = _Replica(deque(maxlen=STEPS), deque(maxlen=self.slices))
+        return found
+
+
+def _columns(ring: deque[_Slice], first: int, last: int) -> dict[str, Any]:
+    """Where nothing was noted in a slice, what was noted before still holds; of steps there were none."""
+    slots = {one.number: one for one in ring}
+    held = next((one for one in reversed(ring) if one.number < first), None)
+    columns: dict[str, list[Any]] = {"running": [], "waiting": [], "kv": [], "step_ms": []}
+    for number in range(first, last + 1):
+        held = slots.get(number, held)
+        steps = held.steps if held is not None and held.number == number else 0
+        columns["running"].append(held and held.running)
+        columns["waiting"].append(held and held.waiting)
+        columns["kv"].append(None if held is None or held.kv is None else round(held.kv, 2))
+        columns["step_ms"].append(float(f"{held.seconds / steps * 1e3:.3g}") if held is not None and steps else None)
+    return columns

@@ -1,0 +1,89 @@
+"""The board inside vLLM's API server, under `/rubato/`: the page and the JSON of our own server.
+
+Its engines say once a second how they stand, and each of their steps. What they do not say is not shown: there is no
+router, and KV only where the block size is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
+
+from fastapi.responses import RedirectResponse, Response
+
+from rubato.core.clock import Clock
+from rubato.core.interfaces import SeqView, View
+from rubato.frontdoor.request_record import RequestRecord
+from rubato.frontdoor.tenants import Tenant, Tenants
+from rubato.serving.board import Board
+from rubato.serving.board_pages import FILES, file_answer, first_slice, json_answer
+from rubato.serving.vllm_reports import EngineReports
+
+HOME = "/rubato"
+JSON = f"{HOME}/board.json"
+
+
+class VllmBoard:
+    """model, policy: their names."""
+
+    def __init__(self, reports: EngineReports, tenants: Tenants, model: str, policy: str) -> None:
+        self._board = Board(EngineSource(reports, tenants, model, policy))
+        reports.hear(self._board.counts)
+
+    def file(self, path: str, *, with_slash: bool) -> Response | None:
+        """One of the page's files, which hold nothing and need no key; None for another path. with_slash: the path was
+        written with one at its end, from which the page's own paths go on."""
+        if path == HOME and not with_slash:
+            return RedirectResponse("rubato/")
+        name = path.removeprefix(HOME).removeprefix("/")
+        return file_answer(name) if path.startswith(HOME) and name in FILES else None
+
+    def json(self, tenant: Tenant, query: Mapping[str, str]) -> Response:
+        return json_answer(self._board.json(tenant, first_slice(query.get("since", ""))))
+
+
+class EngineSource:
+    """A `BoardSource`: what the engines report."""
+
+    router = ""
+
+    def __init__(self, reports: EngineReports, tenants: Tenants, model: str, policy: str) -> None:
+        self._reports = reports
+        self.tenants, self.model, self.policy = tenants, model, policy
+        self.fair = tenants.configured
+        self.paths = {"request": "requests/", "chat": "../v1/chat/completions"}
+        self.draining: Collection[str] = ()
+
+    @property
+    def clock(self) -> Clock:
+        return self._reports.clock
+
+    @property
+    def in_flight(self) -> Mapping[str, RequestRecord]:
+        return self._reports.history.in_flight
+
+    @property
+    def held(self) -> Sequence[SeqView]:
+        """Requests of tenants beyond their share."""
+        records = self.in_flight
+        ids = [id for fields in self._reports.engines.values() for id in fields.get("held", ()) if id in records]
+        return [cast(SeqView, SimpleNamespace(id=id, request=records[id].request, **_UNPLANNED)) for id in ids]
+
+    def views(self) -> Sequence[View]:
+        return self._reports.views()
+
+    def counted(self) -> Collection[str]:
+        return ()
+
+    def urls(self) -> Mapping[str, str]:
+        return {}
+
+    def state(self) -> str:
+        return "serving"
+
+    def gave_up(self) -> Collection[str]:
+        return [str(engine) for engine, fields in self._reports.engines.items() if fields.get("given_up")]
+
+
+_UNPLANNED = {"due": float("inf"), "missed": False}

@@ -1,0 +1,98 @@
+"""The board inside vLLM's API server: the page under /rubato/, and what the engines report as its JSON."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rubato.core.events import Finished, Offered, Placed, Started, Tokens, Verdict
+from rubato.engines.vllm import link
+from rubato.engines.vllm.reports import NAME
+from rubato.serving.board_pages import FILES
+from rubato.serving.board_snapshot import COLUMNS
+from rubato.wire.messages import EngineState
+from tests.doubles import request
+from tests.scenario import on
+from tests.serving.test_board import named
+from tests.serving.test_vllm_middleware import STATE, TENANTS, Client, run
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(link.KEY, "a key")
+
+
+def reports(client: Client, *, given_up: bool = False) -> None:
+    """An engine has ended a late request of acme's, runs one, and holds one of bulk's back."""
+    client.reports.block_size = 16
+    now = client.reports.clock.now()
+    late, runs, waits = (replace(request(n, ttft=1.0, arrival=now - 2.0, tier="chat"), tenant="acme") for n in "abc")
+    waits = replace(waits, tenant="bulk")
+    verdict = Verdict(False, "deadline", "queue", ttft=1.5, margin=-0.5)
+    wire: Any = client.vllm.link
+    wire.tell(*[Offered(now - 2.0, one.id, one) for one in (late, runs, waits)])
+    for id in "ab":
+        wire.tell(Placed(now - 2.0, id, NAME), Started(now - 1.0, id))
+    wire.tell(Tokens(now - 0.5, "b", 3), Finished(now - 0.1, "a", "completed", "stop", verdict, 7))
+    sequences = [("b", "running", 0, 1, 5, False, now + 0.25)]
+    shown = {"at": now, "kv_free": 60, "kv_total": 80, "held": ["c"], "sequences": sequences, "open": ["b", "c"]}
+    steps = {"planned": [], "batches": [(10, 2, 0.02), (2, 2, 0.04)]}
+    wire.sent.append(EngineState(0, 1, {**STATE, "given_up": given_up, **steps, **shown}))
+
+
+async def board(client: Client, key: str = "ops-key", query: str = "") -> Any:
+    answer = await client.http.get(f"/rubato/board.json{query}", headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@on(run, config={"tenants": TENANTS})
+async def test_the_page_is_open_and_its_json_needs_a_key(client: Client) -> None:
+    assert (await client.http.get("/rubato")).headers["location"] == "rubato/"
+    for path, (_, kind) in FILES.items():
+        answer = await client.http.get(f"/rubato/{path}")
+        assert (answer.status_code, answer.headers["content-type"]) == (200, kind)
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert (await client.http.get("/rubato/board.json")).status_code == 401
+    assert client.vllm.scopes == []
+
+
+@on(run, config={"tenants": TENANTS})
+async def test_what_the_engines_report_is_shown_and_no_more(client: Client) -> None:
+    reports(client)
+    told = await board(client)
+    (engine,) = told["replicas"]
+    known = {"id": "0", "running": 1, "waiting": 0, "kv_used_tokens": 320, "kv_total_tokens": 1280, "steps": 3}
+    assert {name: engine[name] for name in known} == known
+    assert (engine["step_ms"], engine["link"], engine["state"]) == (30.0, "here", "busy")
+    assert (told["router"], told["policy"], told["flags"]) == ("", "rubato", [])
+    chat = next(tier for tier in told["tiers"] if tier["name"] == "chat")
+    assert (chat["windows"]["300"]["missed"], chat["in_flight"], chat["now"]["running"]) == (1, 2, 1)
+    (group,) = told["misses"]
+    assert (group["tier"], group["cause"], group["latest"]["id"]) == ("chat", "queue", "a")
+    rows = {row["id"]: row for row in named(told["requests"])}
+    assert told["request_columns"] == list(COLUMNS)
+    assert rows["b"]["why"] == "runs at 0: decode"
+    assert rows["c"]["why"] == "held for its tenant's share, first in the queue"
+    assert rows["b"]["due_in_ms"] in range(1, 251)
+    page = await client.http.get("/rubato/requests/b", headers={"authorization": "Bearer ops-key"})
+    assert page.json()["choices"][0]["explanation"] == "Decodes at this server: 3 of at most 16 tokens."
+
+
+@on(run, config={"tenants": TENANTS})
+async def test_a_tenant_sees_its_own_requests_there(client: Client) -> None:
+    reports(client)
+    acme, bulk = [await board(client, key) for key in ("acme-key", "bulk-key")]
+    assert [[row["id"] for row in named(told["requests"])] for told in (acme, bulk)] == [["b"], ["c"]]
+    assert (acme["replicas"], acme["flags"], bulk["misses"]) == (None, [], [])
+
+
+@on(run)
+async def test_a_policy_that_gave_up_is_flagged_once(client: Client) -> None:
+    reports(client, given_up=True)
+    for _ in range(2):
+        assert [(flag["kind"], flag["replica"]) for flag in (await board(client))["flags"]] == [("gave up", "0")]
+    first = (await board(client))["history"]["first"]
+    assert (await board(client, query="?since=9999999999"))["history"]["first"] > first
