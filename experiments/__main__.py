@@ -1,4 +1,4 @@
-"""`python -m experiments`: list experiments, run one or `held-out`, or write the pages that set papers beside ours."""
+"""`python -m experiments`: list experiments, run one, or write the pages that set papers beside ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import experiments
-from experiments import held_out
 from experiments.paper_page import bar, pages, read
 from rubato.cli import running
 from rubato.measure import results
@@ -20,8 +19,6 @@ RUNS = Path("docs/figures")  # the JSON of full runs
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit status. 1: a check does not hold. 2: what was asked for is impossible."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == [held_out.NAME]:
-        return held_out.main(words[1:])
     return running.carried_out("experiments", parser().parse_args(words), _run)
 
 
@@ -59,7 +56,6 @@ def _run(args: argparse.Namespace) -> int:
             figure = experiments.load(name)
             rows.append([name, f"{figure.SECONDS:g} s", experiments.about(name), figure.SOURCE])
         print(markdown(rows))
-        print(f"\n{held_out.NAME}: policies on loads of yours (python -m experiments {held_out.NAME} --help)")
         return 0
     return _figure(args)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rubato.fleet.cluster_options import PolicyChoice
-from rubato.planning.capacity import NoCapacity
 from rubato.policies import load
 
 
@@ -20,11 +19,3 @@ def drafts(policy: str) -> bool:
     """Whether it cannot run without a drafter."""
     chosen = PolicyChoice.parse(policy)
     return "draft" in load(chosen.policy, chosen.settings).needs
-
-
-def held(search: Callable[[], float]) -> float:
-    """The rate that a search finds; 0 where the policy attains the target at no rate, which must not end the figure."""
-    try:
-        return search()
-    except NoCapacity:
-        return 0.0

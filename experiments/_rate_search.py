@@ -8,15 +8,9 @@ from functools import partial
 from math import floor, log
 from typing import Any
 
-from experiments._guest import held
 from rubato.measure.records import Record
-from rubato.planning.capacity import AlwaysAttained, NoCapacity, crossing
-
-# What is asked of a run: a share of the requests offered, of all or of those of the worst tier.
-MEASURES: Mapping[str, tuple[str, float]] = {
-    "90 % of all": ("all", 0.9), "95 % of all": ("all", 0.95), "90 % of each tier": ("worst", 0.9)
-}  # fmt: skip
-
+from rubato.planning.capacity import AlwaysAttained, NoCapacity, crossing, rate_or_zero
+from rubato.planning.judge.search import MEASURES
 
 FARTHER = 3
 
@@ -77,7 +71,7 @@ class RateSearch:
         best, found = choices[0], 0.0
         for choice in choices:
             if every or len(choices) == 1 or self.attained(choice, measure)(found or start / 8.0) >= 1.0:
-                rate = held(partial(self.goodput, choice, found or start, measure, self.grid**coarse))
+                rate = rate_or_zero(partial(self.goodput, choice, found or start, measure, self.grid**coarse))
                 found, best = max((found, best), (rate, choice))
         return found, best
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from experiments._guest import held
 from experiments._host import AS_STATED, at_host
 from experiments._rate_search import RateSearch
 from rubato.core.plan import Shape
@@ -20,6 +19,7 @@ from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.promises import promises
 from rubato.measure.records import rejudged
 from rubato.planning import capacity
+from rubato.planning.capacity import rate_or_zero
 from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths, packaged_hardware
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload, scenarios, traces
@@ -190,14 +190,14 @@ class CapacitySearch(RateSearch):
             if found and self.attained(choice, target)(found * self.grid) < 1.0:
                 continue
             factor = COARSE if found else FAR
-            rate = held(partial(self.goodput, choice, found or start, target, self.grid**factor))
+            rate = rate_or_zero(partial(self.goodput, choice, found or start, target, self.grid**factor))
             found, best = max((found, best), (rate, choice))
         return best, found
 
     def capacity(self, choice: str, target: str, start: float, factor: int = NEAR) -> float:
         """start: a guess; factor: steps of the grid from one rate tried to the next. 0 where the target is attained at
         no rate tried."""
-        return held(partial(self.goodput, choice, start, target, self.grid**factor))
+        return rate_or_zero(partial(self.goodput, choice, start, target, self.grid**factor))
 
     def shares_tried(self) -> list[Any]:
         return sorted([choice, round(rate, 4), *shares.values()] for (choice, rate), shares in self.known.items())

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments._guest import beside, held
+from experiments._guest import beside
 from experiments._host import AS_STATED, at_host
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import BenchResult
 from rubato.measure.tables import markdown
-from rubato.planning.capacity import crossing, e2e_p99
+from rubato.planning.capacity import crossing, e2e_p99, rate_or_zero
 from rubato.planning.jobs import Job
 from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware, running_mean
 from rubato.simulation.simulate import simulate
@@ -139,7 +139,7 @@ class Searched:
             if found and self.attained(choice, found) < TARGET:
                 continue
             start = found or self.case.start * self.replicas / REPLICAS
-            rate = held(partial(crossing, partial(self.attained, choice), TARGET, start, self.tolerance, STEP))
+            rate = rate_or_zero(partial(crossing, partial(self.attained, choice), TARGET, start, self.tolerance, STEP))
             best, found = max((best, found), (choice, self.between(choice, rate)), key=lambda pair: pair[1])
         return found, best
 

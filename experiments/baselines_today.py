@@ -17,12 +17,12 @@ import numpy as np
 
 from experiments import Found
 from experiments._guest import beside
-from experiments._rate_search import MEASURES
 from experiments._rubato_runs import GRID, NOISE
 from experiments.rubato_replica import LEAST, LONGEST, OURS, STARTS, SYSTEMS, TODAY, Table, measured, settings
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
+from rubato.planning.judge.search import MEASURES
 
 SOURCE = "ours; scenarios of SLOs-Serve, §6.1"
 SECONDS = 2100.0

@@ -23,7 +23,7 @@ import numpy as np
 from experiments import Found
 from experiments import _polyserve_runs as polyserve
 from experiments import _slos_serve_runs as slos_serve
-from experiments._guest import beside, held
+from experiments._guest import beside
 from experiments._rate_search import RateSearch, on_grid
 from rubato.core.plan import Shape
 from rubato.fleet.cluster_options import PolicyChoice
@@ -34,6 +34,7 @@ from rubato.planning.bound.minorant import minorants
 from rubato.planning.bound.programme import Alike
 from rubato.planning.bound.rows import Windows
 from rubato.planning.bound.work import work_of
+from rubato.planning.capacity import rate_or_zero
 from rubato.planning.jobs import Job
 from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
@@ -197,7 +198,7 @@ def reached(name: str, policy: str, setting: str, seed: int, small: bool) -> dic
     own, scale = offered(name, seed, small), _scale(small)
     search = StreamSearch(own, seed, scale.grid)
     start = 0.75 / float(own.work(1.0).cost.mean()) * own.replicas
-    rate = held(partial(search.goodput, setting, start, "held", scale.grid**4))
+    rate = rate_or_zero(partial(search.goodput, setting, start, "held", scale.grid**4))
     by_cost = np.array_split(np.argsort(own.work(rate or start).cost, kind="stable"), min(10, len(own.load.arrivals)))
     at = on_grid(rate or start, scale.grid)
     search.shares(setting, at)

@@ -22,12 +22,12 @@ from experiments import Found, adaserve_rate, ascendra_capacity, polyserve_goodp
 from experiments._adaserve_runs import MODELS, REAL
 from experiments._host import AS_STATED, TODAY
 from experiments._polyserve_runs import BEFORE
-from experiments._rate_search import MEASURES
 from experiments._slos_serve_runs import FULL, OURS, SMALL_SEARCH
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
+from rubato.planning.judge.search import MEASURES
 
 SOURCE = "ours, on SLOs-Serve, Fig. 9; PolyServe, Fig. 9; AdaServe, Fig. 8; Ascendra, Fig. 9"
 SECONDS = 2700.0

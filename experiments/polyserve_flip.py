@@ -20,11 +20,11 @@ from experiments import polyserve_goodput as goodput
 from experiments._fleet_roles import FleetRoles
 from experiments._guest import beside
 from experiments._polyserve_runs import OURS, REPLICAS, Tried
-from experiments._rate_search import MEASURES
 from experiments.polyserve_goodput import ALL, HOST, PAPERS, POLYSERVE, SEEDS, SMALL, Table
 from rubato.measure.confidence import over_seeds
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
+from rubato.planning.judge.search import MEASURES
 
 SOURCE = "PolyServe, §5.3 and Fig. 7"
 SECONDS = 900.0

@@ -22,12 +22,13 @@ import numpy as np
 
 from experiments import Found
 from experiments import _polyserve_runs as runs
-from experiments._guest import beside, held
+from experiments._guest import beside
 from experiments._polyserve_runs import CHUNKS, OURS, REPLICAS, Tried, splits
-from experiments._rate_search import MEASURES
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.tables import markdown
+from rubato.planning.capacity import rate_or_zero
 from rubato.planning.jobs import Job
+from rubato.planning.judge.search import MEASURES
 from rubato.planning.optimum import Mode
 
 SOURCE = "PolyServe, §5.2 and Fig. 6"
@@ -105,7 +106,7 @@ def measured(
         start = tuned or start
         rates, at = [], start / runs.STEP**2  # a short window holds more
         for each in used:
-            rates.append(held(partial(each.goodput, choice, at, measure)) if tuned else 0.0)
+            rates.append(rate_or_zero(partial(each.goodput, choice, at, measure)) if tuned else 0.0)
             at = rates[-1] or at
         shares = [each.near(choice, rate) for each, rate in zip(used, rates, strict=True) if rate]
         tiers = [tier for tier in (shares[0] if shares else ()) if tier not in ("all", "worst")]

@@ -17,12 +17,12 @@ import numpy as np
 from experiments import Found
 from experiments._gate_loads import SETS as GATE_SETS
 from experiments._polyserve_runs import BEFORE, REPLICAS, Tried
-from experiments._rate_search import MEASURES
 from experiments._rubato_runs import recorded
 from experiments.polyserve_goodput import FEWER, HOST, LARGE, LEAST, SEEDS, SETS, UNTAUGHT, measured, stays
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
+from rubato.planning.judge.search import MEASURES
 
 SOURCE = "ours; data sets and tiers of PolyServe, §5.1"
 SECONDS = 985.0

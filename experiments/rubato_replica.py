@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments._guest import beside, held
-from experiments._rate_search import MEASURES
+from experiments._guest import beside
 from experiments._rubato_runs import GRID, NOISE, ScenarioTried
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.tables import markdown
+from rubato.planning.capacity import rate_or_zero
 from rubato.planning.jobs import Job
+from rubato.planning.judge.search import MEASURES
 
 SOURCE = "ours; scenarios of SLOs-Serve, §6.1"
 SECONDS = 2500.0
@@ -96,7 +97,7 @@ def measured(
     found: dict[str, Any] = {}
     for measure in MEASURES:
         tuned, choice = tuning.best(choices, start, measure) if len(choices) > 1 else (start, choices[0])
-        rates = [held(partial(each.goodput, choice, tuned or start, measure)) for each in used]
+        rates = [rate_or_zero(partial(each.goodput, choice, tuned or start, measure)) for each in used]
         shares = [each.near(choice, rate) for each, rate in zip(used, rates, strict=True) if rate]
         tiers = [tier for tier in (shares[0] if shares else ()) if tier not in ("all", "worst")]
         found[measure] = {

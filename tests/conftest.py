@@ -42,6 +42,7 @@ PROCESSES = (
     "cli/test_demo.py",
     "experiments/test_fidelity.py",
     "measure/",
+    "planning/test_ray_jobs.py",
     "docs/test_runs.py",
     "fleet/test_ray_",
     "processes/",

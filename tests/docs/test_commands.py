@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from experiments import held_out
 from experiments.__main__ import parser as experiments_parser
 from rubato.cli.main import parser as rubato_parser
 from tests.docs.pages import PAGES, ROOT, blocks, commands, spans
@@ -33,10 +32,7 @@ EXPERIMENTS = [(page, words) for page in PAGES for words in commands(page, "pyth
 
 @pytest.mark.parametrize(("page", "words"), EXPERIMENTS)
 def test_commands_of_experiments_are_understood(page: str, words: list[str]) -> None:
-    if words[:1] == [held_out.NAME]:
-        held_out.parser().parse_args(words[1:])
-    else:
-        experiments_parser().parse_args(words)
+    experiments_parser().parse_args(words)
 
 
 def test_every_subcommand_but_the_tour_has_an_example() -> None:
@@ -48,7 +44,7 @@ def test_every_subcommand_but_the_tour_has_an_example() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_options_and_targets_in_sentences_exist(page: str) -> None:
     known = {word for sub in subcommands().values() for word in sub._option_string_actions} | OTHERS
-    known |= {*experiments_parser()._option_string_actions, *held_out.parser()._option_string_actions}
+    known |= {*experiments_parser()._option_string_actions}
     for script in (ROOT / "benchmarks").glob("*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', script.read_text(encoding="utf-8")))
     said = {word for span in spans(page) for word in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)}

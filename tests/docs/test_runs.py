@@ -27,10 +27,12 @@ LESS = {
     "bench": "--no-progress --allow-late",  # no test goes by the machine's speed
     "sweep": "--rates 2 --duration 5 --seeds 0 --workers 1 --no-progress",
     "capacity": "--count 300 --start 60 --seeds 0 --targets 0.99 --tolerance 0.5 --workers 1 --no-progress",
+    "judge": "--seeds 0 --workers 1 --no-progress",
     "bound": "--count 20 --seeds 1 --tolerance 0.5 --workers 1 --no-progress",
     "plan": "--duration 8 --workers 1 --no-progress",
 }
 ELSEWHERE = {"serve", "profile"}  # runs until it is stopped, measures: tests/processes, tests/profiles
+NOT_HERE = {"--ray", "--server", "--arrivals"}  # want a cluster, a vLLM, and minutes of load for that
 
 SHOWN = next(words for words in commands("capacity.md") if words[0] == "plan")  # with what it prints
 
@@ -81,7 +83,7 @@ def test_commands_work(page: str, desk: Path, server: Server) -> None:
     assert main(["simulate", "--workload", "first.jsonl", "--json", "other.json"]) == 0
     stands_for = {"http://127.0.0.1:8000": server.url, "NAME": "llama-3.1-8b-a100"}
     for words in commands(page):
-        if (words[0] in ELSEWHERE and "--list" not in words) or words == SHOWN:
+        if (words[0] in ELSEWHERE and "--list" not in words) or words == SHOWN or NOT_HERE & {*words}:
             continue
         given = [stands_for.get(word, word) for word in words]
         less = LESS.get(words[0], "")

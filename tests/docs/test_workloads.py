@@ -36,10 +36,15 @@ def test_commands_make_workloads(tmp_path, monkeypatch, capsys):
     rows = [f"2023-11-16 18:15:{second},5,5" for second in (46, 46, 47)]
     (tmp_path / "code.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
     (tmp_path / "conv.csv").write_text("t_s,input_tokens,output_tokens\n0,50,5\n2,60,5\n")
+    (tmp_path / "log.csv").write_text("sent_ms,tokens_in,tokens_out,queue\n0,50,5,chat\n2000,60,5,code\n")
+    rows = ["7,50,0", "8,40,3", "3608,50,5", "3611,60,5", "5000,70,5"]
+    (tmp_path / "burstgpt.csv").write_text("\n".join(["Timestamp,Request tokens,Response tokens", *rows]))
     for words in commands(PAGE):
         if words[0] == "workload":
             assert main([word.replace(".csv.gz", ".csv") for word in words]) == 0
     assert [len(read(name).arrivals) for name in ("chat.jsonl", "conv.jsonl")] == [1000, 2]
+    assert [(a.at, a.tier) for a in read("day.jsonl").arrivals] == [(0.0, "chat"), (2.0, "code")]
+    assert [a.at for a in read("busy.jsonl").arrivals] == [0.0, 3.0]
 
 
 def test_the_header_shown_is_read(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from experiments import baselines_today, claims
-from experiments._rate_search import MEASURES
+from rubato.planning.judge.search import MEASURES
 
 RATES = {"vllm": 1.0, "sarathi": 2.0, "edf": 4.0, "slos_serve": 4.0, "rubato": 5.0, "scorpio": 3.0, "qoserve": 2.5,
          "jitserve": 1.5}  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 from rubato.core.events import Finished, Left
 from rubato.core.plan import Limits
 from rubato.fleet.served_models import ServedModels
-from rubato.fleet.server_probe import _with_cache
+from rubato.fleet.server_probe import with_cache
 from rubato.fleet.upstream import Headers
 from tests.scenario import on
 from tests.serving.test_every_response_ends import Answer, by, post
@@ -208,7 +208,7 @@ def test_request_whose_servers_fail_and_die_takes_two(how: Sequence[str], linked
 def test_metrics_page_with_an_endless_name_is_read_once() -> None:
     """Each of its bytes began a name anew: a page of 100 kB took a minute."""
     limits = Limits(8, 512, 1024, 100, 16)
-    assert _with_cache(limits, "vllm:cache_config_info{" + "a" * 1_000_000 + "}") is limits
+    assert with_cache(limits, "vllm:cache_config_info{" + "a" * 1_000_000 + "}") is limits
     page = 'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="77"} 1.0'
-    found = _with_cache(limits, page)
+    found = with_cache(limits, page)
     assert (found.kv_blocks, found.block_size) == (77, 32)

@@ -9,9 +9,11 @@ from rubato.core.request import SLO
 from rubato.workloads import request_kinds, traces
 from rubato.workloads.arrivals import Poisson, Replay
 from rubato.workloads.resample import multiplied
-from rubato.workloads.traces import Trace, TraceError, TraceRequest
+from rubato.workloads.trace_layouts import Columns
+from rubato.workloads.traces import Trace, TraceError, TraceOptions, TraceRequest
 
 KINDS = [request_kinds.chat(SLO(ttft=1.0), share=3.0), request_kinds.code(SLO(tpot=0.1), tier="editor", share=1.0)]
+SKIP = TraceOptions(skip_malformed=True)
 OFFERS = [TraceRequest(0.0, 50, 10), TraceRequest(1.5, 200, 1), TraceRequest(4.0, 30, 7)]
 
 
@@ -30,6 +32,11 @@ def file(tmp_path, name, text):
         ("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,50,10\n"
          "2023-11-16 18:15:48.1805900,200,1\n2023-11-16 18:15:50.6805900,30,7\n"),
         ("seconds.csv.gz", "t_s,input_tokens,output_tokens\r\n0.0,50,10\r\n1.5,200,1\r\n4.0,30,7\r\n"),
+        ("burstgpt.csv", "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\r\n"
+         "7,ModelA,50,10,60,API\r\n8.5,ModelB,200,1,201,API\r\n9,ModelA,870,0,870,API\r\n"
+         "11,ModelA,30,7,37,Conversation log\r\n\r\n"),
+        ("sessions.csv", "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens\n"
+         "7,k1,2.1,ModelA,50,10,60\n8.5,k1,3.9,ModelA,200,1,201\n11,k2,1,ModelA,30,7,37\n"),
         ("mooncake.jsonl", '{"timestamp": 4000, "input_length": 30, "output_length": 7, "hash_ids": [0]}\n'
          '{"timestamp": 0, "input_length": 50, "output_length": 10, "hash_ids": [0]}\n'
          '{"timestamp": 1500, "input_length": 200, "output_length": 1, "hash_ids": [2]}\n'),
@@ -41,11 +48,71 @@ def test_every_layout_gives_the_same_offers(tmp_path, name, text):
     assert [o.at for o in read] == pytest.approx([o.at for o in OFFERS], abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["at,prompt_tokens,output_tokens\n0,50,10\n1.5,200,1\n", '[{"at":0,"prompt_tokens":50,"output_tokens":10}]',
+     '{"at":0,"prompt_tokens":50,"output_tokens":10}\n{"at":1.5,"prompt_tokens":200,"output_tokens":1}'],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["t.txt", "t.gz"])
+def test_byte_order_mark_and_crlf_change_nothing(tmp_path, name, text):
+    marked = traces.read(file(tmp_path, f"marked-{name}", "\ufeff" + text.replace("\n", "\r\n")))
+    assert marked.offers == traces.read(file(tmp_path, name, text)).offers
+
+
+def test_failed_requests_of_burstgpt_are_left_out_and_counted(tmp_path):
+    text = "Timestamp,Request tokens,Response tokens\n5,9,0\n7,50,10\n8,0,0\n9,30,7\n"
+    trace = traces.read(file(tmp_path, "b.csv", text))
+    assert [(o.at, o.prompt) for o in trace.offers] == [(0.0, 50), (2.0, 30)]
+    assert trace.notes == {"failed": "2 failed requests (Response tokens 0) are left out"}
+
+
+def test_columns_by_name_read_a_layout_of_ones_own(tmp_path):
+    text = "when,in,out,who\n2024-01-02 10:00:00,50,10,chat\n2024-01-02 10:00:01.5,200,1,\n"
+    how = TraceOptions(columns=Columns("when", "in", "out", "who"))
+    offers = traces.read(file(tmp_path, "t.csv", text), how).offers
+    assert [(o.at, o.prompt, o.output, o.tier) for o in offers] == [(0.0, 50, 10, "chat"), (1.5, 200, 1, "")]
+    numbers = file(tmp_path, "n.csv", "when,in,out\n3000,50,10\n4500,200,1\n")
+    how = TraceOptions(columns=Columns("when", "in", "out"), time_scale=1e-3)
+    assert [o.at for o in traces.read(numbers, how).offers] == [0.0, 1.5]
+    with pytest.raises(TraceError, match="has no column 'whn': did you mean 'when'"):
+        traces.read(numbers, TraceOptions(columns=Columns("whn", "in", "out")))
+
+
+def test_a_window_begins_at_its_first_request(tmp_path):
+    path = file(tmp_path, "t.csv", "t_s,input_tokens,output_tokens\n5,1,1\n15,2,1\n17,3,1\n25,4,1\n")
+    offers = traces.read(path, TraceOptions(start=10.0, seconds=10.0)).offers
+    assert [(o.at, o.prompt) for o in offers] == [(0.0, 2), (2.0, 3)]
+    with pytest.raises(TraceError, match="no request from 21 to inf s; its last is at 20 s"):
+        traces.read(path, TraceOptions(start=21.0))
+
+
+ROW = '{{"timestamp": {}, "input_length": 9, "output_length": 4}}\n'
+
+
+@pytest.mark.parametrize(
+    ("times", "says"),
+    [
+        ((0, 0.25, 0.5), "timestamp is read as milliseconds, but it has fractions: if it is seconds, give"),
+        ((0, 0, 1, 1), "but that is 3,000 requests/s"),
+        ((0, 250, 500), None),
+        ((0, 0), None),
+    ],
+)  # fmt: skip
+def test_milliseconds_that_look_like_seconds_are_noted(tmp_path, times, says):
+    path = file(tmp_path, "m.jsonl", "".join(ROW.format(time) for time in times))
+    note = traces.read(path).notes.get("times")
+    assert note is None if says is None else says in note
+    assert traces.make("m", traces.read(path), texts=False).notes.get("times") == note
+    scaled = traces.read(path, TraceOptions(time_scale=1000.0))
+    assert [o.at for o in scaled.offers] == [float(time) for time in times]
+    assert not scaled.notes
+
+
 def test_a_part_of_a_trace(tmp_path):
     path = file(tmp_path, "own.csv", "at,prompt_tokens,output_tokens,tier\n5,50,10,chat\n6,20,1,editor\n9,30,7,\n")
     assert [o.tier for o in traces.read(path).offers] == ["chat", "editor", ""]
-    assert len(traces.read(path, seconds=4.0).offers) == 2
-    assert len(traces.read(path, count=1).offers) == 1
+    assert len(traces.read(path, TraceOptions(seconds=4.0)).offers) == 2
+    assert len(traces.read(path, TraceOptions(count=1)).offers) == 1
     assert traces.read(path).times == Replay((0.0, 1.0, 4.0))
 
 
@@ -182,20 +249,20 @@ def test_what_is_wrong_with_a_trace_is_named(tmp_path, text, says):
 
 def test_malformed_rows_may_be_left_out_and_are_counted(tmp_path):
     text = "at,prompt_tokens,output_tokens\n0,50,10\n1,many,3\n2,5,5\n3,0,1\n4,30,7\n"
-    trace = traces.read(file(tmp_path, "t", text), skip=True)
+    trace = traces.read(file(tmp_path, "t", text), SKIP)
     assert [o.prompt for o in trace.offers] == [50, 5, 30]
-    assert len(trace.skipped) == 2
     load = traces.make("t", trace, KINDS)
     assert load.notes["skipped"].startswith("2 malformed rows left out; the first: ")
     assert load.notes["skipped"].endswith(
         "line 3: prompt_tokens is 'many': expected a whole number of tokens, 1 or more"
     )
     with pytest.raises(TraceError, match="has the fields"):
-        traces.read(file(tmp_path, "u", "a,b\n1,2\n"), skip=True)
+        traces.read(file(tmp_path, "u", "a,b\n1,2\n"), SKIP)
     broken = '{"at":0,"prompt_tokens":5,"output_tokens":5}\n{"at":\n'
-    assert len(traces.read(file(tmp_path, "v", broken), skip=True).offers) == 1
-    longer = traces.read(file(tmp_path, "w", "at,prompt_tokens,output_tokens\n0,1,024,5\n1,5,5\n"), skip=True)
-    assert (len(longer.offers), len(longer.skipped)) == (1, 1)
+    assert len(traces.read(file(tmp_path, "v", broken), SKIP).offers) == 1
+    longer = traces.read(file(tmp_path, "w", "at,prompt_tokens,output_tokens\n0,1,024,5\n1,5,5\n"), SKIP)
+    assert len(longer.offers) == 1
+    assert longer.notes["skipped"].startswith("1 malformed rows left out")
 
 
 def test_a_traces_times_are_kept_or_rescaled():

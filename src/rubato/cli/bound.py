@@ -16,7 +16,7 @@ EXAMPLES = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    simulation_options.add(parser, policies=False)
+    simulation_options.add(parser, with_policies=False)
     parser.add_argument(
         "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
     )

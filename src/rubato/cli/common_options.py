@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from rubato.core.request import SLO
-from rubato.workloads.request_kinds import Kind, chat, code, summary
+from rubato.workloads.request_kinds import USUAL_SLOS, Kind, usual_kinds
 
 TIERS = (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300))  # default TTFT and TPOT, ms
 
@@ -31,10 +31,11 @@ class Once(argparse.Action):
 def tiers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Kinds of requests: a file of them, or three tiers."""
     parser.add_argument("--kinds", metavar="FILE", help="YAML: tiers, their SLOs and the kinds of request in each")
-    for tier, ttft, tpot in TIERS:
+    for tier, usual in USUAL_SLOS.items():
+        milliseconds = ",".join(f"{1e3 * (bound or 0.0):g}" for bound in (usual.ttft, usual.tpot))
         parser.add_argument(
-            f"--{tier}", type=slo, default=SLO(ttft / 1e3, tpot / 1e3), metavar="TTFT_MS,TPOT_MS",
-            help=f"SLO of tier {tier} (default {ttft},{tpot}), without --kinds",
+            f"--{tier}", type=slo, default=usual, metavar="TTFT_MS,TPOT_MS",
+            help=f"SLO of tier {tier} (default {milliseconds}), without --kinds",
         )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def kinds(args: argparse.Namespace) -> list[Kind]:
         from rubato.config import kinds_file  # the other commands need no pydantic
 
         return kinds_file.read(args.kinds)
-    return [chat(args.chat, share=0.4), code(args.code, share=0.3), summary(args.summary, share=0.3)]
+    return list(usual_kinds({tier: getattr(args, tier) for tier in USUAL_SLOS}))
 
 
 def slo(text: str) -> SLO:

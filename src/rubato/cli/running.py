@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rubato.core.extras import extra
 
-UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "model": ""}  # what is no `--NAME`
+UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "model": "", "folder": ""}  # what is no `--NAME`
 
 
 def carried_out(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:

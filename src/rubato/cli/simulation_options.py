@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from rubato.cli import answers, common_options
+from rubato.cli import answers, common_options, trace_options
 from rubato.config.build import choice_of, guessed, simulation_limits
 from rubato.config.schema import Config, load
 from rubato.core.cpu_usage import usable
@@ -50,16 +50,10 @@ def replica(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return options
 
 
-def add(parser: argparse.ArgumentParser, seeds: bool = True, policies: bool = True) -> None:
-    options = replica(parser)
-    options.add_argument(
-        "--config", metavar="FILE", help="YAML file: the replica (latency, engine), policy, router, replicas"
-    )
-    options.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`engine.block_size=16`)"
-    )
-    if policies:
-        _policies(parser)
+def add(parser: argparse.ArgumentParser, seeds: bool = True, with_policies: bool = True) -> None:
+    replica_and_configuration(parser)
+    if with_policies:
+        policies(parser)
     requests = parser.add_argument_group("requests")
     requests.add_argument("--scenario", metavar="NAME", help="a packaged workload (`rubato workload --list`)")
     requests.add_argument("--workload", metavar="FILE", help="workload file")
@@ -67,6 +61,7 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True, policies: bool = Tr
         "--trace", metavar="FILE", help="CSV or JSON lines of times and lengths; tiers by --kinds' shares"
     )
     requests.add_argument("--scale", type=float, default=1.0, metavar="F", help="with --trace: factor on its traffic")
+    trace_options.add(requests)
     common_options.tiers(requests)
     requests.add_argument(
         "--count", "--num-prompts", type=int, metavar="N", help="number of requests (of a trace: its first)"
@@ -79,14 +74,32 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True, policies: bool = Tr
             "--seeds", type=common_options.seeds, default=[0, 1, 2, 3], metavar="0,1,2",
             help="seeds of the random draws, a run each; 8 or more tell small differences",
         )  # fmt: skip
-    running = parser.add_argument_group("running and results")
-    running.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core, less one)")
-    running.add_argument("--resume", metavar="FILE", help="file of finished parts; an interrupted run resumes from it")
-    running.add_argument("--no-progress", action="store_true", help="say nothing until the results")
-    answers.add_to(running)
+    running(parser)
 
 
-def _policies(parser: argparse.ArgumentParser) -> None:
+def running(parser: argparse.ArgumentParser) -> None:
+    """Options that say where jobs run, and what becomes of their results."""
+    options = parser.add_argument_group("running and results")
+    options.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core, less one)")
+    options.add_argument(
+        "--ray", metavar="ADDRESS", help="run jobs on a Ray cluster: HOST:PORT, or auto for the one of this machine"
+    )
+    options.add_argument("--resume", metavar="FILE", help="file of finished parts; an interrupted run resumes from it")
+    options.add_argument("--no-progress", action="store_true", help="say nothing until the results")
+    answers.add_to(options)
+
+
+def replica_and_configuration(parser: argparse.ArgumentParser) -> None:
+    options = replica(parser)
+    options.add_argument(
+        "--config", metavar="FILE", help="YAML file: the replica (latency, engine), policy, router, replicas"
+    )
+    options.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`engine.block_size=16`)"
+    )
+
+
+def policies(parser: argparse.ArgumentParser) -> None:
     options = parser.add_argument_group("policies")
     options.add_argument(
         "--policy", action="append", metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
@@ -101,11 +114,13 @@ def _policies(parser: argparse.ArgumentParser) -> None:
 
 def how(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `jobs.run`. By default a core stays free for whoever waits."""
-    workers = max(1, len(usable()) - 1) if args.workers is None else args.workers
-    if not args.no_progress and args.workers is None:
-        processes = f"{workers} worker process{'' if workers == 1 else 'es'}"
-        print(f"rubato {args.command}: {processes} on {len(usable())} cores (--workers)", file=sys.stderr)
-    return {"file": args.resume, "workers": workers, "progress": not args.no_progress}
+    workers = args.workers
+    if workers is None and args.ray is None:
+        workers = max(1, len(usable()) - 1)
+        if not args.no_progress:
+            processes = f"{workers} worker process{'' if workers == 1 else 'es'}"
+            print(f"rubato {args.command}: {processes} on {len(usable())} cores (--workers)", file=sys.stderr)
+    return {"file": args.resume, "workers": workers, "ray": args.ray, "progress": not args.no_progress}
 
 
 def hardware(args: argparse.Namespace) -> Hardware:
@@ -187,10 +202,12 @@ def source(args: argparse.Namespace, machine: Hardware, rate: float | None = Non
         check_rate(rate)
         if args.workload or args.trace:
             raise ValueError("--rate is for a scenario or a mix: a trace has its own, times --scale")
+    if args.trace:
+        how = trace_options.asked(args)
+        return TraceSource(args.trace, tuple(common_options.kinds(args)), args.scale, how, drawn)
+    trace_options.check_unused(args)
     if args.workload:
         return FileSource(args.workload, drawn)
-    if args.trace:
-        return TraceSource(args.trace, tuple(common_options.kinds(args)), args.scale, args.duration, args.count, drawn)
     count = args.count if args.count is not None or args.duration is not None else 1000
     if args.scenario:
         return ScenarioSource(args.scenario, machine, rate or 1.0, count, args.duration)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rubato.cli import workload_options
-from rubato.workloads import scenarios, workload_file
+from rubato.workloads import scenarios, traces, workload_file
 
 EXAMPLES = (
     "--list",
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     workload_file.write(made, args.out)
     how = f"in {made.duration:g} s" if made.concurrency is None else f"in a closed loop of {made.concurrency}"
     print(f"{args.out}: {len(made.arrivals)} requests {how}")
-    for name in ("empty", "skipped", "best_effort", "max_model_len"):
+    for name in (*traces.NOTES, "best_effort", "max_model_len"):
         if name in made.notes:
             print(f"  {made.notes[name]}")
     return 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from rubato.cli import common_options
+from rubato.cli import common_options, trace_options
 from rubato.core.slo import SLO_RULES
 from rubato.workloads import scenarios, traces, workload_file
 from rubato.workloads.arrivals import AtOnce, Process, parse
@@ -45,6 +46,7 @@ def _requests(options: argparse._ArgumentGroup, file: bool) -> None:
         help="CSV, JSON lines or JSON array of times and lengths; with --scenario its times only",
     )  # fmt: skip
     options.add_argument("--skip-malformed", action="store_true", help="leave out a trace's bad rows, and count them")
+    trace_options.add(options)
     common_options.tiers(options)
     options.add_argument(
         "--texts", action=argparse.BooleanOptionalAction,
@@ -117,6 +119,8 @@ def asked(args: argparse.Namespace, seed: int) -> Workload:
         raise ValueError(f"--count {args.count}: give 1 or more")
     if args.duration is not None and not 0.0 < args.duration < inf:
         raise ValueError(f"--duration {args.duration}: give seconds above 0")
+    if not args.arrivals_from:
+        trace_options.check_unused(args)
     process = None if args.arrivals in (None, "trace") else parse(args.arrivals)
     if args.concurrency is not None and args.arrivals is None and args.rate is None and not args.arrivals_from:
         if args.count is None:
@@ -131,6 +135,7 @@ def from_file(args: argparse.Namespace) -> Workload:
     """The file of --workload, at --rate, with texts if asked for."""
     if args.kinds or args.arrivals_from or args.scenario:
         raise ValueError("--workload says everything: leave out --kinds, --trace and --scenario")
+    trace_options.check_unused(args)
     made = workload_file.read(args.workload)
     made = _adjusted(args, made if args.rate is None else made.rescaled(args.rate))
     return with_texts(made) if args.texts else made
@@ -154,7 +159,8 @@ def _scenario(args: argparse.Namespace, seed: int, process: Process | None) -> W
     if args.arrivals_from:
         if process is not None:
             raise ValueError("--scenario takes its arrivals from --trace or from --arrivals: leave out one of them")
-        process = traces.read(args.arrivals_from, skip=args.skip_malformed).times
+        whole = replace(trace_options.asked(args), seconds=None, count=None)
+        process = traces.read(args.arrivals_from, whole).times
         rate = process.rate if rate is None else rate
     made = scenarios.make(
         args.scenario,
@@ -171,7 +177,7 @@ def _scenario(args: argparse.Namespace, seed: int, process: Process | None) -> W
 
 
 def _trace(args: argparse.Namespace, seed: int, process: Process | None) -> Workload:
-    trace = traces.read(args.arrivals_from, seconds=args.duration, count=args.count, skip=args.skip_malformed)
+    trace = traces.read(args.arrivals_from, trace_options.asked(args))
     own = any(o.tpot is not None or o.tpot_slowdown is not None for o in trace.offers) and not args.kinds
     return traces.make(
         Path(args.arrivals_from).name.partition(".")[0],
@@ -209,4 +215,8 @@ def loads(args: argparse.Namespace) -> list[Workload]:
         if args.seeds:
             raise ValueError("--seeds makes workloads, but --workload is one already: use --rounds to repeat it")
         return [from_file(args)] * (args.rounds or 1)
-    return [asked(args, seed) for seed in args.seeds or range(args.seed, args.seed + (args.rounds or 1))]
+    made = [asked(args, seed) for seed in args.seeds or range(args.seed, args.seed + (args.rounds or 1))]
+    for name in traces.NOTES:
+        if name in made[0].notes:
+            print(f"rubato {args.command}: {made[0].notes[name]}", file=sys.stderr)
+    return made

@@ -55,7 +55,7 @@ async def about(
     longest = models[model].get("max_model_len") or UNSAID.max_model_len
     if not (type(longest) is int and 0 < longest <= MAX_MODEL_LEN_TOKENS):
         raise ValueError(f"server {url}: /v1/models has a max_model_len that is no number of tokens")
-    limits = _with_cache(replace(UNSAID, max_model_len=longest), await metrics(server))
+    limits = with_cache(replace(UNSAID, max_model_len=longest), await metrics(server))
     supports = UNLINKED if profile is None else UNLINKED | {"step_times"}
     return ServerAbout(model, limits, profile or affine.Model(), supports, version=await _version(server))
 
@@ -140,7 +140,7 @@ async def metrics(server: Upstream, seconds: float = SECONDS) -> str:
     return raw.decode(errors="replace") if reply.status == 200 else ""
 
 
-def _with_cache(limits: Limits, text: str) -> Limits:
+def with_cache(limits: Limits, text: str) -> Limits:
     if (found := CACHE.search(text)) is None:
         return limits
     labels = dict(LABEL.findall(found[1]))

@@ -16,6 +16,7 @@ from rubato.core.plan import Sample
 from rubato.core.timeline import steps
 from rubato.latency import operation_count, profiles, step_samples
 from rubato.latency.fitted_model import FittedModel
+from rubato.latency.least_squares import Array
 from rubato.latency.model_kinds import MODELS
 from rubato.latency.profiles.aiconfigurator import GPUS
 
@@ -43,12 +44,16 @@ def error_report(model: LatencyModel, samples: Sequence[Sample]) -> Report:
     if not samples:
         raise ValueError("no samples: give at least one measured step to judge a latency model by")
     measured = np.array([s.seconds for s in samples])
-    predicted = np.array([model.step_time(s.shape) for s in samples])
+    return report_of(np.array([model.step_time(s.shape) for s in samples]), measured)
+
+
+def report_of(predicted: Array, measured: Array) -> Report:
+    """Both in seconds, measured above 0."""
     error = np.abs(predicted - measured) / measured
     around = float(((measured - measured.mean()) ** 2).sum())
     r2 = 1.0 - float(((measured - predicted) ** 2).sum()) / around if around > 0.0 else float("nan")
     p50, p95 = np.quantile(error, [0.5, 0.95]).tolist()
-    return Report(r2, p50, p95, len(samples))
+    return Report(r2, p50, p95, len(measured))
 
 
 def residuals(model: LatencyModel, samples: Sequence[Sample]) -> list[float]:
@@ -69,7 +74,7 @@ def residuals_text(fitted: Fitted, source: str) -> str:
 class Fitted:
     """A model fitted on all steps; errors of one fitted without the held-out, on its own steps and on the held-out.
     held: which they are. outside: on steps of another distribution, by tag, none of which it has seen. residuals:
-    measured over predicted of the steps it was fitted on, in their order."""
+    measured over predicted of the steps it was fitted on, in their order. notes: what it cannot know."""
 
     kind: str
     model: FittedModel
@@ -78,6 +83,7 @@ class Fitted:
     held: str = "the last fifth"
     outside: Mapping[str, Report] = field(default_factory=dict)
     residuals: Sequence[float] = ()
+    notes: Sequence[str] = ()
 
     def config(self) -> dict[str, object]:
         """As `latency:` in a server's configuration."""
@@ -88,6 +94,7 @@ class Fitted:
         lines = [
             f"# {self.kind}, in sample: {self.inside.format()}",
             f"# {self.kind}, held out ({self.held}): {self.held_out.format()}",
+            *(f"# {note}" for note in self.notes),
             *(f"# {self.kind}, out of distribution, {tag}: {report.format()}" for tag, report in self.outside.items()),
             yaml.safe_dump(self.config(), sort_keys=False, default_flow_style=None).rstrip(),
         ]
@@ -100,6 +107,7 @@ class Fitted:
             "in_sample": asdict(self.inside),
             "held_out": asdict(self.held_out),
             "out_of_distribution": outside,
+            "notes": list(self.notes),
         }
 
 

@@ -157,6 +157,14 @@ def crossing(
     return sqrt(low * high)
 
 
+def rate_or_zero(search: Callable[[], float]) -> float:
+    """The rate (requests/s) that a search finds, 0 where the target is attained at no rate."""
+    try:
+        return search()
+    except NoCapacity:
+        return 0.0
+
+
 def narrowed(enough: Callable[[float], bool], low: float, high: float, tolerance: float) -> tuple[float, float]:
     """A bracket, good at `low` and not at `high`, halved (geometrically) until it is no wider than `tolerance`."""
     while high / low > 1.0 + tolerance:
@@ -235,7 +243,7 @@ class CapacityResult(Result):
     @property
     def notes(self) -> tuple[str, ...]:
         """Reasons to doubt the numbers, and how they came about."""
-        notes = [*self.done.notes, *left_out(self.skipped)]
+        notes = [*self.done.notes, *self.question.source.notes, *left_out(self.skipped)]
         if short := too_short(self.done.values):
             notes.append(f"{short}; offer more requests (--count)")
         if len(self.question.seeds) < 2:

@@ -197,7 +197,7 @@ class FleetPlan(Result):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        notes = list(self.done.notes)
+        notes = [*self.done.notes, *self.question.source.notes]
         if self.infeasible.count:
             how = "left out" if self.question.exclude else "they count as misses"
             notes.append(f"{self.infeasible.text}; {how}")

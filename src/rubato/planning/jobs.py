@@ -1,4 +1,4 @@
-"""Jobs in parallel, resumable: a pool of processes runs calls (jobs), and a file gets a line for each that finishes.
+"""Jobs in parallel, resumable: processes or a Ray cluster run calls (jobs), and a file keeps the result of each.
 
 The file is JSON lines. The first line is a head: the format, and every input that decides what the jobs are. A file
 with another head belongs to another computation and is refused. Every other line is the result of one job, in order of
@@ -102,19 +102,22 @@ def opened(
     file: str | Path | None = None,
     head: Mapping[str, Any] | None = None,
     workers: int | None = None,
+    ray: str | None = None,
     progress: bool = False,
 ) -> Iterator[JobRunner]:
     """A runner of jobs, for a program that chooses its jobs by the results of others.
 
     file: where results are kept, and taken from; head: every input that decides what the jobs are. workers: processes
-    (None: one a core; 1: this process). Raises ValueError for fewer than one worker or for a file of another
-    computation.
+    (None: one a core; 1: this process). ray: the address of a Ray cluster that runs them instead. Raises ValueError for
+    fewer than one worker, both, no cluster, or a file of another computation; MissingExtra without Ray.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"{workers} workers: give 1 or more")
+    if workers is not None and ray is not None:
+        raise ValueError("--workers are this machine's: leave it out with --ray, which uses the cluster's cores")
     path = None if file is None else Path(file)
     stored, dropped = ({}, 0) if path is None else _read(path, head or {})
-    with ProgressBar(unit="job", disable=not progress) as bar, _pool(workers or len(usable())) as start:
+    with ProgressBar(unit="job", disable=not progress) as bar, _starter(workers, ray) as start:
         yield JobRunner(start, path, stored, dropped, bar)
 
 
@@ -160,6 +163,14 @@ class JobRunner:
         """The results of the jobs asked for, in the order of asking."""
         results = tuple(self._results[key] for key in self._asked)
         return JobResults(results, sum(key in self._stored for key in self._asked), self._dropped)
+
+
+def _starter(workers: int | None, ray: str | None) -> contextlib.AbstractContextManager[Start | None]:
+    if ray is None:
+        return _pool(workers or len(usable()))
+    from rubato.planning.ray_jobs import ray_pool  # needs the extra `ray`
+
+    return ray_pool(ray, _run)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.simulation.simulate import simulate as simulate_run
 from rubato.workloads import Workload, scenarios
 from rubato.workloads.request_kinds import Kind
+from rubato.workloads.traces import TraceOptions
 from rubato.workloads.workload import check_rate
 
 Policy = str | PolicyChoice | Scheduler | Router | type
@@ -258,7 +259,7 @@ class _Asked:
         if path.suffix in (".yaml", ".yml"):
             return MixSource(tuple(kinds_file.read(path)), rate, most, duration)
         if not _is_workload_file(path):
-            return TraceSource(str(path), tuple(kinds), 1.0, duration, count, drawn)
+            return TraceSource(str(path), tuple(kinds), 1.0, TraceOptions(seconds=duration, count=count), drawn)
         if count is not None or duration is not None:
             raise ValueError(OWN_REQUESTS)
         return FileSource(str(path), drawn)

@@ -18,6 +18,7 @@ from rubato.workloads import Workload, read, scenarios, traces
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
 from rubato.workloads.resample import Stretch, bootstrapped, busiest, inside, multiplied, window
+from rubato.workloads.traces import WHOLE, TraceOptions
 
 
 def digest(path: str | Path) -> str:
@@ -37,6 +38,11 @@ class RequestSource(Protocol):
         return busiest(self.make(seed), seconds)
 
     def describe(self) -> dict[str, Any]: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Of the file that it reads, what was left out or looks odd: sentences without a stop."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -116,15 +122,15 @@ class WorkloadSource(RequestSource):
 class TraceSource(RequestSource):
     """A recorded trace, `factor` times as much of it. A request's tier is the trace's, or drawn by the kinds' shares.
 
-    drawn: as of a file. unloaded: seconds per token, of which a trace's own SLOs are multiples, where there are no
-    kinds. A stretch is cut out, then multiplied; it begins on a full minute, so copies stay inside it.
+    how: which part of the file. drawn: as of a file. unloaded: seconds per token, of which a trace's own SLOs are
+    multiples, where there are no kinds. A stretch is cut out, then multiplied; it begins on a full minute, so copies
+    stay inside it.
     """
 
     path: str
     kinds: tuple[Kind, ...]
     factor: float = 1.0
-    seconds: float | None = None
-    count: int | None = None
+    how: TraceOptions = WHOLE
     drawn: bool = True
     unloaded: float | None = None
 
@@ -137,10 +143,14 @@ class TraceSource(RequestSource):
     def describe(self) -> dict[str, Any]:
         return asdict(self) | {"path": Path(self.path).name, "content": digest(self.path)}
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(_read(self.path, self.how).notes.values())
+
 
 @lru_cache(maxsize=8)
 def _traced(trace: TraceSource, seed: int, stretch: Stretch | None) -> Workload:
-    whole = _read(trace.path, seconds=trace.seconds, count=trace.count)
+    whole = _read(trace.path, trace.how)
     offers: Sequence[traces.TraceRequest] = whole.offers
     if stretch is not None:
         start, end = stretch

@@ -167,7 +167,7 @@ class SweepResult(Result):
     @property
     def notes(self) -> tuple[str, ...]:
         one = [ONE_SEED] if len(self.sweep.seeds) < 2 else []
-        return (*self.done.notes, *left_out(self.skipped), *one)
+        return (*self.done.notes, *self.sweep.source.notes, *left_out(self.skipped), *one)
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,14 @@ def code(slo: SLO, **changes: Any) -> Kind:
 def summary(slo: SLO, **changes: Any) -> Kind:
     """Long prompts, short answers, no hurry."""
     return dataclasses.replace(Kind("summary", slo, prompt=(400, 900), output=(30, 80)), **changes)
+
+
+USUAL_SLOS = {"chat": SLO(2.0, 0.15), "code": SLO(3.0, 0.2), "summary": SLO(6.0, 0.3)}  # without better knowledge
+
+
+def usual_kinds(slos: Mapping[str, SLO]) -> tuple[Kind, ...]:
+    """Chat, code and summaries, 4 : 3 : 3, under these SLOs."""
+    return chat(slos["chat"], share=0.4), code(slos["code"], share=0.3), summary(slos["summary"], share=0.3)
 
 
 def within(kind: Kind, most: int) -> Kind:

@@ -8,59 +8,83 @@ CSV, JSON lines or one JSON array, also gzipped; the layout is known by its fiel
 | Azure LLM inference | TIMESTAMP (date and time) | ContextTokens | GeneratedTokens | |
 | seconds | t_s (s) | input_tokens | output_tokens | category (the tier), slo_ratio |
 | Mooncake | timestamp (ms) | input_length | output_length | hash_ids (blocks of 512 tokens) |
+| BurstGPT, with sessions or without | Timestamp (s) | Request tokens | Response tokens, 0 of a failed request | |
 | Bailian | timestamp (s) | input_length | output_length | chat_id, parent_chat_id, hash_ids (blocks of 16 tokens) |
 | aiperf's Mooncake | timestamp (ms, or none) | input_length, of the turn | output_length | session_id, delay (ms) |
 | AdaServe emission | emission_time_ms | input_length | output_length | slo_ratio, prompt (the text) |
 
-slo_ratio: 1.2 = TPOT of 1.2 times the unloaded time per token; -50 = 50 ms. Times count from the first request. A
-request without output tokens is given one, and the workload's notes say how many were.
+slo_ratio: 1.2 = TPOT of 1.2 times the unloaded time per token; -50 = 50 ms. Times count from the first request. Another
+table is read by the names of its columns (`TraceOptions.columns`). What was left out or looks odd is in `Trace.notes`.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import math
-import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from rubato.core.did_you_mean import nearest
-from rubato.core.json_lines import json_object
 from rubato.core.request import LEAST_MS, MOST_MS, SLO
 from rubato.workloads import trace_sessions
 from rubato.workloads.arrivals import Process, Replay
 from rubato.workloads.generate import Prefill, SLOAssignment
 from rubato.workloads.prompts import Count, with_texts
 from rubato.workloads.request_kinds import Kind, tiers_of
+from rubato.workloads.trace_layouts import AIPERF, BAILIAN, Columns, Layout, layout_of, milliseconds, unit_doubt
+from rubato.workloads.trace_layouts import fields_wanted as fields_wanted
+from rubato.workloads.trace_rows import TraceError as TraceError
+from rubato.workloads.trace_rows import read_rows
 from rubato.workloads.trace_sessions import TraceRequest as TraceRequest
 from rubato.workloads.workload import HASH_BLOCK, Arrival, Workload
 
+NOTES = ("empty", "failed", "skipped", "times")  # of `Trace.notes`, in the order in which they are said
 _KINDS, _ARRIVALS = 10, 12  # random streams, none of `generate.make`'s
 
 
-class TraceError(ValueError):
-    """A trace file that cannot be used; names file, line and field."""
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """Which part of a trace file is read, and how.
+
+    start, seconds: the window, in seconds from the first request (None: to the end); count: at most so many requests
+    of it. columns: by name, where the layout is none of ours; time_scale: factor on the file's times. skip_malformed:
+    leave out rows that cannot be read. Raises ValueError for a number that cannot be.
+    """
+
+    start: float = 0.0
+    seconds: float | None = None
+    count: int | None = None
+    columns: Columns | None = None
+    time_scale: float = 1.0
+    skip_malformed: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.start < math.inf:
+            raise ValueError(f"--from {self.start:g}: give seconds, 0 or more")
+        if self.seconds is not None and not 0.0 < self.seconds < math.inf:
+            raise ValueError(f"--duration {self.seconds:g}: give seconds above 0")
+        if self.count is not None and self.count < 1:
+            raise ValueError(f"--count {self.count}: give 1 or more")
+        if not 0.0 < self.time_scale < math.inf:
+            raise ValueError(f"--time-scale {self.time_scale:g}: give a number above 0")
+
+
+WHOLE = TraceOptions()  # every request, in one of our layouts
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace in order of arrival. skipped: what was wrong with each row left out; empty: requests without output
-    tokens, which are given one."""
+    """A trace in order of arrival. notes: by kind (`NOTES`), a sentence without a stop on what was changed, left out or
+    looks odd."""
 
     name: str
     offers: tuple[TraceRequest, ...]
-    skipped: tuple[str, ...] = ()
-    empty: int = 0
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def times(self) -> Replay:
@@ -68,84 +92,62 @@ class Trace:
         return Replay(tuple(offer.at for offer in self.offers))
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Names of a layout's fields, and seconds from its time. marks: fields that tell it from another with the same
-    names. block: tokens that one of its `hash_ids` stands for. timed: each request has a time."""
-
-    at: str
-    prompt: str
-    output: str
-    seconds: Callable[[Any], float]
-    tier: str = "tier"
-    marks: frozenset[str] = frozenset()
-    block: int = HASH_BLOCK
-    timed: bool = True
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """That a row of this layout has."""
-        return self.marks | {self.prompt, self.output} | ({self.at} if self.timed else set())
-
-
-def _date(text: Any) -> float:
-    """As Azure writes it, "2023-11-16 18:17:03.9799600", UTC where no zone is given."""
-    moment = datetime.fromisoformat(text)
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-def _ms(value: Any) -> float:
-    return float(value) / 1e3
-
-
-_LENGTHS = ("timestamp", "input_length", "output_length")
-BAILIAN = Layout(*_LENGTHS, float, marks=frozenset({"chat_id", "parent_chat_id"}), block=16)
-AIPERF = Layout(*_LENGTHS, _ms, marks=frozenset({"session_id"}), timed=False)
-LAYOUTS = (
-    Layout("at", "prompt_tokens", "output_tokens", float),
-    Layout("TIMESTAMP", "ContextTokens", "GeneratedTokens", _date),
-    Layout("t_s", "input_tokens", "output_tokens", float, tier="category"),
-    BAILIAN,
-    AIPERF,
-    Layout(*_LENGTHS, _ms),
-    Layout("emission_time_ms", "input_length", "output_length", _ms, tier="category"),
-)
-
 # --------------------------------------------------------------------------- reading
 
 
-def read(path: str | Path, *, seconds: float | None = None, count: int | None = None, skip: bool = False) -> Trace:
-    """The requests of a trace in order of arrival: all, or those of its first `seconds`, or its first `count`.
+def read(path: str | Path, how: TraceOptions = WHOLE) -> Trace:
+    """The requests of a trace in order of arrival, the first at 0.
 
-    skip: leave out malformed rows, which `Trace.skipped` lists. Raises TraceError naming file, line and field, OSError
-    when the file cannot be opened.
+    Raises TraceError naming file, line and field, or for a window without requests; OSError when the file cannot be
+    opened.
     """
     path = Path(path)
     offers: list[TraceRequest] = []
     skipped: list[str] = []
+    failed = 0
     layout: Layout | None = None
     names: dict[tuple[int, ...], int] = {}
-    for where, row in _rows(path):
+    for where, row in read_rows(path):
         if not isinstance(row, TraceError):
-            layout = layout or _layout(path, row)
+            layout = layout or layout_of(path, row, how.columns)
+            if layout.has_failures and str(row.get(layout.output)).strip() == "0":
+                failed += 1
+                continue
         try:
             offers.append(_offer(f"{path}, {where}", row, layout, names))
         except TraceError as error:
-            if not skip:
+            if not how.skip_malformed:
                 raise
             skipped.append(str(error))
-    if not offers:
+    if not offers or layout is None:
         raise TraceError(f"{path} holds no requests")
     if layout is BAILIAN:
         offers = trace_sessions.of_parents(offers, str(path))
     elif layout is AIPERF:
         offers = trace_sessions.of_sessions(offers)
     offers.sort(key=lambda offer: offer.at)
-    first = offers[0].at
-    kept = [replace(o, at=o.at - first) for o in offers if seconds is None or o.at - first < seconds][:count]
+    doubt = unit_doubt(layout, [offer.at for offer in offers]) if how.time_scale == 1.0 else ""
+    kept = _window(path, offers, how)
     empty = sum(offer.output == 0 for offer in kept)
+    notes = {
+        "empty": f"{empty} requests without output tokens were given one" if empty else "",
+        "failed": f"{failed} failed requests ({layout.output} 0) are left out" if failed else "",
+        "skipped": f"{len(skipped)} malformed rows left out; the first: {skipped[0]}" if skipped else "",
+        "times": doubt,
+    }
     kept = [offer if offer.output else replace(offer, output=1) for offer in kept]
-    return Trace(path.name, tuple(kept), tuple(skipped), empty)
+    return Trace(path.name, tuple(kept), {kind: note for kind, note in notes.items() if note})
+
+
+def _window(path: Path, offers: Sequence[TraceRequest], how: TraceOptions) -> list[TraceRequest]:
+    """The requests of the window asked for, times from its first; gaps between turns are scaled alike."""
+    zero, scale = offers[0].at, how.time_scale
+    scaled = [replace(offer, at=(offer.at - zero) * scale, gap=offer.gap * scale) for offer in offers]
+    end = math.inf if how.seconds is None else how.start + how.seconds
+    kept = [offer for offer in scaled if how.start <= offer.at < end][: how.count]
+    if not kept:
+        raise TraceError(f"{path} has no request from {how.start:g} to {end:g} s; its last is at {scaled[-1].at:g} s")
+    return [replace(offer, at=offer.at - kept[0].at) for offer in kept]
 
 
 def _offer(
@@ -156,7 +158,7 @@ def _offer(
         raise row
     assert layout is not None
 
-    def field(name: str, convert: Callable[[Any], Any], wanted: str, good: Callable[[Any], bool]) -> Any:
+    def value_of(name: str, convert: Callable[[Any], Any], wanted: str, good: Callable[[Any], bool]) -> Any:
         value = row.get(name)
         try:
             converted = convert(value)
@@ -166,31 +168,33 @@ def _offer(
             pass
         raise TraceError(f"{where}: {name} is {value!r}: expected {wanted}")
 
-    timed = layout.timed or row.get(layout.at) is not None
-    at = field(layout.at, layout.seconds, "a time", math.isfinite) if timed else 0.0
-    prompt = field(layout.prompt, _whole, "a whole number of tokens, 1 or more", lambda n: n >= 1)
-    output = field(layout.output, _whole, "a whole number of tokens, 0 or more", lambda n: n >= 0)
+    timed = layout.has_times or row.get(layout.at) is not None
+    at = value_of(layout.at, layout.seconds, "a time", math.isfinite) if timed else 0.0
+    prompt = value_of(layout.prompt, _whole, "a whole number of tokens, 1 or more", lambda n: n >= 1)
+    output = value_of(layout.output, _whole, "a whole number of tokens, 0 or more", lambda n: n >= 0)
     tpot = slowdown = None
     if row.get("slo_ratio") not in (None, ""):
         wanted = f"1.2 (x unloaded) or -50 (ms, from {LEAST_MS:g} to {MOST_MS:g})"
-        ratio = field("slo_ratio", float, wanted, lambda x: 0.0 < x < math.inf or LEAST_MS <= -x <= MOST_MS)
+        ratio = value_of("slo_ratio", float, wanted, lambda x: 0.0 < x < math.inf or LEAST_MS <= -x <= MOST_MS)
         tpot, slowdown = (None, ratio) if ratio > 0 else (-ratio / 1e3, None)
     blocks: tuple[int, ...] = ()
     if row.get("hash_ids"):
         count = -(-prompt // layout.block)
         wanted = f"{count} whole numbers, one for each {layout.block} of {prompt} prompt tokens"
-        blocks = field("hash_ids", _ids, wanted, lambda ids: len(ids) == count)
+        blocks = value_of("hash_ids", _ids, wanted, lambda ids: len(ids) == count)
         if layout.block != HASH_BLOCK:
             blocks = trace_sessions.coarser(blocks, layout.block, names)
-    text = field("prompt", lambda t: t, "text", lambda t: isinstance(t, str)) if "prompt" in row else ""
+    text = value_of("prompt", lambda t: t, "text", lambda t: isinstance(t, str)) if "prompt" in row else ""
     found = TraceRequest(at, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
     if layout is BAILIAN:
         own, parent = (
-            field(name, _whole, "a whole number", lambda n: n >= -1) for name in ("chat_id", "parent_chat_id")
+            value_of(name, _whole, "a whole number", lambda n: n >= -1) for name in ("chat_id", "parent_chat_id")
         )
         return replace(found, id=str(own), after="" if parent == -1 else str(parent))
     if layout is AIPERF:
-        delay = field("delay", _ms, "ms, 0 or more", lambda s: 0.0 <= s < math.inf) if row.get("delay") else 0.0
+        delay = (
+            value_of("delay", milliseconds, "ms, 0 or more", lambda s: 0.0 <= s < math.inf) if row.get("delay") else 0.0
+        )
         named = row.get("session_id") not in (None, "")
         return replace(found, id=where, session=str(row["session_id"]) if named else where, gap=delay)
     return found
@@ -206,64 +210,6 @@ def _ids(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise TypeError(value)
     return tuple(_whole(one) for one in value)
-
-
-def _layout(path: Path, row: Mapping[str, Any]) -> Layout:
-    for layout in LAYOUTS:
-        if layout.fields <= row.keys():
-            return layout
-    raise TraceError(f"{path} has the fields {', '.join(map(str, row))}: expected one of {fields_wanted()}")
-
-
-def fields_wanted() -> str:
-    """The fields that a row must have, by layout."""
-    return "; ".join(
-        ", ".join([*([one.at] if one.timed else []), one.prompt, one.output, *sorted(one.marks)]) for one in LAYOUTS
-    )
-
-
-def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
-    """Where each request stands, and its fields, or what is wrong with a line that has none."""
-    try:
-        yield from _lines(path)
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise TraceError(f"{path} is no CSV, JSON lines or JSON array, plain or gzipped: {error}") from error
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        first = file.peek(1).lstrip()[:1] if isinstance(file, io.BufferedReader | gzip.GzipFile) else b""
-        if first == b"[":
-            yield from _array(path, file.read())
-        elif first == b"{":
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    try:
-                        yield f"line {number}", json_object(path, number, line, TraceError)
-                    except TraceError as error:
-                        yield f"line {number}", error
-        else:
-            reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
-            for row in reader:
-                where, header = f"line {reader.line_num}", len(reader.fieldnames or ())
-                if more := row.get(None):  # where a DictReader puts what has no name
-                    said = f"{header + len(more)} fields, but the header names {header}"
-                    yield where, TraceError(f"{path}, {where}: {said}")
-                else:
-                    yield where, row
-
-
-def _array(path: Path, content: bytes) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
-    try:
-        values = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        raise TraceError(f"{path}, line {error.lineno}: not JSON ({error})") from error
-    for number, value in enumerate(values, start=1):
-        where = f"entry {number}"
-        if isinstance(value, dict):
-            yield where, value
-        else:
-            yield where, TraceError(f"{path}, {where}: should be a JSON object, is {type(value).__name__}")
 
 
 # --------------------------------------------------------------------------- a workload of one
@@ -306,11 +252,7 @@ def make(
         rows = list(trace_sessions.linked(name, rows, trace.offers))
     length = times[-1]
     own = (len(rows) - 1) / length if length > 0 else float(len(rows))
-    notes: dict[str, Any] = {"trace": trace.name, "arrivals": "trace" if arrivals is None else str(arrivals)}
-    if trace.empty:
-        notes["empty"] = f"{trace.empty} requests without output tokens were given one"
-    if trace.skipped:
-        notes["skipped"] = f"{len(trace.skipped)} malformed rows left out; the first: {trace.skipped[0]}"
+    notes = {"trace": trace.name, "arrivals": "trace" if arrivals is None else str(arrivals), **trace.notes}
     made = Workload(name, seed, own, length, tiers, tuple(rows), True, notes)
     if texts:
         made = with_texts(made, count_tokens)

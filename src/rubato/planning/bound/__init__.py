@@ -216,7 +216,7 @@ class BoundResult(Result):
         alone = (ONE_SEED,) if len(self.question.seeds) < 2 else ()
         drains = max(v["drains"] for v in self.done.values)
         short = (SHORT.format(drains),) if drains > DRAINS else ()
-        return (*self.done.notes, *short, *alone)
+        return (*self.done.notes, *self.question.source.notes, *short, *alone)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""What `held-out` found on one load: estimates over seeds and ratios paired by seed, as JSON and as a table."""
+"""What `rubato judge` found on one load: estimates over seeds and ratios paired by seed, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import replace
 from math import ceil, inf, log
 from typing import Any
 
-from experiments._held_out_loads import Load
-from experiments._held_out_search import ALWAYS, FIRST, INFEASIBLE
 from rubato.measure.confidence import ONE_SEED, Estimate, attainment_over_seeds, over_seeds
-from rubato.measure.tables import markdown, number, percent
+from rubato.measure.tables import Table, number, percent
 from rubato.planning import feasibility
 from rubato.planning.capacity import too_short
+from rubato.planning.judge.loads import Load
+from rubato.planning.judge.search import ALWAYS, FIRST, INFEASIBLE
 from rubato.simulation.run_spec import RunSpec
 from rubato.workloads.resample import BLOCK
 
 FEW_BLOCKS = 5  # of which a bootstrap says little
 
-Value = Mapping[str, Any]  # what `_held_out_search.search` returns, read back from JSON
+Value = Mapping[str, Any]  # what `judge.search.search` returns, read back from JSON
 
 
 def result(load: Load, specs: Sequence[RunSpec], values: Sequence[Value], notes: Sequence[str]) -> dict[str, Any]:
@@ -156,16 +156,16 @@ def _few(load: Load, values: Sequence[Value]) -> list[str]:
 # --------------------------------------------------------------------------- the table
 
 
-def text(found: Mapping[str, Any]) -> str:
-    """A load's heading, what was offered to what, the table, and its notes; Markdown."""
+def table_of(found: Mapping[str, Any]) -> Table:
+    """What was offered to what, and a row for each policy."""
     tiers = ", ".join(f"{tier} {count}" for tier, count in found["tiers"].items())
     about = (
-        f"{found['requests']} requests in {found['seconds']:.0f} s, {found['rate']:.3g}/s ({tiers}); {found['slos']}; "
-        f"rule {found['slo_rule']!r}; {found['ttft_bound_says']}. Replicas: {found['replicas']} of {found['profile']}. "
-        f"{_unit(found)}, ratios of {FIRST!r}. Settings of policies are as given, not tuned."
+        f"{found['load']}: {found['requests']} requests in {found['seconds']:.0f} s, {found['rate']:.3g}/s ({tiers}); "
+        f"{found['slos']}; rule {found['slo_rule']!r}; {found['ttft_bound_says']}. Replicas: {found['replicas']} of "
+        f"{found['profile']}. {_unit(found)}, ratios of {FIRST!r}. Settings of policies are as given, not tuned"
     )
-    notes = [f"Note: {note}." for note in found["notes"]]
-    return "\n\n".join([f"## {found['load']}", about, markdown(_rows(found)), *notes])
+    head, *rows = _rows(found)
+    return Table(tuple(head), tuple(map(tuple, rows)), about)
 
 
 def _unit(found: Mapping[str, Any]) -> str:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments._guest import held
-from experiments._held_out_loads import LoadSource
-from experiments._rate_search import MEASURES
 from rubato.planning import feasibility
-from rubato.planning.capacity import AlwaysAttained, crossing, e2e_p99, estimate
+from rubato.planning.capacity import AlwaysAttained, crossing, e2e_p99, estimate, rate_or_zero
+from rubato.planning.judge.loads import LoadSource
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload
 
+# What is asked of a run: a share of the requests offered, of all or of those of the worst tier.
+MEASURES: Mapping[str, tuple[str, float]] = {
+    "90 % of all": ("all", 0.9), "95 % of all": ("all", 0.95), "90 % of each tier": ("worst", 0.9)
+}  # fmt: skip
 TOLERANCE = 0.02  # relative width of a search's last bracket
 FIRST, SECOND, EACH = MEASURES
 AS_STATED = f"{FIRST}, no TTFT bound"
@@ -61,7 +64,7 @@ class _Runs:
             return INFEASIBLE
         first = estimate(self.load, self.spec)
         try:
-            return held(lambda: crossing(lambda rate: self.at(rate).share(of), target, first, TOLERANCE))
+            return rate_or_zero(lambda: crossing(lambda rate: self.at(rate).share(of), target, first, TOLERANCE))
         except AlwaysAttained:
             return ALWAYS
 

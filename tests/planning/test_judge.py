@@ -1,4 +1,4 @@
-"""`python -m experiments held-out` finds what `rubato capacity` finds, and names what cannot be judged."""
+"""`rubato judge` finds what `rubato capacity` finds, and names what cannot be judged."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from experiments import held_out
-from experiments.__main__ import main
-from experiments._held_out_loads import LoadSource, with_ttft
-from experiments._held_out_search import AS_STATED, EACH, FIRST, SECOND, search
+from rubato.cli.main import main
 from rubato.core.plan import Shape
 from rubato.core.request import SLO
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.planning import capacity
 from rubato.planning.capacity import CapacityQuestion
+from rubato.planning.judge import loads
+from rubato.planning.judge.loads import LoadOptions, LoadSource, with_ttft
+from rubato.planning.judge.search import AS_STATED, EACH, FIRST, SECOND, search
 from rubato.planning.request_source import FileSource
 from rubato.simulation.run_spec import RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate
@@ -61,7 +61,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
 
 def judged(folder: Path, *words: str) -> dict[str, Any]:
     out = folder.parent / "out.json"
-    given = ["held-out", "--workloads", str(folder), *WORDS, *words, "--json", str(out)]
+    given = ["judge", str(folder), *WORDS, *words, "--json", str(out)]
     assert main(given) == 0
     data: dict[str, Any] = json.loads(out.read_bytes())
     return data
@@ -71,7 +71,7 @@ def test_the_table_says_what_rubato_capacity_finds(
     folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = folder(load())
-    data = judged(place, "--policies", "vllm", "--seeds", "1,2")
+    data = judged(place, "--policy", "vllm", "--seeds", "1,2")
     machine = packaged_hardware(PROFILE)
     specs = tuple(RunSpec(machine, PolicyChoice(name)) for name in ("edf", "vllm"))
     source = FileSource(str(place / "mine.jsonl"))
@@ -128,9 +128,9 @@ def test_the_bound_is_the_loosest_ttft_and_for_those_that_state_a_tpot_alone(fol
     place = folder(load(tiers=tiers, arrivals=(*arrivals(4), *more)))
     (place / "mine.yaml").write_text("tiers: {chat: {ttft_ms: 300}}\nkinds: [{app: chat}]\n")
     with pytest.raises(ValueError, match="requests of tier 'chat' have an SLO for each stage"):
-        held_out.read(place, held_out.Cut(PROFILE, lambda name: machine, (0,)))
+        loads.read(place, LoadOptions(PROFILE, lambda name: machine, (0,)))
     (place / "mine.yaml").write_text("tiers: {code: {tpot_ms: 90}}\nkinds: [{app: code}]\n")
-    (found,) = held_out.read(place, held_out.Cut(PROFILE, lambda name: machine, (0,)))
+    (found,) = loads.read(place, LoadOptions(PROFILE, lambda name: machine, (0,)))
     assert found.source.ttft == 0.7
     assert found.own.tiers == {"chat": CHAT, "code": SLO(0.7, 0.09), "whole": whole, "free": free}
     bounded = SLO(0.7, CODE.tpot)
@@ -149,7 +149,17 @@ kinds: [{app: chat}]
 
 
 def test_a_trace_is_judged_in_multiples_of_its_rate(folder: Callable[..., Path]) -> None:
-    data = judged(folder(day_csv=TRACE, day_yaml=KINDS), "--policies", "edf,adaserve", "--seeds", "0", "--count", "20")
+    data = judged(
+        folder(day_csv=TRACE, day_yaml=KINDS),
+        "--policy",
+        "edf",
+        "--policy",
+        "adaserve",
+        "--seeds",
+        "0",
+        "--count",
+        "20",
+    )
     (own,) = data["loads"]
     assert (own["requests"], own["seconds"], own["tiers"]) == (20, 38.0, {"chat": 20})
     assert own["slos"] == "SLOs of day.yaml"
@@ -160,8 +170,7 @@ def test_a_trace_is_judged_in_multiples_of_its_rate(folder: Callable[..., Path])
     notes = " ".join(own["notes"])
     assert "adaserve is left out, as it cannot run" in notes
     assert "one seed has no interval" in notes
-    assert data["command"].startswith("python -m experiments held-out --workloads")
-    assert {"commit", "date", "versions", "cpu"} <= data.keys()
+    assert {"versions", "cpu"} <= data.keys()
     assert own["kinds"]["file"] == "day.yaml"
 
 
@@ -170,18 +179,18 @@ def test_a_trace_that_states_slos_has_them_in_steps_of_its_profile(folder: Calla
     rows = "".join(f"{2 * i},{('coding,1.5', 'chat,-90')[i % 2]},{80 + i},6\n" for i in range(20))
     machine = packaged_hardware(PROFILE)
     place = folder(day_csv="t_s,category,slo_ratio,input_tokens,output_tokens\n" + rows)
-    (own,) = held_out.read(place, held_out.Cut(PROFILE, lambda name: machine, (1,)))
+    (own,) = loads.read(place, LoadOptions(PROFILE, lambda name: machine, (1,)))
     alone, ttft = machine.model.step_time(Shape().plus(1, 92)), 10 * machine.prefill(99)
     assert own.own.tiers == {"coding": SLO(ttft, 1.5 * alone), "chat": SLO(ttft, 0.09)}
     assert "10 times the prefill of 99 tokens alone" in own.bound
     assert own.notes == (f"its slo_ratio is in steps of a decode alone at 92 tokens, {1e3 * alone:.3g} ms",)
-    (other,) = held_out.read(place, held_out.Cut(PROFILE, lambda name: machine, (1,), ttft=3.0))
+    (other,) = loads.read(place, LoadOptions(PROFILE, lambda name: machine, (1,), ttft=3.0))
     assert other.source.ttft == 3.0
 
 
 def test_requests_that_no_fleet_attains_are_counted_and_named(folder: Callable[..., Path]) -> None:
     hopeless = load(tiers={"chat": CHAT, "code": SLO(ttft=0.001)})
-    (own,) = judged(folder(hopeless), "--policies", "edf", "--seeds", "0")["loads"]
+    (own,) = judged(folder(hopeless), "--policy", "edf", "--seeds", "0")["loads"]
     assert own["infeasible"] == {"code": 8}
     assert own["policies"][0]["capacity"][FIRST]["rate"] is None
     assert any("8 of 24 requests (8 of code) cannot be attained even alone: q2 (tier code)" in n for n in own["notes"])
@@ -193,7 +202,7 @@ def test_a_load_too_small_for_a_policy_has_no_limit_and_comes_first(
 ) -> None:
     """All prompts at once are there in time, but not in steps of 16 tokens."""
     loose = load(tiers={"chat": SLO(ttft=2.0), "code": SLO(ttft=2.0)})
-    (own,) = judged(folder(loose), "--policies", "sarathi:budget=16", "--seeds", "0")["loads"]
+    (own,) = judged(folder(loose), "--policy", "sarathi:budget=16", "--seeds", "0")["loads"]
     best, other = own["policies"]
     assert [best["policy"], other["policy"]] == ["edf", "sarathi:budget=16"]
     assert other["capacity"][FIRST]["rate"]["value"] > 1.0
@@ -220,8 +229,10 @@ def test_a_load_too_small_for_a_policy_has_no_limit_and_comes_first(
         ({"a_csv": TRACE}, "--profile=", "a.csv names no hardware profile: give --profile"),
         ({"a_csv": TRACE}, "--count=1", "a.csv: offers all at once: it has no rate to change"),
         ({"a_csv": TRACE}, "--count=2", "requests: offer more requests, or take the tier out"),
-        ({"a_csv": TRACE}, "--seeds=1,1", "--seeds 1,1: give each once"),
-        ({"a_csv": TRACE}, "--lengths=orcle", "lengths: unknown kind 'orcle': did you mean 'oracle'?\n"),
+        ({"a_csv": TRACE}, "--seeds=1,1", "--seeds 1,1: give at least one, and each once"),
+        ({"a_csv": TRACE}, "--policy=vllm --policy=vllm", "policy vllm is given twice"),
+        ({"a_csv": TRACE}, "--policy=vlm --seeds=0 --duration=0", "--duration 0: give seconds above 0"),
+        ({"a_csv": TRACE}, "--set=lengths=orcle", "lengths: unknown kind 'orcle': did you mean 'oracle'?\n"),
         ({"a_csv": TRACE}, "--ttft=0", "--ttft 0.0: give seconds above 0"),
         ({"a_jsonl": '{"format": "rubato-workload/2", "name": "x"}'}, "", "a.jsonl, line 1: tiers is missing"),
     ],
@@ -230,24 +241,16 @@ def test_what_cannot_be_judged_is_one_sentence_that_names_it(
     files: dict[str, str], words: str, says: str, folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = folder(**files)
-    assert main(["held-out", "--workloads", str(place), *WORDS, *words.split()]) == 2
+    assert main(["judge", str(place), *WORDS, *words.split()]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert "Traceback" not in error
 
 
-def test_policies_are_parted_at_commas_that_no_setting_follows() -> None:
-    labels = [choice.label for choice in held_out.choices("edf:safety_margin=0.1,decode_lead=1,vllm@random:seed=3")]
-    assert labels == ["edf:safety_margin=0.1,decode_lead=1", "vllm@random:seed=3"]
-    for text, says in (("vlm", "did you mean 'vllm'"), ("vllm,vllm", "policy vllm is given twice")):
-        with pytest.raises(SystemExit):
-            held_out.parser().parse_args(["--workloads", "x", "--policies", text])
-        with pytest.raises(Exception, match=says):
-            held_out.choices(text)
-
-
-def test_the_pages_command_is_understood_and_runs(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    (words,) = [words for words in commands("benchmarking.md", "python -m experiments") if words[0] == held_out.NAME]
+def test_the_pages_command_runs_in_a_folder_of_ones_own(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [words] = [words for words in commands("compare.md") if words[0] == "judge"]
     place = folder(load())
     monkeypatch.chdir(place.parent)
     assert main([*words, "--profile", PROFILE, "--seeds", "0", "--workers", "1", "--no-progress"]) == 0

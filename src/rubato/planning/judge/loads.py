@@ -6,7 +6,6 @@ those that it states, a trace those that its rows state (`slo_ratio`), or else t
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from typing import Any
 
 import orjson
 
-from rubato.cli import common_options
 from rubato.config import kinds_file
 from rubato.core.plan import Shape
 from rubato.core.request import SLO
@@ -24,8 +22,9 @@ from rubato.latency import profiles
 from rubato.planning.request_source import FileSource, RequestSource, TraceSource
 from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Workload, traces, workload_file
-from rubato.workloads.request_kinds import Kind, tiers_of
+from rubato.workloads.request_kinds import USUAL_SLOS, Kind, tiers_of, usual_kinds
 from rubato.workloads.resample import Stretch, window
+from rubato.workloads.traces import WHOLE, TraceOptions
 
 WORKLOAD = "rubato-workload/"  # how the format of a workload file's header begins
 PREFILLS = 10.0  # the bound of TTFTs where a load states none, in prefills of its longest prompt alone
@@ -75,27 +74,22 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Cut:
+class LoadOptions:
     """How loads are read. profile: "" = the workload's own; machine: the hardware of one, by its name; ttft: the bound
-    in seconds (None: from the load); count, seconds: of a trace, its first."""
+    in seconds (None: from the load); part: of traces."""
 
     profile: str
     machine: Callable[[str], Hardware]
     seeds: Sequence[int]
     ttft: float | None = None
-    count: int | None = None
-    seconds: float | None = None
+    part: TraceOptions = WHOLE
 
     def __post_init__(self) -> None:
         if self.ttft is not None and not 0.0 < self.ttft < inf:
             raise ValueError(f"--ttft {self.ttft}: give seconds above 0")
-        if self.count is not None and self.count < 1:
-            raise ValueError(f"--count {self.count}: give 1 or more")
-        if self.seconds is not None and not 0.0 < self.seconds < inf:
-            raise ValueError(f"--seconds {self.seconds}: give seconds above 0")
 
 
-def read(folder: str | Path, how: Cut) -> list[Load]:
+def read(folder: str | Path, how: LoadOptions) -> list[Load]:
     """Every load of a folder, by name; hidden files are no loads. Raises ValueError naming the file: no loads, one that
     is none, kinds beside no load, no profile, a tier without requests under some seed; OSError for what cannot be
     opened."""
@@ -121,7 +115,7 @@ def _formats() -> str:
     )
 
 
-def _load(file: Path, kinds: Path | None, how: Cut) -> Load:
+def _load(file: Path, kinds: Path | None, how: LoadOptions) -> Load:
     if not file.is_file():
         raise ValueError(f"{file} is no file: give a folder of workload files and traces alone ({_formats()})")
     if _is_workload(file):
@@ -153,7 +147,7 @@ def _is_workload(file: Path) -> bool:
     return isinstance(header, dict) and str(header.get("format")).startswith(WORKLOAD)
 
 
-def _workload(file: Path, kinds: Path | None, how: Cut) -> _Read:
+def _workload(file: Path, kinds: Path | None, how: LoadOptions) -> _Read:
     source = FileSource(str(file))
     machine = _machine(file, how.profile or source.make(0).profile, how)
     if kinds is None:
@@ -161,28 +155,26 @@ def _workload(file: Path, kinds: Path | None, how: Cut) -> _Read:
     return source, tuple(tiers_of(_kinds(kinds)).items()), machine, f"SLOs of {kinds.name}", ()
 
 
-def _trace(file: Path, kinds: Path | None, how: Cut) -> _Read:
+def _trace(file: Path, kinds: Path | None, how: LoadOptions) -> _Read:
     try:
-        trace = traces.read(file, seconds=how.seconds, count=how.count)
+        trace = traces.read(file, how.part)
     except traces.TraceError as error:
         raise ValueError(f"{file} is neither a workload file nor a trace: {error} ({_formats()})") from error
     machine = _machine(file, how.profile, how)
-    empty = (f"{trace.empty} requests without output tokens were given one",) if trace.empty else ()
-    source = TraceSource(str(file), (), seconds=how.seconds, count=how.count)
+    notes = tuple(trace.notes.values())
+    source = TraceSource(str(file), (), how=how.part)
     if kinds is not None:
-        return replace(source, kinds=tuple(_kinds(kinds))), (), machine, f"SLOs of {kinds.name}", empty
+        return replace(source, kinds=tuple(_kinds(kinds))), (), machine, f"SLOs of {kinds.name}", notes
     if not any(offer.tpot is not None or offer.tpot_slowdown is not None for offer in trace.offers):
-        usual = argparse.ArgumentParser()
-        common_options.tiers(usual)
-        source = replace(source, kinds=tuple(common_options.kinds(usual.parse_args([]))))
-        return source, (), machine, "SLOs of the usual kinds of `rubato simulate --trace`", empty
+        source = replace(source, kinds=usual_kinds(USUAL_SLOS))
+        return source, (), machine, "SLOs of the usual kinds of `rubato simulate --trace`", notes
     context = round(sum(offer.prompt + offer.output / 2 for offer in trace.offers) / len(trace.offers))
     alone = machine.model.step_time(Shape().plus(1, context))
     unloaded = f"its slo_ratio is in steps of a decode alone at {context} tokens, {1e3 * alone:.3g} ms"
-    return replace(source, unloaded=alone), (), machine, "its own SLOs", (*empty, unloaded)
+    return replace(source, unloaded=alone), (), machine, "its own SLOs", (*notes, unloaded)
 
 
-def _machine(file: Path, profile: str, how: Cut) -> Hardware:
+def _machine(file: Path, profile: str, how: LoadOptions) -> Hardware:
     if not profile:
         known = ", ".join(profiles.names())
         raise ValueError(f"{file} names no hardware profile: give --profile, a FILE.json or one of {known}")

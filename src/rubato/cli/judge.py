@@ -1,0 +1,73 @@
+"""`rubato judge`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from rubato import policies
+from rubato.cli import answers, common_options, simulation_options, trace_options
+from rubato.config.schema import load as configured
+from rubato.fleet.cluster_options import PolicyChoice
+from rubato.planning import judge
+from rubato.planning.judge.loads import LoadOptions, read
+from rubato.simulation.run_spec import Hardware, RunSpec
+
+EXAMPLES = (
+    "loads --profile llama-3.1-8b-h100 --policy vllm --policy my_policy.py",
+    "loads --profile llama-3.1-8b-h100 --replicas 2 --seeds 0 --json judged.json",
+)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        help="workload files and traces; NAME.yaml beside one has its tiers and SLOs (as --kinds)",
+    )  # fmt: skip
+    simulation_options.replica_and_configuration(parser)
+    simulation_options.policies(parser)
+    parser.add_argument(
+        "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
+    )
+    requests = parser.add_argument_group("requests")
+    requests.add_argument(
+        "--seeds", type=common_options.seeds, default=[1, 2, 3], metavar="1,2,3",
+        help="a load is drawn anew for each, from blocks of a minute; 0: as it was recorded",
+    )  # fmt: skip
+    requests.add_argument(
+        "--ttft", type=float, metavar="SECONDS",
+        help="of requests that state a TPOT alone (default: the loosest TTFT of the load)",
+    )  # fmt: skip
+    requests.add_argument("--count", "--num-prompts", type=int, metavar="N", help="of a trace: its first requests")
+    requests.add_argument("--duration", type=float, metavar="SECONDS", help="of a trace: seconds of it")
+    trace_options.add(requests)
+    simulation_options.running(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = configured(args.config or {}, args.set)
+
+    @cache
+    def machine(profile: str) -> Hardware:
+        return simulation_options.replica_of(argparse.Namespace(**{**vars(args), "profile": profile}), config)
+
+    how = LoadOptions(args.profile or "", machine, args.seeds, args.ttft, trace_options.asked(args))
+    question = judge.JudgeQuestion(read(args.folder, how), lambda hardware: _specs(args, hardware), args.seeds)
+    answers.give(args, judge.run(question, **simulation_options.how(args)))
+    return 0
+
+
+def _specs(args: argparse.Namespace, machine: Hardware) -> Sequence[RunSpec]:
+    """Of each --policy, else of every scheduler; and of the reference."""
+    if args.policy:
+        specs = simulation_options.run_specs(args, machine, args.replicas)
+    else:
+        names = [name for name, kind, *_ in policies.describe() if kind == "scheduler"]
+        every = argparse.Namespace(**{**vars(args), "policy": names})
+        specs = simulation_options.run_specs(every, machine, args.replicas)
+    if judge.REFERENCE in [spec.choice.label for spec in specs]:
+        return specs
+    return (*specs, replace(specs[0], choice=PolicyChoice(judge.REFERENCE)))

@@ -1,0 +1,193 @@
+"""A latency model from a vLLM server's `/metrics` alone.
+
+These have no single step, but counters: of steps and their tokens, and of the gaps between the tokens of a request, of
+which each is one step. So means over a window are known: seconds, tokens, decodes and KV tokens of a step. A model that
+is linear in them holds for means as for steps, and is fitted to windows. What is not linear cannot be seen so: the knee
+of `affine`, and prefill attention.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from rubato.core.clock import ARRIVAL, Clock
+from rubato.fleet.server_probe import UNSAID, metrics, with_cache
+from rubato.fleet.upstream import Upstream
+from rubato.latency import affine
+from rubato.latency.fit import FOLD, Fitted, report_of
+from rubato.latency.least_squares import Array, nnls
+
+SCRAPE_S = 1.0
+WINDOW_SCRAPES = 5
+MIN_WINDOWS = 15
+MIN_STEPS = 10  # of a window
+VARIES = 2.0  # nine of ten windows lie within a range: its ends must be so far apart
+ALIKE = 0.99  # correlation from which two causes cannot be told apart
+OUTLIERS = 5.0  # median absolute errors from which a window is left out: a pause of the machine
+ADVICE = (
+    "offer little, then much, of long prompts and of short ones: "
+    "rubato bench URL --rate 4 --arrivals piecewise:0=1,100=4,200=8,300=0 --duration 300"
+)
+LINE = re.compile(r"^(vllm:\w{1,100})(?:\{.*\})?[ \t]+(\S{1,40})", re.MULTILINE)
+GAPS = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")  # since vLLM 0.11, and before
+COUNTS_COMPUTED = "vllm:prompt_tokens_cached_total"  # of versions whose steps count tokens computed
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+
+
+class Scrape(NamedTuple):
+    """A page of metrics: counts since the server's start, over all its engines. at: when it was read (s); kv: tokens in
+    use, of one engine; engines: how many."""
+
+    at: float
+    steps: float
+    tokens: float
+    generated: float
+    gaps: float
+    gap_seconds: float
+    drafts: float
+    kv: float
+    engines: int = 1
+
+
+class Window(NamedTuple):
+    """Means over a window. seconds: of a step; decodes, prompt: sequences that decode in it, and tokens of prompts."""
+
+    seconds: float
+    decodes: float
+    prompt: float
+    kv: float
+
+
+async def scrape(server: Upstream, clock: Clock, seconds: float) -> list[Scrape]:
+    """Its pages for so many seconds; one that does not come is left out. Raises ValueError where it has no metrics of
+    vLLM."""
+    found: list[Scrape] = []
+    until = clock.now() + seconds
+    while (now := clock.now()) <= until:
+        if page := await metrics(server, SCRAPE_S):
+            found.append(read_page(page, now))
+        await clock.sleep_until(now + SCRAPE_S, ARRIVAL)
+    return found
+
+
+def read_page(page: str, at: float) -> Scrape:
+    """Raises ValueError for a page that lacks what is needed."""
+    sums: dict[str, list[float]] = {}
+    for name, value in LINE.findall(page):
+        sums.setdefault(name, []).append(float(value))
+    gaps = next((name for name in GAPS if f"{name}_count" in sums), GAPS[0])
+    needed = ("vllm:iteration_tokens_total_count", "vllm:iteration_tokens_total_sum", "vllm:generation_tokens_total")
+    for name in (*needed, f"{gaps}_count", f"{gaps}_sum"):
+        if name not in sums:
+            raise ValueError(f"/metrics has no {name}: give a vLLM server (0.8 or newer), or `rubato fit LOG`")
+    steps, tokens, generated, count, seconds = (
+        sum(sums[name]) for name in (*needed, f"{gaps}_count", f"{gaps}_sum")
+    )  # fmt: skip
+    # Tokens of prompts that the prefix cache had: newer versions of vLLM leave them out of a step's.
+    cached = 0.0 if COUNTS_COMPUTED in sums else sum(sums.get("vllm:prefix_cache_hits_total", []))
+    used = [share for share in sums.get("vllm:kv_cache_usage_perc", []) if math.isfinite(share)]
+    limits = with_cache(UNSAID, page)
+    capacity = 0 if limits is UNSAID else limits.kv_blocks * limits.block_size
+    kv = capacity * sum(used) / len(used) if used else 0.0
+    drafts, engines = sum(sums.get(DRAFTS, [])), len(sums[needed[0]])
+    return Scrape(at, steps, tokens - cached, generated, count, seconds, drafts, kv, engines)
+
+
+def windows(scrapes: Sequence[Scrape]) -> list[Window]:
+    """Of `WINDOW_SCRAPES` or more each, in which `MIN_STEPS` or more have run. Raises ValueError where the server
+    drafts or was started again."""
+    found: list[Window] = []
+    first = 0
+    for last in range(1, len(scrapes)):
+        if scrapes[last].steps < scrapes[last - 1].steps:
+            raise ValueError("the server's counters went back, so it was started again: measure anew")
+        if scrapes[last].drafts > scrapes[first].drafts:
+            raise ValueError("the server drafts tokens, which /metrics does not tell from others: use Rubato's plug-in")
+        enough = last - first >= WINDOW_SCRAPES and scrapes[last].steps >= scrapes[first].steps + MIN_STEPS
+        if enough and scrapes[last].gaps > scrapes[first].gaps:
+            found.append(_window(scrapes[first : last + 1]))
+            first = last
+    return found
+
+
+def _window(part: Sequence[Scrape]) -> Window:
+    """Means over the gaps between tokens, from the first page to the last.
+
+    A prompt is in one gap of each request that decodes meanwhile, and of none where the server was idle: so prompt
+    tokens of a mean gap are those of a second, times the gap.
+    """
+    first, last = part[0], part[-1]
+    steps, generated = last.steps - first.steps, last.generated - first.generated
+    seconds = (last.gap_seconds - first.gap_seconds) / (last.gaps - first.gaps)
+    prompt = max(0.0, last.tokens - first.tokens - generated) / (last.at - first.at) / last.engines
+    kv = sum((after.steps - before.steps) * (before.kv + after.kv) / 2 for before, after in pairwise(part)) / steps
+    return Window(seconds, generated / steps, prompt * seconds, kv)
+
+
+def fit_scrapes(scrapes: Sequence[Scrape], url: str) -> Fitted:
+    """Every fifth window is held out. Raises ValueError for too few windows, or whose load did not vary enough."""
+    rows = windows(scrapes)
+    if len(rows) < MIN_WINDOWS:
+        raise ValueError(
+            f"server {url} ran too few steps: {len(rows)} windows of {WINDOW_SCRAPES * SCRAPE_S:g} s and {MIN_STEPS} "
+            f"steps, {MIN_WINDOWS} are needed; put it under load meanwhile (`rubato bench`), or lengthen --duration"
+        )
+    table = np.array(rows)
+    _check_varied(table)
+    seen = np.arange(len(table)) % FOLD > 0
+    trial, model = _fit(table[seen]), _fit(table)
+    notes = [
+        f"from /metrics of {url} alone: its errors are of means over {WINDOW_SCRAPES * SCRAPE_S:g} s, of single steps "
+        "larger; the knee and prefill attention are not seen, so long prompts are predicted too short",
+    ]
+    if _alike(table[:, 1], table[:, 3]):
+        notes.append("sequences and KV tokens changed together: what each of them takes was not told apart")
+    inside, held = (report_of(_predicted(trial, part), part[:, 0]) for part in (table[seen], table[~seen]))
+    return Fitted("affine", model, inside, held, f"every fifth of {len(table)} windows", notes=tuple(notes))
+
+
+def _check_varied(table: Array) -> None:
+    for what, column in (("sequences", table[:, 1]), ("prompt tokens", table[:, 2])):
+        low, high = np.quantile(column, [0.05, 0.95]).tolist()
+        if not (high > 0.0 and high >= VARIES * low):
+            raise ValueError(
+                f"the load did not vary enough: {what} a step were between {low:.1f} and {high:.1f} in nine of ten "
+                f"windows, and are to differ {VARIES:g} times; {ADVICE}"
+            )
+    if _alike(table[:, 1], table[:, 2]):
+        raise ValueError(
+            f"the load did not vary enough: sequences and prompt tokens of a step changed together; {ADVICE}"
+        )
+
+
+def _alike(one: Array, other: Array) -> bool:
+    """Whether they cannot be told apart."""
+    return other.std() == 0.0 or abs(float(np.corrcoef(one, other)[0, 1])) > ALIKE
+
+
+def _columns(table: Array) -> Array:
+    """What a constant, a token, a sequence and a KV token are multiplied by."""
+    _, decodes, prompt, kv = table.T
+    return np.column_stack([np.ones(len(table)), decodes + prompt, decodes, kv])
+
+
+def _fit(table: Array) -> affine.Model:
+    """In relative error, twice: without the windows that were far off at first."""
+    kept = table
+    for _ in range(2):
+        b, k, per_seq, a = nnls(_columns(kept) / kept[:, :1], np.ones(len(kept))).tolist()
+        model = affine.Model(k=(0.0, k), b=(0.0, b), host_per_seq=per_seq, a=a)
+        error = np.abs(_predicted(model, table) / table[:, 0] - 1.0)
+        kept = table[error <= OUTLIERS * max(float(np.median(error)), 1e-3)]
+    return model
+
+
+def _predicted(model: affine.Model, table: Array) -> Array:
+    found: Array = _columns(table) @ np.array([model.b[1], model.k[1], model.host_per_seq, model.a])
+    return found

@@ -1,0 +1,160 @@
+"""`rubato judge`: policies on loads of yours, each policy in the one setting given; nothing is tuned.
+
+One table for each load of a folder: the largest rate at which 90 % of all, 95 % of all, and 90 % of each tier attain,
+and what is attained at the load's own rate. Loads are drawn anew for each seed (blocks of a minute, bootstrapped), and
+all policies serve the same requests; ratios of policies are paired by seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rubato.measure.pictures import COLOURS, Ink, Picture, bars_with_intervals
+from rubato.measure.records import versions
+from rubato.measure.result import Result, with_interval
+from rubato.measure.tables import Table, listed, number
+from rubato.planning import jobs
+from rubato.planning.jobs import Job, JobResults
+from rubato.planning.judge.loads import Load
+from rubato.planning.judge.search import FIRST, TOLERANCE, search
+from rubato.planning.judge.table import result, table_of
+from rubato.planning.request_source import digest
+from rubato.planning.sweep import able, left_out
+from rubato.simulation.run_spec import Hardware, RunSpec
+
+FORMAT = "rubato-judge/1"
+REFERENCE = "edf"  # the policy that others are set against
+
+
+@dataclass(frozen=True)
+class JudgeQuestion:
+    """specs: of each policy, for the hardware that a load is offered to; `REFERENCE` is among them."""
+
+    loads: Sequence[Load]
+    specs: Callable[[Hardware], Sequence[RunSpec]]
+    seeds: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"--seeds {','.join(map(str, self.seeds))}: give at least one, and each once")
+        labels = [spec.choice.label for spec in self.specs(self.loads[0].machine)]
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"policy {twice[0]} is given twice")
+
+
+def run(question: JudgeQuestion, **how: Any) -> JudgeResult:
+    """`how`: as `jobs.run` takes it. A policy that cannot run is left out. Raises ValueError where none can."""
+    judged = [_JudgedLoad(load, *able(question.specs(load.machine))) for load in question.loads]
+    work = [
+        Job(
+            f"{one.load.file.name} {spec.choice.label} seed={seed}",
+            search,
+            (one.load.file.name, one.load.source, spec, seed),
+        )
+        for one in judged
+        for spec in one.specs
+        for seed in question.seeds
+    ]
+    head = {"judge": [one.describe() for one in judged]}
+    return JudgeResult(question, judged, jobs.run(work, head=head, about="judge", **how))
+
+
+@dataclass(frozen=True)
+class _JudgedLoad:
+    """A load with the policies that can run, and why the others cannot."""
+
+    load: Load
+    specs: tuple[RunSpec, ...]
+    skipped: Mapping[str, str]
+
+    def describe(self) -> dict[str, Any]:
+        """What decides the numbers of a load; files by their content."""
+        own = [(spec.choice.policy, Path(spec.choice.policy)) for spec in self.specs]
+        kinds = self.load.kinds
+        return {
+            "load": self.load.file.name,
+            "content": digest(self.load.file),
+            "kinds": None if kinds is None else {"file": kinds.name, "content": digest(kinds)},
+            "source": self.load.source.describe(),
+            "settings": [spec.describe() for spec in self.specs],
+            "policy_files": {name: digest(file) for name, file in own if file.suffix == ".py" and file.is_file()},
+        }
+
+
+@dataclass(frozen=True)
+class JudgeResult(Result):
+    """What was found on each load."""
+
+    title = "Judged"
+    question: JudgeQuestion
+    judged: Sequence[_JudgedLoad]
+    done: JobResults
+
+    @cached_property
+    def loads(self) -> list[dict[str, Any]]:
+        """Each load's part of the JSON."""
+        values = self.done.costed()
+        return [
+            one.describe()
+            | result(one.load, one.specs, [v for v in values if v["load"] == one.load.file.name], left_out(one.skipped))
+            for one in self.judged
+        ]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return {"loads": [one.describe() for one in self.judged], "seeds": list(self.question.seeds)}
+
+    @property
+    def answer(self) -> str:
+        first = [f"{load['policies'][0]['policy']} on {load['load']}" for load in self.loads]
+        return f"The largest rate with {FIRST} attained has {listed(first)}."
+
+    def tables(self) -> list[Table]:
+        return [table_of(load) for load in self.loads]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"load": load["load"], "policy": row["policy"], "measure": measure}
+            | with_interval("rate", found["rate"])
+            | with_interval("against_edf", found["against_edf"])
+            for load in self.loads
+            for row in load["policies"]
+            for measure, found in row["capacity"].items()
+        ]
+
+    def picture(self) -> Picture:
+        """The rate of each policy with 90 % of all attained, a panel for each load."""
+
+        def draw(figure: Any, ink: Ink) -> None:
+            panels = figure.subplots(len(self.loads), 1, squeeze=False)[:, 0]
+            for axes, load in zip(panels, self.loads, strict=True):
+                own = [(row["policy"], row["capacity"][FIRST]["rate"]) for row in load["policies"]]
+                known = [(name, rate) for name, rate in own if rate is not None]
+                bars = [(name, rate, number(rate), COLOURS[i % len(COLOURS)]) for i, (name, rate) in enumerate(known)]
+                bars_with_intervals(axes, bars, ink)
+                axes.set_xlabel("requests/s of the fleet")
+                axes.set_title(load["load"])
+
+        heights = [1.6 + 0.42 * len(load["policies"]) for load in self.loads]
+        return Picture(f"{FIRST} attained, with 95 % intervals", draw, (9.0, sum(heights)))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*self.done.notes, *(f"{load['load']}: {note}" for load in self.loads for note in load["notes"]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "seeds": list(self.question.seeds),
+            "tolerance": TOLERANCE,
+            "interval": "95 %, Student's t over seeds; each seed's capacity is within the tolerance",
+            "loads": self.loads,
+            "wall": self.done.wall,
+            "cpu": self.done.cpu,
+            "notes": self.done.notes,
+            "versions": versions("numpy"),
+        }
