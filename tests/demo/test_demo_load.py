@@ -8,6 +8,7 @@ from dataclasses import replace
 import orjson
 import pytest
 
+from rubato.cli.main import main
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.demo.demo_load import (
@@ -99,3 +100,19 @@ def test_gateway_is_given_the_tiers_that_the_load_asks_for() -> None:
     assert tiers["chat"] == {"ttft_ms": 2000.0, "tpot_ms": 80.0}
     assert list(tiers) == [kind.tier for kind in KINDS]
     assert tiers["batch"] == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--without-slos"], "give --demo too"),
+        (["--demo", "--server", "http://10.0.0.7:8000"], "leave out --server"),
+        (["--demo", "--without-slos", "--policy", "edf"], "leave out --policy"),
+        (["--demo", "--policy", "distserve"], "needs kv_transfer"),
+    ],
+)
+def test_demo_that_cannot_be_says_why_before_it_starts_anything(
+    asked: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gateway", *asked]) == 2
+    assert message in capfd.readouterr().err

@@ -16,6 +16,8 @@ from typing import Any
 from rubato.config.build import choice_of
 from rubato.config.parts import ServerSettings
 from rubato.config.schema import Config
+from rubato.core.clock import WallClock
+from rubato.demo import simulated_server
 from rubato.demo.demo_load import KINDS, MAX_LOAD, MIN_LOAD, PERIOD_S, SERVERS, fleet_capacity
 from rubato.demo.simulated_core import PROFILE
 from rubato.fleet.cluster_options import PolicyChoice
@@ -45,9 +47,10 @@ def settings(*, has_link: bool) -> dict[str, Any]:
 
 
 def run(config: Config, *, has_link: bool, seed: int = 0) -> int:
-    """Run until Ctrl-C; the exit status. config: without servers. has_link: they have the plug-in. Raises RuntimeError
-    where one of them does not start; why stands on stderr."""
+    """Run until Ctrl-C; the exit status. config: without servers. has_link: they have the plug-in. Raises ValueError
+    for a policy that they cannot run, RuntimeError where one of them does not start; why stands on stderr."""
     choice = choice_of(config)
+    simulated_server.core_of(simulated_server.parser().parse_args(_policy_options(choice)), WallClock())
     with contextlib.ExitStack() as stack:
         starting = [stack.enter_context(_child(_server_command(choice, has_link, number))) for number in range(SERVERS)]
         from rubato.serving.serve import serve  # while they start
@@ -93,10 +96,14 @@ def _promise(promised: Mapping[str, float]) -> str:
 # --------------------------------------------------------------------------- processes
 
 
+def _policy_options(choice: PolicyChoice) -> list[str]:
+    return ["--policy", PolicyChoice(choice.policy, choice.settings).label]
+
+
 def _server_command(choice: PolicyChoice, has_link: bool, number: int) -> list[str]:
-    policy = PolicyChoice(choice.policy, choice.settings).label
     link = [] if has_link else ["--link", "-1"]
-    return ["rubato.demo.simulated_server", "--policy", policy, "--seed", str(number), "--end-with-stdin", *link]
+    options = [*_policy_options(choice), "--seed", str(number), "--end-with-stdin", *link]
+    return ["rubato.demo.simulated_server", *options]
 
 
 @contextlib.contextmanager
