@@ -69,7 +69,7 @@ def run(config: Config, *, has_link: bool, seed: int = 0) -> int:
 def words(url: str, servers: Sequence[DemoServer], choice: PolicyChoice, has_link: bool) -> str:
     """What runs, and what to try."""
     how = f"policy {choice.label}" if has_link else "without the plug-in, in stock vLLM's order"
-    rows = [f"r{at} {server.url}, process {server.pid}" for at, server in enumerate(servers)]
+    rows = [f"{server.url}, process {server.pid}" for server in servers]
     tiers = [f"{kind.tier:8} {_promise(kind.slo.promised)}" for kind in KINDS]
     margin = "\n" + 13 * " "
     sustained = f"{fleet_capacity():.1f} requests/s"
@@ -82,7 +82,7 @@ def words(url: str, servers: Sequence[DemoServer], choice: PolicyChoice, has_lin
 
   {WITH_SLOS if has_link else WITHOUT_SLOS}
 
-  Try: kill -9 {servers[-1].pid}   (r{len(servers) - 1} is lost; its requests go on at the others)
+  Try: kill -9 {servers[-1].pid}   (a server is lost; its requests go on at the others)
        {other}   (the same requests {"in stock vLLM's order" if has_link else "by their SLOs"})
 
   Ctrl-C ends everything.
