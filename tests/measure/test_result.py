@@ -12,6 +12,7 @@ import pytest
 from rubato.core.extras import MissingExtra
 from rubato.measure import report
 from rubato.measure.confidence import Estimate
+from rubato.measure.pictures import Picture, bars_with_intervals
 from rubato.measure.result import Result, told_apart
 from rubato.measure.runs import Runs
 from rubato.planning import bound, capacity, fleet_size, optimum, sweep
@@ -132,6 +133,13 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         result.frame()
     with pytest.raises(MissingExtra, match=r"a picture needs more .*pip install 'rubato-llm\[plot\]'"):
         result.plot()
+
+
+def test_bars_of_nothing_are_empty_axes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    empty = Picture("nothing", lambda figure, ink: bars_with_intervals(figure.add_subplot(), [], ink))
+    empty.save(tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").stat().st_size > 0
 
 
 @pytest.mark.parametrize(

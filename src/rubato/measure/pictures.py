@@ -151,8 +151,8 @@ def bars_with_intervals(axes: Any, bars: Sequence[tuple[str, Estimate, str, str]
             axes.errorbar(estimate.value, place, xerr=spread, fmt="none", ecolor=ink.text, elinewidth=1.2, capsize=3)
             ends[-1] = max(estimate.value, estimate.high)
         axes.annotate(text, (ends[-1], place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.5)
-    axes.set_xlim(0, 1.5 * max(ends) or 1.0)  # the texts are within
+    axes.set_xlim(0, 1.5 * max(ends, default=0.0) or 1.0)  # the texts are within
     axes.set_yticks(range(len(bars)), [name for name, *_ in bars])
-    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(bars)) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", linewidth=0.7)
