@@ -7,21 +7,22 @@ all policies serve the same requests; ratios of policies are paired by seed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rubato.measure.pictures import COLOURS, Ink, Picture, bars_with_intervals
+from rubato.measure.pictures import WIDTH, Ink, Picture, bars_with_intervals
 from rubato.measure.records import versions
-from rubato.measure.result import Result, with_interval
-from rubato.measure.tables import Table, listed, number
+from rubato.measure.result import Result
+from rubato.measure.tables import Table, listed
 from rubato.planning import jobs
 from rubato.planning.jobs import Job, JobResults
 from rubato.planning.judge.loads import Load
 from rubato.planning.judge.search import FIRST, TOLERANCE, search
-from rubato.planning.judge.table import result, table_of
+from rubato.planning.judge.table import bars, result, rows_of, table, told
 from rubato.planning.request_source import digest
 from rubato.planning.sweep import able, left_out
 from rubato.simulation.run_spec import Hardware, RunSpec
@@ -85,7 +86,7 @@ class _JudgedLoad:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class JudgeResult(Result):
     """What was found on each load."""
 
@@ -105,46 +106,44 @@ class JudgeResult(Result):
         ]
 
     @property
-    def settings(self) -> Mapping[str, Any]:
-        return {"loads": [one.describe() for one in self.judged], "seeds": list(self.question.seeds)}
+    def answer(self) -> str:
+        best = Counter(found["policies"][0]["policy"] for found in self.loads)
+        counts = (f"{policy} on {count} of {len(self.loads)} loads" for policy, count in best.most_common())
+        return f"The largest rate is held by {listed(list(counts))}."
 
     @property
-    def answer(self) -> str:
-        first = [f"{load['policies'][0]['policy']} on {load['load']}" for load in self.loads]
-        return f"The largest rate with {FIRST} attained has {listed(first)}."
+    def settings(self) -> Mapping[str, Any]:
+        return {"seeds": self.question.seeds, "loads": [one.describe() for one in self.judged]}
 
-    def tables(self) -> list[Table]:
-        return [table_of(load) for load in self.loads]
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [
-            {"load": load["load"], "policy": row["policy"], "measure": measure}
-            | with_interval("rate", found["rate"])
-            | with_interval("against_edf", found["against_edf"])
-            for load in self.loads
-            for row in load["policies"]
-            for measure, found in row["capacity"].items()
-        ]
-
-    def picture(self) -> Picture:
-        """The rate of each policy with 90 % of all attained, a panel for each load."""
-
-        def draw(figure: Any, ink: Ink) -> None:
-            panels = figure.subplots(len(self.loads), 1, squeeze=False)[:, 0]
-            for axes, load in zip(panels, self.loads, strict=True):
-                own = [(row["policy"], row["capacity"][FIRST]["rate"]) for row in load["policies"]]
-                known = [(name, rate) for name, rate in own if rate is not None]
-                bars = [(name, rate, number(rate), COLOURS[i % len(COLOURS)]) for i, (name, rate) in enumerate(known)]
-                bars_with_intervals(axes, bars, ink)
-                axes.set_xlabel("requests/s of the fleet")
-                axes.set_title(load["load"])
-
-        heights = [1.6 + 0.42 * len(load["policies"]) for load in self.loads]
-        return Picture(f"{FIRST} attained, with 95 % intervals", draw, (9.0, sum(heights)))
+    @property
+    def findings(self) -> tuple[str, ...]:
+        return tuple(filter(None, (told(found, REFERENCE) for found in self.loads)))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (*self.done.notes, *(f"{load['load']}: {note}" for load in self.loads for note in load["notes"]))
+        return (*self.done.notes, *(f"{found['load']}: {note}" for found in self.loads for note in found["notes"]))
+
+    def tables(self) -> list[Table]:
+        return [table(found) for found in self.loads]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each load, policy and measure."""
+        return [row for found in self.loads for row in rows_of(found)]
+
+    def picture(self) -> Picture:
+        """Each policy's rate, a panel a load."""
+        shown = [(found, bars(found)) for found in self.loads]
+
+        def draw(figure: Any, ink: Ink) -> None:
+            panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+            for axes, (found, own) in zip(panels, shown, strict=True):
+                if own:
+                    bars_with_intervals(axes, own, ink)
+                axes.set_title(found["load"])
+                axes.set_xlabel("times the trace's rate" if found["times_own_rate"] else "requests/s of the fleet")
+
+        height = sum(1.2 + 0.32 * len(own) for _, own in shown)
+        return Picture(f"Rate held ({FIRST}) with 95 % intervals", draw, (WIDTH, height))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -155,6 +154,6 @@ class JudgeResult(Result):
             "loads": self.loads,
             "wall": self.done.wall,
             "cpu": self.done.cpu,
-            "notes": self.done.notes,
+            "notes": self.notes,
             "versions": versions("numpy"),
         }

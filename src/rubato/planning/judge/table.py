@@ -9,6 +9,8 @@ from math import ceil, inf, log
 from typing import Any
 
 from rubato.measure.confidence import ONE_SEED, Estimate, attainment_over_seeds, over_seeds
+from rubato.measure.pictures import COLOURS
+from rubato.measure.result import told_apart, with_interval
 from rubato.measure.tables import Table, number, percent
 from rubato.planning import feasibility
 from rubato.planning.capacity import too_short
@@ -156,16 +158,43 @@ def _few(load: Load, values: Sequence[Value]) -> list[str]:
 # --------------------------------------------------------------------------- the table
 
 
-def table_of(found: Mapping[str, Any]) -> Table:
-    """What was offered to what, and a row for each policy."""
+def table(found: Mapping[str, Any]) -> Table:
+    """A load's name, what was offered to what, and a row for each policy."""
     tiers = ", ".join(f"{tier} {count}" for tier, count in found["tiers"].items())
-    about = (
+    head, *rows = _rows(found)
+    return Table(
+        tuple(head), tuple(map(tuple, rows)),
         f"{found['load']}: {found['requests']} requests in {found['seconds']:.0f} s, {found['rate']:.3g}/s ({tiers}); "
         f"{found['slos']}; rule {found['slo_rule']!r}; {found['ttft_bound_says']}. Replicas: {found['replicas']} of "
-        f"{found['profile']}. {_unit(found)}, ratios of {FIRST!r}. Settings of policies are as given, not tuned"
-    )
-    head, *rows = _rows(found)
-    return Table(tuple(head), tuple(map(tuple, rows)), about)
+        f"{found['profile']}. {_unit(found)}, ratios of {FIRST!r}. Settings of policies are as given, not tuned",
+    )  # fmt: skip
+
+
+def told(found: Mapping[str, Any], reference: str) -> str:
+    """A sentence: which policies hold more than the reference on a load, paired by seed; "" where nothing is told."""
+    ratios = {row["policy"]: row["capacity"][FIRST]["against_edf"] for row in found["policies"]}
+    known = {policy: ratio for policy, ratio in ratios.items() if ratio is not None and ratio.high < inf}
+    shown = {policy: number(ratio, " ×") for policy, ratio in known.items()}
+    return f"{found['load']}: {told_apart(known, reference, 'holds', shown, 1.0)}." if known else ""
+
+
+def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One for each policy and measure; rates in requests/s of the fleet."""
+    return [
+        {"load": found["load"], "policy": row["policy"], "measure": measure}
+        | with_interval("rate", capacity["rate"])
+        | with_interval("times_own_rate", capacity["times_own"])
+        | with_interval("against_reference", capacity["against_edf"])
+        for row in found["policies"]
+        for measure, capacity in row["capacity"].items()
+    ]
+
+
+def bars(found: Mapping[str, Any]) -> list[tuple[str, Estimate, str, str]]:
+    """Each policy's rate by the first measure, for a picture; those without one are left out."""
+    unit = "times_own" if found["times_own_rate"] else "rate"
+    rates = [(row["policy"], row["capacity"][FIRST][unit]) for row in found["policies"]]
+    return [(policy, rate, number(rate), COLOURS[0]) for policy, rate in rates if rate is not None]
 
 
 def _unit(found: Mapping[str, Any]) -> str:
