@@ -30,7 +30,7 @@ INDEX = "papers.md"
 PAPERS = {"SLOs-Serve": "slos-serve", "PolyServe": "polyserve", "Ascendra": "ascendra", "SA": "sa",
           "AdaServe": "adaserve"}  # fmt: skip
 OUR_POLICY = "rubato"  # the page of our own policy's figures, whose names begin so, and of these:
-OURS_BESIDES = ("baselines-today", "jitserve-mix", "sensitivity")
+OURS_BESIDES = ("baselines-today", "jitserve-mix", "load-curve", "sensitivity")
 SIMULATOR = "simulator"
 NAMED = 4  # modules that a page names of those that have changed
 NOT_RUN = "not run"

@@ -116,14 +116,15 @@ def test_the_clients_example_is_answered(server: Server, capsys: pytest.CaptureF
 
 
 def test_the_readmes_policy_runs_beside_others_by_its_command(desk: Path) -> None:
-    (policy,) = fenced("README.md", "python")
-    Path("my_policy.py").write_text(policy)
-    (command,) = re.findall(r"^ *rubato (sweep .*)$", PAGES["README.md"], re.MULTILINE)
-    words = command.replace("--count 300 --seeds 0,1", "--count 30 --seeds 0").split()
-    assert main([*words, "--json", "sweep.json", "--no-progress"]) == 0
+    (words,) = [words for words in commands("README.md") if words[0] == "sweep"]
+    file = words[words.index("--policy") + 1]
+    Path(file).parent.mkdir()
+    shutil.copy(ROOT / file, file)
+    less = " ".join(words).replace("--count 200 --seeds 0,1,2,3,4,5,6,7", "--count 30 --seeds 0").split()
+    assert main([*less, "--json", "sweep.json", "--no-progress"]) == 0
     found = json.loads(Path("sweep.json").read_text())
     assert found["skipped"] == {}
-    assert [point["policy"] for point in found["points"]] == ["my_policy.py", "edf", "slos_serve"]
+    assert [point["policy"] for point in found["points"]] == [file, "vllm", "edf", "rubato"]
 
 
 def test_the_readme_counts_policies_right() -> None:
