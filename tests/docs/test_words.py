@@ -36,3 +36,7 @@ def test_pages_written_by_a_program_are_not_counted(words: Any) -> None:
     counted = words.words_by_hand()
     assert counted["index.md"] > 100
     assert not {"api.md", "papers.md", "papers/sa.md"} & set(counted)
+
+
+def test_the_manual_is_at_most_40000_words_by_hand(words: Any) -> None:
+    assert sum(words.words_by_hand().values()) <= 40_000
