@@ -31,7 +31,7 @@ LESS = {
     "bound": "--count 20 --seeds 1 --tolerance 0.5 --workers 1 --no-progress",
     "plan": "--duration 8 --workers 1 --no-progress",
 }
-ELSEWHERE = {"serve", "profile"}  # runs until it is stopped, measures: tests/processes, tests/profiles
+ELSEWHERE = {"serve", "gateway", "profile"}  # runs until it is stopped, measures: tests/processes, tests/profiles
 NOT_HERE = {"--ray", "--server", "--arrivals"}  # want a cluster, a vLLM, and minutes of load for that
 
 SHOWN = next(words for words in commands("capacity.md") if words[0] == "plan")  # with what it prints
@@ -62,6 +62,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("slos.yaml").write_text(blocks("slos.md", "tiers:")[0])
     Path("my_policy.py").write_text(fenced("policies.md", "python")[0])
     Path("loads").mkdir()
+    shutil.copytree(ROOT / "examples", "examples")
     shutil.copy(ROOT / "tests" / "latency" / "serving_iterations.csv", "steps.csv")
     return tmp_path
 
@@ -118,8 +119,6 @@ def test_the_clients_example_is_answered(server: Server, capsys: pytest.CaptureF
 def test_the_readmes_policy_runs_beside_others_by_its_command(desk: Path) -> None:
     (words,) = [words for words in commands("README.md") if words[0] == "sweep"]
     file = words[words.index("--policy") + 1]
-    Path(file).parent.mkdir()
-    shutil.copy(ROOT / file, file)
     less = " ".join(words).replace("--count 200 --seeds 0,1,2,3,4,5,6,7", "--count 30 --seeds 0").split()
     assert main([*less, "--json", "sweep.json", "--no-progress"]) == 0
     found = json.loads(Path("sweep.json").read_text())
