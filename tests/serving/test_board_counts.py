@@ -47,6 +47,12 @@ def test_a_window_counts_what_ended_within_it() -> None:
     assert counts.tiers["chat"].in_flight == 1
 
 
+def test_requests_in_flight_that_are_late_count_as_missed() -> None:
+    """Else a queue that only grows would hide its misses."""
+    tier = folded((0.0, 1.0, None), (0.0, None, None), (0.0, None, None)).tiers["chat"]
+    assert [tier.shown(0, late)["windows"]["300"]["attainment"] for late in (0, 1)] == [1.0, 0.5]
+
+
 def test_nothing_that_ended_has_no_attainment_and_no_burn() -> None:
     (window, *_) = folded((0.0, None, None)).tiers["chat"].shown(0)["windows"].values()
     assert [window[name] for name in ("attainment", "burn", "budget_left", "e2e_ms")] == [None] * 4

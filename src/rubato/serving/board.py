@@ -171,14 +171,15 @@ class Board:
             bounds = [] if slo is None else [time for time in (slo.ttft, slo.e2e, slo.tpot) if time is not None]
             return (bounds[0] if bounds else inf), name
 
+        present = {name: in_flight.get(name, TierInFlight()) for name in sorted(names, key=urgency)}
         return [
             {
                 "name": name,
                 "slo": in_ms(slos[name]) if name in slos else None,
-                **(found.get(name) or TierCounts()).shown(self._number),
-                "now": in_flight.get(name, TierInFlight()).shown(),
+                **(found.get(name) or TierCounts()).shown(self._number, now.late),
+                "now": now.shown(),
             }
-            for name in sorted(names, key=urgency)
+            for name, now in present.items()
         ]
 
     def _shown(self, tenant: Tenant, first: int) -> dict[str, Any]:

@@ -70,16 +70,19 @@ class TierSlice:
             self.missed += 1
             self.causes[judged.cause or "unknown"] += 1
 
-    def shown(self) -> dict[str, Any]:
-        """As JSON. attainment is of what ended and could be judged; burn the misses as a multiple of what the objective
-        allows, budget_left the share of those that is not used up (negative: overspent)."""
-        judged = self.met + self.missed
+    def shown(self, late: int) -> dict[str, Any]:
+        """As JSON. late: requests in flight of which a token is late, which count as missed: a queue that only grows
+        would hide its misses otherwise. attainment is of these and of what ended and could be judged; burn the misses
+        as a multiple of what the objective allows, budget_left the share of those that is not used up (negative:
+        overspent)."""
+        judged = self.met + self.missed + late
         attainment = self.met / judged if judged else None
         burn = None if attainment is None else (1.0 - attainment) / (1.0 - OBJECTIVE)
         return {
             "offered": self.offered,
             "met": self.met,
             "missed": self.missed,
+            "late": late,
             "unjudged": self.unjudged,
             "attainment": _rounded(attainment),
             "burn": _rounded(burn),
@@ -163,14 +166,14 @@ class TierCounts:
         oldest = number - round(seconds / SLICE_S)
         return total_of([part for part in self._ring if part.number > oldest])
 
-    def shown(self, number: int) -> dict[str, Any]:
-        """As JSON, without what depends on the time slice by slice."""
-        windows = {f"{window:.0f}": self.within(window, number).shown() for window in WINDOWS_S}
+    def shown(self, number: int, late: int = 0) -> dict[str, Any]:
+        """As JSON, without what depends on the time slice by slice. late: as `TierSlice.shown` takes it."""
+        windows = {f"{window:.0f}": self.within(window, number).shown(late) for window in WINDOWS_S}
         return {
             "best_effort": not self.has_slo,
             "in_flight": self.in_flight,
             "outcomes": dict(self.outcomes),
-            "windows": {**windows, "start": self.since_start.shown()},
+            "windows": {**windows, "start": self.since_start.shown(late)},
         }
 
     def history(self, first: int, last: int) -> dict[str, Any]:

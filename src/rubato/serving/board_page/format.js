@@ -19,10 +19,10 @@ export function percent(share) {
   return share === null || share === undefined ? NONE : `${Math.round(100 * share)}${NARROW}%`;
 }
 
-// Of attainment, where 99.97 is not 100: something was late
+// Of attainment, where 99.97 is 99.9 and not 100: something was late
 export function attained(share) {
   const of100 = 100 * (share ?? 0);
-  return of100 <= 99 || of100 === 100 ? percent(share) : `${Math.floor(of100 * 100) / 100}${NARROW}%`;
+  return of100 <= 99 || of100 === 100 ? percent(share) : `${(Math.floor(of100 * 10) / 10).toFixed(1)}${NARROW}%`;
 }
 
 export function count(number) {

@@ -11,7 +11,7 @@ const SMOOTH = 5; // groups of slices that a point of the line is over
 
 // fine, warn, bad, or quiet where there is nothing to say
 export function urgency(figures, objective) {
-  const judged = figures.met + figures.missed;
+  const judged = figures.met + figures.missed + figures.late;
   if (!judged) return "quiet";
   if (judged < FEW || figures.attainment >= objective) return "fine";
   return figures.burn >= PAGE_AT ? "bad" : "warn";
@@ -60,9 +60,9 @@ function metersOf(tier, figures, hasSlo) {
 }
 
 function fillPromised(figure, trend, tier, told, figures) {
-  const judged = figures.met + figures.missed;
+  const judged = figures.met + figures.missed + figures.late;
   set(figure.children[0], { text: attained(figures.attainment) });
-  set(figure.children[1], { text: judged ? `of ${count(judged)} on time` : "nothing has ended yet" });
+  set(figure.children[1], { text: judged ? `of ${count(judged)} on time` : "nothing to judge yet" });
   const { starts, size } = span();
   const causes = history.causes(tier.name).map((cause) => `cause ${cause}`);
   const shares = starts.map((start) => {
