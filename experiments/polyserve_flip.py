@@ -27,7 +27,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.judge.search import MEASURES
 
 SOURCE = "PolyServe, §5.3 and Fig. 7"
-SECONDS = 900.0
+SECONDS = 1700.0
 
 TIGHTEST, WINDOW, NEAR = "tier 0.02", 10.0, 0.1
 LOAD = 0.95  # of its goodput, where the fleet is watched

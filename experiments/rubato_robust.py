@@ -10,10 +10,8 @@ that holds most, at shares of the rate that it holds (`rubato-replica`), seed by
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -33,6 +31,7 @@ SOURCE = "ours"
 SECONDS = 4570.0
 
 OURS, EXAMPLE, LEFT_OUT = "rubato", "example", "without "
+MY_POLICY = Path(__file__).parents[1] / "examples" / "my_policy.py"
 OTHERS = ("edf", "vllm", "sarathi", "slos_serve", "qoserve", EXAMPLE)
 SEEDS = (1, 2)
 PARTS_LOADS = (
@@ -63,20 +62,8 @@ def measured(load: str, name: str, noises: Sequence[str], seed: int) -> list[dic
     if name.startswith(LEFT_OUT):
         with without(name.removeprefix(LEFT_OUT)):
             return [cell(load, noise, OURS, seed) | {"policy": name} for noise in noises]
-    with TemporaryDirectory() as folder:
-        policy = name
-        if name == EXAMPLE:
-            file = Path(folder) / f"{EXAMPLE}.py"
-            file.write_text(example(), encoding="utf-8")
-            policy = str(file)
-        return [cell(load, noise, policy, seed) | {"policy": name} for noise in noises]
-
-
-def example() -> str:
-    """README's scheduler."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    blocks: list[str] = re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S)
-    return next(block for block in blocks if "class Scheduler" in block)
+    policy = str(MY_POLICY) if name == EXAMPLE else name
+    return [cell(load, noise, policy, seed) | {"policy": name} for noise in noises]
 
 
 def below(scenario: str, seeds: Sequence[int], count: int) -> list[dict[str, Any]]:

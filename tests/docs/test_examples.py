@@ -13,7 +13,7 @@ from rubato.config.for_vllm import OF_VLLM
 from rubato.config.schema import load
 from rubato.core.request import SLO
 from rubato.frontdoor.tenants import tiers_of
-from tests.docs.pages import ROOT, fenced
+from tests.docs.pages import ROOT
 
 EXAMPLES = ROOT / "examples"
 TIERS = EXAMPLES / "tiers.yaml"
@@ -55,9 +55,3 @@ def test_policy_runs_by_the_command_that_it_names(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(ROOT)
     assert main([*words, "--json", str(tmp_path / "out.json")]) == 0
     assert json.loads((tmp_path / "out.json").read_text())
-
-
-def test_policy_of_the_readme_is_the_example() -> None:
-    text = (EXAMPLES / "my_policy.py").read_text(encoding="utf-8")
-    for block in fenced("README.md", "python"):
-        assert block.strip() in text

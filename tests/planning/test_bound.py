@@ -216,6 +216,10 @@ class Given:
     def make(self, seed: int) -> Workload:
         return self.load
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def describe(self) -> str:
         return "given"
 

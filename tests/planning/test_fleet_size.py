@@ -32,6 +32,10 @@ class Traced:
     def busiest(self, seed: int, seconds: float) -> Stretch:
         return busiest(self.make(seed), seconds)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def describe(self) -> dict[str, object]:
         return {"trace": "of a test"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from rubato.planning.request_source import MixSource
 from rubato.planning.sweep import Sweep
 from rubato.simulation.run_spec import RunSpec, packaged_hardware
 from rubato.workloads.request_kinds import chat
-from tests.planning.test_jobs import square
 
 
 def test_jobs_on_ray_give_the_local_runs_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,8 +29,8 @@ def test_jobs_on_ray_give_the_local_runs_results(tmp_path: Path, monkeypatch: py
     head = {"results": sweep.FORMAT, "sweep": asked.describe()}
     with jobs.opened(file="jobs", head=head, ray="local") as runner:
         values = runner.run(asked.jobs())
-        with pytest.raises(ValueError, match=r"^-1 is negative$"):
-            runner.run([Job("bad", square, (-1,)), Job("good", square, (2,))])
+        with pytest.raises(ValueError, match=r"^isqrt\(\) argument must be nonnegative$"):
+            runner.run([Job("bad", isqrt, (-1,)), Job("good", isqrt, (4,))])
     again = sweep.run(asked, workers=1, file="jobs")
     assert again.done.resumed == 4
     alone = sweep.run(asked, workers=1)
@@ -39,6 +39,6 @@ def test_jobs_on_ray_give_the_local_runs_results(tmp_path: Path, monkeypatch: py
 
 def test_no_ray_cluster_is_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"--ray 127\.0\.0\.1:9: no Ray cluster answers there \(.*refused\)"):
-        jobs.run([Job("n", square, (1,))], ray="127.0.0.1:9")
+        jobs.run([Job("n", isqrt, (1,))], ray="127.0.0.1:9")
     with pytest.raises(ValueError, match="--workers are this machine's: leave it out with --ray"):
         jobs.run([], workers=2, ray="auto")

@@ -6,6 +6,7 @@ Independent of how bytes reach it (`simulated_server` has the HTTP). A prompt's 
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -71,9 +72,9 @@ class SimulatedApi:
         """The response to one HTTP request."""
         if method == "POST" and path in (COMPLETIONS, CHAT, *EVENTS):
             try:
-                fields = orjson.loads(body)
+                fields = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
                 return self._completion(path, headers.get("x-request-id", ""), fields)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
                 return self._refusal(f"the body cannot be read ({type(error).__name__}: {error})")
         if method == "GET" and path == "/metrics":
             return self.text(200, "text/plain; version=0.0.4", self.metrics_page().encode())
@@ -134,17 +135,19 @@ class SimulatedApi:
         if fields.get("temperature", 0) < 0:
             return self._refusal("temperature must be 0 or more")
         answer, n = self.response_id(path, request_id, fields), int(fields.get("n") or 1)
-        prompt, limits = _prompt(path, fields), self.core.limits
+        prompts = [prompt for prompt in _prompts(path, fields) for _ in range(n)]  # one for each choice
+        longest, limits = max(map(len, prompts)), self.core.limits
         contract = self.core.take_contract(answer)
-        if contract is None and len(prompt) >= limits.max_model_len:
+        if contract is None and longest >= limits.max_model_len:
             return self._refusal("the prompt is longer than the model's context")
-        ids = contract.ids if contract is not None else [answer if n == 1 else f"{answer}-{i}" for i in range(n)]
-        tokens = self._max_tokens(path, fields, limits.max_model_len - len(prompt))
-        requests = [self._request(id, prompt, tokens, contract) for id in ids]
+        own = [answer if len(prompts) == 1 else f"{answer}-{i}" for i in range(len(prompts))]
+        ids = own if contract is None else contract.ids
+        tokens = self._max_tokens(path, fields, limits.max_model_len - longest)
+        requests = [self._request(id, prompt, tokens, contract) for id, prompt in zip(ids, prompts, strict=True)]
         streams = bool(fields.get("stream"))
         kind = "text/event-stream; charset=utf-8" if streams else "application/json"
         reply = self.reply_class(200, kind, lambda: self._abort(writer))
-        writer = self.writer(reply, answer, path, ids, fields, len(prompt))
+        writer = self.writer(reply, answer, path, ids, fields, sum(map(len, prompts)) // n)
         for request in requests:
             self.submit(request, writer, fields)
         return reply
@@ -191,15 +194,16 @@ class SimulatedApi:
         )  # fmt: skip
 
 
-def _prompt(path: str, fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """The prompt's tokens: bytes of its text, or the ids that were sent. Raises as reading a dict does."""
+def _prompts(path: str, fields: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """The tokens of each prompt: bytes of its text, or the ids that were sent. Raises as reading a dict does."""
     if path == COMPLETIONS:
         prompt = fields["prompt"]
-        return tuple(prompt.encode() if isinstance(prompt, str) else map(int, prompt))
+        several = prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
+        return [tuple(one.encode() if isinstance(one, str) else map(int, one)) for one in several]
     said = fields["input"] if path == "/v1/responses" else fields["messages"]
     if isinstance(said, str):
-        return tuple(said.encode())
-    return tuple("".join(f"{m['role']}: {_text_of(m['content'])}\n" for m in said).encode())
+        return [tuple(said.encode())]
+    return [tuple("".join(f"{m['role']}: {_text_of(m['content'])}\n" for m in said).encode())]
 
 
 def _text_of(content: Any) -> str:
