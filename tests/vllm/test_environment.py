@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 BEFORE = Path(sys.prefix) / "before-rubato.txt"
-RUBATO = {"rubato-llm", "orjson"}
+RUBATO = {"rubato-llm", "orjson", "shtab"}
 TESTS = {"pytest", "pytest-xdist", "execnet", "hypothesis", "iniconfig", "pluggy", "sortedcontainers"}
 
 pytestmark = pytest.mark.skipif(not BEFORE.exists(), reason="not vLLM's environment: make test-vllm builds it")
