@@ -12,7 +12,9 @@ from rubato.engines.vllm.settings import Settings
 from rubato.serving.schemas import UNSUPPORTED
 from tests.docs.pages import PAGES, ROOT
 
-ROWS = re.findall(r"^\| ([^|]+?) \|", PAGES["status.md"].split("## What does not work, or is untested\n")[1], re.MULTILINE)
+ROWS = re.findall(
+    r"^\| ([^|]+?) \|", PAGES["status.md"].split("## What does not work, or is untested\n")[1], re.MULTILINE
+)
 SERVING = ("deploy", "gateway", "http-api", "operate", "security", "server", "slos", "troubleshooting", "vllm")
 
 
