@@ -14,7 +14,14 @@ from rubato.core.cpu_usage import usable
 from rubato.core.slo import SLO_RULES
 from rubato.engines.simulated import step_noise
 from rubato.fleet.cluster_options import PolicyChoice
-from rubato.planning.request_source import FileSource, MixSource, RequestSource, ScenarioSource, TraceSource
+from rubato.planning.request_source import (
+    FileSource,
+    MixSource,
+    RequestSource,
+    ScenarioSource,
+    TraceSource,
+    count_of,
+)
 from rubato.simulation.configured import hardware_of, run_spec_of
 from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.workloads.workload import check_rate
@@ -208,7 +215,7 @@ def source(args: argparse.Namespace, machine: Hardware, rate: float | None = Non
     trace_options.check_unused(args)
     if args.workload:
         return FileSource(args.workload, drawn)
-    count = args.count if args.count is not None or args.duration is not None else 1000
+    count = count_of(args.count, args.duration)
     if args.scenario:
         return ScenarioSource(args.scenario, machine, rate or 1.0, count, args.duration)
     return MixSource(tuple(common_options.kinds(args)), rate or 1.0, count, args.duration)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+ARGUMENTS = "\nArgs:\n"
 ARGUMENT = re.compile(r"^    (\w+) \((.+?)\): (.*?)(?=^    \w+ \(|^\S|\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -30,6 +31,12 @@ def settings_of(kind: Any, defaults: Mapping[str, object]) -> tuple[Setting, ...
     return tuple(Setting(name, default, texts.get(name, "")) for name, default in defaults.items())
 
 
+def arguments_of(docstring: str | None) -> dict[str, tuple[str, str]]:
+    """Of each line `name (allowed): text` below `Args:`, what is allowed and the text."""
+    below = inspect.cleandoc(docstring or "").partition(ARGUMENTS)[2]
+    return {name: (allowed, " ".join(text.split())) for name, allowed, text in ARGUMENT.findall(below)}
+
+
 def setting_texts(docstring: str | None, settings: Collection[str]) -> dict[str, str]:
     """The text of each setting that the docstring explains; those explained together share theirs.
 
@@ -39,13 +46,12 @@ def setting_texts(docstring: str | None, settings: Collection[str]) -> dict[str,
         return {}
     name = "|".join(map(re.escape, sorted(settings, key=len, reverse=True)))
     head = re.compile(rf"(?:^|(?<=[.;] ))((?:{name})(?:(?:,| and) (?:{name}))*): ")
-    before, _, arguments = inspect.cleandoc(docstring).partition("\nArgs:\n")
     texts = {
-        name: " ".join(text.split()) + (f"; in {allowed}" if allowed[0] in "[(" else f" ({allowed})")
-        for name, allowed, text in ARGUMENT.findall(arguments)
+        name: text + (f"; in {allowed}" if allowed[0] in "[(" else f" ({allowed})")
+        for name, (allowed, text) in arguments_of(docstring).items()
         if name in settings
     }
-    for paragraph in re.split(r"\n\s*\n", before):
+    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(docstring).partition(ARGUMENTS)[0]):
         words = " ".join(paragraph.split()).split(" Raises ")[0]
         heads = list(head.finditer(words))
         for found, end in zip(heads, [*(each.start() for each in heads[1:]), len(words)], strict=False):

@@ -33,8 +33,8 @@ def phases(record: RequestRecord, now: float, counted: Collection[str] = ()) -> 
     end = now if record.end is None else record.end.at
     found: list[tuple[Phase, float]] = []
     at = record.request.arrival
-    waits = [*record.waits, *([(*record.waiting, end)] if record.waiting is not None else [])]
-    for why, begin, until in ((why, min(begin, end), min(until, end)) for why, begin, until in waits):
+    waits = ((why, min(begin, end), min(until, end)) for why, begin, until in record.waits_until(end))
+    for why, begin, until in waits:
         _extend(found, _ran(record, at, begin) if found else [("queue", begin - at)])  # it is held from its arrival on
         kind: Phase = "transfer" if why == TRANSFER else "queue"
         if why == QUEUE and record.replicas and record.replicas[-1] in counted:

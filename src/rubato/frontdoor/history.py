@@ -230,7 +230,6 @@ def _choice(
 ) -> dict[str, Any]:  # fmt: skip
     arrival = record.request.arrival
     until = now if record.end is None else record.end.at
-    waits = [*record.waits, *([(*record.waiting, now)] if record.waiting is not None else [])]
     demoted = record.best_effort + (now - record.best_effort_since if record.best_effort_since is not None else 0.0)
     return {
         "id": record.request.id,
@@ -247,7 +246,7 @@ def _choice(
         "preemptions": record.preemptions,
         "waited": [
             {"why": f"{why} (fair share)" if why == HELD and fair else why, "at_ms": ms(a - arrival), "ms": ms(b - a)}
-            for why, a, b in waits
+            for why, a, b in record.waits_until(now)
             if b > a or record.waiting == (why, a)
         ],
         "best_effort_ms": ms(until - arrival) if record.request.best_effort else ms(demoted),

@@ -45,3 +45,7 @@ class RequestRecord:
     output: int = 0
     stages: list[StageRecord] = field(default_factory=list)
     end: Finished | None = None
+
+    def waits_until(self, now: float) -> list[tuple[str, float, float]]:
+        """All waits, the one under way as far as it has come."""
+        return [*self.waits, *([(*self.waiting, now)] if self.waiting is not None else [])]

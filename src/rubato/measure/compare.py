@@ -21,7 +21,7 @@ from rubato.core.did_you_mean import nearest
 from rubato.measure.confidence import ALL, Difference, RequestOutcome, default_block, paired, unpaired
 from rubato.measure.records import BenchResult
 from rubato.measure.results import FORMAT, run_json
-from rubato.measure.text_table import aligned
+from rubato.measure.tables import aligned, points_of
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 MEASURES = ("ttft", "tpot", "e2e", "pause")
@@ -237,9 +237,8 @@ def _once(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _difference(d: Difference) -> list[str]:
     """The cells of both sides, of the difference and of the ratio."""
-    points = f"{100 * d.difference:+.1f} [{100 * d.difference_low:+.1f}, {100 * d.difference_high:+.1f}]"
     ratio = "neither met any" if d.ratio is None else f"{d.ratio:.2f}× [{d.ratio_low:.2f}, {d.ratio_high:.2f}]"
-    return [f"{d.met_a} of {d.offered_a}", f"{d.met_b} of {d.offered_b}", points, ratio]
+    return [f"{d.met_a} of {d.offered_a}", f"{d.met_b} of {d.offered_b}", points_of(d.estimate), ratio]
 
 
 def _name(quantile: float) -> str:

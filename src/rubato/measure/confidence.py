@@ -80,6 +80,11 @@ class Difference:
     ratio_low: float | None
     ratio_high: float | None
 
+    @property
+    def estimate(self) -> Estimate:
+        """Of `difference`."""
+        return Estimate(self.difference, self.difference_low, self.difference_high)
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:

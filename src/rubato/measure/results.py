@@ -14,6 +14,7 @@ from rubato.core.request import SLO
 from rubato.measure.promises import promises
 from rubato.measure.records import BenchResult, TierSummary, fingerprint, summarise, summarise_sessions
 from rubato.measure.replica_seconds import ReplicaSeconds
+from rubato.measure.tables import aligned
 
 FORMAT = "rubato-results/3"
 BEST_EFFORT = "best effort"
@@ -136,15 +137,7 @@ HEAD = (
 
 def table(runs: Sequence[BenchResult]) -> str:
     """A table for the terminal, and what is to be known of the runs. Times in ms."""
-    lines = [HEAD.split("|"), *table_rows(runs)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = [
-        "  ".join(
-            cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
-    text.insert(1, "  ".join("-" * w for w in widths))
+    text = aligned([HEAD.split("|"), *table_rows(runs)], 3)
     return "\n".join(line.rstrip() for line in [*text, "", *findings(runs), *notes(runs)])
 
 

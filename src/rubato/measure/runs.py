@@ -81,8 +81,7 @@ class Runs(Result):
         against, shown = {}, {}
         for label, runs in others:
             report = compare.compare(*([compare.saved(run) for run in each] for each in (runs, own)))
-            found = report.tiers[ALL].attained
-            against[label] = Estimate(found.difference, found.difference_low, found.difference_high)
+            against[label] = report.tiers[ALL].attained.estimate
             shown[label] = f"{points_of(against[label])} points"
         return [f"{told_apart(against, first, 'attains', shown)}."] if others else []
 

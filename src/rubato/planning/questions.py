@@ -32,6 +32,7 @@ from rubato.planning.request_source import (
     ScenarioSource,
     TraceSource,
     WorkloadSource,
+    count_of,
 )
 from rubato.planning.sweep import Sweep, SweepResult
 from rubato.simulation.configured import hardware_of, run_spec_of
@@ -46,7 +47,6 @@ Policy = str | PolicyChoice | Scheduler | Router | type
 Load = str | Path | Workload | list[Kind] | tuple[Kind, ...] | RequestSource
 Config = str | Path | Mapping[str, Any] | None
 OWN_REQUESTS = "count and duration are of a scenario, kinds or a trace: a workload has its own requests"
-COUNT = 1000  # requests of a scenario or a mix, unless said otherwise
 
 
 def simulate(
@@ -241,7 +241,7 @@ class _Asked:
         if isinstance(load, str | Path):
             return self._named(load, rate or 1.0, count, duration, kinds, drawn)
         if isinstance(load, list | tuple):
-            return MixSource(tuple(load), rate or 1.0, _most(count, duration), duration)
+            return MixSource(tuple(load), rate or 1.0, count_of(count, duration), duration)
         if count is not None or duration is not None:
             raise ValueError(OWN_REQUESTS)
         return WorkloadSource(load, drawn) if isinstance(load, Workload) else load
@@ -251,7 +251,7 @@ class _Asked:
         drawn: bool,
     ) -> RequestSource:  # fmt: skip
         """A scenario or a file. Raises ValueError, OSError."""
-        most, path = _most(count, duration), Path(load)
+        most, path = count_of(count, duration), Path(load)
         if isinstance(load, str) and load in scenarios.names():
             return ScenarioSource(load, self.machine, rate, most, duration)
         if not path.is_file():
@@ -263,10 +263,6 @@ class _Asked:
         if count is not None or duration is not None:
             raise ValueError(OWN_REQUESTS)
         return FileSource(str(path), drawn)
-
-
-def _most(count: int | None, duration: float | None) -> int | None:
-    return COUNT if count is None and duration is None else count
 
 
 def _each(policies: Policy | Sequence[Policy]) -> Sequence[Policy]:

@@ -26,6 +26,14 @@ def digest(path: str | Path) -> str:
     return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
 
 
+COUNT = 1000  # requests of a scenario or a mix, unless said otherwise
+
+
+def count_of(count: int | None, duration: float | None) -> int | None:
+    """How many requests, where that is said by neither of these: `COUNT`."""
+    return COUNT if count is None and duration is None else count
+
+
 class RequestSource(Protocol):
     """Makes a workload for each seed: the same traffic drawn anew. Rates are set by `Workload.rescaled`."""
 

@@ -218,11 +218,14 @@ def _fields(cls: Any) -> dict[str, object]:
     """The fields of a policy's dataclass that can be set, with their defaults; none of what is no dataclass."""
     if not dataclasses.is_dataclass(cls):
         return {}
-    return {
-        f.name: f.default if f.default is not dataclasses.MISSING else None
-        for f in dataclasses.fields(cls)
-        if f.init and not f.name.startswith("_")
-    }
+    return {f.name: _default(f) for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")}
+
+
+def _default(setting: dataclasses.Field[Any]) -> object:
+    """None of one that must be given."""
+    if setting.default_factory is not dataclasses.MISSING:
+        return setting.default_factory()
+    return None if setting.default is dataclasses.MISSING else setting.default
 
 
 def _kind(default: object) -> str:
@@ -230,6 +233,8 @@ def _kind(default: object) -> str:
 
 
 def _same_kind(value: object, default: object) -> bool:
+    if isinstance(default, dict):  # which says nothing of what may be in it: its policy does
+        return True
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
     if isinstance(default, float):

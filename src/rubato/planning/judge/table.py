@@ -19,7 +19,7 @@ from rubato.planning.judge.search import ALWAYS, FIRST, INFEASIBLE
 from rubato.simulation.run_spec import RunSpec
 from rubato.workloads.resample import BLOCK
 
-FEW_BLOCKS = 5  # of which a bootstrap says little
+MIN_BLOCKS = 5  # of which a bootstrap says little
 
 Value = Mapping[str, Any]  # what `judge.search.search` returns, read back from JSON
 
@@ -144,13 +144,13 @@ def _few(load: Load, values: Sequence[Value]) -> list[str]:
     short = too_short(values)
     blocks = ceil(load.own.duration / BLOCK)
     few = (
-        f"it lasts {load.own.duration:.0f} s, blocks of {BLOCK:g} s to draw from: {blocks} (fewer than {FEW_BLOCKS}), "
+        f"it lasts {load.own.duration:.0f} s, blocks of {BLOCK:g} s to draw from: {blocks} (fewer than {MIN_BLOCKS}), "
         "so that seeds differ by little more than where they begin, and intervals are too narrow"
     )
     seeds = {value["seed"] for value in values}
     return [
         *([f"{short}; take a longer load"] if short else []),
-        *([few] if blocks < FEW_BLOCKS and seeds != {0} else []),
+        *([few] if blocks < MIN_BLOCKS and seeds != {0} else []),
         *([ONE_SEED] if len(seeds) < 2 else []),
     ]
 

@@ -9,9 +9,11 @@ export const PAGE_AT = 3.6; // a burn at which docs/alerts.yml pages
 const FEW = 5; // requests judged: of fewer no alarm is made
 const SMOOTH = 5; // groups of slices that a point of the line is over
 
+const judgedOf = ({ met, missed, late }) => met + missed + late;
+
 // fine, warn, bad, or quiet where there is nothing to say
 export function urgency(figures, objective) {
-  const judged = figures.met + figures.missed + figures.late;
+  const judged = judgedOf(figures);
   if (!judged) return "quiet";
   if (judged < FEW || figures.attainment >= objective) return "fine";
   return figures.burn >= PAGE_AT ? "bad" : "warn";
@@ -60,7 +62,7 @@ function metersOf(tier, figures, hasSlo) {
 }
 
 function fillPromised(figure, trend, tier, told, figures) {
-  const judged = figures.met + figures.missed + figures.late;
+  const judged = judgedOf(figures);
   set(figure.children[0], { text: attained(figures.attainment) });
   set(figure.children[1], { text: judged ? `of ${count(judged)} on time` : "nothing to judge yet" });
   const { starts, size } = span();
