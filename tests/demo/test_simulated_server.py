@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
+import socket
 from typing import Any
 
 import orjson
@@ -10,6 +14,7 @@ import pytest
 
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.plan import NO_BATCH
+from rubato.demo import simulated_server
 from rubato.demo.simulated_api import CHAT, COMPLETIONS, SimulatedApi
 from rubato.demo.simulated_core import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PROFILE
 from rubato.demo.simulated_server import core_of, fitted_model, parser
@@ -89,6 +94,21 @@ def test_body_that_cannot_be_served_is_a_400(path: str, body: Any) -> None:
     status, raw, _ = ask("POST", path, body)
     assert status == 400
     assert orjson.loads(raw)["error"]["message"]
+
+
+def test_server_that_says_where_it_listens_can_be_reached_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that begins meanwhile leaves out who refuses its connection."""
+    reached = []
+
+    def connect_at_once(line: str, **_: Any) -> None:
+        with socket.create_connection(("127.0.0.1", json.loads(line)["port"]), 1.0):
+            reached.append(line)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(simulated_server, "print", connect_at_once, raising=False)
+    monkeypatch.setattr("sys.argv", ["simulated_server", "--policy", "vllm", "--link", "-1"])
+    simulated_server.main()
+    assert len(reached) == 1
 
 
 def test_metrics_say_what_a_gateway_without_the_link_reads() -> None:

@@ -194,6 +194,7 @@ async def listen(app: App, args: argparse.Namespace, linked: LinkedCore | None) 
         timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = uvicorn.Server(settings)
+    bound.listen(settings.backlog)  # whoever reads the line below connects at once: a gateway leaves out who refuses
     tasks = [asyncio.create_task(linked.run())] if linked is not None else []
     if args.end_with_stdin:
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), lambda: setattr(server, "should_exit", True))
