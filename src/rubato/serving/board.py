@@ -213,11 +213,8 @@ _LOST = {
 }  # fmt: skip
 
 
-def _total(tiers: Collection[TierCounts]) -> dict[str, Any]:
+def _total(tiers: Collection[TierCounts]) -> dict[str, int]:
     """All tiers together, since the start."""
-    counts = {
-        name: sum(getattr(t.since_start, name) for t in tiers) for name in ("offered", "met", "missed", "unjudged")
-    }
-    judged = counts["met"] + counts["missed"]
-    in_flight = sum(tier.in_flight for tier in tiers)
-    return {**counts, "in_flight": in_flight, "attainment": counts["met"] / judged if judged else None}
+    names = ("offered", "met", "missed", "unjudged")
+    counts = {name: sum(getattr(tier.since_start, name) for tier in tiers) for name in names}
+    return {**counts, "in_flight": sum(tier.in_flight for tier in tiers)}
