@@ -115,7 +115,6 @@ def test_an_answer_that_a_stream_does_not_bring_is_judged_by_its_end_alone(path:
         assert await fleet.metric("rubato_ttft_seconds_count") == 0
         board = (await fleet.http.get("/board.json")).json()["total"]
         assert (board["met"], board["missed"], board["unjudged"], board["in_flight"]) == (1, 1, 2, 0)
-        assert board["attainment"] == 0.5  # of those that could be judged
         assert await fleet.metric("rubato_tenant_tokens_total") >= sum(event.output for event in fleet.of(Finished))
 
     gateway(scenario, linked=False)

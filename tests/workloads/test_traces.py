@@ -5,12 +5,15 @@ import json
 
 import pytest
 
+from rubato.core.event_log import EventLogWriter, encode
+from rubato.core.events import Finished, Offered, Verdict
 from rubato.core.request import SLO
 from rubato.workloads import request_kinds, traces
 from rubato.workloads.arrivals import Poisson, Replay
 from rubato.workloads.resample import multiplied
 from rubato.workloads.trace_layouts import Columns
 from rubato.workloads.traces import Trace, TraceError, TraceOptions, TraceRequest
+from tests.doubles import request
 
 KINDS = [request_kinds.chat(SLO(ttft=1.0), share=3.0), request_kinds.code(SLO(tpot=0.1), tier="editor", share=1.0)]
 SKIP = TraceOptions(skip_malformed=True)
@@ -64,6 +67,36 @@ def test_failed_requests_of_burstgpt_are_left_out_and_counted(tmp_path):
     trace = traces.read(file(tmp_path, "b.csv", text))
     assert [(o.at, o.prompt) for o in trace.offers] == [(0.0, 50), (2.0, 30)]
     assert trace.notes == {"failed": "2 failed requests (Response tokens 0) are left out"}
+
+
+def test_event_log_is_a_trace_of_what_was_offered(tmp_path):
+    log = tmp_path / "events.jsonl"
+    with EventLogWriter(log) as write:
+        for id, at in (("a", 100.0), ("b", 101.5), ("c", 102.0), ("d", 103.0)):
+            write(Offered(at, id, request(id, 50, ttft=1.0, arrival=at, tier=f"tier-{id}")))
+        for id, output, prompt in (("b", 7, 60), ("a", 9, None)):
+            write(Finished(104.0, id, "completed", "stop", Verdict(True, "deadline"), output, prompt=prompt))
+        write(Finished(104.0, "c", "refused", "rejected-saturated", Verdict(False, "deadline")))
+    trace = traces.read(log)
+    assert [(o.at, o.prompt, o.output, o.tier) for o in trace.offers] == [(0, 50, 9, "tier-a"), (1.5, 60, 7, "tier-b")]
+    assert trace.notes == {"failed": "2 failed requests (output_tokens 0) are left out"}  # d has not ended
+    made = traces.make("day", trace, texts=False)
+    assert made.tiers == {"tier-a": SLO(ttft=1.0), "tier-b": SLO(ttft=1.0)}
+
+
+@pytest.mark.parametrize(
+    ("at", "edit", "message"),
+    [
+        (99.0, lambda line: line, "line 2: time goes back"),
+        (101.0, lambda line: line.replace(b"stages", b"stage"), "line 2: not an event"),
+    ],
+)
+def test_event_log_that_cannot_be_a_trace_says_where(tmp_path, at, edit, message):
+    lines = [encode(Offered(time, "a", request("a", 50, arrival=time))) for time in (100.0, at)]
+    log = tmp_path / "events.jsonl"
+    log.write_bytes(lines[0] + edit(lines[1]))
+    with pytest.raises(TraceError, match=message):
+        traces.read(log)
 
 
 def test_columns_by_name_read_a_layout_of_ones_own(tmp_path):

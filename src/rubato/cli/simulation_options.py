@@ -21,6 +21,8 @@ from rubato.planning.request_source import (
     ScenarioSource,
     TraceSource,
     count_of,
+    lone_decode,
+    read_trace,
 )
 from rubato.simulation.configured import hardware_of, run_spec_of
 from rubato.simulation.run_spec import Hardware, RunSpec
@@ -211,6 +213,9 @@ def source(args: argparse.Namespace, machine: Hardware, rate: float | None = Non
             raise ValueError("--rate is for a scenario or a mix: a trace has its own, times --scale")
     if args.trace:
         how = trace_options.asked(args)
+        trace = read_trace(args.trace, how)
+        if trace.has_slos and not args.kinds:
+            return TraceSource(args.trace, (), args.scale, how, drawn, lone_decode(trace, machine.model)[0])
         return TraceSource(args.trace, tuple(common_options.kinds(args)), args.scale, how, drawn)
     trace_options.check_unused(args)
     if args.workload:

@@ -178,7 +178,7 @@ def _scenario(args: argparse.Namespace, seed: int, process: Process | None) -> W
 
 def _trace(args: argparse.Namespace, seed: int, process: Process | None) -> Workload:
     trace = traces.read(args.arrivals_from, trace_options.asked(args))
-    own = any(o.tpot is not None or o.tpot_slowdown is not None for o in trace.offers) and not args.kinds
+    own = trace.has_slos and not args.kinds
     return traces.make(
         Path(args.arrivals_from).name.partition(".")[0],
         trace,

@@ -12,13 +12,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from rubato.core.interfaces import LatencyModel
+from rubato.core.plan import Shape
 from rubato.measure.records import fingerprint
 from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Workload, read, scenarios, traces
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
 from rubato.workloads.resample import Stretch, bootstrapped, busiest, inside, multiplied, window
-from rubato.workloads.traces import WHOLE, TraceOptions
+from rubato.workloads.traces import WHOLE, Trace, TraceOptions
 
 
 def digest(path: str | Path) -> str:
@@ -153,12 +155,12 @@ class TraceSource(RequestSource):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return tuple(_read(self.path, self.how).notes.values())
+        return tuple(read_trace(self.path, self.how).notes.values())
 
 
 @lru_cache(maxsize=8)
 def _traced(trace: TraceSource, seed: int, stretch: Stretch | None) -> Workload:
-    whole = _read(trace.path, trace.how)
+    whole = read_trace(trace.path, trace.how)
     offers: Sequence[traces.TraceRequest] = whole.offers
     if stretch is not None:
         start, end = stretch
@@ -173,4 +175,10 @@ def _traced(trace: TraceSource, seed: int, stretch: Stretch | None) -> Workload:
     return bootstrapped(made, seed) if trace.drawn and seed else made
 
 
-_read = lru_cache(maxsize=2)(traces.read)
+read_trace = lru_cache(maxsize=2)(traces.read)
+
+
+def lone_decode(trace: Trace, model: LatencyModel) -> tuple[float, int]:
+    """Seconds of a step of one decode, what a trace's `slo_ratio` is a multiple of, and at which context: the mean."""
+    context = round(sum(offer.prompt + offer.output / 2 for offer in trace.offers) / len(trace.offers))
+    return model.step_time(Shape().plus(1, context)), context

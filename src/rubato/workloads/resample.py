@@ -50,7 +50,8 @@ def multiplied(
                 length = min(BLOCK, last - start)
                 at = start + (o.at - start + offset) % length if length > 0.0 else o.at
                 # not `replace`, which takes three times as long: there can be millions
-                copies.append(TraceRequest(at, o.prompt, o.output, o.tier, o.tpot, o.tpot_slowdown, o.blocks, o.text))
+                fields = (o.prompt, o.output, o.tier, o.tpot, o.tpot_slowdown, o.blocks, o.text)
+                copies.append(TraceRequest(at, *fields, slo=o.slo))
     return sorted(copies, key=attrgetter("at"))
 
 

@@ -70,7 +70,11 @@ BAILIAN = Layout(*_LENGTHS, float, marks=frozenset({"chat_id", "parent_chat_id"}
 AIPERF = Layout(*_LENGTHS, milliseconds, marks=frozenset({"session_id"}), has_times=False)
 MOONCAKE = Layout(*_LENGTHS, milliseconds)
 EMISSION = Layout("emission_time_ms", "input_length", "output_length", milliseconds, tier="category")
+EVENTS = Layout(
+    "at", "prompt_tokens", "output_tokens", float, marks=frozenset({"kind"}), has_failures=True
+)  # what `trace_rows` makes of an event log
 LAYOUTS = (
+    EVENTS,
     Layout("at", "prompt_tokens", "output_tokens", float),
     Layout("TIMESTAMP", "ContextTokens", "GeneratedTokens", _date),
     Layout("t_s", "input_tokens", "output_tokens", float, tier="category"),
@@ -102,7 +106,9 @@ def layout_of(path: Path, row: Mapping[str, Any], columns: Columns | None) -> La
 def fields_wanted() -> str:
     """The fields that a row must have, by layout."""
     return "; ".join(
-        ", ".join([*([one.at] if one.has_times else []), one.prompt, one.output, *sorted(one.marks)]) for one in LAYOUTS
+        ", ".join([*([one.at] if one.has_times else []), one.prompt, one.output, *sorted(one.marks)])
+        for one in LAYOUTS
+        if one is not EVENTS
     )
 
 

@@ -1,4 +1,7 @@
-"""The rows of a trace file: CSV, JSON lines or one JSON array, plain or gzipped, with or without a byte order mark."""
+"""The rows of a trace file: CSV, JSON lines or one JSON array, plain or gzipped, with or without a byte order mark.
+
+Of an event log there is a row for each request that it tells of, with the fields of our own layout.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,15 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterator, Mapping
+from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from rubato.core.event_log import event_of
+from rubato.core.events import Finished, Offered
 from rubato.core.json_lines import json_object
 
 
@@ -20,15 +27,55 @@ class TraceError(ValueError):
     """A trace file that cannot be used; names file, line and field."""
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
-    """Where each request stands, and its fields, or what is wrong with a line that has none."""
+Row = tuple[str, Mapping[str, Any] | TraceError]  # where it stands, and its fields or what is wrong with it
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Of each request."""
     try:
-        yield from _lines(path)
+        rows = _lines(path)
+        for first in rows:
+            is_log = isinstance(first[1], Mapping) and {"kind", "at", "id"} <= first[1].keys()
+            rows = chain([first], rows)
+            yield from _of_events(path, rows) if is_log else rows
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TraceError(f"{path} is no CSV, JSON lines or JSON array, plain or gzipped: {error}") from error
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
+def _of_events(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
+    """Of requests in an event log, those last that had not ended: they have no output tokens."""
+    open: dict[str, tuple[str, dict[str, Any]]] = {}
+    last = -inf
+    for where, row in rows:
+        if isinstance(row, TraceError):
+            yield where, row
+        elif row.get("kind") in ("Offered", "Finished"):
+            try:
+                event = event_of(row["kind"], {name: value for name, value in row.items() if name != "kind"})
+            except ValueError as error:
+                yield where, TraceError(f"{path}, {where}: not an event ({error})")
+                continue
+            if isinstance(event, Offered):
+                if event.at < last:
+                    raise TraceError(f"{path}, {where}: time goes back, as a machine's restart does: split it there")
+                last = event.at
+                asked = event.request
+                own = {"prompt_tokens": asked.prompt, "output_tokens": 0, "slo": asked.stages[0].slo}
+                open[event.id] = where, {"kind": "", "at": asked.arrival, "tier": asked.tier, **own}
+            elif isinstance(event, Finished) and event.id in open:
+                begun, found = open.pop(event.id)
+                yield (
+                    begun,
+                    found
+                    | {
+                        "prompt_tokens": event.prompt or found["prompt_tokens"],
+                        "output_tokens": event.output,
+                    },
+                )
+    yield from open.values()
+
+
+def _lines(path: Path) -> Iterator[Row]:
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         start = file.peek(len(codecs.BOM_UTF8)) if isinstance(file, io.BufferedReader | gzip.GzipFile) else b""
         if start.startswith(codecs.BOM_UTF8):
@@ -55,7 +102,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
                     yield where, row
 
 
-def _array(path: Path, content: bytes) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
+def _array(path: Path, content: bytes) -> Iterator[Row]:
     try:
         values = orjson.loads(content)
     except orjson.JSONDecodeError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rubato.core.request import SLO
 from rubato.workloads.workload import HASH_BLOCK, Arrival
 
 
@@ -19,7 +20,7 @@ class TraceRequest:
 
     tpot: promised seconds per token; tpot_slowdown: the same in times of the unloaded one. blocks: ids of the prompt's
     blocks of 512 tokens. text: the prompt itself. id, after: which request goes on from which, `gap` seconds after it
-    has ended; session: of these; "" where the trace names none.
+    has ended; session: of these; "" where the trace names none. slo: of an event log, which says it in full.
     """
 
     at: float
@@ -34,6 +35,7 @@ class TraceRequest:
     after: str = ""
     session: str = ""
     gap: float = 0.0
+    slo: SLO | None = None
 
 
 def coarser(ids: Sequence[int], block: int, names: dict[tuple[int, ...], int]) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from rubato.workloads.arrivals import Process, Replay
 from rubato.workloads.generate import Prefill, SLOAssignment
 from rubato.workloads.prompts import Count, with_texts
 from rubato.workloads.request_kinds import Kind, tiers_of
-from rubato.workloads.trace_layouts import AIPERF, BAILIAN, Columns, Layout, layout_of, milliseconds, unit_doubt
+from rubato.workloads.trace_layouts import AIPERF, BAILIAN, EVENTS, Columns, Layout, layout_of, milliseconds, unit_doubt
 from rubato.workloads.trace_layouts import fields_wanted as fields_wanted
 from rubato.workloads.trace_rows import TraceError as TraceError
 from rubato.workloads.trace_rows import read_rows
@@ -90,6 +90,11 @@ class Trace:
     def times(self) -> Replay:
         """Its arrivals alone, for lengths of another source. Raises ValueError for fewer than two."""
         return Replay(tuple(offer.at for offer in self.offers))
+
+    @property
+    def has_slos(self) -> bool:
+        """Whether it says what SLO some request has."""
+        return any(o.slo or o.tpot is not None or o.tpot_slowdown is not None for o in self.offers)
 
 
 # --------------------------------------------------------------------------- reading
@@ -186,6 +191,8 @@ def _offer(
             blocks = trace_sessions.coarser(blocks, layout.block, names)
     text = value_of("prompt", lambda t: t, "text", lambda t: isinstance(t, str)) if "prompt" in row else ""
     found = TraceRequest(at, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
+    if layout is EVENTS:
+        return replace(found, slo=row["slo"])
     if layout is BAILIAN:
         own, parent = (
             value_of(name, _whole, "a whole number", lambda n: n >= -1) for name in ("chat_id", "parent_chat_id")
@@ -296,7 +303,7 @@ def _by_trace(trace: Trace, unloaded: float | None) -> tuple[dict[str, SLO], Row
     def row(index: int, id: str, at: float) -> Arrival:
         offer = trace.offers[index]
         slowdown = None if offer.tpot_slowdown is None else offer.tpot_slowdown * (unloaded or 0.0)
-        slo = slo_of(tpot=slowdown or offer.tpot)
+        slo = offer.slo or slo_of(tpot=slowdown or offer.tpot)
         tier = offer.tier or _called(offer)
         own = None if tiers.setdefault(tier, slo) == slo else slo
         return Arrival(

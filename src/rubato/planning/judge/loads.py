@@ -1,7 +1,8 @@
 """The loads of a folder: workload files and traces, each with its request kinds, hardware profile and bound of TTFTs.
 
 A file of kinds beside a load, NAME.yaml beside NAME.csv.gz, says its tiers and SLOs. Without one a workload file has
-those that it states, a trace those that its rows state (`slo_ratio`), or else the usual kinds of `rubato simulate`.
+those that it states, a trace those that its rows state (`slo_ratio`; an event log does), or else the usual kinds of
+`rubato simulate`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from typing import Any
 import orjson
 
 from rubato.config import kinds_file
-from rubato.core.plan import Shape
 from rubato.core.request import SLO
 from rubato.latency import profiles
-from rubato.planning.request_source import FileSource, RequestSource, TraceSource
+from rubato.planning.request_source import FileSource, RequestSource, TraceSource, lone_decode
 from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Workload, traces, workload_file
 from rubato.workloads.request_kinds import USUAL_SLOS, Kind, tiers_of, usual_kinds
@@ -165,13 +165,13 @@ def _trace(file: Path, kinds: Path | None, how: LoadOptions) -> _Read:
     source = TraceSource(str(file), (), how=how.part)
     if kinds is not None:
         return replace(source, kinds=tuple(_kinds(kinds))), (), machine, f"SLOs of {kinds.name}", notes
-    if not any(offer.tpot is not None or offer.tpot_slowdown is not None for offer in trace.offers):
+    if not trace.has_slos:
         source = replace(source, kinds=usual_kinds(USUAL_SLOS))
         return source, (), machine, "SLOs of the usual kinds of `rubato simulate --trace`", notes
-    context = round(sum(offer.prompt + offer.output / 2 for offer in trace.offers) / len(trace.offers))
-    alone = machine.model.step_time(Shape().plus(1, context))
-    unloaded = f"its slo_ratio is in steps of a decode alone at {context} tokens, {1e3 * alone:.3g} ms"
-    return replace(source, unloaded=alone), (), machine, "its own SLOs", (*notes, unloaded)
+    alone, context = lone_decode(trace, machine.model)
+    if any(offer.tpot_slowdown is not None for offer in trace.offers):
+        notes = (*notes, f"its slo_ratio is in steps of a decode alone at {context} tokens, {1e3 * alone:.3g} ms")
+    return replace(source, unloaded=alone), (), machine, "its own SLOs", notes
 
 
 def _machine(file: Path, profile: str, how: LoadOptions) -> Hardware:
