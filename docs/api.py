@@ -77,7 +77,11 @@ def head(name: str, found: Any) -> str:
 
 def signature(found: Any) -> str:
     """One parameter a line where it is long; annotations as written."""
-    parameters = [str(each) for each in inspect.signature(found).parameters.values() if each.name != "self"]
+    own = [each for each in inspect.signature(found).parameters.values() if each.name != "self"]
+    parameters = [str(each) for each in own]
+    named = [at for at, each in enumerate(own) if each.kind is each.KEYWORD_ONLY]
+    if named and not any(each.kind is each.VAR_POSITIONAL for each in own):
+        parameters.insert(named[0], "*")
     parameters = [re.sub(r": '([^']*)'", r": \1", each) for each in parameters]
     parameters = [re.sub(r"<function (\w+) at \w+>", r"\1", each) for each in parameters]
     returned = inspect.signature(found).return_annotation

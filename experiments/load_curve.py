@@ -200,6 +200,6 @@ def draw(data: Sequence[Any], axes: Any) -> None:
             label, (loads[-1], values[-1]), xytext=(8, 0), textcoords="offset points", va="center", color=colour,
             fontweight="bold", annotation_clip=False,
         )  # fmt: skip
-    axes.set_xlabel("load (1 = the rate at which stock vLLM serves 90 % in time)")
-    axes.set_ylabel("requests in time (%)")
+    axes.set_xlabel("load (1 = the rate at which stock vLLM serves 90 % on time)")
+    axes.set_ylabel("requests on time (%), from 70")
     axes.set_ylim(70, 101)

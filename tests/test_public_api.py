@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -45,6 +46,16 @@ def is_public(module: str, name: str) -> bool:
 def test_a_public_name_is_there_and_explained(module: str, name: str) -> None:
     assert (getattr(PUBLIC[module], name).__doc__ or "").strip(), f"{name} has no docstring"
     assert module != "rubato" or name in dir(rubato)
+
+
+def test_the_page_calls_a_function_as_it_can_be_called() -> None:
+    """A call that is written from a heading of the page, its arguments in order, has to run."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    for function in (rubato.simulate, rubato.sweep, rubato.capacity, rubato.plan, rubato.bound):
+        own = inspect.signature(function).parameters.values()
+        listed = page.split(f"```python\n{function.__name__}(\n")[1].split("\n)")[0].splitlines()
+        by_place = [line.split(":")[0].strip() for line in listed[: listed.index("    *,")]]
+        assert by_place == [each.name for each in own if each.kind is not each.KEYWORD_ONLY]
 
 
 def test_few_names_are_at_the_top() -> None:

@@ -25,7 +25,7 @@ from vllm.v1.request import RequestStatus
 from tests.vllm.harness import Harness, harness, token, with_model_runner
 from tests.vllm.test_plans import CHANCE, QUEUES, Fields, drive, scarce
 
-POLICIES = ["edf", "slos_serve", CHANCE]
+POLICIES = ["rubato", "edf", "slos_serve", CHANCE]
 SEEDS = range(3)
 both = pytest.mark.parametrize("queue", QUEUES)
 of_all = [both, pytest.mark.parametrize("seed", SEEDS), pytest.mark.parametrize("policy", POLICIES)]

@@ -22,7 +22,7 @@ from tests.vllm.harness import Harness, harness, token, with_model_runner
 Fields = Callable[[random.Random, int], dict[str, Any]]
 CHANCE = "tests.vllm.random_plans"
 DRAFTS = "tests.vllm.random_drafts"
-POLICIES = ["edf", "vllm", "sarathi", "prefill_first", "priority", "slos_serve", CHANCE]
+POLICIES = ["rubato", "edf", "vllm", "sarathi", "prefill_first", "priority", "slos_serve", CHANCE]
 SEEDS = range(12)
 # How many batches run at once, and under which of vLLM's schedulers.
 QUEUES: dict[str, dict[str, Any]] = {"sync": {}, "async": {"asynchronous": True}, "pipeline": {"depth": 3}}
@@ -97,7 +97,7 @@ def test_plans_are_carried_out_and_everybody_ends_once(model: Path, policy: str,
 
 @pytest.mark.parametrize("queue", QUEUES)
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("policy", ["edf", CHANCE])
+@pytest.mark.parametrize("policy", ["rubato", "edf", CHANCE])
 def test_aborts_free_everything(model: Path, policy: str, seed: int, queue: str) -> None:
     made = harness(model, policy, **scarce(seed), **QUEUES[queue])
     most = drive(made, seed, aborts=True)
@@ -109,7 +109,7 @@ def test_aborts_free_everything(model: Path, policy: str, seed: int, queue: str)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("policy", ["edf", "vllm", "sarathi", "priority"])
+@pytest.mark.parametrize("policy", ["rubato", "edf", "vllm", "sarathi", "priority"])
 def test_a_policy_does_not_change_what_it_sees(model: Path, policy: str, seed: int) -> None:
     made = harness(model, policy, wrap=Watching, **scarce(seed))
     drive(made, seed)
@@ -121,7 +121,7 @@ def test_a_policy_does_not_change_what_it_sees(model: Path, policy: str, seed: i
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("policy", ["edf", "vllm", "sarathi", "priority"])
+@pytest.mark.parametrize("policy", ["rubato", "edf", "vllm", "sarathi", "priority"])
 def test_rebuildable_mid_run(model: Path, policy: str, seed: int) -> None:
     made = harness(model, policy, wrap=partial(Amnesiac, every=1 + seed % 7), **scarce(seed))
     most = drive(made, seed)
