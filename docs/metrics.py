@@ -29,6 +29,9 @@ offered, too:
     sum by (tier) (rate(rubato_slo_met_total{dimension="all"}[5m]))
       / sum by (tier) (rate(rubato_requests_offered_total[5m]))
 
+Over a window that is not much longer than a request, divide by `rubato_requests_finished_total` instead: those that end
+in it are not those that were offered in it.
+
 To see which time is missed, divide `rubato_slo_met_total` by `rubato_slo_promised_total` for `dimension` `ttft`,
 `tpot` (the mean over the request) or `e2e`. `rubato_slo_missed_total` counts misses by [cause](http-api.md#causes).
 """

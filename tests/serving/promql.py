@@ -40,7 +40,7 @@ GATEWAY = {  # in a gateway's only
 # Words of PromQL, as many as are used.
 LANGUAGE = {
     "sum", "max", "and", "or", "unless", "group_left", "rate", "increase", "absent", "max_over_time",
-    "histogram_quantile",
+    "histogram_quantile", "clamp_max",
 }  # fmt: skip
 
 Labels = Mapping[str, set[str]]  # metric -> its labels

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
+from rubato.serving.vllm_reports import PluginMetrics
 from tests.scenario import on
 from tests.serving.conftest import Edge, edge
-from tests.serving.promql import DOCS, TIERS, all_of, check, exported, labels_left, recorded, rules
+from tests.serving.promql import DOCS, PLUGIN, TIERS, all_of, check, exported, labels_left, recorded, rules
 
 MINUTES = {"5m": 5, "30m": 30, "1h": 60, "6h": 360, "3d": 4320}
 BURNS = {rule["alert"]: rule["expr"] for rule in rules("alert") if "slo_burn" in rule["expr"]}
@@ -37,6 +39,17 @@ async def test_every_metric_and_label_of_the_rules_is_exported(at: Edge) -> None
     for case in unit_tests():
         for line in case.get("input_series", ()):
             check(case["name"], line["series"], there)
+
+
+def test_counts_that_rules_add_up_over_servers_are_dropped_behind_a_gateway() -> None:
+    """The plug-in counts what the gateway in front of it counts: docs/operate.md has Prometheus drop those."""
+    (regex,) = re.findall(r"^ +regex: (rubato_.*)$", (DOCS / "operate.md").read_text(), re.MULTILINE)
+    registry = PluginMetrics(CollectorRegistry(), counts=True).registry
+    counters = {f"{metric.name}_total" for metric in registry.collect() if metric.type == "counter"}
+    dropped = {name for name in counters if re.fullmatch(regex, name)}
+    summed = " ".join(rule["expr"] for rule in (*rules("record"), *rules("alert")) if "instance" not in rule["expr"])
+    assert dropped >= counters & set(re.findall(r"rubato_\w+", summed)) >= {"rubato_requests_offered_total"}
+    assert not dropped & set(PLUGIN)  # those no gateway has
 
 
 def test_the_page_on_operating_has_every_alert() -> None:

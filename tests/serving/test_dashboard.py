@@ -16,6 +16,7 @@ from tests.serving.promql import DOCS, GATEWAY, PLUGIN, TIERS, all_of, check, ex
 from tests.serving.test_gateway import Fleet, gateway
 
 FILTERS = {"instance": "instance", "model_name": "model", "tier": "tier", "tenant": "tenant"}  # label -> variable
+PLUGIN_ONLY = re.compile("|".join(PLUGIN))  # what is asked for beside these is the plug-in's, too
 
 
 def dashboard() -> dict[str, Any]:
@@ -74,17 +75,34 @@ async def test_every_expression_of_the_dashboard_is_filtered_by_the_variables(at
     there = all_of(await exported(at))
     page = dashboard()
     variables = {v["name"]: v["query"] for v in page["templating"]["list"] if v["type"] == "query"}
-    assert set(variables) == set(FILTERS.values())
-    for label, name in FILTERS.items():
+    assert set(variables) == {*FILTERS.values(), "plugin"}
+    for label, name in (*FILTERS.items(), ("instance", "plugin")):
         metric, asked = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variables[name]).groups()  # type: ignore[union-attr]
         assert (asked, label in there[metric]) == (label, True)
     selected = re.compile(r"(?<![\w:.$])((?:rubato_|vllm:|tier:)[\w:]+)(\{[^}]*\})?")
     for panel in page["panels"]:
         spared = {"tenant"} if panel["title"] == "Attainment by dimension" else set()  # its divisor has no tenants
         for target in panel.get("targets", ()):
+            filters = FILTERS | ({"instance": "plugin"} if PLUGIN_ONLY.search(target["expr"]) else {})
             for metric, chosen in selected.findall(target["expr"]):
-                asked = {label for label, name in FILTERS.items() if f'{label}=~"${name}"' in chosen}
+                asked = {label for label, name in filters.items() if f'{label}=~"${name}"' in chosen}
                 assert there[metric] & set(FILTERS) - asked <= spared, (panel["title"], metric)
+
+
+def test_all_instances_of_the_dashboard_are_those_that_count_requests() -> None:
+    """Servers behind a gateway have metrics under the same names: with them "All" would show each token twice."""
+    (variable,) = (v for v in dashboard()["templating"]["list"] if v["name"] == "instance")
+    assert variable["query"] == "label_values(rubato_requests_offered_total, instance)"
+    assert "allValue" not in variable
+
+
+def test_attainment_of_the_dashboard_is_a_share_of_requests_that_ended() -> None:
+    """Those that were offered in the same minute are others: of a load that falls, many times more are met."""
+    panels = [panel for panel in dashboard()["panels"] if panel["title"].startswith("Attainment")]
+    shares = {panel["title"]: panel["targets"][0]["expr"] for panel in panels}
+    assert shares.pop("Attainment by dimension").startswith("clamp_max(")  # ends are not counted by dimension
+    assert len(shares) == 3
+    assert [title for title, expr in shares.items() if "rubato_requests_offered" in expr] == []
 
 
 def test_the_panels_of_the_dashboard_have_a_place_each() -> None:

@@ -57,6 +57,9 @@ def test_counts() -> None:
         assert value("rubato_tenant_tokens_total", kind="prompt") == 20 * 3 + 3
         assert value("rubato_slo_missed_total", tier="never", cause="infeasible") == 1
         assert value("rubato_slo_missed_total") == 2
+        judged = ("slo_met_total", {"dimension": "all"}), ("slo_missed_total", {}), ("slo_unjudged_total", {})
+        ends = sum(value(f"rubato_{name}", **labels) for name, labels in judged)
+        assert ends == value("rubato_requests_finished_total") == 5
         assert value("rubato_demotions_total") == 1
         assert value("vllm:generation_tokens_total") == 12
         assert value("vllm:prompt_tokens_total") == 20 * 3 + 3
@@ -92,6 +95,17 @@ async def test_gauges_follow_requests_and_offered_is_finished_plus_in_flight_tha
     value = await scrape(at)
     assert value("vllm:kv_cache_usage_perc") == value("vllm:num_requests_running") == 0
     assert value("rubato_requests_offered_total") == 12
+
+
+@on(edge)
+async def test_counters_of_attainment_are_zero_before_the_first_request_ends(at: Edge) -> None:
+    """A counter that begins at 1 has no rate of its first."""
+    asked = asyncio.create_task(at.chat(max_tokens=4))
+    await at.clock.sleep_until(at.clock.now() + STEP / 2, 0)
+    page = (await at.http.get("/metrics")).text
+    assert 'rubato_slo_met_total{dimension="all",tenant="default",tier="default"} 0.0' in page
+    assert 'rubato_requests_finished_total{outcome="completed",tenant="default",tier="default"} 0.0' in page
+    await asked
 
 
 @on(edge)

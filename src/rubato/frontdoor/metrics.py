@@ -167,7 +167,8 @@ class SLOMetrics:
         self._n_offered.labels(tier, tenant)  # 0: of a counter that begins at 1 no rate can be told
         self._met.labels(tier, tenant, "all")
         self._unjudged.labels(tier)
-        self._n_finished.labels(tier, tenant, "failed")
+        for outcome in ("completed", "failed"):
+            self._n_finished.labels(tier, tenant, outcome)
 
     def _count_offered(self, state: _Open) -> None:
         if state.counted:
