@@ -15,8 +15,8 @@ from rubato.engines.vllm.sequence import KEYS, MAX_CHARACTERS
 from tests.vllm.harness import harness
 
 POLICIES = [
-    "rubato", "edf", "sarathi", "vllm", "prefill_first", "priority", "slos_serve", "co_chunk", "polyserve", "scorpio", "qoserve",
-    "jitserve",
+    "rubato", "edf", "sarathi", "vllm", "prefill_first", "priority", "slos_serve", "co_chunk", "polyserve", "scorpio",
+    "qoserve", "jitserve",
 ]  # fmt: skip
 LONG = "x" * 1_000_000
 NUMBERS: list[Any] = [1e-3, 0.0011, 1, 50, 1e9, "250", "1e3", True]  # these are times
