@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from functools import cache
 
@@ -13,9 +14,9 @@ from rubato.core.plan import Limits, Sample, Shape
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Request, Sampling, Stage
 from rubato.fleet.server_metrics import Scrape, fit_scrapes, read_page, scrape
-from rubato.fleet.server_steps import collect_steps
+from rubato.fleet.server_steps import collect_steps, fit_steps
 from rubato.latency.affine import Model
-from rubato.latency.fit import error_report, fit
+from rubato.latency.fit import error_report
 from rubato.wire.messages import FromCore, Refused, Report, ToCore, TokensRow
 from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
 
@@ -108,8 +109,9 @@ def batches() -> list[Shape]:
 
 def test_steps_over_the_link_give_the_servers_model() -> None:
     steps, _ = varied()
-    found = fit(steps)
+    found = fit_steps(steps, "affine", URL)
     assert len(steps) > 3000
+    assert re.search(r"# nine of ten steps ran 1 to \d+ sequences; \d+ of \d+ ran prompts", found.text())
     assert found.held_out.p50 < 0.03
     for shape in batches():
         assert found.model.step_time(shape) == pytest.approx(TRUE.step_time(shape), rel=0.05), shape
@@ -169,7 +171,7 @@ def test_a_load_that_does_not_vary_is_refused(decodes: list[float], prompts: lis
     [
         (
             [Scrape(i, 10.0 * i, 20.0 * i, 9.0 * i, 9.0 * i, i, 0, 0) for i in range(12)],
-            "2 windows of 5 s and",
+            "2 windows of 5 s with 10 steps or more, and 15 are needed",
         ),
         ([Scrape(i, 10.0 * i, 20.0 * i, 9.0 * i, 9.0 * i, i, i, 0) for i in range(12)], "the server drafts tokens"),
         (
@@ -181,6 +183,24 @@ def test_a_load_that_does_not_vary_is_refused(decodes: list[float], prompts: lis
 def test_metrics_that_tell_too_little_are_refused(pages: list[Scrape], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         fit_scrapes(pages, URL)
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ([], "ran no step: put it under load meanwhile; offer little, then much"),
+        ([Sample(Shape(3, 3, 90), 0.01)] * 20, "20 steps of http://server: no sample runs a chunk of prefill"),
+    ],
+)
+def test_steps_that_tell_too_little_are_refused_with_what_to_do(steps: list[Sample], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        fit_steps(steps, "affine", URL)
+    assert f"rubato bench {URL} --duration 300 --rate RATE" in str(caught.value)
+
+
+def test_too_short_a_duration_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="/metrics alone needs 75 s or more"):
+        run_virtual(scrape(StubServer(None), VirtualClock(), 60.0))
 
 
 def test_pages_of_metrics_are_read_over_engines_and_versions() -> None:

@@ -77,8 +77,65 @@ async def test_what_the_engines_report_is_shown_and_no_more(client: Client) -> N
     assert rows["b"]["why"] == "runs at 0: decode"
     assert rows["c"]["why"] == "held for its tenant's share, first in the queue"
     assert rows["b"]["due_in_ms"] in range(1, 251)
+    assert (rows["b"]["replica"], rows["c"]["replica"]) == ("0", "")
     page = await client.http.get("/rubato/requests/b", headers={"authorization": "Bearer ops-key"})
     assert page.json()["choices"][0]["explanation"] == "Decodes at this server: 3 of at most 16 tokens."
+
+
+@on(run, config={"tenants": TENANTS})
+async def test_what_came_since_the_engines_last_report_is_shown(client: Client) -> None:
+    reports(client)
+    now = client.reports.clock.now()
+    new = [replace(request(n, ttft=9.0, arrival=now, tier="chat"), tenant="acme") for n in ("waits", "runs", "decodes")]
+    wire: Any = client.vllm.link
+    wire.tell(*[Offered(now, one.id, one) for one in new], Placed(now, "waits", NAME))
+    for one in new[1:]:
+        wire.tell(Placed(now, one.id, NAME), Started(now, one.id))
+    wire.tell(Tokens(now, "decodes", 1))
+    told = await board(client)
+    assert told["queue"] == {"in_flight": 5, "held": 1, "waiting": 1, "running": 3, "moving": 0}
+    rows = {row["id"]: row for row in named(told["requests"])}
+    assert [rows[one.id]["replica"] for one in new] == ["0"] * 3
+    assert [rows[one.id]["due_in_ms"] // 1000 for one in new[:2]] == [8, 8]
+    assert (rows["runs"]["why"], rows["decodes"]["why"]) == ("runs at 0: prefill, 10 tokens to go", "runs at 0: decode")
+
+
+@pytest.mark.parametrize(
+    ("reported", "due", "token", "shown", "is_late"),
+    [
+        (-2.0, -1.0, -3.0, "running", False),  # a decode: more tokens have come since it was reported
+        (-0.5, -1.0, -3.0, "running", True),  # it was late then
+        (-2.0, -1.0, None, "waiting", True),  # of a first token it would be known
+        (-2.0, -1.0, -0.1, "running", False),  # which has come since
+    ],
+)
+def test_what_happened_since_a_report_counts(
+    reported: float, due: float, token: float | None, shown: str, is_late: bool
+) -> None:
+    @on(run)
+    async def test(client: Client) -> None:
+        now = client.reports.clock.now()
+        one, wire = request("a", ttft=2.0, tpot=2.0, arrival=now - 4.0), client.vllm.link
+        wire.tell(Offered(now - 4.0, "a", one), Placed(now - 4.0, "a", NAME))
+        if token is not None:
+            wire.tell(Started(now - 3.5, "a"), Tokens(now + token, "a", 1))
+        fields = {"at": now + reported, "sequences": [("a", "waiting", 0, 10, 0, False, now + due)]}
+        wire.sent.append(EngineState(0, 1, {**STATE, **fields, "planned": [], "batches": []}))
+        client.reports.read()
+        (view,) = client.reports.views()
+        (seq,) = getattr(view, shown)
+        assert (seq.due < view.now, seq.pending, view.as_of) == (is_late, 1 if token else 10, now + reported)
+
+    test()
+
+
+@on(run)
+async def test_an_engine_with_nothing_to_run_is_not_silent(client: Client) -> None:
+    fields = {"at": client.reports.clock.now() - 60.0, "planned": [], "batches": [], "open": []}
+    wire: Any = client.vllm.link
+    wire.sent.append(EngineState(0, 1, {**STATE, **fields}))
+    (engine,) = (await board(client))["replicas"]
+    assert (engine["state"], engine["age_ms"]) == ("idle", 0.0)
 
 
 @on(run, config={"tenants": TENANTS})

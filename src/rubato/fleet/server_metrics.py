@@ -30,10 +30,7 @@ MIN_STEPS = 10  # of a window
 VARIES = 2.0  # nine of ten windows lie within a range: its ends must be so far apart
 ALIKE = 0.99  # correlation from which two causes cannot be told apart
 OUTLIERS = 5.0  # median absolute errors from which a window is left out: a pause of the machine
-ADVICE = (
-    "offer little, then much, of long prompts and of short ones: "
-    "rubato bench URL --rate 4 --arrivals piecewise:0=1,100=4,200=8,300=0 --duration 300"
-)
+MIN_SECONDS = MIN_WINDOWS * WINDOW_SCRAPES * SCRAPE_S
 LINE = re.compile(r"^(vllm:\w{1,100})(?:\{.*\})?[ \t]+(\S{1,40})", re.MULTILINE)
 GAPS = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")  # since vLLM 0.11, and before
 COUNTS_COMPUTED = "vllm:prompt_tokens_cached_total"  # of versions whose steps count tokens computed
@@ -65,8 +62,13 @@ class Window(NamedTuple):
 
 
 async def scrape(server: Upstream, clock: Clock, seconds: float) -> list[Scrape]:
-    """Its pages for so many seconds; one that does not come is left out. Raises ValueError where it has no metrics of
-    vLLM."""
+    """Its pages for so many seconds; one that does not come is left out. Raises ValueError for too few seconds, and
+    where it has no metrics of vLLM."""
+    if seconds < MIN_SECONDS:
+        raise ValueError(
+            f"--duration {seconds:g}: the server has no link, and /metrics alone needs {MIN_SECONDS:g} s or more, "
+            "better 300"
+        )
     found: list[Scrape] = []
     until = clock.now() + seconds
     while (now := clock.now()) <= until:
@@ -130,21 +132,29 @@ def _window(part: Sequence[Scrape]) -> Window:
     return Window(seconds, generated / steps, prompt * seconds, kv)
 
 
+def load_advice(url: str) -> str:
+    """What to do where a load did not vary enough."""
+    return (
+        "offer little, then much, of long prompts and of short ones, with RATE half of the requests a second that the "
+        f"server holds: rubato bench {url} --duration 300 --rate RATE --arrivals piecewise:0=1,100=4,200=8,300=0"
+    )
+
+
 def fit_scrapes(scrapes: Sequence[Scrape], url: str) -> Fitted:
     """Every fifth window is held out. Raises ValueError for too few windows, or whose load did not vary enough."""
     rows = windows(scrapes)
     if len(rows) < MIN_WINDOWS:
         raise ValueError(
-            f"server {url} ran too few steps: {len(rows)} windows of {WINDOW_SCRAPES * SCRAPE_S:g} s and {MIN_STEPS} "
-            f"steps, {MIN_WINDOWS} are needed; put it under load meanwhile (`rubato bench`), or lengthen --duration"
+            f"/metrics of {url} gave {len(rows)} windows of {WINDOW_SCRAPES * SCRAPE_S:g} s with {MIN_STEPS} steps or "
+            f"more, and {MIN_WINDOWS} are needed: keep it under load for longer; {load_advice(url)}"
         )
     table = np.array(rows)
-    _check_varied(table)
+    _check_varied(table, url)
     seen = np.arange(len(table)) % FOLD > 0
     trial, model = _fit(table[seen]), _fit(table)
     notes = [
         f"from /metrics of {url} alone: its errors are of means over {WINDOW_SCRAPES * SCRAPE_S:g} s, of single steps "
-        "larger; the knee and prefill attention are not seen, so long prompts are predicted too short",
+        "larger, most of all of those with long prompts: the knee and prefill attention are not seen",
     ]
     if _alike(table[:, 1], table[:, 3]):
         notes.append("sequences and KV tokens changed together: what each of them takes was not told apart")
@@ -152,17 +162,17 @@ def fit_scrapes(scrapes: Sequence[Scrape], url: str) -> Fitted:
     return Fitted("affine", model, inside, held, f"every fifth of {len(table)} windows", notes=tuple(notes))
 
 
-def _check_varied(table: Array) -> None:
+def _check_varied(table: Array, url: str) -> None:
     for what, column in (("sequences", table[:, 1]), ("prompt tokens", table[:, 2])):
         low, high = np.quantile(column, [0.05, 0.95]).tolist()
         if not (high > 0.0 and high >= VARIES * low):
             raise ValueError(
                 f"the load did not vary enough: {what} a step were between {low:.1f} and {high:.1f} in nine of ten "
-                f"windows, and are to differ {VARIES:g} times; {ADVICE}"
+                f"windows, and the most is to be {VARIES:g} times the least; {load_advice(url)}"
             )
     if _alike(table[:, 1], table[:, 2]):
         raise ValueError(
-            f"the load did not vary enough: sequences and prompt tokens of a step changed together; {ADVICE}"
+            f"the load did not vary enough: sequences and prompt tokens of a step changed together; {load_advice(url)}"
         )
 
 

@@ -5,6 +5,11 @@ With Rubato's plug-in a vLLM server reports each step over its link: batch and s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
 from rubato.core.clock import ARRIVAL, Clock, WallClock
 from rubato.core.plan import Sample
 from rubato.fleet import server_metrics
@@ -39,9 +44,24 @@ async def fit_server(url: str, kind: str, seconds: float, key: str = "") -> Fitt
         steps = await collect_steps(link, clock, seconds)
     finally:
         link.close()
+    return fit_steps(steps, kind, url)
+
+
+def fit_steps(steps: Sequence[Sample], kind: str, url: str) -> Fitted:
+    """The last fifth is held out. Raises ValueError, with what to do, where steps cannot determine the model."""
     if not steps:
-        raise ValueError(f"server {url} ran no step in {seconds:g} s: put it under load meanwhile (`rubato bench`)")
-    return fit(steps, kind)
+        raise ValueError(f"server {url} ran no step: put it under load meanwhile; {server_metrics.load_advice(url)}")
+    try:
+        fitted = fit(steps, kind)
+    except ValueError as error:
+        raise ValueError(f"{len(steps)} steps of {url}: {error}; {server_metrics.load_advice(url)}") from error
+    low, high = np.quantile([step.shape.seqs for step in steps], [0.05, 0.95])
+    prompts = [step.shape.tokens - step.shape.seqs + step.shape.chunks for step in steps]
+    seen = (
+        f"nine of ten steps ran {low:.0f} to {high:.0f} sequences; {np.count_nonzero(prompts)} of {len(steps)} ran "
+        f"prompts, of up to {max(prompts)} tokens: for other steps its errors are not known"
+    )
+    return replace(fitted, notes=[seen])
 
 
 async def collect_steps(link: Link, clock: Clock, seconds: float) -> list[Sample]:

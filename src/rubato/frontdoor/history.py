@@ -287,6 +287,12 @@ def _now(record: RequestRecord, views: Sequence[View], counted: Collection[str])
     return None
 
 
+def next_due(record: RequestRecord) -> float:
+    """When the next token of a request of one stage is due (s), by what has come of it; inf: no SLO on it."""
+    times, slo, arrival = record.stages[0], record.request.stages[0].slo, record.request.arrival
+    return deadlines(slo, arrival, times.start, times.first, None).token(times.tokens, times.last)
+
+
 def _due(record: RequestRecord) -> list[dict[str, Any]]:
     """When each stage's tokens are due: the first, each after it, and the last."""
     arrival = record.request.arrival

@@ -33,7 +33,6 @@ from rubato.core.clock import unix_time
 from rubato.core.events import Event, Finished, Offered, Tokens
 from rubato.core.request import Request
 from rubato.engines.vllm.link import address_for_gateways
-from rubato.engines.vllm.reports import NAME
 from rubato.engines.vllm.sequence import ARRIVAL, MAX_PAUSE, MILLISECONDS, ON_DECLINE, TENANT, TICKET, TIER, sealed
 from rubato.engines.vllm.settings import check_version
 from rubato.fleet.cluster import retry_after
@@ -358,7 +357,8 @@ class FrontEnd:
         records = [r for r in reports.history.find(id) if tenant.admin or r.request.tenant == tenant.name]
         if not records:
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
-        fair, names = self._tenants.configured, {NAME: "this server"}
+        fair, numbers = self._tenants.configured, reports.engines.keys()
+        names = {str(number): f"engine {number}" if len(numbers) > 1 else "this server" for number in numbers}
         return _page(history.shown(id, records, reports.views(), now, fair=fair, names=names))
 
 

@@ -9,22 +9,24 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any, cast
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from rubato.core.clock import WallClock
-from rubato.core.events import Event, Finished, Offered, Stepped, Tokens, Verdict
+from rubato.core.events import Event, Finished, Offered, Placed, Stepped, Tokens, Transferred, Verdict
 from rubato.core.interfaces import LatencyModel, SeqView, View
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import Request
 from rubato.engines.vllm import link
 from rubato.engines.vllm.gateway_reports import answer_of
 from rubato.engines.vllm.link import PLACES, Reader
-from rubato.frontdoor.history import RequestHistory
+from rubato.frontdoor.history import RequestHistory, next_due
 from rubato.frontdoor.metrics import STEP, SLOMetrics
+from rubato.frontdoor.request_record import RequestRecord
 from rubato.wire.messages import EngineState, RequestEvents
 
 log = logging.getLogger("vllm.rubato")
@@ -166,17 +168,25 @@ class EngineReports:
         return end
 
     def views(self) -> list[View]:
-        """The sequences of each engine, as of its last report."""
-        return [self._view(str(engine), fields) for engine, fields in sorted(self.engines.items())]
+        """The sequences of each engine, as of its last report and what happened since."""
+        return [self._view(engine, fields) for engine, fields in sorted(self.engines.items())]
 
-    def _view(self, engine: str, fields: Mapping[str, Any]) -> View:
+    def _view(self, engine: int, fields: Mapping[str, Any]) -> View:
         """No step times and no batch: engines plan ahead and report neither."""
-        rows = [(row[1], cast(SeqView, _Shown(*row))) for row in fields.get("sequences", ())]
-        waiting, running, moving = ([seq for at, seq in rows if at == queue] for queue in QUEUES)
+        now = self.clock.now()
+        at = fields.get("at", now) if engine in self._open.values() else now  # one with nothing to run has no news
+        reported = {row[0]: row for row in fields.get("sequences", ())}
+        held, queues = fields.get("held", ()), dict[str, list[SeqView]]({queue: [] for queue in QUEUES})
+        for id in dict.fromkeys([*reported, *self._open]):  # those that have come since at the end
+            if self._open.get(id) != engine or ((record := self.history.in_flight[id]).replicas == [] and id in held):
+                continue
+            seq = _Shown(record, reported.get(id), at, now)
+            queues[seq.queue].append(cast(SeqView, seq))
         free, total = (fields.get(name, 0) if self.block_size else 0 for name in ("kv_free", "kv_total"))
         return View(
-            engine, now := self.clock.now(), waiting, running, free, total, Limits(0, 0, 0, total, self.block_size),
-            cast(LatencyModel, None), as_of=fields.get("at", now), moving=moving, steps=fields.get("steps", 0),
+            str(engine), now, queues["waiting"], queues["running"], free, total,
+            Limits(0, 0, 0, total, self.block_size), cast(LatencyModel, None), as_of=at, moving=queues["moving"],
+            steps=fields.get("steps", 0),
         )  # fmt: skip
 
     def _take(self, message: RequestEvents, event: Event) -> None:
@@ -186,6 +196,8 @@ class EngineReports:
                 self._listening[event.id] = listener
         elif event.id not in self._open:
             return  # its offer was lost
+        elif isinstance(event, (Placed, Transferred)):
+            event = replace(event, replica=str(message.engine))  # an engine does not know its number among others
         self._tell(event)
 
     def _tell(self, event: Event) -> None:
@@ -219,14 +231,29 @@ class EngineReports:
 
 
 class _Shown:
-    """One sequence of a report, with what a history shows of it."""
+    """A sequence, with what a history shows of it: as it was reported at `at` (row; None: it was not there yet), and
+    what has happened to it since (record)."""
 
-    def __init__(
-        self, id: str, queue: str, at: int, pending: int, blocks: int, best_effort: bool, due: float | None
-    ) -> None:
-        self.id, self.pending, self.blocks, self.best_effort = id, pending, blocks, best_effort
-        self.due = inf if due is None else due
+    pending: int
+    blocks: int
+    best_effort: bool
+
+    def __init__(self, record: RequestRecord, row: Sequence[Any] | None, at: float, now: float) -> None:
+        request, last = record.request, record.stages[0].last  # token
+        runs = record.waiting is None
+        best_effort = request.best_effort or record.best_effort_since is not None
+        blank = (request.id, "", 0, request.prompt, 0, best_effort, None)
+        _, queue, _, self.pending, self.blocks, self.best_effort, due = row or blank
+        self.id = request.id
+        self.queue = "moving" if queue == "moving" else "running" if runs else "waiting"
         self.missed = False  # that is not reported
+        self.due = inf if due is None else due
+        if row is None or last > at:
+            self.due = next_due(record)
+        if runs and record.output:
+            self.pending = 1
+            if max(at, last) <= self.due < now:  # more tokens have come since: it is not late for want of news
+                self.due = now
 
 
 _made: list[EngineReports] = []  # the one of this process

@@ -588,6 +588,7 @@ class PolicyDriver(FleetPart):
             "given_up": self.given_up,
             "drafted": {"accepted": self.drafts.right, "rejected": self.drafts.tried - self.drafts.right},
             "step_seconds_off": self.latency.spread,
+            "kv_free": self._kv.free(),
         }
 
     def close(self) -> None:

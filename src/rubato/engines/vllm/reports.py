@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from rubato.core.events import Event, Finished, Offered, Placed, Tokens
 from rubato.core.interfaces import View
@@ -44,13 +44,18 @@ class Reports:
             self._tickets.setdefault(client, {})[seq.id] = seq.ticket
             if self._viewed:
                 self._new.append(seq)
-        elif type(event) is Finished and (rest := event.output - seq.reported) > 0:
-            seq.reported = event.output
-            self.add_tokens(seq, rest, seq.times_of_stage()[-1])  # the last of them, as one
+        elif type(event) is Finished:
+            self._tell_tokens(seq, event.output)
         events.append(event)
 
     def add_tokens(self, seq: VllmSeq, tokens: int, at: float) -> None:
         self._events.setdefault(seq.own.client_index, []).append(Tokens(at, seq.id, tokens))
+
+    def _tell_tokens(self, seq: VllmSeq, output: int) -> None:
+        """Those of `output` that API servers do not know of, all as of the last one."""
+        if (more := output - seq.reported) > 0:
+            seq.reported = output
+            self.add_tokens(seq, more, seq.times_of_stage()[-1])
 
     def views_end(self) -> None:
         """No view is made any more."""
@@ -58,7 +63,8 @@ class Reports:
         self._new.clear()
 
     def look_at(self, view: View, held: Collection[str]) -> None:
-        """What is expected of requests that are in a view for the first time; once in SHOW seconds, all sequences."""
+        """What is expected of requests that are in a view for the first time; once in SHOW seconds, all sequences, and
+        the tokens of each that have come since."""
         if self._new:
             expected = prefill_seconds(view, 0)
             for seq in self._new:
@@ -69,9 +75,11 @@ class Reports:
             return
         self._looked = view.now
         queues = (("waiting", view.waiting), ("running", view.running), ("moving", view.moving))
+        for _, seqs in queues:
+            for seq in cast("Sequence[VllmSeq]", seqs):
+                self._tell_tokens(seq, seq._output)
         self._shown = {
             "at": view.now,
-            "kv_free": view.kv_free,
             "kv_total": view.kv_total,
             "held": list(held),
             "sequences": [
