@@ -227,7 +227,10 @@ def test_why_a_request_is_where_it_is() -> None:
     (row,) = rows(records)
     assert (row["state"], row["why"]) == ("moving", "on its way to r0")
     records(Started(0.1, "a"))
-    (row,) = rows(records, views=[view(running=[Seq(one, length=100, cached=20)])])
+    running = [view(running=[Seq(one, length=100, cached=20)])]
+    named_ = RequestsInFlight(records.in_flight, [], running, 1.0, fair=False).shown(None, {"r0": "gpu-4:8000"})
+    assert named(named_["requests"])[0]["why"] == "runs at gpu-4:8000: prefill, 80 tokens to go"
+    (row,) = rows(records, views=running)
     assert (row["state"], row["why"]) == ("running", "runs at r0: prefill, 80 tokens to go")
     records(Preempted(0.2, "a"))
     (row,) = rows(records, views=[view([Seq(one)])])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from rubato.core.events import Event, Finished, Lost, Offered, Placed, Preempted, Started, Tokens, Verdict
-from rubato.core.request import Cause, Outcome
-from rubato.frontdoor.explanation import MAX_PHASES, explain, phases
+from rubato.core.events import Demoted, Event, Finished, Lost, Offered, Placed, Preempted, Started, Tokens, Verdict
+from rubato.core.request import SLO, Cause, Outcome, Stage
+from rubato.frontdoor.explanation import MAX_PHASES, cause_so_far, explain, phases
 from rubato.frontdoor.history import RequestHistory
 from rubato.frontdoor.request_record import RequestRecord
 from tests.doubles import request
@@ -72,10 +73,21 @@ def test_phases_of_a_long_story_are_the_latest() -> None:
 @pytest.mark.parametrize(
     ("events", "sentence"),
     [
-        ((), "Has waited 5 s: held before a replica."),
-        (SERVED[:1], "Has waited 4.75 s at gpu-4: queue of a replica."),
-        (SERVED[:2], "Its prompt runs at gpu-4."),
+        ((), "Late by 4 s so far: queue for 5 s of 5 s. Has waited 5 s: held before a replica."),
+        (SERVED[:1], "Late by 4 s so far: queue for 5 s of 5 s. Has waited 4.75 s at gpu-4: queue of a replica."),
+        ((SERVED[0], Started(4.0, "a")), "Late by 4 s so far: queue for 4 s of 5 s. Its prompt runs at gpu-4."),
+        (SERVED[:2], "Late by 4 s so far: it ran beside others for 4 s of 5 s (prefill or decode interference). "
+         "Its prompt runs at gpu-4."),
+        ((SERVED[0], Demoted(3.0, "a"), Placed(3.5, "a", "r1"), Started(4.0, "a")),
+         "Late by 4 s so far: queue for 4 s of 5 s. Given up at gpu-4 3 s after it came: served as best effort since "
+         "then. Its prompt runs at r1."),
+        ((Demoted(3.0, "a"),), "Late by 4 s so far: queue for 5 s of 5 s. Given up by the router 3 s after it came: "
+         "served as best effort since then. Has waited 5 s: held before a replica."),
+        ((*SERVED[:2], Preempted(1.5, "a")), "Late by 4 s so far: preemption for 3.5 s of 5 s. Has waited 3.5 s: "
+         "preempted."),
         (SERVED, "Decodes at gpu-4: 1 of at most 16 tokens."),
+        ((*SERVED, end(cause="not reported", margin=-0.5)), "Late by 500 ms: its first token came 1.25 s after it was "
+         "sent, and gpu-4 does not report how it spent the time."),
         ((*SERVED, end(margin=0.25)), "On time, with 250 ms to spare."),
         ((*SERVED, end(cause="queue", margin=-0.41)), "Late by 410 ms: waited 1 s at gpu-4."),
         ((*SERVED, end(cause="infeasible", margin=-1.5)),
@@ -91,6 +103,25 @@ def test_the_sentence_says_how_it_stands_or_why_it_was_late(events: Sequence[Eve
     assert explain(record_of(*events, ttft=1.0), 5.0, {"r0": "gpu-4"}) == sentence
 
 
+def test_a_late_request_at_a_server_that_is_counted_says_that_nothing_is_reported() -> None:
+    record = record_of(*SERVED[:2], ttft=1.0)
+    assert cause_so_far(record, 5.0, {"r0"}) == ("not reported", 4.75)
+    assert explain(record, 5.0, counted={"r0"}).startswith(
+        "Late by 4 s so far: at its server for 4.75 s of 5 s, which does not report how it spends the time."
+    )
+
+
+def test_the_next_token_of_a_later_stage_is_due_by_the_stage_before_it() -> None:
+    stages = (Stage(10, SLO(ttft=1.0, tpot=0.5), "</think>"), Stage(0, SLO(tpot=2.0)))
+    history = RequestHistory()
+    history(Offered(0.0, "a", replace(request("a"), stages=stages)))
+    record, found = history.in_flight["a"], [history.in_flight["a"].next_due()]
+    for told in (Tokens(0.5, "a", 2), Tokens(3.0, "a", 1, stage=1)):
+        history(told)
+        found.append(record.next_due())
+    assert found == [1.0, 2.0, 5.5]  # 1.5 is due of the first stage's last
+
+
 def test_the_sentence_counts_those_that_waited_ahead() -> None:
     history = RequestHistory()
     for name in "xyza":
@@ -98,7 +129,7 @@ def test_the_sentence_counts_those_that_waited_ahead() -> None:
         history(Placed(0.0, name, "r0"))
     history(Started(0.0, "x"))
     record = history.in_flight["a"]
-    assert explain(record, 2.0) == "Has waited 2 s behind 3 others at r0: queue of a replica."
+    assert explain(record, 1.0) == "Has waited 1 s behind 3 others at r0: queue of a replica."
     history(Started(3.0, "a"))
     history(Offered(4.0, "b", request("b")))
     history(Placed(4.0, "b", "r0"))

@@ -5,12 +5,13 @@ For the board and `/debug/requests/{id}`; worked out of a `RequestRecord` where 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 from rubato.core.events import Finished
 from rubato.core.request import NOTHING
-from rubato.frontdoor.request_record import QUEUE, TRANSFER, RequestRecord
+from rubato.frontdoor.request_record import HELD, LOST, PREEMPTED, QUEUE, TRANSFER, RequestRecord
 
 # "remote": at a server that does not report when it waits and when it runs.
 Phase = Literal["queue", "remote", "prefill", "decode", "transfer"]
@@ -23,8 +24,10 @@ OTHERS = {  # cause -> what cost a request its time
     "transfer": "its KV had to move to another replica",
     "infeasible": "not even an idle server could have met its SLO",
     "gateway": "the gateway passed its tokens on late",
-    "not reported": "its server does not report why",
 }
+WAITS = {HELD: "queue", QUEUE: "queue", PREEMPTED: "preemption", TRANSFER: "transfer", LOST: "failed"}  # -> cause
+INTERFERENCE = "interference"  # of prefill or of decodes: a server says which one when the request ends
+NOT_REPORTED = "not reported"
 
 
 def phases(record: RequestRecord, now: float, counted: Collection[str] = ()) -> list[tuple[Phase, float]]:
@@ -63,11 +66,26 @@ def _extend(found: list[tuple[Phase, float]], more: Iterator[tuple[Phase, float]
             found.append((kind, seconds))
 
 
-def explain(record: RequestRecord, now: float, names: Mapping[str, str] = NOTHING) -> str:
-    """One sentence on how it stands, or why it ended as it did. names: of replicas, where others than their ids."""
+def cause_so_far(record: RequestRecord, now: float, counted: Collection[str] = ()) -> tuple[str, float]:
+    """What has cost a request in flight the most time, and how many seconds: the cause of a wait, or `INTERFERENCE`
+    where it has run for longer than that."""
+    is_counted = bool(record.replicas) and record.replicas[-1] in counted
+    lost: defaultdict[str, float] = defaultdict(float)
+    lost["queue"] = record.steps[0]["at"] - record.request.arrival  # until it was offered
+    for why, begin, until in record.waits_until(now):
+        lost[NOT_REPORTED if is_counted and why == QUEUE else WAITS[why]] += until - begin
+    lost[NOT_REPORTED if is_counted else INTERFERENCE] += now - record.request.arrival - sum(lost.values())
+    return max(lost.items(), key=lambda item: item[1])
+
+
+def explain(
+    record: RequestRecord, now: float, names: Mapping[str, str] = NOTHING, counted: Collection[str] = ()
+) -> str:
+    """How it stands, or why it ended as it did, in a sentence or two. names: of replicas, where others than their ids.
+    counted: replicas that do not report what happens there."""
     end = record.end
     if end is None:
-        return _in_flight(record, now, names)
+        return " ".join([*_late_so_far(record, now, names, counted), _in_flight(record, now, names)])
     judged = end.verdict
     if end.outcome == "refused":
         return f"Refused: {end.reason}."
@@ -91,11 +109,43 @@ def _why(record: RequestRecord, end: Finished, names: Mapping[str, str]) -> str:
         return f"{_name(record.lost, names)} was lost, and it began again elsewhere"
     if cause in OTHERS:
         return OTHERS[cause]
+    if cause == NOT_REPORTED:
+        return _unreported(record, names)
     waited = sum(until - begin for _, begin, until in record.waits)
     if not waited:
         return "no wait and no interference was seen"
     where = f" at {_name(record.replicas[-1], names)}" if record.replicas else " in the router"
     return f"waited {_time(waited)}{_behind(record.ahead)}{where}"
+
+
+def _unreported(record: RequestRecord, names: Mapping[str, str]) -> str:
+    """What is seen from outside of a server."""
+    sent = max((step["at"] for step in record.steps if step["event"] == "placed"), default=record.request.arrival)
+    first, server = record.stages[0].first, _name(record.replicas[-1], names) if record.replicas else "its server"
+    took = (
+        "" if first is None or first < sent else f"its first token came {_time(first - sent)} after it was sent, and "
+    )
+    return f"{took}{server} does not report how it spent the time"
+
+
+def _late_so_far(
+    record: RequestRecord, now: float, names: Mapping[str, str], counted: Collection[str]
+) -> Iterator[str]:
+    """By how much and why it is late now, and where and when it was given up."""
+    if (late := now - record.next_due()) > 0.0:
+        cause, seconds = cause_so_far(record, now, counted)
+        age = _time(now - record.request.arrival)
+        if cause == INTERFERENCE:
+            why = f"it ran beside others for {_time(seconds)} of {age} (prefill or decode interference)"
+        elif cause == NOT_REPORTED:
+            why = f"at its server for {_time(seconds)} of {age}, which does not report how it spends the time"
+        else:
+            why = f"{cause} for {_time(seconds)} of {age}"
+        yield f"Late by {_time(late)} so far: {why}."
+    if record.best_effort_since is not None:
+        where = f"at {_name(record.demoted_at, names)}" if record.demoted_at else "by the router"
+        after = _time(record.best_effort_since - record.request.arrival)
+        yield f"Given up {where} {after} after it came: served as best effort since then."
 
 
 def _in_flight(record: RequestRecord, now: float, names: Mapping[str, str]) -> str:

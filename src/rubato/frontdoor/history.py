@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from math import inf
 from typing import Any
 
 from rubato.core.events import (
@@ -28,9 +27,8 @@ from rubato.core.events import (
 )
 from rubato.core.interfaces import View
 from rubato.core.request import NOTHING, without_texts
-from rubato.core.slo import deadlines
 from rubato.frontdoor.choices import answer_of, firsts
-from rubato.frontdoor.explanation import explain, phases
+from rubato.frontdoor.explanation import cause_so_far, explain, phases
 from rubato.frontdoor.request_record import HELD, LOST, PREEMPTED, QUEUE, TRANSFER, RequestRecord, StageRecord
 from rubato.frontdoor.verdict import in_ms, ms, verdict
 
@@ -142,6 +140,7 @@ def _fold(record: RequestRecord, event: Event) -> None:
         _wait(record, event.at, LOST)
     elif isinstance(event, Demoted):
         record.best_effort_since = event.at
+        record.demoted_at = about["replica"] = record.replicas[-1] if record.replicas else ""
     elif isinstance(event, Promoted):
         _served_best_effort(record, event.at)
     elif isinstance(event, Finished):
@@ -234,7 +233,8 @@ def _choice(
     return {
         "id": record.request.id,
         "state": _state(record),
-        "explanation": explain(record, now, names),
+        "explanation": explain(record, now, names, counted),
+        "so_far": _so_far(record, now, counted),
         "phases": [[kind, ms(seconds)] for kind, seconds in phases(record, now, counted)],
         "prompt_tokens": record.request.prompt,
         "max_tokens": record.request.sampling.max_tokens,
@@ -287,27 +287,24 @@ def _now(record: RequestRecord, views: Sequence[View], counted: Collection[str])
     return None
 
 
-def next_due(record: RequestRecord) -> float:
-    """When the next token of a request of one stage is due (s), by what has come of it; inf: no SLO on it."""
-    times, slo, arrival = record.stages[0], record.request.stages[0].slo, record.request.arrival
-    return deadlines(slo, arrival, times.start, times.first, None).token(times.tokens, times.last)
+def _so_far(record: RequestRecord, now: float, counted: Collection[str]) -> dict[str, Any] | None:
+    """Of a request in flight whose next token is late: by how much, and what has cost it the most time."""
+    late = now - record.next_due()
+    if record.end is not None or late <= 0.0:
+        return None
+    return {"late_ms": ms(late), "cause": cause_so_far(record, now, counted)[0]}
 
 
 def _due(record: RequestRecord) -> list[dict[str, Any]]:
     """When each stage's tokens are due: the first, each after it, and the last."""
     arrival = record.request.arrival
-    continues: float | None = None
     rows = []
-    for index, times in enumerate(record.stages):
-        stage = record.request.stages[index]
-        due = deadlines(stage.slo, arrival, times.start, times.first, continues if stage.prompt == 0 else None)
-        last = due.token(max(0, times.tokens - 1))
-        continues = last if last < inf else times.last
+    for index, (times, due) in enumerate(zip(record.stages, record.stage_deadlines(), strict=True)):
         rows.append(
             {
                 "stage": index,
                 "first_token_due_ms": ms(due.first - arrival),
-                "then_every_ms": ms(stage.slo.tpot),
+                "then_every_ms": ms(record.request.stages[index].slo.tpot),
                 "end_due_ms": ms(due.end - arrival),
                 "first_token_ms": None if times.first is None else ms(times.first - arrival),
                 "last_token_ms": None if times.first is None else ms(times.last - arrival),

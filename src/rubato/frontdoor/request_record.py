@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from rubato.core.events import Finished
 from rubato.core.request import Request
+from rubato.core.slo import Deadlines, deadlines
 
 # What a request waits for from an event on; its first work ends the wait.
 HELD, QUEUE, PREEMPTED, LOST = "held before a replica", "queue of a replica", "preempted", "replica lost"
@@ -34,6 +36,7 @@ class RequestRecord:
     waiting: tuple[str, float] | None = None
     best_effort_since: float | None = None
     best_effort: float = 0.0  # seconds, until it ended or was promoted again
+    demoted_at: str = ""  # the replica where it was when it was demoted last; "" = held by the router
     replicas: list[str] = field(default_factory=list)
     ahead: int = 0  # requests that waited at its last replica when it came there
     lost: str = ""  # the last replica that was lost while it was there
@@ -49,3 +52,20 @@ class RequestRecord:
     def waits_until(self, now: float) -> list[tuple[str, float, float]]:
         """All waits, the one under way as far as it has come."""
         return [*self.waits, *([(*self.waiting, now)] if self.waiting is not None else [])]
+
+    def stage_deadlines(self) -> list[Deadlines]:
+        """When the tokens of each stage so far are due (s)."""
+        continues: float | None = None
+        found: list[Deadlines] = []
+        for stage, times in zip(self.request.stages, self.stages, strict=False):
+            after = continues if stage.prompt == 0 else None
+            due = deadlines(stage.slo, self.request.arrival, times.start, times.first, after)
+            last = due.token(max(0, times.tokens - 1))
+            continues = last if last < inf else times.last
+            found.append(due)
+        return found
+
+    def next_due(self) -> float:
+        """When its next token is due (s), by what has come of it; inf: no SLO on it."""
+        times = self.stages[-1]
+        return self.stage_deadlines()[-1].token(times.tokens, times.last)

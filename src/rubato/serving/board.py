@@ -16,6 +16,7 @@ import orjson
 import rubato
 from rubato.core.clock import PLAN, Clock
 from rubato.core.interfaces import SeqView, View
+from rubato.core.server_url import bare_host
 from rubato.frontdoor.request_record import RequestRecord
 from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.frontdoor.verdict import in_ms
@@ -186,6 +187,7 @@ class Board:
         whose = None if tenant.admin else tenant.name
         counts, number, replicas = self.counts, self._number, self._replicas
         names = {row["id"]: row["url"] or row["id"] for row in replicas} if tenant.admin else {}
+        hosts = {id: bare_host(name) for id, name in names.items() if id != name}
         return {
             **self._for_all,
             "tenant": tenant.name,
@@ -202,7 +204,7 @@ class Board:
                 "tiers": {name: tier.history(first, number) for name, tier in counts.tiers.items()},
                 "replicas": counts.replicas.history(names, first, number),
             },
-            **self._requests.shown(whose),
+            **self._requests.shown(whose, hosts),
             "misses": counts.misses.shown(whose, self._at, number),
         }
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Role
+from rubato.core.request import NOTHING
 from rubato.frontdoor.explanation import phases
 from rubato.frontdoor.request_record import LOST, PREEMPTED, RequestRecord
 from rubato.frontdoor.verdict import ms
@@ -91,9 +92,9 @@ class RequestsInFlight:
                 tier.oldest_wait = max(tier.oldest_wait, self._now - record.waiting[1])
         return tiers
 
-    def shown(self, tenant: str | None) -> dict[str, Any]:
+    def shown(self, tenant: str | None, names: Mapping[str, str] = NOTHING) -> dict[str, Any]:
         """Of one tenant, or all (None), as JSON: exact counts, and rows of the `MAX_SHOWN` whose next token is due
-        soonest, in the order in which they were offered."""
+        soonest, in the order in which they were offered. names: of replicas, where others than their ids."""
         found = [f for f in self._found if tenant in (None, f[0].request.tenant)]
         counts = Counter(place.state for _, place in found)
         rows = found
@@ -103,10 +104,10 @@ class RequestsInFlight:
         return {
             "queue": {"in_flight": len(found), **{name: counts[name] for name in _STATES}},
             "request_columns": COLUMNS,
-            "requests": [self._row(record, place) for record, place in rows],
+            "requests": [self._row(record, place, names) for record, place in rows],
         }
 
-    def _row(self, record: RequestRecord, place: _Place) -> list[Any]:
+    def _row(self, record: RequestRecord, place: _Place, names: Mapping[str, str]) -> list[Any]:
         """In the order of COLUMNS."""
         request, now = record.request, self._now
         if place.state == "moving" and record.replicas:
@@ -118,7 +119,7 @@ class RequestsInFlight:
             request.tenant,
             place.state,
             place.replica,
-            self._why(record, place),
+            self._why(record, place, names),
             round((now - request.arrival) * 1e3),
             None if due is None else round(due),
             _is_late(place, now),
@@ -129,9 +130,9 @@ class RequestsInFlight:
             [part for kind, s in phases(record, now, self._counted) for part in (kind[0], round(s * 1e3))],
         ]
 
-    def _why(self, record: RequestRecord, place: _Place) -> str:
+    def _why(self, record: RequestRecord, place: _Place, names: Mapping[str, str]) -> str:
         """In plain words, why it is where it is."""
-        seq, replica = place.seq, place.replica
+        seq, replica = place.seq, names.get(place.replica, place.replica)
         waits_for = "" if record.waiting is None else record.waiting[0]
         if place.state == "held":
             if seq is None:
@@ -140,12 +141,13 @@ class RequestsInFlight:
                 return "its replica is gone: held by the router until another takes it"
             if seq.request.handoff is not None:
                 handoff = seq.request.handoff
-                return f"handed off by {handoff.source} ({handoff.reason}): held until another replica takes it"
+                source = names.get(handoff.source, handoff.source)
+                return f"handed off by {source} ({handoff.reason}): held until another replica takes it"
             holders = ["by the router"] * self._is_routed + ["for its tenant's share"] * self._fair
             return f"held {' or '.join(holders)}, {_after(place.before)}"
-        if replica in self._counted and place.state == "waiting":
+        if place.replica in self._counted and place.state == "waiting":
             return f"sent to {replica}: nothing has come of it yet"
-        if replica in self._counted and place.state == "running":
+        if place.replica in self._counted and place.state == "running":
             return f"running at {replica}, {record.output} of {record.request.sampling.max_tokens}"
         if place.state == "waiting":
             turn = "preempted, waits to go on" if waits_for == PREEMPTED else "waits for its turn"

@@ -24,7 +24,7 @@ from rubato.core.request import Request
 from rubato.engines.vllm import link
 from rubato.engines.vllm.gateway_reports import answer_of
 from rubato.engines.vllm.link import PLACES, Reader
-from rubato.frontdoor.history import RequestHistory, next_due
+from rubato.frontdoor.history import RequestHistory
 from rubato.frontdoor.metrics import STEP, SLOMetrics
 from rubato.frontdoor.request_record import RequestRecord
 from rubato.wire.messages import EngineState, RequestEvents
@@ -249,7 +249,7 @@ class _Shown:
         self.missed = False  # that is not reported
         self.due = inf if due is None else due
         if row is None or last > at:
-            self.due = next_due(record)
+            self.due = record.next_due()
         if runs and record.output:
             self.pending = 1
             if max(at, last) <= self.due < now:  # more tokens have come since: it is not late for want of news
