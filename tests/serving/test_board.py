@@ -7,13 +7,14 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from rubato.core.events import Offered, Placed, Preempted, Started, Tokens
 from rubato.core.plan import Limits, Role
-from rubato.core.request import SLO, Handoff, Request
+from rubato.core.request import SLO, Cause, Handoff, Request
 from rubato.frontdoor.history import RequestHistory
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.policy_kit.fair_share import FairShare
@@ -25,6 +26,7 @@ from tests.serving.conftest import STEP, Edge, edge, key, tenant
 
 TENANTS = [tenant("a"), tenant("b"), tenant("root", admin=True)]
 TIGHT = Limits(2, 512, 256, 64, 16)  # two at a time
+CAUSES = get_args(Cause)
 MARKUP = '<img src=x onerror="alert(1)">'
 
 
@@ -305,6 +307,16 @@ def test_every_file_is_served_under_a_strict_policy() -> None:
     edge(scenario)
     folder = resources.files("rubato.serving") / board_pages.PAGE
     assert {file.name for file in folder.iterdir()} == {name for name, _ in board_pages.FILES.values()}
+
+
+def test_the_page_names_every_cause_as_the_manual_does_in_a_colour_of_its_own() -> None:
+    page, manual = files(), (Path(__file__).parents[2] / "docs/concepts.md").read_text(encoding="utf-8")
+    hues = {
+        name: re.search(rf"\.hue\.{name.replace(' ', '-')} {{ --fill: var\((.*?)\)", page["board.css"])
+        for name in CAUSES
+    }
+    assert not [name for name in CAUSES if f'"{name}"' not in page["charts.js"] or f"`{name}`" not in manual]
+    assert len({hue and hue[1] for hue in hues.values()} - {None}) == len(CAUSES)
 
 
 def test_the_page_has_nothing_inline_nothing_foreign_and_no_way_from_text_to_markup() -> None:

@@ -1,5 +1,5 @@
 // Looks at the board with a real browser and prints what it saw, as JSON. test_browser.py says what it should be.
-// node look.cjs URL CHROMIUM look|keyboard|keys|silence [FOLDER for screenshots]
+// node look.cjs URL CHROMIUM look|words|keyboard|keys|silence [FOLDER for screenshots]
 
 const { chromium } = require("playwright-core");
 
@@ -94,6 +94,42 @@ async function look(browser, width, height, colorScheme) {
   const markup = await withMarkup(page);
   await context.close();
   return { width, height, colorScheme, ...seen, wide, tall, shown, panel, runs, markup };
+}
+
+// How what happened is worded: an answer that has a tier beyond its budget, one whose requests bring their SLOs, one of
+// best effort, and misses of which servers without the plug-in report no cause.
+async function words(browser) {
+  const { context, page, seen } = await open(browser, { viewport: { width: 1400, height: 900 } });
+  await page.route("**/board.json*", async (route) => {
+    const reply = await route.fetch();
+    const told = await reply.json();
+    const [tier, miss] = [told.tiers.at(-1), told.misses[0]];
+    const none = { ttft_ms: null, tpot_ms: null, e2e_ms: null };
+    const late = { met: 88, missed: 12, late: 0, attainment: 0.88, burn: 1.2, budget_left: -0.2 };
+    const windows = Object.fromEntries(Object.entries(tier.windows).map(([name, one]) => [name, { ...one, ...late }]));
+    const one = (name, more) => ({ ...tier, name, slo: none, windows, ...more });
+    told.tiers = [one("late", { slo: { ...none, ttft_ms: 5 } }), one("own", { best_effort: false }), one("none", { best_effort: true })];
+    const latest = { ...miss.latest, margin_ms: -250, ttft_ms: 300, tpot_ms: 20 };
+    told.misses = ["late", "own"].map((tier) => ({ ...miss, tier, cause: "not reported", latest }));
+    told.replicas = told.replicas.map((replica) => ({ ...replica, link: "counted" }));
+    const now = told.history.first;
+    const causes = Object.fromEntries(["queue", "prefill interference", "decode interference", "preemption", "infeasible",
+      "gateway", "client", "failed"].map((cause, i) => [cause, [80 - 10 * i]]));
+    told.history.tiers = { late: { offered: [400], met: [0], tokens: [0], causes } };
+    await route.fulfill({ response: reply, json: { ...told, history: { ...told.history, first: now } } });
+  });
+  await says(page, "#status", "allowed misses");
+  const found = await page.evaluate(() => ({
+    status: document.getElementById("status").textContent,
+    cards: [...document.querySelectorAll(".card")].map((card) => [".flag", ".slo", ".figure small", ".budget .value"].map(
+      (part) => card.querySelector(part)?.textContent ?? null)),
+    title: document.querySelector(".card .flag").title,
+    legend: [...document.querySelectorAll("#outcomes-legend li span")].map((name) => name.textContent),
+    why: document.getElementById("misses-why").textContent,
+    example: document.querySelector(".group small").textContent,
+  }));
+  await context.close();
+  return { ...seen, ...found };
 }
 
 // Adds a step of load and takes it away again.
@@ -211,7 +247,7 @@ async function main() {
       for (const scheme of ["light", "dark"]) found.push(await look(browser, width, height, scheme));
     }
   } else {
-    found.push(await { keyboard, keys, silence }[what](browser));
+    found.push(await { keyboard, keys, silence, words }[what](browser));
   }
   await browser.close();
   console.log(JSON.stringify(found));

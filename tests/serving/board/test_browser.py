@@ -124,6 +124,23 @@ def test_narrow_and_wide_light_and_dark(server: Server) -> None:
 
 
 @pytest.mark.full
+def test_budgets_causes_and_what_is_not_known_are_worded(server: Server) -> None:
+    (look,) = seen(server, "words")
+    flag, used = "1.2× allowed misses", "1.2× used"
+    assert (look["console"], look["status"]) == ([], f"late at 88\u202f%: {flag}")
+    late, own, best_effort = look["cards"]
+    assert late == [flag, "first token 5.0\u202fms", "of 100 on time", used]
+    assert own == [flag, "SLO of each request", "of 100 on time", used]
+    assert (best_effort[:2], best_effort[3]) == (["", "best effort"], None)
+    assert "tokens/s" in best_effort[2]
+    assert look["title"] == "Error budget: 10\u202f% of the requests may miss their SLO. 12\u202f% did."
+    named = ["queue", "prefill interference", "decode interference", "preemption", "infeasible", "gateway"]
+    assert look["legend"] == ["offered", "on time", *named, "other (client, failed)"]
+    assert look["why"].startswith("These servers have no plug-in: they do not say how they spent the time")
+    assert "late by 250\u202fms: first token 300\u202fms, then 20\u202fms a token" in look["example"]
+
+
+@pytest.mark.full
 def test_every_part_is_reached_and_used_by_keys(server: Server) -> None:
     (look,) = seen(server, "keyboard")
     assert (look["console"], look["foreign"]) == ([], [])

@@ -2,7 +2,7 @@
 
 import { at, set } from "./dom.js";
 import { attained, duration, plural } from "./format.js";
-import { PAGE_AT, urgency } from "./promises.js";
+import { PAGE_AT, tooMany, urgency } from "./promises.js";
 import "./charts.js";
 import "./fleet.js";
 import "./requests.js";
@@ -106,7 +106,7 @@ function standing({ state, tiers, replicas, total, objective }) {
   const burning = figures.filter(([, one]) => ["warn", "bad"].includes(urgency(one, objective)));
   if (burning.length) {
     const [name, { attainment, burn }] = burning.sort(([, a], [, b]) => b.burn - a.burn)[0];
-    return [`${name} at ${attained(attainment)}, burning ${burn.toFixed(1)}×`, burn >= PAGE_AT ? "bad" : "warn"];
+    return [`${name} at ${attained(attainment)}: ${tooMany({ burn })}`, burn >= PAGE_AT ? "bad" : "warn"];
   }
   if (!total.offered) return ["No request yet", "quiet"];
   return ["Keeping promises", "fine"];

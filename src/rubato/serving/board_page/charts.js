@@ -5,15 +5,14 @@ import { at, box, keyed, set, svg } from "./dom.js";
 import { count, duration, host, plural } from "./format.js";
 import { ago, draws, history, redraw, span, view } from "./state.js";
 
-// Of misses: colour class, name, and the causes of each
-export const LATE = [
-  ["queue", "queue", ["queue"]],
-  ["prefill", "others' prefill", ["prefill interference"]],
-  ["decode", "others' decode", ["decode interference"]],
-  ["moved", "moved", ["preemption", "transfer"]],
-  ["other", "other", ["infeasible", "failed", "client", "gateway", "not reported", "unknown"]],
+// Causes of misses as docs/concepts.md names them, in the order of the bands. Each has a colour of its own.
+const CAUSES = [
+  "queue", "prefill interference", "decode interference", "preemption", "transfer", "infeasible", "failed", "client",
+  "gateway", "not reported", "refused",
 ];
-const BANDS = [["kept", "on time", null], ...LATE, ["refused", "refused", ["refused"]]];
+const MAX_NAMED = 6; // causes with a band each, the largest; the others share one
+export const colour = (cause) => `hue ${CAUSES.includes(cause) ? cause.replaceAll(" ", "-") : "other"}`;
+const rank = (cause) => (CAUSES.indexOf(cause) + 1 || CAUSES.length + 1);
 const [LEFT, TOP, BOTTOM] = [36, 10, 22];
 const ALARMING = ["lost", "gave up"];
 const OF_REQUESTS = ["placed again", "moved"]; // and not of a server
@@ -39,22 +38,30 @@ function tiersShown(told) {
   return view.tier ? [view.tier] : told.tiers.map((tier) => tier.name);
 }
 
+// What is stacked: [class, name, causes], the causes null of what was on time
+function bandsOf(tiers) {
+  const { starts, size } = span();
+  const totals = [...new Set(tiers.flatMap((tier) => history.causes(tier)))].map((cause) => {
+    const all = tiers.map((tier) => history.sum("tiers", tier, `cause ${cause}`, starts[0], starts.length * size) ?? 0);
+    return [cause, all.reduce((a, b) => a + b, 0)];
+  });
+  const causes = totals.filter(([, n]) => n).sort(([, a], [, b]) => b - a).map(([cause]) => cause);
+  const own = causes.slice(0, causes.length === MAX_NAMED + 1 ? MAX_NAMED + 1 : MAX_NAMED).sort((a, b) => rank(a) - rank(b));
+  const others = causes.filter((cause) => !own.includes(cause));
+  const rest = others.length ? [["hue other", `other (${others.join(", ")})`, others]] : [];
+  return [["kept", "on time", null], ...own.map((cause) => [colour(cause), cause, [cause]]), ...rest];
+}
+
 // Of each group of slices: offered, and how many fell in each band, a second
-function grouped(told) {
+function grouped(told, stacked) {
   const { starts, size, seconds } = span();
   const tiers = tiersShown(told);
-  const causes = new Map(tiers.map((tier) => [tier, history.causes(tier)]));
   const begun = history.now - history.up / seconds - 1; // before that nobody counted
   return starts.filter((start) => start >= begun).map((start) => {
     const over = Math.max(1, Math.min(start + size, history.now) - start) * seconds;
     const all = (column) => tiers.reduce((sum, t) => sum + (history.sum("tiers", t, column, start, size) ?? 0), 0);
-    const known = new Set(BANDS.flatMap(([, , names]) => names ?? []));
-    const bands = BANDS.map(([kind, , names]) => {
-      if (names === null) return all("met") / over;
-      const strange = [...new Set([...causes.values()].flat())].filter((cause) => !known.has(cause));
-      const wanted = kind === "other" ? [...names, ...strange] : names;
-      return wanted.reduce((sum, cause) => sum + all(`cause ${cause}`), 0) / over;
-    });
+    const bands = stacked.map(([, , causes]) =>
+      (causes?.map((cause) => `cause ${cause}`) ?? ["met"]).reduce((sum, column) => sum + all(column), 0) / over);
     return { start, size, offered: all("offered") / over, bands };
   });
 }
@@ -62,7 +69,8 @@ function grouped(told) {
 function drawOutcomes(told) {
   const { clientWidth: width, clientHeight: height } = chart;
   if (!width || !height) return;
-  const groups = grouped(told);
+  const stacked = bandsOf(tiersShown(told));
+  const groups = grouped(told, stacked);
   const most = nice(Math.max(0.2, ...groups.map((g) => Math.max(g.offered, g.bands.reduce((a, b) => a + b, 0)))));
   const all = span().starts.length;
   const x = (i) => LEFT + ((width - LEFT - 8) * (all - groups.length + i)) / (all - 1);
@@ -70,15 +78,15 @@ function drawOutcomes(told) {
   set(chart, { viewBox: `0 0 ${width} ${height}` });
   drawGrid(width, height, most, y);
   let below = groups.map(() => 0);
-  const areas = BANDS.map(([kind], band) => {
+  const areas = stacked.map(([kind, name], band) => {
     const above = below.map((value, i) => value + groups[i].bands[band]);
     const upper = above.map((value, i) => [x(i), y(value)]);
     const lower = below.map((value, i) => [x(i), y(value)]).reverse();
     const empty = above.every((value, i) => value === below[i]);
     below = above;
-    return { kind, d: empty ? "" : `${line(upper)}${line(lower).replace("M", "L")}Z` };
+    return { name, kind, d: empty ? "" : `${line(upper)}${line(lower).replace("M", "L")}Z` };
   });
-  keyed(parts.bands, areas, ({ kind }) => kind, () => svg("path"), (node, { kind, d }) => {
+  keyed(parts.bands, areas, ({ name }) => name, () => svg("path"), (node, { kind, d }) => {
     set(node, { class: `band ${kind}`, d });
   });
   set(parts.offered, { d: line(groups.map((g, i) => [x(i), y(g.offered)])) });
@@ -86,7 +94,7 @@ function drawOutcomes(told) {
   const pointed = groups.findIndex((g) => g.start === view.moment);
   const cx = pointed < 0 ? -10 : x(pointed);
   set(parts.cursor, { x1: cx, x2: cx, y1: TOP, y2: height - BOTTOM });
-  readOut(told, groups[pointed] ?? null, groups.at(-1) ?? null);
+  readOut(told, stacked, groups[pointed] ?? null, groups.at(-1) ?? null);
 }
 
 function drawGrid(width, height, most, y) {
@@ -147,14 +155,14 @@ function flagText(told, flag) {
   return `${flag.replica ? `${named(told, flag.replica)} ` : "router "}${times}${flag.kind}`;
 }
 
-function readOut(told, pointed, last) {
+function readOut(told, stacked, pointed, last) {
   const shown = pointed ?? last;
   const when = pointed ? `${duration(1000 * ago(pointed.start + pointed.size))} ago` : "now";
   set(at("outcomes-when"), { text: when });
-  const bands = BANDS.map(([kind, name], i) => [kind, name, shown?.bands[i] ?? 0]);
+  const bands = stacked.map(([kind, name], i) => [kind, name, shown?.bands[i] ?? 0]);
   const values = [["offered", "offered", shown?.offered ?? 0], ...bands];
   const make = () => box("li", box("i"), box("span"), box("b"));
-  keyed(at("outcomes-legend"), values, ([kind]) => kind, make, (node, [kind, name, value]) => {
+  keyed(at("outcomes-legend"), values, ([, name]) => name, make, (node, [kind, name, value]) => {
     set(node.children[0], { class: `key ${kind}` });
     set(node.children[1], { text: name });
     set(node.children[2], { text: count(value) });

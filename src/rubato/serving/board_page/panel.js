@@ -76,8 +76,8 @@ const factList = (facts) =>
 
 function draw(page, id) {
   const choice = page.choices.find((one) => one.id === id) ?? page.choices[0];
-  const { verdict, replicas, now } = choice;
-  const state = verdict?.met === true ? ".kept" : verdict?.met === false ? ".late" : "";
+  const { verdict, replicas, now, so_far: soFar } = choice;
+  const state = verdict?.met === true ? ".kept" : verdict?.met === false || soFar ? ".late" : "";
   const cached = choice.cached_tokens ? `, ${count(choice.cached_tokens)} cached` : "";
   const scrolled = panel.scrollTop;
   at("request").replaceChildren(
@@ -89,15 +89,18 @@ function draw(page, id) {
       ["Prompt", `${count(choice.prompt_tokens)} tokens${cached}`],
       ["Output", `${count(choice.output_tokens)} of ${count(choice.max_tokens)}`],
       ...(verdict ? times(verdict) : [["Age", duration(page.age_ms)], ["Now", now ? (NOW[now.in] ?? now.in) : choice.state]]),
-      ["Preempted", count(choice.preemptions)], ["Cause", verdict?.cause ?? NONE],
+      ["Preempted", count(choice.preemptions)], ["Cause", verdict?.cause ?? (soFar ? `${soFar.cause} so far` : NONE)],
     ]),
     el("h3", { text: "Events" }), box("ol.events", ...choice.events.map(eventLine)), el("p.soft.id", { text: id }),
   );
   panel.scrollTop = scrolled;
 }
 
+const OF_SERVERS = { replica: "at", from: "from" }; // what an event says of them, and in which word
+
 function eventLine({ event, at_ms: from, until_ms: until, ...more }) {
-  const told = Object.entries(more).filter(([, value]) => value).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`);
+  const told = Object.entries(more).filter(([, value]) => value).map(([name, value]) =>
+    OF_SERVERS[name] ? `${OF_SERVERS[name]} ${named(view.told, value)}` : `${name.replaceAll("_", " ")} ${value}`);
   if (until > from) told.unshift(`until ${duration(until)}`);
   return box("li", el("span", { text: duration(from) }), el("b", { text: event }), el("span", { text: told.join(", ") }));
 }

@@ -19,6 +19,14 @@ export function urgency(figures, objective) {
   return figures.burn >= PAGE_AT ? "bad" : "warn";
 }
 
+// How many miss, as a multiple of what the objective allows
+export const tooMany = ({ burn }) => `${burn.toFixed(1)}× allowed misses`;
+
+// The same in a sentence
+export function budget({ attainment }, objective) {
+  return `Error budget: ${percent(1 - objective)} of the requests may miss their SLO. ${percent(1 - attainment)} did.`;
+}
+
 function card(tier) {
   const node = el("button.card", { type: "button", tabindex: "-1" },
     box("span.name"), box("span.flag"), box("span.slo"), box("span.figure", box("strong"), box("small")), box("span.trend"),
@@ -39,13 +47,15 @@ function fillCard(node, tier, told) {
   const state = hasSlo ? urgency(figures, told.objective) : "besteffort";
   set(node, { class: `card ${state}`, "aria-pressed": String(view.tier === tier.name) });
   set(name, { text: tier.name, title: tier.name });
-  set(flag, { text: ["warn", "bad"].includes(state) ? `burning ${figures.burn.toFixed(1)}×` : "" });
-  set(slo, { text: promise(tier.slo), title: promise(tier.slo) });
+  const isBurning = ["warn", "bad"].includes(state);
+  set(flag, { text: isBurning ? tooMany(figures) : "", title: isBurning ? budget(figures, told.objective) : null });
+  const words = isPromised(tier.slo) ? promise(tier.slo) : hasSlo ? "SLO of each request" : "best effort";
+  set(slo, { text: words, title: words });
   if (hasSlo) fillPromised(figure, trend, tier, told, figures);
   else fillBestEffort(figure, trend, tier);
   keyed(meters, metersOf(tier, figures, hasSlo), ([what]) => what, meter, (row, [what, ...values]) => {
     set(row.firstChild, { text: what });
-    if (what === "budget") fillBudget(row, ...values);
+    if (what === "budget") fillBudget(row, ...values, budget(figures, told.objective));
     else fillBullet(row, ...values);
   });
   const { running, waiting, late } = tier.now;
@@ -87,12 +97,12 @@ function fillBestEffort(figure, trend, tier) {
   trend.replaceChildren(sparkline(rates, { from: 0, to: Math.max(1, ...rates) }));
 }
 
-function fillBudget(row, left) {
+function fillBudget(row, left, words) {
   const [, bar, value] = row.children;
   const share = Math.max(0, Math.min(1, left));
-  set(row, { class: left < 0 ? "budget over" : "budget" });
+  set(row, { class: left < 0 ? "budget over" : "budget", title: words });
   set(bar.firstChild, { style: { width: `${100 * share}%` } });
-  set(value, { text: left < -0.05 ? `overspent ${(-left).toFixed(1)}×` : left < 0 ? "used up" : `${percent(share)} left` });
+  set(value, { text: left < -0.05 ? `${(1 - left).toFixed(1)}× used` : left < 0 ? "used up" : `${percent(share)} left` });
 }
 
 // Median and 99th percentile against the bound, which stands at two thirds of the bar

@@ -2,7 +2,7 @@
 // Below it misses, grouped by tier and cause.
 
 import { arrows, at, box, el, enterable, keyed, set } from "./dom.js";
-import { LATE, named } from "./charts.js";
+import { colour, named } from "./charts.js";
 import { NONE, count, duration, shortId } from "./format.js";
 import { openRequest } from "./panel.js";
 import { choose, draws, redraw, view } from "./state.js";
@@ -112,8 +112,25 @@ function drawFilters(told) {
 
 // ---------------------------------------------------------------------------- misses
 
-function kindOf(cause) {
-  return cause === "refused" ? cause : (LATE.find(([, , names]) => names.includes(cause))?.[0] ?? "other");
+const UNREPORTED = "not reported";
+
+// Why no cause is known, once for all
+function whyUnknown({ misses, replicas }) {
+  if (!misses.some((group) => group.cause === UNREPORTED)) return "";
+  const counted = replicas?.filter((replica) => replica.link === "counted") ?? [];
+  if (counted.length && counted.length === replicas.length) {
+    return "These servers have no plug-in: they do not say how they spent the time, so no cause is known.";
+  }
+  return "Not reported: a server without the plug-in, or without its link, does not say how it spent the time.";
+}
+
+// How late the latest one was; where no cause is known, by what the gateway saw
+function exampleOf({ cause, latest }) {
+  if (!(latest.margin_ms < 0)) return latest.reason || latest.outcome;
+  const late = `late by ${duration(-latest.margin_ms)}`;
+  if (cause !== UNREPORTED || latest.ttft_ms === null) return late;
+  const pace = latest.tpot_ms === null ? "" : `, then ${duration(latest.tpot_ms)} a token`;
+  return `${late}: first token ${duration(latest.ttft_ms)}${pace}`;
 }
 
 function drawMisses(told) {
@@ -121,6 +138,8 @@ function drawMisses(told) {
   const most = Math.max(1, ...groups.map((group) => group.recent));
   const recent = groups.reduce((all, group) => all + group.recent, 0);
   set(at("misses-about"), { text: groups.length ? `${count(recent)} in 15 min${told.admin ? "" : ", of yours"}` : "" });
+  const why = whyUnknown({ misses: groups, replicas: told.replicas });
+  set(at("misses-why"), { text: why, hidden: !why });
   const build = () => {
     const node = el("button.group", { type: "button", tabindex: "-1" },
       box("span.tag"), box("span.cause"), box("span.bar", box("i")), box("b"), box("small"));
@@ -134,10 +153,9 @@ function drawMisses(told) {
     const [tag, cause, bar, number, example] = node.children;
     set(tag, { text: group.tier });
     set(cause, { text: group.cause });
-    set(bar.firstChild, { class: kindOf(group.cause), style: { width: `${(100 * group.recent) / most}%` } });
+    set(bar.firstChild, { class: colour(group.cause), style: { width: `${(100 * group.recent) / most}%` } });
     set(number, { text: count(group.recent), title: `${count(group.count)} since the start` });
-    const late = latest.margin_ms < 0 ? `late by ${duration(-latest.margin_ms)}` : latest.reason || latest.outcome;
-    set(example, { text: `${shortId(latest.id)} ${late}, ${duration(latest.age_ms)} ago` });
+    set(example, { text: `${shortId(latest.id)} ${exampleOf(group)}, ${duration(latest.age_ms)} ago` });
   });
   enterable(at("groups"), ".group");
   set(at("groups"), { "data-none": groups.length ? null : "No request has missed its SLO." });
