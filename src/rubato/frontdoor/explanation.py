@@ -26,7 +26,7 @@ OTHERS = {  # cause -> what cost a request its time
     "gateway": "the gateway passed its tokens on late",
 }
 WAITS = {HELD: "queue", QUEUE: "queue", PREEMPTED: "preemption", TRANSFER: "transfer", LOST: "failed"}  # -> cause
-INTERFERENCE = "interference"  # of prefill or of decodes: a server says which one when the request ends
+INTERFERENCE = "prefill or decode interference"  # a server says which one when the request ends
 NOT_REPORTED = "not reported"
 
 
@@ -136,7 +136,7 @@ def _late_so_far(
         cause, seconds = cause_so_far(record, now, counted)
         age = _time(now - record.request.arrival)
         if cause == INTERFERENCE:
-            why = f"it ran beside others for {_time(seconds)} of {age} (prefill or decode interference)"
+            why = f"it ran beside others for {_time(seconds)} of {age} ({cause})"
         elif cause == NOT_REPORTED:
             why = f"at its server for {_time(seconds)} of {age}, which does not report how it spends the time"
         else:

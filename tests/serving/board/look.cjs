@@ -111,7 +111,7 @@ async function words(browser) {
     told.tiers = [one("late", { slo: { ...none, ttft_ms: 5 } }), one("own", { best_effort: false }), one("none", { best_effort: true })];
     const latest = { ...miss.latest, margin_ms: -250, ttft_ms: 300, tpot_ms: 20 };
     told.misses = ["late", "own"].map((tier) => ({ ...miss, tier, cause: "not reported", latest }));
-    told.replicas = told.replicas.map((replica) => ({ ...replica, link: "counted" }));
+    told.replicas = told.replicas.map((replica) => ({ ...replica, link: "counted", url: "http://gpu-4:8000" }));
     const now = told.history.first;
     const causes = Object.fromEntries(["queue", "prefill interference", "decode interference", "preemption", "infeasible",
       "gateway", "client", "failed"].map((cause, i) => [cause, [80 - 10 * i]]));
@@ -128,6 +128,9 @@ async function words(browser) {
     why: document.getElementById("misses-why").textContent,
     example: document.querySelector(".group small").textContent,
   }));
+  await page.click("#timeline .row");
+  await page.waitForSelector(".events li", { timeout: ANSWERED });
+  found.events = await page.evaluate(() => [...document.querySelectorAll(".events li")].map((event) => event.textContent));
   await context.close();
   return { ...seen, ...found };
 }

@@ -137,6 +137,7 @@ def test_budgets_causes_and_what_is_not_known_are_worded(server: Server) -> None
     named = ["queue", "prefill interference", "decode interference", "preemption", "infeasible", "gateway"]
     assert look["legend"] == ["offered", "on time", *named, "other (client, failed)"]
     assert look["why"].startswith("These servers have no plug-in: they do not say how they spent the time")
+    assert any(event.endswith("placedat gpu-4:8000") for event in look["events"])
     assert "late by 250\u202fms: first token 300\u202fms, then 20\u202fms a token" in look["example"]
 
 
