@@ -136,9 +136,9 @@ def test_budgets_causes_and_what_is_not_known_are_worded(server: Server) -> None
     assert look["title"] == "Error budget: 10\u202f% of the requests may miss their SLO. 12\u202f% did."
     named = ["queue", "prefill interference", "decode interference", "preemption", "infeasible", "gateway"]
     assert look["legend"] == ["offered", "on time", *named, "other (client, failed)"]
-    assert look["why"].startswith("These servers have no plug-in: they do not say how they spent the time")
+    assert look["why"].startswith("Not reported: these servers have no plug-in")
     assert any(event.endswith("placedat gpu-4:8000") for event in look["events"])
-    assert "late by 250\u202fms: first token 300\u202fms, then 20\u202fms a token" in look["example"]
+    assert "late by 250\u202fms: first token 300\u202fms, then 20\u202fms each" in look["example"]
 
 
 @pytest.mark.full

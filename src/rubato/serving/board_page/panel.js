@@ -74,6 +74,8 @@ const times = ({ ttft_ms: ttft, tpot_ms: tpot, e2e_ms: e2e }) =>
 const factList = (facts) =>
   box("dl.facts", ...facts.map(([name, value]) => box("div", el("dt", { text: name }), el("dd", { text: value }))));
 
+const soFarOf = (cause) => (cause === "not reported" ? cause : `${cause} so far`);
+
 function draw(page, id) {
   const choice = page.choices.find((one) => one.id === id) ?? page.choices[0];
   const { verdict, replicas, now, so_far: soFar } = choice;
@@ -89,7 +91,7 @@ function draw(page, id) {
       ["Prompt", `${count(choice.prompt_tokens)} tokens${cached}`],
       ["Output", `${count(choice.output_tokens)} of ${count(choice.max_tokens)}`],
       ...(verdict ? times(verdict) : [["Age", duration(page.age_ms)], ["Now", now ? (NOW[now.in] ?? now.in) : choice.state]]),
-      ["Preempted", count(choice.preemptions)], ["Cause", verdict?.cause ?? (soFar ? `${soFar.cause} so far` : NONE)],
+      ["Preempted", count(choice.preemptions)], ["Cause", verdict?.cause ?? (soFar ? soFarOf(soFar.cause) : NONE)],
     ]),
     el("h3", { text: "Events" }), box("ol.events", ...choice.events.map(eventLine)), el("p.soft.id", { text: id }),
   );

@@ -119,17 +119,18 @@ function whyUnknown({ misses, replicas }) {
   if (!misses.some((group) => group.cause === UNREPORTED)) return "";
   const counted = replicas?.filter((replica) => replica.link === "counted") ?? [];
   if (counted.length && counted.length === replicas.length) {
-    return "These servers have no plug-in: they do not say how they spent the time, so no cause is known.";
+    return "Not reported: these servers have no plug-in, so they do not say how they spent the time.";
   }
   return "Not reported: a server without the plug-in, or without its link, does not say how it spent the time.";
 }
 
-// How late the latest one was; where no cause is known, by what the gateway saw
+// How late the latest one was, and when; where no cause is known, what the gateway saw
 function exampleOf({ cause, latest }) {
-  if (!(latest.margin_ms < 0)) return latest.reason || latest.outcome;
+  const ago = `, ${duration(latest.age_ms)} ago`;
+  if (!(latest.margin_ms < 0)) return `${latest.reason || latest.outcome}${ago}`;
   const late = `late by ${duration(-latest.margin_ms)}`;
-  if (cause !== UNREPORTED || latest.ttft_ms === null) return late;
-  const pace = latest.tpot_ms === null ? "" : `, then ${duration(latest.tpot_ms)} a token`;
+  if (cause !== UNREPORTED || latest.ttft_ms === null) return `${late}${ago}`;
+  const pace = latest.tpot_ms === null ? "" : `, then ${duration(latest.tpot_ms)} each`;
   return `${late}: first token ${duration(latest.ttft_ms)}${pace}`;
 }
 
@@ -155,7 +156,7 @@ function drawMisses(told) {
     set(cause, { text: group.cause });
     set(bar.firstChild, { class: colour(group.cause), style: { width: `${(100 * group.recent) / most}%` } });
     set(number, { text: count(group.recent), title: `${count(group.count)} since the start` });
-    set(example, { text: `${shortId(latest.id)} ${exampleOf(group)}, ${duration(latest.age_ms)} ago` });
+    set(example, { text: `${shortId(latest.id)} ${exampleOf(group)}` });
   });
   enterable(at("groups"), ".group");
   set(at("groups"), { "data-none": groups.length ? null : "No request has missed its SLO." });
