@@ -10,6 +10,7 @@ import pytest
 from rubato.core.events import Finished, Offered, Placed, Started, Tokens, Verdict
 from rubato.engines.vllm import link
 from rubato.engines.vllm.reports import NAME
+from rubato.frontdoor import history
 from rubato.serving.board_pages import FILES
 from rubato.serving.board_snapshot import COLUMNS
 from rubato.wire.messages import EngineState
@@ -125,6 +126,8 @@ def test_what_happened_since_a_report_counts(
         (view,) = client.reports.views()
         (seq,) = getattr(view, shown)
         assert (seq.due < view.now, seq.pending, view.as_of) == (is_late, 1 if token else 10, now + reported)
+        page = history.shown("a", client.reports.history.find("a"), [view], view.now, fair=False)["choices"][0]
+        assert (page["so_far"] is not None, page["explanation"].startswith("Late by")) == (is_late, is_late)
 
     test()
 

@@ -79,13 +79,18 @@ def cause_so_far(record: RequestRecord, now: float, counted: Collection[str] = (
 
 
 def explain(
-    record: RequestRecord, now: float, names: Mapping[str, str] = NOTHING, counted: Collection[str] = ()
+    record: RequestRecord,
+    now: float,
+    names: Mapping[str, str] = NOTHING,
+    counted: Collection[str] = (),
+    due: float | None = None,
 ) -> str:
     """How it stands, or why it ended as it did, in a sentence or two. names: of replicas, where others than their ids.
-    counted: replicas that do not report what happens there."""
+    counted: replicas that do not report what happens there. due: its next token; None: by what is known here."""
     end = record.end
     if end is None:
-        return " ".join([*_late_so_far(record, now, names, counted), _in_flight(record, now, names)])
+        late_by = now - (record.next_due() if due is None else due)
+        return " ".join([*_late_so_far(record, now, names, counted, late_by), _in_flight(record, now, names)])
     judged = end.verdict
     if end.outcome == "refused":
         return f"Refused: {end.reason}."
@@ -129,10 +134,10 @@ def _unreported(record: RequestRecord, names: Mapping[str, str]) -> str:
 
 
 def _late_so_far(
-    record: RequestRecord, now: float, names: Mapping[str, str], counted: Collection[str]
+    record: RequestRecord, now: float, names: Mapping[str, str], counted: Collection[str], late: float
 ) -> Iterator[str]:
     """By how much and why it is late now, and where and when it was given up."""
-    if (late := now - record.next_due()) > 0.0:
+    if late > 0.0:
         cause, seconds = cause_so_far(record, now, counted)
         age = _time(now - record.request.arrival)
         if cause == INTERFERENCE:

@@ -227,14 +227,14 @@ def _choice(
     record: RequestRecord, views: Sequence[View], now: float, names: Mapping[str, str], *, fair: bool,
     counted: Collection[str],
 ) -> dict[str, Any]:  # fmt: skip
-    arrival = record.request.arrival
+    arrival, due = record.request.arrival, _next_due(record, views)
     until = now if record.end is None else record.end.at
     demoted = record.best_effort + (now - record.best_effort_since if record.best_effort_since is not None else 0.0)
     return {
         "id": record.request.id,
         "state": _state(record),
-        "explanation": explain(record, now, names, counted),
-        "so_far": _so_far(record, now, counted),
+        "explanation": explain(record, now, names, counted, due),
+        "so_far": None if record.end is not None else _so_far(record, now, counted, due),
         "phases": [[kind, ms(seconds)] for kind, seconds in phases(record, now, counted)],
         "prompt_tokens": record.request.prompt,
         "max_tokens": record.request.sampling.max_tokens,
@@ -287,12 +287,16 @@ def _now(record: RequestRecord, views: Sequence[View], counted: Collection[str])
     return None
 
 
-def _so_far(record: RequestRecord, now: float, counted: Collection[str]) -> dict[str, Any] | None:
+def _next_due(record: RequestRecord, views: Sequence[View]) -> float:
+    """When its next token is due (s): as its replica has it, which may know of tokens that were not told of one by
+    one."""
+    here = (seq for view in views for seqs in (view.running, view.waiting, view.moving) for seq in seqs)
+    return next((seq.due for seq in here if seq.id == record.request.id), record.next_due())
+
+
+def _so_far(record: RequestRecord, now: float, counted: Collection[str], due: float) -> dict[str, Any] | None:
     """Of a request in flight whose next token is late: by how much, and what has cost it the most time."""
-    late = now - record.next_due()
-    if record.end is not None or late <= 0.0:
-        return None
-    return {"late_ms": ms(late), "cause": cause_so_far(record, now, counted)[0]}
+    return {"late_ms": ms(now - due), "cause": cause_so_far(record, now, counted)[0]} if now > due else None
 
 
 def _due(record: RequestRecord) -> list[dict[str, Any]]:
