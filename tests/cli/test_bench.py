@@ -57,8 +57,10 @@ def benched(server, tmp_path, *words):
 @pytest.mark.parametrize(
     ("owner", "words", "sent"),
     [
-        ("rubato", [], {**FIXED, "slo": {"ttft_ms": 9000.0, "tpot_ms": 800.0}}),
-        ("rubato", ["--slo-as", "none"], FIXED),
+        ("rubato 0.1.0", [], {**FIXED, "slo": {"ttft_ms": 9000.0, "tpot_ms": 800.0}}),
+        ("rubato 0.1.0", ["--slo-as", "none"], FIXED),
+        ("vllm 0.1.0", [], {**FIXED, "slo": {"ttft_ms": 9000.0, "tpot_ms": 800.0}}),  # a gateway, or the plug-in
+        ("somebody 0.1.0", [], {**PLAIN, "slo": {"ttft_ms": 9000.0, "tpot_ms": 800.0}}),
         ("vllm", [], FIXED),
         (
             "vllm",
@@ -73,10 +75,12 @@ def benched(server, tmp_path, *words):
         ("somebody", ["--ignore-eos"], {**PLAIN, "ignore_eos": True}),
     ],
 )
-def test_a_server_gets_only_the_fields_it_knows(server, tmp_path, owner, words, sent):
-    server.owner = owner
+def test_a_server_gets_only_the_fields_it_knows(server, tmp_path, capsys, owner, words, sent):
+    server.owner, _, server.version = owner.partition(" ")
     slos = [word for tier in ("chat", "code", "summary") for word in (f"--{tier}", "9000,800")]
     data, body = benched(server, tmp_path, *words, *slos)
+    says = capsys.readouterr().err.count("no SLO is sent, since this server is not known to take them")
+    assert says == (not server.version and "--slo-as" not in words)
     if "vllm_xargs" in body:
         body["vllm_xargs"]["slo_tier"] = "chat"  # whichever came last
     common = {"model", "messages", "max_tokens", "temperature", "stream"}
@@ -96,3 +100,10 @@ def test_goodput_key_and_headers_of_the_command(server, tmp_path, monkeypatch):
     assert data["policies"]["run"][-1]["good"] == 8
     assert "k1" not in (tmp_path / "out.json").read_text()
     assert main(["bench", server.url, "--api-key", "wrong"]) == 2
+
+
+def test_best_effort_requests_are_sent_without_a_word_on_slos(server, tmp_path, capsys):
+    kinds = tmp_path / "mix.yaml"
+    kinds.write_text("{tiers: {free: {}}, kinds: [{app: chat, tier: free}]}")
+    benched(server, tmp_path, "--kinds", str(kinds))
+    assert "SLO" not in capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import rubato
 from rubato.engines.vllm import link
 from rubato.frontdoor.paths import GENERATE
 from tests.doors.doors import TENANTS, Answer, Door, Seen, asked_of_doors, at
@@ -386,6 +387,7 @@ def _check_promise(opened: Door, case: Case, answer: Answer) -> None:
         assert told == headers
     if case.status == 200 and opened.checks_keys:
         assert answer.headers.get("x-rubato-clamped") == case.clamped
+        assert answer.headers.get("x-rubato-version") == (rubato.__version__ if case.path == "/v1/models" else None)
     labels = {name: label for name in ("tier", "tenant") if (label := getattr(case, name)) is not None}
     assert opened.count("rubato_requests_offered_total", **labels) == case.offered
 

@@ -31,6 +31,7 @@ class Scripted:
 
     def __init__(self):
         self.owner = ""
+        self.version = ""
         self.key = None
         self.headers = {}
         self.bodies = []
@@ -43,7 +44,8 @@ class Scripted:
         self.headers = dict(request.headers)
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "no"}}, status=401)
-        return web.json_response({"data": [{"id": "tiny", "owned_by": self.owner}]})
+        headers = {"x-rubato-version": self.version} if self.version else {}
+        return web.json_response({"data": [{"id": "tiny", "owned_by": self.owner}]}, headers=headers)
 
     async def completions(self, request):
         """A text completion: the good script, said in its chunks' words."""
@@ -399,7 +401,8 @@ def test_keys_and_headers_are_sent_and_not_kept():
 
 
 def test_what_a_server_is_follows_from_its_list_of_models():
-    assert (ServerModels(("m",), "rubato").knows_slos, ServerModels(("m",), "rubato").fixed_lengths) == (True, True)
+    ours = ServerModels(("m",), "rubato", "0.1.0")
+    assert (ours.knows_slos, ours.fixed_lengths) == (True, True)
     assert (ServerModels(("m",), "vllm").knows_slos, ServerModels(("m",), "vllm").fixed_lengths) == (False, True)
     assert (ServerModels(("m",), "openai").knows_slos, ServerModels(None).fixed_lengths) == (False, False)
     assert ServerModels(("m", "n")).first("http://h") == "m"

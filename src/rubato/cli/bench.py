@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 
 from rubato.cli import answers, workload_options
 from rubato.core.server_url import check_url
 from rubato.measure import goodput, http_client, load_generator
+from rubato.workloads.workload import Workload
 
 EXAMPLES = (
     "http://127.0.0.1:8000 --kinds mix.yaml --rate 4 --duration 120",
     "http://127.0.0.1:8000 --scenario slos-serve-chatbot --rate 2 --json run.json --plot run.png",
 )
+
+NO_SLO_SENT = "no SLO is sent, since this server is not known to take them; --slo-as body sends them"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slo-as", choices=("auto", "body", "slo", "tier", "vllm-xargs", "none"), default="auto",
         help="how to state SLOs: body = as `slo` in the body; slo = and the tier by its name, which the server must "
-        "know; vllm-xargs = as flat keys in `vllm_xargs`; auto = body for a Rubato server, none for any other",
+        "know; vllm-xargs = as flat keys in `vllm_xargs`; auto = body for Rubato's server, gateway and vLLM plug-in, "
+        "none for any other",
     )  # fmt: skip
     parser.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction,
@@ -52,11 +57,16 @@ def run(args: argparse.Namespace) -> int:
     headers = dict(_header(text) for text in args.header)
     bounds = goodput.parse(args.goodput) if args.goodput else None
     listed = asyncio.run(http_client.list_models(args.url, args.api_key, headers))
+    slo_as = args.slo_as
+    if slo_as == "auto":
+        slo_as = "body" if listed.knows_slos else "none"
+        if slo_as == "none" and any(has_slos(load) for load in loads):
+            print(f"rubato bench: {NO_SLO_SENT}", file=sys.stderr)
     target = http_client.Endpoint(
         args.url,
         args.model or listed.first(args.url),
         args.endpoint,
-        ("body" if listed.knows_slos else "none") if args.slo_as == "auto" else args.slo_as,
+        slo_as,
         ignore_eos=listed.fixed_lengths if args.ignore_eos is None else args.ignore_eos,
         continuous_usage=listed.fixed_lengths,
         api_key=args.api_key,
@@ -79,6 +89,11 @@ def run(args: argparse.Namespace) -> int:
     ]
     answers.give_runs(args, runs)
     return 0 if all(run.valid for run in runs) or args.allow_late else 1
+
+
+def has_slos(load: Workload) -> bool:
+    """Whether any request promises something."""
+    return any(not load.slo(one).best_effort for one in load.arrivals)
 
 
 def _header(text: str) -> tuple[str, str]:

@@ -53,5 +53,6 @@ def connection_failure(error: BaseException) -> str:
     return type(error).__name__
 
 
+VERSION_HEADER = "x-rubato-version"  # of `/v1/models`, at any server that takes SLOs: vLLM with the plug-in, too
 PROBE = "x-rubato-probe"  # a server of ours counts no error of such a question as a client's
 EXAMPLE = "http://10.0.0.7:8000"

@@ -8,13 +8,14 @@ from urllib.parse import quote, unquote
 from rubato.frontdoor.errors import ApiError
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+MODELS = "/v1/models"
 GENERATE = (CHAT, TEXT, RESPONSES, MESSAGES)
 OPEN = (  # without a key
     "/", "/health", "/ready", "/ping", "/version", "/metrics", "/load", "/docs", "/docs/oauth2-redirect", "/redoc",
     "/openapi.json",
 )  # fmt: skip
 SHARED = (  # these generate nothing: every tenant may use them, and what is below them
-    "/v1/models", "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/embeddings", "/pooling", "/classify",
+    MODELS, "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/embeddings", "/pooling", "/classify",
     "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 )  # fmt: skip
 MAX_DECODINGS = 4  # of a path, each of which reads all of it

@@ -2,7 +2,7 @@
 followed token by token to the end of its stream.
 
 Servers that do not know a field may refuse it: SLOs, `ignore_eos` and `continuous_usage_stats` go only to servers that
-are known to take them (by `owned_by` in their list of models) or on request.
+are known to take them (by a header of their list of models, or by `owned_by` in it) or on request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import aiohttp
 import orjson
 
 from rubato.core.request import SLO, Outcome
-from rubato.core.server_url import connection_failure
+from rubato.core.server_url import VERSION_HEADER, connection_failure
 from rubato.workloads import Arrival
 
 TierField = Literal["slo", "body", "tier", "none", "vllm-xargs", "priority"]
@@ -103,14 +103,15 @@ class Endpoint:
 @dataclass(frozen=True, slots=True)
 class ServerModels:
     """What a server's list of models says; models is None where it keeps no such list. owner: `owned_by` of the first,
-    "" if it does not say."""
+    "" if it does not say. rubato: the version of Rubato that answers, in front of vLLM or inside it too; "" if none."""
 
     models: tuple[str, ...] | None
     owner: str = ""
+    rubato: str = ""
 
     @property
     def knows_slos(self) -> bool:
-        return self.owner == "rubato"
+        return self.rubato != ""
 
     @property
     def fixed_lengths(self) -> bool:
@@ -141,7 +142,8 @@ async def list_models(
                 return ServerModels(None)
             entries = orjson.loads(await response.read())["data"]
             models = tuple(str(entry["id"]) for entry in entries)
-            return ServerModels(models, str(entries[0].get("owned_by", "")) if entries else "")
+            owner = str(entries[0].get("owned_by", "")) if entries else ""
+            return ServerModels(models, owner, response.headers.get(VERSION_HEADER, ""))
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise BenchError(f"no OpenAI-compatible server at {url}: {connection_failure(error)}") from error
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:

@@ -18,7 +18,7 @@ from rubato.frontdoor.offers import Offers
 from rubato.frontdoor.slo_fields import Tiers
 from rubato.frontdoor.tenants import Tenants
 from rubato.serving import intake, openapi, schemas
-from rubato.serving.app_state import AppState, WithHeaders, add_door, add_operations, json_page
+from rubato.serving.app_state import AppState, WithHeaders, add_door, add_operations, models_page
 from rubato.serving.board_pages import add_board
 
 MESSAGE = 32  # characters that a message counts for besides its own: what the chat template does with it
@@ -159,14 +159,14 @@ def _add_models(app: FastAPI, state: _State) -> None:
     async def models(http: Request) -> Response:
         """The names under which the model may be asked for."""
         state.door.identify(http.headers)
-        return json_page({"object": "list", "data": [_model(service, name, state.created) for name in service.names]})
+        return models_page({"object": "list", "data": [_model(service, name, state.created) for name in service.names]})
 
     @app.get("/v1/models/{name:path}", responses=openapi.errors(400, 401, 404))
     async def model(http: Request, name: str) -> Response:
         """One of them."""
         state.door.identify(http.headers)
         _check_model(service, name)
-        return json_page(_model(service, name, state.created))
+        return models_page(_model(service, name, state.created))
 
 
 # --------------------------------------------------------------------------- from HTTP to a request

@@ -12,8 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import rubato
 from rubato.core.interfaces import View
-from rubato.core.server_url import bare_host
+from rubato.core.server_url import VERSION_HEADER, bare_host
 from rubato.fleet.cluster import Cluster
 from rubato.frontdoor import history
 from rubato.frontdoor.admission import FrontDoor
@@ -171,6 +172,13 @@ class WithHeaders(Response):
 
 def json_page(content: Mapping[str, Any], status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+def models_page(content: Mapping[str, Any]) -> Response:
+    """A page of models, which says whose server it is: models keep the `owned_by` of the server that has them."""
+    page = json_page(content)
+    page.headers[VERSION_HEADER] = rubato.__version__
+    return page
 
 
 def add_door(app: FastAPI, door: FrontDoor) -> None:

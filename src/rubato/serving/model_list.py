@@ -10,7 +10,7 @@ from rubato.fleet.served_models import ServedModels
 from rubato.frontdoor.admission import AdmittedRequest, FrontDoor
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.errors import ApiError
-from rubato.serving.app_state import AppState, json_page
+from rubato.serving.app_state import AppState, models_page
 
 MAX_NAMES = 20  # in the words of an error
 
@@ -59,10 +59,10 @@ class ModelPages:
 
     async def all(self, http: HttpRequest) -> Response:
         self._state.enter(http)
-        return json_page({"object": "list", "data": list(self._models.entries().values())})
+        return models_page({"object": "list", "data": list(self._models.entries().values())})
 
     async def one(self, http: HttpRequest, name: str) -> Response:
         self._state.enter(http)
         if (entry := self._models.entries().get(name)) is None:
             raise unknown_model(name, self._models)
-        return json_page(entry)
+        return models_page(entry)

@@ -26,12 +26,14 @@ import orjson
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 
+import rubato
 from rubato.config.build import in_flight_bound
 from rubato.config.for_vllm import configured
 from rubato.config.schema import Config
 from rubato.core.clock import unix_time
 from rubato.core.events import Event, Finished, Offered, Tokens
 from rubato.core.request import Request
+from rubato.core.server_url import VERSION_HEADER
 from rubato.engines.vllm.link import address_for_gateways
 from rubato.engines.vllm.sequence import ARRIVAL, MAX_PAUSE, MILLISECONDS, ON_DECLINE, TENANT, TICKET, TIER, sealed
 from rubato.engines.vllm.settings import check_version
@@ -41,7 +43,17 @@ from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, FrontDoor, f
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.errors import ApiError, from_finished
 from rubato.frontdoor.headers import first_of_each
-from rubato.frontdoor.paths import CHAT, GENERATE, OPEN, RESPONSES, TEXT, canonical_path, is_shared, written_path
+from rubato.frontdoor.paths import (
+    CHAT,
+    GENERATE,
+    MODELS,
+    OPEN,
+    RESPONSES,
+    TEXT,
+    canonical_path,
+    is_shared,
+    written_path,
+)
 from rubato.frontdoor.tenants import Tenant, Tenants, tenants_of, tiers_of
 from rubato.serving.sse import forbid_buffering
 from rubato.serving.vllm_board import JSON as BOARD_JSON
@@ -204,7 +216,7 @@ class FrontEnd:
                 door.enter(tenant)
             door.authorize(tenant, path)
             if scope["method"] != "POST" or not (path in GENERATE or is_shared(path)):
-                return await app(scope, receive, send)
+                return await app(scope, receive, _with_version(send) if path == MODELS else send)
             raw = await door.read_body(_parts(receive), headers.get("content-length", ""))
             if path not in GENERATE:
                 return await app(scope, _replayed(raw, receive), send)
@@ -488,6 +500,18 @@ def _reply(error: ApiError, more: list[tuple[bytes, bytes]]) -> Response:
     for name, value in more:
         reply.headers[name.decode()] = value.decode()
     return reply
+
+
+def _with_version(send: Send) -> Send:
+    """vLLM's list of models says who owns them, but not that this server takes SLOs."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            version = (VERSION_HEADER.encode(), rubato.__version__.encode())
+            message = {**message, "headers": [*message["headers"], version]}
+        await send(message)
+
+    return sent
 
 
 def _page(content: Mapping[str, Any]) -> Response:
