@@ -13,6 +13,7 @@ from rubato.config.for_vllm import OF_VLLM
 from rubato.config.schema import load
 from rubato.core.request import SLO
 from rubato.frontdoor.tenants import tiers_of
+from rubato.workloads import read
 from tests.docs.pages import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -55,3 +56,16 @@ def test_policy_runs_by_the_command_that_it_names(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(ROOT)
     assert main([*words, "--json", str(tmp_path / "out.json")]) == 0
     assert json.loads((tmp_path / "out.json").read_text())
+
+
+def test_mix_runs_with_prompts_of_every_kind(tmp_path: Path) -> None:
+    made, out = tmp_path / "mix.jsonl", tmp_path / "out.json"
+    words = ["--kinds", str(EXAMPLES / "mix.yaml"), "--rate", "8", "--duration", "5"]
+    assert main(["workload", *words, "-o", str(made)]) == 0
+    load_of_file = read(made)
+    assert {one.app for one in load_of_file.arrivals} == {"chat", "code", "agent", "nightly"}
+    assert all(one.messages for one in load_of_file.arrivals)
+    profile = ["--profile", "llama-3.1-8b-h100", "--json", str(out)]
+    assert main(["simulate", "--workload", str(made), "--policy", "edf", *profile]) == 0
+    (rows,) = json.loads(out.read_text())["policies"].values()
+    assert rows[-1]["completed"] == len(load_of_file.arrivals)

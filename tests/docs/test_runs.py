@@ -56,8 +56,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder: files that pages take as given."""
     monkeypatch.chdir(tmp_path)
     Path("replica.yaml").write_text(fenced("capacity.md", "yaml")[0])
-    kinds = blocks("workloads.md", "tiers:")[0]
-    Path("mix.yaml").write_text(re.sub(r"^ *- \{app: search.*\n?", "", kinds, flags=re.MULTILINE))  # has no texts
+    Path("mix.yaml").write_text(blocks("workloads.md", "tiers:")[0])
     Path("trace.csv").write_text("t_s,input_tokens,output_tokens\n" + "".join(f"{i},300,20\n" for i in range(20)))
     Path("slos.yaml").write_text(blocks("slos.md", "tiers:")[0])
     Path("my_policy.py").write_text(fenced("policies.md", "python")[0])

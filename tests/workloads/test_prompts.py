@@ -12,7 +12,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, OfferedStage, Workload, prompts, scenarios
 from rubato.workloads.generate import make
 from rubato.workloads.prompts import with_texts
-from rubato.workloads.request_kinds import chat, code
+from rubato.workloads.request_kinds import Kind, chat, code
 from tests.doubles import run_spec
 
 LIMITS = Limits(32, 1024, 16384, 8192, 16)
@@ -27,6 +27,14 @@ def test_texts_made_later_are_those_made_at_once():
     at_once = make("m", kinds, 2.0, count=30, seed=4)
     assert with_texts(make("m", kinds, 2.0, count=30, seed=4, texts=False)) == at_once
     assert with_texts(at_once, len).arrivals == at_once.arrivals  # what has a text keeps it
+
+
+def test_an_app_without_texts_of_its_own_gets_those_of_chat():
+    kinds = [Kind("agent", SLO(), (20, 2000), (10, 10)), code(SLO())]
+    load = make("m", kinds, 2.0, count=30, seed=4)
+    as_chat = make("m", [chat(SLO(), prompt=(20, 2000), output=(10, 10)), code(SLO())], 2.0, count=30, seed=4)
+    assert [one.messages for one in load.arrivals] == [one.messages for one in as_chat.arrivals]
+    assert {one.app for one in load.arrivals} == {"agent", "code"}
 
 
 def test_a_scenario_gets_texts_of_its_lengths():

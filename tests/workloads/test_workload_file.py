@@ -175,8 +175,6 @@ def test_impossible_arguments_are_refused(arguments, message):
 def test_kinds_that_contradict_are_refused():
     with pytest.raises(ValueError, match="share the tier"):
         make("x", (request_kinds.chat(CHAT), request_kinds.code(CODE, tier="chat")), 1.0, count=3)
-    with pytest.raises(ValueError, match="has no texts"):
-        make("x", [request_kinds.Kind("chess", CHAT, (1, 2), (1, 2))], 1.0, count=3)
     with pytest.raises(ValueError, match=r"output is \(9, 3\)"):
         request_kinds.chat(CHAT, output=(9, 3))
 

@@ -9,9 +9,10 @@
       - {app: summary, tier: batch, share: 1, prompt: [400, 900], output: [30, 80]}
       - {app: code, tier: free, share: 3, prompt: 200, output: {mean: 60, std: 50, p99: 250}}
 
-app: what it is for; chat, code and summary have texts, and usual lengths if theirs are left out. prompt, output:
-tokens, a number, least and most, or a distribution: {mean, std, p99}, {mean, p99} or {percentiles: {50: tokens}}.
-share: weight in the mix. ttft_slowdown: TTFT in zero-load prefill times, instead of the tier's.
+app: what it is for, any name; chat, code and summary have texts of their own, and usual lengths if theirs are left
+out. The others get texts of chat, and need both lengths. prompt, output: tokens, a number, least and most, or a
+distribution: {mean, std, p99}, {mean, p99} or {percentiles: {50: tokens}}. share: weight in the mix. ttft_slowdown:
+TTFT in zero-load prefill times, instead of the tier's.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def _kind(asked: _Kind, mix: _Mix) -> Kind:
     lengths = {name: _range(asked.app, name, getattr(asked, name)) for name in ("prompt", "output")}
     given: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
     if asked.app not in USUAL and len(given) < 2:
-        raise ValueError(f"kind {asked.app!r} has no texts{nearest(asked.app, USUAL)}; give both of prompt and output")
+        near = nearest(asked.app, USUAL, list_all=False)
+        raise ValueError(f"kind {asked.app!r} has no usual lengths: give both of prompt and output{near}")
     tier = asked.tier or asked.app
     if tier not in mix.tiers:
         raise ValueError(f"kind {asked.app!r} is of tier {tier!r}, which has no entry{nearest(tier, mix.tiers)}")

@@ -17,7 +17,7 @@ import orjson
 from rubato.core.request import SLO
 from rubato.workloads.arrivals import Poisson, Process, offered
 from rubato.workloads.lengths import Floats, Ints, of
-from rubato.workloads.prompts import TEXTS, Count, with_texts
+from rubato.workloads.prompts import Count, with_texts
 from rubato.workloads.request_kinds import FollowUp, Kind, MixChange, tiers_of
 from rubato.workloads.workload import Arrival, OfferedStage, Workload, check_rate
 
@@ -59,8 +59,6 @@ def make(
         raise ValueError(f"workload {name!r} is empty: no request arrives in {duration} s at {rate} requests/s")
     mixes = [MixChange(tuple(kinds)), *changes]
     every = [kind for mix in mixes for kind in mix.kinds]
-    if texts and (without := [kind.app for kind in every if kind.app not in TEXTS]):
-        raise ValueError(f"kind {without[0]!r} has no texts: choose one of {', '.join(TEXTS)}, or lengths alone")
     tiers = tiers_of(every)
     notes: dict[str, Any] = {"kinds": [_described(kind) for kind in kinds], "arrivals": str(process)}
     if changes:

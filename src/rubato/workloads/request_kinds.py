@@ -37,11 +37,12 @@ class FollowUp:
 class Kind:
     """A kind of request in a mix. prompt, output: tokens.
 
-    app: what it is for, and which texts are made (`prompts.TEXTS`). share: weight in the mix; shares need not add
-    up to 1. ttft_slowdown: TTFT is so many times the zero-load prefill time of that prompt, instead of `slo.ttft`.
-    ttfts: TTFT is one of these, in seconds, drawn evenly; an idle replica must be able to meet it. Stages: the first
-    runs `rounds` times (default once; 0 = not at all), `pause` seconds of a tool between two rounds, then come those
-    of `then`. acceptance: least and most probability that a drafted token is accepted, one number for each request.
+    app: what it is for, and which texts are made (`prompts.TEXTS`; any other app: chat's). share: weight in the mix;
+    shares need not add up to 1. ttft_slowdown: TTFT is so many times the zero-load prefill time of that prompt, instead
+    of `slo.ttft`. ttfts: TTFT is one of these, in seconds, drawn evenly; an idle replica must be able to meet it.
+    Stages: the first runs `rounds` times (default once; 0 = not at all), `pause` seconds of a tool between two rounds,
+    then come those of `then`. acceptance: least and most probability that a drafted token is accepted, one number for
+    each request.
     """
 
     app: str
