@@ -68,10 +68,19 @@ kinds:
         ("prompt: 200", "prompt: {mean: 200, p99: 90}", "no log-normal has mean 200"),
         ("prompt: 200", "prompt: {men: 200}", "kinds.2.prompt"),
         ("kinds:", "kind:", "kinds: Field required"),
-        ("tiers:", "tiers: [", "not YAML"),
+        ("tiers:", "tiers: [", r"not YAML \(expected ',' or ']', but got '<scalar>' in line 4, column 3\)$"),
+        ("tiers:", "tiers: \0", r"not YAML \(special characters are not allowed\)$"),
+        ("app: chat,", "app: chess,", "'chess' has no usual lengths: give both of prompt and output$"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
     with pytest.raises(ValueError, match=says) as error:
         kinds_file.read(written(tmp_path, TEXT.replace(old, new, 1)))
     assert "mix.yaml" in str(error.value)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "mix.yaml"
+    path.write_bytes(b"tiers: \xff")
+    with pytest.raises(ValueError, match=r"mix.yaml: not YAML \(invalid start byte\)$"):
+        kinds_file.read(path)

@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, ValidationError
 
 from rubato.config.parts import StrictSettings, TierSettings
+from rubato.config.yaml_text import parse_yaml
 from rubato.core.did_you_mean import nearest
 from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
 from rubato.workloads.request_kinds import Kind, Range, chat, code, summary
@@ -58,10 +58,7 @@ class _Mix(StrictSettings):
 
 def read(path: str | Path) -> list[Kind]:
     """The kinds of a file. Raises ValueError naming the file and what is wrong, OSError when it cannot be opened."""
-    try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    tree = parse_yaml(Path(path).read_bytes(), str(path))
     try:
         mix = _Mix.model_validate(tree)
     except ValidationError as error:

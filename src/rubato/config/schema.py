@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 
 from rubato.config.parts import (
@@ -35,6 +34,7 @@ from rubato.config.parts import (
     TLSSettings,
 )
 from rubato.config.parts import ConfigError as ConfigError
+from rubato.config.yaml_text import parse_yaml
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import MOST
 from rubato.core.server_url import check_url
@@ -179,7 +179,7 @@ def load(
         if not found or not path:
             raise ConfigError(f"override {path!r}: write it as setting=value, such as policy.safety_margin=0.2")
         words = path.split(".")
-        _set(tree, words, text if text and _is_text(words) else _yaml(text, f"override of {path}"))
+        _set(tree, words, text if text and _is_text(words) else parse_yaml(text, f"override of {path}"))
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -190,25 +190,15 @@ def _tree(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return {str(key): value for key, value in source.items()}
     try:
-        text = Path(source).read_text(encoding="utf-8")
+        text = Path(source).read_bytes()
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read ({error.strerror})") from error
-    tree = _yaml(text, str(source))
+    tree = parse_yaml(text, str(source))
     if tree is None:
         return {}
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError(f"{source}: the top level must be settings with their values, such as `model: NAME`")
     return tree
-
-
-def _yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        # pyyaml's own message quotes the line, which may hold a key; so does the traceback of its cause
-        mark = getattr(error, "problem_mark", None)
-        place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
-        raise ConfigError(f"{where}: not YAML ({getattr(error, 'problem', None) or 'unreadable'}{place})") from None
 
 
 def _is_text(path: Sequence[str]) -> bool:
