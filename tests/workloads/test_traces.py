@@ -127,7 +127,8 @@ ROW = '{{"timestamp": {}, "input_length": 9, "output_length": 4}}\n'
     [
         ((0, 0.25, 0.5), "timestamp is read as milliseconds, but it has fractions: if it is seconds, give"),
         ((0, 0, 1, 1), "but that is 3,000 requests/s"),
-        ((0, 250, 500), None),
+        ((0, 2, 5), "but that is 400 requests/s"),  # of 0.4/s, in seconds
+        ((0, 25, 500), None),
         ((0, 0), None),
     ],
 )  # fmt: skip
@@ -139,6 +140,32 @@ def test_milliseconds_that_look_like_seconds_are_noted(tmp_path, times, says):
     scaled = traces.read(path, TraceOptions(time_scale=1000.0))
     assert [o.at for o in scaled.offers] == [float(time) for time in times]
     assert not scaled.notes
+
+
+@pytest.mark.parametrize(
+    ("times", "is_noted"),
+    [
+        ((0, 400, 1100), True),  # of 2 requests/s
+        ((1764460800000, 1764460800020, 1764460800050), True),  # since 1970; 0.04 requests/s
+        ((1764460800, 1764464400, 1764468000), False),  # an hourly job's
+        ((0, 3600.5, 7200), False),
+        ((0, 30, 90), False),  # as BurstGPT begins
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("columns", [None, Columns("at", "prompt_tokens", "output_tokens")])
+def test_seconds_that_look_like_milliseconds_are_noted(tmp_path, columns, times, is_noted):
+    rows = "".join(f"{time},9,4\n" for time in times)
+    path = file(tmp_path, "own.csv", "at,prompt_tokens,output_tokens\n" + rows)
+    note = traces.read(path, TraceOptions(columns=columns)).notes.get("times", "")
+    assert note.endswith("if it is milliseconds, give --time-scale 0.001") == is_noted
+    assert ("at is read as seconds, but that is 0.0" in note) == is_noted
+    assert not traces.read(path, TraceOptions(columns=columns, time_scale=1e-3)).notes
+
+
+def test_dates_are_in_no_doubt(tmp_path):
+    rows = "".join(f"2023-11-16 {hour}:00:00,9,4\n" for hour in (10, 12, 20))
+    path = file(tmp_path, "azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    assert not traces.read(path).notes
 
 
 def test_a_part_of_a_trace(tmp_path):

@@ -112,16 +112,26 @@ def fields_wanted() -> str:
     )
 
 
+MAX_USUAL_RATE = 50.0  # requests/s of a trace whose times are milliseconds; no published one comes near it
+MIN_USUAL_RATE = 0.01  # of one whose times are seconds
+EPOCH_S = (1e8, 1e11)  # seconds since 1970 of a log's times; more are milliseconds
+
+
 def unit_doubt(layout: Layout, at: list[float]) -> str:
-    """Why times that were read as milliseconds look like seconds, "" if they do not. at: sorted, in seconds."""
-    if layout not in (MOONCAKE, AIPERF, EMISSION) or at[-1] == at[0]:
+    """Why times look as if they were in another unit than they were read in, "" if they do not. at: sorted, in
+    seconds."""
+    if at[-1] == at[0] or layout is EVENTS or layout.seconds is _date:
         return ""
-    doubt = ""
-    if layout is not EMISSION and any(abs(1e3 * one - round(1e3 * one)) > 1e-6 for one in at):
-        doubt = "it has fractions"
-    elif (rate := (len(at) - 1) / (at[-1] - at[0])) > MAX_USUAL_RATE:
-        doubt = f"that is {rate:,.0f} requests/s"
-    return doubt and f"{layout.at} is read as milliseconds, but {doubt}: if it is seconds, give --time-scale 1000"
-
-
-MAX_USUAL_RATE = 1000.0  # requests/s; no published trace comes near it
+    rate = (len(at) - 1) / (at[-1] - at[0])
+    if layout.seconds is milliseconds:
+        doubt = ""
+        if layout is not EMISSION and any(abs(1e3 * one - round(1e3 * one)) > 1e-6 for one in at):
+            doubt = "it has fractions"
+        elif rate > MAX_USUAL_RATE:
+            doubt = f"that is {rate:,.0f} requests/s"
+        return doubt and f"{layout.at} is read as milliseconds, but {doubt}: if it is seconds, give --time-scale 1000"
+    is_sparse = rate < MIN_USUAL_RATE and not EPOCH_S[0] < at[0] < EPOCH_S[1]
+    if (is_sparse or at[0] > EPOCH_S[1]) and all(one.is_integer() for one in at):
+        said = f"{layout.at} is read as seconds, but that is {rate:.2g} requests/s"
+        return f"{said}: if it is milliseconds, give --time-scale 0.001"
+    return ""
