@@ -26,7 +26,7 @@ def test_progress_into_a_pipe_is_lines_not_more_often_than_needed(
         bar.desc, bar.total = "verify: ", 20  # as `JobRunner` does: all is done
         bar.refresh()
         bar.refresh()
-    assert capsys.readouterr().err == "search: 10 of 40 jobs\nsearch: 20 of 40 jobs\n"
+    assert capsys.readouterr().err == "".join(f"search: {n} of 40 jobs\n" for n in (0, 10, 20))
     with ProgressBar(total=2, unit="job", disable=True) as bar:
         bar.update(2)
     assert capsys.readouterr().err == ""

@@ -214,12 +214,27 @@ def test_a_load_too_small_for_a_policy_has_no_limit_and_comes_first(
     assert "| edf               | no limit" in capsys.readouterr().out
 
 
+def test_a_load_that_every_policy_holds_at_any_rate_is_reported_as_such(
+    folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    loose, report = load(tiers={"chat": SLO(e2e=1e6), "code": SLO(e2e=1e6)}), tmp_path / "judged.html"
+    words = ["--profile", PROFILE, "--workers", "1", "--policy", "vllm", "--seeds", "0", "--report", str(report)]
+    assert main(["judge", str(folder(loose)), *words]) == 0
+    page = report.read_text(encoding="utf-8")
+    assert "No policy holds the largest rate on mine.jsonl: see the notes." in page
+    assert "no rate to show: see the notes" in page
+    outline, *progress = capsys.readouterr().err.splitlines()
+    assert outline.startswith("rubato judge: 1 load with 24 requests, policies vllm and edf, seeds 0; a job finds")
+    assert progress[:1] == ["judge: 0 of 2 jobs"]
+
+
 @pytest.mark.parametrize(
     ("files", "words", "says"),
     [
-        ({}, "", "loads holds no loads: put workload files or traces there (a workload file is JSON lines"),
-        ({"a_txt": "hello\n"}, "", "a.txt is neither a workload file nor a trace"),
-        ({"a_txt": "hello\n"}, "", "TIMESTAMP, ContextTokens, GeneratedTokens; t_s"),
+        ({}, "", "loads holds no loads: put workload files or traces there (docs/workloads.md has their formats)\n"),
+        ({"a_txt": "hello\n" * 2}, "", "a.txt has the fields hello: a trace has others (docs/workloads.md); or name"),
+        ({"a_txt": "hello\n" * 2}, "", "output=NAME; it is no workload file either\n"),
         (
             {"a_jsonl": TURNS},
             "--seeds=1",

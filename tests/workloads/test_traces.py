@@ -279,8 +279,8 @@ def test_bailians_requests_have_ids_of_their_own(tmp_path):
     ("text", "says"),
     [
         ('{"session_id":"a","input_length":3,"output_length":3,"delay":-1}', "line 1: delay is -1: expected ms"),
-        ("a,b\n1,2\n", "has the fields a, b: expected one of at, prompt_tokens"),
-        ("a,b\n1,2\n", "output_length, chat_id, parent_chat_id; input_length, output_length, session_id"),
+        ("a,b\n1,2\n", r"has the fields a, b: a trace has others \(docs/workloads.md\); or name its columns: --col"),
+        ("at,prompt_tokens,out\n1,2,3\n", r"at, prompt_tokens, out: output_tokens is missing \(docs"),
         ("at,prompt_tokens,output_tokens\n0,50,10\n1,many,3\n", "line 3: prompt_tokens is 'many': expected a whole"),
         ("at,prompt_tokens,output_tokens\n0,0,10\n", "line 2: prompt_tokens is '0': expected a whole"),
         ("at,prompt_tokens,output_tokens\n0,5,-1\n", "line 2: output_tokens is '-1'"),

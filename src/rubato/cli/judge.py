@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,6 +12,7 @@ from rubato import policies
 from rubato.cli import answers, common_options, simulation_options, trace_options
 from rubato.config.schema import load as configured
 from rubato.fleet.cluster_options import PolicyChoice
+from rubato.measure.tables import listed
 from rubato.planning import judge
 from rubato.planning.judge.loads import LoadOptions, read
 from rubato.simulation.run_spec import Hardware, RunSpec
@@ -56,8 +58,23 @@ def run(args: argparse.Namespace) -> int:
 
     how = LoadOptions(args.profile or "", machine, args.seeds, args.ttft, trace_options.asked(args))
     question = judge.JudgeQuestion(read(args.folder, how), lambda hardware: _specs(args, hardware), args.seeds)
-    answers.give(args, judge.run(question, **simulation_options.how(args)))
+    how_to_run = simulation_options.how(args)
+    if not args.no_progress:
+        print(f"rubato judge: {_outline(question)}", file=sys.stderr)
+    answers.give(args, judge.run(question, **how_to_run))
     return 0
+
+
+def _outline(question: judge.JudgeQuestion) -> str:
+    """What is about to run."""
+    policies = [spec.choice.label for spec in question.specs(question.loads[0].machine)]
+    requests = sum(len(load.own.arrivals) for load in question.loads)
+    loads = f"{len(question.loads)} load{'' if len(question.loads) == 1 else 's'}"
+    seeds = ",".join(map(str, question.seeds))
+    return (
+        f"{loads} with {requests} requests, policies {listed(policies)}, seeds {seeds}; a job finds the rates of one "
+        "policy on one load under one seed, in some 10 to 30 simulations"
+    )
 
 
 def _specs(args: argparse.Namespace, machine: Hardware) -> Sequence[RunSpec]:

@@ -14,12 +14,13 @@ LINE_S = 10.0  # between two lines at least
 
 
 class ProgressBar(tqdm):  # type: ignore[misc]  # no stubs
-    """`tqdm` whose bar, redrawn in place, becomes a line every 10 s or at each end of `total`, where it cannot be."""
+    """`tqdm` whose bar, redrawn in place, becomes a line at the start, every 10 s and at each end of `total`, where it
+    cannot be."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         self._clock = WallClock()
         self._is_plain = not sys.stderr.isatty()
-        self._shown = (0, 0.0)  # the count and the time of the last line
+        self._shown = (-1, 0.0)  # the count and the time of the last line
         drawn = {"file": io.StringIO()} if self._is_plain else {}  # for the line feed at its end
         super().__init__(*args, **drawn, **settings)
 
@@ -29,7 +30,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # no stubs
             return super().display(msg, pos)  # type: ignore[no-any-return]
         count, at = self._shown
         now = self._clock.now()
-        if self.total and self.n != count and (self.n >= self.total or now - at >= LINE_S):
+        if self.total and self.n != count and (count < 0 or self.n >= self.total or now - at >= LINE_S):
             self._shown = (self.n, now)
             print(f"{(self.desc or '').removesuffix(': ')}: {self.n} of {self.total} {self.unit}s", file=sys.stderr)
         return True

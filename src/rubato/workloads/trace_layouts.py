@@ -97,18 +97,12 @@ def layout_of(path: Path, row: Mapping[str, Any], columns: Columns | None) -> La
     for layout in LAYOUTS:
         if layout.fields <= row.keys():
             return layout
+    near = max(LAYOUTS[1:], key=lambda layout: len(layout.fields & row.keys()))
+    lacking = ", ".join(sorted(near.fields - row.keys()))
+    problem = f"{lacking} is missing" if near.fields & row.keys() else "a trace has others"
     raise TraceError(
-        f"{path} has the fields {', '.join(map(str, row))}: expected one of {fields_wanted()}; or name its columns: "
+        f"{path} has the fields {', '.join(map(str, row)):.100}: {problem} (docs/workloads.md); or name its columns: "
         "--columns arrival=NAME,prompt=NAME,output=NAME"
-    )
-
-
-def fields_wanted() -> str:
-    """The fields that a row must have, by layout."""
-    return "; ".join(
-        ", ".join([*([one.at] if one.has_times else []), one.prompt, one.output, *sorted(one.marks)])
-        for one in LAYOUTS
-        if one is not EVENTS
     )
 
 

@@ -37,7 +37,6 @@ from rubato.workloads.generate import Prefill, SLOAssignment
 from rubato.workloads.prompts import Count, with_texts
 from rubato.workloads.request_kinds import Kind, tiers_of
 from rubato.workloads.trace_layouts import AIPERF, BAILIAN, EVENTS, Columns, Layout, layout_of, milliseconds, unit_doubt
-from rubato.workloads.trace_layouts import fields_wanted as fields_wanted
 from rubato.workloads.trace_rows import TraceError as TraceError
 from rubato.workloads.trace_rows import read_rows
 from rubato.workloads.trace_sessions import TraceRequest as TraceRequest

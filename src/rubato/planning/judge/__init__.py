@@ -22,7 +22,7 @@ from rubato.planning import jobs
 from rubato.planning.jobs import Job, JobResults
 from rubato.planning.judge.loads import Load
 from rubato.planning.judge.search import FIRST, TOLERANCE, search
-from rubato.planning.judge.table import bars, result, rows_of, table, told
+from rubato.planning.judge.table import bars, result, rows_of, table, told, winner
 from rubato.planning.request_source import digest
 from rubato.planning.sweep import able, left_out
 from rubato.simulation.run_spec import Hardware, RunSpec
@@ -107,9 +107,13 @@ class JudgeResult(Result):
 
     @property
     def answer(self) -> str:
-        best = Counter(found["policies"][0]["policy"] for found in self.loads)
-        counts = (f"{policy} on {count} of {len(self.loads)} loads" for policy, count in best.most_common())
-        return f"The largest rate is held by {listed(list(counts))}."
+        best = {found["load"]: winner(found) for found in self.loads}
+        counts = Counter(policy for policy in best.values() if policy is not None)
+        held = [f"{policy} on {count} of {len(best)} loads" for policy, count in counts.most_common()]
+        without = [load for load, policy in best.items() if policy is None]
+        said = [f"The largest rate is held by {listed(held)}."] if held else []
+        said += [f"No policy holds the largest rate on {listed(without)}: see the notes."] if without else []
+        return " ".join(said)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -139,6 +143,10 @@ class JudgeResult(Result):
             for axes, (found, own) in zip(panels, shown, strict=True):
                 if own:
                     bars_with_intervals(axes, own, ink)
+                else:
+                    axes.set_xticks([])
+                    axes.set_yticks([])
+                    axes.text(0.5, 0.5, "no rate to show: see the notes", ha="center", va="center", color=ink.text)
                 axes.set_title(found["load"])
                 axes.set_xlabel("times the trace's rate" if found["times_own_rate"] else "requests/s of the fleet")
 

@@ -21,7 +21,7 @@ from rubato.core.request import SLO
 from rubato.latency import profiles
 from rubato.planning.request_source import FileSource, RequestSource, TraceSource, lone_decode
 from rubato.simulation.run_spec import Hardware
-from rubato.workloads import Workload, traces, workload_file
+from rubato.workloads import Workload, traces
 from rubato.workloads.request_kinds import USUAL_SLOS, Kind, tiers_of, usual_kinds
 from rubato.workloads.resample import Stretch, window
 from rubato.workloads.traces import WHOLE, TraceOptions
@@ -29,6 +29,7 @@ from rubato.workloads.traces import WHOLE, TraceOptions
 WORKLOAD = "rubato-workload/"  # how the format of a workload file's header begins
 PREFILLS = 10.0  # the bound of TTFTs where a load states none, in prefills of its longest prompt alone
 KINDS = (".yaml", ".yml")
+FORMATS = "docs/workloads.md has their formats"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def read(folder: str | Path, how: LoadOptions) -> list[Load]:
     kinds = {file.stem: file for file in files if file.suffix in KINDS}
     loads = [file for file in files if file.suffix not in KINDS]
     if not loads:
-        raise ValueError(f"{folder} holds no loads: put workload files or traces there ({_formats()})")
+        raise ValueError(f"{folder} holds no loads: put workload files or traces there ({FORMATS})")
     if alone := sorted(kinds.keys() - {_stem(file) for file in loads}):
         raise ValueError(f"{kinds[alone[0]]} is beside no load: a file of kinds has the name of the load that it is of")
     return [_load(file, kinds.get(_stem(file)), how) for file in loads]
@@ -108,16 +109,9 @@ def _stem(file: Path) -> str:
     return Path(file.name.removesuffix(".gz")).stem
 
 
-def _formats() -> str:
-    return (
-        f"a workload file is JSON lines, the first a header with format {workload_file.FORMAT}; a trace is CSV, JSON "
-        f"lines or a JSON array, plain or gzipped, with the fields {traces.fields_wanted()}"
-    )
-
-
 def _load(file: Path, kinds: Path | None, how: LoadOptions) -> Load:
     if not file.is_file():
-        raise ValueError(f"{file} is no file: give a folder of workload files and traces alone ({_formats()})")
+        raise ValueError(f"{file} is no file: give a folder of workload files and traces alone ({FORMATS})")
     if _is_workload(file):
         recorded, tiers, machine, slos, notes = _workload(file, kinds, how)
     else:
@@ -159,7 +153,7 @@ def _trace(file: Path, kinds: Path | None, how: LoadOptions) -> _Read:
     try:
         trace = traces.read(file, how.part)
     except traces.TraceError as error:
-        raise ValueError(f"{file} is neither a workload file nor a trace: {error} ({_formats()})") from error
+        raise ValueError(f"{error}; it is no workload file either") from error
     machine = _machine(file, how.profile, how)
     notes = tuple(trace.notes.values())
     source = TraceSource(str(file), (), how=how.part)

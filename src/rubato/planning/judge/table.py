@@ -178,6 +178,18 @@ def told(found: Mapping[str, Any], reference: str) -> str:
     return f"{found['load']}: {told_apart(known, reference, 'holds', shown, 1.0)}." if known else ""
 
 
+def winner(found: Mapping[str, Any]) -> str | None:
+    """The policy that holds the largest rate on a load; None where none holds any, or several any rate tried."""
+    first, *others = found["policies"]
+    rate = first["capacity"][FIRST]["rate"]
+    if rate is None:
+        is_best = _is_unlimited(first["capacity"][FIRST]) and not any(
+            _is_unlimited(row["capacity"][FIRST]) for row in others
+        )
+        return first["policy"] if is_best else None
+    return first["policy"] if rate.value > 0.0 else None
+
+
 def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One for each policy and measure; rates in requests/s of the fleet."""
     return [
@@ -218,9 +230,14 @@ def _rows(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _cell(capacity: Mapping[str, Any], times_own: bool) -> str:
-    if ALWAYS in capacity["without"].values() and INFEASIBLE not in capacity["without"].values():
+    if _is_unlimited(capacity):
         return "no limit"
     return _shown(capacity["times_own"], "×") if times_own else _shown(capacity["rate"])
+
+
+def _is_unlimited(capacity: Mapping[str, Any]) -> bool:
+    """Whether every rate tried was attained, under some seed at least."""
+    return ALWAYS in capacity["without"].values() and INFEASIBLE not in capacity["without"].values()
 
 
 def _shown(estimate: Estimate | None, unit: str = "") -> str:
