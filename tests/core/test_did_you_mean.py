@@ -18,6 +18,9 @@ PROFILES = ["llama-3.1-8b-h100", "opt-13b-h100", "llama-3.1-8b-a100"]
         ("part", [f"a-long-name-of-part-{i}" for i in range(9)], "part-5' or 3 others?"),
         ("h1", PROFILES, ": known are llama-3.1-8b-a100, llama-3.1-8b-h100, opt-13b-h100"),  # too short to look for
         ("x", [], ": there is none"),
+        ("--tirs", ["--tiers", "--texts"], ": did you mean '--tiers'?"),
+        ("--tiers", ["--texts", "--kinds"], ": known are --kinds, --texts"),  # alike by their dashes alone
+        ("my_edf_policy", ["edf", "sa"], ": did you mean 'edf'?"),
     ],
 )
 def test_an_unknown_name_gets_the_near_ones_or_all(word: str, known: list[str], says: str) -> None:

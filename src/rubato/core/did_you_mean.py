@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MIN_ALIKE = 0.65  # by difflib: of three letters one may be another
 MIN_PART = 3  # letters of a part that names are looked for by
 MAX_SHOWN = 6
 
@@ -13,16 +14,22 @@ def nearest(word: str, known: Iterable[str], *, list_all: bool = True) -> str:
     """The end of an error about an unknown name: the known one that is spelt nearly so, else those that contain it or
     are contained in it, else (list_all) all there are."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    if not close and len(word) >= MIN_PART:
-        part = word.casefold()
-        close = [name for name in names if part in name.casefold()]
+    plain = {name.lstrip("-"): name for name in names}  # dashes, which all options have, make none alike
+    part = word.lstrip("-")
+    close = [plain[name] for name in difflib.get_close_matches(part, plain, n=1, cutoff=MIN_ALIKE)]
+    if not close and len(part) >= MIN_PART:
+        part = part.casefold()
+        close = [name for bare, name in plain.items() if part in bare.casefold() or _is_in(bare.casefold(), part)]
     if close:
         more = f" or {len(close) - MAX_SHOWN} others" if len(close) > MAX_SHOWN else ""
         return f": did you mean {_either([repr(name) for name in close[:MAX_SHOWN]], bool(more))}{more}?"
     if not list_all:
         return ""
     return f": known are {', '.join(names)}" if names else ": there is none"
+
+
+def _is_in(name: str, word: str) -> bool:
+    return len(name) >= MIN_PART and name in word
 
 
 def _either(names: list[str], more_follow: bool) -> str:
