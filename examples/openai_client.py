@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from openai import OpenAI, RateLimitError
+from openai import APIConnectionError, APIStatusError, OpenAI, RateLimitError
 
 
 def ask(client: OpenAI, question: str, slo: dict[str, float], tier: str | None, max_tokens: int) -> dict[str, Any]:
@@ -41,6 +41,11 @@ def ask(client: OpenAI, question: str, slo: dict[str, float], tier: str | None, 
     return verdict
 
 
+def _message(error: APIStatusError) -> str:
+    """What the server says is wrong, and what would be right."""
+    return error.body["message"] if isinstance(error.body, dict) and "message" in error.body else error.message
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="such as http://127.0.0.1:8000")
@@ -59,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except RateLimitError as refusal:  # by `on_decline: refuse`, or a limit of the tenant
             print(f"refused: {refusal.message}")
             return
+        except APIConnectionError as error:
+            raise SystemExit(f"{args.url} does not answer ({error.__cause__}): start it, or give its URL") from None
+        except APIStatusError as error:  # a tier that the server does not have, a wrong key
+            raise SystemExit(f"{args.url} answers HTTP {error.status_code}: {_message(error)}") from None
     in_time = {True: "in time", False: f"late ({verdict.get('cause')})", None: "not judged"}[verdict.get("met")]
     print(f"{in_time}: tier {verdict.get('tier')}, served as {verdict.get('served')}")
     for name, target in verdict.get("targets", {}).items():

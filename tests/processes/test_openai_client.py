@@ -186,6 +186,12 @@ def test_the_example_prints_the_answer_and_whether_it_was_in_time(
     assert [line.split(" of ")[1] for line in times] == ["5000.0", "400.0"]
     openai_client.main([server.url, "--tier", "never", "--max-tokens", "3"])
     assert capsys.readouterr().out.startswith("refused: ")
+    for words, says in [
+        ([server.url, "--tier", "interactiv"], " answers HTTP 400: service_tier.*did you mean 'interactive'"),
+        (["http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer .*refused.*: start it, or give its URL"),
+    ]:
+        with pytest.raises(SystemExit, match=says):
+            openai_client.main(words)
 
 
 def test_typed_errors(client: openai.OpenAI) -> None:
