@@ -248,7 +248,7 @@ def _bind(config: Config) -> ListeningSocket:
     except OSError as error:
         bound.close()
         why = f"cannot listen on {host_in_url(host)}:{port} ({error.strerror})"
-        raise ConfigError(f"{why}: set host or port") from error
+        raise ConfigError(f"{why}: give another --port, such as 0 for any free one, or --host") from error
     return bound
 
 
