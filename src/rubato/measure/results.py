@@ -129,6 +129,7 @@ def write_records(path: str | Path, runs: BenchResult | Sequence[BenchResult]) -
 # --------------------------------------------------------------------------- text
 
 
+RULES = "by deadline each token has its own, by windows each ten tokens have ten TPOTs"  # of the column of both
 HEAD = (
     "policy|tier|SLO (ms)|offered|met|attained [95 %]|by deadline / windows|TTFT p50/p99|TPOT p50/p99|e2e p50|"
     "pause p99/max|refused|failed|best effort"
@@ -156,7 +157,7 @@ def findings(runs: Sequence[BenchResult]) -> list[str]:
     """How requests were judged; then, by policy, rates, promises, sessions, cost, goodput, and what was not served."""
     paced = any(run.paced_seconds is not None for run in runs)
     since = "when requests were to be offered" if paced else "scheduled arrivals"
-    foot = [f"Judged by the {runs[0].slo_rule} rule from {since}. Times in ms. Interval: {INTERVAL_SHORT}."]
+    foot = [f"Judged by the {runs[0].slo_rule} rule from {since}; {RULES}. Times in ms. Interval: {INTERVAL_SHORT}."]
     for label, own in by_label(runs).items():
         total = summarise(own)[-1]
         if total.attained_rps is not None and total.goodput_tokens_per_s is not None:

@@ -182,17 +182,19 @@ class SweepResult(Result):
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """At each rate, which policies attain more than the first one, by differences paired by seed."""
+        """At each rate, which policies attain more than the first one, by differences paired by seed; how requests were
+        judged."""
         first, *others = self.labels
+        judged = f"Judged by the {self.sweep.specs[0].slo_rule} rule; {results.RULES}."
         if not others or len(self.sweep.seeds) < 2:
-            return ()
+            return (judged,)
         points = {(p.policy, p.rate): p.against for p in self.points()}
         lines = []
         for rate in self.sweep.rates:
             against = {label: points[label, rate] for label in others}
             shown = {label: f"{points_of(one)} points" for label, one in against.items()}
             lines.append(f"At {rate:g} requests/s {told_apart(against, first, 'attains', shown)}.")
-        return tuple(lines)
+        return (*lines, judged)
 
     def tables(self) -> list[Table]:
         tiers = [tier for tier in self.points()[0].attainment if tier != ALL]
