@@ -44,8 +44,9 @@ class ApiError(Exception):
 
 
 def invalid(param: str, why: str) -> ApiError:
-    """The error of a field or header whose value cannot be."""
-    return ApiError(400, f"{param}: {why}", param=param, code="invalid_value")
+    """The error of a field or header whose value cannot be. why: a sentence; a stop is added where it has none."""
+    stop = "" if why.endswith((".", "?")) else "."
+    return ApiError(400, f"{param}: {why}{stop}", param=param, code="invalid_value")
 
 
 def too_long(most: int, asked: str, param: str) -> ApiError:

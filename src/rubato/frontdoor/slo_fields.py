@@ -189,8 +189,7 @@ def from_headers(headers: Mapping[str, str]) -> SLO:
     for name in headers:
         if name not in KNOWN_HEADERS and LIKE_OURS.match(name):
             shown = name[:MAX_NAME_CHARACTERS]
-            hint = nearest(shown, KNOWN_HEADERS)
-            raise invalid(shown, f"unknown header{hint}" + ("" if hint.endswith("?") else "."))
+            raise invalid(shown, f"unknown header{nearest(shown, KNOWN_HEADERS)}")
     stated: dict[str, float] = {}
     for dimension, names in HEADERS.items():
         for name in names:
