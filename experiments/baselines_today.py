@@ -25,7 +25,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.judge.search import MEASURES
 
 SOURCE = "ours; scenarios of SLOs-Serve, §6.1"
-SECONDS = 2100.0
+SECONDS = 1000.0
 
 BESIDE = ("vllm", "sarathi", "edf", "slos_serve", OURS)
 COUNT, SEEDS = 150, (1, 2, 3)

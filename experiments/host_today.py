@@ -30,7 +30,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.judge.search import MEASURES
 
 SOURCE = "ours, on SLOs-Serve, Fig. 9; PolyServe, Fig. 9; AdaServe, Fig. 8; Ascendra, Fig. 9"
-SECONDS = 2700.0
+SECONDS = 1200.0
 
 HOSTS = {"2024": AS_STATED, "today": TODAY}
 CASES, PLAIN, PAPERS_TWO = slos_serve_capacity.OPT_ONE, slos_serve_capacity.PLAIN, slos_serve_capacity.PAPERS_TWO
