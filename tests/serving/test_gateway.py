@@ -700,11 +700,11 @@ async def test_a_request_that_decodes_at_a_server_without_the_link_is_shown_to_r
     asked = asyncio.create_task(fleet.complete(max_tokens=20))
     await asyncio.sleep(0.05)
     row = await fleet.row()
-    assert (row["state"], row["why"]) == ("waiting", "sent to r0: nothing has come of it yet")
+    assert (row["state"], row["why"]) == ("waiting", "sent to s0: nothing has come of it yet")
     assert row["phases"] == ["r", 50]
     await asyncio.sleep(0.6)
     row = await fleet.row()
-    assert (row["state"], row["why"]) == ("running", "running at r0, 6 of 20")
+    assert (row["state"], row["why"]) == ("running", "running at s0, 6 of 20")
     assert row["phases"] == ["r", 100, "d", 550]
     page = (await fleet.http.get(f"/debug/requests/{row['id']}")).json()
     now = page["choices"][0]["now"]
