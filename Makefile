@@ -17,7 +17,13 @@ LOCKED := $(BIN)/python -m pip install $(PIP_ARGS) --require-hashes --no-deps
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full test-vllm test-vllm-cuda soak soak-short setup lock sbom serve docs file-map api check format bench clean
+define FULL_RUNS
+for name in $$($(BIN)/python -m experiments --names $(1)); do \
+	$(BIN)/python -m experiments $$name --json docs/figures/$$name.json || exit 1; done
+$(BIN)/python -m experiments --docs
+endef
+
+.PHONY: demo test test-full test-vllm test-vllm-cuda soak soak-short setup lock sbom serve docs file-map api check figures figures-headline figures-quick format bench clean
 
 demo: $(DEMO_INSTALLED)  ## measure this machine, then three tiers of requests, policy against policy
 	$(BIN)/rubato demo
@@ -105,11 +111,21 @@ api: setup  ## write the generated pages of docs/ and the policies' tables of se
 	$(BIN)/python docs/settings.py
 	$(BIN)/python docs/metrics.py
 
-check: setup  ## lint, format, types, which package may import which
+check: setup  ## lint, format, types, which package may import which, whether policies behave as recorded
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m experiments --behaviour check
+
+figures-quick: setup  ## every figure in its small form, in which checks must hold
+	for name in $$($(BIN)/python -m experiments --names); do $(BIN)/python -m experiments $$name --small --no-progress || exit 1; done
+
+figures: setup  ## full runs of all figures whose policies do otherwise since; goes on where it was stopped
+	$(call FULL_RUNS,older)
+
+figures-headline: setup  ## the same of those with a claim that opens a paper's page
+	$(call FULL_RUNS,older-headline)
 
 format: setup
 	$(BIN)/ruff check --fix .

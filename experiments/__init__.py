@@ -11,9 +11,9 @@ for the page below its claims. `jobs` (and `then`) may take `trace` as well, the
 `policy`, one more system to run beside those in it (`mine.py:setting=value`), under the same requests, seeds and judge;
 no claim reads its numbers. `claims.yaml` names each figure's claims and what they are held against; a figure gives one
 estimate for each, no more and no fewer. Adding a figure is one module and its claims; modules without claims of their
-own help the others. `SECONDS` are the CPU seconds of the recorded run, rounded. Commit, command and code of
-the policies that ran stand in a run's JSON (`provenance`); so does that of the packages in `CODE`, where a figure
-measures these.
+own help the others. `SECONDS` are the CPU seconds of the recorded run, rounded. Commit, command and the behaviour
+digests of the policies that ran stand in a run's JSON (`provenance`), and those of `MEASURES` (of `golden`), where a
+figure measures something else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import blake2b
 from math import inf, isnan
 from pathlib import Path
@@ -149,14 +149,13 @@ def run(
         recorded |= {"policy": policy} | ({"policy_content": _digest(file)} if file.is_file() else {})
     if getattr(figure, "ALONE", False):
         how["workers"] = 1
-    record = partial(provenance.recorded, also=getattr(figure, "CODE", ()))
     origin = provenance.origin([name, *(["--small"] if small else []), *(f"--{o} {v}" for o, v in given.items())])
     with jobs.opened(head={"figure": name, "small": small, **recorded}, **how) as runner:
         runner.about = name
-        values = provenance.values(runner.run([record(job) for job in figure.jobs(small, **given)]))
+        values = provenance.values(runner.run([provenance.recorded(job) for job in figure.jobs(small, **given)]))
         then = getattr(figure, "then", None)
         if then is not None:
-            runner.run([record(job) for job in then(values, small, **given)])
+            runner.run([provenance.recorded(job) for job in then(values, small, **given)])
         done = runner.done()
     found = figure.found(provenance.values(done.values), small)
     known = claims().get(name, {})
@@ -171,7 +170,7 @@ def run(
         "small": small,
         **recorded,
         **origin,
-        "code": provenance.code(done.values),
+        "behaviour": provenance.behaviour(done.values, getattr(figure, "MEASURES", ())),
         "claims": [_judged(claim, found.estimates[name]) for name, claim in known.items()],
         "seeds": list(found.seeds),
         "slo_rule": found.slo_rule,

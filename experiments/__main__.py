@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import experiments
+from experiments import golden
+from experiments.paper_headlines import HEADLINES
 from experiments.paper_page import bar, pages, read
+from experiments.provenance import changed
 from rubato.cli import running
 from rubato.measure import results
 from rubato.measure.tables import markdown
@@ -26,7 +29,9 @@ def parser() -> argparse.ArgumentParser:
     about = "The papers' experiments and checks of the simulator; without a name, a list."
     parser = argparse.ArgumentParser(prog="python -m experiments", description=about)
     parser.add_argument("name", nargs="?")
-    parser.add_argument("--names", action="store_true", help="print every figure's name, one a line")
+    parser.add_argument("--names", nargs="?", const="all", choices=["all", "older", "older-headline"],
+                        help="print figures' names, one a line: all, those without a full run of their policies as "
+                        "they are, and of these those with a claim that opens a page")  # fmt: skip
     parser.add_argument("--small", action="store_true", help="seconds: enough for the checks, not for papers' numbers")
     parser.add_argument("--trace", metavar="FILE", help="offer this recorded stream, where the figure takes one")
     parser.add_argument("--policy", metavar="POLICY",
@@ -38,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--workers", type=int, help="processes (default: one a core)")
     parser.add_argument("--no-progress", action="store_true")
+    parser.add_argument("--behaviour", choices=["check", "write"],
+                        help="compare what every policy does with golden.json, or write that anew")  # fmt: skip
     parser.add_argument("--docs", nargs="?", const=RUNS, type=Path, metavar="FOLDER",
                         help=f"write the pages of papers from full runs' JSON in FOLDER (default {RUNS})")  # fmt: skip
     parser.add_argument("--out", default="docs", metavar="FOLDER", help="with --docs: where to write (default docs)")
@@ -46,8 +53,10 @@ def parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     if args.names:
-        print("\n".join(experiments.names()))
+        print("\n".join(_names(args.names)))
         return 0
+    if args.behaviour is not None:
+        return golden.check() if args.behaviour == "check" else golden.write()
     if args.docs is not None:
         return _docs(args.docs, Path(args.out))
     if args.name is None:
@@ -58,6 +67,16 @@ def _run(args: argparse.Namespace) -> int:
         print(markdown(rows))
         return 0
     return _figure(args)
+
+
+def _names(which: str) -> list[str]:
+    """Of all figures, of the `older` ones, or of those of them with a headline."""
+    if which == "all":
+        return experiments.names()
+    runs = {name: RUNS / f"{name}.json" for name in experiments.names()}
+    older = [name for name, file in runs.items() if not file.exists() or changed(read(file))]
+    headline = {headline.figure for own in HEADLINES.values() for headline in own}
+    return [name for name in older if which == "older" or name in headline]
 
 
 def _figure(args: argparse.Namespace) -> int:

@@ -32,7 +32,6 @@ PAPERS = {"SLOs-Serve": "slos-serve", "PolyServe": "polyserve", "Ascendra": "asc
 OUR_POLICY = "rubato"  # the page of our own policy's figures, whose names begin so, and of these:
 OURS_BESIDES = ("baselines-today", "jitserve-mix", "load-curve", "sensitivity")
 SIMULATOR = "simulator"
-NAMED = 4  # modules that a page names of those that have changed
 NOT_RUN = "not run"
 COUNTED = {"misses": "miss", "inconclusive": "inconclusive", NOT_RUN: NOT_RUN, "holds": "hold"}
 HOW = """A claim *holds* when all of our 95 % interval over seeds fulfils it, *misses* when none of it does, and else is
@@ -253,17 +252,13 @@ def _headlines(page: str, rows: Iterable[_Row]) -> list[list[str]]:
 
 
 def _older(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Names the figures whose policies have changed since they ran, and counts those where only what policies share
-    has."""
-    changed = {run["figure"]: provenance.changed(run) for run in runs}
-    old = sorted(figure for figure, modules in changed.items() if any(m.startswith("policies/") for m in modules))
-    links = ", ".join(f"[{figure}](papers/{page_of(figure)}.md#{figure})" for figure in old) or "none"
-    shared = sum(map(bool, changed.values())) - len(old)
-    return _folded(
-        f"{len(old)} of {len(runs)} figures are older than the policies that they measure",
-        f"{links}. Of {shared} more, what policies share (`policy_kit`) has changed since. "
-        "The page of each names the modules.",
-    )
+    """Names the figures whose policies do otherwise since they ran."""
+    old = sorted(run["figure"] for run in runs if provenance.changed(run))
+    if not old:
+        return "Every figure measures its policies as they are."
+    links = ", ".join(f"[{figure}](papers/{page_of(figure)}.md#{figure})" for figure in old)
+    head = f"{len(old)} of {len(runs)} figures are older than what their policies do now"
+    return _folded(head, f"{links}. The page of each names the policies.")
 
 
 def _listed(rows: Iterable[_Row], linked: bool = False) -> str:
@@ -361,10 +356,8 @@ def _origin(run: Mapping[str, Any]) -> str:
     changed = provenance.changed(run)
     if not changed:
         return said
-    more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
-    there = [(provenance.ROOT / module).is_file() for module in changed[:NAMED]]
-    named = ", ".join(f"`{m}`" if is_there else f"{m} (gone)" for m, is_there in zip(changed, there, strict=False))
-    return f"{said} **Older than its code**: {named}{more} changed since then."
+    named = ", ".join(f"`{name}`" for name in changed)
+    return f"{said} **Older than its policies**: {named} do{'es' if len(changed) == 1 else ''} otherwise since then."
 
 
 def seeds(run: Mapping[str, Any]) -> str:

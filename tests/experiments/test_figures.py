@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import experiments
-from experiments import Claim, claims, failed, names
+from experiments import Claim, claims, failed, golden, names
 from experiments.__main__ import main
 from experiments.paper_headlines import HEADLINES
 from experiments.paper_page import PAPERS, SECTION, pages, seeds
@@ -377,14 +377,12 @@ def test_a_page_opens_with_headlines_then_what_misses_and_takes_full_runs_only()
     assert third.startswith("Other claims that do not hold\n")
     assert "<summary>Not run: " in third
     assert "Not run in full" in pages([data])["papers/ascendra.md"]
-    assert "<summary>0 of 1 figures are older than" in pages([data])["papers.md"]
-    assert "policies/slos_serve/admission.py" in data["code"]
+    assert "Every figure measures its policies as they are." in pages([data])["papers.md"]
+    assert data["behaviour"]["slos_serve"] == golden.recorded()["slos_serve"]
     assert data["command"] == "python -m experiments slos-serve-toy"
-    other = data | {"code": data["code"] | {"policies/sarathi.py": "0" * 16}}
-    assert "**Older than its code**: `policies/sarathi.py` changed since" in pages([other])["papers/slos-serve.md"]
+    other = data | {"behaviour": data["behaviour"] | {"sarathi": {"one, sarathi": "0" * 16}}}
+    assert "**Older than its policies**: `sarathi` does otherwise since then" in pages([other])["papers/slos-serve.md"]
     assert "<summary>1 of 1 figures are older than" in pages([other])["papers.md"]
-    kit = data | {"code": data["code"] | {"policy_kit/batch_builder.py": "0" * 16}}
-    assert "Of 1 more, what policies share" in pages([kit])["papers.md"]
     for bad, says in (
         (data | {"small": True}, "was run with --small"),
         (data | {"claims": []}, "run it again"),

@@ -1,68 +1,59 @@
-"""What of a module is in its digest, and what a run says of the code that it measured."""
+"""What a run says of the policies that it measured, and when a figure is older than they are."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
 import experiments
-from experiments import provenance
-
-CODE = '''"""What it is."""
-
-def plan(view):
-    """Decides."""
-    return "# not a comment"  # why
-'''
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "same"),
-    [
-        ("  # why", "  # another reason", True),
-        ('"""What it is."""', '"""What\n# it\nis now."""', True),
-        ('    """Decides."""\n', "", True),
-        ("def plan", "\n\n# a word before it\ndef plan", True),
-        ("# not a comment", "# nor this", False),
-        ("def plan(view)", "def plan(views)", False),
-        ("    return", "    view = 1\n    return", False),
-    ],
-)
-def test_comments_and_docstrings_are_in_no_digest(old: str, new: str, same: bool) -> None:
-    assert old in CODE
-    assert (provenance.digest(CODE) == provenance.digest(CODE.replace(old, new))) == same
-
-
-def test_code_that_changed_between_two_jobs_counts_as_changed() -> None:
-    jobs = [{"code": {"policies/edf.py": "1", "policies/sa.py": "2"}}, {"code": {"policies/edf.py": "3"}}]
-    found = provenance.code(jobs)
-    assert found == {"policies/edf.py": provenance.SEVERAL, "policies/sa.py": "2"}
-    assert provenance.changed({"code": found | {"policies/gone.py": "4"}}) == [
-        "policies/edf.py", "policies/sa.py", "policies/gone.py",
-    ]  # fmt: skip
+from experiments import golden, provenance
+from rubato.policies import names
 
 
 def test_what_a_job_loaded_is_said_with_its_value() -> None:
-    import rubato.policies.sarathi
+    import rubato.policies.sarathi as loaded
 
     ran = provenance.recorded(provenance.Job("one", max, (1, 2)))
     result = ran.work(*ran.given)
     assert provenance.values([result]) == [2]
-    assert provenance.changed({"code": provenance.code([result])}) == []
-    assert result["code"]["policies/sarathi.py"] == provenance.digest_of(provenance.ROOT / "policies" / "sarathi.py"), (
-        rubato.policies.sarathi.SOURCE
-    )
+    assert "sarathi" in result["policies"], loaded
+    found = provenance.behaviour([result], ["latency"])
+    assert found["sarathi"] == golden.recorded()["sarathi"]
+    assert "latency" in found
+    assert provenance.changed({"behaviour": found}) == []
 
 
-def test_a_figure_keeps_the_packages_that_it_measures() -> None:
-    import rubato.latency.affine
+@pytest.mark.parametrize(
+    ("before", "now", "differ"),
+    [
+        ({"edf": {"one": "1", "two": "2"}}, {"edf": {"one": "1", "two": "2"}}, []),
+        ({"edf": {"one": "1"}}, {"edf": {"one": "1", "two": "2"}, "sa": {}}, []),  # a new run, a new policy
+        ({"edf": {"one": "1", "two": "2"}}, {"edf": {"one": "1", "two": "3"}}, ["edf"]),
+        ({"edf": {"one": "1"}}, {"edf": {"two": "1"}}, ["edf"]),  # no run that both have
+        ({"edf": {"one": "1"}, "sa": {"one": "1"}}, {"edf": {"one": "1"}}, ["sa"]),
+    ],
+)
+def test_a_policy_differs_by_the_runs_that_both_have(before: object, now: object, differ: list[str]) -> None:
+    assert golden.differing(before, now) == differ  # type: ignore[arg-type]
 
-    ran = provenance.recorded(provenance.Job("one", max, (1, 2)), also=["latency"])
-    found = provenance.code([ran.work(*ran.given)])
-    assert found["latency/affine.py"] == provenance.digest_of(provenance.ROOT / "latency" / "affine.py"), (
-        rubato.latency.affine
-    )
-    assert not any(module.startswith("core/") for module in found)
-    figures = {name: getattr(experiments.load(name), "CODE", ()) for name in experiments.names()}
-    folders = {package for own in figures.values() for package in own}
-    assert folders
-    assert all((provenance.ROOT / package).is_dir() for package in folders)
+
+def test_every_policy_and_router_has_a_digest_and_each_figure_knows_what_it_measures() -> None:
+    known = golden.recorded()
+    assert known.keys() - {"latency"} == set(names())
+    for name in experiments.names():
+        assert set(getattr(experiments.load(name), "MEASURES", ())) <= known.keys()
+
+
+def test_one_token_a_little_later_is_another_digest() -> None:
+    name, about, run = next(golden.cases())
+    result = run()
+    assert golden.hashed(result) == golden.recorded()[name][about]
+    record = result.records[3]
+    records = list(result.records)
+    records[3] = golden.replace(record, times=(*record.times[:-1], record.times[-1] + 1e-4))
+    assert golden.hashed(golden.replace(result, records=tuple(records))) != golden.hashed(result)
+
+
+def test_the_recorded_file_is_as_it_is_written() -> None:
+    assert golden.RECORDED.read_text() == json.dumps(golden.recorded(), indent=1) + "\n"
