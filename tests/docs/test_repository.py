@@ -125,7 +125,7 @@ def slug(heading: str) -> str:
 
 
 def test_contributing_fits_a_page() -> None:
-    assert len((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()) <= 110
+    assert len((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()) <= 130
 
 
 def test_the_page_on_security_fits_a_page_and_states_the_defaults() -> None:
