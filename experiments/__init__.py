@@ -11,9 +11,9 @@ for the page below its claims. `jobs` (and `then`) may take `trace` as well, the
 `policy`, one more system to run beside those in it (`mine.py:setting=value`), under the same requests, seeds and judge;
 no claim reads its numbers. `claims.yaml` names each figure's claims and what they are held against; a figure gives one
 estimate for each, no more and no fewer. Adding a figure is one module and its claims; modules without claims of their
-own help the others. `SECONDS` are the CPU seconds of the recorded run, rounded. Commit, command and the behaviour
-digests of the policies that ran stand in a run's JSON (`provenance`), and those of `MEASURES` (of `golden`), where a
-figure measures something else.
+own help the others. `SECONDS` are the CPU seconds of the recorded run, rounded. A run's JSON has its commit,
+its command and the behaviour digests of the policies that ran (`provenance`), and those of `BEHAVIOURS` (names in
+`golden`), where a figure measures something else.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def run(
         "small": small,
         **recorded,
         **origin,
-        "behaviour": provenance.behaviour(done.values, getattr(figure, "MEASURES", ())),
+        "behaviour": provenance.behaviour(done.values, getattr(figure, "BEHAVIOURS", ())),
         "claims": [_judged(claim, found.estimates[name]) for name, claim in known.items()],
         "seeds": list(found.seeds),
         "slo_rule": found.slo_rule,

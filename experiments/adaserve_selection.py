@@ -24,7 +24,7 @@ from rubato.policy_kit.draft_tree import select
 
 SOURCE = "AdaServe, §4.2, Algorithms 1 and 2"
 SECONDS = 3.8
-MEASURES = ("adaserve",)
+BEHAVIOURS = ("adaserve",)
 
 FORESTS, PARTS = 9000, 6
 BEAMS = ((2, 1), (4, 1), (4, 2), (4, 3), (8, 3))  # depth, width; the last two are the artifact's

@@ -26,7 +26,7 @@ from rubato.simulation.simulate import simulate_events
 from rubato.workloads import scenarios
 
 SOURCE = "Ascendra, §5.1 and Fig. 6"
-SECONDS = 73.0
+SECONDS = 33.0
 
 MODELS = {"mistral": 1.2, "llama": 1.2, "qwen": 0.7}  # requests/s of one replica: about three quarters of its capacity
 DURATION, AFTER, BUCKET = 600.0, 300.0, 30.0  # seconds

@@ -42,7 +42,7 @@ from rubato.workloads import Workload
 
 SOURCE = "ours; SLOs-Serve's and PolyServe's scenarios"
 SECONDS = 4070.0
-MEASURES = ("latency",)
+BEHAVIOURS = ("latency",)
 
 TARGET, TOLERANCE = 0.9, 0.01
 ASKED: tuple[Alike, ...] = ("anybody", "deciles")

@@ -69,7 +69,7 @@ class _Run(BaseModel):
     commit: str
     date: str
     command: str
-    code: dict[str, str]
+    behaviour: dict[str, dict[str, str]]
     claims: list[_Claim]
     data: Any
 
@@ -350,7 +350,7 @@ def _count(rows: Sequence[_Row]) -> str:
 
 
 def _origin(run: Mapping[str, Any]) -> str:
-    """Of which day and code it is, and what of the policies in it is another now."""
+    """Of which day and code it is, and which of its policies do otherwise now."""
     commit = run["commit"][:7] + ("+" if run["commit"].endswith("+") else "")
     said = f"Of {run['date']}, commit `{commit}`: `{run['command']}`."
     changed = provenance.changed(run)

@@ -1,7 +1,7 @@
 """Where a run's numbers come from: commit, command and day, and what its policies do otherwise since.
 
 A run keeps the behaviour digests (`golden`) of the policies that its jobs loaded, and of what else its figure says that
-it measures (`MEASURES`). A figure is older than its code where one of these is another now; code that was moved or
+it measures (`BEHAVIOURS`). A figure is older than its code where one of these is another now; code that was moved or
 renamed changes no number.
 """
 

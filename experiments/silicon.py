@@ -47,7 +47,7 @@ from rubato.workloads import Arrival, Workload
 
 SOURCE = "aiconfigurator-core 0.12.0, systems/silicon_sample.csv"
 SECONDS = 165.0
-MEASURES = ("latency",)
+BEHAVIOURS = ("latency",)
 
 DATA = Path(__file__).parent / "silicon_data"
 BUDGET = 8192

@@ -26,7 +26,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload
 
 SOURCE = "Pollaczek-Khinchine; Lindley (1952); Little (1961)"
-SECONDS = 55.0
+SECONDS = 27.0
 
 STEP, OUTPUT = 0.05, 2  # seconds of a step; the first token's and one more: a request holds the server for two steps
 SERVICE = STEP * OUTPUT

@@ -42,7 +42,7 @@ def test_every_policy_and_router_has_a_digest_and_each_figure_knows_what_it_meas
     known = golden.recorded()
     assert known.keys() - {"latency"} == set(names())
     for name in experiments.names():
-        assert set(getattr(experiments.load(name), "MEASURES", ())) <= known.keys()
+        assert set(getattr(experiments.load(name), "BEHAVIOURS", ())) <= known.keys()
 
 
 def test_one_token_a_little_later_is_another_digest() -> None:
