@@ -28,7 +28,7 @@ import numpy as np
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Stage, without_texts
 from rubato.fleet.link_reader import LinkReader
-from rubato.fleet.remote_view import Mirror
+from rubato.fleet.remote_view import RemoteReplica
 from rubato.latency.affine import Model
 from rubato.policies import load_router
 from rubato.replica.sequence import Seq
@@ -194,7 +194,7 @@ def streams(seconds: float) -> list[dict[str, float]]:
 
 def reports(servers: int, steps: int = 40) -> dict[str, float]:
     """CPU of folding the reports of so many servers, and of placing one request over their views."""
-    folds = [(LinkReader(f"r{i}"), Mirror(f"r{i}", LIMITS, Model(), frozenset({"step_times", "recall"}), 0.0))
+    folds = [(LinkReader(f"r{i}"), RemoteReplica(f"r{i}", LIMITS, Model(), frozenset({"step_times", "recall"}), 0.0))
              for i in range(servers)]  # fmt: skip
     requests = [Request(f"c{i}", (Stage(200, SLO(1.0, 0.05)),), 0.0) for i in range(DECODES)]
     number = 0

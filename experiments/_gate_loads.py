@@ -19,7 +19,7 @@ from experiments._rubato_runs import hardware as of_scenario
 from experiments.polyserve_goodput import HOST
 from rubato.core.request import SLO
 from rubato.demo import runs as demo
-from rubato.engines.simulated import Link
+from rubato.engines.simulated import KVLink
 from rubato.latency import affine
 from rubato.planning.request_source import ScenarioSource
 from rubato.simulation.run_spec import Hardware, RunSpec, conditional_mean, packaged_hardware
@@ -42,7 +42,7 @@ STAYS = {1: 2.0, 4: 1.0}  # mean times that a request is there, that are counted
 COUNTED = 330  # and requests: a tenth of them is dropped where no replica could keep its TTFT
 LONGEST_PROMPT, TTFT_TIMES, LEAST_TTFT = 30_000, 3.0, 1.0  # of long prompts, tokens and seconds
 TPOTS = {0.02: 0.05, 0.03: 0.075, 0.05: 0.1, 0.1: 0.15}  # theirs for PolyServe's, seconds
-LONG_LINK = Link(kv_bytes=327_680, bandwidth=50e9)  # 80 layers, 8 KV heads of 128, 2 bytes
+LONG_LINK = KVLink(kv_bytes=327_680, bandwidth=50e9)  # 80 layers, 8 KV heads of 128, 2 bytes
 MIX = (
     Kind("chat", SLO(1.0, 0.06), prompt=(100, 1200), output=(60, 300), share=0.5),
     Kind("code", SLO(e2e=1.5), prompt=(200, 2000), output=(16, 80), share=0.3),

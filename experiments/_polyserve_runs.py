@@ -16,7 +16,7 @@ from experiments._rate_search import RateSearch, shares_of
 from rubato.core.events import Event
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.length_prediction import ConditionalMean
-from rubato.engines.simulated import Link
+from rubato.engines.simulated import KVLink
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.components import Model
 from rubato.measure.records import BenchResult
@@ -38,7 +38,7 @@ LONGEST = 2048  # tokens that every request asks for: no policy is told the true
 # before and after them some that are not, first while the fleet fills, and last so that those counted do not end in a
 # fleet that empties.
 BEFORE, COUNTED, AFTER = 1.0, 3.0, 0.25
-NOISE, LINK = 0.05, Link(kv_bytes=131_072, bandwidth=50e9)  # of Llama-3.1-8B: 32 layers, 8 KV heads of 128, 2 bytes
+NOISE, LINK = 0.05, KVLink(kv_bytes=131_072, bandwidth=50e9)  # of Llama-3.1-8B: 32 layers, 8 KV heads of 128, 2 bytes
 TAUGHT = 1000  # requests
 BRACKET = 0.2  # rates on either side of the 90 % point are no further apart than this
 STEP = 1.08  # rates tried are powers of it, so that measures share runs

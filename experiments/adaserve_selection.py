@@ -16,7 +16,7 @@ import numpy as np
 from experiments import Found
 from experiments._exhaustive_selection import NOTHING, UNBOUND, brute_force, met, optimal, total
 from rubato.core.plan import Tree
-from rubato.engines.simulated.acceptance import Process
+from rubato.engines.simulated.acceptance import AcceptanceProcess
 from rubato.measure.confidence import Estimate
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
@@ -93,7 +93,7 @@ def beams(part: int, count: int) -> dict[str, Any]:
     lost: dict[str, list[list[float]]] = {f"beam {d} x {w}": [] for d, w in BEAMS}
     for _ in range(count):
         n, nodes = int(rng.integers(1, 5)), int(rng.integers(1, 13))
-        drafters = [Process(rng, float(rng.uniform(0.3, 0.9)), CERTAINTY) for _ in range(n)]
+        drafters = [AcceptanceProcess(rng, float(rng.uniform(0.3, 0.9)), CERTAINTY) for _ in range(n)]
         needed = [float(rng.uniform(1.0, 3.5)) for _ in range(n)]
         # the most probable so many nodes lie within that depth, and within the so many most probable of their layer
         whole = [drafter.draft(0, nodes, nodes).tree for drafter in drafters]

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO
-from rubato.engines.simulated import Drafter, Link
+from rubato.engines.simulated import Drafter, KVLink
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine, profiles
@@ -45,7 +45,7 @@ LIMITS = Limits(max_num_seqs=48, max_num_batched_tokens=512, max_model_len=8192,
 HARDWARE = Hardware("an A100", STEPS, LIMITS)
 DRAFTER = Drafter(Acceptance(alpha=0.7), affine.Model(b=(0.0007, 0.0)))
 SCARCE = replace(HARDWARE, limits=replace(LIMITS, kv_blocks=900))
-LINK = Link(kv_bytes=131_072, bandwidth=50e9, latency=0.001)
+LINK = KVLink(kv_bytes=131_072, bandwidth=50e9, latency=0.001)
 SCHEDULERS = (
     "edf", "edf:max_ttft_share=1,safety_margin=0,decode_lead=1", "vllm", "vllm:budget=256,reserve_kv=true", "sarathi",
     "sarathi:budget=0,reserve_kv=true", "prefill_first", "prefill_first:reserve_kv=true", "priority",

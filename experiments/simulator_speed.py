@@ -29,7 +29,7 @@ from experiments._timelines import timelines
 from rubato.core.clock import measured
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.core.timeline import Timeline
-from rubato.engines.simulated import FREE, Drafter, Link, drafter
+from rubato.engines.simulated import FREE_LINK, Drafter, KVLink, drafter
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import narrowed
@@ -64,12 +64,12 @@ class Case:
     count: int
     settings: Mapping[str, object] = field(default_factory=dict)
     load: float = LOAD
-    link: Link = FREE
+    link: KVLink = FREE_LINK
     drafter: str = ""
     texts: int = 0
 
 
-LINK = Link(kv_bytes=131_072, bandwidth=50e9, latency=0.001)  # the model's KV, over InfiniBand NDR
+LINK = KVLink(kv_bytes=131_072, bandwidth=50e9, latency=0.001)  # the model's KV, over InfiniBand NDR
 DRAFTER, ALPHA = "llama-3.2-1b-a100", 0.7
 CASES = {
     "roles": Case("two kinds, hand-offs without KV", "experiments._handing_off_sarathi", 1_000, BUDGET),

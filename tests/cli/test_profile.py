@@ -11,7 +11,7 @@ from rubato.cli import profile
 from rubato.cli.main import main
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.plan import Limits, Sample, Shape
-from rubato.engines.simulated import Engine, Link
+from rubato.engines.simulated import Engine, KVLink
 from rubato.latency import affine, profiles, step_samples
 from rubato.latency.fit import error_report
 from rubato.measure.profile_engine import points, profile_of
@@ -26,7 +26,7 @@ def test_a_measured_engine_is_given_back_by_its_profile(tmp_path: Path) -> None:
 
     async def measured() -> tuple[profiles.Profile, list[Sample]]:
         clock = VirtualClock()
-        engine = Engine(TRUTH, LIMITS, clock, noise=0.02, seed=3, link=Link(kv_bytes=4096))
+        engine = Engine(TRUTH, LIMITS, clock, noise=0.02, seed=3, link=KVLink(kv_bytes=4096))
         return await profile_of(engine, "mine", "a model", "simulated", 3, 0, clock, said.append)
 
     profile, samples = run_virtual(measured())

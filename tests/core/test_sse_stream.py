@@ -8,31 +8,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.wire.sse_stream import Event, EventSplitter, read_event, with_data
+from rubato.wire.sse_stream import EventSplitter, SseEvent, read_event, with_data
 
 
 @pytest.mark.parametrize(
     ("raw", "event"),
     [
-        (b'data: {"a": 1}\n\n', Event(b"", b'{"a": 1}')),
-        (b'data:{"a": 1}\n\n', Event(b"", b'{"a": 1}')),
-        (b"data:  two blanks\n\n", Event(b"", b" two blanks")),
-        (b"data: a\r\n\r\n", Event(b"", b"a")),
-        (b"data: a\r\r", Event(b"", b"a")),
-        (b"data: a\ndata: b\n\n", Event(b"", b"a\nb")),
-        (b"data\n\n", Event(b"", b"")),
-        (b"event: delta\r\ndata: a\r\nid: 5\r\nretry: 10\r\n\r\n", Event(b"delta", b"a")),
-        (b"id: 5\ndata: [DONE]\n\n", Event(b"", b"[DONE]")),
-        (b": ping\n\n", Event(b"", None)),
-        (b":\ndata: a\n: b\n\n", Event(b"", b"a")),
-        (b"\xef\xbb\xbfdata: a\n\n", Event(b"", b"a")),
-        (b"datax: a\ndat: b\n\n", Event(b"", None)),
-        (b"data: a: b\n\n", Event(b"", b"a: b")),
-        (b"\n\n", Event(b"", None)),
-        (b"data: a", Event(b"", b"a")),
+        (b'data: {"a": 1}\n\n', SseEvent(b"", b'{"a": 1}')),
+        (b'data:{"a": 1}\n\n', SseEvent(b"", b'{"a": 1}')),
+        (b"data:  two blanks\n\n", SseEvent(b"", b" two blanks")),
+        (b"data: a\r\n\r\n", SseEvent(b"", b"a")),
+        (b"data: a\r\r", SseEvent(b"", b"a")),
+        (b"data: a\ndata: b\n\n", SseEvent(b"", b"a\nb")),
+        (b"data\n\n", SseEvent(b"", b"")),
+        (b"event: delta\r\ndata: a\r\nid: 5\r\nretry: 10\r\n\r\n", SseEvent(b"delta", b"a")),
+        (b"id: 5\ndata: [DONE]\n\n", SseEvent(b"", b"[DONE]")),
+        (b": ping\n\n", SseEvent(b"", None)),
+        (b":\ndata: a\n: b\n\n", SseEvent(b"", b"a")),
+        (b"\xef\xbb\xbfdata: a\n\n", SseEvent(b"", b"a")),
+        (b"datax: a\ndat: b\n\n", SseEvent(b"", None)),
+        (b"data: a: b\n\n", SseEvent(b"", b"a: b")),
+        (b"\n\n", SseEvent(b"", None)),
+        (b"data: a", SseEvent(b"", b"a")),
     ],
 )
-def test_an_event_is_read_by_the_standard(raw: bytes, event: Event) -> None:
+def test_an_event_is_read_by_the_standard(raw: bytes, event: SseEvent) -> None:
     assert read_event(raw) == event
 
 
@@ -55,8 +55,8 @@ def test_a_stream_in_parts_comes_out_as_it_went_in(
         found += splitter.feed(whole[at : at + size])
         at += size
     assert b"".join(found) + splitter.rest == whole
-    read = [event for event in map(read_event, found) if event != Event(b"", None)]
-    assert read == [event for event in map(read_event, raw) if event != Event(b"", None)]
+    read = [event for event in map(read_event, found) if event != SseEvent(b"", None)]
+    assert read == [event for event in map(read_event, raw) if event != SseEvent(b"", None)]
 
 
 def test_other_data_leaves_the_other_lines() -> None:

@@ -18,7 +18,7 @@ from rubato.demo import simulated_server
 from rubato.demo.simulated_api import CHAT, COMPLETIONS, SimulatedApi
 from rubato.demo.simulated_core import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PROFILE
 from rubato.demo.simulated_server import core_of, fitted_model, parser
-from rubato.fleet.server_probe import USED, with_cache
+from rubato.fleet.server_probe import KV_USAGE, with_cache
 from rubato.latency import profiles
 
 
@@ -116,7 +116,7 @@ def test_metrics_say_what_a_gateway_without_the_link_reads() -> None:
     page = raw.decode()
     limits = profiles.load(PROFILE).limits(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
     assert status == 200
-    assert USED.findall(page) == ["0.000000"]
+    assert KV_USAGE.findall(page) == ["0.000000"]
     found = with_cache(limits, page)
     assert (found.kv_blocks, found.block_size) == (limits.kv_blocks, limits.block_size)
 

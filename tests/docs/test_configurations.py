@@ -13,7 +13,7 @@ from rubato import policies
 from rubato.config.build import drafter_of, latency_of, link_of, simulation_limits
 from rubato.config.schema import load
 from rubato.core.clock import VirtualClock
-from rubato.engines.simulated import FREE
+from rubato.engines.simulated import FREE_LINK
 from rubato.engines.vllm.sequence import KEYS
 from rubato.engines.vllm.settings import Settings, settings_of
 from rubato.frontdoor.admission import OURS
@@ -47,7 +47,7 @@ def test_configurations_load(page: str, text: str, tmp_path: Path) -> None:
     if config.engine.name == "simulated":
         assert simulation_limits(config)["kv_blocks"] == config.engine.settings["kv_blocks"]
         assert (drafter_of(config) is not None) == ("drafter" in config.engine.settings)
-        assert (link_of(config) == FREE) == ("link" not in config.engine.settings)
+        assert (link_of(config) == FREE_LINK) == ("link" not in config.engine.settings)
 
 
 def test_the_operators_example_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,10 +26,10 @@ from rubato import policies
 from rubato.cli.main import parser as rubato_parser
 from rubato.config.schema import Config, load
 from rubato.engines.vllm.core_link import LinkSettings
-from rubato.engines.vllm.settings import TESTED, Settings, check_version, settings_of
+from rubato.engines.vllm.settings import TESTED_VERSIONS, Settings, check_version, settings_of
 from rubato.serving.app_state import add_operations
 from rubato.serving.shutdown import CLOSE_SECONDS
-from rubato.wire.link_keys import TOKEN
+from rubato.wire.link_keys import TOKEN_ENV
 from tests.docs.pages import PAGES, ROOT, blocks, fenced
 from tests.docs.test_commands import subcommands
 
@@ -40,7 +40,7 @@ MANIFESTS = [BASE / "vllm.yaml", BASE / "gateway.yaml", DEPLOY / "kuberay" / "ra
 KUBERNETES = ("1.30", "1.37")  # the schemas of the oldest and the newest release that they are held against
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 BY_TAG = {"vllm/vllm-openai:v0.32.0": "no digest of this release has been verified"}
-VLLM = f"{TESTED[0][0]}.{TESTED[0][1]}.0"
+VLLM = f"{TESTED_VERSIONS[0][0]}.{TESTED_VERSIONS[0][1]}.0"
 
 
 def documents(file: Path) -> list[Any]:
@@ -204,7 +204,7 @@ def plugin_settings() -> Settings:
 
 def link_settings() -> LinkSettings:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(TOKEN, "a secret")
+        patch.setenv(TOKEN_ENV, "a secret")
         return LinkSettings.of(plugin_settings().link or {})
 
 
@@ -229,7 +229,7 @@ def test_the_link_is_opened_with_the_token_and_to_the_gateway_alone() -> None:
     assert link_settings().host == "0.0.0.0"
     for name in ("vllm", "gateway"):
         _, one = container(name)
-        assert {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": "rubato-link", "key": "token"}}} in one["env"]
+        assert {"name": TOKEN_ENV, "valueFrom": {"secretKeyRef": {"name": "rubato-link", "key": "token"}}} in one["env"]
     closed = named(BASE / "vllm.yaml", "NetworkPolicy")["spec"]
     vllm, _ = container("vllm")
     gateway, _ = container("gateway")

@@ -15,7 +15,7 @@ from rubato.core.interfaces import Host, LengthPredictor, Router, Scheduler
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Request
-from rubato.engines.simulated import Engine, Link
+from rubato.engines.simulated import Engine, KVLink
 from rubato.fleet.cluster import Cluster, HostLost
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.local_host import LocalHost
@@ -45,7 +45,7 @@ def serve(
     lengths: LengthPredictor | None = None,
     host: type[LocalHost] = LocalHost,
     engine: type[Engine] = Engine,
-    link: Link | None = None,
+    link: KVLink | None = None,
     fair: FairShare | None = None,
     setup: Callable[[Cluster], None] = lambda cluster: None,
 ) -> list[Event]:

@@ -23,7 +23,7 @@ from rubato.core.clock import ARRIVAL, COMPLETION, SCALE, VirtualClock, run_virt
 from rubato.core.events import Event, Finished, HandedOff, Placed, Transferred
 from rubato.core.plan import KV, Limits
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.engines.simulated import Link
+from rubato.engines.simulated import KVLink
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
@@ -34,7 +34,7 @@ from tests.doubles import Linear, request
 from tests.fleet import test_handoff as handoff
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=16, block_size=8)
-LINK = Link(kv_bytes=100, bandwidth=100_000, latency=0.05)  # 20 tokens: 0.05 + 0.02 s
+LINK = KVLink(kv_bytes=100, bandwidth=100_000, latency=0.05)  # 20 tokens: 0.05 + 0.02 s
 READ = 0.01  # seconds that reading KV takes
 AFTER = SCALE + 1  # a rank after all that happens at an instant
 RUNAWAY = 2000  # events; the runs here have about 100

@@ -15,7 +15,7 @@ from rubato.core.events import Event, Finished, HandedOff, Tokens
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Batch, Limits, Plan, StepResult
 from rubato.core.request import Request
-from rubato.engines.simulated import Engine, Link
+from rubato.engines.simulated import Engine, KVLink
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import load
@@ -161,7 +161,7 @@ def some_request(i: int, at: float, tight: bool, grouped: bool) -> Request:
 
 TIMES = st.sampled_from([0.0, 0.001, 0.004, 0.0041, 0.02, 0.1])
 REPLICAS = st.integers(0, 2)
-LINK = Link(kv_bytes=8, bandwidth=1e4, latency=0.002)
+LINK = KVLink(kv_bytes=8, bandwidth=1e4, latency=0.002)
 
 
 @given(

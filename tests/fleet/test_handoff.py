@@ -16,7 +16,7 @@ from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Started
 from rubato.core.interfaces import SeqView
 from rubato.core.plan import Batch, Emitted, Limits, Plan, StepResult, Work
 from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
-from rubato.engines.simulated import Engine, Link
+from rubato.engines.simulated import Engine, KVLink
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
@@ -30,7 +30,7 @@ from tests.doubles import Linear, request, run_spec
 from tests.policies.test_properties import Load, loads, run
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=25, block_size=8)
-LINK = Link(kv_bytes=100, bandwidth=20_000, latency=0.4)  # 20 tokens: 0.4 + 0.1 s
+LINK = KVLink(kv_bytes=100, bandwidth=20_000, latency=0.4)  # 20 tokens: 0.4 + 0.1 s
 
 
 # --------------------------------------------------------------------------- the books of one replica
@@ -239,7 +239,7 @@ class Breaks(Engine):
 Act = Callable[[Cluster, Sequence[Breaks]], None]
 
 
-def scenario(acts: list[tuple[float, Act]], ratio: tuple[int, int], links: Sequence[Link] | None = None,
+def scenario(acts: list[tuple[float, Act]], ratio: tuple[int, int], links: Sequence[KVLink] | None = None,
              fair: FairShare | None = None) -> list[Event]:  # fmt: skip
     """Under distserve; the events, after every request has ended once and all KV is free."""
     events: list[Event] = []
@@ -475,13 +475,13 @@ def test_what_is_placed_back_where_its_kv_is_ends() -> None:
 
 
 def test_transfer_time_is_latency_and_bytes_over_bandwidth() -> None:
-    for link, seconds in ((Link(), 0.0), (Link(10, 1000.0), 0.2), (Link(10, 1000.0, 0.05), 0.25)):
+    for link, seconds in ((KVLink(), 0.0), (KVLink(10, 1000.0), 0.2), (KVLink(10, 1000.0, 0.05), 0.25)):
         limits = replace(LIMITS, kv_blocks=100)
         spec = run_spec(Linear(), limits, "distserve", replicas=2, link=link)
         (moved,) = [e for e in simulate_events([request("a", 20)], {}, spec) if isinstance(e, Transferred)]
         assert moved.at == pytest.approx(0.03 + seconds)
     with pytest.raises(ValueError, match="above 0"):
-        Link(bandwidth=0.0)
+        KVLink(bandwidth=0.0)
 
 
 def test_stages_move_too() -> None:

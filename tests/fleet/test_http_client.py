@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rubato.fleet import http_client, server_probe, upstream
 from rubato.fleet.http_client import HttpServer
-from rubato.fleet.upstream import UpstreamError, whole
+from rubato.fleet.upstream import UpstreamError, read_all
 
 OK = b"HTTP/1.1 200 OK\r\n"
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -63,7 +63,7 @@ async def _request(reader: asyncio.StreamReader) -> bytes:
 
 async def get(server: HttpServer, method: str = "GET") -> tuple[int, bytes]:
     reply = await server.open(method, "/x", [("a", "b")], b"" if method in ("GET", "HEAD") else b"body")
-    return reply.status, await whole(reply)
+    return reply.status, await read_all(reply)
 
 
 async def pumped(server: HttpServer) -> bytes:
@@ -168,7 +168,7 @@ def test_a_body_that_nobody_takes_is_not_read(monkeypatch: pytest.MonkeyPatch) -
         reply = await server.open("GET", "/x", [], b"")
         await asyncio.sleep(0.1)
         assert reply._buffered < 1 << 20  # type: ignore[attr-defined]
-        return len(await whole(reply))
+        return len(await read_all(reply))
 
     assert served(pieces(OK + b"content-length: %d\r\n\r\n" % size, b"x" * size, close=False), slow) == size
 
@@ -182,7 +182,7 @@ def test_a_whole_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_seconds_bound_the_whole_answer_and_errors_of_the_sink_come_out() -> None:
     async def late(server: HttpServer) -> None:
         reply = await server.open("GET", "/x", [], b"", seconds=0.05)
-        await whole(reply)
+        await read_all(reply)
 
     async def stays(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await _request(reader)
@@ -231,9 +231,9 @@ def test_a_path_of_a_server_stands_before_each_request_of_its_probes_and_its_cli
         models = await server_probe.ready_models(url, server)
         await server_probe.link_address(url, server)
         await server_probe.about(url, server, None, None, models, "m")
-        await whole(await server.open("POST", "/v1/completions", [], b"{}"))
+        await read_all(await server.open("POST", "/v1/completions", [], b"{}"))
         server.set_url(url.replace("/team-a", "/team-b"))
-        await whole(await server.open("POST", "/v1/completions", [], b"{}"))
+        await read_all(await server.open("POST", "/v1/completions", [], b"{}"))
 
     served(answer, client, "/team-a")
     paths = [b"/team-a" + path for path in (b"/health", b"/v1/models", b"/rubato/link", b"/metrics", b"/version")]
@@ -292,7 +292,7 @@ def test_what_a_client_does_not_take_is_no_silence_of_the_server(monkeypatch: py
         reply.pause()
         await asyncio.sleep(1.2)
         reply.resume()
-        return await whole(reply)
+        return await read_all(reply)
 
     assert served(pieces(OK + b"content-length: 5\r\n\r\n", b"hello"), client) == b"hello"
 

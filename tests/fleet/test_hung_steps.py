@@ -12,7 +12,7 @@ from rubato.core.plan import Batch, Limits, StepResult
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.local_host import CLOSE_SECONDS, SLOWER
+from rubato.fleet.local_host import CLOSE_S, MAX_STEP_SLOWDOWN
 from tests.doubles import Linear, request
 from tests.fleet.test_silence import stop_everything
 
@@ -89,12 +89,12 @@ def test_a_step_that_hangs_ends_its_requests_in_time() -> None:
     ends, dead, _ = serve({"step": None})
     assert ends["q0"].outcome == "failed"
     assert "replica r0: the engine hangs: a step of 10 tokens has not ended after 32.0 s" in ends["q0"].reason
-    assert ends["q0"].at == pytest.approx(TIMEOUT + SLOWER * STEP)
+    assert ends["q0"].at == pytest.approx(TIMEOUT + MAX_STEP_SLOWDOWN * STEP)
     assert dead
 
 
 def test_a_step_that_is_slow_beyond_its_prediction_is_waited_for() -> None:
-    ends, dead, _ = serve({"step": TIMEOUT + SLOWER * STEP - 0.5})
+    ends, dead, _ = serve({"step": TIMEOUT + MAX_STEP_SLOWDOWN * STEP - 0.5})
     assert (ends["q0"].outcome, dead) == ("completed", False)
 
 
@@ -144,4 +144,4 @@ def test_a_host_that_fails_to_close_still_ends_its_requests() -> None:
 def test_engines_that_do_not_close_are_left_after_one_time_limit_together() -> None:
     ends, dead, seconds = serve({"close_hangs": True}, {"close_hangs": True})
     assert (ends["q0"].outcome, dead) == ("completed", False)
-    assert seconds == pytest.approx(CLOSE_SECONDS)
+    assert seconds == pytest.approx(CLOSE_S)

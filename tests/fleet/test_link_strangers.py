@@ -22,7 +22,7 @@ from rubato.engines.vllm.core_link import CoreLink, LinkSettings
 from rubato.fleet.server_link import ZmqLink
 from rubato.fleet.server_watch import ServerWatch
 from rubato.latency.affine import Model
-from rubato.wire.link_keys import MAX_COMMAND_BYTES, TOKEN, protect_gateway
+from rubato.wire.link_keys import MAX_COMMAND_BYTES, TOKEN_ENV, protect_gateway
 from rubato.wire.messages import (
     PROTOCOL,
     CoreAbout,
@@ -102,7 +102,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 def test_link_strangers_cost_no_parsing_no_log_and_no_report(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, parsed: Parsed, peers: Callable[..., Any]
 ) -> None:
-    monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setenv(TOKEN_ENV, "secret")
     link = started()
     caplog.set_level(logging.DEBUG)
     gateway = peers(link)
@@ -111,7 +111,7 @@ def test_link_strangers_cost_no_parsing_no_log_and_no_report(
     link.busy()
     own = parsed.bytes
     stranger = peers(link, token=False)
-    monkeypatch.setenv(TOKEN, "guess")
+    monkeypatch.setenv(TOKEN_ENV, "guess")
     guesser = peers(link)
     with socket.create_connection(("127.0.0.1", link.port)) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100_000)
@@ -130,7 +130,7 @@ def test_link_strangers_cost_no_parsing_no_log_and_no_report(
 
 
 def test_link_gateway_without_the_cores_token_learns_that_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setenv(TOKEN_ENV, "secret")
     link = started()
 
     async def greet() -> None:
@@ -142,8 +142,8 @@ def test_link_gateway_without_the_cores_token_learns_that_it_is_refused(monkeypa
             gateway.close()
 
     for token in ("guess", ""):
-        monkeypatch.setenv(TOKEN, token)
-        with pytest.raises(ValueError, match=f"http://server does not let this gateway in: set {TOKEN}"):
+        monkeypatch.setenv(TOKEN_ENV, token)
+        with pytest.raises(ValueError, match=f"http://server does not let this gateway in: set {TOKEN_ENV}"):
             asyncio.run(greet())
     link.close()
 
@@ -151,7 +151,7 @@ def test_link_gateway_without_the_cores_token_learns_that_it_is_refused(monkeypa
 def test_link_without_a_token_is_bounded_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, parsed: Parsed, peers: Callable[..., Any]
 ) -> None:
-    monkeypatch.delenv(TOKEN, raising=False)
+    monkeypatch.delenv(TOKEN_ENV, raising=False)
     monkeypatch.setattr(core_link, "MAX_PEERS", 2)
     link = started()
     peers(link).send(b"x" * (MAX_COMMAND_BYTES + 1))

@@ -14,7 +14,7 @@ from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.events import Event, Finished, HandedOff, Transferred
 from rubato.core.plan import Limits, Sample, Shape
 from rubato.core.request import Request
-from rubato.engines.simulated import Engine, Link
+from rubato.engines.simulated import Engine, KVLink
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
@@ -56,7 +56,7 @@ def served(
 
     async def main() -> None:
         clock = VirtualClock()
-        engines = [Engine(Linear(), LIMITS, clock, link=Link(latency=0.03)) for _ in range(replicas)]
+        engines = [Engine(Linear(), LIMITS, clock, link=KVLink(latency=0.03)) for _ in range(replicas)]
         cluster = local_cluster(engines, [model() for _ in engines], clock, ClusterOptions(PolicyChoice(policy)))
         cluster.listen(events.append)
         await cluster.start()

@@ -20,7 +20,7 @@ from rubato.core.request import Request, Sampling, Stage
 from rubato.engines.simulated import WORDS, Engine
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.ray_host import Made, RayHost, ray_cluster
+from rubato.fleet.ray_host import EngineParts, RayHost, ray_cluster
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=500, kv_blocks=200, block_size=16)
@@ -53,7 +53,10 @@ class Fleet:
     """A started cluster, its events, and the books checked at each: run it under `run_strict`."""
 
     def __init__(
-        self, *makers: Callable[[Clock], Made], choice: PolicyChoice = EDF, lengths: LengthPredictor | None = None
+        self,
+        *makers: Callable[[Clock], EngineParts],
+        choice: PolicyChoice = EDF,
+        lengths: LengthPredictor | None = None,
     ) -> None:
         self.cluster: Cluster = ray_cluster(makers, WallClock(), ClusterOptions(choice, ReplicaOptions(lengths)))
         self.events: list[Event] = []

@@ -29,12 +29,12 @@ from rubato.fleet import ray_servers
 from rubato.fleet.build import cluster_of
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.ray_servers import KeptFleet, RayServerReplica, RayServers
+from rubato.fleet.ray_servers import RayServerReplica, RayServers, ReplaceLost
 from rubato.fleet.server_actor import ServerCommand
 from rubato.fleet.server_guard import descendants
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.upstream import Headers
-from rubato.wire.link_keys import TOKEN
+from rubato.wire.link_keys import TOKEN_ENV
 from tests.doubles import request
 from tests.fleet.test_server_fleet import MemoryTrip
 from tests.processes.conftest import servers as processes_of_ours
@@ -75,7 +75,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(autouse=True)
 def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN, "of-this-test")
+    monkeypatch.setenv(TOKEN_ENV, "of-this-test")
 
 
 class Continued(MemoryTrip):
@@ -97,7 +97,7 @@ class Fleet:
         self.trips: Trips = {}
         self.sent: list[Continued] = []
         chosen = ClusterOptions(PolicyChoice("edf"), ReplicaOptions(causes=False))
-        options = replace(chosen, autoscaler=autoscaler or KeptFleet(servers))
+        options = replace(chosen, autoscaler=autoscaler or ReplaceLost(servers))
         clock = WallClock()
         self.servers = RayServers(command, clock, options, self.trips, resources=resources)
         self.cluster: Cluster = cluster_of([self.servers.host] * servers, clock, options, self.servers.host)
@@ -206,7 +206,7 @@ def work(number: int, most: int = 60) -> list[Request]:
 
 
 def test_a_fleet_keeps_its_number_and_waits_longer_after_each_loss() -> None:
-    fleet = KeptFleet(3)
+    fleet = ReplaceLost(3)
     three = [None] * 3
     assert fleet.scale((), three, 0, 0.0) == Scaling()  # type: ignore[arg-type]
     assert fleet.scale((), three[:2], 1, 0.0) == Scaling(wake_at=5.0)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def test_a_fleet_keeps_its_number_and_waits_longer_after_each_loss() -> None:
 @pytest.mark.full  # a node that is killed, below, kills all of these at once
 def test_what_killed_servers_served_goes_on_elsewhere(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """An actor, then a server, then a guard is killed; another comes in its place, and nothing is left of any."""
-    monkeypatch.setattr(ray_servers, "STEADY", 0.0)  # no waiting after the second
+    monkeypatch.setattr(ray_servers, "LOSS_WINDOW_S", 0.0)  # no waiting after the second
     left: list[int] = []
 
     async def main() -> None:
@@ -303,7 +303,7 @@ def test_a_server_that_does_not_start_says_why(nodes: Nodes, command: list[str],
 
 
 def test_without_room_the_start_says_so(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_servers, "PLACE_SECONDS", 0.5)
+    monkeypatch.setattr(ray_servers, "PLACEMENT_S", 0.5)
 
     async def main() -> None:
         fleet = Fleet(1, stub(), num_gpus=3)

@@ -16,7 +16,7 @@ from rubato.core.request import SLO, Handoff, Progress, Request, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.remote_view import Held, Mirror, Report, shifted, shifted_report, shifted_request
+from rubato.fleet.remote_view import KVUsage, RemoteReplica, ReplicaReport, shifted, shifted_report, shifted_request
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, instant, loads, spec_for
 
@@ -62,7 +62,7 @@ def compare(load: Load, policy: str) -> int:
         cluster = local_cluster(engines, models, clock, options)
         await cluster.start()
         replicas = {id: host.replica for id, host in cluster.hosts.items()}  # type: ignore[attr-defined]
-        mirrors = {id: Mirror(id, load.limits, Linear(), r.supports, 0.0) for id, r in replicas.items()}
+        mirrors = {id: RemoteReplica(id, load.limits, Linear(), r.supports, 0.0) for id, r in replicas.items()}
         for id, mirror in mirrors.items():
             mirror.assign(replicas[id].role)
         outboxes: dict[str, list[Event]] = {id: [] for id in mirrors}
@@ -89,7 +89,7 @@ def compare(load: Load, policy: str) -> int:
             replica = replicas[id]
             told_now, outboxes[id] = outboxes[id], []
             mirrors[id].take(
-                Report(
+                ReplicaReport(
                     clock.now(),
                     tuple(told_now),
                     replica.kv.free,
@@ -141,7 +141,7 @@ def test_a_mirror_shows_what_the_replica_shows(load: Load, policy: str) -> None:
 
 def test_what_was_received_moves_with_a_request() -> None:
     stages = (Stage(5, SLO(ttft=1.0), "</think>", (1, 2, 3, 4, 5)), Stage(0, SLO(tpot=0.1)))
-    mirror = Mirror("r0", Engine(Linear(), LIMITS, VirtualClock()).limits, Linear(), frozenset(), 0.0)
+    mirror = RemoteReplica("r0", Engine(Linear(), LIMITS, VirtualClock()).limits, Linear(), frozenset(), 0.0)
     mirror.submit(Request("a", stages, 0.0), 0.0)
     mirror.submit(request("untouched"), 0.0)
     events = (
@@ -149,13 +149,13 @@ def test_what_was_received_moves_with_a_request() -> None:
         Tokens(0.6, "a", 1, "</think>", (8,), stage_done=True),
         Tokens(0.7, "a", 1, "y", (9,), stage=1),
     )
-    mirror.take(Report(0.7, events, 10, 0.7, {}))
+    mirror.take(ReplicaReport(0.7, events, 10, 0.7, {}))
     left = {r.id: r.progress for r in mirror.left(0.7)}
     assert left == {"a": Progress((0.0, 0.6), ((0.5, 0.6), (0.7,)), (7, 8, 9)), "untouched": None}
 
 
 def test_what_was_waited_elsewhere_moves_with_a_request_that_has_no_output_yet() -> None:
-    mirror = Mirror("r0", Engine(Linear(), LIMITS, VirtualClock()).limits, Linear(), frozenset(), 0.0)
+    mirror = RemoteReplica("r0", Engine(Linear(), LIMITS, VirtualClock()).limits, Linear(), frozenset(), 0.0)
     waited = Progress((0.0,), ((),), delays={"queue": 0.5})
     mirror.submit(replace(request("a"), progress=waited, handoff=Handoff("r1", "offloaded", 0.5)), 0.6)
     (left,) = mirror.left(0.6)
@@ -164,15 +164,15 @@ def test_what_was_waited_elsewhere_moves_with_a_request_that_has_no_output_yet()
 
 
 def test_a_request_outside_the_reported_batch_may_be_to_blame_for_a_loss_once_that_batch_is_over() -> None:
-    mirror = Mirror("r0", LIMITS, Linear(), frozenset(), 0.0)
+    mirror = RemoteReplica("r0", LIMITS, Linear(), frozenset(), 0.0)
     for id in ("runs", "waits", "new"):
         mirror.submit(request(id), 0.0)
     events = (Offered(0.0, "runs", request("runs")), Offered(0.0, "waits", request("waits")), Started(0.1, "runs"))
     batch = Shape(tokens=5, seqs=1, kv=5)
-    mirror.take(Report(0.1, events, 10, 0.5, {"runs": Held(0, 1, 1, 5)}, in_flight=batch))
+    mirror.take(ReplicaReport(0.1, events, 10, 0.5, {"runs": KVUsage(0, 1, 1, 5)}, in_flight=batch))
     assert {r.id: r.losses for r in mirror.left(0.4)} == {"runs": 1, "waits": 0, "new": 1}
     assert {r.id: r.losses for r in mirror.left(0.6)} == {"runs": 1, "waits": 1, "new": 1}
-    mirror.take(Report(0.6, (), 10, 0.6, {"runs": Held(5, 1, 1, 0)}))
+    mirror.take(ReplicaReport(0.6, (), 10, 0.6, {"runs": KVUsage(5, 1, 1, 0)}))
     assert {r.id: r.losses for r in mirror.left(0.6)} == {"runs": 1, "waits": 1, "new": 1}  # no batch is known
 
 
@@ -181,15 +181,15 @@ def test_times_in_another_clock() -> None:
     moved = shifted_request(asked, 10.0)
     assert (moved.arrival, moved.progress) == (11.0, Progress((11.0,), ((12.0, 13.0),), (7, 8)))
     assert shifted(Offered(1.0, "a", asked), 10.0) == Offered(11.0, "a", moved)
-    report = Report(5.0, (Tokens(4.0, "a", 1),), 3, 6.0, {"a": (1, 1, 1, 0)}, None)
+    report = ReplicaReport(5.0, (Tokens(4.0, "a", 1),), 3, 6.0, {"a": (1, 1, 1, 0)}, None)
     handed = replace(asked, handoff=Handoff("r0", "prefilled", 3.0, 7))
     there = replace(moved, handoff=Handoff("r0", "prefilled", 13.0, 7))
     assert shifted(HandedOff(3.0, "a", handed), 10.0) == HandedOff(13.0, "a", there)
-    assert shifted_report(report, -1.0) == Report(4.0, (Tokens(3.0, "a", 1),), 3, 5.0, {"a": (1, 1, 1, 0)}, None)
+    assert shifted_report(report, -1.0) == ReplicaReport(4.0, (Tokens(3.0, "a", 1),), 3, 5.0, {"a": (1, 1, 1, 0)}, None)
 
 
 def test_free_kv_that_was_read_counts_until_a_report_says_it() -> None:
-    mirror = Mirror("r0", LIMITS, Linear(), frozenset(), 0.0)
+    mirror = RemoteReplica("r0", LIMITS, Linear(), frozenset(), 0.0)
     for id in ("before", "after", "waits"):
         mirror.submit(Request(id, (Stage(17),), 0.0), 0.0)
     mirror.fold(Started(0.1, "before"))
@@ -202,5 +202,5 @@ def test_free_kv_that_was_read_counts_until_a_report_says_it() -> None:
     mirror.told_kv_free(40)
     assert mirror.view(0.5).kv_free == 40
     mirror.fold(Started(0.6, "waits"))
-    mirror.take(Report(0.7, (), 30, 0.7, {}))
+    mirror.take(ReplicaReport(0.7, (), 30, 0.7, {}))
     assert mirror.view(0.7).kv_free == 30

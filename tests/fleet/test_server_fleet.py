@@ -26,7 +26,7 @@ from rubato.fleet.relay import Ask, Carrier, Trip
 from rubato.fleet.resume import NotResumableError
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
 from rubato.fleet.server_kv import Trips
-from rubato.fleet.server_replica import LAST_BYTES, ServerReplica
+from rubato.fleet.server_replica import RESPONSE_END_S, ServerReplica
 from rubato.fleet.server_watch import ServerLostError
 from rubato.fleet.upstream import Headers, Reply
 from rubato.latency.affine import Model
@@ -236,7 +236,7 @@ def test_a_response_ends_whose_server_is_lost_between_its_last_token_and_its_las
         host._die(ServerLostError("its machine is gone"))
         if comes:
             reply.flows.set()
-        await clock.sleep_until(clock.now() + 2 * LAST_BYTES, ARRIVAL)
+        await clock.sleep_until(clock.now() + 2 * RESPONSE_END_S, ARRIVAL)
         await cluster.close()
         await core.host.close()
         return call

@@ -19,7 +19,7 @@ from rubato.engines.simulated import WORDS, Engine
 from rubato.fleet import ray_host
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.ray_host import CLOSE, HEARTBEAT, SILENT, RayHost, ray_cluster
+from rubato.fleet.ray_host import CLOSE_S, HEARTBEAT_S, MAX_SILENCE_S, RayHost, ray_cluster
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=500, kv_blocks=400, block_size=16)
@@ -116,7 +116,7 @@ def test_a_frozen_replica_is_lost_and_what_it_says_later_is_not_heard(
         await cluster.start()
         offer_four(cluster)
         later(0.8, process.freeze)
-        await asyncio.wait_for(cluster.drain(), 10 * SILENT)
+        await asyncio.wait_for(cluster.drain(), 10 * MAX_SILENCE_S)
         await cluster.clock.sleep_until(cluster.clock.now() + 5, 0)
         assert killed == [process]
         await cluster.close()
@@ -126,7 +126,7 @@ def test_a_frozen_replica_is_lost_and_what_it_says_later_is_not_heard(
     lost = {e.id: e.at for e in events if isinstance(e, Lost)}
     assert set(lost) == {"q0", "q2"}
     for at in lost.values():
-        assert SILENT - 2 * HEARTBEAT < at - 0.8 < SILENT + 2 * HEARTBEAT
+        assert MAX_SILENCE_S - 2 * HEARTBEAT_S < at - 0.8 < MAX_SILENCE_S + 2 * HEARTBEAT_S
     assert "replica r0 has not reported for 10 s" in caplog.text
     assert outcomes(events) == {f"q{n}": ("completed", OUTPUT) for n in range(4)}
     for n in range(4):
@@ -138,10 +138,10 @@ def test_a_replica_with_nothing_to_tell_is_not_silent(killed: list[Process]) -> 
     async def main() -> None:
         cluster, _, _ = fleet()
         await cluster.start()
-        await cluster.clock.sleep_until(20 * SILENT, 0)
+        await cluster.clock.sleep_until(20 * MAX_SILENCE_S, 0)
         assert list(cluster.hosts) == ["r0", "r1"]
         assert killed == []
-        assert all(host.view().as_of >= 20 * SILENT - 2 * HEARTBEAT for host in cluster.hosts.values())
+        assert all(host.view().as_of >= 20 * MAX_SILENCE_S - 2 * HEARTBEAT_S for host in cluster.hosts.values())
         await cluster.close()
 
     run_virtual(main())
@@ -159,7 +159,7 @@ def test_a_controller_that_was_stopped_loses_nobody(killed: list[Process]) -> No
             for process in processes:
                 process.freeze()
             stop_everything(60.0)
-            await cluster.clock.sleep_until(cluster.clock.now() + 2 * HEARTBEAT, 0)
+            await cluster.clock.sleep_until(cluster.clock.now() + 2 * HEARTBEAT_S, 0)
             for process in processes:
                 process.thaw()
         await cluster.drain()
@@ -181,7 +181,7 @@ def test_closing_does_not_wait_for_the_frozen(killed: list[Process]) -> None:
             process.freeze()
         began = cluster.clock.now()
         await cluster.close()
-        assert cluster.clock.now() - began <= 2 * CLOSE
+        assert cluster.clock.now() - began <= 2 * CLOSE_S
         assert {outcome for outcome, _ in outcomes(events).values()} == {"failed"}
         assert cluster.finished == cluster.offered == 4
         assert cluster.in_flight == 0

@@ -18,7 +18,7 @@ from rubato.core.events import Event, Finished, Offered, Stepped
 from rubato.core.interfaces import Assigner, View
 from rubato.core.plan import Limits, Plan, blocks_for
 from rubato.core.request import LEAST, MOST, SLO, Request, Sampling, Stage
-from rubato.engines.simulated import Drafter, Link
+from rubato.engines.simulated import Drafter, KVLink
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.fleet.cluster import Cluster
 from rubato.policies import describe, load_router, optional, router_for
@@ -128,7 +128,7 @@ def instant(load: Load) -> Load:
 def spec_for(policy: str, limits: Limits, prefix_cache: bool = False) -> RunSpec:
     """As many replicas as the policy works with; what moves between them takes time."""
     router = router_for(policy, "auto")
-    link = Link(kv_bytes=8, bandwidth=1e4, latency=0.003)
+    link = KVLink(kv_bytes=8, bandwidth=1e4, latency=0.003)
     replicas = 3 if isinstance(router, Assigner) else 1
     scheduler = load_policy(policy)
     drafts = "draft" in scheduler.needs | optional(scheduler)

@@ -21,7 +21,7 @@ from rubato.core.server_url import connection_failure
 from rubato.engines.simulated import Engine
 from rubato.fleet.upstream import Headers, UpstreamError, error_code
 from rubato.serving.logs import Lines, Text
-from rubato.wire.link_keys import TOKEN
+from rubato.wire.link_keys import TOKEN_ENV
 from tests.scenario import on
 from tests.serving.conftest import Edge, edge, key, tenant
 from tests.serving.test_gateway import Fleet, gateway
@@ -46,7 +46,7 @@ class Records(logging.Handler):
 
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[Records]:
-    monkeypatch.setenv(TOKEN, LINK)
+    monkeypatch.setenv(TOKEN_ENV, LINK)
     handler, root = Records(), logging.getLogger()
     level = root.level
     root.addHandler(handler)

@@ -9,7 +9,7 @@ import pytest
 
 from rubato.core.events import Finished, Offered, Placed, Started, Tokens, Verdict
 from rubato.engines.vllm import link
-from rubato.engines.vllm.reports import NAME
+from rubato.engines.vllm.reports import REPLICA_NAME
 from rubato.frontdoor import history
 from rubato.serving.board_pages import FILES
 from rubato.serving.board_snapshot import COLUMNS
@@ -35,7 +35,7 @@ def reports(client: Client, *, given_up: bool = False) -> None:
     wire: Any = client.vllm.link
     wire.tell(*[Offered(now - 2.0, one.id, one) for one in (late, runs, waits)])
     for id in "ab":
-        wire.tell(Placed(now - 2.0, id, NAME), Started(now - 1.0, id))
+        wire.tell(Placed(now - 2.0, id, REPLICA_NAME), Started(now - 1.0, id))
     wire.tell(Tokens(now - 0.5, "b", 3), Finished(now - 0.1, "a", "completed", "stop", verdict, 7))
     sequences = [("b", "running", 0, 1, 5, False, now + 0.25)]
     shown = {"at": now, "kv_free": 60, "kv_total": 80, "held": ["c"], "sequences": sequences, "open": ["b", "c"]}
@@ -89,9 +89,9 @@ async def test_what_came_since_the_engines_last_report_is_shown(client: Client) 
     now = client.reports.clock.now()
     new = [replace(request(n, ttft=9.0, arrival=now, tier="chat"), tenant="acme") for n in ("waits", "runs", "decodes")]
     wire: Any = client.vllm.link
-    wire.tell(*[Offered(now, one.id, one) for one in new], Placed(now, "waits", NAME))
+    wire.tell(*[Offered(now, one.id, one) for one in new], Placed(now, "waits", REPLICA_NAME))
     for one in new[1:]:
-        wire.tell(Placed(now, one.id, NAME), Started(now, one.id))
+        wire.tell(Placed(now, one.id, REPLICA_NAME), Started(now, one.id))
     wire.tell(Tokens(now, "decodes", 1))
     told = await board(client)
     assert told["queue"] == {"in_flight": 5, "held": 1, "waiting": 1, "running": 3, "moving": 0}
@@ -117,7 +117,7 @@ def test_what_happened_since_a_report_counts(
     async def test(client: Client) -> None:
         now = client.reports.clock.now()
         one, wire = request("a", ttft=2.0, tpot=2.0, arrival=now - 4.0), client.vllm.link
-        wire.tell(Offered(now - 4.0, "a", one), Placed(now - 4.0, "a", NAME))
+        wire.tell(Offered(now - 4.0, "a", one), Placed(now - 4.0, "a", REPLICA_NAME))
         if token is not None:
             wire.tell(Started(now - 3.5, "a"), Tokens(now + token, "a", 1))
         fields = {"at": now + reported, "sequences": [("a", "waiting", 0, 10, 0, False, now + due)]}

@@ -17,14 +17,14 @@ from rubato.core.plan import Role
 from rubato.core.request import SLO, Progress, Request, Stage
 from rubato.engines.vllm import core_link
 from rubato.engines.vllm.core_link import CoreLink, LinkSettings
-from rubato.engines.vllm.gateway_reports import GatewayReports, place_of
-from rubato.engines.vllm.policy_driver import FLEET
+from rubato.engines.vllm.gateway_reports import GatewayReports, choice_of
+from rubato.engines.vllm.policy_driver import FLEET_SUPPORTS
 from rubato.fleet.link_reader import LinkReader, MissedReportError
-from rubato.fleet.remote_view import GaveUp, Mirror, Report
+from rubato.fleet.remote_view import HandOffReport, RemoteReplica, ReplicaReport
 from rubato.fleet.server_link import ZmqLink
 from rubato.latency import affine
 from rubato.wire import messages
-from rubato.wire.link_keys import TOKEN, protect_gateway
+from rubato.wire.link_keys import TOKEN_ENV, protect_gateway
 from rubato.wire.messages import (
     PROTOCOL,
     Beat,
@@ -63,7 +63,7 @@ class Wire:
         asked, self.asked = self.asked, []
         return [(gateway, msgspec.Raw(encode(command))) for gateway, command in asked]
 
-    def report(self, message: messages.Report) -> None:
+    def report(self, message: messages.ReplicaReport) -> None:
         if self._losses is not None and self._losses.random() < self._share:
             self.lost += 1
         else:
@@ -89,7 +89,7 @@ class Gateway:
         self.made, self.wire = made, wire
         self.reader = LinkReader("r0")
         limits = made.scheduler.rubato.limits
-        self.mirror = Mirror("r0", limits, affine.Model(), frozenset(), 0.0)
+        self.mirror = RemoteReplica("r0", limits, affine.Model(), frozenset(), 0.0)
         self.events: list[Any] = []
         self.handed_on: list[str] = []  # ids of those that would go on at another replica
         self.gaps = 0
@@ -106,7 +106,7 @@ class Gateway:
             if report is not None:
                 self._take(report)
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: ReplicaReport) -> None:
         self.mirror.take(report)
         self.events += [*report.events, *report.gave_up]
         for id, reason, at, cached in report.gave_up:
@@ -148,7 +148,7 @@ def told(made: Harness, losses: random.Random | None = None, share: float = 0.0)
     wire = Wire(losses, share)
     driver = made.scheduler.rubato
     driver._gateways = GatewayReports(wire)  # type: ignore[arg-type]
-    driver.supports |= FLEET
+    driver.supports |= FLEET_SUPPORTS
     driver.report()
     return Gateway(made, wire)
 
@@ -258,7 +258,7 @@ def test_a_gateway_gives_roles_and_takes_back_what_is_its_own(model: Path) -> No
     gateway.wire.asked.append(("g", Recall("waiting")))
     made.step()
     gateway.hear()
-    back = [event for event in gateway.events if isinstance(event, GaveUp)]
+    back = [event for event in gateway.events if isinstance(event, HandOffReport)]
     assert {event.id for event in back} == waiting - {"other"}
     assert {event.reason for event in back} == {"recalled"}
     assert not any(event.id == "other" for event in back)
@@ -270,7 +270,7 @@ def test_a_gateway_gives_roles_and_takes_back_what_is_its_own(model: Path) -> No
     made.run()
     gateway.hear()
     assert gateway.mirror.empty
-    ended = {event.id for event in gateway.events if isinstance(event, Finished | GaveUp)}
+    ended = {event.id for event in gateway.events if isinstance(event, Finished | HandOffReport)}
     assert ended == {*(f"chatcmpl-{i}" for i in range(6)), "other"}
 
 
@@ -285,7 +285,7 @@ def test_another_gateways_requests_and_strangers_stay_at_a_recall(model: Path) -
     gateway.wire.asked.append(("h", Recall("best_effort")))
     made.run()
     gateway.hear()
-    assert [event.id for event in gateway.events if isinstance(event, GaveUp)] == ["chatcmpl-b"]
+    assert [event.id for event in gateway.events if isinstance(event, HandOffReport)] == ["chatcmpl-b"]
     assert [event.id for event in gateway.events if isinstance(event, Finished)] == ["chatcmpl-a"]
 
 
@@ -369,7 +369,7 @@ def test_commands_that_cannot_be_are_faults_and_change_nothing(model: Path) -> N
     ],
 )
 def test_which_choice_of_which_prompt_a_request_is(id: str, place: tuple[str, int, int]) -> None:
-    assert place_of(id) == place
+    assert choice_of(id) == place
 
 
 # --------------------------------------------------------------------------- over the socket
@@ -449,16 +449,16 @@ def test_a_gateway_is_greeted_at_once_by_an_idle_engine_and_told_of_all_that_is_
 def test_who_has_not_the_token_or_another_version_is_told_so_and_is_not_obeyed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setenv(TOKEN_ENV, "secret")
     made = harness(model, "edf", blocks=60, rubato={"link": {"host": "127.0.0.1"}})
-    monkeypatch.setenv(TOKEN, "guess")
+    monkeypatch.setenv(TOKEN_ENV, "guess")
     forger, gateway = Peer(port_of(made)), ZmqLink(f"tcp://127.0.0.1:{port_of(made)}")
     forger.say(Hello(PROTOCOL, "g"))
     forger.say(do(assign(Role(kind="hp"))))
     assert not forger.socket.poll(500)
     assert gateway.is_refused
     gateway.close()
-    monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setenv(TOKEN_ENV, "secret")
     old = Peer(port_of(made))
     old.say(do(assign(Role(kind="hp"))))
     assert isinstance(old.next(), Unknown)
@@ -480,10 +480,10 @@ def test_who_has_not_the_token_or_another_version_is_told_so_and_is_not_obeyed(
 
 
 def test_an_open_address_needs_a_token_and_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(ValueError, match=TOKEN):
+    monkeypatch.delenv(TOKEN_ENV, raising=False)
+    with pytest.raises(ValueError, match=TOKEN_ENV):
         LinkSettings.of({"host": "0.0.0.0"})
-    monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setenv(TOKEN_ENV, "secret")
     assert LinkSettings.of({"host": "0.0.0.0"}).host == "0.0.0.0"
     for wrong in ({"port": 70_000}, {"port": True}, {"host": ""}, {"prot": 1}):
         with pytest.raises(ValueError, match=r"rubato\.link"):

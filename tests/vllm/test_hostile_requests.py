@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rubato.engines.vllm.policy_driver import QUIET
-from rubato.engines.vllm.sequence import KEYS, MAX_CHARACTERS
+from rubato.engines.vllm.policy_driver import LOG_PAUSE_S
+from rubato.engines.vllm.sequence import KEYS, MAX_TEXT_CHARACTERS
 from tests.vllm.harness import harness
 
 POLICIES = [
@@ -32,7 +32,7 @@ XARGS = st.fixed_dictionaries(
         "slo_tpot_ms": TIMES,
         "slo_e2e_ms": TIMES,
         "slo_tier": st.sampled_from(["chat", "code", "", LONG, 5, ["chat"], None])
-        | st.text(max_size=2 * MAX_CHARACTERS),
+        | st.text(max_size=2 * MAX_TEXT_CHARACTERS),
         "slo_on_decline": st.sampled_from(["best_effort", "refuse", "never", LONG, None, 1, ["refuse"], {}]),
         "slo_seal": st.sampled_from(["00", "é", "\ud800", "", 5, ["é"]]),  # not ours: of no effect
         "slo_ttft": st.just(1),
@@ -49,7 +49,7 @@ def wrong(xargs: dict[str, Any]) -> bool:
     return (
         any(key.startswith("slo_") and key not in (*KEYS, "slo_seal") for key in xargs)
         or not all(any(time is good for good in NUMBERS) for time in times)
-        or not (isinstance(tier, str) and 1 <= len(tier) <= MAX_CHARACTERS)
+        or not (isinstance(tier, str) and 1 <= len(tier) <= MAX_TEXT_CHARACTERS)
         or decline not in ("best_effort", "refuse")
     )
 
@@ -102,7 +102,7 @@ def test_what_a_refusal_logs_is_bounded(model: Path, caplog: Any) -> None:
         [{"slo_" + LONG: 1}, {"slo_tier": LONG}, {"slo_on_decline": LONG}, {"slo_e2e_ms": LONG}]
     ):
         made.add(f"{at}{LONG}", [5] * 20, 2, **xargs)
-        made.now += QUIET
+        made.now += LOG_PAUSE_S
     for at in range(100):
         made.add(f"{at}{LONG}", [5] * 20, 2, slo_tier="")
     lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
@@ -118,7 +118,9 @@ def test_of_any_number_of_tiers_a_bounded_number_is_kept(model: Path, policy: st
     held = []
     for round_ in range(3):
         for at in range(1024):
-            made.add(f"{round_}-{at}", [5] * 9, 1, slo_ttft_ms=1e6, slo_tier=f"{round_}-{at}".rjust(MAX_CHARACTERS))
+            made.add(
+                f"{round_}-{at}", [5] * 9, 1, slo_ttft_ms=1e6, slo_tier=f"{round_}-{at}".rjust(MAX_TEXT_CHARACTERS)
+            )
             if at % 64 == 63:
                 made.run()
         made.step()

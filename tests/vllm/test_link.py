@@ -121,7 +121,7 @@ def test_each_api_server_hears_of_its_own_requests_and_all_of_every_engine(folde
 def test_a_reader_that_is_too_slow_is_told_what_it_lost_and_no_step_waits(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "MOST", 10)
+    monkeypatch.setattr(link, "MAX_QUEUED_MESSAGES", 10)
     monkeypatch.setattr(core_link, "MAX_QUEUED_MESSAGES", 10)
     made, [reader] = listening(folder, 0, 0)
     for step in range(20_000):

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.interface import PauseState
 from rubato.core.events import Finished, Offered, Preempted, Started, Stepped, Tokens
 from rubato.core.plan import Plan, Work, blocks_for
 from rubato.engines.vllm import policy_driver
-from rubato.engines.vllm.policy_driver import FAULTS
+from rubato.engines.vllm.policy_driver import MAX_FAULTS
 from tests.policies.test_properties import Amnesiac, Watching
 from tests.vllm.harness import Harness, harness, token, with_model_runner
 
@@ -447,7 +447,7 @@ def test_a_policy_that_raises_costs_nobody_a_token(
     made.finish()
     driver = made.scheduler.rubato
     assert driver.faults == {part: calls // 3}
-    assert driver.given_up == (calls // 3 == FAULTS)
+    assert driver.given_up == (calls // 3 == MAX_FAULTS)
     assert driver.fallbacks >= calls // 3 > 0
     assert not driver.deviations
     assert made.ended == dict.fromkeys(most, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rubato.core.events import Finished
-from rubato.engines.vllm.room import SETTLED, Room
+from rubato.engines.vllm.room import STABLE_STEPS, SlackCheck
 from tests.vllm.harness import Harness, harness
 
 LOOSE = {"slo_ttft_ms": 100_000, "slo_tpot_ms": 10_000, "slo_e2e_ms": 10_000_000}
@@ -60,7 +60,7 @@ def test_without_room_the_policy_plans(model: Path, slo: dict[str, Any], more: d
 
 
 def test_blocks_that_unlooked_steps_and_prompts_part_way_will_take_are_counted(model: Path) -> None:
-    """Ten decodes, each to grow by SETTLED tokens, and a prompt of which a part is in: KV for them is there or not."""
+    """Ten decodes, each to grow by STABLE_STEPS tokens, and a half-prefilled prompt: KV for them is there or not."""
     own = made(model, "edf", seqs=40)
     for i in range(10):
         own.add(f"r{i}", [i] * 10, 60, **LOOSE)
@@ -72,12 +72,12 @@ def test_blocks_that_unlooked_steps_and_prompts_part_way_will_take_are_counted(m
     (long,) = view.prefilling
     assert long.pending > 1
     limits = view.limits
-    needed = len(view.running) * (1 + limits.blocks(SETTLED)) + limits.blocks(150)
+    needed = len(view.running) * (1 + limits.blocks(STABLE_STEPS)) + limits.blocks(150)
     assert not room.for_all(replace(view, kv_free=needed - 1))
     assert room.for_all(replace(view, kv_free=needed))
     few = replace(limits, max_num_seqs=len(view.running) - 1)  # more run than vLLM's batch has room for
     assert not room.for_all(replace(view, limits=few, kv_free=needed))
-    drafting = Room(most_tokens=4)
+    drafting = SlackCheck(most_tokens=4)
     assert not drafting.for_all(replace(view, kv_free=needed))
 
 

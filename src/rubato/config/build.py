@@ -24,8 +24,8 @@ from rubato.core.interfaces import Assigner, Autoscaler, Engine, LatencyModel, L
 from rubato.core.length_prediction import DEFAULT_LENGTHS, PREDICTORS, Oracle
 from rubato.core.plan import Limits, Role
 from rubato.engines import simulated
-from rubato.engines.simulated import Drafter, Link, drafter
-from rubato.fleet.autoscalers import AUTOSCALERS, Bounds, PoolAutoscaler
+from rubato.engines.simulated import Drafter, KVLink, drafter
+from rubato.fleet.autoscalers import AUTOSCALERS, PoolAutoscaler, ReplicaBounds
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import profiles
 from rubato.latency.model_base import completed
@@ -176,13 +176,13 @@ def _is_simulated(config: Config) -> bool:
     return issubclass(_engine_class(config.engine.name), simulated.Engine)
 
 
-def link_of(config: Config) -> Link:
+def link_of(config: Config) -> KVLink:
     """`engine.link`, what moving KV to a simulated engine costs. Raises ConfigError."""
     asked = config.engine.settings.get("link", {})
-    known = [f.name for f in fields(Link)]
+    known = [f.name for f in fields(KVLink)]
     if not isinstance(asked, Mapping):
         raise ConfigError(f"engine.link is {asked!r}: give {', '.join(known)}")
-    return cast(Link, _construct("engine.link", Link, asked, known))
+    return cast(KVLink, _construct("engine.link", KVLink, asked, known))
 
 
 def believed_of(config: Config) -> LatencyModel:
@@ -258,7 +258,7 @@ def autoscaler_of(config: Config) -> Autoscaler | None:
     made = _construct(f"autoscale {name!r}", cls, settings, list(inspect.signature(cls).parameters))
     if lacking := [part for part in ("observe", "scale") if not callable(getattr(made, part, None))]:
         raise ConfigError(f"autoscale: class Autoscaler of {name} lacks {', '.join(lacking)}")
-    if isinstance(made, Bounds) and not made.min <= config.replicas <= made.max:
+    if isinstance(made, ReplicaBounds) and not made.min <= config.replicas <= made.max:
         raise ConfigError(
             f"replicas is {config.replicas}: give as many as there are to be at the start, from autoscale.min, "
             f"{made.min}, to autoscale.max, {made.max}"
@@ -283,7 +283,7 @@ def _check_roles(config: Config, made: Any) -> None:
             f"autoscale: {policy.name!r} gives its replicas roles at the start, and none to those that join: choose a "
             "policy whose replicas are all alike, such as edf, or polyserve"
         )
-    if isinstance(routes, Assigner) and isinstance(made, Bounds):
+    if isinstance(routes, Assigner) and isinstance(made, ReplicaBounds):
         _roles(routes, made.min)
 
 
@@ -347,7 +347,7 @@ def check_names(config: Config) -> None:
 def most_in_flight(config: Config, limits: Limits) -> int | None:
     """`max_in_flight` of our server, with as many replicas as it may have. limits: of one of the engines."""
     scaled = autoscaler_of(config)
-    replicas = scaled.max if isinstance(scaled, Bounds) else config.replicas
+    replicas = scaled.max if isinstance(scaled, ReplicaBounds) else config.replicas
     return in_flight_bound(config, replicas * limits.max_num_seqs)
 
 

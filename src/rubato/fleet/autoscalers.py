@@ -12,15 +12,15 @@ from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import Scaling, SeqView, View
 from rubato.core.plan import Shape
 from rubato.core.request import Request
-from rubato.fleet.scaling import idle
+from rubato.fleet.scaling import is_idle
 
-INTERVAL = 1.0  # seconds between two looks at the fleet by predicted attainment
-FULL = 0.8  # of a replica's time, places and KV: what the replicas that stay may be filled to when one leaves
-AT_LEAST = 2  # misses in a tier: one alone adds no replica
+CHECK_S = 1.0  # interval of the checks of predicted attainment
+MAX_UTILIZATION = 0.8  # of the time, places and KV of the replicas that stay when one leaves
+MIN_MISSES = 2  # in a tier: one miss alone adds no replica
 
 
 @dataclass
-class Bounds:
+class ReplicaBounds:
     """min: fewest replicas that serve or start; fewer, such as after a loss, are made up for at once. max: most
     replicas that serve or start."""
 
@@ -49,11 +49,11 @@ def check_seconds(**settings: float) -> None:
 def in_pool(view: View) -> bool:
     """Whether this replica serves no tier: PolyServe's best-effort pool (§4.3); nor does one that has just joined, or
     that a tier has left empty, which goes back to the pool when the router is asked again."""
-    return idle(view) or (not view.role.tier and view.role.phase == "both" and view.role.kind in ("", "best_effort"))
+    return is_idle(view) or (not view.role.tier and view.role.phase == "both" and view.role.kind in ("", "best_effort"))
 
 
 @dataclass
-class PoolAutoscaler(Bounds):
+class PoolAutoscaler(ReplicaBounds):
     """PolyServe's pool of machines (§4.3, §5.4), which the paper takes as unlimited: a tier takes a replica from the
     pool at once, so the pool is kept from running dry, and what it has too much is given back.
 
@@ -99,7 +99,7 @@ class PoolAutoscaler(Bounds):
 
     def _to_drain(self, pool: Sequence[View], there: int, now: float, wake: list[float]) -> list[str]:
         """Those idle for long enough, the last that joined first: PolyServe takes the first from the pool."""
-        unused = [view.id for view in pool if idle(view)]
+        unused = [view.id for view in pool if is_idle(view)]
         self._idle_since = {id: self._idle_since.get(id, now) for id in unused}
         surplus = max(0, min(len(unused) - self.spare, there - self.min))
         drain: list[str] = []
@@ -126,7 +126,7 @@ class _Tier:
 
 
 @dataclass
-class AttainmentAutoscaler(Bounds):
+class AttainmentAutoscaler(ReplicaBounds):
     """By predicted attainment, for any policy: replicas are added while in some tier fewer than `target` of the
     requests are, or are predicted to be, in SLO, and one while all together are too few for what is offered; one is
     drained when for `hold_seconds` the others were enough.
@@ -135,8 +135,8 @@ class AttainmentAutoscaler(Bounds):
     there, one is predicted to miss if it is late, demoted, or waits where the prompts due before it leave no time for
     its own. Requests that came before the last replica joined count no more. Best effort never counts.
 
-    Replicas are enough if on each of them prefill, at the tokens/s offered in the window, and the decodes that
-    are there now, at the tightest TPOT offered, take at most 80 % of its time (`FULL`), of its places and of its KV.
+    Replicas are enough if each one spends at most 80 % (`MAX_UTILIZATION`) of its time on prefill, at the tokens/s
+    offered in the window, and on the present decodes, at the tightest TPOT offered; the same for its places and KV.
 
     target: share of each tier's requests to attain. window_seconds: over which attainment and load are measured.
     hold_seconds: how long fewer replicas were enough before one is drained.
@@ -177,10 +177,10 @@ class AttainmentAutoscaler(Bounds):
         there = len(fleet) + starting
         if now < self._next:
             return Scaling(self._to_add(0, there), wake_at=self._next)
-        self._next = now + INTERVAL
+        self._next = now + CHECK_S
         self._forget(now - self.window_seconds)
         tiers = self._tiers(held, fleet, now)
-        worst = min((1.0 - t.missed / t.all for t in tiers.values() if t.missed >= AT_LEAST), default=1.0)
+        worst = min((1.0 - t.missed / t.all for t in tiers.values() if t.missed >= MIN_MISSES), default=1.0)
         wanted = ceil(len(fleet) * (self.target - worst)) if worst < self.target and not starting else 0
         if not starting and not self._fit(fleet, len(fleet)):
             wanted = max(wanted, 1)  # before they miss: a start takes time
@@ -225,7 +225,7 @@ class AttainmentAutoscaler(Bounds):
         """Whether what is there, and comes, would fit so many replicas."""
         view = fleet[0]
         chunk = view.limits.max_num_batched_tokens
-        offered = sum(tokens for _, tokens, _ in self._offered) / max(self.window_seconds, INTERVAL)
+        offered = sum(tokens for _, tokens, _ in self._offered) / max(self.window_seconds, CHECK_S)
         prefill = offered * view.latency.step_time(Shape().plus(chunk, 0)) / chunk
         tightest = min((tpot for _, _, tpot in self._offered), default=inf)
         seqs = ceil(sum(view.count for view in fleet) / replicas)
@@ -233,7 +233,11 @@ class AttainmentAutoscaler(Bounds):
         kv = ceil(sum(seq.length for view in fleet for seq in view.running) / replicas)
         decode = view.latency.step_time(Shape(seqs, seqs, kv)) / tightest if seqs else 0.0
         time = prefill / replicas + decode
-        return time <= FULL and seqs <= FULL * view.limits.max_num_seqs and blocks <= FULL * view.kv_total
+        return (
+            time <= MAX_UTILIZATION
+            and seqs <= MAX_UTILIZATION * view.limits.max_num_seqs
+            and blocks <= MAX_UTILIZATION * view.kv_total
+        )
 
 
 def _late(waiting: Iterable[SeqView], view: View, start: float) -> Iterable[tuple[SeqView, bool]]:

@@ -38,7 +38,7 @@ from rubato.core.plan import Role
 from rubato.core.request import ALONE_S, NO_REPLICA, SATURATED, SHUTTING_DOWN, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.event_bus import EventBus, Listener, without_tokens
-from rubato.fleet.local_host import FAILURES
+from rubato.fleet.local_host import MAX_FAILED_STEPS
 from rubato.fleet.request_table import RequestTable
 from rubato.fleet.router_calls import RouterCalls, RouterError, RoutingTimer
 from rubato.fleet.scaling import FleetScaling
@@ -50,10 +50,10 @@ log = logging.getLogger(__name__)
 
 FREES_PLACES = (Finished, HandedOff)
 FREES_KV = (Stepped, Preempted)
-KEPT = 10  # one part in so many of `max_in_flight` is for requests with an SLO
-MAX_LOSSES = 2  # of replicas that ran a request, after which it ends
-RECENT = 64  # completions that `retry_after` looks back on
-LEAVES = (Finished, HandedOff, Transferred, Lost)  # after which nothing may be left at a replica
+SLO_RESERVE_DIVISOR = 10  # a tenth of `max_in_flight` is reserved for requests with an SLO
+MAX_LOSSES = 2  # a request ends when this many replicas were lost while they ran it
+MAX_RECENT_COMPLETIONS = 64  # from which `retry_after` computes the rate
+FREES_REPLICA = (Finished, HandedOff, Transferred, Lost)  # after these a replica may be empty
 
 HostLost = Callable[[str, BaseException, Sequence[Request]], None]  # which, why, and what must go elsewhere
 HostMaker = Callable[[str, Listener, HostLost], Host]  # of that id; told where to send events and to report its loss
@@ -121,7 +121,7 @@ class Cluster:
             self._listeners.add(without_tokens(lambda event: observe((event,))))
         self._fair = fair
         self._own: dict[str, Listener] = {}
-        self._completed: deque[float] = deque(maxlen=RECENT)  # when each ended
+        self._completed: deque[float] = deque(maxlen=MAX_RECENT_COMPLETIONS)  # when each ended
         self._draining = False
         self._gone: list[Host] = []
         self._empty = asyncio.Event()
@@ -195,7 +195,7 @@ class Cluster:
             raise ValueError(f"request id {request.id!r} is in flight already: ids must be unique")
         now = self.clock.now()
         full = self._max_in_flight is not None and self.in_flight >= self._max_in_flight - (
-            self._max_in_flight // KEPT if request.best_effort else 0
+            self._max_in_flight // SLO_RESERVE_DIVISOR if request.best_effort else 0
         )
         if full and self._fair is not None and self._max_in_flight is not None:
             # a tenant with less than its share of the places gets one: another's flood must not take them all
@@ -362,7 +362,7 @@ class Cluster:
             for seq in unplaced:
                 if seq.id in self._requests.unplaced:
                     self._end(seq, "failed", str(error))
-            if (failures := self._router.failures) >= FAILURES:
+            if (failures := self._router.failures) >= MAX_FAILED_STEPS:
                 last = f"router {self._router.policy!r}: {failures} dispatches in a row failed; the last: {error}"
                 self._give_up(last, RuntimeError(last))
             return None
@@ -468,7 +468,7 @@ class Cluster:
         self._listeners.tell(event, self._router.observe, *(() if own is None else (own,)))
         if last or isinstance(event, Offered):
             self._scaling.ask_soon()
-        if self._scaling.draining and isinstance(event, LEAVES):
+        if self._scaling.draining and isinstance(event, FREES_REPLICA):
             self._scaling.let_leave()
         if not self._requests.unplaced:
             if last and not self._requests.placed:

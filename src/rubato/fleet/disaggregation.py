@@ -8,48 +8,50 @@ from typing import Any
 
 from rubato.core.plan import KV
 
-FORM = "kv_transfer_params"
-APART = ("/v1/chat/completions", "/v1/completions")  # whose responses say where the KV is
-LIMITS = ("max_tokens", "max_completion_tokens")
+KV_PARAMS_FIELD = "kv_transfer_params"
+DISAGGREGATED_PATHS = ("/v1/chat/completions", "/v1/completions")  # their responses say where the KV is
+LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")
 # Fields of a body whose response needs the prompt where it is made, or several sequences.
-WHOLE = ("prompt_logprobs", "echo", "use_beam_search", "best_of")
-NOT_FOR_ONE = ("stream_options", "min_tokens")  # fields that have no sense with one token, and no stream
-ASKED = {
+UNSUPPORTED_FIELDS = ("prompt_logprobs", "echo", "use_beam_search", "best_of")
+STREAM_ONLY_FIELDS = ("stream_options", "min_tokens")  # without meaning in a request of one token that does not stream
+PREFILL_KV_PARAMS = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
 
 
-class NotApartError(Exception):
+class DisaggregationUnsupportedError(Exception):
     """A request that cannot be prefilled at one server and decoded at another; the message says why."""
 
 
 def prefill_only(path: str, choices: int, body: bytes) -> bytes:
-    """The body by which a server prefills a prompt and keeps the KV. Raises NotApartError."""
+    """The body by which a server prefills a prompt and keeps the KV. Raises DisaggregationUnsupportedError."""
     fields = json.loads(body)
-    if path not in APART or choices > 1:
-        what = "several choices" if path in APART else path
-        raise NotApartError(
-            f"{what}: a fleet that prefills and decodes apart serves one choice of {' and '.join(APART)}"
+    if path not in DISAGGREGATED_PATHS or choices > 1:
+        what = "several choices" if path in DISAGGREGATED_PATHS else path
+        raise DisaggregationUnsupportedError(
+            f"{what}: a fleet that prefills and decodes apart serves one choice of {' and '.join(DISAGGREGATED_PATHS)}"
         )
-    for name in WHOLE:
+    for name in UNSUPPORTED_FIELDS:
         asked = fields.get(name)
         if asked is not None and asked is not False and (name, asked) != ("best_of", 1):
-            raise NotApartError(f"{name}: leave it out, since a fleet that prefills and decodes apart cannot serve it")
-    fields = {name: value for name, value in fields.items() if name not in NOT_FOR_ONE}
-    limits = {name: 1 for name in LIMITS if name in fields} or {LIMITS[0]: 1}
-    return json.dumps({**fields, **limits, "stream": False, FORM: ASKED}).encode()
+            raise DisaggregationUnsupportedError(
+                f"{name}: leave it out, since a fleet that prefills and decodes apart cannot serve it"
+            )
+    fields = {name: value for name, value in fields.items() if name not in STREAM_ONLY_FIELDS}
+    limits = {name: 1 for name in LIMIT_FIELDS if name in fields} or {LIMIT_FIELDS[0]: 1}
+    return json.dumps({**fields, **limits, "stream": False, KV_PARAMS_FIELD: PREFILL_KV_PARAMS}).encode()
 
 
 def with_kv(body: bytes, kv: KV) -> bytes:
     """The body by which a server goes on with a prompt that another has prefilled."""
-    return json.dumps({**json.loads(body), FORM: json.loads(kv.data)}).encode()
+    return json.dumps({**json.loads(body), KV_PARAMS_FIELD: json.loads(kv.data)}).encode()
 
 
-def where_kv_is(body: bytes) -> Mapping[str, Any] | None:
+def kv_params_of(body: bytes) -> Mapping[str, Any] | None:
     """What a response says of that; None for one that says nothing."""
     try:
-        found = json.loads(body).get(FORM)
+        found = json.loads(body).get(KV_PARAMS_FIELD)
     except (ValueError, AttributeError):
         return None
     return found if isinstance(found, dict) and found.get("do_remote_prefill") else None

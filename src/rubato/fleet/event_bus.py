@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from rubato.core.events import Event, Tokens
 
-QUIET = 60.0  # seconds in which a listener that fails again is not reported again
+LOG_PAUSE_S = 60.0  # between two reports of the same failing listener
 
 Listener = Callable[[Event], None]
 P = ParamSpec("P")
@@ -32,8 +32,8 @@ class EventBus:
     """Tells listeners of every event, in order, on the event loop.
 
     A listener that raises (disk full under the event log) stops no request's end, and gets the next event all the same.
-    Its errors go to the loop's exception handler, once in QUIET seconds: asyncio's logs them, `clock.run_virtual`'s
-    ends the run with the first. Where no loop runs they are raised.
+    Its errors go to the loop's exception handler, once in LOG_PAUSE_S seconds: asyncio's handler logs them,
+    `clock.run_virtual`'s ends the run with the first. Without a running loop they are raised.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class EventBus:
     def _report(self, name: str, at: float, message: str, error: Exception) -> None:
         """One more error of `name`, at time `at`."""
         count, last = self._failed.get(name, (0, -inf))
-        due = at >= last + QUIET
+        due = at >= last + LOG_PAUSE_S
         self._failed[name] = (count + 1, at if due else last)
         if not due:
             return

@@ -1,6 +1,6 @@
 """A gateway's end of the link to one vLLM engine core: its messages, put together to reports of a replica.
 
-A core says what has changed; here it becomes what a `Mirror` folds. Requests get the names that gateways gave them; one
+A core says what has changed; here it becomes what a `RemoteReplica` folds. Requests get the names that gateways gave them; one
 that came past all of them keeps the engine's.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import replace
 from rubato.core.events import Event, Finished, Offered, Stepped, Transferred
 from rubato.core.plan import NO_BATCH
 from rubato.core.request import Request
-from rubato.fleet.remote_view import GaveUp, Held, Report, There
+from rubato.fleet.remote_view import HandOffReport, KVUsage, ReplicaReport, SnapshotEntry
 from rubato.wire import messages
 from rubato.wire.messages import EventRow, HandOffRow, OfferedRow, SentRow, Snapshot, TokensRow, event_of
 
-NOTHING = Held(0, 0, 0, 0)
+NO_KV_USAGE = KVUsage(0, 0, 0, 0)
 
 
 class MissedReportError(Exception):
@@ -33,13 +33,13 @@ class LinkReader:
         self._own = own
         self.number = -1  # no snapshot yet
         self._names: dict[str, str] = {}  # of requests, by the engine's id
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, KVUsage] = {}
         self._batches: deque[Mapping[str, int]] = deque()  # that run: tokens of each request
         self._shape = NO_BATCH
         self._kv_free = 0
         self._busy_until = 0.0
 
-    def read(self, message: messages.Report | Snapshot) -> Report | None:
+    def read(self, message: messages.Report | Snapshot) -> ReplicaReport | None:
         """The report in a message; None for one that is in already. Raises MissedReportError after a gap; ValueError
         for what no core of this version sends."""
         number, at = message.n, message.at
@@ -54,7 +54,9 @@ class LinkReader:
         events = [self._event(row, at) for row in rows if isinstance(row, TokensRow | OfferedRow | EventRow)]
         moves = [row for row in rows if isinstance(row, HandOffRow)]
         names = [self._names[row.id] if row.cached else self._names.pop(row.id, row.id) for row in moves]
-        gave_up = tuple([GaveUp(name, row.reason, row.at, row.cached) for name, row in zip(names, moves, strict=True)])
+        gave_up = tuple(
+            [HandOffReport(name, row.reason, row.at, row.cached) for name, row in zip(names, moves, strict=True)]
+        )
         sent = [self._names.pop(row.id, row.id) for row in rows if isinstance(row, SentRow)]
         self._kv_free = message.kv
         if message.done is not None:
@@ -70,10 +72,10 @@ class LinkReader:
         hits = {self._names.get(id, id): hit for id, hit in message.hits.items()}
         for id, (cached, blocks) in message.held.items():
             name = self._names.get(id, id)
-            self._held[name] = self._held.get(name, NOTHING)._replace(cached=cached, blocks=blocks, own=blocks)
+            self._held[name] = self._held.get(name, NO_KV_USAGE)._replace(cached=cached, blocks=blocks, own=blocks)
         report = replace(self._report(at, tuple(events), hits), gave_up=gave_up)
         for event in (*events, *gave_up):
-            if isinstance(event, Finished) or (isinstance(event, GaveUp) and not event.cached):
+            if isinstance(event, Finished) or (isinstance(event, HandOffReport) and not event.cached):
                 self._held.pop(event.id, None)
         for name in sent:
             self._held.pop(name, None)
@@ -115,14 +117,14 @@ class LinkReader:
         """Count the tokens in flight of these anew."""
         for name in tokens:
             flying = sum([batch.get(name, 0) for batch in self._batches])
-            self._held[name] = self._held.get(name, NOTHING)._replace(in_flight=flying)
+            self._held[name] = self._held.get(name, NO_KV_USAGE)._replace(in_flight=flying)
 
-    def _report(self, at: float, events: tuple[Event, ...], hits: Mapping[str, int]) -> Report:
-        return Report(
+    def _report(self, at: float, events: tuple[Event, ...], hits: Mapping[str, int]) -> ReplicaReport:
+        return ReplicaReport(
             at, events, self._kv_free, self._busy_until, self._held, in_flight=self._shape, hits=tuple(hits.items())
         )
 
-    def _snapshot(self, message: Snapshot) -> Report | None:
+    def _snapshot(self, message: Snapshot) -> ReplicaReport | None:
         if message.n < self.number:
             return None
         self.number = message.n
@@ -134,8 +136,8 @@ class LinkReader:
         for row in message.seqs:
             request = self._named(row.request, row.own)
             if row.state != "waiting" and (row.blocks or row.state != "arriving"):
-                self._held[request.id] = Held(row.cached, row.blocks, row.blocks, 0)
-            there.append(There(request, row.state, row.started, row.demoted, row.cached, row.times, row.ids))
+                self._held[request.id] = KVUsage(row.cached, row.blocks, row.blocks, 0)
+            there.append(SnapshotEntry(request, row.state, row.started, row.demoted, row.cached, row.times, row.ids))
         for tokens in message.batches:
             self._run({self._names.get(id, id): count for id, count in tokens.items()})
         return replace(self._report(message.at, (), {}), there=tuple(there))

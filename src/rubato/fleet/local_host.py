@@ -22,11 +22,11 @@ from rubato.replica.replica import Replica
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FAILURES = 3  # consecutive steps that may fail, each followed by a restart of the engine, before the host is dead
-SLOWER = 20.0  # times its prediction that a step may take beyond `step_timeout`: predictions may be guesses
-TICK = 1.0  # seconds that a step is waited for at a time
-DRAFTER = "--set engine.drafter=suffix; of a simulated engine, --set engine.drafter.alpha=0.7"
-CLOSE_SECONDS = 3.0  # for a step to notice that it is cancelled, and then for the engine to let go of what it holds
+MAX_FAILED_STEPS = 3  # in a row, each followed by a restart of the engine, before the host is dead
+MAX_STEP_SLOWDOWN = 20.0  # a step may take this many times its prediction beyond `step_timeout`
+TICK_S = 1.0  # a step is waited for in ticks
+DRAFTER_HINT = "--set engine.drafter=suffix; of a simulated engine, --set engine.drafter.alpha=0.7"
+CLOSE_S = 3.0  # for a cancelled step to end, and then for the engine to close
 
 
 class StepTimeoutError(Exception):
@@ -36,11 +36,13 @@ class StepTimeoutError(Exception):
 class LocalHost:
     """Replica + Scheduler + Engine in this process (`Host`).
 
-    emit: called with each event, in order, on the event loop. lost: called once, with the id, the error and no
-    requests, when the engine is beyond recovery; by then every request here has ended. kv_transfer: whether KV can go
-    from here to another host; if not, requests are handed off without it. step_timeout: seconds, and `SLOWER` times the
-    predicted ones on top, after which a step or a restart of the engine counts as hung and the engine as beyond
-    recovery; None: it is waited for without limit.
+    Args:
+        emit: called with each event, in order, on the event loop.
+        lost: called once, with the id, the error and no requests, when the engine is beyond recovery; by then every
+            request here has ended.
+        kv_transfer: whether KV can go from here to another host; if not, requests are handed off without it.
+        step_timeout: seconds, plus `MAX_STEP_SLOWDOWN` times the predicted ones, after which a step or a restart of
+            the engine counts as hung and the engine as beyond recovery; None: no limit.
     """
 
     rests_until = 0.0
@@ -67,7 +69,8 @@ class LocalHost:
         if missing:
             raise ValueError(
                 f"policy {policy!r} needs {', '.join(sorted(missing))}, which engine {type(engine).__module__} lacks "
-                f"here (it supports {', '.join(sorted(self.supports)) or 'nothing extra'}): {cure(missing, DRAFTER)}"
+                f"here (it supports {', '.join(sorted(self.supports)) or 'nothing extra'}): "
+                f"{cure(missing, DRAFTER_HINT)}"
             )
         self.id = id
         self.engine = engine
@@ -163,17 +166,17 @@ class LocalHost:
             await self._idle.wait()
 
     async def close(self) -> None:
-        """End what is here as failed. An engine that does not close within `CLOSE_SECONDS` is left as it is."""
+        """End what is here as failed. An engine that does not close within `CLOSE_S` is left as it is."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait({self._task}, timeout=CLOSE_SECONDS)
+            await asyncio.wait({self._task}, timeout=CLOSE_S)
         if self.replica is not None:
             self._outbox += self.replica.fail(self.clock.now(), "the server closed")
             self._flush()
         try:
-            await asyncio.wait_for(self.engine.close(), CLOSE_SECONDS)
+            await asyncio.wait_for(self.engine.close(), CLOSE_S)
         except TimeoutError:
-            log.error("replica %s: its engine did not close within %.0f s", self.id, CLOSE_SECONDS)
+            log.error("replica %s: its engine did not close within %.0f s", self.id, CLOSE_S)
 
     # ----------------------------------------------------------------- the loop
 
@@ -215,13 +218,13 @@ class LocalHost:
         """Its result. Raises StepTimeoutError when it takes longer than it ever should."""
         if self._step_timeout is None:
             return await work
-        limit = left = self._step_timeout + SLOWER * predicted
+        limit = left = self._step_timeout + MAX_STEP_SLOWDOWN * predicted
         try:
             # Counted in waits, not read from a clock: a process that was itself stopped, as a virtual machine may be
             # for minutes, has not waited meanwhile.
             while left > 0.0 and not work.done():
-                await asyncio.wait({work}, timeout=min(TICK, left))
-                left -= TICK
+                await asyncio.wait({work}, timeout=min(TICK_S, left))
+                left -= TICK_S
         finally:
             work.cancel()
         if work.done() and not work.cancelled():
@@ -258,7 +261,7 @@ class LocalHost:
             self._unobserved = None
             if isinstance(error, StepTimeoutError):
                 raise error  # its thread or device is still in that step: beginning afresh would hang, too
-            if self._failures >= FAILURES:
+            if self._failures >= MAX_FAILED_STEPS:
                 last = f"{type(error).__name__}: {error}"
                 raise RuntimeError(
                     f"policy {self.policy!r}: {self._failures} steps in a row failed; the last: {last}"

@@ -35,7 +35,7 @@ def endpoint_of(url: str) -> str:
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
 
-class Shown:
+class ObservedResponse:
     """A response as Envoy shows it (`upstream.Reply`). status, headers: of its head."""
 
     def __init__(self, status: int, headers: Headers) -> None:
@@ -71,7 +71,7 @@ class Shown:
         self.shows(b"", last=True)
 
 
-class Elsewhere:
+class EnvoyClient:
     """A `relay.Client` that has its response by Envoy."""
 
     flow: Flow | None = None
@@ -95,10 +95,10 @@ class PickedTrip(Trip):
     def __init__(
         self, ask: Ask, requests: tuple[Request, ...], learned: Callable[[int], None], over: Callable[[], None]
     ) -> None:  # fmt: skip
-        super().__init__(ask, requests, Elsewhere(), learned)
+        super().__init__(ask, requests, EnvoyClient(), learned)
         self.endpoint = ""
         self.settled = asyncio.Event()
-        self.shown: Shown | None = None
+        self.shown: ObservedResponse | None = None
         self._left = set(self.ids)
         self._head = asyncio.Event()  # of its response, or Envoy has gone elsewhere
         self._over = over
@@ -156,7 +156,7 @@ class PickedTrip(Trip):
         if served and served != self.endpoint:
             log.warning("request %s was to go to %s, and Envoy sent it to %s", self.answer, self.endpoint, served)
             self.endpoint, self.begun = served, False
-        self.shown = Shown(status, headers)
+        self.shown = ObservedResponse(status, headers)
         self._head.set()
 
     def shows(self, data: bytes, *, last: bool) -> None:

@@ -27,20 +27,27 @@ from rubato.fleet.cluster import Cluster, HostLost
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.local_host import LocalHost
-from rubato.fleet.remote_view import Held, KVStays, Mirror, Report, shifted_report, shifted_request
+from rubato.fleet.remote_view import (
+    KVUsage,
+    NoKVTransfer,
+    RemoteReplica,
+    ReplicaReport,
+    shifted_report,
+    shifted_request,
+)
 from rubato.policies import load
 
 log = logging.getLogger(__name__)
 
 Command = tuple[str, tuple[Any, ...]]  # of a `Host`: submit, cancel, assign or recall, and what it is called with
-STAYS = "KV does not move between Ray actors yet: run policies that move it with `fleet: local`"
-Made = tuple[Engine, LatencyModel]
+NO_KV_TRANSFER = "KV does not move between Ray actors yet: run policies that move it with `fleet: local`"
+EngineParts = tuple[Engine, LatencyModel]
 
-HEARTBEAT = 1.0  # seconds after which a replica reports though nothing has happened
+HEARTBEAT_S = 1.0  # a replica reports at least this often
 # Seconds without a report after which a replica is lost. Steps run in threads beside the event loop that reports, so
 # only what holds Python's lock (a compilation, an import) can delay a report: for less than 10 s.
-SILENT = 10.0
-CLOSE = 2.0  # seconds that a replica has to end by itself: SIGTERM must not take long
+MAX_SILENCE_S = 10.0
+CLOSE_S = 2.0  # for a replica to end by itself: SIGTERM must not take long
 
 
 class HostLostError(Exception):
@@ -51,7 +58,7 @@ class _Actor:
     """The replica's side. Every method runs on the actor's one event loop."""
 
     def __init__(
-        self, id: str, make: Callable[[Clock], Made], choice: PolicyChoice, options: ReplicaOptions,
+        self, id: str, make: Callable[[Clock], EngineParts], choice: PolicyChoice, options: ReplicaOptions,
         step_timeout: float | None,
     ) -> None:  # fmt: skip
         self._clock = WallClock()
@@ -95,9 +102,9 @@ class _Actor:
             self._turn.notify_all()
         self._news.set()
 
-    async def report(self) -> Report:
-        """What happened since the last call, as soon as there is something, or after HEARTBEAT seconds."""
-        timer = self._clock.call_at(self._clock.now() + HEARTBEAT, PLAN, self._news.set)
+    async def report(self) -> ReplicaReport:
+        """What happened since the last call, as soon as there is something, or after HEARTBEAT_S seconds."""
+        timer = self._clock.call_at(self._clock.now() + HEARTBEAT_S, PLAN, self._news.set)
         try:
             await self._news.wait()
         finally:
@@ -107,8 +114,8 @@ class _Actor:
         replica = self._host.replica
         assert replica is not None, "reports are asked for after start"
         holding = [*replica.running.values(), *replica.leaving.values(), *replica.arriving.values()]
-        held = {s.id: Held(s.cached, s.blocks, s.own_blocks, s.in_flight) for s in holding if not s.ended}
-        return Report(
+        held = {s.id: KVUsage(s.cached, s.blocks, s.own_blocks, s.in_flight) for s in holding if not s.ended}
+        return ReplicaReport(
             as_of=self._clock.now(),
             events=tuple(events),
             kv_free=replica.kv.free,
@@ -131,7 +138,7 @@ class _Actor:
         self._news.set()
 
 
-class RayHost(KVStays):
+class RayHost(NoKVTransfer):
     """One replica in a Ray actor (`interfaces.Host`).
 
     make: called in the actor with its clock, returns the engine and latency model. resources: Ray's actor options,
@@ -141,12 +148,12 @@ class RayHost(KVStays):
     """
 
     rests_until = 0.0
-    stays = STAYS
+    stays = NO_KV_TRANSFER
 
     def __init__(
         self,
         id: str,
-        make: Callable[[Clock], Made],
+        make: Callable[[Clock], EngineParts],
         clock: Clock,
         *,
         emit: Listener,
@@ -157,7 +164,7 @@ class RayHost(KVStays):
         resources: Mapping[str, Any] | None = None,
     ) -> None:
         if "kv_transfer" in load(choice.policy, choice.settings).needs:
-            raise ValueError(f"policy {choice.policy!r} needs kv_transfer. {STAYS}")
+            raise ValueError(f"policy {choice.policy!r} needs kv_transfer. {NO_KV_TRANSFER}")
         self.id = id
         self.clock = clock
         self._emit = emit
@@ -165,7 +172,7 @@ class RayHost(KVStays):
         remote = ray.remote(**{"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, **(resources or {})})(_Actor)
         self.actor: Any = remote.remote(id, make, choice, options, step_timeout)
         self._lengths = options.lengths
-        self._mirror: Mirror | None = None
+        self._mirror: RemoteReplica | None = None
         self._ahead = 0.0  # what the actor's clock shows more than this one
         self._outbox: list[Command] = []
         self._sent = 0
@@ -177,7 +184,7 @@ class RayHost(KVStays):
     async def start(self) -> None:
         limits, supports, latency = await self.actor.start.remote()
         self._ahead = await self._measured_ahead()
-        self._mirror = Mirror(self.id, limits, latency, supports, self.clock.now(), self._lengths)
+        self._mirror = RemoteReplica(self.id, limits, latency, supports, self.clock.now(), self._lengths)
         self._spawn(self._listen(self._mirror))
         self._spawn(self._watch())
 
@@ -208,15 +215,15 @@ class RayHost(KVStays):
             await self._idle.wait()
 
     async def close(self) -> None:
-        """End the actor's requests as failed, tell so, and end the actor. One that does not do so within CLOSE seconds
-        is lost."""
+        """Ends the actor's requests as failed, reports that, and ends the actor. An actor that takes longer than
+        CLOSE_S seconds is lost."""
         if not self._gone:
             try:
-                async with asyncio.timeout(CLOSE):
+                async with asyncio.timeout(CLOSE_S):
                     await self.actor.close.remote()
                     await self.drain()  # the last report is on its way
             except TimeoutError:
-                self._die(HostLostError(f"replica {self.id} did not close within {CLOSE:g} s"))
+                self._die(HostLostError(f"replica {self.id} did not close within {CLOSE_S:g} s"))
             except RayError as error:
                 self._die(HostLostError(f"replica {self.id} ended before it was closed ({type(error).__name__})"))
         self._gone = True
@@ -242,7 +249,7 @@ class RayHost(KVStays):
         most: float = theirs - asked
         return ahead if least <= ahead <= most else (least + most) / 2
 
-    async def _listen(self, mirror: Mirror) -> None:
+    async def _listen(self, mirror: RemoteReplica) -> None:
         while not self._gone:
             try:
                 report = await self.actor.report.remote()
@@ -260,12 +267,12 @@ class RayHost(KVStays):
         """Notice silence. Silence is counted in turns of this loop, not by a clock: a process that was itself stopped,
         or busy, heard nothing meanwhile, and would take all its replicas for lost."""
         while not self._gone:
-            await self.clock.sleep_until(self.clock.now() + HEARTBEAT, PLAN)
-            self._silent += HEARTBEAT
-            if self._silent >= SILENT:
-                self._die(HostLostError(f"replica {self.id} has not reported for {SILENT:g} s"))
+            await self.clock.sleep_until(self.clock.now() + HEARTBEAT_S, PLAN)
+            self._silent += HEARTBEAT_S
+            if self._silent >= MAX_SILENCE_S:
+                self._die(HostLostError(f"replica {self.id} has not reported for {MAX_SILENCE_S:g} s"))
 
-    def _hear(self, mirror: Mirror, report: Report) -> None:
+    def _hear(self, mirror: RemoteReplica, report: ReplicaReport) -> None:
         mirror.take(report)  # all of it first: told of a hand-off, the cluster may give the request back at once
         for event in report.events:
             self._emit(event)
@@ -307,19 +314,19 @@ class RayHost(KVStays):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _started(self) -> Mirror:
+    def _started(self) -> RemoteReplica:
         if self._mirror is None:
             raise RuntimeError(f"host {self.id!r} is not started: await start() first")
         return self._mirror
 
 
 def ray_cluster(
-    make: Sequence[Callable[[Clock], Made]], clock: Clock, options: ClusterOptions, *,
+    make: Sequence[Callable[[Clock], EngineParts]], clock: Clock, options: ClusterOptions, *,
     resources: Mapping[str, Any] | None = None, step_timeout: float | None = None,
 ) -> Cluster:  # fmt: skip
     """A cluster of Ray actors, one for each of `make`; `ray.init` has been called. Raises as `build.cluster_of`."""
 
-    def host(make: Callable[[Clock], Made], id: str, emit: Listener, lost: HostLost) -> RayHost:
+    def host(make: Callable[[Clock], EngineParts], id: str, emit: Listener, lost: HostLost) -> RayHost:
         return RayHost(
             id, make, clock, emit=emit, lost=lost, choice=options.choice, options=options.replica,
             step_timeout=step_timeout, resources=resources,

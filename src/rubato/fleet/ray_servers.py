@@ -27,24 +27,24 @@ from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.http_client import HttpServer
 from rubato.fleet.served_models import Models
-from rubato.fleet.server_actor import ServerActor, ServerCommand, Started
-from rubato.fleet.server_fleet import Alike
+from rubato.fleet.server_actor import ServerActor, ServerCommand, ServerStart
+from rubato.fleet.server_fleet import HomogeneityCheck
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
 from rubato.fleet.server_replica import ServerAbout, ServerReplica
 from rubato.fleet.server_watch import ServerLostError
-from rubato.wire.link_keys import TOKEN
+from rubato.wire.link_keys import TOKEN_ENV
 from rubato.wire.messages import CoreAbout
 
 log = logging.getLogger(__name__)
 
 _ray: Any = ray  # some of it has no types
 
-PLACE_SECONDS = 60.0  # for Ray to find a place; a cluster that grows may take longer, and is asked again
-CLOSE_SECONDS = 5.0  # for a server to end, which is killed by its guard before that
-LOOK = 5.0  # seconds after which a fleet that lacks servers is looked at again
-STEADY = 600.0  # seconds in which losses count as many in a row
-LONGEST_WAIT = 60.0  # seconds before another server is started in the place of one that was lost
+PLACEMENT_S = 60.0  # for Ray to find a place; a cluster that grows may take longer, and is asked again
+CLOSE_S = 5.0  # for a server to end; its guard kills it before that
+RECHECK_S = 5.0  # interval of checks while servers are missing
+LOSS_WINDOW_S = 600.0  # losses within it delay the next start
+MAX_RESTART_DELAY_S = 60.0  # before another server replaces a lost one
 
 
 class _Actor(ServerActor):
@@ -77,7 +77,7 @@ class RayServerReplica(ServerReplica):
         self._starts, self._resources = command, resources
         self._server = server
         self.actor: Any = None
-        self.started = Started()
+        self.started = ServerStart()
         self._has_place = False
         self._ending: asyncio.Task[None] | None = None
 
@@ -104,7 +104,7 @@ class RayServerReplica(ServerReplica):
         self.actor = ray.remote(**options)(_Actor).remote(self.id, self._starts, beyond)
         try:
             await self._placed()
-            at: Started = await self.actor.start.remote()
+            at: ServerStart = await self.actor.start.remote()
         except RayError as error:
             raise ValueError(f"the actor of server {self.id} died at its start ({_short(error)})") from error
         if not at.url:
@@ -116,13 +116,13 @@ class RayServerReplica(ServerReplica):
     async def _placed(self) -> None:
         """Raises ValueError where Ray finds no place."""
         try:
-            async with asyncio.timeout(PLACE_SECONDS):
+            async with asyncio.timeout(PLACEMENT_S):
                 await self.actor.__ray_ready__.remote()
             self._has_place = True
         except TimeoutError:
             needs = {name: n for name, n in self._resources.items() if n and name != "runtime_env"}
             raise ValueError(
-                f"Ray has found no place for server {self.id} in {PLACE_SECONDS:g} s: it needs {needs} on one "
+                f"Ray has found no place for server {self.id} in {PLACEMENT_S:g} s: it needs {needs} on one "
                 f"node, and of {_ray.cluster_resources()} there are free {_ray.available_resources()}; ask for fewer "
                 "replicas or less for each"
             ) from None
@@ -147,7 +147,7 @@ class RayServerReplica(ServerReplica):
         if self.actor is None:
             return
         try:
-            async with asyncio.timeout(CLOSE_SECONDS if self._has_place else 0.0):
+            async with asyncio.timeout(CLOSE_S if self._has_place else 0.0):
                 await self.actor.close.remote()
         except (TimeoutError, RayError) as error:  # its guard ends the server when the actor dies
             log.info("replica %s: its actor did not say that it had closed (%s)", self.id, type(error).__name__)
@@ -161,7 +161,7 @@ def _short(error: BaseException) -> str:
 
 
 @dataclass
-class KeptFleet:
+class ReplaceLost:
     """An `Autoscaler` that keeps so many servers: another is started for each that is lost, at once for the first and
     after 2, 4, 8 ... s, at most 60, for those lost within 10 minutes of others."""
 
@@ -173,15 +173,15 @@ class KeptFleet:
 
     def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         missing = max(0, self.servers - len(fleet) - starting)
-        while self._losses and self._losses[0] < now - STEADY:
+        while self._losses and self._losses[0] < now - LOSS_WINDOW_S:
             self._losses.popleft()
         if not missing:
-            return Scaling(wake_at=now + LOOK if starting else None)  # the start may fail
+            return Scaling(wake_at=now + RECHECK_S if starting else None)  # the start may fail
         lost = len(self._losses)
-        not_before = self._losses[-1] + min(LONGEST_WAIT, 2.0 ** (lost - 1)) if lost > 1 else now
+        not_before = self._losses[-1] + min(MAX_RESTART_DELAY_S, 2.0 ** (lost - 1)) if lost > 1 else now
         if now < not_before:
             return Scaling(wake_at=not_before)
-        return Scaling(add=missing, wake_at=now + LOOK)
+        return Scaling(add=missing, wake_at=now + RECHECK_S)
 
 
 class RayServers:
@@ -201,16 +201,16 @@ class RayServers:
         profile: Callable[[], LatencyModel | None] = lambda: None,
         step_timeout: float | None = None,
     ) -> None:
-        token = os.environ.setdefault(TOKEN, uuid4().hex)  # random bits of the operating system
+        token = os.environ.setdefault(TOKEN_ENV, uuid4().hex)  # random bits of the operating system
         self._command = ServerCommand(
-            command.words, {**command.environment, TOKEN: token}, command.start_seconds
+            command.words, {**command.environment, TOKEN_ENV: token}, command.start_seconds
         )  # fmt: skip
         self._clock, self._options, self._trips = clock, options, trips
         self._resources = resources or {}
         self._key = key
         self._profile, self._step_timeout = profile, step_timeout
         self._replicas: dict[str, RayServerReplica] = {}
-        self.alike = Alike(options.choice.policy)
+        self.alike = HomogeneityCheck(options.choice.policy)
 
     def routed_by(self, router: Router) -> Router:
         """A router that places requests at servers that have their model."""
@@ -238,7 +238,7 @@ class RayServers:
             return found
 
         async def read_models() -> None:
-            found = await server_probe.models(server.url, server, self._key, server_probe.MODELS_SECONDS)
+            found = await server_probe.models(server.url, server, self._key, server_probe.MODELS_ANSWER_S)
             self.alike.models.read(server.url, found)
 
         asked: Callable[[CoreAbout | None], Coroutine[Any, Any, ServerAbout]] = about

@@ -20,10 +20,10 @@ from rubato.core.clock import Clock
 from rubato.core.events import Event, Finished
 from rubato.core.plan import KV
 from rubato.core.request import INFEASIBLE, Progress, Request
-from rubato.fleet.disaggregation import NotApartError, prefill_only, with_kv
+from rubato.fleet.disaggregation import DisaggregationUnsupportedError, prefill_only, with_kv
 from rubato.fleet.event_bus import Listener, without_tokens
 from rubato.fleet.resume import CHAT, TEXT, NotResumableError, StreamSoFar
-from rubato.fleet.token_path import TokenCount, TokenPath, Writer
+from rubato.fleet.token_path import ByteWriter, TokenCount, TokenPath
 from rubato.fleet.upstream import (
     MAX_ANSWER_BYTES,
     BrokenError,
@@ -33,7 +33,7 @@ from rubato.fleet.upstream import (
     Upstream,
     UpstreamError,
     error_code,
-    whole,
+    read_all,
 )
 from rubato.wire.folded_answer import FoldedAnswer
 from rubato.wire.response_stream import DONE, ResponseStream, loads, usage_of, with_fields
@@ -42,15 +42,15 @@ log = logging.getLogger(__name__)
 
 TOKENIZE_S = 5.0  # for an answer of /tokenize
 # A redirect sends the client to another address, the server's own as a rule (304 does not).
-REDIRECTS = (301, 302, 303, 307, 308)
-JSON: Headers = [("content-type", "application/json")]
-OF_STREAMS = ("content-type", "cache-control", "x-accel-buffering")  # headers that a folded stream does not have
-REDIRECTED = "The server answers with a redirect, which is not passed on."
+REDIRECT_STATUSES = (301, 302, 303, 307, 308)
+JSON_HEADERS: Headers = [("content-type", "application/json")]
+STREAM_HEADERS = ("content-type", "cache-control", "x-accel-buffering")  # which a folded stream does not have
+REDIRECT_MESSAGE = "The server answers with a redirect, which is not passed on."
 KEY_STATUSES = (401, 403)
-KEY_REFUSED = "The server refuses the gateway's own key, or what may be done with it."
-NOT_UNDERSTOOD = (400, 422)  # what a server answers to a body with a field that it does not know
+KEY_REFUSED_MESSAGE = "The server refuses the gateway's own key, or what may be done with it."
+UNKNOWN_FIELD_STATUSES = (400, 422)  # answers to a body with a field that the server does not know
 CLOSE_S = 1.0  # from the last finish reason of a stream to the end of its bytes
-MAX_EARLY_BYTES = 1 << 20  # of a stream before its first token, which are kept back
+MAX_EARLY_BYTES = 1 << 20  # held back of a stream before its first token
 
 
 class Fault(Enum):
@@ -69,7 +69,7 @@ class Flow(Protocol):
     def resume(self) -> None: ...
 
 
-FAULTS = {429: Fault.FULL, 503: Fault.UNAVAILABLE}  # by status
+FAULT_OF_STATUS = {429: Fault.FULL, 503: Fault.UNAVAILABLE}
 
 
 class Client(Protocol):
@@ -79,7 +79,7 @@ class Client(Protocol):
     flow: Flow | None
 
     @property
-    def direct(self) -> Writer | None:
+    def direct(self) -> ByteWriter | None:
         """What takes parts of a body that has begun, once all that came before has gone."""
         ...
 
@@ -337,7 +337,7 @@ class Trip:
         raise NotImplementedError
 
     async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
-        """Its response there. Raises UpstreamError, NotResumableError, NotApartError."""
+        """Its response there. Raises UpstreamError, NotResumableError, DisaggregationUnsupportedError."""
         raise NotImplementedError
 
     def verdict(self) -> Mapping[str, Any]:
@@ -368,7 +368,7 @@ class Trip:
             await self._pass_on(replica, reply, prefills)
         except NotResumableError as error:
             replica.end(self, "failed", str(error))
-        except NotApartError as error:
+        except DisaggregationUnsupportedError as error:
             replica.end(self, "refused", f"rejected-invalid: {error}")
         except UpstreamError as error:
             if isinstance(error, BrokenError | UnreachableError):
@@ -391,10 +391,10 @@ class Trip:
 
     async def _pass_on(self, replica: Carrier, reply: Reply, prefills: bool) -> None:
         if reply.status != 200:
-            await self._pass_error(replica, reply.status, reply.headers, await whole(reply))
+            await self._pass_error(replica, reply.status, reply.headers, await read_all(reply))
             return
         if prefills:
-            await replica.hand_over(self, await whole(reply))
+            await replica.hand_over(self, await read_all(reply))
             return
         if dict(reply.headers).get("content-type", "").lower().startswith("text/event-stream"):
             if self.ask.streams or self.ask.path not in (CHAT, TEXT):
@@ -402,7 +402,7 @@ class Trip:
             else:
                 await self._fold(replica, reply)
             return
-        raw = await whole(reply)
+        raw = await read_all(reply)
         prompt, output = usage_of(raw)
         replica.know_prompt(self, prompt)
         if not replica.linked:
@@ -417,7 +417,7 @@ class Trip:
             self.answer_whole(status, headers, raw)
             replica.end(self, "refused", f"{INFEASIBLE}: the server answered 429")
             return
-        if (kept := kept_back(replica.id, status, has_own_key=self.ask.has_own_key)) is not None:
+        if (kept := why_not_passed_on(replica.id, status, has_own_key=self.ask.has_own_key)) is not None:
             self._end_as_502(replica, *kept)
             return
         if status < 500 and status != 429:
@@ -430,13 +430,13 @@ class Trip:
             return
         log.debug("replica %s answered %d: %.200r", replica.id, status, raw)  # it may quote the prompt
         why = f"replica {replica.id} answered {status}{error_code(raw)}"
-        replica.fail(self, why, FAULTS.get(status, Fault.UNKNOWN))
+        replica.fail(self, why, FAULT_OF_STATUS.get(status, Fault.UNKNOWN))
 
     def _end_as_502(self, replica: Carrier, why: str, message: str) -> None:
         """End it as failed, by no fault of its own or of its client, who is told this alone."""
         self._end_as_told(replica, why)
         error = {"message": message, "type": "server_error", "param": None, "code": "server_failed"}
-        self.answer_whole(502, JSON, orjson.dumps({"error": error}))
+        self.answer_whole(502, JSON_HEADERS, orjson.dumps({"error": error}))
 
     def _end_as_told(self, replica: Carrier, why: str) -> None:
         """End it as failed, where the client is told so in another way."""
@@ -497,14 +497,14 @@ class Trip:
             if reader.error is None:
                 raise
             reply.close()  # first: it may come back here
-            await self._pass_error(replica, _status_of(reader.error), JSON, reader.error)
+            await self._pass_error(replica, _status_of(reader.error), JSON_HEADERS, reader.error)
             return
         answer.add(reader.finish({}))
         if not answer.has_choices:
             raise UpstreamError("the stream brought no answer")
         await self._completed(replica)
-        headers = [header for header in reply.headers if header[0] not in OF_STREAMS]
-        self.answer_whole(200, [*headers, *JSON], answer.to_json())
+        headers = [header for header in reply.headers if header[0] not in STREAM_HEADERS]
+        self.answer_whole(200, [*headers, *JSON_HEADERS], answer.to_json())
 
     def _count(self, replica: Carrier, choices: Sequence[int]) -> None:
         """A token of each of these choices has come."""
@@ -606,7 +606,7 @@ class RelayTrip(Trip):
         if self.begun and not replica.continues:
             raise NotResumableError(f"replica {replica.id} is not known to continue what another has begun")
         reply = await self._ask(replica, request, kv, prefills)
-        if reply.status in NOT_UNDERSTOOD and self._is_counted and self._adds:
+        if reply.status in UNKNOWN_FIELD_STATUSES and self._is_counted and self._adds:
             reply.close()  # it may not know what was added: as the client asks, it may answer
             self._is_counted = False
             reply = await self._ask(replica, request, kv, prefills)
@@ -684,15 +684,15 @@ class RelayTrip(Trip):
         return data if self.tries <= 1 else data.replace(self.answer.encode(), self.ask.answer.encode())
 
 
-def kept_back(replica: str, status: int, *, has_own_key: bool) -> tuple[str, str] | None:
+def why_not_passed_on(replica: str, status: int, *, has_own_key: bool) -> tuple[str, str] | None:
     """Why a server's answer is no client's affair, and what the client is told in its place; None where it is passed
     on. has_own_key: the gateway's own key was in the request."""
-    if status in REDIRECTS:
-        return f"replica {replica} answered {status}, a redirect", REDIRECTED
+    if status in REDIRECT_STATUSES:
+        return f"replica {replica} answered {status}, a redirect", REDIRECT_MESSAGE
     if has_own_key and status in KEY_STATUSES:
         why = f"replica {replica} answered {status} to the gateway's own key"
         log.error("%s: see `key_env` of its server", why)
-        return why, KEY_REFUSED
+        return why, KEY_REFUSED_MESSAGE
     return None
 
 
@@ -709,7 +709,7 @@ async def _tokenized(upstream: Upstream, text: str, headers: Headers) -> tuple[i
     UpstreamError."""
     asked = orjson.dumps({"prompt": text, "add_special_tokens": False})
     reply = await upstream.open("POST", "/tokenize", headers, asked, seconds=TOKENIZE_S)
-    raw = await whole(reply)
+    raw = await read_all(reply)
     try:
         return tuple(map(int, orjson.loads(raw)["tokens"])) if reply.status == 200 else ()
     except (ValueError, KeyError, TypeError):

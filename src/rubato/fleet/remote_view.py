@@ -31,7 +31,7 @@ from rubato.replica.sequence import Seq
 from rubato.wire.messages import State
 
 
-class Held(NamedTuple):
+class KVUsage(NamedTuple):
     """What a sequence holds: tokens in KV, KV blocks, of which its own, tokens in flight."""
 
     cached: int
@@ -40,10 +40,10 @@ class Held(NamedTuple):
     in_flight: int
 
 
-NOT_HELD = Held(0, 0, 0, 0)  # of a sequence without KV
+NO_KV_USAGE = KVUsage(0, 0, 0, 0)
 
 
-class GaveUp(NamedTuple):
+class HandOffReport(NamedTuple):
     """A request that a replica hands off: it is to be placed again. cached: tokens of which KV stays there for where it
     goes on."""
 
@@ -54,7 +54,7 @@ class GaveUp(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class There:
+class SnapshotEntry:
     """One request of a replica that tells of all it has. state: "arriving": its KV is to come; "leaving": only that is
     left. cached: tokens in KV; of one that waits, what the prefix cache has of it. times, token_ids: of its output."""
 
@@ -68,7 +68,7 @@ class There:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplicaReport:
     """What happened at a replica up to `as_of`, and its state then. held: of each sequence that runs, leaves or
     arrives. in_flight: the batch that runs. error: it is beyond recovery; by then every request there has ended. hits:
     of waiting sequences, tokens that the prefix cache has, where that has changed. gave_up: handed off, which whoever
@@ -79,15 +79,15 @@ class Report:
     events: tuple[Event, ...]
     kv_free: int
     busy_until: float
-    held: Mapping[str, Held]
+    held: Mapping[str, KVUsage]
     error: str | None = None
     in_flight: Shape = NO_BATCH
     hits: tuple[tuple[str, int], ...] = ()
-    gave_up: tuple[GaveUp, ...] = ()
-    there: tuple[There, ...] | None = None
+    gave_up: tuple[HandOffReport, ...] = ()
+    there: tuple[SnapshotEntry, ...] | None = None
 
 
-class Mirror:
+class RemoteReplica:
     """The controller's side of one replica: submissions and reports in, views out. Tokens of its sequences are counted
     one by one, their KV blocks reported as counts. lengths: the controller's own predictor, which learns here from what
     has completed."""
@@ -111,7 +111,7 @@ class Mirror:
         self._busy_until = now
         self._in_flight = NO_BATCH
         self._lengths = lengths
-        self._held: Mapping[str, Held] = {}  # as last reported
+        self._held: Mapping[str, KVUsage] = {}  # as last reported
         self._strange: set[str] = set()  # requests that were not submitted here
         self._seen: set[str] = set()  # that the replica has reported
         self._waiting: dict[str, Seq] = {}
@@ -135,7 +135,7 @@ class Mirror:
     def assign(self, role: Role) -> None:
         self._role = role
 
-    def take(self, report: Report) -> None:
+    def take(self, report: ReplicaReport) -> None:
         """Fold a report in. Events of requests that are not here (they have ended) change nothing."""
         if report.there is not None:
             self._begin_afresh(report.there, report.as_of)
@@ -172,7 +172,7 @@ class Mirror:
 
     def own_blocks_of(self, seq: Seq) -> int:
         """Of these, those not shared."""
-        return self._held.get(seq.id, NOT_HELD)[2]
+        return self._held.get(seq.id, NO_KV_USAGE)[2]
 
     def view(self, now: float) -> View:
         if self._busy_until <= now:
@@ -276,7 +276,7 @@ class Mirror:
         received = seq.total_output or seq.demoted or seq.delays_elsewhere
         return replace(seq.request, progress=seq.progress(seq.delays_elsewhere) if received else None)
 
-    def _begin_afresh(self, there: Sequence[There], now: float) -> None:
+    def _begin_afresh(self, there: Sequence[SnapshotEntry], now: float) -> None:
         """Show what there is. One that was submitted and is not there has ended, or has not come yet: it waits."""
         before = {**self._waiting, **self._running, **self._arriving}
         left, arrived = self._leaving, self._arriving
@@ -388,7 +388,7 @@ def _of_length(request: Request, prompt: int) -> Request:
     return replace(request, stages=(replace(first, prompt=prompt),))
 
 
-class KVStays:
+class NoKVTransfer:
     """The part of a `Host` elsewhere between which KV does not move. stays: why, for what asks for it all the same."""
 
     stays = ""
@@ -428,7 +428,7 @@ def shifted_request(request: Request, by: float) -> Request:
     return replace(request, arrival=request.arrival + by, progress=progress, handoff=handoff)
 
 
-def shifted_report(report: Report, by: float) -> Report:
+def shifted_report(report: ReplicaReport, by: float) -> ReplicaReport:
     """The report in a clock that shows `by` seconds more."""
     events: Sequence[Event] = [shifted(event, by) for event in report.events]
     gave_up = tuple([one._replace(at=one.at + by) for one in report.gave_up])

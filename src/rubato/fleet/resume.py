@@ -13,15 +13,15 @@ from rubato.wire.sse_stream import EventSplitter, read_event, with_data
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MAX_KEPT_BYTES = 1 << 20  # of a stream, to go on from
-LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 # Fields of a body with which an output cannot be cut in two.
-INDIVISIBLE = (
+NOT_RESUMABLE_FIELDS = (
     "tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
     "guided_grammar", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "suffix", "use_beam_search", "best_of",
     "return_token_ids", "continue_final_message", "kv_transfer_params",
 )  # fmt: skip
 # Of a chunk's choice, what may be there where it is gone on from: what else is set is no text, or not known here.
-IN_TEXT = frozenset({
+TEXT_CHOICE_FIELDS = frozenset({
     "index", "delta", "role", "content", "text", "finish_reason", "stop_reason", "matched_stop", "token_ids",
 })  # fmt: skip
 
@@ -64,7 +64,7 @@ class StreamSoFar:
             self._first = self._first or fields
             for choice in fields.get("choices") or ():
                 said = {**choice, **(choice.get("delta") or {})}
-                if other := [name for name, value in said.items() if value and name not in IN_TEXT]:
+                if other := [name for name, value in said.items() if value and name not in TEXT_CHOICE_FIELDS]:
                     raise NotResumableError(f"a response with {other[0]!r} stays where it is: it is more than text")
                 text = said.get("content" if self._path == CHAT else "text") or ""
                 if not isinstance(text, str):
@@ -86,10 +86,10 @@ class StreamSoFar:
         """
         text, more = self.text(), dict[str, Any]()
         fields = json.loads(raw)
-        for name in INDIVISIBLE:
+        for name in NOT_RESUMABLE_FIELDS:
             if fields.get(name) not in (None, False, []):
                 raise NotResumableError(f"a response with {name} cannot be continued elsewhere")
-        for name in LIMITS:
+        for name in LIMIT_FIELDS:
             if isinstance(limit := fields.get(name), int):
                 if limit <= received:
                     raise NotResumableError("all its tokens had come, and only its end had not")

@@ -11,12 +11,12 @@ from rubato.core.interfaces import Autoscaler, Host, View
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.request_table import RequestTable
 
-RETRY = 60.0  # seconds after a replica that did not start in which no other is started
+START_RETRY_S = 60.0  # after a replica failed to start
 
 log = logging.getLogger(__name__)
 
 
-def idle(view: View) -> bool:
+def is_idle(view: View) -> bool:
     """Whether nothing is on a replica."""
     return not (view.running or view.waiting or view.moving)
 
@@ -117,9 +117,11 @@ class FleetScaling:
             await host.start()
             self._check(host)
         except Exception:  # the fleet goes on without it; the log says why
-            log.exception("replica %s did not start; another is tried in %.0f s at the earliest", host.id, RETRY)
+            log.exception(
+                "replica %s did not start; another is tried in %.0f s at the earliest", host.id, START_RETRY_S
+            )
             self._clock.spawn(host.close(), f"end of replica {host.id}, which did not start")
-            self._not_before = self._clock.now() + RETRY
+            self._not_before = self._clock.now() + START_RETRY_S
             return
         finally:
             self._joining.pop(host.id, None)
@@ -135,7 +137,7 @@ class FleetScaling:
             host = self._hosts.get(id)
             if host is None:
                 self.draining.discard(id)
-            elif id not in placed and idle(host.view()):
+            elif id not in placed and is_idle(host.view()):
                 self.draining.discard(id)
                 del self._hosts[id]
                 self._clock.spawn(host.close(), f"end of replica {id}")

@@ -17,10 +17,10 @@ from rubato.fleet import server_guard
 from rubato.fleet.http_client import HttpServer
 from rubato.fleet.upstream import UpstreamError, ask_health
 
-ASK_AGAIN = 0.2  # seconds from one question whether it serves to the next
-ANSWER_SECONDS = 5.0  # for /health
-TAIL = 40  # last lines of its log that errors show
-OF_RAY = ("OMP_NUM_THREADS",)  # set by Ray for its own processes: a server decides for itself
+HEALTH_RETRY_S = 0.2  # between two checks whether the server is ready
+HEALTH_ANSWER_S = 5.0  # for /health
+LOG_TAIL_LINES = 40  # that errors show
+RAY_VARIABLES = ("OMP_NUM_THREADS",)  # Ray sets them for its own processes; a server decides for itself
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ServerCommand:
 
 
 @dataclass(frozen=True)
-class Started:
+class ServerStart:
     """A server that serves at url; or why it does not, then without one. pid: of the server, actor: of the actor's
     process, both on the node of this host name."""
 
@@ -65,17 +65,17 @@ class ServerActor:
         self._host = host
         self._guard: asyncio.subprocess.Process | None = None
         self._pid = 0
-        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
         self._ended: asyncio.Task[str] | None = None
         self._log: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"server {self._name}"
 
-    async def start(self) -> Started:
+    async def start(self) -> ServerStart:
         """Start it and wait until it serves, or has ended, or `start_seconds` are over."""
         port = _free_port(self._host)
-        environment = {k: v for k, v in os.environ.items() if k not in OF_RAY}
+        environment = {k: v for k, v in os.environ.items() if k not in RAY_VARIABLES}
         environment |= self._command.environment_at(self._host)
         pipe = asyncio.subprocess.PIPE
         self._guard = guard = await asyncio.create_subprocess_exec(
@@ -93,10 +93,10 @@ class ServerActor:
         )
         serves.cancel()
         if self._ended in done:
-            return Started(why=self._ended.result())
+            return ServerStart(why=self._ended.result())
         if not done:
-            return Started(why=self._with_tail(f"it does not serve after {self._command.start_seconds:g} s"))
-        return Started(url, "", self._pid, os.getpid(), socket.gethostname())
+            return ServerStart(why=self._with_tail(f"it does not serve after {self._command.start_seconds:g} s"))
+        return ServerStart(url, "", self._pid, os.getpid(), socket.gethostname())
 
     async def wait(self) -> str:
         """Until the server has ended by itself: how."""
@@ -121,9 +121,9 @@ class ServerActor:
         async with HttpServer(url) as server:
             while True:
                 with contextlib.suppress(UpstreamError):
-                    if await ask_health(server, ANSWER_SECONDS) == 200:
+                    if await ask_health(server, HEALTH_ANSWER_S) == 200:
                         return
-                await asyncio.sleep(ASK_AGAIN)
+                await asyncio.sleep(HEALTH_RETRY_S)
 
     async def _until_ended(self, said: asyncio.StreamReader) -> str:
         """Hear the guard until the end: how it was."""

@@ -22,20 +22,20 @@ from rubato.fleet.http_client import HttpServer
 from rubato.fleet.served_models import Models, ServedModels
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
-from rubato.fleet.server_replica import ServerAbout, ServerReplica, UnlikeError
+from rubato.fleet.server_replica import ServerAbout, ServerReplica, UnlikeServerError
 from rubato.fleet.upstream import Upstream
 from rubato.wire.messages import CoreAbout
 
 log = logging.getLogger(__name__)
 
-NO_LINK = (  # of a server: its address, what vLLM's --additional-config is to be
+NO_LINK_WARNING = (  # of a server: its address, what vLLM's --additional-config is to be
     "server %s has no link: its load is known from what is sent there, and without Rubato's plug-in its batches follow "
     "its own order, so that SLOs decide only what is admitted and where it goes. For batches that follow SLOs install "
     "Rubato where vLLM is and start it with --scheduler-cls rubato.vllm.Scheduler --middleware rubato.vllm.Middleware "
     "--additional-config '%s' (docs/vllm.md)"
 )
 
-LOOK_S = 1.0  # from one look whether all servers have replicas to the next, while some have none
+RECHECK_S = 1.0  # interval of checks while a server has no replica
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Server:
 
 
 @dataclass
-class FixedFleet:
+class WaitForLost:
     """An `Autoscaler` that wants a replica for each server: one that is lost is waited for. unused: how many servers
     have none."""
 
@@ -59,10 +59,10 @@ class FixedFleet:
 
     def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         unused = self.unused()
-        return Scaling(add=unused, wake_at=now + LOOK_S if unused else None)  # a start may fail
+        return Scaling(add=unused, wake_at=now + RECHECK_S if unused else None)  # a start may fail
 
 
-class Alike:
+class HomogeneityCheck:
     """What the first server is, as `known`, and all others must be. policy: the one that is routed for. urls: of the
     servers, where they are known."""
 
@@ -81,7 +81,7 @@ class Alike:
         self.models.read(url, models)
 
     def check(self, url: str, found: ServerAbout) -> None:
-        """Raises UnlikeError for a server that is another vLLM, or schedules by another policy, than the first."""
+        """Raises UnlikeServerError for a server of another vLLM version, or another policy, than the first server."""
         if self.known is None:
             self.known, self._first = found, url
         first = self.known
@@ -90,12 +90,12 @@ class Alike:
             ("policy", first.policy, found.policy),
         ):
             if ours and theirs and ours != theirs:
-                raise UnlikeError(
+                raise UnlikeServerError(
                     f"server {url} has {what} {theirs!r}, and {self._first} {ours!r}: a gateway is for servers "
                     "that are alike; start another gateway for those"
                 )
         if found.policy and found.policy != self._policy:
-            raise UnlikeError(
+            raise UnlikeServerError(
                 f"server {url} schedules by policy {found.policy!r}, and the gateway is to route for "
                 f"{self._policy!r}: give the gateway --policy {found.policy}, or start the server with "
                 f"{self._policy!r}"
@@ -127,7 +127,7 @@ class ServerFleet:
         self._needs: Set[str] = frozenset()  # of the router
         self._replicas: dict[str, ServerReplica] = {}  # the last one of each server, by its address
         self._urls: dict[str, str] = {}  # of the server of each replica
-        self.alike = Alike(options.choice.policy, [server.url for server in servers])
+        self.alike = HomogeneityCheck(options.choice.policy, [server.url for server in servers])
 
     def _unused(self) -> list[Server]:
         """Servers that no replica has."""
@@ -204,11 +204,11 @@ class ServerFleet:
                 plug_in |= {"settings": dict(choice.settings)} if choice.settings else {}
                 plug_in |= {"slo_rule": rule} if rule != SLO_RULES[0] else {}
                 plug_in |= {"link": {}} if self._link is not None else {}  # an endpoint picker has none
-                log.warning(NO_LINK, server.url, json.dumps({"rubato": plug_in}))
+                log.warning(NO_LINK_WARNING, server.url, json.dumps({"rubato": plug_in}))
             return found
 
         async def read_models() -> None:
-            found = await server_probe.models(server.url, upstream, server.key, server_probe.MODELS_SECONDS)
+            found = await server_probe.models(server.url, upstream, server.key, server_probe.MODELS_ANSWER_S)
             self.alike.models.read(server.url, found)
 
         replica = self._replicas[server.url] = ServerReplica(
@@ -228,7 +228,7 @@ async def server_cluster(
     """A cluster over a fleet's servers. One that is not ready yet is waited for while others serve. around: as
     `build.cluster_of`. Raises ValueError where none is ready, else as that."""
     ready = await fleet.look()
-    options = replace(options, autoscaler=FixedFleet(lambda: fleet.unused))
+    options = replace(options, autoscaler=WaitForLost(lambda: fleet.unused))
     return cluster_of(
         [fleet.host] * ready, clock, options, fleet.extra_host, around=lambda router: around(fleet.routed_by(router))
     )

@@ -15,9 +15,9 @@ import signal
 import subprocess
 import sys
 
-TURN = 0.05  # seconds from one look at the server to the next
-GRACE = 2.5  # seconds that a server has to end by itself after SIGTERM
-KILLS = 100  # turns in which what is left is killed: processes may be made while others end
+POLL_S = 0.05  # between two checks of the server
+SIGTERM_GRACE_S = 2.5  # for a server to end by itself after SIGTERM
+MAX_KILL_ROUNDS = 100  # processes may start while others are killed
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # prctl's
 
 
@@ -38,7 +38,7 @@ def main(command: list[str]) -> None:
         return
     _say(f"started {server.pid}")
     status = None
-    while status is None and not select.select([0], [], [], TURN)[0]:
+    while status is None and not select.select([0], [], [], POLL_S)[0]:
         status = _reap(server.pid)
     if status is None:
         status = _ask_to_end(server.pid)
@@ -52,15 +52,15 @@ def _ask_to_end(server: int) -> int | None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(server, signal.SIGTERM)
     status = None
-    for _ in range(int(GRACE / TURN)):
-        select.select([], [], [], TURN)
+    for _ in range(int(SIGTERM_GRACE_S / POLL_S)):
+        select.select([], [], [], POLL_S)
         if (status := _reap(server)) is not None:
             break  # what it has left behind it has not ended itself
     return status
 
 
 def _kill_all() -> None:
-    for _ in range(KILLS):
+    for _ in range(MAX_KILL_ROUNDS):
         left = descendants(os.getpid())
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -68,7 +68,7 @@ def _kill_all() -> None:
         _reap(0)
         if not left:
             return
-        select.select([], [], [], TURN)
+        select.select([], [], [], POLL_S)
 
 
 def _reap(server: int) -> int | None:

@@ -18,15 +18,15 @@ from rubato.core.events import Event, Finished, HandedOff, Started, Transferred
 from rubato.core.interfaces import Host, TransferError
 from rubato.core.plan import KV, Role
 from rubato.core.request import Outcome, Request
-from rubato.fleet.disaggregation import FORM, where_kv_is
+from rubato.fleet.disaggregation import KV_PARAMS_FIELD, kv_params_of
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.relay import Trip
-from rubato.fleet.remote_view import GaveUp, Mirror
+from rubato.fleet.remote_view import HandOffReport, RemoteReplica
 from rubato.fleet.token_path import TokenCount
 from rubato.wire.response_stream import usage_of
 
 Trips = dict[str, Trip]  # by the id of each of its requests
-SHARE = 2 / 3  # of its lease for which a prefilled request may wait for a place, before it is prefilled again
+MAX_LEASE_SHARE = 2 / 3  # of its lease: a prefilled request that waits longer is prefilled again
 
 
 class KVBetweenServers:
@@ -45,7 +45,7 @@ class KVBetweenServers:
 
     if TYPE_CHECKING:
 
-        def _started(self) -> Mirror: ...
+        def _started(self) -> RemoteReplica: ...
         def _send(self, trip: Trip, request: Request, kv: KV | None = None) -> None: ...
         def _leave(self, trip: Trip) -> None: ...
         def _fold(self, *events: Event) -> None: ...
@@ -53,7 +53,7 @@ class KVBetweenServers:
         async def heard_of(self, trip: Trip) -> None: ...
 
     def _no_kv_moves(self) -> None:
-        self._prefilled: dict[str, GaveUp] = {}  # told by the link, of a response that is not here yet
+        self._prefilled: dict[str, HandOffReport] = {}  # told by the link, of a response that is not here yet
         self._kv: dict[str, tuple[KV, Request]] = {}  # where the KV is of those handed off, as they were
         self._going: set[str] = set()  # of these, those that are on their way
         self._arrivals: dict[str, asyncio.Future[None]] = {}  # of those that come
@@ -74,7 +74,7 @@ class KVBetweenServers:
         if id not in self._mine:
             trip.break_off(f"replica {self.id} ended it otherwise")
             return
-        if (words := where_kv_is(body)) is None:
+        if (words := kv_params_of(body)) is None:
             why = f"replica {self.id} prefilled it, and does not say where its KV is: has its server a KV connector?"
             self._finish(id, "failed", why)
             return
@@ -90,9 +90,9 @@ class KVBetweenServers:
         moved = mirror.moved(id, "prefilled", now, cached)
         assert moved is not None, "what is served here is here"
         request = trip.progress_seen(moved, now)
-        self._kv[id] = KV(cached, FORM, (), json.dumps(words).encode(), 0), request
+        self._kv[id] = KV(cached, KV_PARAMS_FIELD, (), json.dumps(words).encode(), 0), request
         if self.kv_lease is not None:
-            self.clock.call_at(now + SHARE * self.kv_lease, PLAN, lambda: self._lapse(id, request))
+            self.clock.call_at(now + MAX_LEASE_SHARE * self.kv_lease, PLAN, lambda: self._lapse(id, request))
         self._fold(HandedOff(now, id, request))
 
     def _lapse(self, id: str, request: Request) -> None:

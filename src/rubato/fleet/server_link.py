@@ -14,7 +14,7 @@ from rubato.wire.messages import FromCore, ToCore, decode_from_core, encode
 
 log = logging.getLogger(__name__)
 
-MOST = 10_000  # messages that wait on either side
+MAX_QUEUED_MESSAGES = 10_000  # on either side
 
 
 class Link(Protocol):
@@ -43,8 +43,8 @@ class ZmqLink:
         self._own_monitor: Any = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
         self._monitor: Any = zmq.Socket.shadow(self._own_monitor)  # the same, for which no loop waits
         self._failed = 0
-        self._socket.setsockopt(zmq.SNDHWM, MOST)
-        self._socket.setsockopt(zmq.RCVHWM, MOST)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))  # of a name it would take an IPv6 address first

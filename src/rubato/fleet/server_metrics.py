@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rubato.core.clock import ARRIVAL, Clock
-from rubato.fleet.server_probe import UNSAID, metrics, with_cache
+from rubato.fleet.server_probe import DEFAULT_LIMITS, metrics, with_cache
 from rubato.fleet.upstream import Upstream
 from rubato.latency import affine
 from rubato.latency.fit import FOLD, Fitted, report_of
@@ -26,15 +26,18 @@ from rubato.latency.least_squares import Array, nnls
 SCRAPE_S = 1.0
 WINDOW_SCRAPES = 5
 MIN_WINDOWS = 15
-MIN_STEPS = 10  # of a window
-VARIES = 2.0  # nine of ten windows lie within a range: its ends must be so far apart
-ALIKE = 0.99  # correlation from which two causes cannot be told apart
-OUTLIERS = 5.0  # median absolute errors from which a window is left out: a pause of the machine
-MIN_SECONDS = MIN_WINDOWS * WINDOW_SCRAPES * SCRAPE_S
-LINE = re.compile(r"^(vllm:\w{1,100})(?:\{.*\})?[ \t]+(\S{1,40})", re.MULTILINE)
-GAPS = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")  # since vLLM 0.11, and before
-COUNTS_COMPUTED = "vllm:prompt_tokens_cached_total"  # of versions whose steps count tokens computed
-DRAFTS = "vllm:spec_decode_num_drafts_total"
+MIN_STEPS = 10  # in a window
+MIN_VARIATION = 2.0  # required ratio of the 95th to the 5th percentile of windows
+MAX_CORRELATION = 0.99  # above it two causes cannot be told apart
+MAX_MEDIAN_ERRORS = 5.0  # windows with a larger error are left out: the machine paused
+MIN_DURATION_S = MIN_WINDOWS * WINDOW_SCRAPES * SCRAPE_S
+METRIC_LINE = re.compile(r"^(vllm:\w{1,100})(?:\{.*\})?[ \t]+(\S{1,40})", re.MULTILINE)
+TOKEN_GAP_METRICS = (  # since vLLM 0.11, and before
+    "vllm:inter_token_latency_seconds",
+    "vllm:time_per_output_token_seconds",
+)  # since vLLM 0.11, and before
+COMPUTED_TOKENS_METRIC = "vllm:prompt_tokens_cached_total"  # in versions whose steps count computed tokens
+DRAFTS_METRIC = "vllm:spec_decode_num_drafts_total"
 
 
 class Scrape(NamedTuple):
@@ -52,7 +55,7 @@ class Scrape(NamedTuple):
     engines: int = 1
 
 
-class Window(NamedTuple):
+class MetricsWindow(NamedTuple):
     """Means over a window. seconds: of a step; decodes, prompt: sequences that decode in it, and tokens of prompts."""
 
     seconds: float
@@ -64,9 +67,9 @@ class Window(NamedTuple):
 async def scrape(server: Upstream, clock: Clock, seconds: float) -> list[Scrape]:
     """Its pages for so many seconds; one that does not come is left out. Raises ValueError for too few seconds, and
     where it has no metrics of vLLM."""
-    if seconds < MIN_SECONDS:
+    if seconds < MIN_DURATION_S:
         raise ValueError(
-            f"--duration {seconds:g}: the server has no link, and /metrics alone needs {MIN_SECONDS:g} s or more, "
+            f"--duration {seconds:g}: the server has no link, and /metrics alone needs {MIN_DURATION_S:g} s or more, "
             "better 300"
         )
     found: list[Scrape] = []
@@ -81,9 +84,9 @@ async def scrape(server: Upstream, clock: Clock, seconds: float) -> list[Scrape]
 def read_page(page: str, at: float) -> Scrape:
     """Raises ValueError for a page that lacks what is needed."""
     sums: dict[str, list[float]] = {}
-    for name, value in LINE.findall(page):
+    for name, value in METRIC_LINE.findall(page):
         sums.setdefault(name, []).append(float(value))
-    gaps = next((name for name in GAPS if f"{name}_count" in sums), GAPS[0])
+    gaps = next((name for name in TOKEN_GAP_METRICS if f"{name}_count" in sums), TOKEN_GAP_METRICS[0])
     needed = ("vllm:iteration_tokens_total_count", "vllm:iteration_tokens_total_sum", "vllm:generation_tokens_total")
     for name in (*needed, f"{gaps}_count", f"{gaps}_sum"):
         if name not in sums:
@@ -92,19 +95,19 @@ def read_page(page: str, at: float) -> Scrape:
         sum(sums[name]) for name in (*needed, f"{gaps}_count", f"{gaps}_sum")
     )  # fmt: skip
     # Tokens of prompts that the prefix cache had: newer versions of vLLM leave them out of a step's.
-    cached = 0.0 if COUNTS_COMPUTED in sums else sum(sums.get("vllm:prefix_cache_hits_total", []))
+    cached = 0.0 if COMPUTED_TOKENS_METRIC in sums else sum(sums.get("vllm:prefix_cache_hits_total", []))
     used = [share for share in sums.get("vllm:kv_cache_usage_perc", []) if math.isfinite(share)]
-    limits = with_cache(UNSAID, page)
-    capacity = 0 if limits is UNSAID else limits.kv_blocks * limits.block_size
+    limits = with_cache(DEFAULT_LIMITS, page)
+    capacity = 0 if limits is DEFAULT_LIMITS else limits.kv_blocks * limits.block_size
     kv = capacity * sum(used) / len(used) if used else 0.0
-    drafts, engines = sum(sums.get(DRAFTS, [])), len(sums[needed[0]])
+    drafts, engines = sum(sums.get(DRAFTS_METRIC, [])), len(sums[needed[0]])
     return Scrape(at, steps, tokens - cached, generated, count, seconds, drafts, kv, engines)
 
 
-def windows(scrapes: Sequence[Scrape]) -> list[Window]:
+def windows(scrapes: Sequence[Scrape]) -> list[MetricsWindow]:
     """Of `WINDOW_SCRAPES` or more each, in which `MIN_STEPS` or more have run. Raises ValueError where the server
     drafts or was started again."""
-    found: list[Window] = []
+    found: list[MetricsWindow] = []
     first = 0
     for last in range(1, len(scrapes)):
         if scrapes[last].steps < scrapes[last - 1].steps:
@@ -118,7 +121,7 @@ def windows(scrapes: Sequence[Scrape]) -> list[Window]:
     return found
 
 
-def _window(part: Sequence[Scrape]) -> Window:
+def _window(part: Sequence[Scrape]) -> MetricsWindow:
     """Means over the gaps between tokens, from the first page to the last.
 
     A prompt is in one gap of each request that decodes meanwhile, and of none where the server was idle: so prompt
@@ -129,7 +132,7 @@ def _window(part: Sequence[Scrape]) -> Window:
     seconds = (last.gap_seconds - first.gap_seconds) / (last.gaps - first.gaps)
     prompt = max(0.0, last.tokens - first.tokens - generated) / (last.at - first.at) / last.engines
     kv = sum((after.steps - before.steps) * (before.kv + after.kv) / 2 for before, after in pairwise(part)) / steps
-    return Window(seconds, generated / steps, prompt * seconds, kv)
+    return MetricsWindow(seconds, generated / steps, prompt * seconds, kv)
 
 
 def load_advice(url: str) -> str:
@@ -165,10 +168,10 @@ def fit_scrapes(scrapes: Sequence[Scrape], url: str) -> Fitted:
 def _check_varied(table: Array, url: str) -> None:
     for what, column in (("sequences", table[:, 1]), ("prompt tokens", table[:, 2])):
         low, high = np.quantile(column, [0.05, 0.95]).tolist()
-        if not (high > 0.0 and high >= VARIES * low):
+        if not (high > 0.0 and high >= MIN_VARIATION * low):
             raise ValueError(
                 f"the load did not vary enough: {what} a step were between {low:.1f} and {high:.1f} in nine of ten "
-                f"windows, and the most is to be {VARIES:g} times the least; {load_advice(url)}"
+                f"windows, and the most is to be {MIN_VARIATION:g} times the least; {load_advice(url)}"
             )
     if _alike(table[:, 1], table[:, 2]):
         raise ValueError(
@@ -178,7 +181,7 @@ def _check_varied(table: Array, url: str) -> None:
 
 def _alike(one: Array, other: Array) -> bool:
     """Whether they cannot be told apart."""
-    return other.std() == 0.0 or abs(float(np.corrcoef(one, other)[0, 1])) > ALIKE
+    return other.std() == 0.0 or abs(float(np.corrcoef(one, other)[0, 1])) > MAX_CORRELATION
 
 
 def _columns(table: Array) -> Array:
@@ -194,7 +197,7 @@ def _fit(table: Array) -> affine.Model:
         b, k, per_seq, a = nnls(_columns(kept) / kept[:, :1], np.ones(len(kept))).tolist()
         model = affine.Model(k=(0.0, k), b=(0.0, b), host_per_seq=per_seq, a=a)
         error = np.abs(_predicted(model, table) / table[:, 0] - 1.0)
-        kept = table[error <= OUTLIERS * max(float(np.median(error)), 1e-3)]
+        kept = table[error <= MAX_MEDIAN_ERRORS * max(float(np.median(error)), 1e-3)]
     return model
 
 

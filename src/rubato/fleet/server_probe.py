@@ -14,24 +14,26 @@ from rubato.core.plan import Limits
 from rubato.core.server_url import host_in_url
 from rubato.fleet.served_models import Models
 from rubato.fleet.server_replica import ServerAbout
-from rubato.fleet.upstream import ASKED, Upstream, UpstreamError, ask_health, whole
+from rubato.fleet.upstream import PROBE_HEADERS, Upstream, UpstreamError, ask_health, read_all
 from rubato.latency import affine
 from rubato.wire.messages import CoreAbout
 
-SECONDS = 10.0  # for each answer
-MODELS_SECONDS = 5.0  # for the list of models of one that serves
-KV_SECONDS = 2.0  # for one that is asked for every second
+ANSWER_S = 10.0  # timeout of each answer
+MODELS_ANSWER_S = 5.0  # for the models of a server that serves
+KV_ANSWER_S = 2.0  # for metrics that are read every second
 # Of a server that does not say: vLLM's own defaults for its API server, and a context that any model has.
-UNSAID = Limits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096, kv_blocks=16384, block_size=16)
-UNLINKED = frozenset({"recall"})  # of a request of which nothing has come
-LINKED = frozenset({"recall", "step_times"})
-MAX_PAGE_BYTES = 8 << 20  # of an answer to a question of ours
+DEFAULT_LIMITS = Limits(
+    max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096, kv_blocks=16384, block_size=16
+)
+SUPPORTS_WITHOUT_LINK = frozenset({"recall"})  # recall: only before the first token
+SUPPORTS_WITH_LINK = frozenset({"recall", "step_times"})
+MAX_PAGE_BYTES = 8 << 20  # of a server's answer to the gateway's own question
 MAX_MODEL_LEN_TOKENS = 1 << 30
-NUMBER = re.compile(r"[1-9][0-9]{0,8}")
-CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+COUNT = re.compile(r"[1-9][0-9]{0,8}")
+CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 LABEL = re.compile(r'\b(\w{1,64})="([^"]{0,256})"')  # bounded: a page is a server's, of any length
 # One line for each engine, or rank: vLLM, SGLang.
-USED = re.compile(r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{.*\})?[ \t]+(\S+)", re.MULTILINE)
+KV_USAGE = re.compile(r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{.*\})?[ \t]+(\S+)", re.MULTILINE)
 
 
 async def about(
@@ -45,18 +47,18 @@ async def about(
                 model=model,
                 limits=told.limits,
                 latency=affine.Model.from_dict(told.latency),
-                supports=frozenset(told.supports) | LINKED,
+                supports=frozenset(told.supports) | SUPPORTS_WITH_LINK,
                 policy=told.policy,
                 version=told.vllm,
                 kv_lease=told.kv_lease,
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"server {url}: its engine's greeting cannot be read ({error})") from error
-    longest = models[model].get("max_model_len") or UNSAID.max_model_len
+    longest = models[model].get("max_model_len") or DEFAULT_LIMITS.max_model_len
     if not (type(longest) is int and 0 < longest <= MAX_MODEL_LEN_TOKENS):
         raise ValueError(f"server {url}: /v1/models has a max_model_len that is no number of tokens")
-    limits = with_cache(replace(UNSAID, max_model_len=longest), await metrics(server))
-    supports = UNLINKED if profile is None else UNLINKED | {"step_times"}
+    limits = with_cache(replace(DEFAULT_LIMITS, max_model_len=longest), await metrics(server))
+    supports = SUPPORTS_WITHOUT_LINK if profile is None else SUPPORTS_WITHOUT_LINK | {"step_times"}
     return ServerAbout(model, limits, profile or affine.Model(), supports, version=await _version(server))
 
 
@@ -64,7 +66,7 @@ async def ready_models(url: str, server: Upstream, key: str = "") -> Models:
     """The models of a server that is ready: whose /health is 200, or 404 where it has no such page, and which lists
     some. Raises ValueError for one that is not."""
     try:
-        status = await ask_health(server, SECONDS)
+        status = await ask_health(server, ANSWER_S)
         why = "" if status in (200, 404) else f"/health answered {status}"
         found = {} if why else await models(url, server, key)
     except UpstreamError as error:
@@ -76,10 +78,10 @@ async def ready_models(url: str, server: Upstream, key: str = "") -> Models:
     return found
 
 
-async def models(url: str, server: Upstream, key: str = "", seconds: float = SECONDS) -> Models:
+async def models(url: str, server: Upstream, key: str = "", seconds: float = ANSWER_S) -> Models:
     """What a server lists at /v1/models. Raises UpstreamError, and ValueError for a list that cannot be read."""
     reply = await server.open("GET", "/v1/models", _headers(key), b"", seconds=seconds)
-    raw = await whole(reply, MAX_PAGE_BYTES)
+    raw = await read_all(reply, MAX_PAGE_BYTES)
     if reply.status in (401, 403):
         raise ValueError(f"server {url} wants a key: set the environment variable that `key_env` names")
     if reply.status != 200:
@@ -96,8 +98,8 @@ async def models(url: str, server: Upstream, key: str = "", seconds: float = SEC
 async def link_address(url: str, server: Upstream, key: str = "") -> str | None:
     """Where the engine core of a server listens for gateways; None for one without. Raises UpstreamError for a server
     that does not answer, or not for now, ValueError for one that names no address, or one of another host."""
-    reply = await server.open("GET", "/rubato/link", _headers(key), b"", seconds=SECONDS)
-    raw = await whole(reply, MAX_PAGE_BYTES)
+    reply = await server.open("GET", "/rubato/link", _headers(key), b"", seconds=ANSWER_S)
+    raw = await read_all(reply, MAX_PAGE_BYTES)
     if reply.status in (502, 503, 504):
         raise UpstreamError(f"/rubato/link answered {reply.status}")
     if reply.status != 200:
@@ -127,25 +129,25 @@ def _is_any_of_its_own(host: str) -> bool:
 
 async def kv_used(server: Upstream) -> float | None:
     """What share of a server's KV is in use, by its metrics; None where these do not say so."""
-    return _share_used(await metrics(server, KV_SECONDS))
+    return _share_used(await metrics(server, KV_ANSWER_S))
 
 
-async def metrics(server: Upstream, seconds: float = SECONDS) -> str:
+async def metrics(server: Upstream, seconds: float = ANSWER_S) -> str:
     """A server's metrics; empty where it has none."""
     try:
-        reply = await server.open("GET", "/metrics", ASKED, b"", seconds=seconds)
-        raw = await whole(reply, MAX_PAGE_BYTES)
+        reply = await server.open("GET", "/metrics", PROBE_HEADERS, b"", seconds=seconds)
+        raw = await read_all(reply, MAX_PAGE_BYTES)
     except UpstreamError:
         return ""
     return raw.decode(errors="replace") if reply.status == 200 else ""
 
 
 def with_cache(limits: Limits, text: str) -> Limits:
-    if (found := CACHE.search(text)) is None:
+    if (found := CACHE_INFO.search(text)) is None:
         return limits
     labels = dict(LABEL.findall(found[1]))
     blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-    if not (NUMBER.fullmatch(blocks) and NUMBER.fullmatch(size)):
+    if not (COUNT.fullmatch(blocks) and COUNT.fullmatch(size)):
         return limits
     return replace(limits, kv_blocks=int(blocks), block_size=int(size))
 
@@ -153,7 +155,7 @@ def with_cache(limits: Limits, text: str) -> Limits:
 def _share_used(text: str) -> float | None:
     """The mean, of a server with several engines. None where any of them is no share: the page is not understood."""
     try:
-        shares = [float(found) for found in USED.findall(text)]
+        shares = [float(found) for found in KV_USAGE.findall(text)]
     except ValueError:
         return None
     if not shares or not all(0.0 <= share <= 1.0 for share in shares):  # (NaN is none)
@@ -162,8 +164,8 @@ def _share_used(text: str) -> float | None:
 
 
 async def _version(server: Upstream) -> str:
-    reply = await server.open("GET", "/version", ASKED, b"", seconds=SECONDS)
-    raw = await whole(reply, MAX_PAGE_BYTES)
+    reply = await server.open("GET", "/version", PROBE_HEADERS, b"", seconds=ANSWER_S)
+    raw = await read_all(reply, MAX_PAGE_BYTES)
     try:
         return str(orjson.loads(raw)["version"]) if reply.status == 200 else ""
     except (ValueError, KeyError, TypeError):
@@ -171,4 +173,4 @@ async def _version(server: Upstream) -> str:
 
 
 def _headers(key: str) -> tuple[tuple[str, str], ...]:
-    return (*ASKED, ("authorization", f"Bearer {key}")) if key else ASKED
+    return (*PROBE_HEADERS, ("authorization", f"Bearer {key}")) if key else PROBE_HEADERS

@@ -25,10 +25,10 @@ from rubato.core.slo import StageTimes, as_passed_on, judge, judge_untimed
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.relay import Fault, Trip
-from rubato.fleet.remote_view import Mirror, shifted_request
+from rubato.fleet.remote_view import RemoteReplica, shifted_request
 from rubato.fleet.server_kv import KVBetweenServers, Trips
 from rubato.fleet.server_link import Link
-from rubato.fleet.server_watch import TRY, ServerLostError, ServerWatch, StepHangsError
+from rubato.fleet.server_watch import TRY_SEPARATOR, ServerLostError, ServerWatch, StepHangsError
 from rubato.fleet.token_path import TokenCount
 from rubato.fleet.upstream import Upstream, UpstreamError
 from rubato.replica.miss_cause import is_infeasible
@@ -38,18 +38,18 @@ from rubato.wire.messages import CoreAbout, Resync, assign, do, expect
 
 log = logging.getLogger(__name__)
 
-TELL_S = 1.0  # from a token that is counted until listeners are told of it, and of those that came after it
-AGAIN = 1.0  # seconds from one look whether a server is there to the next
-SAID_EVERY = 60  # of such looks, one that fails is logged
-REST = 1.0  # seconds that it is given nothing after failures
-ASIDE = 1e-3  # the same after one: the request that failed is to go elsewhere
-RETRIES = 3  # times that a request which failed is placed again, where that is no fault of its own
-RETRY_SHARE, MIN_RETRIES = 0.2, 3  # of what is in flight, how much may be tried again at once; at least so many
-LAST_BYTES = 2.0  # seconds for the rest of responses whose requests have ended
-REPORT_WAIT = 0.25  # seconds that the end of a response waits for its verdict
+TOKEN_EVENTS_S = 1.0  # counted tokens are reported to listeners at this interval
+HEALTH_RETRY_S = 1.0  # between two tries to reach a server that is not ready
+LOG_EVERY_N_RETRIES = 60
+COOLDOWN_AFTER_FAILURES_S = 1.0  # without new requests
+COOLDOWN_AFTER_ONE_S = 1e-3  # after a single failure: that request goes elsewhere
+MAX_RETRIES = 3  # of a request that failed through no fault of its own
+RETRY_SHARE, MIN_RETRIES = 0.2, 3  # of the requests in flight that may be retried at once, and the least number
+RESPONSE_END_S = 2.0  # for the last bytes of responses whose requests have ended
+END_REPORT_S = 0.25  # the end of a response waits this long for its verdict
 
 
-class UnlikeError(ValueError):
+class UnlikeServerError(ValueError):
     """A server is of another kind than the fleet: an operator is to be told at the start."""
 
 
@@ -109,7 +109,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self._step_timeout = step_timeout
         self._patient = patient
         self._link: Link | None = None
-        self._mirror: Mirror | None = None
+        self._mirror: RemoteReplica | None = None
         self._role: Role | None = None
         self._mine: dict[str, Trip] = {}  # by the id of each request that is here
         self._prompts: dict[str, int] = {}  # tokens as the server counts them, by a trip's first id
@@ -127,8 +127,12 @@ class ServerReplica(ServerWatch, KVBetweenServers):
     # ----------------------------------------------------------------- Host
 
     async def start(self) -> None:
-        """Raises NotReadyError for a server that is not ready, UnlikeError for one of another kind than the fleet;
-        where it is to be waited for, it is asked again and again instead, whatever it has answered."""
+        """Asks the server what it is, and begins to watch it; a patient replica asks until the server is ready.
+
+        Raises:
+            NotReadyError: the server is not ready.
+            UnlikeServerError: the server is of another kind than the fleet.
+        """
         tries = 0
         while True:
             try:
@@ -139,15 +143,15 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                     task.cancel()
                 if self._link is not None:
                     self._link.close()
-                if not self._patient and isinstance(error, UnlikeError):
+                if not self._patient and isinstance(error, UnlikeServerError):
                     raise
                 if not self._patient:
                     raise NotReadyError(str(error) or type(error).__name__) from error
-                if tries % SAID_EVERY == 0:
+                if tries % LOG_EVERY_N_RETRIES == 0:
                     is_new = not isinstance(error, UpstreamError | ValueError)  # a kind of answer not thought of here
                     log.warning("server %s is waited for: %s", self.url, error, exc_info=is_new)
                 tries += 1
-                await asyncio.sleep(AGAIN)
+                await asyncio.sleep(HEALTH_RETRY_S)
 
     async def _begin_to_serve(self) -> None:
         told: CoreAbout | None = None
@@ -156,7 +160,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             self._spawn(self._listen(self._link))
             told = await self._greet(self._link)
         self.about = await self._ask(told)
-        mirror = Mirror(
+        mirror = RemoteReplica(
             self.id, self.about.limits, self.about.latency, self.about.supports, self.clock.now(), self._options.lengths
         )
         self._mirror, self.kv_lease = mirror, self.about.kv_lease
@@ -196,7 +200,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         for id in trip.ids if trip.tries > 1 else ():
             self._reader.disown(id)
         if self._link is not None:
-            names = tuple([f"{id}{TRY}{trip.tries}" for id in trip.ids])
+            names = tuple([f"{id}{TRY_SEPARATOR}{trip.tries}" for id in trip.ids])
             promised = expect(trip.answer, names, trip.choices, shifted_request(request, self._ahead))
             is_demoted = request.progress is not None and request.progress.demoted
             self._link.send(do(promised, messages.Demote(trip.answer)) if is_demoted else do(promised))
@@ -243,7 +247,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
     async def close(self) -> None:
         """Leave the server; what it serves for this gateway ends as failed. The last bytes of what has ended pass."""
         if ending := self._ending_responses():
-            await asyncio.wait(ending.values(), timeout=LAST_BYTES)
+            await asyncio.wait(ending.values(), timeout=RESPONSE_END_S)
             for answer in [answer for answer, task in ending.items() if not task.done()]:
                 if (trip := self._trips.get(answer)) is not None:
                     trip.break_off(f"replica {self.id} is gone, and the last bytes of the response with it")
@@ -274,7 +278,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
 
     async def heard_of(self, trip: Trip) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REPORT_WAIT):
+            async with asyncio.timeout(END_REPORT_S):
                 while self.linked and any(id in self._mine and id not in self._prefilled for id in trip.ids):
                     trip.news.clear()
                     await trip.news.wait()
@@ -318,7 +322,9 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             self._failed_at.add(trip.ask.answer)
         if rests := len(self._failed_at) > 1:
             self._failed_at.clear()
-        self.rests_until = max(self.rests_until, self.clock.now() + (REST if rests else ASIDE))
+        self.rests_until = max(
+            self.rests_until, self.clock.now() + (COOLDOWN_AFTER_FAILURES_S if rests else COOLDOWN_AFTER_ONE_S)
+        )
 
     def _why_not_retried(self, trip: Trip, request: Request, now: float, fault: Fault) -> str | None:
         """Why a request that failed is not tried elsewhere; None if it is."""
@@ -326,7 +332,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         e2e = request.stages[0].slo.e2e
         if e2e is not None and now > request.arrival + e2e:
             return "its deadline has passed"
-        most = 1 if fault is Fault.UNKNOWN or request.losses else RETRIES
+        most = 1 if fault is Fault.UNKNOWN or request.losses else MAX_RETRIES
         if (failures := request.handoff.failures + request.losses) > most:
             return f"it was tried {failures} times"
         if fault is Fault.UNREACHABLE:  # no server has had it
@@ -444,13 +450,13 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         if id not in self._counted and id in self._mine:
             if self._started().running(id) is None:
                 self.begin(trip, 0)
-            self._counted[id] = TokenCount(id, self.clock.now, self._tell_of, self.clock.now() + TELL_S)
+            self._counted[id] = TokenCount(id, self.clock.now, self._tell_of, self.clock.now() + TOKEN_EVENTS_S)
         return self._counted.get(id)
 
     def _tell_of(self, count: TokenCount) -> None:
         """Tell listeners of the tokens that have come since this was last done."""
         now = self.clock.now()
-        count.tell_at = now + TELL_S
+        count.tell_at = now + TOKEN_EVENTS_S
         if count.times:
             self._settle(count)
             times, count.times, count.settled = tuple(count.times), [], 0
@@ -547,7 +553,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             if self._mirror is not None:
                 self._die(ServerLostError(f"the gateway failed to watch replica {self.id} ({type(error).__name__})"))
 
-    def _started(self) -> Mirror:
+    def _started(self) -> RemoteReplica:
         if self._mirror is None:
             raise RuntimeError(f"host {self.id!r} is not started: await start() first")
         return self._mirror

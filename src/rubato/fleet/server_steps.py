@@ -18,10 +18,10 @@ from rubato.fleet.server_link import Link, ZmqLink
 from rubato.fleet.server_probe import link_address
 from rubato.fleet.upstream import UpstreamError
 from rubato.latency.fit import Fitted, fit
-from rubato.wire.link_keys import TOKEN
+from rubato.wire.link_keys import TOKEN_ENV
 from rubato.wire.messages import HEARTBEAT_S, PROTOCOL, Greeting, Hello, Ping, Refused, Report, Unknown
 
-NAME = "rubato fit"  # as a gateway's on the link
+GATEWAY_NAME = "rubato fit"  # on the link
 MAX_SILENCE_S = 10.0  # until the core greets
 
 
@@ -73,7 +73,7 @@ async def collect_steps(link: Link, clock: Clock, seconds: float) -> list[Sample
     try:
         while (now := clock.now()) < until:
             reader.check(now)
-            link.send(Ping(now) if reader.is_greeted else Hello(PROTOCOL, NAME, now))
+            link.send(Ping(now) if reader.is_greeted else Hello(PROTOCOL, GATEWAY_NAME, now))
             await clock.sleep_until(min(until, now + HEARTBEAT_S), ARRIVAL)
         reader.check(until)
     finally:
@@ -108,6 +108,6 @@ class _StepReader:
         if self._refused:
             raise ValueError(f"the server's engine does not let us in: {self._refused}")
         if self._link.is_refused:
-            raise ValueError(f"the server's engine does not let us in: set {TOKEN} to the secret that it has")
+            raise ValueError(f"the server's engine does not let us in: set {TOKEN_ENV} to the secret that it has")
         if not self.is_greeted and now >= self._began + MAX_SILENCE_S:
             raise ValueError(f"the server's engine does not answer on its link within {MAX_SILENCE_S:g} s")

@@ -15,12 +15,12 @@ from rubato.core.events import Event, Finished, HandedOff
 from rubato.core.plan import Role
 from rubato.fleet import remote_view
 from rubato.fleet.link_reader import LinkReader, MissedReportError
-from rubato.fleet.local_host import SLOWER
+from rubato.fleet.local_host import MAX_STEP_SLOWDOWN
 from rubato.fleet.relay import Fault, Trip
-from rubato.fleet.remote_view import GaveUp, Mirror, shifted_report
+from rubato.fleet.remote_view import HandOffReport, RemoteReplica, shifted_report
 from rubato.fleet.server_link import Link
 from rubato.fleet.upstream import UnreachableError, Upstream, UpstreamError, ask_health
-from rubato.wire.link_keys import TOKEN
+from rubato.wire.link_keys import TOKEN_ENV
 from rubato.wire.messages import (
     HEARTBEAT_S,
     PROTOCOL,
@@ -42,13 +42,13 @@ from rubato.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-SILENT = 5.0  # seconds without a word of the link, after which it counts as broken
-PROBE_SECONDS = 5.0  # for the answer to a probe of a server's health
-PROBE_TURNS = 5  # heartbeats from one probe to the next, of a server whose link speaks, and of each one's models
-PROBES = 2  # in a row that may fail
-LOOK_S = 0.01  # before each look at a server that has broken a response off
-ABSENT = 10.0  # seconds that a request may be open here and unknown to its engine, after reports were missed
-TRY = "~"  # in names of requests in reports, before the number of the try
+MAX_SILENCE_S = 5.0  # a link that is silent for longer counts as broken
+PROBE_S = 5.0  # for the answer to a health probe
+HEARTBEATS_PER_PROBE = 5  # of a server whose link speaks; also of the list of models
+MAX_FAILED_PROBES = 2  # in a row, before the server is lost
+CHECK_DELAY_S = 0.01  # before each health check of a server that broke a response off
+MAX_ABSENCE_S = 10.0  # of an open request from the reports of its engine, before it is placed elsewhere
+TRY_SEPARATOR = "~"  # in the names of requests in reports, before the number of the try
 
 
 class ServerLostError(Exception):
@@ -68,9 +68,9 @@ class ServerWatch:
     upstream: Upstream
     linked: bool
     _link: Link | None
-    _mirror: Mirror | None
+    _mirror: RemoteReplica | None
     _mine: dict[str, Trip]
-    _prefilled: dict[str, GaveUp]
+    _prefilled: dict[str, HandOffReport]
     _role: Role | None
     _gone: bool
     _suspect: bool
@@ -103,16 +103,17 @@ class ServerWatch:
     async def _greet(self, link: Link) -> CoreAbout:
         """Say hello until the core answers. Raises ValueError where it does not let this gateway in, or is silent."""
         self._greeted = asyncio.get_running_loop().create_future()
-        for _ in range(int(SILENT / HEARTBEAT_S)):
+        for _ in range(int(MAX_SILENCE_S / HEARTBEAT_S)):
             link.send(Hello(PROTOCOL, self._name, self.clock.now()))
             done, _ = await asyncio.wait({self._greeted}, timeout=HEARTBEAT_S)
             if done:
                 return self._greeted.result()
             if link.is_refused:
                 raise ValueError(
-                    f"server {self.url} does not let this gateway in: set {TOKEN} to one secret for both, or for none"
+                    f"server {self.url} does not let this gateway in: set {TOKEN_ENV} to one secret for both, or for "
+                    "none"
                 )
-        raise ValueError(f"server {self.url}: its engine does not answer on the link within {SILENT:g} s")
+        raise ValueError(f"server {self.url}: its engine does not answer on the link within {MAX_SILENCE_S:g} s")
 
     async def _listen(self, link: Link) -> None:
         while not self._gone:
@@ -148,7 +149,7 @@ class ServerWatch:
                 if self._mirror is not None and (report := self._reader.read(message)) is not None:
                     self._take(self._mirror, shifted_report(report, -self._ahead))
 
-    def _take(self, mirror: Mirror, report: remote_view.Report) -> None:
+    def _take(self, mirror: RemoteReplica, report: remote_view.ReplicaReport) -> None:
         if not self.linked:
             log.info("replica %s: the link is back", self.id)
             self.linked = True
@@ -173,7 +174,7 @@ class ServerWatch:
             else:
                 mirror.forget(id)
 
-    def _without_aborts(self, report: remote_view.Report) -> remote_view.Report:
+    def _without_aborts(self, report: remote_view.ReplicaReport) -> remote_view.ReplicaReport:
         """But for ends of requests that the engine was told to give up, and not from here: their API server has failed
         at them, and each response will say so, if anything comes of it."""
         left = {e.id for e in report.events if type(e) is Finished and e.outcome == "cancelled" and e.id in self._mine}
@@ -196,7 +197,7 @@ class ServerWatch:
 
     def _own(self, name: str) -> str:
         """The request here that a report's name means; empty where it is none, or an earlier try of it."""
-        id, _, tries = name.rpartition(TRY)
+        id, _, tries = name.rpartition(TRY_SEPARATOR)
         trip = self._mine.get(id)
         return id if trip is not None and tries == str(trip.tries) else ""
 
@@ -206,7 +207,7 @@ class ServerWatch:
 
     # ----------------------------------------------------------------- health
 
-    async def _watch(self, mirror: Mirror) -> None:
+    async def _watch(self, mirror: RemoteReplica) -> None:
         """Notice silence, counted in turns of this loop: a process that was itself stopped heard nothing meanwhile."""
         failed = turns = 0
         while not self._gone:
@@ -215,24 +216,24 @@ class ServerWatch:
             self.tell_of_counted(self.clock.now())
             if self._link is not None:
                 self._watch_link(self._link, mirror)
-            if self.linked and not (failed or self._suspect) and turns % PROBE_TURNS:
+            if self.linked and not (failed or self._suspect) and turns % HEARTBEATS_PER_PROBE:
                 continue
             self._suspect = False
             failed = 0 if await self._is_healthy() else failed + 1
-            if failed >= PROBES:
+            if failed >= MAX_FAILED_PROBES:
                 self._die(ServerLostError(f"the server of replica {self.id} does not answer"))
                 continue
             if not (failed or self.linked):
                 await self._look_at_kv(mirror)
-            if not failed and turns % PROBE_TURNS == 0:
+            if not failed and turns % HEARTBEATS_PER_PROBE == 0:
                 with contextlib.suppress(UpstreamError, ValueError):  # the list that was read last stands
                     await self._read_models()
 
-    def _watch_link(self, link: Link, mirror: Mirror) -> None:
+    def _watch_link(self, link: Link, mirror: RemoteReplica) -> None:
         link.send(Ping(self.clock.now()))
         self._silent += HEARTBEAT_S
         self._look_for_absent(mirror)
-        if self.linked and self._silent < SILENT:
+        if self.linked and self._silent < MAX_SILENCE_S:
             self._check_step(mirror)
             return
         if self.linked:
@@ -241,7 +242,7 @@ class ServerWatch:
         link.send(Hello(PROTOCOL, self._name, self.clock.now()))
         link.send(Resync())
 
-    def _look_for_absent(self, mirror: Mirror) -> None:
+    def _look_for_absent(self, mirror: RemoteReplica) -> None:
         """Place elsewhere what the engine does not know: it has handed it off, in a report that was missed, or the API
         server has kept it to itself. (Of one that has ended, the response has ended.)"""
         # (a server whose link is silent, too, may hang: its health tells, and the request may be what it hangs at)
@@ -249,7 +250,7 @@ class ServerWatch:
         for id, since in {**unreported, **self._absent}.items():
             if (trip := self._mine.get(id)) is None:
                 self._absent.pop(id, None)
-            elif self.clock.now() - since > ABSENT:
+            elif self.clock.now() - since > MAX_ABSENCE_S:
                 self._absent.pop(id, None)
                 self.fail(trip, f"replica {self.id} does not know request {id!r}", Fault.UNAVAILABLE)
 
@@ -263,10 +264,10 @@ class ServerWatch:
         await asyncio.shield(self._looking)
 
     async def _look(self) -> None:
-        for _ in range(PROBES):
-            await self.clock.sleep_until(self.clock.now() + LOOK_S, PLAN)
+        for _ in range(MAX_FAILED_PROBES):
+            await self.clock.sleep_until(self.clock.now() + CHECK_DELAY_S, PLAN)
             try:
-                await ask_health(self.upstream, PROBE_SECONDS)
+                await ask_health(self.upstream, PROBE_S)
                 return
             except UnreachableError as error:
                 why = error
@@ -277,25 +278,25 @@ class ServerWatch:
     async def _is_healthy(self) -> bool:
         """A server without /health is healthy if it lists its models."""
         try:
-            status = await ask_health(self.upstream, PROBE_SECONDS)
+            status = await ask_health(self.upstream, PROBE_S)
             if status == 404:
                 await self._read_models()
         except (UpstreamError, ValueError):
             return False
         return status in (200, 404)
 
-    async def _look_at_kv(self, mirror: Mirror) -> None:
+    async def _look_at_kv(self, mirror: RemoteReplica) -> None:
         """How much KV is free, of a server whose link does not say it. One that does not say it either is shown as it
         was before: with all of it free, or as much as it said last."""
         used = None if self._kv_used is None else await self._kv_used()
         if used is not None and not self.linked:  # meanwhile the link may have come back
             mirror.told_kv_free(round((1.0 - used) * mirror.limits.kv_blocks))
 
-    def _check_step(self, mirror: Mirror) -> None:
+    def _check_step(self, mirror: RemoteReplica) -> None:
         """Lose a server whose engine hangs in a step."""
         view = mirror.view(self.clock.now())
         if self._step_timeout is None or not view.in_flight.seqs:
             return
         predicted = max(0.0, view.busy_until - view.as_of)
-        if self.clock.now() - view.as_of > self._step_timeout + SLOWER * predicted:
+        if self.clock.now() - view.as_of > self._step_timeout + MAX_STEP_SLOWDOWN * predicted:
             self._die(StepHangsError(f"the engine of replica {self.id} hangs in a step"))

@@ -38,12 +38,12 @@ class TokenCount:
             self._tell(self)
 
 
-class Linked(Protocol):
+class HasLink(Protocol):
     @property
     def linked(self) -> bool: ...
 
 
-class Writer(Protocol):
+class ByteWriter(Protocol):
     def write(self, data: bytes) -> None: ...
 
 
@@ -58,11 +58,11 @@ class TokenPath:
     __slots__ = ("_keep", "_otherwise", "_reader", "_replica", "count", "passed", "writer")
 
     def __init__(
-        self, replica: Linked, reader: ResponseStream, otherwise: Callable[[bytes], None],
+        self, replica: HasLink, reader: ResponseStream, otherwise: Callable[[bytes], None],
         keep: Callable[[bytes], None] | None,
     ) -> None:  # fmt: skip
         self._replica, self._reader, self._otherwise, self._keep = replica, reader, otherwise, keep
-        self.writer: Writer | None = None  # of the client's connection; None: all goes otherwise
+        self.writer: ByteWriter | None = None  # of the client's connection; None: all goes otherwise
         self.count: TokenCount | None = None  # where its tokens are counted, if its server has no link
         self.passed = 0  # tokens
 

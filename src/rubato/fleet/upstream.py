@@ -11,7 +11,7 @@ import orjson
 from rubato.core.server_url import PROBE
 
 Headers = Sequence[tuple[str, str]]
-ASKED = ((PROBE, "1"),)  # headers of a question that is no client's
+PROBE_HEADERS = ((PROBE, "1"),)  # of the gateway's own questions
 MAX_ANSWER_BYTES = 64 << 20  # of an answer that does not stream
 # Without a byte of a response: a request may wait in a server's queue, and an answer that does not stream is as silent
 # as its generation is long.
@@ -80,12 +80,12 @@ class Upstream(Protocol):
 
 async def ask_health(server: Upstream, seconds: float) -> int:
     """The status of a server's /health. Raises UpstreamError."""
-    reply = await server.open("GET", "/health", ASKED, b"", seconds=seconds)
+    reply = await server.open("GET", "/health", PROBE_HEADERS, b"", seconds=seconds)
     reply.close()
     return reply.status
 
 
-async def whole(reply: Reply, max_bytes: int | None = None) -> bytes:
+async def read_all(reply: Reply, max_bytes: int | None = None) -> bytes:
     """The rest of a response's body. Raises UpstreamError, also for one that is longer than `max_bytes`, or else than
     MAX_ANSWER_BYTES."""
     raw, max_bytes = bytearray(), max_bytes or MAX_ANSWER_BYTES

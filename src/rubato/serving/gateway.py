@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
-from rubato.fleet.relay import Ask, RelayTrip, kept_back
+from rubato.fleet.relay import Ask, RelayTrip, why_not_passed_on
 from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
@@ -218,7 +218,7 @@ class Gateway:
                     message = "The servers that were asked did not answer."
                     raise ApiError(502, message, code="server_failed", kind="server_error") from None
                 continue
-            if (kept := kept_back(hosts[at].id, reply.status, has_own_key=bool(self._service.key))) is not None:
+            if (kept := why_not_passed_on(hosts[at].id, reply.status, has_own_key=bool(self._service.key))) is not None:
                 reply.close()
                 raise ApiError(502, kept[1], code="server_failed", kind="server_error")
             return reply

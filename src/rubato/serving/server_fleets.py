@@ -30,10 +30,10 @@ from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.http_client import HttpServer
 from rubato.fleet.server_actor import ServerCommand
-from rubato.fleet.server_fleet import Alike, Server, ServerFleet, server_cluster
+from rubato.fleet.server_fleet import HomogeneityCheck, Server, ServerFleet, server_cluster
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link, ZmqLink
-from rubato.fleet.server_probe import UNSAID
+from rubato.fleet.server_probe import DEFAULT_LIMITS
 from rubato.fleet.upstream import Upstream
 from rubato.frontdoor.tenants import Tenants
 from rubato.serving.gateway import GatewayService, create_gateway
@@ -62,7 +62,7 @@ def fleet_of(
     options = ClusterOptions(
         choice_of(config),
         ReplicaOptions(lengths_of(config), config.slo_rule, config.prefix_cache),
-        in_flight_bound(config, len(config.servers) * UNSAID.max_num_seqs),
+        in_flight_bound(config, len(config.servers) * DEFAULT_LIMITS.max_num_seqs),
         fair_share_of(config),
     )
     servers = [Server(one.url, one.link, one.key) for one in config.servers]
@@ -83,15 +83,15 @@ def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     command, key, scaled = ray_servers_of(config)
     gpus = {"num_gpus": VllmServers.of(config.engine.settings).tensor_parallel_size}
     resources = {**gpus, **started_ray(config)}
-    from rubato.fleet.ray_servers import KeptFleet, RayServers
+    from rubato.fleet.ray_servers import RayServers, ReplaceLost
 
     trips: Trips = {}
     options = ClusterOptions(
         choice_of(config),
         ReplicaOptions(lengths_of(config), config.slo_rule, config.prefix_cache),
-        most_in_flight(config, UNSAID),
+        most_in_flight(config, DEFAULT_LIMITS),
         fair_share_of(config),
-        scaled or KeptFleet(config.replicas),
+        scaled or ReplaceLost(config.replicas),
     )
     fleet = RayServers(
         command, clock, options, trips, resources=resources, key=key, step_timeout=config.step_timeout_seconds
@@ -109,7 +109,7 @@ def ray_servers_of(config: Config) -> tuple[ServerCommand, str, Autoscaler | Non
 
 
 def _app_maker(
-    config: Config, clock: Clock, cluster: Cluster, trips: Trips, alike: Alike, key: str
+    config: Config, clock: Clock, cluster: Cluster, trips: Trips, alike: HomogeneityCheck, key: str
 ) -> AppMaker:  # fmt: skip
     """key: for the servers' API."""
 

@@ -23,7 +23,7 @@ from rubato.core.plan import Limits, Shape
 from rubato.core.request import Request
 from rubato.engines.vllm import link
 from rubato.engines.vllm.gateway_reports import answer_of
-from rubato.engines.vllm.link import PLACES, Reader
+from rubato.engines.vllm.link import FAULT_PLACES, Reader
 from rubato.frontdoor.history import RequestHistory
 from rubato.frontdoor.metrics import STEP, SLOMetrics
 from rubato.frontdoor.request_record import RequestRecord
@@ -69,7 +69,7 @@ class PluginMetrics(SLOMetrics):
     def begin(self, replicas: Iterable[str]) -> None:
         """Show what there is to count as 0: of a counter that begins at 1 no rate can be told."""
         for replica in replicas if self._counts else ():
-            for place in PLACES:
+            for place in FAULT_PLACES:
                 self._totals["faults"].labels(replica, place)
             for metric in (
                 self._plan,

@@ -19,7 +19,7 @@ from rubato.core.interfaces import Autoscaler, LatencyModel, LengthPredictor
 from rubato.core.length_prediction import PREDICTORS, ConditionalMean, Oracle, RunningMean
 from rubato.core.plan import Limits, Sample
 from rubato.core.replica_options import ReplicaOptions
-from rubato.engines.simulated import FREE, Drafter, Link
+from rubato.engines.simulated import FREE_LINK, Drafter, KVLink
 from rubato.engines.simulated.step_noise import Noise
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency import profiles
@@ -116,7 +116,7 @@ class RunSpec:
     noise: Noise = 0.0
     lengths: Lengths | None = None
     learns: bool = False
-    link: Link = FREE
+    link: KVLink = FREE_LINK
     drafter: Drafter | None = None
     stated_max_tokens: int = 0
     believed: LatencyModel | None = None
@@ -167,7 +167,7 @@ class RunSpec:
             "noise": self.noise,
             "lengths": "default" if self.lengths is None else _name(self.lengths),
             "learns": self.learns,
-            **({} if self.link == FREE else {"link": asdict(self.link)}),
+            **({} if self.link == FREE_LINK else {"link": asdict(self.link)}),
             **({} if self.drafter is None else {"drafter": _described(self.drafter)}),
             **({"stated_max_tokens": self.stated_max_tokens} if self.stated_max_tokens else {}),
         }

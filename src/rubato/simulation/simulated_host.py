@@ -22,7 +22,7 @@ from rubato.core.plan import KV, NO_BATCH, Emitted, Plan, Recall, Role, Sample
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import NOTHING, Request
 from rubato.core.slo import StageTimes
-from rubato.engines.simulated import IDS, Engine
+from rubato.engines.simulated import VOCAB_SIZE, Engine
 from rubato.policies import optional
 from rubato.replica import handoff
 from rubato.replica.kv_ledger import KVCounts
@@ -93,7 +93,7 @@ class SimulatedHost:
         self.replica = Replica(
             id, engine.limits, latency, replica_options, supports=supports, counts=host_options.counts, tokens=tokens,
             clock=clock, decodes=self._set_milestone, ended=host_options.ended,
-            output_ids=None if tokens else lambda first, after: [(n + 1) % IDS for n in range(first, after)],
+            output_ids=None if tokens else lambda first, after: [(n + 1) % VOCAB_SIZE for n in range(first, after)],
         )  # fmt: skip
         self._steps = self.replica.steps
         self._pool = self.replica.pool

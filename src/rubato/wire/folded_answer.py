@@ -24,8 +24,8 @@ NOT_IN_STREAMS = (
     "prompt_logprobs", "echo", "best_of", "return_token_ids", "return_prompt_text",
     "routed_experts_prompt_start", "ec_transfer_params", "stream_options",
 )  # fmt: skip
-SAID_ONCE = frozenset({"role", "id", "type", "name"})  # texts of a delta that are whole wherever they are
-DEPTH = 4  # of objects in a chunk that are merged; what is deeper is taken as it is
+WHOLE_TEXTS = frozenset({"role", "id", "type", "name"})  # texts of a delta that are never cut into pieces
+MAX_MERGE_DEPTH = 4  # deeper objects of a chunk are taken as they are
 FIELD_BYTES = 64  # that keeping a field, or a part of a list, takes beside what is in it
 
 
@@ -93,7 +93,7 @@ class FoldedAnswer:
         return _json(found)
 
     def _merge(
-        self, into: dict[str, Any], said: Mapping[str, Any], joins: Callable[[str], bool], depth: int = DEPTH
+        self, into: dict[str, Any], said: Mapping[str, Any], joins: Callable[[str], bool], depth: int = MAX_MERGE_DEPTH
     ) -> None:  # fmt: skip
         """joins: whether the texts of this name are pieces of one."""
         for name, value in said.items():
@@ -144,7 +144,7 @@ def _joins_in_choice(name: str) -> bool:
 
 
 def _joins_in_delta(name: str) -> bool:
-    return name not in SAID_ONCE
+    return name not in WHOLE_TEXTS
 
 
 def _says(value: Any) -> bool:

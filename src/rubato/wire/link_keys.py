@@ -14,12 +14,12 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-TOKEN = "RUBATO_LINK_TOKEN"  # environment variable: what both ends must know; empty on loopback
+TOKEN_ENV = "RUBATO_LINK_TOKEN"  # environment variable with the token of both ends; empty on loopback
 MAX_COMMAND_BYTES = 1 << 20  # of one message to a core
 MAX_REPORT_BYTES = 64 << 20  # of one from a core: a snapshot has all output of all requests
-HANDSHAKE_S = 5.0  # after which a peer that has not shown the token is dropped
+HANDSHAKE_S = 5.0  # a peer that has not shown the token by then is dropped
 MAX_COUNTED_AT_ONCE = 100
-ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks whether a key may speak, one address a context
+ZAP_ADDRESS = "inproc://zeromq.zap.01"  # where ZeroMQ asks whether a key may speak, one address a context
 FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
@@ -29,8 +29,8 @@ def _key_pair(side: bytes) -> tuple[bytes, bytes]:
     """The public and the secret key of one side, for the token of this process's environment. Raises OSError where
     ZeroMQ has no CURVE."""
     if not zmq.has("curve"):
-        raise OSError(f"{TOKEN} is set, and ZeroMQ is installed without CURVE here: install pyzmq from its wheel")
-    token = os.fsencode(os.environ.get(TOKEN, ""))
+        raise OSError(f"{TOKEN_ENV} is set, and ZeroMQ is installed without CURVE here: install pyzmq from its wheel")
+    token = os.fsencode(os.environ.get(TOKEN_ENV, ""))
     secret = z85.encode(blake2b(token, digest_size=32, person=side).digest())
     return zmq.curve_public(secret), secret
 
@@ -41,7 +41,7 @@ class Gatekeeper:
     def __init__(self, context: Any) -> None:
         self._gateways_key = z85.decode(_key_pair(b"gateway")[0])
         self.socket = context.socket(zmq.REP)
-        self.socket.bind(ZAP)
+        self.socket.bind(ZAP_ADDRESS)
 
     def answer(self) -> None:
         version, request, *about = self.socket.recv_multipart()
@@ -54,7 +54,7 @@ def protect_core(socket: Any) -> Gatekeeper | None:
     long."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_COMMAND_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1e3))
-    if not os.environ.get(TOKEN):
+    if not os.environ.get(TOKEN_ENV):
         return None
     socket.setsockopt(zmq.CURVE_SECRETKEY, _key_pair(b"core")[1])
     socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -65,7 +65,7 @@ def protect_core(socket: Any) -> Gatekeeper | None:
 def protect_gateway(socket: Any) -> None:
     """Let a gateway's socket speak to a core with the same token alone, and take no message that is too long."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES)
-    if os.environ.get(TOKEN):
+    if os.environ.get(TOKEN_ENV):
         public, secret = _key_pair(b"gateway")
         socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, secret)

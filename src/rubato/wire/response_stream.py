@@ -12,20 +12,20 @@ import orjson
 from rubato.wire.sse_stream import MAX_EVENT_BYTES, EventSplitter, read_event, with_data
 
 DONE = b"data: [DONE]\n\n"
-ONE = (0,)  # a token of the only choice
-MAX_LEARNS = 4  # in a row of which none has helped: the events of some streams are all different
+ONLY_CHOICE = (0,)
+MAX_LEARNS = 4  # failed tries in a row: the events of some streams are all different
 TEXT_NAMES = (b'"content":"', b'"text":"')
 BACKSLASH = 0x5C
-TEXT = re.compile(rb'[^"\\\n\r]+')  # of an event that is not read: what has escapes is
-END = b"\n\n"
-MAX_HELD_EVENTS = 64  # behind a finish reason: a few are counts and [DONE]
+PLAIN_TEXT = re.compile(rb'[^"\\\n\r]+')  # without escapes
+EVENT_END = b"\n\n"
+MAX_QUEUED_EVENTS = 64  # behind a finish reason: usually the counts and [DONE]
 # Of streams of named events, as /v1/responses and /v1/messages have them: the last ones.
 LAST_NAMES = frozenset({b"message_stop", b"response.completed", b"response.incomplete", b"response.failed", b"error"})
 FAILED_NAMES = frozenset({b"response.failed", b"error"})
 USAGE_NAMES = (("prompt", "input"), ("completion", "output"))  # OpenAI's, and those of responses and messages
 
-
-CACHED = ("cache_creation_input_tokens", "cache_read_input_tokens")  # of a message's prompt, beside its `input_tokens`
+# Counts of a message's prompt that its `input_tokens` leave out.
+CACHED_USAGE_NAMES = ("cache_creation_input_tokens", "cache_read_input_tokens")
 
 
 def loads(raw: bytes) -> Any:
@@ -49,7 +49,7 @@ def _usage(fields: Any) -> tuple[int, int]:
     try:
         usage = fields.get("usage") or (fields.get("response") or {}).get("usage") or {}
         prompt, output = (usage.get(f"{a}_tokens") or usage.get(f"{b}_tokens") or 0 for a, b in USAGE_NAMES)
-        prompt += sum(usage.get(name) or 0 for name in CACHED)
+        prompt += sum(usage.get(name) or 0 for name in CACHED_USAGE_NAMES)
         return max(0, int(prompt)), max(0, int(output))
     except (ValueError, TypeError, AttributeError, OverflowError):
         return 0, 0
@@ -115,7 +115,7 @@ class ResponseStream:
         for event in events:
             holds, brings = self._read(event)
             counted += brings
-            if (brings and not holds) or len(self._held) >= MAX_HELD_EVENTS:  # what was held is in the middle
+            if (brings and not holds) or len(self._held) >= MAX_QUEUED_EVENTS:  # what was held is in the middle
                 passed += self._release()
             if holds or self._held:
                 self._held.append((event, holds))
@@ -148,7 +148,7 @@ class ResponseStream:
         for name in TEXT_NAMES:
             begin = event.find(name) + len(name)
             if begin >= len(name) and (end := event.find(b'"', begin)) > begin and event[end - 1] != BACKSLASH:
-                if self._brings_nothing(event[:begin] + event[end:]) and event.endswith(END):
+                if self._brings_nothing(event[:begin] + event[end:]) and event.endswith(EVENT_END):
                     self._before, self._behind = event[:begin], event[end:]
                 return
 
@@ -163,7 +163,7 @@ class ResponseStream:
         before, behind = self._before, self._behind
         if not (self._passes and data.startswith(before) and data.endswith(behind)):
             return False
-        if TEXT.fullmatch(data, len(before), len(data) - len(behind)) is None:
+        if PLAIN_TEXT.fullmatch(data, len(before), len(data) - len(behind)) is None:
             return False
         self._learns = MAX_LEARNS
         return True
@@ -201,7 +201,7 @@ class ResponseStream:
             self.usage = usage
         self.has_ended = self.has_ended or name in LAST_NAMES
         self.has_failed = self.has_failed or name in FAILED_NAMES
-        return False, ONE if name == b"content_block_delta" or name.endswith(b".delta") else ()
+        return False, ONLY_CHOICE if name == b"content_block_delta" or name.endswith(b".delta") else ()
 
     def _index(self, choice: Mapping[str, Any]) -> int:
         index = choice.get("index", 0)

@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 MAX_EVENT_BYTES = 1 << 20
 # Two line ends in a row. Atomic groups: else a CRLF would be taken for two.
-END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 BOM = b"\xef\xbb\xbf"
 
 
-class Event(NamedTuple):
+class SseEvent(NamedTuple):
     """name: of its `event` field, empty without one. data: of its `data` fields; None without one, as of a comment."""
 
     name: bytes
     data: bytes | None
 
 
-def read_event(raw: bytes) -> Event:
+def read_event(raw: bytes) -> SseEvent:
     """The fields of one event, with or without the empty line that ends it."""
     if raw.startswith(b"data: ") and raw.find(b"\n") >= len(raw) - 2 and b"\r" not in raw:  # as most are
-        return Event(b"", raw[6:].rstrip(b"\n"))
+        return SseEvent(b"", raw[6:].rstrip(b"\n"))
     name, data = b"", None
     for line in raw.removeprefix(BOM).splitlines():
         field, _, value = line.partition(b":")
@@ -34,7 +34,7 @@ def read_event(raw: bytes) -> Event:
             data = value if data is None else data + b"\n" + value
         elif field == b"event":
             name = value
-    return Event(name, data)
+    return SseEvent(name, data)
 
 
 def with_data(raw: bytes, data: bytes) -> bytes:
@@ -57,7 +57,7 @@ class EventSplitter:
             return [data]  # one whole event, as a server sends it
         self._parts += data
         events, begin = [], 0
-        for end in END.finditer(self._parts, self._searched):
+        for end in EVENT_END.finditer(self._parts, self._searched):
             events.append(bytes(self._parts[begin : end.end()]))
             begin = end.end()
         del self._parts[:begin]

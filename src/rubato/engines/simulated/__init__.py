@@ -19,12 +19,12 @@ from rubato.core.plan import KV, NO_BATCH, Batch, Emitted, Entry, FinishReason, 
 from rubato.core.request import Request
 from rubato.core.stop_strings import StopText
 from rubato.engines.simulated import step_noise
-from rubato.engines.simulated.acceptance import Acceptance, Draft, Process
+from rubato.engines.simulated.acceptance import Acceptance, AcceptanceProcess, Draft
 from rubato.latency import profiles
 from rubato.latency.with_drafter import without_drafts
 
 WORDS = ("so ", "la ", "ti ", "do ", "re ", "mi ", "fa ", "sol ")
-IDS = 256  # token ids: that of output token n, counted from 1, is n modulo so many
+VOCAB_SIZE = 256  # output token n, counted from 1, has the id n modulo this
 
 
 class ByteText:
@@ -44,7 +44,7 @@ class ByteText:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class KVLink:
     """How KV gets to a simulated replica. Transfers do not slow each other.
 
     kv_bytes: of a token. bandwidth: bytes/s. latency: seconds from sending until the first byte comes.
@@ -66,7 +66,7 @@ class Link:
         return self.latency + size / self.bandwidth
 
 
-FREE = Link()
+FREE_LINK = KVLink()
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _Progress:
     stage: int = 0
     output: int = 0  # of this stage
     total: int = 0
-    process: Process | None = None
+    process: AcceptanceProcess | None = None
     draft: Draft | None = None
     drafted: int = 0  # tokens in the drafter's KV
     stop: StopText | None = None  # where the request has stop strings
@@ -128,7 +128,7 @@ class Engine:
         lengths: Mapping[str, Sequence[int]] | None = None,
         noise: step_noise.Noise = 0.0,
         seed: int = 0,
-        link: Link = FREE,
+        link: KVLink = FREE_LINK,
         drafter: Drafter | None = None,
         start_seconds: float = 0.0,
     ) -> None:
@@ -231,7 +231,7 @@ class Engine:
         accepted, tried = self._accept(seq, entry, lengths) if entry.verify else ((), 0)
         tokens, stage_done = len(accepted) + 1, False
         finish: FinishReason | None = None
-        text, ids = _said((seq.total + 1) % IDS, tokens)
+        text, ids = _said((seq.total + 1) % VOCAB_SIZE, tokens)
         logprobs: tuple[Logprob, ...] = ()
         if sampling.logprobs is not None:
             logprobs = tuple([lp for id in ids for lp in _logprobs(id, sampling.logprobs)])
@@ -338,10 +338,10 @@ def _end(seq: _Progress, lengths: Sequence[int] | None) -> tuple[FinishReason | 
     return None, True
 
 
-@lru_cache(4 * IDS)
+@lru_cache(4 * VOCAB_SIZE)
 def _said(first: int, tokens: int) -> tuple[str, tuple[int, ...]]:
     """Text and ids of so many output tokens, of which the first has the id `first`."""
-    ids = tuple([id % IDS for id in range(first, first + tokens)])
+    ids = tuple([id % VOCAB_SIZE for id in range(first, first + tokens)])
     return "".join([WORDS[id % len(WORDS)] for id in ids]), ids
 
 

@@ -19,8 +19,8 @@ import numpy as np
 from rubato.core.plan import Tree
 from rubato.core.request import Request
 
-STREAM = 0xACC  # apart from arrivals, lengths and noise
-BLOCK = 64  # tokens drawn at once
+RANDOM_STREAM = 0xACC  # separates these draws from arrivals, lengths and noise
+TOKENS_PER_DRAW = 64
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Acceptance:
         if self.spread < 0.0 or not self.certainty > 0.0:
             raise ValueError(f"spread {self.spread}, certainty {self.certainty}: give 0 or more, and above 0")
 
-    def of(self, request: Request) -> Process:
+    def of(self, request: Request) -> AcceptanceProcess:
         """The process of one request."""
-        rng = np.random.default_rng([self.seed, STREAM, crc32(request.id.encode())])
+        rng = np.random.default_rng([self.seed, RANDOM_STREAM, crc32(request.id.encode())])
         own = self.requests.get(request.id)
         alpha = self.apps.get(request.app, self.alpha) if own is None else own
         if self.spread and own is None:
             alpha = _beta(rng, alpha, alpha * (1.0 - alpha) / self.spread**2 - 1.0, 1)[0]
-        return Process(rng, alpha, self.certainty)
+        return AcceptanceProcess(rng, alpha, self.certainty)
 
 
-class Process:
+class AcceptanceProcess:
     """What happens to the drafts of one request. alpha: its own."""
 
     def __init__(self, rng: np.random.Generator, alpha: float, certainty: float) -> None:
@@ -72,8 +72,14 @@ class Process:
     def at(self, position: int) -> tuple[float, int]:
         """Of output token `position` (from 0): how sure the drafter is of its first choice, and which is right."""
         while len(self._drawn) <= position:
-            sure = [self.alpha] * BLOCK if self._fixed else _beta(self._rng, self.alpha, self._certainty, BLOCK)
-            self._drawn += [(c, _choice(c, u)) for c, u in zip(sure, self._rng.random(BLOCK).tolist(), strict=True)]
+            sure = (
+                [self.alpha] * TOKENS_PER_DRAW
+                if self._fixed
+                else _beta(self._rng, self.alpha, self._certainty, TOKENS_PER_DRAW)
+            )
+            self._drawn += [
+                (c, _choice(c, u)) for c, u in zip(sure, self._rng.random(TOKENS_PER_DRAW).tolist(), strict=True)
+            ]
         return self._drawn[position]
 
     def draft(self, position: int, depth: int, width: int) -> Draft:

@@ -21,13 +21,13 @@ Noise = float | str
 """A relative spread of independent factors, or text as `factors` takes it."""
 
 RECORDINGS = Path(__file__).parent / "residuals"
-DRAWN = 1024  # factors drawn at a time
+FACTORS_PER_DRAW = 1024
 # wander: the spread of the logarithm, what is kept of it from a step to the next, and pauses: one step in so many takes
 # so many times as long.
 SPREAD, KEPT, PAUSES = 0.15, 0.97, ((200, 3.0), (800, 8.0))
 KINDS = ("iid", "replay", "wander", "fast")
-ALLOWED = "give iid:SPREAD, replay:RECORDING, wander, fast:TIMES, or several joined by +"
-LARGEST_FACTOR = 1000.0  # of one kind, so that a product of some is still a time
+NOISE_SYNTAX = "give iid:SPREAD, replay:RECORDING, wander, fast:TIMES, or several joined by +"
+MAX_FACTOR = 1000.0  # of one kind of noise, so that a product of several is still a time
 
 Draw = Callable[[np.random.Generator], Iterator[float]]
 
@@ -86,10 +86,8 @@ def read(recording: str) -> list[float]:
         if not (text := line.partition("#")[0].strip()):
             continue
         factor = _number(text)
-        if not 0.0 < factor <= LARGEST_FACTOR:
-            raise ValueError(
-                f"{file}, line {number}: {text!r} is no factor: give one in (0, {LARGEST_FACTOR:g}] a line"
-            )
+        if not 0.0 < factor <= MAX_FACTOR:
+            raise ValueError(f"{file}, line {number}: {text!r} is no factor: give one in (0, {MAX_FACTOR:g}] a line")
         found.append(factor)
     if not found:
         raise ValueError(f"{file} holds no factors: give one number a line, as `rubato fit --residuals` writes them")
@@ -113,14 +111,12 @@ def _part(part: str, noise: str) -> list[Draw]:
     if kind == "iid":
         return _iid(_number(value), noise)
     if kind == "fast":
-        if not 0.0 < (times := _number(value)) <= LARGEST_FACTOR:
-            raise ValueError(
-                f"noise {noise!r}: fast:{value}: give a factor in (0, {LARGEST_FACTOR:g}], such as fast:1.3"
-            )
+        if not 0.0 < (times := _number(value)) <= MAX_FACTOR:
+            raise ValueError(f"noise {noise!r}: fast:{value}: give a factor in (0, {MAX_FACTOR:g}], such as fast:1.3")
         return [lambda _: repeat(times)]
     if kind == "replay":
         return [partial(_replay, read(value))]
-    raise ValueError(f"noise {noise!r}: {ALLOWED}; {part!r} is none{nearest(kind, KINDS)}")
+    raise ValueError(f"noise {noise!r}: {NOISE_SYNTAX}; {part!r} is none{nearest(kind, KINDS)}")
 
 
 def _number(text: str) -> float:
@@ -132,13 +128,13 @@ def _number(text: str) -> float:
 
 def _iid(spread: float, said: str) -> list[Draw]:
     if not 0.0 <= spread < 1.0:
-        raise ValueError(f"noise {said}: give a relative spread in [0, 1), or {ALLOWED.removeprefix('give ')}")
+        raise ValueError(f"noise {said}: give a relative spread in [0, 1), or {NOISE_SYNTAX.removeprefix('give ')}")
     return [partial(_independent, spread)] if spread else []
 
 
 def _independent(spread: float, rng: np.random.Generator) -> Iterator[float]:
     while True:
-        yield from rng.lognormal(-(spread**2) / 2, spread, DRAWN).tolist()
+        yield from rng.lognormal(-(spread**2) / 2, spread, FACTORS_PER_DRAW).tolist()
 
 
 def _replay(recorded: list[float], rng: np.random.Generator) -> Iterator[float]:
@@ -152,7 +148,9 @@ def _wander(rng: np.random.Generator) -> Iterator[float]:
     fresh = SPREAD * sqrt(1.0 - KEPT**2)
     error = SPREAD * float(rng.standard_normal())
     while True:
-        for shock, chance in zip(rng.standard_normal(DRAWN).tolist(), rng.random(DRAWN).tolist(), strict=True):
+        for shock, chance in zip(
+            rng.standard_normal(FACTORS_PER_DRAW).tolist(), rng.random(FACTORS_PER_DRAW).tolist(), strict=True
+        ):
             error = KEPT * error + fresh * shock
             factor, below = exp(error - SPREAD**2 / 2), 0.0
             for steps, times in PAUSES:

@@ -25,7 +25,7 @@ import zmq
 from rubato.core.clock import unix_time
 from rubato.core.did_you_mean import nearest
 from rubato.core.server_url import host_in_url
-from rubato.wire.link_keys import FAILED_HANDSHAKES, MAX_REPORT_BYTES, TOKEN, failed_handshakes, protect_core
+from rubato.wire.link_keys import FAILED_HANDSHAKES, MAX_REPORT_BYTES, TOKEN_ENV, failed_handshakes, protect_core
 from rubato.wire.messages import (
     PROTOCOL,
     Beat,
@@ -48,12 +48,12 @@ from rubato.wire.messages import (
 
 log = logging.getLogger("vllm.rubato")
 
-MAX_QUEUED_MESSAGES = 1000  # that wait for one peer
-INSIDE = 10_000  # messages that wait for the thread
-COMMANDS = 10_000  # that wait for the next step
-POLL = 200  # milliseconds after which the thread looks whether it is to end
-GONE = 30.0  # seconds without a word after which a gateway is sent nothing more
-MAX_PEERS = 64  # gateways and API servers that are told of one core
+MAX_QUEUED_MESSAGES = 1000  # to one peer
+MAX_THREAD_MESSAGES = 10_000  # from steps to the thread
+MAX_COMMANDS = 10_000  # that wait for the next step
+POLL_MS = 200  # the thread checks at this interval whether it should end
+GATEWAY_TIMEOUT_S = 30.0  # after this silence a gateway gets no more reports
+MAX_PEERS = 64  # gateways and API servers that one core reports to
 MAX_UNREAD = 64  # messages of one peer that wait for the thread
 
 
@@ -76,10 +76,10 @@ class LinkSettings:
             raise ValueError(f"rubato.link.host is {made.host!r}: give an address, such as 127.0.0.1 or 0.0.0.0")
         if type(made.port) is not int or not 0 <= made.port <= 65535:
             raise ValueError(f"rubato.link.port is {made.port!r}: give a port, or 0 for any free one")
-        if not _is_loopback(made.host) and not os.environ.get(TOKEN):
+        if not _is_loopback(made.host) and not os.environ.get(TOKEN_ENV):
             raise ValueError(
-                f"rubato.link.host is {made.host!r}, where others can reach it: set the environment variable {TOKEN} "
-                "to a secret, for this server and for its gateways, or listen on 127.0.0.1"
+                f"rubato.link.host is {made.host!r}, where others can reach it: set the environment variable "
+                f"{TOKEN_ENV} to a secret, for this server and for its gateways, or listen on 127.0.0.1"
             )
         return made
 
@@ -124,14 +124,14 @@ class CoreLink:
             self.port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         inside = f"inproc://rubato-link-{id(self)}"
         self._from_steps = self._context.socket(zmq.PULL)
-        self._from_steps.setsockopt(zmq.RCVHWM, INSIDE)
+        self._from_steps.setsockopt(zmq.RCVHWM, MAX_THREAD_MESSAGES)
         self._from_steps.bind(inside)
         self._to_thread = self._context.socket(zmq.PUSH)
-        self._to_thread.setsockopt(zmq.SNDHWM, INSIDE)
+        self._to_thread.setsockopt(zmq.SNDHWM, MAX_THREAD_MESSAGES)
         self._to_thread.setsockopt(zmq.LINGER, 0)
         self._to_thread.connect(inside)
         self._peers: dict[bytes, _Peer] = {}
-        self._commands: deque[tuple[str, msgspec.Raw]] = deque(maxlen=COMMANDS)
+        self._commands: deque[tuple[str, msgspec.Raw]] = deque(maxlen=MAX_COMMANDS)
         self._idle: bytes | None = None  # the snapshot of an engine at which nothing happens
         self._ending = False
         self.listeners = 0  # gateways that are to be told
@@ -213,7 +213,7 @@ class CoreLink:
             poller.register(socket, zmq.POLLIN)
         while not self._ending:
             try:
-                ready = dict(poller.poll(POLL))
+                ready = dict(poller.poll(POLL_MS))
                 if self._from_steps in ready:
                     self._forward()
                 if self._socket in ready:
@@ -322,6 +322,6 @@ class CoreLink:
                 if not peer.fresh:
                     peer.fresh = self._send(who, raw)
                     self.wanted |= not peer.fresh
-        before = self._clock() - GONE
+        before = self._clock() - GATEWAY_TIMEOUT_S
         for who in [who for who, peer in gateways if peer.heard < before]:
             self._forget(who)

@@ -12,11 +12,11 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Plan, Tree, blocks_for
 from rubato.engines.vllm.sequence import VllmSeq
 
-PRIOR, WEIGHT = 0.7, 10.0  # chance that a drafted token is right before any was tried, and how many tries that is worth
-STEPS = 50  # to which chances are rounded, so that few trees are made
+PRIOR_CHANCE, PRIOR_TRIES = 0.7, 10.0  # that a drafted token is right before any was tried, worth so many tries
+CHANCE_STEPS = 50  # chances are rounded to 1/50, so that few trees are made
 
 
-class Drafts:
+class VllmDrafts:
     """most: num_speculative_tokens, 0 without speculation. planned: whether the policy plans drafts; where it does not,
     they are vLLM's own, verified as far as the step has room. uniform: one number for all requests of a batch.
 
@@ -27,7 +27,7 @@ class Drafts:
         self.planned = planned
         self.uniform = uniform
         self.tried = self.right = 0
-        self._lately_right, self._lately_tried = PRIOR * WEIGHT, WEIGHT
+        self._lately_right, self._lately_tried = PRIOR_CHANCE * PRIOR_TRIES, PRIOR_TRIES
 
     def show(self, seqs: Iterable[VllmSeq]) -> None:
         """Let a policy see what was drafted. vLLM does not tell how likely its drafts are: what counts is how many were
@@ -37,8 +37,8 @@ class Drafts:
         mean = self._lately_right / self._lately_tried
         for seq in seqs:
             length = len(seq.own.spec_token_ids)
-            chance = (seq.accepted + mean * WEIGHT) / (seq.tried + WEIGHT)
-            seq.draft = _chain(length, round(chance * STEPS)) if length else None
+            chance = (seq.accepted + mean * PRIOR_TRIES) / (seq.tried + PRIOR_TRIES)
+            seq.draft = _chain(length, round(chance * CHANCE_STEPS)) if length else None
 
     def verified(self, seq: VllmSeq, tried: int, right: int) -> None:
         self.tried += tried
@@ -82,4 +82,4 @@ class Drafts:
 
 @cache
 def _chain(length: int, chance: int) -> Tree:
-    return Tree(tuple(range(-1, length - 1)), tuple((chance / STEPS) ** (i + 1) for i in range(length)))
+    return Tree(tuple(range(-1, length - 1)), tuple((chance / CHANCE_STEPS) ** (i + 1) for i in range(length)))

@@ -12,9 +12,9 @@ from rubato.core.request import Handoff, HandoffReason
 from rubato.engines.vllm.core_link import CoreLink
 from rubato.engines.vllm.gateway_reports import GatewayReports
 from rubato.engines.vllm.guards import guarded
-from rubato.engines.vllm.kv_transfer import hands_over
-from rubato.engines.vllm.reports import NAME
-from rubato.engines.vllm.sequence import VllmSeq, promised_request
+from rubato.engines.vllm.kv_transfer import is_prefill_only
+from rubato.engines.vllm.reports import REPLICA_NAME
+from rubato.engines.vllm.sequence import VllmSeq, request_of_gateway
 from rubato.latency import affine
 from rubato.policy_kit.fair_share import FairShare
 from rubato.wire.messages import Assign, Command, CoreAbout, Demote, Expect, Recall, decode_command
@@ -22,7 +22,7 @@ from rubato.wire.messages import Assign, Command, CoreAbout, Demote, Expect, Rec
 if TYPE_CHECKING:
     from rubato.engines.vllm.kv_view import KVView
 
-NONE: frozenset[str] = frozenset()
+NO_IDS: frozenset[str] = frozenset()
 
 
 class FleetPart:
@@ -94,7 +94,7 @@ class FleetPart:
                 self.role = command.role
                 self._settled = 0
             case Recall(kind):
-                own = [s for s in self.seqs.values() if s.promised and s.promised.gateway == gateway and movable(s)]
+                own = [s for s in self.seqs.values() if s.promised and s.promised.gateway == gateway and is_movable(s)]
                 leaving += [
                     (seq.id, "recalled")
                     for seq in own
@@ -112,11 +112,11 @@ class FleetPart:
         """A request may be here before what its gateway says of it: it was taken for one of no gateway."""
         assert self._gateways is not None
         if (promised := self._gateways.promised(seq.id)) is not None:
-            seq.request = promised_request(seq.own, promised.contract)
+            seq.request = request_of_gateway(seq.own, promised.contract)
             seq.promised, seq.demoted = promised, promised.contract.demoted
-            seq.prefill_only = hands_over(seq.own)
+            seq.prefill_only = is_prefill_only(seq.own)
             seq._deadlines = None
-            self._strange -= movable(seq)
+            self._strange -= is_movable(seq)
             self._settled = 0
             self._gateways.link.begin_afresh()
 
@@ -131,7 +131,7 @@ class FleetPart:
             self.leaving[id] = seq
         if self._fair is not None:
             self._fair.finished(id, "cancelled", len(seq.times_of_stage()), now)
-        moved = Handoff.after(seq.request.handoff, NAME, reason, now, cached)
+        moved = Handoff.after(seq.request.handoff, REPLICA_NAME, reason, now, cached)
         self._to_observe(HandedOff(now, id, replace(seq.request, handoff=moved)))
         self._gateways.hand_off(seq, reason, now, cached)
 
@@ -140,9 +140,9 @@ class FleetPart:
         place at the other part cannot be shown to a policy. vLLM schedules them by its own rule, prompt and decode, as
         many at a time as half a batch has."""
         if not self._strange or self.role.phase == "both":
-            self.hidden = self.beside = NONE
+            self.hidden = self.beside = NO_IDS
             return
-        found = [id for id, seq in self.seqs.items() if not movable(seq)]
+        found = [id for id, seq in self.seqs.items() if not is_movable(seq)]
         self.hidden, self.beside = frozenset(found), frozenset(found[: self.limits.max_num_seqs // 2])
 
     # ----------------------------------------------------------------- KV between engines
@@ -172,9 +172,11 @@ class FleetPart:
             self.come.add(seq.id)
         seq.arrives_at(now, cached)
         handoff = seq.request.handoff
-        self._happened(seq, Transferred(now, seq.id, NAME, "" if handoff is None else handoff.source, cached, 0))
+        self._happened(
+            seq, Transferred(now, seq.id, REPLICA_NAME, "" if handoff is None else handoff.source, cached, 0)
+        )
 
 
-def movable(seq: VllmSeq) -> bool:
+def is_movable(seq: VllmSeq) -> bool:
     """Whether a gateway can place it elsewhere."""
-    return seq.promised is not None and seq.promised.movable
+    return seq.promised is not None and seq.promised.is_movable

@@ -10,7 +10,7 @@ from rubato.core.events import Event, Finished, Offered, Tokens
 from rubato.core.plan import Shape
 from rubato.core.request import HandoffReason, without_texts
 from rubato.engines.vllm.core_link import CoreLink
-from rubato.engines.vllm.sequence import Promised, VllmSeq
+from rubato.engines.vllm.sequence import GatewayRequest, VllmSeq
 from rubato.wire.messages import (
     HEARTBEAT_S,
     Contract,
@@ -25,16 +25,16 @@ from rubato.wire.messages import (
     offered_row,
 )
 
-MOST_CONTRACTS = 20_000  # of answers whose requests have not come yet
+MAX_CONTRACTS = 20_000  # of answers whose requests have not arrived
 
 
 def answer_of(id: str) -> str:
     """The id of the response that vLLM's request of this id is for: without the number of its choice, that of its
     prompt, and what vLLM adds to tell requests apart."""
-    return place_of(id)[0]
+    return choice_of(id)[0]
 
 
-def place_of(id: str) -> tuple[str, int, int]:
+def choice_of(id: str) -> tuple[str, int, int]:
     """The same, the number of the prompt and that of the choice."""
     choice, found, rest = id.partition("_")
     at, id = (int(choice), rest) if found and choice.isdecimal() else (0, id)
@@ -60,7 +60,7 @@ class GatewayReports:
 
     def expect(self, gateway: str, answer: str, contract: Contract) -> None:
         self._contracts[answer] = (gateway, contract)
-        while len(self._contracts) > MOST_CONTRACTS:
+        while len(self._contracts) > MAX_CONTRACTS:
             del self._contracts[next(iter(self._contracts))]
 
     def demote(self, answer: str) -> None:
@@ -73,16 +73,16 @@ class GatewayReports:
         found = self._contracts.get(answer)
         return () if found is None else found[1].ids
 
-    def promised(self, id: str) -> Promised | None:
+    def promised(self, id: str) -> GatewayRequest | None:
         """Of vLLM's request of this id; None for one that came past every gateway."""
-        answer, prompt, choice = place_of(id)
+        answer, prompt, choice = choice_of(id)
         if (found := self._contracts.get(answer)) is None:
             return None
         gateway, contract = found
         place = prompt * contract.n + choice
         if not (choice < contract.n and place < len(contract.ids)):
             return None
-        return Promised(gateway, contract.ids[place], contract)
+        return GatewayRequest(gateway, contract.ids[place], contract)
 
     def begin(self, now: float, kv_free: int) -> None:
         """The engine is ready. kv_free: blocks, of an engine without requests."""

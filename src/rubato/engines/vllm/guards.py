@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from rubato.engines.vllm.link import PLACES
+from rubato.engines.vllm.link import FAULT_PLACES
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -14,8 +14,8 @@ R = TypeVar("R")
 
 def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
     """A fault in it is counted and logged; the caller, vLLM's own code, gets None and goes on. Raises ValueError for a
-    method whose name is not in PLACES."""
-    place = PLACES[PLACES.index(method.__name__.lstrip("_"))]
+    method whose name is not in FAULT_PLACES."""
+    place = FAULT_PLACES[FAULT_PLACES.index(method.__name__.lstrip("_"))]
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R | None:

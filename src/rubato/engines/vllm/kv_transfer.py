@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 CONNECTORS = frozenset({"NixlConnector", "NixlPullConnector"})  # that do this, and have been tried
-LEASE = 30.0  # seconds: `kv_lease_duration` of NIXL's connector, unless set
+DEFAULT_LEASE_S = 30.0  # `kv_lease_duration` of NIXL's connector, unless set
 
 
 def lease_of(vllm_config: Any) -> float | None:
@@ -19,20 +19,20 @@ def lease_of(vllm_config: Any) -> float | None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector not in CONNECTORS:
         return None
-    return float(transfer.get_from_extra_config("kv_lease_duration", LEASE))
+    return float(transfer.get_from_extra_config("kv_lease_duration", DEFAULT_LEASE_S))
 
 
 # Without all of these vLLM keeps a request waiting for KV that nobody sends.
-NEEDED = ("remote_engine_id", "remote_request_id", "remote_block_ids", "remote_host", "remote_port")
+REQUIRED_KV_PARAMS = ("remote_engine_id", "remote_request_id", "remote_block_ids", "remote_host", "remote_port")
 
 
-def cannot_come(own: Any) -> bool:
+def lacks_kv_source(own: Any) -> bool:
     """Whether a request of vLLM's says that its KV is elsewhere, and not where."""
     params = own.kv_transfer_params or {}
-    return bool(params.get("do_remote_prefill")) and any(params.get(name) is None for name in NEEDED)
+    return bool(params.get("do_remote_prefill")) and any(params.get(name) is None for name in REQUIRED_KV_PARAMS)
 
 
-def hands_over(own: Any) -> bool:
+def is_prefill_only(own: Any) -> bool:
     """Whether a request of vLLM's ends with its prompt in KV, for another engine."""
     return bool((own.kv_transfer_params or {}).get("do_remote_decode"))
 

@@ -38,20 +38,20 @@ from rubato.wire.messages import (
 )
 
 FOLDER, KEY = "RUBATO_LINK", "RUBATO_KEY"  # environment variables
-MOST = 20_000  # messages that wait for a reader
+MAX_QUEUED_MESSAGES = 20_000  # for a reader
 # Where an engine core counts faults. An API server shows each from its start on.
-PLACES = (
+FAULT_PLACES = (
     "aborted", "command", "compare", "completed", "cut_drafts", "end", "hand_off", "kv_missed", "observe", "offer",
     "plan", "preempted", "refuse", "report", "scheduled", "shift", "slow", "starting", "unknown batch", "view",
 )  # fmt: skip
-LONGEST_PATH = 100  # characters; a socket file's path may have 107 bytes
+MAX_PATH_CHARACTERS = 100  # a socket file's path may have 107 bytes
 
 
 def announce() -> None:
     """Name the folder and the key for this process and those it starts (a general plug-in of vLLM)."""
     if FOLDER in os.environ:
         return
-    base = tempfile.gettempdir() if len(tempfile.gettempdir()) < LONGEST_PATH - 50 else "/tmp"
+    base = tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_PATH_CHARACTERS - 50 else "/tmp"
     os.environ[FOLDER] = os.path.join(base, f"rubato-{uuid4().hex}")
     os.environ[KEY] = uuid4().hex
     atexit.register(_remove, os.environ[FOLDER], os.getpid())
@@ -93,7 +93,7 @@ class Reader:
         self._again, self._sockets = zmq.Again, []
         for engine in engines:
             socket: Any = zmq.Context.instance().socket(zmq.DEALER)
-            socket.setsockopt(zmq.RCVHWM, MOST)
+            socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
             socket.setsockopt(zmq.SNDHWM, 1)
             socket.setsockopt(zmq.LINGER, 0)
             protect_gateway(socket)

@@ -18,7 +18,7 @@ from rubato.core.request import Cause
 from rubato.engines.vllm.sequence import VllmSeq
 from rubato.replica.miss_cause import Shares, book, of_decode
 
-KEPT = 8192  # steps that are remembered, at least
+MIN_REMEMBERED_STEPS = 8192
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class _Step:
     shares: Shares | None = None
 
 
-class LostTime:
+class VllmMissCauses:
     """latency: what steps are predicted to take, as learnt by the time that is asked."""
 
     def __init__(self, latency: LatencyModel) -> None:
@@ -43,8 +43,8 @@ class LostTime:
         """A step ended. decodes: the part of its shape that is requests which decode."""
         self._ends.append(end)
         self._steps.append(_Step(seconds, shape, decodes))
-        if len(self._steps) > 2 * KEPT:
-            del self._steps[:KEPT], self._ends[:KEPT]
+        if len(self._steps) > 2 * MIN_REMEMBERED_STEPS:
+            del self._steps[:MIN_REMEMBERED_STEPS], self._ends[:MIN_REMEMBERED_STEPS]
 
     def cause(self, seq: VllmSeq) -> Cause | None:
         """What cost a request most until its first late token."""

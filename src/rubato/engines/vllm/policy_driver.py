@@ -33,15 +33,15 @@ from rubato.core.plan import ANY, NO_BATCH, Limits, Plan, Sample, Shape
 from rubato.core.request import Outcome
 from rubato.core.slo import StageTimes, judge
 from rubato.engines.vllm.core_link import CoreLink
-from rubato.engines.vllm.drafts import Drafts
-from rubato.engines.vllm.fleet_part import NONE, FleetPart, movable
+from rubato.engines.vllm.drafts import VllmDrafts
+from rubato.engines.vllm.fleet_part import NO_IDS, FleetPart, is_movable
 from rubato.engines.vllm.gateway_reports import GatewayReports
 from rubato.engines.vllm.guards import guarded
-from rubato.engines.vllm.kv_transfer import comes_with_kv, hands_over
-from rubato.engines.vllm.lost_time import LostTime
-from rubato.engines.vllm.reports import NAME, Reports
-from rubato.engines.vllm.room import SETTLED, Room
-from rubato.engines.vllm.sequence import VllmSeq, promised_request, request_of
+from rubato.engines.vllm.kv_transfer import comes_with_kv, is_prefill_only
+from rubato.engines.vllm.lost_time import VllmMissCauses
+from rubato.engines.vllm.reports import REPLICA_NAME, Reports
+from rubato.engines.vllm.room import STABLE_STEPS, SlackCheck
+from rubato.engines.vllm.sequence import VllmSeq, request_of, request_of_gateway
 from rubato.engines.vllm.settings import Settings
 from rubato.latency import affine
 from rubato.policies import PolicyError, default_lengths, load, optional
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.rubato")  # below vLLM's own logger, whose handler and level it gets
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
-FLEET = frozenset({"handoff", "recall"})  # with a gateway
-QUIET = 60.0  # seconds in which the same kind of fault, or of deviation, is not reported again
-FAULTS, WITHIN = 10, 60.0  # so many faults in so many seconds: from then on vLLM's own order, for good
+FLEET_SUPPORTS = frozenset({"handoff", "recall"})  # with a gateway
+LOG_PAUSE_S = 60.0  # between two log lines of one kind of fault or deviation
+MAX_FAULTS, FAULT_WINDOW_S = 10, 60.0  # more faults in this window: vLLM schedules in its own order from then on
 
-SLOW = 1.0  # seconds: a step that takes longer to plan counts as a fault
+MAX_PLAN_S = 1.0  # a slower plan counts as a fault
 OUTCOMES: Mapping[str, tuple[Outcome, str]] = {  # of vLLM's finish reasons; "stop" also of what else ends a text
     "length": ("completed", "length"),
     "abort": ("cancelled", "aborted"),
@@ -69,7 +69,7 @@ ORDER = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightBatch:
     """A batch between its plan and its completion. decodes: of its shape, requests that decode. sampling: requests
     that it brings a token at least."""
 
@@ -81,7 +81,7 @@ class Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedStep:
     """A plan, checked, in vLLM's terms. chunks: tokens to run of each request, drafted ones to be verified among them;
     depths: tokens to draft of each."""
 
@@ -134,12 +134,12 @@ class PolicyDriver(FleetPart):
         self.link = link
         self._gateways = GatewayReports(link) if link is not None and link.port else None
         if self._gateways is not None:
-            self.supports |= FLEET if kv_lease is None else FLEET | {"kv_transfer"}
+            self.supports |= FLEET_SUPPORTS if kv_lease is None else FLEET_SUPPORTS | {"kv_transfer"}
         self.kv_lease = kv_lease
         self.arriving: set[str] = set()
         self.come: set[str] = set()
         self.leaving: dict[str, VllmSeq] = {}
-        self.hidden = self.beside = NONE
+        self.hidden = self.beside = NO_IDS
         self.role = ANY
         self._strange = 0  # requests here that no gateway can place elsewhere
         missing = self.policy.needs - self.supports
@@ -156,17 +156,17 @@ class PolicyDriver(FleetPart):
         self.deviations: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.given_up = False
-        self.drafts = Drafts(
+        self.drafts = VllmDrafts(
             num_spec_tokens,
             planned="draft" in self.policy.needs | optional(self.policy),
             uniform=settings.uniform_drafts,
         )
         # (a policy that plans drafts decides more than an order)
         plans_drafts = self.drafts.planned and num_spec_tokens > 0
-        self._room = Room(1 + num_spec_tokens, kv.ahead) if settings.stand_aside and not plans_drafts else None
+        self._room = SlackCheck(1 + num_spec_tokens, kv.ahead) if settings.stand_aside and not plans_drafts else None
         self._settled = 0  # steps that may be left to vLLM without a look
         self._kv = kv
-        self._recent: deque[float] = deque(maxlen=FAULTS)  # when the last faults were, without `_slow`
+        self._recent: deque[float] = deque(maxlen=MAX_FAULTS)  # when the last faults were, without `_slow`
         self._slow = 0.0  # seconds that plans took which were too slow
         self.refused = 0  # requests
         self._reported: dict[str, float] = {}  # when each kind of fault, and a deviation, was last logged
@@ -180,9 +180,9 @@ class PolicyDriver(FleetPart):
         self._held: dict[str, VllmSeq] = {}  # by `fair`
         self._strangers = strangers
         self._reports = Reports(link, engine) if link is not None and link.endpoint else None
-        self._lost_time = LostTime(self.latency)
+        self._lost_time = VllmMissCauses(self.latency)
         self._events: list[Event] = []
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightBatch] = deque()
         self._last = -inf  # when the last batch completed
         self._asked_since = inf  # when a view was first asked for
         self._busy = False  # whether there was more to do then
@@ -199,18 +199,18 @@ class PolicyDriver(FleetPart):
             if promised is None:
                 request, ticket = request_of(own, arrival, strangers=self._strangers)
             else:
-                request, ticket = promised_request(own, promised.contract), ""
+                request, ticket = request_of_gateway(own, promised.contract), ""
         except ValueError as error:
             return f"rejected-invalid: {error}"
         self._order += 1
         seq = self.seqs[request.id] = VllmSeq(request, own, self._kv, self._order, self._lengths, ticket)
         if promised is not None:
             seq.promised, seq.demoted = promised, promised.contract.demoted
-            seq.prefill_only = hands_over(own)
+            seq.prefill_only = is_prefill_only(own)
         if self.kv_lease is not None and comes_with_kv(own):
             seq.arriving = True
             self.arriving.add(request.id)
-        self._strange += not movable(seq)
+        self._strange += not is_movable(seq)
         self._happened(seq, Offered(now, request.id, request))
         self._settled = 0
         if self._room is not None:
@@ -254,7 +254,7 @@ class PolicyDriver(FleetPart):
             self.arriving.discard(id)
             self.come.discard(id)
             self._held.pop(id, None)
-            self._strange -= not movable(seq)
+            self._strange -= not is_movable(seq)
         return seq
 
     def _happened(self, seq: VllmSeq, event: Event) -> None:
@@ -271,7 +271,7 @@ class PolicyDriver(FleetPart):
 
     @guarded
     def refuse(self, id: str, reason: str) -> None:
-        """A request is refused. Under overload many are: the log has the first of each QUIET seconds."""
+        """A request is refused. Under overload many are: the log has the first of each LOG_PAUSE_S seconds."""
         self.refused += 1
         if self._due("refused"):
             log.warning("request %.100s refused: %s; refused so far: %d", id, reason, self.refused)  # ids are clients'
@@ -340,7 +340,7 @@ class PolicyDriver(FleetPart):
         others += self.leaving.values()
         limits = self._limits_but_for(places)
         return VllmView(
-            id=NAME,
+            id=REPLICA_NAME,
             now=now,
             waiting=queued,
             running=holding,
@@ -386,7 +386,7 @@ class PolicyDriver(FleetPart):
         assert self._fair is not None
         seqs = self.seqs.values()
         waiting, running = [s for s in seqs if s.waiting and s.id not in self._held], [s for s in seqs if not s.waiting]
-        view = View(NAME, now, waiting, running, 0, self.limits.kv_blocks, self.limits, self.latency)
+        view = View(REPLICA_NAME, now, waiting, running, 0, self.limits.kv_blocks, self.limits, self.latency)
         for request in self._fair.open([seq.request for seq in self._held.values()], [view], now):
             self._fair.placed(request.id)
             del self._held[request.id]
@@ -404,7 +404,7 @@ class PolicyDriver(FleetPart):
             return False
         self.stood_aside += 1
         here = len(view.running)  # of all: what waits for a grammar or for KV may be in no View
-        self._settled = SETTLED if here == len(self.seqs) and not view.prefilling else 0
+        self._settled = STABLE_STEPS if here == len(self.seqs) and not view.prefilling else 0
         return True
 
     def goes_on_aside(self) -> bool:
@@ -421,22 +421,22 @@ class PolicyDriver(FleetPart):
         self._settled = 0
 
     @guarded
-    def plan(self, view: View) -> Step | None:
+    def plan(self, view: View) -> PlannedStep | None:
         """The policy's plan, checked; None where it raises or plans the impossible. One fault of a policy then does not
         end every request of the engine, but is a step in vLLM's own order."""
         if not view.waiting and not view.running:
-            return Step(view, Plan(), {}, {})
+            return PlannedStep(view, Plan(), {}, {})
         plan = self.policy.plan(view)
         check(plan, view, self.name)
         if self.drafts.most:
             plan = spelled_out(plan, view)
-            step = Step(view, plan, self.drafts.chunks(plan, view, self.seqs), self.drafts.depths(plan))
+            step = PlannedStep(view, plan, self.drafts.chunks(plan, view, self.seqs), self.drafts.depths(plan))
         else:
-            step = Step(view, plan, _chunks(plan, view), {})
+            step = PlannedStep(view, plan, _chunks(plan, view), {})
         seconds = self.clock() - view.now
         if self._reports is not None:
             self._reports.planned.append(seconds)
-        if seconds > SLOW:
+        if seconds > MAX_PLAN_S:
             self._slow += seconds
             self._count_fault("slow")
             if self._due("slow"):
@@ -444,7 +444,7 @@ class PolicyDriver(FleetPart):
         return step
 
     def fault(self, place: str) -> None:
-        """Count the exception being handled, and log it, each place once in QUIET seconds."""
+        """Count the exception being handled, and log it, each place once in LOG_PAUSE_S seconds."""
         self._count_fault(place)
         if self._due(place):
             log.exception(
@@ -462,20 +462,20 @@ class PolicyDriver(FleetPart):
         now = self.clock() - self._slow  # else the slowest policy would be given up last
         self.faults[place] += 1
         self._recent.append(now)
-        if not self.given_up and len(self._recent) == FAULTS and now - self._recent[0] <= WITHIN:
+        if not self.given_up and len(self._recent) == MAX_FAULTS and now - self._recent[0] <= FAULT_WINDOW_S:
             self.given_up = True
             self._events.clear()
             if self._reports is not None:
                 self._reports.views_end()
             log.error(
                 "policy %r: %d faults in %.0f s: from now on this engine schedules in vLLM's own order, until it is "
-                "started again", self.name, FAULTS, now - self._recent[0],
+                "started again", self.name, MAX_FAULTS, now - self._recent[0],
             )  # fmt: skip
 
     def _due(self, what: str) -> bool:
         """Whether to report this now: a fault may come back at every step."""
         now = self.clock()
-        if now < self._reported.get(what, -inf) + QUIET:
+        if now < self._reported.get(what, -inf) + LOG_PAUSE_S:
             return False
         self._reported[what] = now
         return True
@@ -520,7 +520,7 @@ class PolicyDriver(FleetPart):
         self.steps += 1
         since = self._last if self._busy else now
         shape = NO_BATCH.with_entries(entries, drafting)
-        self._flights.append(Flight(output, shape, Shape(decodes, decodes, kv), since, sampling))
+        self._flights.append(InFlightBatch(output, shape, Shape(decodes, decodes, kv), since, sampling))
         if self._gateways is not None and shape.seqs:
             seconds = self.latency.step_time(shape) if self._gateways.link.listeners else 0.0
             self._gateways.batch(now, shape, seconds, output.num_scheduled_tokens, self._kv.free(), seqs)
@@ -549,7 +549,7 @@ class PolicyDriver(FleetPart):
             if seconds > 0.0:
                 self.latency.update(Sample(flight.shape, seconds))
             self._lost_time.stepped(now, seconds, flight.shape, flight.decodes)
-            self._to_observe(Stepped(now, NAME, flight.shape, seconds))
+            self._to_observe(Stepped(now, REPLICA_NAME, flight.shape, seconds))
             if self._reports is not None:
                 self._reports.batches.append((flight.shape.tokens, flight.shape.seqs, seconds))
         self._busy = flight.shape.seqs > 0 and unfinished > 0

@@ -16,8 +16,8 @@ from rubato.engines.vllm.sequence import VllmSeq
 from rubato.policy_kit.backlog import prefill_seconds
 from rubato.wire.messages import EngineState, RequestEvents, full_row
 
-NAME = "vllm"  # of the one replica that an engine core is
-REPORT, SHOW = 0.25, 1.0  # seconds from one report of steps to the next, and from one of all sequences
+REPLICA_NAME = "vllm"  # of the one replica that an engine core is
+REPORT_S, VIEW_S = 0.25, 1.0  # interval of step reports, and of reports of all sequences
 
 
 class Reports:
@@ -63,15 +63,17 @@ class Reports:
         self._new.clear()
 
     def look_at(self, view: View, held: Collection[str]) -> None:
-        """What is expected of requests that are in a view for the first time; once in SHOW seconds, all sequences, and
-        the tokens of each that have come since."""
+        """Adds the expected TTFT of requests that are new in this view; once in VIEW_S seconds also all sequences of
+        the view, and the tokens that each got since."""
         if self._new:
             expected = prefill_seconds(view, 0)
             for seq in self._new:
                 if not seq.ended and seq.id not in held:
-                    self.add(seq, Placed(view.now, seq.id, NAME, ttft=view.now - seq.request.arrival + expected))
+                    self.add(
+                        seq, Placed(view.now, seq.id, REPLICA_NAME, ttft=view.now - seq.request.arrival + expected)
+                    )
             self._new = [seq for seq in self._new if seq.id in held]
-        if view.now < self._looked + SHOW:
+        if view.now < self._looked + VIEW_S:
             return
         self._looked = view.now
         queues = (("waiting", view.waiting), ("running", view.running), ("moving", view.moving))
@@ -98,7 +100,7 @@ class Reports:
             if client in self._link.clients:
                 rows, number = [full_row(event) for event in events], self._number(client)
                 self._link.tell_client(client, RequestEvents(self._engine, number, rows, tickets.get(client, {})))
-        if now < self._told + REPORT and (self._idle or not idle):  # an engine with nothing to run may spin
+        if now < self._told + REPORT_S and (self._idle or not idle):  # an engine with nothing to run may spin
             return
         self._told, self._idle = now, idle
         shown = {**self._shown, "at": now, "held": [], "sequences": []} if idle else self._shown

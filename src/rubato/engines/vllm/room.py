@@ -13,20 +13,20 @@ from math import inf
 from rubato.core.interfaces import SeqView, View
 from rubato.core.request import Request
 
-MARGIN = 1.25  # times what is predicted, a step may take
-TTFT_SHARE = 0.3  # of the tightest TTFT stated lately, a step may take: the next request must not wait for longer
-RECENT = 64  # requests that count as lately
-SETTLED = 16  # steps that may be left to vLLM one after another without a look, while only decodes run
+STEP_MARGIN = 1.25  # a step may take this many times its prediction
+TTFT_SHARE = 0.3  # of the tightest recent TTFT that a step may take: the next request must not wait longer
+RECENT_REQUESTS = 64  # whose TTFTs count
+STABLE_STEPS = 16  # steps in a row that vLLM may schedule unchecked while only decodes run
 
 
-class Room:
+class SlackCheck:
     """Remembers what was promised lately. most_tokens: that a decode may bring, drafts among them. ahead: tokens beyond
     them for which a drafter takes KV."""
 
     def __init__(self, most_tokens: int = 1, ahead: int = 0) -> None:
         self._most_tokens = most_tokens
         self._ahead = ahead
-        self._ttfts: deque[float] = deque(maxlen=RECENT)
+        self._ttfts: deque[float] = deque(maxlen=RECENT_REQUESTS)
 
     def offered(self, request: Request) -> None:
         ttft = request.stages[0].slo.ttft
@@ -38,7 +38,7 @@ class Room:
         now, limits, decodes, running = view.now, view.limits, view.decodes, view.running
         starting = (*view.waiting, *view.prefilling)
         # blocks: of decodes until the next look, and of prompts whole, since what they hit may be free till they start
-        growth = len(running) * (1 + limits.blocks(SETTLED * self._most_tokens + self._ahead))
+        growth = len(running) * (1 + limits.blocks(STABLE_STEPS * self._most_tokens + self._ahead))
         places = limits.max_num_seqs if limits.max_running is None else min(limits.max_num_seqs, limits.max_running)
         if len(running) + len(view.waiting) > places:  # a policy may let more run than a batch of vLLM's has room for
             return False
@@ -50,7 +50,7 @@ class Room:
         if pending and not chunk:
             return False
         shape = decodes.plus(chunk, max([seq.cached for seq in starting])) if chunk else decodes
-        step = MARGIN * view.latency.step_time(shape) if shape.seqs else 0.0
+        step = STEP_MARGIN * view.latency.step_time(shape) if shape.seqs else 0.0
         if step > TTFT_SHARE * min(self._ttfts, default=inf):
             return False
         through = now + step * (-(-pending // chunk) if chunk else 1)  # all that is here has been prefilled
@@ -65,7 +65,7 @@ def _in_time(seq: SeqView, next_step: float, through: float, step: float) -> boo
     due, slo = seq.due, seq.request.stages[seq.stage].slo
     if due < (through if seq.pending > 1 else next_step):
         return False
-    if slo.tpot is not None and step > slo.tpot and due < through + SETTLED * step:
+    if slo.tpot is not None and step > slo.tpot and due < through + STABLE_STEPS * step:
         return False
     if slo.e2e is None:
         return True

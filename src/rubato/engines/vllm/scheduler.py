@@ -24,9 +24,9 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Limits
 from rubato.core.request import NOTHING, HandoffReason
 from rubato.engines.vllm.guards import guarded
-from rubato.engines.vllm.kv_transfer import cannot_come, lease_of
+from rubato.engines.vllm.kv_transfer import lacks_kv_source, lease_of
 from rubato.engines.vllm.kv_view import KVView
-from rubato.engines.vllm.policy_driver import PolicyDriver, Step, log
+from rubato.engines.vllm.policy_driver import PlannedStep, PolicyDriver, log
 from rubato.engines.vllm.sequence import Hit, VllmSeq
 from rubato.engines.vllm.settings import Settings, settings_of
 
@@ -64,7 +64,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         if problems := list(self._unsupported()):
             raise ValueError(f"Rubato cannot schedule this vLLM: {'; '.join(problems)}")
         config = self.scheduler_config
-        self._step: Step | None = None  # being carried out; None in vLLM's own order
+        self._step: PlannedStep | None = None  # being carried out; None in vLLM's own order
         self._barred: frozenset[str] = frozenset()  # in vLLM's own order: running, with no place in the batch
         self._depths: Mapping[str, int] | None = None  # tokens to draft, by the last step's plan; None: vLLM's own
         self._unseen: set[str] = set()  # requests for which a View has no word: vLLM schedules them by its own rule
@@ -125,7 +125,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def add_request(self, request: Any) -> None:
         self._obey()
         id = request.request_id
-        if self.rubato.kv_lease is not None and cannot_come(request):
+        if self.rubato.kv_lease is not None and lacks_kv_source(request):
             log.warning("request %.100s: its kv_transfer_params do not say where its KV is; it is prefilled here", id)
             request.kv_transfer_params = None
         goes_on = id in self.requests  # a further part of a streamed input
@@ -205,9 +205,9 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         """Of what is `guarded` here."""
         self.rubato.fault(place)
 
-    def _planned(self, view: View) -> Step | None:
+    def _planned(self, view: View) -> PlannedStep | None:
         """The policy's plan for this step, carried out as far as it is no batch; None after a fault."""
-        step: Step | None = self.rubato.plan(view)
+        step: PlannedStep | None = self.rubato.plan(view)
         if step is None:
             return None
         for id, reason in step.plan.drop.items():
@@ -318,7 +318,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return bool(request.num_tokens + placeholders > computed)
 
     @guarded
-    def _starting(self, step: Step) -> list[tuple[Any, Hit]]:
+    def _starting(self, step: PlannedStep) -> list[tuple[Any, Hit]]:
         """The requests that the plan starts, and what of them is in KV."""
         seqs = self.rubato.seqs
         starting = [
@@ -327,7 +327,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         landed = [r for r in self._landed if r.request_id in step.chunks and r.num_computed_tokens]
         return [*((r, Hit(r.num_computed_tokens, (), None)) for r in landed), *starting]
 
-    def _carried_out(self, step: Step, starting: Sequence[tuple[Any, Hit]], throttle_prefills: bool) -> Any:
+    def _carried_out(self, step: PlannedStep, starting: Sequence[tuple[Any, Hit]], throttle_prefills: bool) -> Any:
         """vLLM's own step, with nothing left for it to decide that the plan says."""
         hits = [block for _, hit in starting if hit.found is not None for block in hit.blocks]
         self._step, self._depths = step, step.depths
@@ -479,7 +479,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     # ----------------------------------------------------------------- what vLLM did otherwise
 
     @guarded
-    def _compare(self, step: Step, got: Mapping[str, int], started: Iterable[tuple[Any, Hit]]) -> None:
+    def _compare(self, step: PlannedStep, got: Mapping[str, int], started: Iterable[tuple[Any, Hit]]) -> None:
         """Count what was not scheduled as planned, by its cause: once a step for each cause."""
         planned, causes, about = step.chunks, set(), []
         if got != planned:

@@ -22,8 +22,8 @@ TIER, ON_DECLINE = "slo_tier", "slo_on_decline"
 KEYS = (*MILLISECONDS, TIER, ON_DECLINE)
 TENANT, ARRIVAL, TICKET, SEAL = "slo_tenant", "slo_arrival", "slo_ticket", "slo_seal"
 MAX_PAUSE = "slo_max_pause_ms"
-OF_MIDDLEWARE = frozenset({TENANT, ARRIVAL, TICKET, MAX_PAUSE})  # which no client may say
-MAX_CHARACTERS = 64  # of a tier's name, which policies keep, and of what a refusal shows of a client's text
+MIDDLEWARE_KEYS = frozenset({TENANT, ARRIVAL, TICKET, MAX_PAUSE})  # which clients may not set
+MAX_TEXT_CHARACTERS = 64  # of a tier's name, and of a client's text in an error
 
 
 def sealed(fields: Mapping[str, str]) -> dict[str, str]:
@@ -31,7 +31,7 @@ def sealed(fields: Mapping[str, str]) -> dict[str, str]:
     return {**fields, SEAL: link.seal(fields)}
 
 
-def promised_request(own: Any, contract: Contract) -> Request:
+def request_of_gateway(own: Any, contract: Contract) -> Request:
     """What a vLLM request asks for by the word of the gateway that sent it."""
     asked = _request(own, contract.slo, contract.arrival, contract.tier, contract.tenant, contract.on_decline)
     progress = contract.progress
@@ -59,10 +59,10 @@ def request_of(own: Any, arrival: float, *, strangers: bool = True) -> tuple[Req
     seal = extra.pop(SEAL, "")
     by_us = isinstance(seal, str) and seal != "" and _is_ours(seal, extra)
     if not by_us:  # nobody's word, or that of an API server whose key this core has not: another node's
-        extra = {k: v for k, v in extra.items() if strangers and not (seal and k in OF_MIDDLEWARE)}
+        extra = {k: v for k, v in extra.items() if strangers and not (seal and k in MIDDLEWARE_KEYS)}
     for key in extra:
-        if key not in KEYS and not (by_us and key in OF_MIDDLEWARE):
-            raise ValueError(f"vllm_xargs: unknown key {_shown(key)}; known are {', '.join(KEYS)}")
+        if key not in KEYS and not (by_us and key in MIDDLEWARE_KEYS):
+            raise ValueError(f"vllm_xargs: unknown key {_value_text(key)}; known are {', '.join(KEYS)}")
     times = (_seconds(key, extra.get(key)) for key in (*MILLISECONDS, MAX_PAUSE))
     held = own.arrival_time - float(extra[ARRIVAL]) if ARRIVAL in extra else 0.0  # since it came to the middleware
     request = _request(
@@ -103,26 +103,30 @@ def _seconds(key: str, value: object) -> float | None:
     except (ValueError, OverflowError):
         milliseconds = 0.0
     if not LEAST_MS <= milliseconds <= MOST_MS:
-        raise ValueError(f"vllm_xargs: {key} is {_shown(value)}: give {LEAST_MS:g} to {MOST_MS:g} milliseconds")
+        raise ValueError(f"vllm_xargs: {key} is {_value_text(value)}: give {LEAST_MS:g} to {MOST_MS:g} milliseconds")
     return milliseconds / 1e3
 
 
 def _tier(value: object) -> str:
-    if isinstance(value, str) and 1 <= len(value) <= MAX_CHARACTERS:
+    if isinstance(value, str) and 1 <= len(value) <= MAX_TEXT_CHARACTERS:
         return value
-    raise ValueError(f"vllm_xargs: {TIER} is {_shown(value)}: give a name of 1 to {MAX_CHARACTERS} characters")
+    raise ValueError(
+        f"vllm_xargs: {TIER} is {_value_text(value)}: give a name of 1 to {MAX_TEXT_CHARACTERS} characters"
+    )
 
 
 def _on_decline(value: object) -> OnDecline:
     if value == "best_effort" or value == "refuse":
         return value
-    raise ValueError(f"vllm_xargs: {ON_DECLINE} is {_shown(value)}: give best_effort or refuse")
+    raise ValueError(f"vllm_xargs: {ON_DECLINE} is {_value_text(value)}: give best_effort or refuse")
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     """A client's value as an error names it; it may be of any kind and length."""
     if isinstance(value, str):
-        return repr(value[:MAX_CHARACTERS]) + (f"... ({len(value)} characters)" if len(value) > MAX_CHARACTERS else "")
+        return repr(value[:MAX_TEXT_CHARACTERS]) + (
+            f"... ({len(value)} characters)" if len(value) > MAX_TEXT_CHARACTERS else ""
+        )
     if isinstance(value, int | float):
         return repr(value)  # vLLM lets no integer beyond 64 bits through
     return f"of type {type(value).__name__}"
@@ -141,7 +145,7 @@ class Hit:
     longer: Any = None
 
 
-class Promised(NamedTuple):
+class GatewayRequest(NamedTuple):
     """What a gateway has said of one request (`wire.messages`); the gateway's name, and its name for it."""
 
     gateway: str
@@ -149,12 +153,12 @@ class Promised(NamedTuple):
     contract: Contract
 
     @property
-    def movable(self) -> bool:
+    def is_movable(self) -> bool:
         """Whether it can be placed elsewhere: the choices of one answer stay together."""
         return len(self.contract.ids) == 1
 
 
-class KV(Protocol):
+class KVMemory(Protocol):
     """vLLM's KV memory (`kv_view.KVView`)."""
 
     def blocks_of(self, seq: VllmSeq) -> int: ...
@@ -177,13 +181,13 @@ class VllmSeq(Seq):
         "arriving", "cached", "coming", "hit", "length", "own", "pending", "prefill_only",
         "promised", "reported", "ticket", "waited", "waiting",
     )  # fmt: skip
-    kv: KV  # type: ignore[assignment]  # which asks for vLLM's own of it
+    kv: KVMemory  # type: ignore[assignment]  # which asks for vLLM's own of it
     length: int
     cached: int
     pending: int
 
     def __init__(
-        self, request: Request, own: Any, kv: KV, order: int, lengths: LengthPredictor | None, ticket: str = ""
+        self, request: Request, own: Any, kv: KVMemory, order: int, lengths: LengthPredictor | None, ticket: str = ""
     ) -> None:
         self.coming = 0
         super().__init__(request, order, request.arrival, lengths=lengths, kv=kv)  # type: ignore[arg-type]
@@ -194,7 +198,7 @@ class VllmSeq(Seq):
         self.cached = 0
         self.reported = self._output  # what it had before it moved here was told there
         self.ticket = ticket
-        self.promised: Promised | None = None
+        self.promised: GatewayRequest | None = None
         self.arriving = self.prefill_only = False
         self.waited: list[tuple[float, float, Cause]] = []
 

