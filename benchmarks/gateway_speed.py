@@ -206,7 +206,7 @@ def reports(servers: int, steps: int = 40) -> dict[str, float]:
             for one in raw:
                 report = reader.read(decode_from_core(one))  # type: ignore[arg-type]
                 assert report is not None
-                mirror.take(report)
+                mirror.apply(report)
         return time.process_time() - began
 
     first = [PresentRow(without_texts(r), r.id, "running", True, False, 200, 13) for r in requests]

@@ -81,7 +81,7 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 class Continued(MemoryTrip):
     """Goes on elsewhere from what has come, whether or not the link has told its ids."""
 
-    def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
+    def build_request(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         received = 0 if progress is None else sum(map(len, progress.times))
         prompt = [*self.request.stages[0].token_ids, *[7] * received]
         body = {"prompt": prompt, "max_tokens": self.request.sampling.max_tokens - received, "stream": True}
@@ -229,7 +229,7 @@ def test_what_killed_servers_served_goes_on_elsewhere(nodes: Nodes, monkeypatch:
     async def main() -> None:
         fleet = Fleet(2, stub("--step", "0.02", stubborn=True), num_gpus=2)
         await fleet.cluster.start()
-        assert all(host.linked for host in map(fleet.host, ("r0", "r1")))
+        assert all(host.is_linked for host in map(fleet.host, ("r0", "r1")))
         assert len({host.url.rpartition(":")[0] for host in map(fleet.host, ("r0", "r1"))} - {"http://127.0.0.1"}) == 1
         gpus = [environment(fleet.host(id).started.pid)["CUDA_VISIBLE_DEVICES"] for id in ("r0", "r1")]
         assert gpus == ["0,1", "0,1"]  # of each node

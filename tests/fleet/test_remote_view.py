@@ -16,7 +16,7 @@ from rubato.core.request import SLO, Handoff, Progress, Request, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.remote_view import KVUsage, RemoteReplica, ReplicaReport, shifted, shifted_report, shifted_request
+from rubato.fleet.remote_view import KVUsage, RemoteReplica, ReplicaReport, shift_event, shift_report, shift_request
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, instant, loads, spec_for
 
@@ -127,7 +127,7 @@ def compare(load: Load, policy: str) -> int:
             await host.drain()
         for id, mirror in mirrors.items():
             report(id)
-            assert mirror.empty
+            assert mirror.is_empty
         await cluster.close()
 
     run_virtual(main())
@@ -149,8 +149,8 @@ def test_what_was_received_moves_with_a_request() -> None:
         Tokens(0.6, "a", 1, "</think>", (8,), stage_done=True),
         Tokens(0.7, "a", 1, "y", (9,), stage=1),
     )
-    mirror.take(ReplicaReport(0.7, events, 10, 0.7, {}))
-    left = {r.id: r.progress for r in mirror.left(0.7)}
+    mirror.apply(ReplicaReport(0.7, events, 10, 0.7, {}))
+    left = {r.id: r.progress for r in mirror.unfinished_requests(0.7)}
     assert left == {"a": Progress((0.0, 0.6), ((0.5, 0.6), (0.7,)), (7, 8, 9)), "untouched": None}
 
 
@@ -158,7 +158,7 @@ def test_what_was_waited_elsewhere_moves_with_a_request_that_has_no_output_yet()
     mirror = RemoteReplica("r0", Engine(Linear(), LIMITS, VirtualClock()).limits, Linear(), frozenset(), 0.0)
     waited = Progress((0.0,), ((),), delays={"queue": 0.5})
     mirror.submit(replace(request("a"), progress=waited, handoff=Handoff("r1", "offloaded", 0.5)), 0.6)
-    (left,) = mirror.left(0.6)
+    (left,) = mirror.unfinished_requests(0.6)
     assert left.progress == waited
     assert (left.handoff, left.losses) == (Handoff("r1", "offloaded", 0.5), 1)  # what policies know of it stays
 
@@ -169,23 +169,27 @@ def test_a_request_outside_the_reported_batch_may_be_to_blame_for_a_loss_once_th
         mirror.submit(request(id), 0.0)
     events = (Offered(0.0, "runs", request("runs")), Offered(0.0, "waits", request("waits")), Started(0.1, "runs"))
     batch = Shape(tokens=5, seqs=1, kv=5)
-    mirror.take(ReplicaReport(0.1, events, 10, 0.5, {"runs": KVUsage(0, 1, 1, 5)}, in_flight=batch))
-    assert {r.id: r.losses for r in mirror.left(0.4)} == {"runs": 1, "waits": 0, "new": 1}
-    assert {r.id: r.losses for r in mirror.left(0.6)} == {"runs": 1, "waits": 1, "new": 1}
-    mirror.take(ReplicaReport(0.6, (), 10, 0.6, {"runs": KVUsage(5, 1, 1, 0)}))
-    assert {r.id: r.losses for r in mirror.left(0.6)} == {"runs": 1, "waits": 1, "new": 1}  # no batch is known
+    mirror.apply(ReplicaReport(0.1, events, 10, 0.5, {"runs": KVUsage(0, 1, 1, 5)}, in_flight=batch))
+    assert {r.id: r.losses for r in mirror.unfinished_requests(0.4)} == {"runs": 1, "waits": 0, "new": 1}
+    assert {r.id: r.losses for r in mirror.unfinished_requests(0.6)} == {"runs": 1, "waits": 1, "new": 1}
+    mirror.apply(ReplicaReport(0.6, (), 10, 0.6, {"runs": KVUsage(5, 1, 1, 0)}))
+    assert {r.id: r.losses for r in mirror.unfinished_requests(0.6)} == {
+        "runs": 1,
+        "waits": 1,
+        "new": 1,
+    }  # no batch is known
 
 
 def test_times_in_another_clock() -> None:
     asked = Request("a", (Stage(5),), 1.0, progress=Progress((1.0,), ((2.0, 3.0),), (7, 8)))
-    moved = shifted_request(asked, 10.0)
+    moved = shift_request(asked, 10.0)
     assert (moved.arrival, moved.progress) == (11.0, Progress((11.0,), ((12.0, 13.0),), (7, 8)))
-    assert shifted(Offered(1.0, "a", asked), 10.0) == Offered(11.0, "a", moved)
+    assert shift_event(Offered(1.0, "a", asked), 10.0) == Offered(11.0, "a", moved)
     report = ReplicaReport(5.0, (Tokens(4.0, "a", 1),), 3, 6.0, {"a": (1, 1, 1, 0)}, None)
     handed = replace(asked, handoff=Handoff("r0", "prefilled", 3.0, 7))
     there = replace(moved, handoff=Handoff("r0", "prefilled", 13.0, 7))
-    assert shifted(HandedOff(3.0, "a", handed), 10.0) == HandedOff(13.0, "a", there)
-    assert shifted_report(report, -1.0) == ReplicaReport(4.0, (Tokens(3.0, "a", 1),), 3, 5.0, {"a": (1, 1, 1, 0)}, None)
+    assert shift_event(HandedOff(3.0, "a", handed), 10.0) == HandedOff(13.0, "a", there)
+    assert shift_report(report, -1.0) == ReplicaReport(4.0, (Tokens(3.0, "a", 1),), 3, 5.0, {"a": (1, 1, 1, 0)}, None)
 
 
 def test_free_kv_that_was_read_counts_until_a_report_says_it() -> None:
@@ -193,14 +197,14 @@ def test_free_kv_that_was_read_counts_until_a_report_says_it() -> None:
     for id in ("before", "after", "waits"):
         mirror.submit(Request(id, (Stage(17),), 0.0), 0.0)
     mirror.fold(Started(0.1, "before"))
-    mirror.told_kv_free(4)
+    mirror.set_kv_free(4)
     assert mirror.view(0.2).kv_free == 4
     mirror.fold(Started(0.3, "after"))
     assert mirror.view(0.4).kv_free == 1  # 17 tokens are 3 blocks of 8
     mirror.fold(Tokens(0.5, "after", 8))
     assert mirror.view(0.5).kv_free == 0
-    mirror.told_kv_free(40)
+    mirror.set_kv_free(40)
     assert mirror.view(0.5).kv_free == 40
     mirror.fold(Started(0.6, "waits"))
-    mirror.take(ReplicaReport(0.7, (), 30, 0.7, {}))
+    mirror.apply(ReplicaReport(0.7, (), 30, 0.7, {}))
     assert mirror.view(0.7).kv_free == 30

@@ -64,7 +64,7 @@ class MemoryTrip(Trip):
     def learn(self, prompt: int) -> None:
         self.prompt = prompt
 
-    def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
+    def build_request(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         received = 0 if progress is None else len(progress.token_ids)
         if progress is not None and sum(map(len, progress.times)) > received:
             raise NotResumableError("its tokens are not known")
@@ -73,7 +73,7 @@ class MemoryTrip(Trip):
         return [("x-request-id", self.answer.removeprefix("cmpl-"))], orjson.dumps(body)
 
     async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
-        headers, body = self.sent(request.progress)
+        headers, body = self.build_request(request.progress)
         if kv is not None:
             body = with_kv(body, kv)
         elif prefills:
@@ -86,12 +86,12 @@ class MemoryTrip(Trip):
     def finish(self, data: bytes) -> None:
         self.came += data
         self.ends += 1
-        self.over = True
+        self.is_over = True
 
     def answer_whole(self, status: int, headers: Headers, body: bytes) -> None:
         self.came = body
         self.ends += 1
-        self.over = True
+        self.is_over = True
 
 
 def offered(seed: int, rate: float, seconds: float) -> list[Request]:
@@ -242,7 +242,7 @@ def test_a_response_ends_whose_server_is_lost_between_its_last_token_and_its_las
         return call
 
     call = run_virtual(main())
-    assert (call.ends, bool(call.broken)) == ((1, False) if comes else (0, True))
+    assert (call.ends, bool(call.break_reason)) == ((1, False) if comes else (0, True))
 
 
 class MostFree:

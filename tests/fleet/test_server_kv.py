@@ -274,7 +274,7 @@ class Odd(MemoryTrip):
 
     fields: ClassVar[dict[str, Any]] = {}
 
-    def sent(self, progress: Any, ids: Any = None) -> Any:
+    def build_request(self, progress: Any, ids: Any = None) -> Any:
         headers, body = super().sent(progress, ids)
         return headers, orjson.dumps({**orjson.loads(body), **self.fields})
 

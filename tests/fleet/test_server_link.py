@@ -85,7 +85,7 @@ def test_the_end_of_one_try_is_not_taken_for_that_of_the_next() -> None:
     assert first is not None
     assert [event.id for event in first.events] == ["a"]
     tries["a"] = 2
-    reader.disown("a")
+    reader.detach_previous_try("a")
     end = Finished(
         1.5, "e1", "cancelled", "aborted", judge(Request("e1", (Stage(5),), 0.0), [], "cancelled", "deadline")
     )

@@ -116,7 +116,7 @@ def test_lost_server_that_answers_oddly_is_taken_back_once_it_answers_rightly(
             odd.pages[path] = right
         await asyncio.sleep(5.0)
         assert addresses(cluster) == ["http://s0", "http://s1", "http://s2"]
-        assert all(host.linked == linked for host in cluster.hosts.values() if isinstance(host, ServerReplica))
+        assert all(host.is_linked == linked for host in cluster.hosts.values() if isinstance(host, ServerReplica))
         servers[1].down = servers[1].core.silent = True  # another one is lost after it, and comes back, too
         await asyncio.sleep(20.0)
         assert addresses(cluster) == ["http://s0", "http://s2"]

@@ -274,7 +274,7 @@ async def test_a_server_with_the_link_is_asked_as_the_client_asks(fleet: Fleet) 
 @on(gateway)
 async def test_a_server_whose_link_is_silent_is_asked_for_a_stream(fleet: Fleet) -> None:
     for host in fleet.cluster.hosts.values():
-        host.linked = False  # type: ignore[attr-defined]
+        host.is_linked = False  # type: ignore[attr-defined]
     verdict = (await fleet.complete(slo={"ttft_ms": 1000})).json()["rubato"]
     assert verdict["ttft_ms"] == 100.0
     assert [body["stream"] for server in fleet.servers for body in server.bodies] == [True]

@@ -299,7 +299,7 @@ async def test_servers_that_refuse_one_request_and_are_healthy_do_not_rest(fleet
     Failing.fails, Failing.how, Failing.asked = 1000, "refused", 0
     assert (await fleet.complete()).status_code >= 500
     Failing.fails = 0
-    resting = [host.rests_until - fleet.clock.now() for host in fleet.cluster.hosts.values()]
+    resting = [host.cooldown_until - fleet.clock.now() for host in fleet.cluster.hosts.values()]
     assert max(resting) < 0.1
     assert len(resting) == 4
 
@@ -661,7 +661,7 @@ async def test_a_servers_final_refusal_is_passed_on_and_no_reason_to_let_it_rest
     (end,) = fleet.of(Finished)
     assert (end.outcome, end.verdict.cause) == ("refused", "infeasible")
     assert sorted(len(server.bodies) for server in fleet.servers) == [0, 1]
-    assert {host.rests_until for host in fleet.cluster.hosts.values()} == {0.0}
+    assert {host.cooldown_until for host in fleet.cluster.hosts.values()} == {0.0}
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -855,7 +855,7 @@ async def test_a_request_at_which_every_server_fails_keeps_no_server_from_the_ot
     bad = await fleet.complete()
     assert bad.status_code == 500
     assert sum(len(server.bodies) for server in fleet.servers) == 2
-    assert all(host.rests_until <= fleet.cluster.clock.now() + 1e-3 for host in fleet.cluster.hosts.values())
+    assert all(host.cooldown_until <= fleet.cluster.clock.now() + 1e-3 for host in fleet.cluster.hosts.values())
     for server in fleet.servers:
         server.broken = 0
     assert (await fleet.complete()).status_code == 200

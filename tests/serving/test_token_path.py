@@ -119,15 +119,15 @@ def test_nothing_passes_once_the_trip_has_changed() -> None:
             return True
 
     class Replica:
-        linked = True
+        is_linked = True
 
     slow: list[bytes] = []
     path, client = TokenPath(Replica(), Reader(), slow.append, None), Connection()  # type: ignore[arg-type]
     path.take(b"a")
     path.writer = client
     path.take(b"b")
-    Replica.linked = False  # and where its tokens are counted is not known yet
+    Replica.is_linked = False  # and where its tokens are counted is not known yet
     path.take(b"c")
     path.writer = None
     path.take(b"d")
-    assert (slow, client.direct, path.passed) == ([b"a", b"c", b"d"], [b"b"], 1)
+    assert (slow, client.direct, path.passed_tokens) == ([b"a", b"c", b"d"], [b"b"], 1)

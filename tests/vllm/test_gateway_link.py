@@ -107,11 +107,11 @@ class Gateway:
                 self._take(report)
 
     def _take(self, report: ReplicaReport) -> None:
-        self.mirror.take(report)
-        self.events += [*report.events, *report.gave_up]
-        for id, reason, at, cached in report.gave_up:
+        self.mirror.apply(report)
+        self.events += [*report.events, *report.hand_offs]
+        for id, reason, at, cached in report.hand_offs:
             self.handed_on.append(id)
-            if (request := self.mirror.moved(id, reason, at, cached)) is not None:
+            if (request := self.mirror.handed_off_request(id, reason, at, cached)) is not None:
                 self.mirror.fold(HandedOff(at, id, request))
 
     def differences(self) -> Iterator[str]:
@@ -128,7 +128,7 @@ class Gateway:
         if theirs.kv_free != ours.kv_free:
             yield f"kv_free {theirs.kv_free} {ours.kv_free}"
         for seq in (*theirs.running, *theirs.moving):
-            own = self.mirror.known(names[seq.id])
+            own = self.mirror.seq_of(names[seq.id])
             if own is None:
                 continue
             for what, one, other in (
@@ -198,7 +198,7 @@ def test_what_gateways_fold_is_what_the_scheduler_shows_after_every_step(
     ends = [*(event.id for event in gateway.events if isinstance(event, Finished)), *gateway.handed_on]
     assert len(ends) == len(set(ends)) == offered
     assert all(id.startswith("chatcmpl-") for id in gateway.handed_on)  # others came by no gateway, and stay
-    assert gateway.mirror.empty
+    assert gateway.mirror.is_empty
     assert gateway.gaps == 0
     assert preempted > 0 or seed != 0
     heard = {event.id: 0 for event in gateway.events if isinstance(event, Offered)}
@@ -269,7 +269,7 @@ def test_a_gateway_gives_roles_and_takes_back_what_is_its_own(model: Path) -> No
     assert all(seq.promised is None or not seq.best_effort for seq in left)
     made.run()
     gateway.hear()
-    assert gateway.mirror.empty
+    assert gateway.mirror.is_empty
     ended = {event.id for event in gateway.events if isinstance(event, Finished | HandOffReport)}
     assert ended == {*(f"chatcmpl-{i}" for i in range(6)), "other"}
 

@@ -109,8 +109,10 @@ def test_each_api_server_hears_of_its_own_requests_and_all_of_every_engine(folde
         made.tell_clients(EngineState(engine, 1, {"steps": engine}))
     for client, reader in zip((0, 1, 10), readers, strict=True):
         found = drained(reader)
-        heard_of = {event.id for message in found if isinstance(message, RequestEvents) for event in message.happened()}
-        assert heard_of == {f"0-{client}", f"1-{client}"}
+        heard_ids = {
+            event.id for message in found if isinstance(message, RequestEvents) for event in message.happened()
+        }
+        assert heard_ids == {f"0-{client}", f"1-{client}"}
         assert sorted(message.engine for message in found if isinstance(message, EngineState)) == [0, 1]
         assert not any(message.lost for message in found)
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700

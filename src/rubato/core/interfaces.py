@@ -374,7 +374,7 @@ class Host(Protocol):
     @property
     def id(self) -> str: ...
     @property
-    def rests_until(self) -> float:
+    def cooldown_until(self) -> float:
         """Before this time it is given nothing: it has just failed at requests."""
         ...
 

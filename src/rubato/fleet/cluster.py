@@ -108,7 +108,7 @@ class Cluster:
         )  # fmt: skip
         self._transfers = KVTransfers(
             self.hosts, self._requests, clock,
-            fail=lambda seq, why: self._end(seq, "failed", why), kv_freed=self._kv_left,
+            fail=lambda seq, why: self._end(seq, "failed", why), kv_freed=self._handle_kv_freed,
         )  # fmt: skip
         self._timer = RoutingTimer(clock, self._route_until_settled)
         self._routing_scheduled: Handle | None = None  # at the end of this instant
@@ -280,10 +280,10 @@ class Cluster:
         elif self._routing_scheduled is None and not self._routing:
             self._routing_scheduled = self.clock.call_at(self.clock.now(), PLAN, self._route_until_settled)
 
-    def _kv_left(self) -> None:
+    def _handle_kv_freed(self) -> None:
         """KV has gone from a replica, which may be one that drains."""
         if self._scaling.draining:
-            self._scaling.let_leave()
+            self._scaling.remove_empty_hosts()
         self._route_if_kv_freed()
 
     def _route_if_kv_freed(self) -> None:
@@ -318,7 +318,7 @@ class Cluster:
             self._end_cancelled()
         now = self.clock.now()
         if not (views := self._scaling.views_to_route(now)):
-            if self._rested is None and (at := self._scaling.first_rested()) is not None:
+            if self._rested is None and (at := self._scaling.first_cooldown_end()) is not None:
                 self._rested = self.clock.call_at(at, PLAN, self._route_after_rest)
             return False
         unplaced = list(self._requests.unplaced.values())
@@ -341,7 +341,7 @@ class Cluster:
         moved = [s for s in unplaced if s.id not in new]
         held = [s.request for s in new.values()]
         passing = self._listeners.guarded(now, None, fair.open, held, views, now)
-        self._timer.shares_say(None if passing is None else fair.wake_at)
+        self._timer.set_shares_time(None if passing is None else fair.wake_at)
         return moved + [new[request.id] for request in (held if passing is None else passing)]
 
     def _join_groups(self, unplaced: Sequence[Seq], now: float) -> bool:
@@ -366,7 +366,7 @@ class Cluster:
                 last = f"router {self._router.policy!r}: {failures} dispatches in a row failed; the last: {error}"
                 self._give_up(last, RuntimeError(last))
             return None
-        self._timer.router_says(dispatch.wake_at)
+        self._timer.set_router_time(dispatch.wake_at)
         return dispatch
 
     def _carry_out(self, dispatch: Dispatch, now: float) -> bool:
@@ -469,7 +469,7 @@ class Cluster:
         if last or isinstance(event, Offered):
             self._scaling.ask_soon()
         if self._scaling.draining and isinstance(event, FREES_REPLICA):
-            self._scaling.let_leave()
+            self._scaling.remove_empty_hosts()
         if not self._requests.unplaced:
             if last and not self._requests.placed:
                 self._completed.clear()  # how long it then has nothing to do says nothing of its speed

@@ -1,7 +1,7 @@
 """A gateway's end of the link to one vLLM engine core: its messages, put together to reports of a replica.
 
-A core says what has changed; here it becomes what a `RemoteReplica` folds. Requests get the names that gateways gave them; one
-that came past all of them keeps the engine's.
+A core says what has changed; here it becomes what a `RemoteReplica` applies. Requests get the names that gateways gave
+them; a request that came past all gateways keeps the name of the engine.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class LinkReader:
     """own: the gateway's request that a name in reports means, empty for none. number: of the last report that is
     in."""
 
-    def __init__(self, replica: str, own: Callable[[str], str] = str) -> None:
+    def __init__(self, replica: str, request_id_of: Callable[[str], str] = str) -> None:
         self._replica = replica
-        self._own = own
+        self._request_id_of = request_id_of
         self.number = -1  # no snapshot yet
         self._names: dict[str, str] = {}  # of requests, by the engine's id
-        self._held: dict[str, KVUsage] = {}
+        self._kv_usage: dict[str, KVUsage] = {}
         self._batches: deque[Mapping[str, int]] = deque()  # that run: tokens of each request
         self._shape = NO_BATCH
         self._kv_free = 0
@@ -54,7 +54,7 @@ class LinkReader:
         events = [self._event(row, at) for row in rows if isinstance(row, TokensRow | OfferedRow | EventRow)]
         moves = [row for row in rows if isinstance(row, HandOffRow)]
         names = [self._names[row.id] if row.cached else self._names.pop(row.id, row.id) for row in moves]
-        gave_up = tuple(
+        hand_offs = tuple(
             [HandOffReport(name, row.reason, row.at, row.cached) for name, row in zip(names, moves, strict=True)]
         )
         sent = [self._names.pop(row.id, row.id) for row in rows if isinstance(row, SentRow)]
@@ -64,24 +64,26 @@ class LinkReader:
             landed = self._batches.popleft() if self._batches else {}
             if not self._batches:
                 self._shape, self._busy_until = NO_BATCH, at
-            self._fly(landed)
+            self._count_in_flight(landed)
             events.append(Stepped(at, self._replica, shape, seconds))
         if message.shape is not None:
-            self._run({self._names.get(id, id): count for id, count in message.tokens.items()})
+            self._add_batch({self._names.get(id, id): count for id, count in message.tokens.items()})
             self._shape, self._busy_until = message.shape, message.busy
         hits = {self._names.get(id, id): hit for id, hit in message.hits.items()}
         for id, (cached, blocks) in message.held.items():
             name = self._names.get(id, id)
-            self._held[name] = self._held.get(name, NO_KV_USAGE)._replace(cached=cached, blocks=blocks, own=blocks)
-        report = replace(self._report(at, tuple(events), hits), gave_up=gave_up)
-        for event in (*events, *gave_up):
+            self._kv_usage[name] = self._kv_usage.get(name, NO_KV_USAGE)._replace(
+                cached=cached, blocks=blocks, own=blocks
+            )
+        report = replace(self._report(at, tuple(events), hits), hand_offs=hand_offs)
+        for event in (*events, *hand_offs):
             if isinstance(event, Finished) or (isinstance(event, HandOffReport) and not event.cached):
-                self._held.pop(event.id, None)
+                self._kv_usage.pop(event.id, None)
         for name in sent:
-            self._held.pop(name, None)
+            self._kv_usage.pop(name, None)
         return report
 
-    def disown(self, id: str) -> None:
+    def detach_previous_try(self, id: str) -> None:
         """What is told of this request so far is of an earlier try of it."""
         for engines, name in self._names.items():
             if name == id:
@@ -89,11 +91,11 @@ class LinkReader:
                 self._batches = deque(
                     [{engines if n == id else n: count for n, count in batch.items()} for batch in self._batches]
                 )
-        self._held.pop(id, None)
+        self._kv_usage.pop(id, None)
 
     def _event(self, row: TokensRow | OfferedRow | EventRow, at: float) -> Event:
         if isinstance(row, OfferedRow):
-            request = self._named(row.request, row.own)
+            request = self._rename(row.request, row.own)
             return Offered(row.at, request.id, request)
         event = event_of(row, at)
         if isinstance(event, Transferred):
@@ -103,25 +105,25 @@ class LinkReader:
             self._names.pop(event.id, None)
         return event if name is None or name == event.id else replace(event, id=name)
 
-    def _named(self, request: Request, gateway_id: str) -> Request:
-        name = self._own(gateway_id) or request.id
+    def _rename(self, request: Request, gateway_id: str) -> Request:
+        name = self._request_id_of(gateway_id) or request.id
         self._names[request.id] = name
         return replace(request, id=name)
 
-    def _run(self, tokens: Mapping[str, int]) -> None:
+    def _add_batch(self, tokens: Mapping[str, int]) -> None:
         """A batch runs."""
         self._batches.append(tokens)
-        self._fly(tokens)
+        self._count_in_flight(tokens)
 
-    def _fly(self, tokens: Mapping[str, int]) -> None:
+    def _count_in_flight(self, tokens: Mapping[str, int]) -> None:
         """Count the tokens in flight of these anew."""
         for name in tokens:
-            flying = sum([batch.get(name, 0) for batch in self._batches])
-            self._held[name] = self._held.get(name, NO_KV_USAGE)._replace(in_flight=flying)
+            in_flight = sum([batch.get(name, 0) for batch in self._batches])
+            self._kv_usage[name] = self._kv_usage.get(name, NO_KV_USAGE)._replace(in_flight=in_flight)
 
     def _report(self, at: float, events: tuple[Event, ...], hits: Mapping[str, int]) -> ReplicaReport:
         return ReplicaReport(
-            at, events, self._kv_free, self._busy_until, self._held, in_flight=self._shape, hits=tuple(hits.items())
+            at, events, self._kv_free, self._busy_until, self._kv_usage, in_flight=self._shape, hits=tuple(hits.items())
         )
 
     def _snapshot(self, message: Snapshot) -> ReplicaReport | None:
@@ -129,15 +131,15 @@ class LinkReader:
             return None
         self.number = message.n
         self._names.clear()
-        self._held = {}
+        self._kv_usage = {}
         self._batches.clear()
         self._shape, self._kv_free, self._busy_until = NO_BATCH, message.kv, message.at
-        there = []
+        entries = []
         for row in message.seqs:
-            request = self._named(row.request, row.own)
+            request = self._rename(row.request, row.own)
             if row.state != "waiting" and (row.blocks or row.state != "arriving"):
-                self._held[request.id] = KVUsage(row.cached, row.blocks, row.blocks, 0)
-            there.append(SnapshotEntry(request, row.state, row.started, row.demoted, row.cached, row.times, row.ids))
+                self._kv_usage[request.id] = KVUsage(row.cached, row.blocks, row.blocks, 0)
+            entries.append(SnapshotEntry(request, row.state, row.started, row.demoted, row.cached, row.times, row.ids))
         for tokens in message.batches:
-            self._run({self._names.get(id, id): count for id, count in tokens.items()})
-        return replace(self._report(message.at, (), {}), there=tuple(there))
+            self._add_batch({self._names.get(id, id): count for id, count in tokens.items()})
+        return replace(self._report(message.at, (), {}), snapshot=tuple(entries))

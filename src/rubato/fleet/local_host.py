@@ -45,7 +45,7 @@ class LocalHost:
             the engine counts as hung and the engine as beyond recovery; None: no limit.
     """
 
-    rests_until = 0.0
+    cooldown_until = 0.0
 
     def __init__(
         self,

@@ -42,18 +42,18 @@ class ObservedResponse:
         self.status = status
         self.headers = headers
         self._parts: deque[bytes] = deque()
-        self._ended = False
+        self._has_ended = False
         self._news = asyncio.Event()
 
-    def shows(self, data: bytes, *, last: bool) -> None:
+    def add_part(self, data: bytes, *, last: bool) -> None:
         """A part of its body, maybe empty. last: no more comes."""
         if data:
             self._parts.append(data)
-        self._ended = self._ended or last
+        self._has_ended = self._has_ended or last
         self._news.set()
 
     async def part(self) -> bytes:
-        while not self._parts and not self._ended:
+        while not self._parts and not self._has_ended:
             self._news.clear()
             await self._news.wait()
         return self._parts.popleft() if self._parts else b""
@@ -68,7 +68,7 @@ class ObservedResponse:
     def resume(self) -> None: ...
 
     def close(self) -> None:
-        self.shows(b"", last=True)
+        self.add_part(b"", last=True)
 
 
 class EnvoyClient:
@@ -93,15 +93,16 @@ class PickedTrip(Trip):
     """
 
     def __init__(
-        self, ask: Ask, requests: tuple[Request, ...], learned: Callable[[int], None], over: Callable[[], None]
+        self, ask: Ask, requests: tuple[Request, ...], on_prompt_tokens: Callable[[int], None],
+        on_end: Callable[[], None],
     ) -> None:  # fmt: skip
-        super().__init__(ask, requests, EnvoyClient(), learned)
+        super().__init__(ask, requests, EnvoyClient(), on_prompt_tokens)
         self.endpoint = ""
-        self.settled = asyncio.Event()
-        self.shown: ObservedResponse | None = None
-        self._left = set(self.ids)
+        self.placement_known = asyncio.Event()
+        self.response: ObservedResponse | None = None
+        self._open_ids = set(self.ids)
         self._head = asyncio.Event()  # of its response, or Envoy has gone elsewhere
-        self._over = over
+        self._on_end = on_end
 
     @property
     def answer(self) -> str:
@@ -111,31 +112,31 @@ class PickedTrip(Trip):
         super().hear(event)
         if type(event) is not Finished:
             return
-        self._left.discard(event.id)
-        if self.failed is not None:
-            self.settled.set()
-        if not self._left:
-            self._over()
+        self._open_ids.discard(event.id)
+        if self.failed_end is not None:
+            self.placement_known.set()
+        if not self._open_ids:
+            self._on_end()
 
-    def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
-        if self.begun:
+    def build_request(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
+        if self.has_begun:
             raise NotResumableError("Envoy has sent it to a server")
         return [], b""
 
     def why_not_resumable(self, progress: Progress | None) -> str | None:
-        return "Envoy has sent it to a server" if self.begun else None
+        return "Envoy has sent it to a server" if self.has_begun else None
 
     async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
         """Tell where it goes; the response, once its head is there. Raises UpstreamError if Envoy went elsewhere."""
-        self.sent(request.progress)
+        self.build_request(request.progress)
         endpoint = endpoint_of(replica.url)
-        self.begun = True
+        self.has_begun = True
         if not self.endpoint:
             self.endpoint = endpoint
-            self.settled.set()
+            self.placement_known.set()
         while self.endpoint == endpoint:
-            if self.shown is not None:
-                return self.shown
+            if self.response is not None:
+                return self.response
             self._head.clear()
             await self._head.wait()
         raise UpstreamError("Envoy has sent it to another server")
@@ -148,18 +149,18 @@ class PickedTrip(Trip):
     @property
     def is_open(self) -> bool:
         """Whether requests of it are in flight."""
-        return bool(self._left)
+        return bool(self._open_ids)
 
-    def head(self, status: int, headers: Headers, served: str) -> None:
+    def begin_response(self, status: int, headers: Headers, served_by: str) -> None:
         """The response has begun. served: the endpoint that it comes from, where Envoy says it: from now on the
         request counts there."""
-        if served and served != self.endpoint:
-            log.warning("request %s was to go to %s, and Envoy sent it to %s", self.answer, self.endpoint, served)
-            self.endpoint, self.begun = served, False
-        self.shown = ObservedResponse(status, headers)
+        if served_by and served_by != self.endpoint:
+            log.warning("request %s was to go to %s, and Envoy sent it to %s", self.answer, self.endpoint, served_by)
+            self.endpoint, self.has_begun = served_by, False
+        self.response = ObservedResponse(status, headers)
         self._head.set()
 
-    def shows(self, data: bytes, *, last: bool) -> None:
+    def add_part(self, data: bytes, *, last: bool) -> None:
         """A part of the response's body; nobody reads it any more when the requests have ended."""
-        if self.shown is not None and (self.is_open or last):
-            self.shown.shows(data, last=last)
+        if self.response is not None and (self.is_open or last):
+            self.response.add_part(data, last=last)

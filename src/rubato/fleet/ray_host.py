@@ -32,8 +32,8 @@ from rubato.fleet.remote_view import (
     NoKVTransfer,
     RemoteReplica,
     ReplicaReport,
-    shifted_report,
-    shifted_request,
+    shift_report,
+    shift_request,
 )
 from rubato.policies import load
 
@@ -67,7 +67,7 @@ class _Actor:
         self._events: list[Event] = []
         self._news = asyncio.Event()
         self._error: str | None = None
-        self._done = 0  # batches of commands carried out
+        self._batches_done = 0  # batches of commands carried out
         self._turn = asyncio.Condition()
         self._host = LocalHost(
             id,
@@ -76,7 +76,7 @@ class _Actor:
             latency,
             self._clock,
             emit=self._emit,
-            lost=self._lost,
+            lost=self._lose_host,
             policy=choice.policy,
             options=options,
             kv_transfer=False,
@@ -95,10 +95,10 @@ class _Actor:
     async def do(self, number: int, commands: Sequence[Command]) -> None:
         """Carry out batch `number` after the one before it, in whatever order they arrive."""
         async with self._turn:
-            await self._turn.wait_for(lambda: self._done == number)
+            await self._turn.wait_for(lambda: self._batches_done == number)
             for name, arguments in commands:
                 getattr(self._host, name)(*arguments)
-            self._done += 1
+            self._batches_done += 1
             self._turn.notify_all()
         self._news.set()
 
@@ -114,13 +114,13 @@ class _Actor:
         replica = self._host.replica
         assert replica is not None, "reports are asked for after start"
         holding = [*replica.running.values(), *replica.leaving.values(), *replica.arriving.values()]
-        held = {s.id: KVUsage(s.cached, s.blocks, s.own_blocks, s.in_flight) for s in holding if not s.ended}
+        kv_usage = {s.id: KVUsage(s.cached, s.blocks, s.own_blocks, s.in_flight) for s in holding if not s.ended}
         return ReplicaReport(
             as_of=self._clock.now(),
             events=tuple(events),
             kv_free=replica.kv.free,
             busy_until=replica.busy_until,
-            held=held,
+            kv_usage=kv_usage,
             error=self._error,
             in_flight=replica.shape,
         )
@@ -133,7 +133,7 @@ class _Actor:
         self._events.append(event)
         self._news.set()
 
-    def _lost(self, id: str, error: BaseException, requests: Sequence[Request]) -> None:
+    def _lose_host(self, id: str, error: BaseException, requests: Sequence[Request]) -> None:
         self._error = f"{type(error).__name__}: {error}"
         self._news.set()
 
@@ -147,8 +147,8 @@ class RayHost(NoKVTransfer):
     of all. Raises ValueError for a policy that moves KV.
     """
 
-    rests_until = 0.0
-    stays = NO_KV_TRANSFER
+    cooldown_until = 0.0
+    why_no_kv = NO_KV_TRANSFER
 
     def __init__(
         self,
@@ -168,24 +168,26 @@ class RayHost(NoKVTransfer):
         self.id = id
         self.clock = clock
         self._emit = emit
-        self._lost = lost
-        remote = ray.remote(**{"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, **(resources or {})})(_Actor)
-        self.actor: Any = remote.remote(id, make, choice, options, step_timeout)
+        self._lose_host = lost
+        actor_class = ray.remote(**{"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, **(resources or {})})(
+            _Actor
+        )
+        self.actor: Any = actor_class.remote(id, make, choice, options, step_timeout)
         self._lengths = options.lengths
-        self._mirror: RemoteReplica | None = None
+        self._remote: RemoteReplica | None = None
         self._ahead = 0.0  # what the actor's clock shows more than this one
         self._outbox: list[Command] = []
-        self._sent = 0
-        self._gone = False
-        self._silent = 0.0  # seconds without a report
+        self._batches_sent = 0
+        self._is_gone = False
+        self._silence_s = 0.0  # seconds without a report
         self._idle = asyncio.Event()
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def start(self) -> None:
         limits, supports, latency = await self.actor.start.remote()
-        self._ahead = await self._measured_ahead()
-        self._mirror = RemoteReplica(self.id, limits, latency, supports, self.clock.now(), self._lengths)
-        self._spawn(self._listen(self._mirror))
+        self._ahead = await self._measure_ahead()
+        self._remote = RemoteReplica(self.id, limits, latency, supports, self.clock.now(), self._lengths)
+        self._spawn(self._listen(self._remote))
         self._spawn(self._watch())
 
     def submit(self, request: Request) -> None:
@@ -193,31 +195,31 @@ class RayHost(NoKVTransfer):
         would know of the wait."""
         if request.uses_tools:
             raise ValueError(f"request {request.id!r} waits for a tool, which only a replica in this process does")
-        self._started().submit(request, self.clock.now())
-        self._send("submit", shifted_request(request, self._ahead))
+        self._started_remote().submit(request, self.clock.now())
+        self._send("submit", shift_request(request, self._ahead))
 
     def cancel(self, id: str, reason: str) -> None:
         self._send("cancel", id, reason)
 
     def view(self) -> View:
-        return self._started().view(self.clock.now())
+        return self._started_remote().view(self.clock.now())
 
     def assign(self, role: Role) -> None:
-        self._started().assign(role)
+        self._started_remote().assign(role)
         self._send("assign", role)
 
     def recall(self, kind: Recall) -> None:
         self._send("recall", kind)
 
     async def drain(self) -> None:
-        while not self._started().empty and not self._gone:
+        while not self._started_remote().is_empty and not self._is_gone:
             self._idle.clear()
             await self._idle.wait()
 
     async def close(self) -> None:
         """Ends the actor's requests as failed, reports that, and ends the actor. An actor that takes longer than
         CLOSE_S seconds is lost."""
-        if not self._gone:
+        if not self._is_gone:
             try:
                 async with asyncio.timeout(CLOSE_S):
                     await self.actor.close.remote()
@@ -226,7 +228,7 @@ class RayHost(NoKVTransfer):
                 self._die(HostLostError(f"replica {self.id} did not close within {CLOSE_S:g} s"))
             except RayError as error:
                 self._die(HostLostError(f"replica {self.id} ended before it was closed ({type(error).__name__})"))
-        self._gone = True
+        self._is_gone = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -234,29 +236,31 @@ class RayHost(NoKVTransfer):
 
     # ----------------------------------------------------------------- parts
 
-    async def _measured_ahead(self) -> float:
+    async def _measure_ahead(self) -> float:
         """Seconds by which the actor's clock is ahead of this one.
 
         The answer was given between sending and receipt, which bounds the offset. Within these bounds Unix time (one on
         a machine, kept by NTP between nodes) gives the offset exactly; outside them the machines' Unix times differ or
         one was set meanwhile.
         """
-        asked = self.clock.now()
+        sent_at = self.clock.now()
         theirs, their_unix = await self.actor.clocks.remote()
-        heard = self.clock.now()
-        ahead: float = (theirs - their_unix) - (heard - unix_time())
-        least: float = theirs - heard
-        most: float = theirs - asked
+        received_at = self.clock.now()
+        ahead: float = (theirs - their_unix) - (received_at - unix_time())
+        least: float = theirs - received_at
+        most: float = theirs - sent_at
         return ahead if least <= ahead <= most else (least + most) / 2
 
-    async def _listen(self, mirror: RemoteReplica) -> None:
-        while not self._gone:
+    async def _listen(self, remote: RemoteReplica) -> None:
+        while not self._is_gone:
             try:
                 report = await self.actor.report.remote()
-                if self._gone:  # it was lost meanwhile: its requests are elsewhere, and what it says now is not theirs
+                if (
+                    self._is_gone
+                ):  # it was lost meanwhile: its requests are elsewhere, and what it says now is not theirs
                     return
-                self._silent = 0.0
-                self._hear(mirror, shifted_report(report, -self._ahead))
+                self._silence_s = 0.0
+                self._hear(remote, shift_report(report, -self._ahead))
             except RayError as error:
                 self._die(HostLostError(f"the process of replica {self.id} is gone ({type(error).__name__})"))
             except Exception as error:  # deaf to its replica this host is of no use: its requests must not hang
@@ -266,33 +270,33 @@ class RayHost(NoKVTransfer):
     async def _watch(self) -> None:
         """Notice silence. Silence is counted in turns of this loop, not by a clock: a process that was itself stopped,
         or busy, heard nothing meanwhile, and would take all its replicas for lost."""
-        while not self._gone:
+        while not self._is_gone:
             await self.clock.sleep_until(self.clock.now() + HEARTBEAT_S, PLAN)
-            self._silent += HEARTBEAT_S
-            if self._silent >= MAX_SILENCE_S:
+            self._silence_s += HEARTBEAT_S
+            if self._silence_s >= MAX_SILENCE_S:
                 self._die(HostLostError(f"replica {self.id} has not reported for {MAX_SILENCE_S:g} s"))
 
-    def _hear(self, mirror: RemoteReplica, report: ReplicaReport) -> None:
-        mirror.take(report)  # all of it first: told of a hand-off, the cluster may give the request back at once
+    def _hear(self, remote: RemoteReplica, report: ReplicaReport) -> None:
+        remote.apply(report)  # all of it first: told of a hand-off, the cluster may give the request back at once
         for event in report.events:
             self._emit(event)
-        if mirror.empty:
+        if remote.is_empty:
             self._idle.set()
         if report.error is not None:
             self._die(HostLostError(report.error))
 
     def _die(self, error: HostLostError) -> None:
-        if self._gone:
+        if self._is_gone:
             return
-        self._gone = True
+        self._is_gone = True
         self._idle.set()
-        self._lost(self.id, error, self._started().left(self.clock.now()))
+        self._lose_host(self.id, error, self._started_remote().unfinished_requests(self.clock.now()))
         # It must not go on with them. This only informs Ray, which also kills a stopped process after 5 s.
         ray.kill(self.actor)
 
     def _send(self, name: str, *arguments: Any) -> None:
         """Send it in one message with all else of this turn of the loop."""
-        if self._gone:
+        if self._is_gone:
             return
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -300,8 +304,8 @@ class RayHost(NoKVTransfer):
 
     def _flush(self) -> None:
         commands, self._outbox = self._outbox, []
-        self._spawn(self._deliver(self._sent, commands))
-        self._sent += 1
+        self._spawn(self._deliver(self._batches_sent, commands))
+        self._batches_sent += 1
 
     async def _deliver(self, number: int, commands: Sequence[Command]) -> None:
         try:
@@ -314,10 +318,10 @@ class RayHost(NoKVTransfer):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _started(self) -> RemoteReplica:
-        if self._mirror is None:
+    def _started_remote(self) -> RemoteReplica:
+        if self._remote is None:
             raise RuntimeError(f"host {self.id!r} is not started: await start() first")
-        return self._mirror
+        return self._remote
 
 
 def ray_cluster(

@@ -50,8 +50,8 @@ MAX_RESTART_DELAY_S = 60.0  # before another server replaces a lost one
 class _Actor(ServerActor):
     """beyond: the server is to be reached from other nodes."""
 
-    def __init__(self, name: str, command: ServerCommand, beyond: bool) -> None:
-        super().__init__(name, command, _ray.util.get_node_ip_address() if beyond else "127.0.0.1")
+    def __init__(self, name: str, command: ServerCommand, is_remote: bool) -> None:
+        super().__init__(name, command, _ray.util.get_node_ip_address() if is_remote else "127.0.0.1")
 
     async def node(self) -> str:
         """Ray's id of this node."""
@@ -74,12 +74,12 @@ class RayServerReplica(ServerReplica):
         **host: Any,
     ) -> None:
         super().__init__(id, "", server, clock, **host)
-        self._starts, self._resources = command, resources
+        self._server_command, self._resources = command, resources
         self._server = server
         self.actor: Any = None
         self.started = ServerStart()
         self._has_place = False
-        self._ending: asyncio.Task[None] | None = None
+        self._actor_end: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the server. Raises ValueError for one that does not start, or cannot be used: with the end of its
@@ -88,22 +88,22 @@ class RayServerReplica(ServerReplica):
             await self._start_server()
             await super().start()
         except BaseException:
-            self._stop()  # it must not keep its GPUs
+            self._begin_end()  # it must not keep its GPUs
             raise
         self._spawn(self._watch_actor())
 
     async def close(self) -> None:
         """Leave the server, and end it and its actor: nothing is left of it within 5 s."""
-        ending = self._stop()
+        ending = self._begin_end()
         await super().close()
         await asyncio.shield(ending)
 
     async def _start_server(self) -> None:
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, **self._resources}
-        beyond = sum(bool(node["Alive"]) for node in _ray.nodes()) > 1
-        self.actor = ray.remote(**options)(_Actor).remote(self.id, self._starts, beyond)
+        is_remote = sum(bool(node["Alive"]) for node in _ray.nodes()) > 1
+        self.actor = ray.remote(**options)(_Actor).remote(self.id, self._server_command, is_remote)
         try:
-            await self._placed()
+            await self._wait_for_place()
             at: ServerStart = await self.actor.start.remote()
         except RayError as error:
             raise ValueError(f"the actor of server {self.id} died at its start ({_short(error)})") from error
@@ -113,7 +113,7 @@ class RayServerReplica(ServerReplica):
         self._server.set_url(at.url)
         log.info("replica %s serves at %s (process %d, actor %d, node %s)", self.id, at.url, at.pid, at.actor, at.node)
 
-    async def _placed(self) -> None:
+    async def _wait_for_place(self) -> None:
         """Raises ValueError where Ray finds no place."""
         try:
             async with asyncio.timeout(PLACEMENT_S):
@@ -137,11 +137,11 @@ class RayServerReplica(ServerReplica):
         log.error("replica %s: its %s is gone: %s", self.id, what, how)
         self._die(ServerLostError(f"the {what} of replica {self.id} is gone"))
 
-    def _stop(self) -> asyncio.Task[None]:
+    def _begin_end(self) -> asyncio.Task[None]:
         """Begin to end the actor, once; not one of the tasks that `close` cancels."""
-        if self._ending is None:
-            self._ending = asyncio.ensure_future(self._end_actor())
-        return self._ending
+        if self._actor_end is None:
+            self._actor_end = asyncio.ensure_future(self._end_actor())
+        return self._actor_end
 
     async def _end_actor(self) -> None:
         if self.actor is None:

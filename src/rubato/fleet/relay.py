@@ -98,29 +98,29 @@ class Carrier(Protocol):
     @property
     def upstream(self) -> Upstream: ...
     @property
-    def linked(self) -> bool: ...
+    def is_linked(self) -> bool: ...
     @property
     def has_link(self) -> bool:
         """Whether a link tells it what is promised, also while that is silent."""
         ...
 
     @property
-    def continues(self) -> bool:
+    def can_continue(self) -> bool:
         """Whether its server is known to go on from what another has streamed."""
         ...
 
     @property
     def clock(self) -> Clock: ...
     @property
-    def prefills(self) -> bool:
+    def is_prefill_server(self) -> bool:
         """Whether what is sent there now is to go on elsewhere."""
         ...
 
-    def has(self, trip: Trip) -> bool:
+    def has_requests_of(self, trip: Trip) -> bool:
         """Whether a request of it is here."""
         ...
 
-    def begin(self, trip: Trip, prompt: int) -> None:
+    def mark_started(self, trip: Trip, prompt: int) -> None:
         """Something has come of it. prompt: tokens, where the server has said how many."""
         ...
 
@@ -128,11 +128,11 @@ class Carrier(Protocol):
         """A token of each of these choices."""
         ...
 
-    def counting(self, trip: Trip) -> TokenCount | None:
+    def token_count_of(self, trip: Trip) -> TokenCount | None:
         """Where tokens of its only choice are counted; None before the first, and where the link tells of them."""
         ...
 
-    def know_prompt(self, trip: Trip, tokens: int) -> None:
+    def set_prompt_tokens(self, trip: Trip, tokens: int) -> None:
         """The server has counted so many tokens in its prompts; 0: it has not."""
         ...
 
@@ -148,11 +148,11 @@ class Carrier(Protocol):
         """Whether its link says that the engine has it."""
         ...
 
-    async def heard_of(self, trip: Trip) -> None:
+    async def wait_for_end_report(self, trip: Trip) -> None:
         """Wait for the link to tell of the ends of its requests, but not for long."""
         ...
 
-    async def look(self, trip: Trip) -> None:
+    async def check_health(self, trip: Trip) -> None:
         """Ask it whether it is there, after it has broken this trip off; where nobody answers it is lost now, with all
         that it has, and its trips are left."""
         ...
@@ -165,7 +165,7 @@ class Carrier(Protocol):
         """Its prompt is in KV there, as this response says."""
         ...
 
-    def left(self, trip: Trip) -> None:
+    def end_try(self, trip: Trip) -> None:
         """Nothing of it is under way here any more."""
         ...
 
@@ -209,21 +209,21 @@ class Trip:
     """
 
     def __init__(
-        self, ask: Ask, requests: tuple[Request, ...], client: Client, learned: Callable[[int], None]
+        self, ask: Ask, requests: tuple[Request, ...], client: Client, on_prompt_tokens: Callable[[int], None]
     ) -> None:  # fmt: skip
-        self.ask, self.requests, self.client, self.learned = ask, requests, client, learned
+        self.ask, self.requests, self.client, self.on_prompt_tokens = ask, requests, client, on_prompt_tokens
         self.ids = tuple([request.id for request in requests])
         self.tries = 0
         self.sent_at: float | None = None  # when it last went to a server, of which nothing had come by then
-        self.begun = False  # the client has had something of the response
+        self.has_begun = False  # the client has had something of the response
         self.began_at: float | None = None  # when, of a stream
         self.has_failed = False  # at a server, and it was tried again
         self._streamed = 0  # tokens, of a stream of one choice, but for those that have taken the path
         self._path: TokenPath | None = None  # of the try that counts
         self.untimed: int | None = None  # tokens of a response of which only the end is seen
-        self.over = False  # the client has had the whole response
-        self.broken = ""  # why no more will come of it
-        self.failed: Finished | None = None  # the first end that is no completion
+        self.is_over = False  # the client has had the whole response
+        self.break_reason = ""  # why no more will come of it
+        self.failed_end: Finished | None = None  # the first end that is no completion
         self.done = asyncio.Event()  # over, broken or failed
         self.news = asyncio.Event()  # a request of it has ended at its server
         self._task: asyncio.Task[None] | None = None  # the try that counts
@@ -236,7 +236,7 @@ class Trip:
     @property
     def streamed(self) -> int:
         """Tokens that have come in a stream."""
-        return self._streamed + (0 if self._path is None else self._path.passed)
+        return self._streamed + (0 if self._path is None else self._path.passed_tokens)
 
     def _set_done(self) -> None:
         self.done.set()
@@ -271,11 +271,11 @@ class Trip:
         """An event of one of its requests."""
         if type(event) is Finished:
             self._ends[event.id] = event
-            if event.outcome != "completed" and self.failed is None:
-                self.failed = event
+            if event.outcome != "completed" and self.failed_end is None:
+                self.failed_end = event
                 self._set_done()
 
-    def placed(self, replica: Carrier, request: Request, kv: KV | None = None) -> asyncio.Task[None]:
+    def start_try(self, replica: Carrier, request: Request, kv: KV | None = None) -> asyncio.Task[None]:
         """The cluster has placed it there. kv: of its prompt, where another server has it."""
         self._shut()
         self.news.clear()
@@ -292,17 +292,17 @@ class Trip:
 
     def break_off(self, why: str) -> None:
         """No more comes of it, though its requests have ended."""
-        if not self.over:
-            self.broken = self.broken or why
+        if not self.is_over:
+            self.break_reason = self.break_reason or why
             self._set_done()
 
     def why_not_resumable(self, progress: Progress | None) -> str | None:
         """Why what has begun cannot go on elsewhere; None if it can, or has not begun."""
-        if self.begun and not self.ask.resumes:
+        if self.has_begun and not self.ask.resumes:
             return "its client has had some of it, and the servers are not known to continue"
         try:
-            if self.begun:
-                self.sent(progress)
+            if self.has_begun:
+                self.build_request(progress)
         except NotResumableError as error:
             return str(error)
         except Exception as error:  # of a body or stream that is odd in a new way: the others are not to pay for it
@@ -312,7 +312,7 @@ class Trip:
 
     def progress_seen(self, request: Request, now: float) -> Request:
         """A request that goes elsewhere, with what its client has had of it, not with what the engine has told."""
-        count = self.streamed if self.begun else 0
+        count = self.streamed if self.has_begun else 0
         if request.progress is None and not count:
             return request
         had = request.progress or Progress((request.arrival,), ((),))
@@ -324,7 +324,7 @@ class Trip:
 
     # ----------------------------------------------------------------- of each kind of trip
 
-    def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
+    def build_request(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         """Headers and body for a server.
 
         Args:
@@ -362,7 +362,7 @@ class Trip:
     async def _serve(self, replica: Carrier, request: Request, kv: KV | None) -> None:
         """An error that is ours ends it, too: nothing stays in flight."""
         reply: Reply | None = None
-        prefills = kv is None and replica.prefills
+        prefills = kv is None and replica.is_prefill_server
         try:
             reply = await self.open(replica, request, kv, prefills=prefills)
             await self._pass_on(replica, reply, prefills)
@@ -372,7 +372,7 @@ class Trip:
             replica.end(self, "refused", f"rejected-invalid: {error}")
         except UpstreamError as error:
             if isinstance(error, BrokenError | UnreachableError):
-                await replica.look(self)
+                await replica.check_health(self)
             if reply is not None:
                 reply.close()  # first: it may come back here
             what = "cannot be reached" if reply is None else "broke off"
@@ -387,7 +387,7 @@ class Trip:
                 reply.close()
             if self.client.flow is reply:
                 self.client.flow = None
-            replica.left(self)
+            replica.end_try(self)
 
     async def _pass_on(self, replica: Carrier, reply: Reply, prefills: bool) -> None:
         if reply.status != 200:
@@ -404,15 +404,15 @@ class Trip:
             return
         raw = await read_all(reply)
         prompt, output = usage_of(raw)
-        replica.know_prompt(self, prompt)
-        if not replica.linked:
-            replica.begin(self, prompt)
+        replica.set_prompt_tokens(self, prompt)
+        if not replica.is_linked:
+            replica.mark_started(self, prompt)
             self.untimed = min(output, replica.max_output(self))
         await self._completed(replica)
         self.answer_whole(200, reply.headers, raw)
 
     async def _pass_error(self, replica: Carrier, status: int, headers: Headers, raw: bytes) -> None:
-        if not replica.linked and status == 429 and dict(headers).get("x-should-retry") == "false":
+        if not replica.is_linked and status == 429 and dict(headers).get("x-should-retry") == "false":
             # its SLO cannot be met there even alone: no fault of the server's
             self.answer_whole(status, headers, raw)
             replica.end(self, "refused", f"{INFEASIBLE}: the server answered 429")
@@ -424,8 +424,8 @@ class Trip:
             self.answer_whole(status, headers, raw)
             replica.end(self, "refused", f"rejected-invalid: the server answered {status}")
             return
-        await replica.heard_of(self)
-        if not replica.has(self):  # what the server says is the echo of a refusal
+        await replica.wait_for_end_report(self)
+        if not replica.has_requests_of(self):  # what the server says is the echo of a refusal
             self.break_off(f"replica {replica.id} answered {status}")
             return
         log.debug("replica %s answered %d: %.200r", replica.id, status, raw)  # it may quote the prompt
@@ -441,7 +441,7 @@ class Trip:
     def _end_as_told(self, replica: Carrier, why: str) -> None:
         """End it as failed, where the client is told so in another way."""
         replica.end(self, "failed", why)
-        self.failed = None
+        self.failed_end = None
 
     async def _stream(self, replica: Carrier, reply: Reply) -> None:
         ask = self.ask
@@ -456,8 +456,8 @@ class Trip:
                 if not (choices or reader.holds or reader.has_ended or len(early) > MAX_EARLY_BYTES):
                     return
                 passed, early = bytes(early), None
-                if not self.begun:
-                    self.begun, self.began_at = True, replica.clock.now()
+                if not self.has_begun:
+                    self.has_begun, self.began_at = True, replica.clock.now()
                     self.client.start(200, reply.headers)
                 self.client.flow = reply
             self._count(replica, choices)
@@ -465,11 +465,11 @@ class Trip:
                 self.write(passed)
             # A later try's events are not passed as they are.
             if choices and self._path is not None and self.tries <= 1:
-                self._path.count, self._path.writer = replica.counting(self), self.client.direct
+                self._path.count, self._path.writer = replica.token_count_of(self), self.client.direct
 
         await self._pump(replica, reply, reader, take)
         if reader.has_failed:  # which its client has seen
-            await replica.heard_of(self)
+            await replica.wait_for_end_report(self)
             self._end_as_told(replica, "the server's response says that it failed")
         else:
             await self._completed(replica)
@@ -510,7 +510,7 @@ class Trip:
         """A token of each of these choices has come."""
         if choices:
             self._streamed += len(choices)
-            if not replica.linked:
+            if not replica.is_linked:
                 replica.count(self, choices)
 
     async def _pump(
@@ -539,7 +539,7 @@ class Trip:
             await reply.pump(self._path.take)
         except UpstreamError:
             if reader.error is not None:
-                await replica.heard_of(self)
+                await replica.wait_for_end_report(self)
                 log.debug("replica %s: an error in a stream: %.200r", replica.id, reader.error)  # it may quote a prompt
                 raise UpstreamError(f"an error in the stream{error_code(reader.error)}") from None
             if not reader.is_complete:
@@ -550,14 +550,14 @@ class Trip:
         if not reader.is_complete:
             raise UpstreamError("the stream ended before its last chunk")
         prompt, output = reader.usage
-        replica.know_prompt(self, prompt)
-        if not replica.linked:  # a chunk may have brought several tokens
+        replica.set_prompt_tokens(self, prompt)
+        if not replica.is_linked:  # a chunk may have brought several tokens
             missing = min(output, replica.max_output(self)) - self.streamed
             replica.count(self, [at % len(self.ids) for at in range(missing)])
 
     async def _completed(self, replica: Carrier) -> None:
         """The response has come to its end: so have its requests, which the link tells of as a rule."""
-        await replica.heard_of(self)
+        await replica.wait_for_end_report(self)
         replica.end(self, "completed", "stop")
 
 
@@ -569,22 +569,22 @@ class RelayTrip(Trip):
     """
 
     def __init__(
-        self, ask: Ask, requests: tuple[Request, ...], client: Client, learned: Callable[[int], None],
+        self, ask: Ask, requests: tuple[Request, ...], client: Client, on_prompt_tokens: Callable[[int], None],
         about: Callable[[Sequence[Finished]], Mapping[str, Any]],
     ) -> None:  # fmt: skip
-        super().__init__(ask, requests, client, learned)
+        super().__init__(ask, requests, client, on_prompt_tokens)
         self._about = about
         self._so_far = StreamSoFar(ask.path) if ask.resumes and ask.streams and len(requests) == 1 else None
         self._resumed = False  # what comes is not of the first server
         self._is_counted = False  # where it goes now, only its response tells of it
         self._slo_headers: Headers = ()  # for where it goes now
 
-    def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
+    def build_request(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         ask = self.ask
         short = ask.answer.partition("-")[2] or ask.answer
         headers = [*ask.headers, *self._slo_headers, ("x-request-id", name_of_try(short, self.tries))]
         raw = ask.body(self.answer, self._is_counted)
-        if not self.begun:
+        if not self.has_begun:
             return headers, raw
         if self._so_far is None:
             raise NotResumableError("a response of several choices cannot be continued elsewhere")
@@ -601,9 +601,9 @@ class RelayTrip(Trip):
         return headers, body
 
     async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
-        self._is_counted = not (replica.linked or prefills or kv is not None)
+        self._is_counted = not (replica.is_linked or prefills or kv is not None)
         self._slo_headers = () if replica.has_link else self.ask.slo_headers
-        if self.begun and not replica.continues:
+        if self.has_begun and not replica.can_continue:
             raise NotResumableError(f"replica {replica.id} is not known to continue what another has begun")
         reply = await self._ask(replica, request, kv, prefills)
         if reply.status in UNKNOWN_FIELD_STATUSES and self._is_counted and self._adds:
@@ -618,10 +618,10 @@ class RelayTrip(Trip):
         return self.ask.body(self.answer, True) != self.ask.body(self.answer, False)
 
     async def _ask(self, replica: Carrier, request: Request, kv: KV | None, prefills: bool) -> Reply:
-        headers, body = self.sent(request.progress)
-        if self.begun and self._so_far is not None:
+        headers, body = self.build_request(request.progress)
+        if self.has_begun and self._so_far is not None:
             ids = await _tokenized(replica.upstream, self._so_far.text(), headers)
-            headers, body = self.sent(request.progress, ids)
+            headers, body = self.build_request(request.progress, ids)
         if kv is not None:
             body = with_kv(body, kv)
         elif prefills:
@@ -640,7 +640,7 @@ class RelayTrip(Trip):
     @property
     def _is_closed(self) -> bool:
         """The client has been told another end: what a server still says of it is dropped."""
-        return self.over or self.failed is not None
+        return self.is_over or self.failed_end is not None
 
     def write(self, data: bytes) -> None:
         if self._is_closed:
@@ -658,19 +658,19 @@ class RelayTrip(Trip):
     def answer_whole(self, status: int, headers: Headers, body: bytes) -> None:
         if self._is_closed:
             return
-        if self.begun:  # no second answer begins
+        if self.has_begun:  # no second answer begins
             self.break_off(f"a server was to go on with it, and answered {status} as a whole")
             return
         body = self._named(body)
         if status == 200:
             body = with_fields(body, self.verdict())
-        self.begun = True
+        self.has_begun = True
         self.client.start(status, [*headers, ("content-length", str(len(body)))])
         self.client.end(body)
         self._end()
 
     def _end(self) -> None:
-        self.over = True
+        self.is_over = True
         self._set_done()
 
     def _as_first(self, data: bytes) -> bytes:

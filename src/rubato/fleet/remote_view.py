@@ -79,12 +79,12 @@ class ReplicaReport:
     events: tuple[Event, ...]
     kv_free: int
     busy_until: float
-    held: Mapping[str, KVUsage]
+    kv_usage: Mapping[str, KVUsage]
     error: str | None = None
     in_flight: Shape = NO_BATCH
     hits: tuple[tuple[str, int], ...] = ()
-    gave_up: tuple[HandOffReport, ...] = ()
-    there: tuple[SnapshotEntry, ...] | None = None
+    hand_offs: tuple[HandOffReport, ...] = ()
+    snapshot: tuple[SnapshotEntry, ...] | None = None
 
 
 class RemoteReplica:
@@ -107,13 +107,13 @@ class RemoteReplica:
         self.supports = supports
         self.as_of = now
         self._kv_free = limits.kv_blocks
-        self._counted: frozenset[str] | None = None  # those that ran when it was read; None: it was not read
+        self._running_when_read: frozenset[str] | None = None  # those that ran when it was read; None: it was not read
         self._busy_until = now
         self._in_flight = NO_BATCH
         self._lengths = lengths
-        self._held: Mapping[str, KVUsage] = {}  # as last reported
-        self._strange: set[str] = set()  # requests that were not submitted here
-        self._seen: set[str] = set()  # that the replica has reported
+        self._kv_usage: Mapping[str, KVUsage] = {}  # as last reported
+        self._unsubmitted_ids: set[str] = set()  # requests that were not submitted here
+        self._reported_ids: set[str] = set()  # that the replica has reported
         self._waiting: dict[str, Seq] = {}
         self._running: dict[str, Seq] = {}
         self._leaving: dict[str, Seq] = {}
@@ -124,7 +124,7 @@ class RemoteReplica:
         self._submitted = 0
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not (self._waiting or self._running or self._leaving or self._arriving)
 
     def submit(self, request: Request, now: float) -> None:
@@ -135,53 +135,55 @@ class RemoteReplica:
     def assign(self, role: Role) -> None:
         self._role = role
 
-    def take(self, report: ReplicaReport) -> None:
+    def apply(self, report: ReplicaReport) -> None:
         """Fold a report in. Events of requests that are not here (they have ended) change nothing."""
-        if report.there is not None:
-            self._begin_afresh(report.there, report.as_of)
+        if report.snapshot is not None:
+            self._apply_snapshot(report.snapshot, report.as_of)
         for event in report.events:
             self.fold(event)
         for id, cached in report.hits:
             if (waits := self._waiting.get(id)) is not None:
                 waits.cached = cached
         left = self._leaving.items()  # one that has come back holds KV anew
-        self._leaving = {id: seq for id, seq in left if id in report.held and id not in self._running}
-        self._held = report.held
-        for id, (cached, _, _, in_flight) in report.held.items():
+        self._leaving = {id: seq for id, seq in left if id in report.kv_usage and id not in self._running}
+        self._kv_usage = report.kv_usage
+        for id, (cached, _, _, in_flight) in report.kv_usage.items():
             seq = self._running.get(id) or self._leaving.get(id) or self._arriving.get(id)
             if seq is not None:
                 seq.cached, seq.in_flight = cached, in_flight
         self.as_of = report.as_of
-        self._kv_free, self._counted = report.kv_free, None
+        self._kv_free, self._running_when_read = report.kv_free, None
         self._busy_until = report.busy_until
         self._in_flight = report.in_flight
 
-    def told_kv_free(self, blocks: int) -> None:
+    def set_kv_free(self, blocks: int) -> None:
         """So many blocks are free there, as was read just now where no report says it. What starts afterwards is taken
         off until it is read again; what else grows or ends meanwhile changes nothing. (What was in KV already and had
         no token yet is taken off twice for so long: a router had better think a replica fuller than it is.) No event
         tells of it: a router that holds requests until KV is free has to ask for another call (`Dispatch.wake_at`)."""
         self._kv_free = blocks
-        self._counted = frozenset(self._running)
+        self._running_when_read = frozenset(self._running)
 
     def blocks_of(self, seq: Seq) -> int:
         """Its KV blocks; of one whose KV is to come, those that are kept for it."""
-        if (held := self._held.get(seq.id)) is None and seq.id in self._arriving:
+        if (kv_usage := self._kv_usage.get(seq.id)) is None and seq.id in self._arriving:
             return self.limits.blocks(seq.length)
-        return 0 if held is None else held[1]
+        return 0 if kv_usage is None else kv_usage[1]
 
     def own_blocks_of(self, seq: Seq) -> int:
         """Of these, those not shared."""
-        return self._held.get(seq.id, NO_KV_USAGE)[2]
+        return self._kv_usage.get(seq.id, NO_KV_USAGE)[2]
 
     def view(self, now: float) -> View:
         if self._busy_until <= now:
             self.latency.idle(now - self._stepped)
         waiting = sorted(self._waiting.values(), key=lambda s: s.order)
         moving = (*self._leaving.values(), *self._arriving.values())
-        kept = sum([self.limits.blocks(seq.length) for id, seq in self._arriving.items() if id not in self._held])
-        if self._counted is not None:
-            kept += sum([self.limits.blocks(s.length) for id, s in self._running.items() if id not in self._counted])
+        kept = sum([self.limits.blocks(seq.length) for id, seq in self._arriving.items() if id not in self._kv_usage])
+        if self._running_when_read is not None:
+            kept += sum(
+                [self.limits.blocks(s.length) for id, s in self._running.items() if id not in self._running_when_read]
+            )
         limits = self.limits
         if moving and limits.max_running is not None:
             limits = replace(limits, max_running=limits.max_running - len(moving))
@@ -203,13 +205,13 @@ class RemoteReplica:
             steps=self._steps,
         )
 
-    def left(self, at: float) -> list[Request]:
+    def unfinished_requests(self, at: float) -> list[Request]:
         """The requests submitted here that have not ended, each with what it has received: the replica is lost, and
         they are to be served elsewhere. at: up to when it may have begun a batch that no report tells of."""
         here = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
         requests = []
         for seq in here:
-            if seq.id not in self._strange:
+            if seq.id not in self._unsubmitted_ids:
                 request = self._with_progress(seq)
                 if self._may_be_cause(seq, at):
                     request = replace(request, losses=request.losses + 1)
@@ -219,42 +221,42 @@ class RemoteReplica:
     def _may_be_cause(self, seq: Seq, at: float) -> bool:
         """Whether the replica may be lost by it: not by one that was reported, while a batch without it runs. The
         report of the next batch may be lost with the replica."""
-        is_reported = seq.id in self._seen or seq.id not in self._waiting
+        is_reported = seq.id in self._reported_ids or seq.id not in self._waiting
         runs_without = self._in_flight.seqs > 0 and seq.in_flight == 0 and at <= self._busy_until
         return not (is_reported and runs_without)
 
-    def moved(self, id: str, reason: HandoffReason, at: float, cached: int = 0) -> Request | None:
+    def handed_off_request(self, id: str, reason: HandoffReason, at: float, cached: int = 0) -> Request | None:
         """A request that the replica hands off, with what it has received; None if it is not here. cached: tokens of
         which KV stays there for where it goes on."""
-        seq = self.known(id)
+        seq = self.seq_of(id)
         if seq is None:
             return None
         handoff = Handoff.after(seq.request.handoff, self.id, reason, at, cached)
         return replace(self._with_progress(seq), group="", handoff=handoff)
 
-    def known(self, id: str) -> Seq | None:
+    def seq_of(self, id: str) -> Seq | None:
         """A request that is here."""
         return self._running.get(id) or self._waiting.get(id) or self._arriving.get(id)
 
-    def running(self, id: str) -> Seq | None:
+    def running_seq(self, id: str) -> Seq | None:
         return self._running.get(id)
 
-    def waits(self, id: str) -> bool:
+    def is_waiting(self, id: str) -> bool:
         return id in self._waiting
 
     def is_reported(self, id: str) -> bool:
         """Whether the replica has told that it has a request, and not yet that it has not."""
-        return id in self._seen or (id not in self._waiting and self.known(id) is not None)
+        return id in self._reported_ids or (id not in self._waiting and self.seq_of(id) is not None)
 
     def unreported(self) -> dict[str, float]:
         """Waiting requests that the replica has told nothing of, and since when."""
-        return {id: seq.waiting_since for id, seq in self._waiting.items() if id not in self._seen}
+        return {id: seq.waiting_since for id, seq in self._waiting.items() if id not in self._reported_ids}
 
-    def arrives(self, id: str) -> bool:
+    def is_arriving(self, id: str) -> bool:
         """Whether its KV is to come."""
         return id in self._arriving
 
-    def leaves(self, id: str) -> bool:
+    def is_leaving(self, id: str) -> bool:
         """Whether it has been handed off, and its KV is still here."""
         return id in self._leaving
 
@@ -262,10 +264,10 @@ class RemoteReplica:
         """It is not here any more, whatever became of it."""
         for where in (self._waiting, self._running, self._arriving, self._leaving):
             where.pop(id, None)
-        self._strange.discard(id)
-        self._seen.discard(id)
+        self._unsubmitted_ids.discard(id)
+        self._reported_ids.discard(id)
 
-    def correct(self, id: str, prompt: int) -> None:
+    def set_prompt_tokens(self, id: str, prompt: int) -> None:
         """A waiting request's prompt has so many tokens."""
         seq = self._waiting[id]
         self._waiting[id] = Seq(
@@ -276,19 +278,19 @@ class RemoteReplica:
         received = seq.total_output or seq.demoted or seq.delays_elsewhere
         return replace(seq.request, progress=seq.progress(seq.delays_elsewhere) if received else None)
 
-    def _begin_afresh(self, there: Sequence[SnapshotEntry], now: float) -> None:
+    def _apply_snapshot(self, snapshot: Sequence[SnapshotEntry], now: float) -> None:
         """Show what there is. One that was submitted and is not there has ended, or has not come yet: it waits."""
         before = {**self._waiting, **self._running, **self._arriving}
         left, arrived = self._leaving, self._arriving
         self._waiting, self._running, self._arriving, self._leaving = {}, {}, {}, {}
-        strange, self._strange = self._strange, set()
-        self._seen -= strange
-        for one in there:
-            self._seen.add(one.request.id)
+        unsubmitted, self._unsubmitted_ids = self._unsubmitted_ids, set()
+        self._reported_ids -= unsubmitted
+        for one in snapshot:
+            self._reported_ids.add(one.request.id)
             had = before.pop(one.request.id, None) or left.get(one.request.id)
             request = one.request
-            if had is None or request.id in strange:
-                self._strange.add(request.id)
+            if had is None or request.id in unsubmitted:
+                self._unsubmitted_ids.add(request.id)
             else:
                 request = _of_length(had.request, request.prompt)
             order = had.order if had is not None else self._next_order()
@@ -303,7 +305,7 @@ class RemoteReplica:
             else:
                 where.get(one.state, self._running)[request.id] = seq
         for id, seq in before.items():
-            if id not in strange:
+            if id not in unsubmitted:
                 (self._arriving if id in arrived else self._waiting)[id] = seq
                 seq.cached = seq.in_flight = 0
 
@@ -324,7 +326,7 @@ class RemoteReplica:
             return
         seq = self._running.get(event.id) or self._waiting.get(event.id) or self._arriving.get(event.id)
         if isinstance(event, Offered):
-            self._came(event, seq)
+            self._add_offered(event, seq)
             return
         if seq is None:
             return
@@ -337,7 +339,7 @@ class RemoteReplica:
                 self._waiting[event.id] = self._running.pop(event.id, seq)
                 seq.cached = seq.in_flight = 0
             case HandedOff():
-                self._seen.discard(event.id)
+                self._reported_ids.discard(event.id)
                 self._waiting.pop(event.id, None)
                 self._arriving.pop(event.id, None)
                 handoff = event.request.handoff
@@ -351,20 +353,20 @@ class RemoteReplica:
             case Finished():
                 if event.outcome == "completed" and self._lengths is not None:
                     self._lengths.learn(seq.request, event.output)
-                self._strange.discard(event.id)
-                self._seen.discard(event.id)
+                self._unsubmitted_ids.discard(event.id)
+                self._reported_ids.discard(event.id)
                 for where in (self._running, self._waiting, self._arriving):
                     where.pop(event.id, None)
 
-    def _came(self, event: Offered, seq: Seq | None) -> None:
+    def _add_offered(self, event: Offered, seq: Seq | None) -> None:
         """A request has come to the replica: one that was submitted, of which it knows the true length, or another."""
-        self._seen.add(event.id)
+        self._reported_ids.add(event.id)
         if seq is None:
-            self._strange.add(event.id)
+            self._unsubmitted_ids.add(event.id)
             seq = Seq(event.request, self._next_order(), event.at, lengths=self._lengths, kv=self, token_ids=[])
             self._waiting[event.id] = seq
         elif event.id in self._waiting:
-            self.correct(event.id, event.request.prompt)
+            self.set_prompt_tokens(event.id, event.request.prompt)
         # (of one whose KV comes, the replica that has prefilled it has told the length)
 
 
@@ -391,16 +393,16 @@ def _of_length(request: Request, prompt: int) -> Request:
 class NoKVTransfer:
     """The part of a `Host` elsewhere between which KV does not move. stays: why, for what asks for it all the same."""
 
-    stays = ""
+    why_no_kv = ""
 
     def reserve(self, request: Request) -> bool:
-        raise RuntimeError(self.stays)
+        raise RuntimeError(self.why_no_kv)
 
     async def transfer(self, id: str, to: Host) -> None:
-        raise RuntimeError(self.stays)
+        raise RuntimeError(self.why_no_kv)
 
     async def receive(self, id: str, kv: KV) -> None:
-        raise RuntimeError(self.stays)
+        raise RuntimeError(self.why_no_kv)
 
     def release(self, id: str) -> None:
         """Nothing is on its way."""
@@ -409,15 +411,15 @@ class NoKVTransfer:
         """No request here waits for a tool."""
 
 
-def shifted(event: Event, by: float) -> Event:
+def shift_event(event: Event, by: float) -> Event:
     """The event in a clock that shows `by` seconds more."""
     changes: dict[str, Any] = {"at": event.at + by}
     if isinstance(event, Offered | HandedOff):
-        changes["request"] = shifted_request(event.request, by)
+        changes["request"] = shift_request(event.request, by)
     return replace(event, **changes)
 
 
-def shifted_request(request: Request, by: float) -> Request:
+def shift_request(request: Request, by: float) -> Request:
     """The request in a clock that shows `by` seconds more."""
     progress = request.progress
     if progress is not None:
@@ -428,19 +430,19 @@ def shifted_request(request: Request, by: float) -> Request:
     return replace(request, arrival=request.arrival + by, progress=progress, handoff=handoff)
 
 
-def shifted_report(report: ReplicaReport, by: float) -> ReplicaReport:
+def shift_report(report: ReplicaReport, by: float) -> ReplicaReport:
     """The report in a clock that shows `by` seconds more."""
-    events: Sequence[Event] = [shifted(event, by) for event in report.events]
-    gave_up = tuple([one._replace(at=one.at + by) for one in report.gave_up])
-    there = report.there
-    if there is not None:
-        there = tuple(
+    events: Sequence[Event] = [shift_event(event, by) for event in report.events]
+    hand_offs = tuple([one._replace(at=one.at + by) for one in report.hand_offs])
+    snapshot = report.snapshot
+    if snapshot is not None:
+        snapshot = tuple(
             [
-                replace(one, request=shifted_request(one.request, by), times=tuple([t + by for t in one.times]))
-                for one in there
+                replace(one, request=shift_request(one.request, by), times=tuple([t + by for t in one.times]))
+                for one in snapshot
             ]
         )
     return replace(
-        report, as_of=report.as_of + by, busy_until=report.busy_until + by, events=tuple(events), gave_up=gave_up,
-        there=there,
+        report, as_of=report.as_of + by, busy_until=report.busy_until + by, events=tuple(events), hand_offs=hand_offs,
+        snapshot=snapshot,
     )  # fmt: skip

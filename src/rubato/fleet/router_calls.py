@@ -84,12 +84,12 @@ class RoutingTimer:
         self._shares_at: float | None = None
         self._timer: Handle | None = None
 
-    def router_says(self, at: float | None) -> None:
+    def set_router_time(self, at: float | None) -> None:
         if at != self._router_at:
             self._router_at = at
             self._restart()
 
-    def shares_say(self, at: float | None) -> None:
+    def set_shares_time(self, at: float | None) -> None:
         self._shares_at = at
         self._restart()
 

@@ -79,14 +79,14 @@ class FleetScaling:
     def _resting(self, hosts: list[Host], now: float) -> list[Host]:
         """Those that are given nothing for now, for what requests say of them: at most half of the fleet, by then the
         requests are to blame."""
-        resting = sorted([host for host in hosts if host.rests_until > now], key=lambda host: -host.rests_until)
+        resting = sorted([host for host in hosts if host.cooldown_until > now], key=lambda host: -host.cooldown_until)
         return resting[: len(hosts) // 2]
 
-    def first_rested(self) -> float | None:
+    def first_cooldown_end(self) -> float | None:
         """When the first of the hosts that rest, and take requests, has rested; None where none takes requests."""
         now = self._clock.now()
         hosts = [host for id, host in self._hosts.items() if id not in self.draining]
-        return min([host.rests_until for host in self._resting(hosts, now)], default=None)
+        return min([host.cooldown_until for host in self._resting(hosts, now)], default=None)
 
     def drain(self, id: str) -> None:
         """The host takes nothing more and leaves when empty; its waiting requests come back where hosts can recall.
@@ -102,7 +102,7 @@ class FleetScaling:
         host = self._hosts.get(id)
         if host is not None and "recall" in host.view().supports:
             host.recall("waiting")
-        self.let_leave()
+        self.remove_empty_hosts()
 
     def _add(self, make: Callable[[str], Host]) -> None:
         """Start a further host, which serves once it has started."""
@@ -130,7 +130,7 @@ class FleetScaling:
         self._emit(Joined(now, host.id, now - asked))
         self._joined()
 
-    def let_leave(self) -> None:
+    def remove_empty_hosts(self) -> None:
         """Drained replicas where nothing is left are gone."""
         placed = self._requests.replicas
         for id in list(self.draining):

@@ -95,7 +95,7 @@ class ServerActor:
         if self._ended in done:
             return ServerStart(why=self._ended.result())
         if not done:
-            return ServerStart(why=self._with_tail(f"it does not serve after {self._command.start_seconds:g} s"))
+            return ServerStart(why=self._with_log_tail(f"it does not serve after {self._command.start_seconds:g} s"))
         return ServerStart(url, "", self._pid, os.getpid(), socket.gethostname())
 
     async def wait(self) -> str:
@@ -133,13 +133,13 @@ class ServerActor:
                 self._pid = int(rest)
             elif what == "ended":
                 await self._rest_of_log()
-                return self._with_tail("it ended" + ("" if rest == "None" else f" with status {rest}"))
+                return self._with_log_tail("it ended" + ("" if rest == "None" else f" with status {rest}"))
             else:
                 return f"its command cannot be run: {rest}"
         if self._pid:  # the guard was killed: the server died with it, and its own children are in its group
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, signal.SIGKILL)
-        return self._with_tail("its guard was killed")
+        return self._with_log_tail("its guard was killed")
 
     async def _read_log(self, written: asyncio.StreamReader) -> None:
         """Keep the last lines, and pass all on to Ray's log of this actor."""
@@ -158,7 +158,7 @@ class ServerActor:
         if self._log is not None:
             await asyncio.wait({self._log}, timeout=1.0)
 
-    def _with_tail(self, what: str) -> str:
+    def _with_log_tail(self, what: str) -> str:
         lines = "\n".join(f"    {line}" for line in self._tail)
         return f"{what}; the end of its log:\n{lines}" if lines else what
 

@@ -169,13 +169,13 @@ class ServerFleet:
 
     def host(self, id: str, emit: Listener, lost: HostLost) -> ServerReplica:
         """One of the fleet's first hosts: its server must be there."""
-        return self._host(id, emit, lost, patient=False)
+        return self._host(id, emit, lost, wait_until_ready=False)
 
     def extra_host(self, id: str, emit: Listener, lost: HostLost) -> ServerReplica:
         """One for a server that was lost: its start waits until it is ready."""
-        return self._host(id, emit, lost, patient=True)
+        return self._host(id, emit, lost, wait_until_ready=True)
 
-    def _host(self, id: str, emit: Listener, lost: HostLost, *, patient: bool) -> ServerReplica:
+    def _host(self, id: str, emit: Listener, lost: HostLost, *, wait_until_ready: bool) -> ServerReplica:
         server = self._unused()[0]
         upstream = self._transport(server.url)
         models: Models = {}
@@ -194,7 +194,7 @@ class ServerFleet:
             main = self.alike.models.main
             found = await server_probe.about(server.url, upstream, told, profile, models, main)
             self.alike.check(server.url, found)
-            if patient and (missing := self._needs - found.supports):
+            if wait_until_ready and (missing := self._needs - found.supports):
                 lacks = f"server {server.url} lacks {', '.join(sorted(missing))}, which the router needs"
                 raise ValueError(f"{lacks}: {cure(missing)}")
             log.info("replica %s is server %s", id, server.url)  # elsewhere it has its id alone: clients see that
@@ -213,8 +213,8 @@ class ServerFleet:
 
         replica = self._replicas[server.url] = ServerReplica(
             id, server.url, upstream, self._clock, about=about, link=open_link, trips=self._trips, emit=emit,
-            lost=lost, options=self._options.replica, step_timeout=self._step_timeout, patient=patient,
-            kv_used=lambda: server_probe.kv_used(upstream),
+            lost=lost, options=self._options.replica, step_timeout=self._step_timeout,
+            wait_until_ready=wait_until_ready, kv_used=lambda: server_probe.kv_used(upstream),
             read_models=read_models,
         )  # fmt: skip
         self._urls = {one.id: url for url, one in self._replicas.items()}

@@ -36,42 +36,42 @@ class KVBetweenServers:
     clock: Clock
     kv_lease: float | None
     _trips: Trips
-    _mine: dict[str, Trip]
-    _counted: dict[str, TokenCount]
+    _requests: dict[str, Trip]
+    _token_counts: dict[str, TokenCount]
     _role: Role | None
-    _gone: bool
+    _is_gone: bool
     _idle: asyncio.Event
     _emit_outside: Listener
 
     if TYPE_CHECKING:
 
-        def _started(self) -> RemoteReplica: ...
+        def _started_remote(self) -> RemoteReplica: ...
         def _send(self, trip: Trip, request: Request, kv: KV | None = None) -> None: ...
-        def _leave(self, trip: Trip) -> None: ...
+        def _drop_response(self, trip: Trip) -> None: ...
         def _fold(self, *events: Event) -> None: ...
         def _finish(self, id: str, outcome: Outcome, reason: str) -> None: ...
-        async def heard_of(self, trip: Trip) -> None: ...
+        async def wait_for_end_report(self, trip: Trip) -> None: ...
 
-    def _no_kv_moves(self) -> None:
-        self._prefilled: dict[str, HandOffReport] = {}  # told by the link, of a response that is not here yet
-        self._kv: dict[str, tuple[KV, Request]] = {}  # where the KV is of those handed off, as they were
-        self._going: set[str] = set()  # of these, those that are on their way
+    def _init_kv_moves(self) -> None:
+        self._prefill_reports: dict[str, HandOffReport] = {}  # told by the link, of a response that is not here yet
+        self._kv_at_server: dict[str, tuple[KV, Request]] = {}  # where the KV is of those handed off, as they were
+        self._transferring: set[str] = set()  # of these, those that are on their way
         self._arrivals: dict[str, asyncio.Future[None]] = {}  # of those that come
 
     # ----------------------------------------------------------------- where it is prefilled
 
     @property
-    def prefills(self) -> bool:
+    def is_prefill_server(self) -> bool:
         """Whether what is sent there now is to go on elsewhere."""
         return self.kv_lease is not None and self._role is not None and self._role.phase == "prefill"
 
     async def hand_over(self, trip: Trip, body: bytes) -> None:
         """Its prompt is in KV there, as the response says: it is to be placed where it goes on."""
-        await self.heard_of(trip)
+        await self.wait_for_end_report(trip)
         (id,) = trip.ids
-        mirror, now = self._started(), self.clock.now()
-        told = self._prefilled.pop(id, None)
-        if id not in self._mine:
+        remote, now = self._started_remote(), self.clock.now()
+        told = self._prefill_reports.pop(id, None)
+        if id not in self._requests:
             trip.break_off(f"replica {self.id} ended it otherwise")
             return
         if (words := kv_params_of(body)) is None:
@@ -82,25 +82,25 @@ class KVBetweenServers:
             why = "a prompt of one token: a fleet that prefills and decodes apart serves longer ones"
             self._finish(id, "refused", f"rejected-invalid: {why}")
             return
-        if mirror.waits(id):  # the link has said nothing
+        if remote.is_waiting(id):  # the link has said nothing
             if prompt:
-                mirror.correct(id, prompt)
+                remote.set_prompt_tokens(id, prompt)
             self._fold(Started(now, id))
         cached = max(1, prompt - 1) if told is None else told.cached
-        moved = mirror.moved(id, "prefilled", now, cached)
+        moved = remote.handed_off_request(id, "prefilled", now, cached)
         assert moved is not None, "what is served here is here"
         request = trip.progress_seen(moved, now)
-        self._kv[id] = KV(cached, KV_PARAMS_FIELD, (), json.dumps(words).encode(), 0), request
+        self._kv_at_server[id] = KV(cached, KV_PARAMS_FIELD, (), json.dumps(words).encode(), 0), request
         if self.kv_lease is not None:
-            self.clock.call_at(now + MAX_LEASE_SHARE * self.kv_lease, PLAN, lambda: self._lapse(id, request))
+            self.clock.call_at(now + MAX_LEASE_SHARE * self.kv_lease, PLAN, lambda: self._drop_expired_kv(id, request))
         self._fold(HandedOff(now, id, request))
 
-    def _lapse(self, id: str, request: Request) -> None:
+    def _drop_expired_kv(self, id: str, request: Request) -> None:
         """Where its KV has waited for too long, it is to be prefilled again: the engine frees it before long."""
-        if self._gone or id in self._going or self._kv.get(id, (None, None))[1] is not request:
+        if self._is_gone or id in self._transferring or self._kv_at_server.get(id, (None, None))[1] is not request:
             return
-        del self._kv[id]
-        self._started().forget(id)
+        del self._kv_at_server[id]
+        self._started_remote().forget(id)
         now, handoff = self.clock.now(), request.handoff
         assert handoff is not None
         again = replace(request, handoff=replace(handoff, reason="failed", at=now, cached=0))
@@ -108,39 +108,39 @@ class KVBetweenServers:
 
     async def transfer(self, id: str, to: Host) -> None:
         """As `interfaces.Host`: the target reads the KV itself."""
-        mirror = self._started()
-        if id not in self._kv or not mirror.leaves(id):
+        remote = self._started_remote()
+        if id not in self._kv_at_server or not remote.is_leaving(id):
             raise TransferError(f"replica {self.id} has no KV of request {id!r} any more")
-        self._going.add(id)
+        self._transferring.add(id)
         try:
-            await to.receive(id, self._kv[id][0])
+            await to.receive(id, self._kv_at_server[id][0])
         except TransferError:
-            self._kv.pop(id, None)  # it may have been read in part, and the engine told to free it
-            mirror.forget(id)
+            self._kv_at_server.pop(id, None)  # it may have been read in part, and the engine told to free it
+            remote.forget(id)
             raise
         finally:
-            self._going.discard(id)
+            self._transferring.discard(id)
         self.release(id)
 
     # ----------------------------------------------------------------- where it goes on
 
     def reserve(self, request: Request) -> bool:
-        mirror = self._started()
-        view = mirror.view(self.clock.now())
+        remote = self._started_remote()
+        view = remote.view(self.clock.now())
         most = view.limits.max_running
         assert request.handoff is not None
         if most is not None and len(view.running) >= most:
             return False
         if view.limits.blocks(request.handoff.cached + 1) > view.kv_free:
             return False
-        mirror.submit(request, self.clock.now())
-        self._mine[request.id] = self._trips[request.id]
+        remote.submit(request, self.clock.now())
+        self._requests[request.id] = self._trips[request.id]
         return True
 
     async def receive(self, id: str, kv: KV) -> None:
-        seq = self._started().known(id)
-        trip = self._mine.get(id)
-        if seq is None or trip is None or id in self._arrivals or not self._started().arrives(id):
+        seq = self._started_remote().seq_of(id)
+        trip = self._requests.get(id)
+        if seq is None or trip is None or id in self._arrivals or not self._started_remote().is_arriving(id):
             raise TransferError(f"replica {self.id} expects no KV of request {id!r} any more")
         arrival = self._arrivals[id] = asyncio.get_running_loop().create_future()
         self._send(trip, seq.request, kv)
@@ -152,22 +152,22 @@ class KVBetweenServers:
     def release(self, id: str) -> None:
         """As `interfaces.Host`. KV of one that leaves stays until its engine says that it was read, or its lease is
         over."""
-        self._kv.pop(id, None)
-        mirror = self._started()
-        if mirror.arrives(id):
-            mirror.forget(id)
-            self._counted.pop(id, None)
-            if (trip := self._mine.pop(id, None)) is not None:
-                self._leave(trip)
+        self._kv_at_server.pop(id, None)
+        remote = self._started_remote()
+        if remote.is_arriving(id):
+            remote.forget(id)
+            self._token_counts.pop(id, None)
+            if (trip := self._requests.pop(id, None)) is not None:
+                self._drop_response(trip)
         self._idle.set()
 
-    def _arrived(self, event: Event) -> None:
+    def _end_arrival(self, event: Event) -> None:
         """Of a request whose KV comes: it has, or the request has ended."""
         arrival = self._arrivals.get(event.id) if isinstance(event, Transferred | Finished | HandedOff) else None
         if arrival is not None and not arrival.done():
             arrival.set_result(None)
 
-    def _failed_to_arrive(self, trip: Trip, why: str) -> bool:
+    def _fail_arrival(self, trip: Trip, why: str) -> bool:
         """Whether a trip that failed was one whose KV has not come: it is placed again."""
         arrival = self._arrivals.get(trip.ids[0])
         if arrival is None:

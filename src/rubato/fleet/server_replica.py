@@ -25,7 +25,7 @@ from rubato.core.slo import StageTimes, as_passed_on, judge, judge_untimed
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.relay import Fault, Trip
-from rubato.fleet.remote_view import RemoteReplica, shifted_request
+from rubato.fleet.remote_view import RemoteReplica, shift_request
 from rubato.fleet.server_kv import KVBetweenServers, Trips
 from rubato.fleet.server_link import Link
 from rubato.fleet.server_watch import TRY_SEPARATOR, ServerLostError, ServerWatch, StepHangsError
@@ -92,7 +92,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         lost: HostLost,
         options: ReplicaOptions,
         step_timeout: float | None = None,
-        patient: bool = False,
+        wait_until_ready: bool = False,
         kv_used: Callable[[], Coroutine[Any, Any, float | None]] | None = None,
         read_models: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
@@ -100,27 +100,27 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self.url = url
         self.clock = clock
         self.about: ServerAbout | None = None
-        self.linked = False  # the link tells what happens there
+        self.is_linked = False  # the link tells what happens there
         self.upstream = upstream
-        self._ask, self._open_link, self._kv_used, self._read_models = about, link, kv_used, read_models
+        self._ask_about, self._open_link, self._kv_used, self._read_models = about, link, kv_used, read_models
         self._trips = trips
-        self._emit_outside, self._lost = emit, lost
+        self._emit_outside, self._lose_host = emit, lost
         self._options = options
         self._step_timeout = step_timeout
-        self._patient = patient
+        self._wait_until_ready = wait_until_ready
         self._link: Link | None = None
-        self._mirror: RemoteReplica | None = None
+        self._remote: RemoteReplica | None = None
         self._role: Role | None = None
-        self._mine: dict[str, Trip] = {}  # by the id of each request that is here
-        self._prompts: dict[str, int] = {}  # tokens as the server counts them, by a trip's first id
-        self._serving: dict[str, asyncio.Task[None]] = {}  # by a trip's first id
-        self.rests_until = 0.0
-        self._counted: dict[str, TokenCount] = {}  # by request
-        self._failed_at: set[str] = set()  # answers, since the server last brought anything
-        self._no_kv_moves()
-        self._hear_nothing_yet()
-        self._suspect = False  # it has failed at a request, and is to be asked for its health
-        self._gone = False
+        self._requests: dict[str, Trip] = {}  # by the id of each request that is here
+        self._prompt_tokens: dict[str, int] = {}  # tokens as the server counts them, by a trip's first id
+        self._tries: dict[str, asyncio.Task[None]] = {}  # by a trip's first id
+        self.cooldown_until = 0.0
+        self._token_counts: dict[str, TokenCount] = {}  # by request
+        self._failed_answers: set[str] = set()  # answers, since the server last brought anything
+        self._init_kv_moves()
+        self._init_watch()
+        self._is_suspect = False  # it has failed at a request, and is to be asked for its health
+        self._is_gone = False
         self._idle = asyncio.Event()
         self._tasks: set[asyncio.Future[None]] = set()
 
@@ -136,16 +136,16 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         tries = 0
         while True:
             try:
-                await self._begin_to_serve()
+                await self._connect()
                 return
             except Exception as error:
                 for task in self._tasks:
                     task.cancel()
                 if self._link is not None:
                     self._link.close()
-                if not self._patient and isinstance(error, UnlikeServerError):
+                if not self._wait_until_ready and isinstance(error, UnlikeServerError):
                     raise
-                if not self._patient:
+                if not self._wait_until_ready:
                     raise NotReadyError(str(error) or type(error).__name__) from error
                 if tries % LOG_EVERY_N_RETRIES == 0:
                     is_new = not isinstance(error, UpstreamError | ValueError)  # a kind of answer not thought of here
@@ -153,26 +153,26 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                 tries += 1
                 await asyncio.sleep(HEALTH_RETRY_S)
 
-    async def _begin_to_serve(self) -> None:
+    async def _connect(self) -> None:
         told: CoreAbout | None = None
         self._link = await self._open_link()
         if self._link is not None:
             self._spawn(self._listen(self._link))
             told = await self._greet(self._link)
-        self.about = await self._ask(told)
-        mirror = RemoteReplica(
+        self.about = await self._ask_about(told)
+        remote = RemoteReplica(
             self.id, self.about.limits, self.about.latency, self.about.supports, self.clock.now(), self._options.lengths
         )
-        self._mirror, self.kv_lease = mirror, self.about.kv_lease
+        self._remote, self.kv_lease = remote, self.about.kv_lease
         if self._link is not None:
             self._link.send(Resync())
-            self.linked = True
-        self._spawn(self._watch(mirror))
+            self.is_linked = True
+        self._spawn(self._watch(remote))
 
     @property
     def is_gone(self) -> bool:
         """Whether it is lost or closed."""
-        return self._gone
+        return self._is_gone
 
     @property
     def has_link(self) -> bool:
@@ -180,67 +180,71 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         return self._link is not None
 
     @property
-    def continues(self) -> bool:
+    def can_continue(self) -> bool:
         """Whether its server is known to go on from what another has streamed: vLLM is."""
         return self.about is not None and bool(self.about.version)
 
     def submit(self, request: Request) -> None:
-        mirror = self._started()
+        remote = self._started_remote()
         trip = self._trips[request.id]
-        mirror.submit(request, self.clock.now())
-        self._mine[request.id] = trip
-        if trip.ids[0] not in self._serving:  # else with the first of its requests
+        remote.submit(request, self.clock.now())
+        self._requests[request.id] = trip
+        if trip.ids[0] not in self._tries:  # else with the first of its requests
             self._send(trip, request)
 
     def _send(self, trip: Trip, request: Request, kv: KV | None = None) -> None:
         """kv: of its prompt, where another server has it."""
         trip.tries += 1
-        if not trip.begun:
+        if not trip.has_begun:
             trip.sent_at = self.clock.now()
         for id in trip.ids if trip.tries > 1 else ():
-            self._reader.disown(id)
+            self._reader.detach_previous_try(id)
         if self._link is not None:
             names = tuple([f"{id}{TRY_SEPARATOR}{trip.tries}" for id in trip.ids])
-            promised = expect(trip.answer, names, trip.choices, shifted_request(request, self._ahead))
+            promised = expect(trip.answer, names, trip.choices, shift_request(request, self._ahead))
             is_demoted = request.progress is not None and request.progress.demoted
             self._link.send(do(promised, messages.Demote(trip.answer)) if is_demoted else do(promised))
-        self._serving[trip.ids[0]] = trip.placed(self, request, kv)
+        self._tries[trip.ids[0]] = trip.start_try(self, request, kv)
 
     def resume(self, id: str) -> None:
         """No request here waits for a tool."""
 
     def cancel(self, id: str, reason: str) -> None:
-        trip = self._mine.get(id)
+        trip = self._requests.get(id)
         if trip is None:
             return
         self._finish(id, "cancelled", reason)
-        if not any(other in self._mine for other in trip.ids):
-            self._leave(trip)
+        if not any(other in self._requests for other in trip.ids):
+            self._drop_response(trip)
 
     def view(self) -> View:
-        for count in self._counted.values():
-            self._settle(count)
-        return self._started().view(self.clock.now())
+        for count in self._token_counts.values():
+            self._show_tokens(count)
+        return self._started_remote().view(self.clock.now())
 
     def assign(self, role: Role) -> None:
         self._role = role
-        self._started().assign(role)
+        self._started_remote().assign(role)
         self._command(assign(role))
 
     def recall(self, kind: Recall) -> None:
-        if self.linked:
+        if self.is_linked:
             self._command(messages.Recall(kind))
             return
-        now, mirror = self.clock.now(), self._started()
-        for id, trip in list(self._mine.items()):
-            seq = mirror.known(id)
-            wanted = seq is not None and (kind == "waiting" or seq.best_effort) and mirror.waits(id)
-            request = mirror.moved(id, "recalled", now) if wanted and not trip.begun and len(trip.ids) == 1 else None
+        now, remote = self.clock.now(), self._started_remote()
+        for id, trip in list(self._requests.items()):
+            seq = remote.seq_of(id)
+            wanted = seq is not None and (kind == "waiting" or seq.best_effort) and remote.is_waiting(id)
+            request = (
+                remote.handed_off_request(id, "recalled", now)
+                if wanted and not trip.has_begun and len(trip.ids) == 1
+                else None
+            )
             if request is not None:
                 self._fold(HandedOff(now, id, request))
 
     async def drain(self) -> None:
-        while (self._mine or self._kv) and not self._gone:
+        while (self._requests or self._kv_at_server) and not self._is_gone:
             self._idle.clear()
             await self._idle.wait()
 
@@ -251,10 +255,10 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             for answer in [answer for answer, task in ending.items() if not task.done()]:
                 if (trip := self._trips.get(answer)) is not None:
                     trip.break_off(f"replica {self.id} is gone, and the last bytes of the response with it")
-        for id in list(self._mine):
+        for id in list(self._requests):
             self._finish(id, "failed", "the server closed")
-        self._gone = True
-        tasks = [task for task in (*self._tasks, *self._serving.values()) if task is not asyncio.current_task()]
+        self._is_gone = True
+        tasks = [task for task in (*self._tasks, *self._tries.values()) if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -264,43 +268,47 @@ class ServerReplica(ServerWatch, KVBetweenServers):
 
     def _ending_responses(self) -> dict[str, asyncio.Task[None]]:
         """Responses that still come though their requests have ended."""
-        open_ = {trip.ids[0] for trip in self._mine.values()}
-        return {answer: task for answer, task in self._serving.items() if answer not in open_}
+        open_ = {trip.ids[0] for trip in self._requests.values()}
+        return {answer: task for answer, task in self._tries.items() if answer not in open_}
 
     # ----------------------------------------------------------------- requests
 
-    def has(self, trip: Trip) -> bool:
-        return any(id in self._mine for id in trip.ids)
+    def has_requests_of(self, trip: Trip) -> bool:
+        return any(id in self._requests for id in trip.ids)
 
     def is_working_at(self, trip: Trip) -> bool:
         """Whether its link says that the engine has a request of it."""
-        return self.linked and any(id in self._mine and self._started().is_reported(id) for id in trip.ids)
+        return self.is_linked and any(
+            id in self._requests and self._started_remote().is_reported(id) for id in trip.ids
+        )
 
-    async def heard_of(self, trip: Trip) -> None:
+    async def wait_for_end_report(self, trip: Trip) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_REPORT_S):
-                while self.linked and any(id in self._mine and id not in self._prefilled for id in trip.ids):
+                while self.is_linked and any(
+                    id in self._requests and id not in self._prefill_reports for id in trip.ids
+                ):
                     trip.news.clear()
                     await trip.news.wait()
 
     def end(self, trip: Trip, outcome: Outcome, reason: str) -> None:
         for id in trip.ids:
-            was_cut = outcome == "completed" and id in self._aborted
+            was_cut = outcome == "completed" and id in self._aborted_ids
             self._finish(id, *(("cancelled", "aborted") if was_cut else (outcome, reason)))
 
     def fail(self, trip: Trip, why: str, fault: Fault) -> None:
         """The server could not, or went away meanwhile: what is left of the trip goes elsewhere, if it can."""
-        if not self.has(trip):  # its requests have ended: this is the echo, or too late to matter
+        if not self.has_requests_of(trip):  # its requests have ended: this is the echo, or too late to matter
             trip.break_off(why)
             return
-        self._rest(trip)
+        self._cool_down(trip)
         log.warning("%s", why)
-        if self._failed_to_arrive(trip, why):
+        if self._fail_arrival(trip, why):
             return
-        self._leave(trip)  # first: the choices, which go on together, may come back here at once
-        now, mirror, handed_off = self.clock.now(), self._started(), []
-        for id, group in [(one.id, one.group) for one in trip.requests if one.id in self._mine]:
-            moved = mirror.moved(id, "failed", now)
+        self._drop_response(trip)  # first: the choices, which go on together, may come back here at once
+        now, remote, handed_off = self.clock.now(), self._started_remote(), []
+        for id, group in [(one.id, one.group) for one in trip.requests if one.id in self._requests]:
+            moved = remote.handed_off_request(id, "failed", now)
             if moved is None:  # the link tells that it has left the engine, and not how it ended
                 self._finish(id, "failed", why)
                 continue
@@ -313,17 +321,17 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                 handed_off.append(HandedOff(now, id, replace(request, group=group)))
         self._fold(*handed_off)
 
-    def _rest(self, trip: Trip) -> None:
+    def _cool_down(self, trip: Trip) -> None:
         """Give the server nothing for a while, by the word of two requests that nothing has come between. One alone may
         itself be at fault, as may one that has failed elsewhere. (Where nobody answers, `look` has told.)"""
-        self._suspect = True
-        self.tell_of_counted()  # of what has come since another failed
+        self._is_suspect = True
+        self.emit_counted_tokens()  # of what has come since another failed
         if not trip.has_failed:
-            self._failed_at.add(trip.ask.answer)
-        if rests := len(self._failed_at) > 1:
-            self._failed_at.clear()
-        self.rests_until = max(
-            self.rests_until, self.clock.now() + (COOLDOWN_AFTER_FAILURES_S if rests else COOLDOWN_AFTER_ONE_S)
+            self._failed_answers.add(trip.ask.answer)
+        if rests := len(self._failed_answers) > 1:
+            self._failed_answers.clear()
+        self.cooldown_until = max(
+            self.cooldown_until, self.clock.now() + (COOLDOWN_AFTER_FAILURES_S if rests else COOLDOWN_AFTER_ONE_S)
         )
 
     def _why_not_retried(self, trip: Trip, request: Request, now: float, fault: Fault) -> str | None:
@@ -342,70 +350,70 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             return "too many others are being tried again"
         return trip.why_not_resumable(request.progress)
 
-    def left(self, trip: Trip) -> None:
-        if self._serving.get(trip.ids[0]) is asyncio.current_task():
-            del self._serving[trip.ids[0]]
+    def end_try(self, trip: Trip) -> None:
+        if self._tries.get(trip.ids[0]) is asyncio.current_task():
+            del self._tries[trip.ids[0]]
 
-    def _leave(self, trip: Trip) -> None:
+    def _drop_response(self, trip: Trip) -> None:
         """Take no more of its response: the server ends what is left of it."""
-        if (task := self._serving.pop(trip.ids[0], None)) is not None:
+        if (task := self._tries.pop(trip.ids[0], None)) is not None:
             trip.leave(task)
 
     # ----------------------------------------------------------------- events
 
     def _fold(self, *events: Event) -> None:
         """What is known here, and not from the link."""
-        mirror = self._started()
+        remote = self._started_remote()
         for event in events:
-            mirror.fold(event)
-        self._emit(events, is_told=False)
+            remote.fold(event)
+        self._emit(events, is_from_link=False)
 
-    def _emit(self, events: Sequence[Event], *, is_told: bool = True) -> None:
+    def _emit(self, events: Sequence[Event], *, is_from_link: bool = True) -> None:
         """Tell the cluster of its own requests, and of steps. is_told: by the link, of what was at its engine."""
         for event in events:
             if isinstance(event, Stepped):
                 self._emit_outside(event)
                 continue
-            if self._absent:
-                self._absent.pop(event.id, None)
+            if self._absent_since:
+                self._absent_since.pop(event.id, None)
             if type(event) is Tokens:
-                if self._failed_at:
-                    self._failed_at.clear()
-                if event.id in self._mine:
+                if self._failed_answers:
+                    self._failed_answers.clear()
+                if event.id in self._requests:
                     self._emit_outside(event)
                 continue
-            trip = self._mine.get(event.id)
+            trip = self._requests.get(event.id)
             if trip is None:
                 continue
             if isinstance(event, Offered):  # it has come there; the cluster has offered it
                 is_first = trip.ids.index(event.id) % trip.choices == 0  # choice of its prompt
-                if event.request.progress is None and is_first and trip.ids[0] in self._mine:
-                    self._prompts[trip.ids[0]] = self._prompts.get(trip.ids[0], 0) + event.request.prompt
+                if event.request.progress is None and is_first and trip.ids[0] in self._requests:
+                    self._prompt_tokens[trip.ids[0]] = self._prompt_tokens.get(trip.ids[0], 0) + event.request.prompt
                     if len(trip.ids) == 1:
-                        trip.learned(event.request.prompt)
+                        trip.on_prompt_tokens(event.request.prompt)
                 continue
             if isinstance(event, Finished):
-                verdict = self._as_passed_on(trip, event) if is_told else event.verdict
-                event = replace(event, prompt=self._prompts.pop(event.id, None), verdict=verdict)
+                verdict = self._as_passed_on(trip, event) if is_from_link else event.verdict
+                event = replace(event, prompt=self._prompt_tokens.pop(event.id, None), verdict=verdict)
             if type(event) is Finished and event.outcome == "failed":
                 why = f"replica {self.id} could not read the KV of request {event.id!r}"
-                if self._failed_to_arrive(trip, why):
-                    del self._mine[event.id]
-                    self._counted.pop(event.id, None)
-                    self._leave(trip)
+                if self._fail_arrival(trip, why):
+                    del self._requests[event.id]
+                    self._token_counts.pop(event.id, None)
+                    self._drop_response(trip)
                     continue
-            self._arrived(event)
+            self._end_arrival(event)
             if isinstance(event, Finished | HandedOff):
-                self._prompts.pop(event.id, None)
-                self._prefilled.pop(event.id, None)
-                self._counted.pop(event.id, None)
-                self._aborted.discard(event.id)
-                del self._mine[event.id]
+                self._prompt_tokens.pop(event.id, None)
+                self._prefill_reports.pop(event.id, None)
+                self._token_counts.pop(event.id, None)
+                self._aborted_ids.discard(event.id)
+                del self._requests[event.id]
                 trip.news.set()
-                if isinstance(event, HandedOff) and not any(id in self._mine for id in trip.ids):
-                    self._leave(trip)
+                if isinstance(event, HandedOff) and not any(id in self._requests for id in trip.ids):
+                    self._drop_response(trip)
             self._emit_outside(event)
-        if not self._mine:
+        if not self._requests:
             self._idle.set()
 
     def _as_passed_on(self, trip: Trip, end: Finished) -> Verdict:
@@ -416,75 +424,82 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         request = trip.requests[trip.ids.index(end.id)]
         return as_passed_on(request, end.verdict, end.output, trip.began_at, self.clock.now())
 
-    def know_prompt(self, trip: Trip, prompt: int) -> None:
+    def set_prompt_tokens(self, trip: Trip, prompt: int) -> None:
         """The server has counted so many tokens in the prompts of a trip; 0: it has not."""
-        if prompt and trip.tries <= 1 and trip.ids[0] in self._mine:
-            self._prompts[trip.ids[0]] = prompt
-            trip.learned(prompt)
+        if prompt and trip.tries <= 1 and trip.ids[0] in self._requests:
+            self._prompt_tokens[trip.ids[0]] = prompt
+            trip.on_prompt_tokens(prompt)
 
     def max_output(self, trip: Trip) -> int:
         """Output tokens that a trip may have, whatever its server claims."""
-        known = [self._started().known(id) for id in trip.ids]
+        known = [self._started_remote().seq_of(id) for id in trip.ids]
         return sum([seq.request.sampling.max_tokens for seq in known if seq is not None])
 
-    def begin(self, trip: Trip, prompt: int) -> None:
+    def mark_started(self, trip: Trip, prompt: int) -> None:
         """Something has come of it: it waits no more. prompt: tokens, where the server has said how many."""
-        now, mirror = self.clock.now(), self._started()
+        now, remote = self.clock.now(), self._started_remote()
         for id in trip.ids:
-            if id in self._mine and mirror.arrives(id) and (seq := mirror.known(id)) and (came := seq.request.handoff):
+            if (
+                id in self._requests
+                and remote.is_arriving(id)
+                and (seq := remote.seq_of(id))
+                and (came := seq.request.handoff)
+            ):
                 self._fold(Transferred(now, id, self.id, came.source, came.cached, 0))
-            if id in self._mine and mirror.waits(id):
+            if id in self._requests and remote.is_waiting(id):
                 if prompt and len(trip.ids) == 1:
-                    mirror.correct(id, prompt)
+                    remote.set_prompt_tokens(id, prompt)
                 self._fold(Started(now, id))
 
     def count(self, trip: Trip, choices: Sequence[int]) -> None:
         for at in choices:
-            if at < len(trip.ids) and (count := self._counting(trip, trip.ids[at])) is not None:
+            if at < len(trip.ids) and (count := self._token_count(trip, trip.ids[at])) is not None:
                 count.add()
 
-    def counting(self, trip: Trip) -> TokenCount | None:
-        return None if self.linked else self._counted.get(trip.ids[0])
+    def token_count_of(self, trip: Trip) -> TokenCount | None:
+        return None if self.is_linked else self._token_counts.get(trip.ids[0])
 
-    def _counting(self, trip: Trip, id: str) -> TokenCount | None:
-        if id not in self._counted and id in self._mine:
-            if self._started().running(id) is None:
-                self.begin(trip, 0)
-            self._counted[id] = TokenCount(id, self.clock.now, self._tell_of, self.clock.now() + TOKEN_EVENTS_S)
-        return self._counted.get(id)
+    def _token_count(self, trip: Trip, id: str) -> TokenCount | None:
+        if id not in self._token_counts and id in self._requests:
+            if self._started_remote().running_seq(id) is None:
+                self.mark_started(trip, 0)
+            self._token_counts[id] = TokenCount(
+                id, self.clock.now, self._emit_tokens, self.clock.now() + TOKEN_EVENTS_S
+            )
+        return self._token_counts.get(id)
 
-    def _tell_of(self, count: TokenCount) -> None:
+    def _emit_tokens(self, count: TokenCount) -> None:
         """Tell listeners of the tokens that have come since this was last done."""
         now = self.clock.now()
-        count.tell_at = now + TOKEN_EVENTS_S
+        count.emit_at = now + TOKEN_EVENTS_S
         if count.times:
-            self._settle(count)
-            times, count.times, count.settled = tuple(count.times), [], 0
-            self._failed_at.clear()
+            self._show_tokens(count)
+            times, count.times, count.shown_count = tuple(count.times), [], 0
+            self._failed_answers.clear()
             self._emit_outside(Tokens(now, count.id, len(times), times=times))
 
-    def tell_of_counted(self, before: float = inf) -> None:
+    def emit_counted_tokens(self, before: float = inf) -> None:
         """Of all those that were to be told of before then."""
-        for count in [count for count in self._counted.values() if count.tell_at <= before]:
-            self._tell_of(count)
+        for count in [count for count in self._token_counts.values() if count.emit_at <= before]:
+            self._emit_tokens(count)
 
-    def _settle(self, count: TokenCount) -> None:
+    def _show_tokens(self, count: TokenCount) -> None:
         """Show in the view what has come."""
-        if len(count.times) > count.settled:
-            if (seq := self._started().known(count.id)) is not None:
-                seq.got(count.times[count.settled :])
-            count.settled = len(count.times)
+        if len(count.times) > count.shown_count:
+            if (seq := self._started_remote().seq_of(count.id)) is not None:
+                seq.got(count.times[count.shown_count :])
+            count.shown_count = len(count.times)
 
     def _finish(self, id: str, outcome: Outcome, reason: str) -> None:
         """End a request here, of which the link has not said that it ended."""
-        if id not in self._mine:
+        if id not in self._requests:
             return
-        if (count := self._counted.get(id)) is not None:
-            self._tell_of(count)
-        now, mirror = self.clock.now(), self._started()
-        seq = mirror.known(id)
+        if (count := self._token_counts.get(id)) is not None:
+            self._emit_tokens(count)
+        now, remote = self.clock.now(), self._started_remote()
+        seq = remote.seq_of(id)
         assert seq is not None, "what is served here is here"
-        trip, slo_rule, output = self._mine[id], self._options.slo_rule, seq.total_output
+        trip, slo_rule, output = self._requests[id], self._options.slo_rule, seq.total_output
         untimed = trip.untimed_tokens(id)
         if outcome == "completed" and untimed is not None:
             output = max(output, untimed)
@@ -508,15 +523,17 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         return "queue" if verdict.margin is not None and 0.0 < -verdict.margin <= 2 * waited else "not reported"
 
     def _die(self, error: ServerLostError) -> None:
-        if self._gone or self._mirror is None:  # it has not begun to serve
+        if self._is_gone or self._remote is None:  # it has not begun to serve
             return
-        self._gone = True
-        self.tell_of_counted()
+        self._is_gone = True
+        self.emit_counted_tokens()
         now, left, ending = self.clock.now(), [], self._ending_responses()
-        trips = {trip.ids[0]: trip for trip in self._mine.values()}  # whose requests end here may be forgotten at once
-        mirror = self._started()
-        for request in mirror.left(mirror.as_of if isinstance(error, StepHangsError) else now):
-            if (trip := self._mine.get(request.id)) is None:
+        trips = {
+            trip.ids[0]: trip for trip in self._requests.values()
+        }  # whose requests end here may be forgotten at once
+        remote = self._started_remote()
+        for request in remote.unfinished_requests(remote.as_of if isinstance(error, StepHangsError) else now):
+            if (trip := self._requests.get(request.id)) is None:
                 continue
             moved = trip.progress_seen(request, now)
             if (no := trip.why_not_resumable(moved.progress)) is None:
@@ -524,17 +541,17 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             else:
                 self._finish(request.id, "failed", f"{error}; {no}")
         current = asyncio.current_task()
-        for answer, task in self._serving.items():
+        for answer, task in self._tries.items():
             if task is not current and answer not in ending:
                 trips[answer].leave(task)
-        self._serving = ending
-        self._mine.clear()
-        self._counted.clear()
-        self._aborted.clear()
-        self._prompts.clear()
-        self._kv.clear()
+        self._tries = ending
+        self._requests.clear()
+        self._token_counts.clear()
+        self._aborted_ids.clear()
+        self._prompt_tokens.clear()
+        self._kv_at_server.clear()
         self._idle.set()
-        self._lost(self.id, error, left)
+        self._lose_host(self.id, error, left)
         self._spawn(self.close())  # what it holds open is of no use any more
 
     # ----------------------------------------------------------------- parts
@@ -542,18 +559,18 @@ class ServerReplica(ServerWatch, KVBetweenServers):
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._ended_task)
+        task.add_done_callback(self._end_task)
         return task
 
-    def _ended_task(self, task: asyncio.Future[None]) -> None:
+    def _end_task(self, task: asyncio.Future[None]) -> None:
         """An error in one of them is a fault of ours: without it the host would be deaf or blind."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("replica %s: the gateway failed to watch it", self.id, exc_info=error)
-            if self._mirror is not None:
+            if self._remote is not None:
                 self._die(ServerLostError(f"the gateway failed to watch replica {self.id} ({type(error).__name__})"))
 
-    def _started(self) -> RemoteReplica:
-        if self._mirror is None:
+    def _started_remote(self) -> RemoteReplica:
+        if self._remote is None:
             raise RuntimeError(f"host {self.id!r} is not started: await start() first")
-        return self._mirror
+        return self._remote

@@ -17,7 +17,7 @@ from rubato.fleet import remote_view
 from rubato.fleet.link_reader import LinkReader, MissedReportError
 from rubato.fleet.local_host import MAX_STEP_SLOWDOWN
 from rubato.fleet.relay import Fault, Trip
-from rubato.fleet.remote_view import HandOffReport, RemoteReplica, shifted_report
+from rubato.fleet.remote_view import HandOffReport, RemoteReplica, shift_report
 from rubato.fleet.server_link import Link
 from rubato.fleet.upstream import UnreachableError, Upstream, UpstreamError, ask_health
 from rubato.wire.link_keys import TOKEN_ENV
@@ -66,14 +66,14 @@ class ServerWatch:
     url: str
     clock: Clock
     upstream: Upstream
-    linked: bool
+    is_linked: bool
     _link: Link | None
-    _mirror: RemoteReplica | None
-    _mine: dict[str, Trip]
-    _prefilled: dict[str, HandOffReport]
+    _remote: RemoteReplica | None
+    _requests: dict[str, Trip]
+    _prefill_reports: dict[str, HandOffReport]
     _role: Role | None
-    _gone: bool
-    _suspect: bool
+    _is_gone: bool
+    _is_suspect: bool
     _step_timeout: float | None
     _kv_used: Callable[[], Coroutine[Any, Any, float | None]] | None
     _read_models: Callable[[], Coroutine[Any, Any, None]]
@@ -82,32 +82,32 @@ class ServerWatch:
 
         def _die(self, error: ServerLostError) -> None: ...
         def _emit(self, events: Sequence[Event]) -> None: ...
-        def tell_of_counted(self, before: float = ...) -> None: ...
+        def emit_counted_tokens(self, before: float = ...) -> None: ...
         def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]: ...
         def fail(self, trip: Trip, why: str, fault: Fault) -> None: ...
         def _fold(self, *events: Event) -> None: ...
 
-    def _hear_nothing_yet(self) -> None:
+    def _init_watch(self) -> None:
         self._name = uuid4().hex  # by which the engine knows whose requests it takes back
-        self._reader = LinkReader(self.id, self._own)
-        self._greeted: asyncio.Future[CoreAbout] | None = None
+        self._reader = LinkReader(self.id, self._request_id_of)
+        self._greeting: asyncio.Future[CoreAbout] | None = None
         self._ahead = 0.0  # what the engine core's clock shows more than this one
         self._round_trip = float("inf")  # seconds of the fastest ping so far
-        self._absent: dict[str, float] = {}  # of those here that the engine does not know: since when
-        self._aborted: set[str] = set()  # of these, those that it knew, and was told to give up
-        self._silent = 0.0
-        self._looking: asyncio.Future[None] | None = None
+        self._absent_since: dict[str, float] = {}  # of those here that the engine does not know: since when
+        self._aborted_ids: set[str] = set()  # of these, those that it knew, and was told to give up
+        self._silence_s = 0.0
+        self._health_check: asyncio.Future[None] | None = None
 
     # ----------------------------------------------------------------- the link
 
     async def _greet(self, link: Link) -> CoreAbout:
         """Say hello until the core answers. Raises ValueError where it does not let this gateway in, or is silent."""
-        self._greeted = asyncio.get_running_loop().create_future()
+        self._greeting = asyncio.get_running_loop().create_future()
         for _ in range(int(MAX_SILENCE_S / HEARTBEAT_S)):
             link.send(Hello(PROTOCOL, self._name, self.clock.now()))
-            done, _ = await asyncio.wait({self._greeted}, timeout=HEARTBEAT_S)
+            done, _ = await asyncio.wait({self._greeting}, timeout=HEARTBEAT_S)
             if done:
-                return self._greeted.result()
+                return self._greeting.result()
             if link.is_refused:
                 raise ValueError(
                     f"server {self.url} does not let this gateway in: set {TOKEN_ENV} to one secret for both, or for "
@@ -116,7 +116,7 @@ class ServerWatch:
         raise ValueError(f"server {self.url}: its engine does not answer on the link within {MAX_SILENCE_S:g} s")
 
     async def _listen(self, link: Link) -> None:
-        while not self._gone:
+        while not self._is_gone:
             message = await link.receive()
             try:
                 self._hear(link, message)
@@ -127,61 +127,63 @@ class ServerWatch:
                 self._die(ServerLostError(f"a report of replica {self.id} cannot be used ({type(error).__name__})"))
 
     def _hear(self, link: Link, message: FromCore) -> None:
-        if isinstance(message, Snapshot | Report) or not self._mine:  # an engine with requests has more to say
-            self._silent = 0.0
+        if isinstance(message, Snapshot | Report) or not self._requests:  # an engine with requests has more to say
+            self._silence_s = 0.0
         match message:
             case Greeting():
                 self._round_trip = float("inf")  # it may be another core
                 self._measure_ahead(message)
-                if self._greeted is not None and not self._greeted.done():
-                    self._greeted.set_result(message.about)
+                if self._greeting is not None and not self._greeting.done():
+                    self._greeting.set_result(message.about)
                 elif self._role is not None:  # it was away
                     self._command(assign(self._role))
             case Refused(why):
                 error = ValueError(f"server {self.url} does not let this gateway in: {why}")
-                if self._greeted is not None and not self._greeted.done():
-                    self._greeted.set_exception(error)
+                if self._greeting is not None and not self._greeting.done():
+                    self._greeting.set_exception(error)
             case Unknown():
                 link.send(Hello(PROTOCOL, self._name, self.clock.now()))
             case Beat():
                 self._measure_ahead(message)
             case Snapshot() | Report():
-                if self._mirror is not None and (report := self._reader.read(message)) is not None:
-                    self._take(self._mirror, shifted_report(report, -self._ahead))
+                if self._remote is not None and (report := self._reader.read(message)) is not None:
+                    self._apply(self._remote, shift_report(report, -self._ahead))
 
-    def _take(self, mirror: RemoteReplica, report: remote_view.ReplicaReport) -> None:
-        if not self.linked:
+    def _apply(self, remote: RemoteReplica, report: remote_view.ReplicaReport) -> None:
+        if not self.is_linked:
             log.info("replica %s: the link is back", self.id)
-            self.linked = True
-        self.tell_of_counted()
-        if report.there is not None:
-            shown = {one.request.id for one in report.there}
+            self.is_linked = True
+        self.emit_counted_tokens()
+        if report.snapshot is not None:
+            shown = {one.request.id for one in report.snapshot}
             now = self.clock.now()
-            self._absent = {id: self._absent.get(id, now) for id in self._mine if id not in shown}
+            self._absent_since = {id: self._absent_since.get(id, now) for id in self._requests if id not in shown}
         report = self._without_aborts(report)
-        mirror.take(report)  # all of it first: told of an end, the cluster may place another
+        remote.apply(report)  # all of it first: told of an end, the cluster may place another
         self._emit(report.events)
-        for told in report.gave_up:
+        for told in report.hand_offs:
             id, reason, at, cached = told
-            trip = self._mine.get(id)
+            trip = self._requests.get(id)
             if trip is not None and cached:  # its response says the rest
-                self._prefilled[id] = told
+                self._prefill_reports[id] = told
                 trip.news.set()
                 continue
-            request = mirror.moved(id, reason, at)
+            request = remote.handed_off_request(id, reason, at)
             if trip is not None and request is not None:
                 self._fold(HandedOff(at, id, trip.progress_seen(request, self.clock.now())))
             else:
-                mirror.forget(id)
+                remote.forget(id)
 
     def _without_aborts(self, report: remote_view.ReplicaReport) -> remote_view.ReplicaReport:
         """But for ends of requests that the engine was told to give up, and not from here: their API server has failed
         at them, and each response will say so, if anything comes of it."""
-        left = {e.id for e in report.events if type(e) is Finished and e.outcome == "cancelled" and e.id in self._mine}
+        left = {
+            e.id for e in report.events if type(e) is Finished and e.outcome == "cancelled" and e.id in self._requests
+        }
         if not left:
             return report
-        self._absent |= {id: self._absent.get(id, self.clock.now()) for id in left}
-        self._aborted |= left
+        self._absent_since |= {id: self._absent_since.get(id, self.clock.now()) for id in left}
+        self._aborted_ids |= left
         return replace(report, events=tuple([e for e in report.events if type(e) is not Finished or e.id not in left]))
 
     def _measure_ahead(self, message: Greeting | Beat) -> None:
@@ -195,10 +197,10 @@ class ServerWatch:
         ahead: float = (message.clock - message.unix) - (heard - unix_time())
         self._ahead = ahead if least <= ahead <= most else (least + most) / 2
 
-    def _own(self, name: str) -> str:
+    def _request_id_of(self, name: str) -> str:
         """The request here that a report's name means; empty where it is none, or an earlier try of it."""
         id, _, tries = name.rpartition(TRY_SEPARATOR)
-        trip = self._mine.get(id)
+        trip = self._requests.get(id)
         return id if trip is not None and tries == str(trip.tries) else ""
 
     def _command(self, *commands: Command) -> None:
@@ -207,63 +209,63 @@ class ServerWatch:
 
     # ----------------------------------------------------------------- health
 
-    async def _watch(self, mirror: RemoteReplica) -> None:
+    async def _watch(self, remote: RemoteReplica) -> None:
         """Notice silence, counted in turns of this loop: a process that was itself stopped heard nothing meanwhile."""
         failed = turns = 0
-        while not self._gone:
+        while not self._is_gone:
             await self.clock.sleep_until(self.clock.now() + HEARTBEAT_S, PLAN)
             turns += 1
-            self.tell_of_counted(self.clock.now())
+            self.emit_counted_tokens(self.clock.now())
             if self._link is not None:
-                self._watch_link(self._link, mirror)
-            if self.linked and not (failed or self._suspect) and turns % HEARTBEATS_PER_PROBE:
+                self._watch_link(self._link, remote)
+            if self.is_linked and not (failed or self._is_suspect) and turns % HEARTBEATS_PER_PROBE:
                 continue
-            self._suspect = False
+            self._is_suspect = False
             failed = 0 if await self._is_healthy() else failed + 1
             if failed >= MAX_FAILED_PROBES:
                 self._die(ServerLostError(f"the server of replica {self.id} does not answer"))
                 continue
-            if not (failed or self.linked):
-                await self._look_at_kv(mirror)
+            if not (failed or self.is_linked):
+                await self._read_kv_usage(remote)
             if not failed and turns % HEARTBEATS_PER_PROBE == 0:
                 with contextlib.suppress(UpstreamError, ValueError):  # the list that was read last stands
                     await self._read_models()
 
-    def _watch_link(self, link: Link, mirror: RemoteReplica) -> None:
+    def _watch_link(self, link: Link, remote: RemoteReplica) -> None:
         link.send(Ping(self.clock.now()))
-        self._silent += HEARTBEAT_S
-        self._look_for_absent(mirror)
-        if self.linked and self._silent < MAX_SILENCE_S:
-            self._check_step(mirror)
+        self._silence_s += HEARTBEAT_S
+        self._fail_absent(remote)
+        if self.is_linked and self._silence_s < MAX_SILENCE_S:
+            self._check_step(remote)
             return
-        if self.linked:
+        if self.is_linked:
             log.warning("replica %s: its link is silent; what is sent there is counted instead", self.id)
-            self.linked = False
+            self.is_linked = False
         link.send(Hello(PROTOCOL, self._name, self.clock.now()))
         link.send(Resync())
 
-    def _look_for_absent(self, mirror: RemoteReplica) -> None:
+    def _fail_absent(self, remote: RemoteReplica) -> None:
         """Place elsewhere what the engine does not know: it has handed it off, in a report that was missed, or the API
         server has kept it to itself. (Of one that has ended, the response has ended.)"""
         # (a server whose link is silent, too, may hang: its health tells, and the request may be what it hangs at)
-        unreported = mirror.unreported() if self.linked else {}
-        for id, since in {**unreported, **self._absent}.items():
-            if (trip := self._mine.get(id)) is None:
-                self._absent.pop(id, None)
+        unreported = remote.unreported() if self.is_linked else {}
+        for id, since in {**unreported, **self._absent_since}.items():
+            if (trip := self._requests.get(id)) is None:
+                self._absent_since.pop(id, None)
             elif self.clock.now() - since > MAX_ABSENCE_S:
-                self._absent.pop(id, None)
+                self._absent_since.pop(id, None)
                 self.fail(trip, f"replica {self.id} does not know request {id!r}", Fault.UNAVAILABLE)
 
-    async def look(self, trip: Trip) -> None:
+    async def check_health(self, trip: Trip) -> None:
         """Ask the server whether it is there, once for all trips that it has broken off: one that is gone breaks them
         all at once, and they have not failed one by one."""
         for id in trip.ids:
-            self._reader.disown(id)  # the engine will tell that its client has left
-        if self._looking is None or self._looking.done():
-            self._looking = self._spawn(self._look())
-        await asyncio.shield(self._looking)
+            self._reader.detach_previous_try(id)  # the engine will tell that its client has left
+        if self._health_check is None or self._health_check.done():
+            self._health_check = self._spawn(self._check_health_again())
+        await asyncio.shield(self._health_check)
 
-    async def _look(self) -> None:
+    async def _check_health_again(self) -> None:
         for _ in range(MAX_FAILED_PROBES):
             await self.clock.sleep_until(self.clock.now() + CHECK_DELAY_S, PLAN)
             try:
@@ -285,16 +287,16 @@ class ServerWatch:
             return False
         return status in (200, 404)
 
-    async def _look_at_kv(self, mirror: RemoteReplica) -> None:
+    async def _read_kv_usage(self, remote: RemoteReplica) -> None:
         """How much KV is free, of a server whose link does not say it. One that does not say it either is shown as it
         was before: with all of it free, or as much as it said last."""
         used = None if self._kv_used is None else await self._kv_used()
-        if used is not None and not self.linked:  # meanwhile the link may have come back
-            mirror.told_kv_free(round((1.0 - used) * mirror.limits.kv_blocks))
+        if used is not None and not self.is_linked:  # meanwhile the link may have come back
+            remote.set_kv_free(round((1.0 - used) * remote.limits.kv_blocks))
 
-    def _check_step(self, mirror: RemoteReplica) -> None:
+    def _check_step(self, remote: RemoteReplica) -> None:
         """Lose a server whose engine hangs in a step."""
-        view = mirror.view(self.clock.now())
+        view = remote.view(self.clock.now())
         if self._step_timeout is None or not view.in_flight.seqs:
             return
         predicted = max(0.0, view.busy_until - view.as_of)

@@ -21,26 +21,26 @@ class TokenCount:
         tell_at: when that is.
     """
 
-    __slots__ = ("_now", "_tell", "id", "settled", "tell_at", "times")
+    __slots__ = ("_emit", "_now", "emit_at", "id", "shown_count", "times")
 
     def __init__(
-        self, id: str, now: Callable[[], float], tell: Callable[[TokenCount], None], tell_at: float
+        self, id: str, now: Callable[[], float], emit: Callable[[TokenCount], None], emit_at: float
     ) -> None:  # fmt: skip
-        self.id, self.tell_at = id, tell_at
+        self.id, self.emit_at = id, emit_at
         self.times: list[float] = []  # of those that nobody is told of yet
-        self.settled = 0  # of these, those that the view of the replica shows
-        self._now, self._tell = now, tell
+        self.shown_count = 0  # of these, those that the view of the replica shows
+        self._now, self._emit = now, emit
 
     def add(self) -> None:
         now = self._now()
         self.times.append(now)
-        if now >= self.tell_at:
-            self._tell(self)
+        if now >= self.emit_at:
+            self._emit(self)
 
 
 class HasLink(Protocol):
     @property
-    def linked(self) -> bool: ...
+    def is_linked(self) -> bool: ...
 
 
 class ByteWriter(Protocol):
@@ -55,28 +55,28 @@ class TokenPath:
         keep: is given what has gone to the client.
     """
 
-    __slots__ = ("_keep", "_otherwise", "_reader", "_replica", "count", "passed", "writer")
+    __slots__ = ("_fallback", "_keep", "_reader", "_replica", "count", "passed_tokens", "writer")
 
     def __init__(
-        self, replica: HasLink, reader: ResponseStream, otherwise: Callable[[bytes], None],
+        self, replica: HasLink, reader: ResponseStream, fallback: Callable[[bytes], None],
         keep: Callable[[bytes], None] | None,
     ) -> None:  # fmt: skip
-        self._replica, self._reader, self._otherwise, self._keep = replica, reader, otherwise, keep
+        self._replica, self._reader, self._fallback, self._keep = replica, reader, fallback, keep
         self.writer: ByteWriter | None = None  # of the client's connection; None: all goes otherwise
         self.count: TokenCount | None = None  # where its tokens are counted, if its server has no link
-        self.passed = 0  # tokens
+        self.passed_tokens = 0  # tokens
 
     def take(self, data: bytes) -> None:
         writer, count = self.writer, self.count
         if writer is None or not self._reader.is_like_before(data):
-            self._otherwise(data)
+            self._fallback(data)
             return
-        if not self._replica.linked:
+        if not self._replica.is_linked:
             if count is None:
-                self._otherwise(data)
+                self._fallback(data)
                 return
             count.add()
-        self.passed += 1
+        self.passed_tokens += 1
         if self._keep is not None:
             self._keep(data)
         writer.write(data)

@@ -281,7 +281,7 @@ class _Stream:
 
         timer = self._cluster.clock.call_at(self._cluster.clock.now() + self._bound, PLAN, too_late)
         self._ahead = asyncio.ensure_future(anext(self._messages, None))
-        settled = asyncio.ensure_future(trip.settled.wait())
+        settled = asyncio.ensure_future(trip.placement_known.wait())
         try:
             await asyncio.wait({self._ahead, settled}, return_when=asyncio.FIRST_COMPLETED)
             if not settled.done() and await self._ahead is None:
@@ -290,21 +290,21 @@ class _Stream:
         finally:
             timer.cancel()
             settled.cancel()
-        if trip.failed is not None:
+        if trip.failed_end is not None:
             raise self._why(trip)
 
     def _why(self, trip: PickedTrip) -> ApiError:
         """The error of requests that were not placed."""
-        assert trip.failed is not None
+        assert trip.failed_end is not None
         seconds = self._cluster.retry_after()
         if self._late:
             after = str(max(1, math.ceil(min(seconds, 3600.0))))
             why = f"No server was free for this request within {self._bound:g} s: try again in {after} s."
             more = (("retry-after", after), (REJECT_REASON, "held-too-long"))
             return ApiError(429, why, code="held-too-long", kind="rate_limit_error", headers=more)
-        if trip.failed.reason == NO_REPLICA or not self._cluster.hosts:
+        if trip.failed_end.reason == NO_REPLICA or not self._cluster.hosts:
             return ApiError(503, "No server is ready.", code="no_server", kind="server_error")
-        return from_finished(trip.failed, seconds)
+        return from_finished(trip.failed_end, seconds)
 
     async def _send_on(self, endpoint: str) -> None:
         """Headers, body and trailers, in this order, as the protocol has them."""
@@ -356,12 +356,12 @@ class _Stream:
             else:
                 log.warning("request %s was served by %s, which is none of the servers", trip.answer, served)
                 served = ""
-        trip.head(int(status), list(headers.items()), served)
+        trip.begin_response(int(status), list(headers.items()), served)
 
     def _show(self, data: bytes, *, last: bool) -> None:
         self._complete = self._complete or last
         if self._trip is not None:
-            self._trip.shows(data, last=last)
+            self._trip.add_part(data, last=last)
 
     # ----------------------------------------------------------------- the end
 
@@ -374,7 +374,7 @@ class _Stream:
         self._let_go()
         if self._ahead is not None:
             self._ahead.cancel()
-        if self._trip is not None and self._trip.is_open and not (self._complete and self._trip.shown is not None):
+        if self._trip is not None and self._trip.is_open and not (self._complete and self._trip.response is not None):
             self._cancel("the client left, or the connection broke")
 
 

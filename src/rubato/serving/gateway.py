@@ -73,11 +73,11 @@ class GatewayService:
 
     def views(self) -> list[View]:
         for host in self.servers():
-            host.tell_of_counted()  # who looks at a view looks at the histories, too
+            host.emit_counted_tokens()  # who looks at a view looks at the histories, too
         return [host.view() for host in self.cluster.hosts.values()]
 
     def counted(self) -> set[str]:
-        return {host.id for host in self.servers() if not host.linked}
+        return {host.id for host in self.servers() if not host.is_linked}
 
     def urls(self) -> dict[str, str]:
         return {host.id: host.url for host in self.servers()}
@@ -290,7 +290,7 @@ class _Relay(Response):
         try:
             await self.offers.send(trip.on_event)
             await trip.done.wait()
-            if not trip.over and not gone.is_set():
+            if not trip.is_over and not gone.is_set():
                 self.offers.cancel()
                 self._say_why(trip, client)
             if client.ended:
@@ -303,13 +303,15 @@ class _Relay(Response):
 
     def _say_why(self, trip: RelayTrip, client: AsgiClient) -> None:
         """The response is no answer: a status of its own, or the end of a stream that has begun."""
-        if (end := trip.failed) is not None:
+        if (end := trip.failed_end) is not None:
             error = from_finished(end, self.offers.retry_after())
         else:
-            error = ApiError(502, f"The response broke off: {trip.broken}", code="server_failed", kind="server_error")
-        trip.over = True
+            error = ApiError(
+                502, f"The response broke off: {trip.break_reason}", code="server_failed", kind="server_error"
+            )
+        trip.is_over = True
         body = error.body()
-        if not trip.begun:
+        if not trip.has_begun:
             reply = error.response()
             client.answer(reply.status_code, [*reply.raw_headers, *self._gateway.limits(self)], body)
         elif trip.ask.path in (CHAT, TEXT):  # no [DONE]: what came is not an answer

@@ -40,7 +40,7 @@ class GatewayMetrics:
                     self._given_back.discard(id)
                     self._again.inc()
                     trip = self._trips.get(id)
-                    if trip is not None and trip.begun:
+                    if trip is not None and trip.has_begun:
                         self._continued.inc()
             case Finished(id=id):
                 self._given_back.discard(id)
@@ -53,5 +53,5 @@ class GatewayMetrics:
             labels=["replica"],  # its address is in the log: this page is open to clients
         )
         for host in self._servers():
-            linked.add_metric([host.id], float(host.linked))
+            linked.add_metric([host.id], float(host.is_linked))
         yield linked

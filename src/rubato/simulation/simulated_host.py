@@ -58,7 +58,7 @@ class SimulatedHost:
     limits, for drafts and for moving KV; it adds no noise, which is in `times`. targets: request id -> output tokens of
     each stage. every_step: whether the cluster has to be told of every step now."""
 
-    rests_until = 0.0
+    cooldown_until = 0.0
 
     def __init__(
         self,
