@@ -95,10 +95,10 @@ def timed(made: Harness) -> list[float]:
 
         setattr(of, name, call)
 
-    counted("obey", driver)
+    counted("apply_gateway_commands", driver)
     for of, names in (
         (driver._gateways, ("batch", "step", "add", "add_tokens")),
-        (driver._reports, ("look_at", "send", "add", "add_tokens")),
+        (driver._reports, ("add_view", "send", "add", "add_tokens")),
     ):
         for name in names if of is not None else ():
             counted(name, of)

@@ -45,7 +45,7 @@ class Scheduler:
         engine = vllm_config.parallel_config.data_parallel_index
         around = {
             "fair": fair_share_of(config),
-            "strangers": not config.tenants,
+            "trust_client_slos": not config.tenants,
             "link": _link(settings.link, engine, vllm_config),
             "engine": engine,
         }

@@ -206,7 +206,7 @@ class Gateway(Door):
                 GatewayService(
                     cluster, trips, "stub", LIMITS.max_model_len, tenants=tenants, fair=bool(config.tenants),
                     max_body_bytes=config.max_body_bytes, max_choices=config.max_choices, is_vllm=lambda: True,
-                    models=fleet.alike.models,
+                    models=fleet.homogeneity.models,
                 )
             )  # fmt: skip
             try:

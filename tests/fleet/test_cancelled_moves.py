@@ -152,8 +152,8 @@ def check(cluster: Cluster) -> None:
 
 def assert_nothing_left(cluster: Cluster) -> None:
     table = cluster._requests
-    left = [table.unplaced, table.with_kv, table.placed, table.groups, cluster._transfers._under_way]
-    assert not any([*left, cluster._cancelled, cluster._own])
+    left = [table.unplaced, table.with_kv, table.placed, table.groups, cluster._transfers._tasks]
+    assert not any([*left, cluster._cancel_reasons, cluster._request_listeners])
     check(cluster)
     for host in cluster.hosts.values():
         replica = host.replica  # type: ignore[attr-defined]

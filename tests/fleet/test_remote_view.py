@@ -88,7 +88,7 @@ def compare(load: Load, policy: str) -> int:
             """What a report at this moment would say."""
             replica = replicas[id]
             told_now, outboxes[id] = outboxes[id], []
-            mirrors[id].take(
+            mirrors[id].apply(
                 ReplicaReport(
                     clock.now(),
                     tuple(told_now),

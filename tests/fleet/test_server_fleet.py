@@ -281,7 +281,7 @@ def without_link(pages: Sequence[str], scenario: Callable[[Cluster, Trips, list[
             server.metrics = page
             await core.start()
         fleet = ServerFleet([Server(url) for url in servers], clock, chosen, trips, transport=servers.__getitem__)
-        cluster = Cluster([fleet.host] * await fleet.look(), MostFree(), clock)
+        cluster = Cluster([fleet.host] * await fleet.find_ready(), MostFree(), clock)
         await cluster.start()
         await scenario(cluster, trips, list(servers.values()))
         await cluster.close()

@@ -142,7 +142,7 @@ def gateway(
                     "stub",
                     1024,
                     tenants=known,
-                    models=fleet.alike.models,
+                    models=fleet.homogeneity.models,
                     **{"is_vllm": lambda: True, **service},
                 )
             )
@@ -152,7 +152,7 @@ def gateway(
                 cluster.listen(made.events.append)
                 await scenario(made)
             assert not trips
-            assert not any(host._prompts for host in cluster.hosts.values() if isinstance(host, ServerReplica))
+            assert not any(host._prompt_tokens for host in cluster.hosts.values() if isinstance(host, ServerReplica))
             offered, finished = made.of(Offered), made.of(Finished)
             assert sorted(e.id for e in offered) == sorted(e.id for e in finished)
         finally:

@@ -130,7 +130,7 @@ async def test_strangers_state_nothing_past_their_tenant(client: Client) -> None
         own = SimpleNamespace(
             sampling_params=params, request_id="r", num_prompt_tokens=1, max_tokens=1, arrival_time=0.0
         )
-        request, ticket = request_of(own, 0.0, strangers=False)
+        request, ticket = request_of(own, 0.0, trust_client_slos=False)
         assert (request.best_effort, request.tenant, ticket) == (True, "default", "")
 
 

@@ -120,7 +120,7 @@ def lose(cluster: Cluster, id: str) -> None:
         del replica.run.ends[replica.run.done :]
         host._ran(id, replica.run)
     replica.fail(cluster.clock.now(), "lost")
-    cluster._lost(id, RuntimeError("it is gone"), served)
+    cluster._lose_host(id, RuntimeError("it is gone"), served)
 
 
 def run_fast(

@@ -249,7 +249,7 @@ class Harness:
             groups = manager.get_blocks(request.request_id).blocks
             holders.update(b.block_id for held in groups for b in held if not b.is_null)
             done = request.num_computed_tokens - request.num_output_placeholders
-            named = manager.enable_caching and self.scheduler._kv.exact and request.status == RequestStatus.RUNNING
+            named = manager.enable_caching and self.scheduler._kv.is_exact and request.status == RequestStatus.RUNNING
             named = named and not self.scheduler.num_spec_tokens  # drafts that were right are named a step later
             for i in range(done // self.scheduler.block_size if named else 0):
                 assert groups[0][i].block_hash is not None

@@ -136,7 +136,7 @@ def test_block_hashes_that_cover_tokens_after_their_block(model: Path) -> None:
 def encoders(made: Harness, budget: int, *, whole: bool) -> None:
     scheduler = made.scheduler
     scheduler.max_num_encoder_input_tokens = budget
-    scheduler._plain = False
+    scheduler._is_plain = False
     scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=budget)
     scheduler.scheduler_config.disable_chunked_mm_input = whole
 

@@ -52,7 +52,7 @@ class Wire:
     """In the place of the socket: messages go through as bytes, in order, to one gateway; some get lost."""
 
     def __init__(self, losses: random.Random | None = None, share: float = 0.0) -> None:
-        self.listeners, self.wanted, self.refused = 1, True, 0
+        self.listeners, self.wants_snapshot, self.refusals = 1, True, 0
         self.asked: list[tuple[str, Any]] = []
         self.messages: list[FromCore] = []
         self._losses, self._share = losses, share
@@ -71,15 +71,15 @@ class Wire:
 
     def snapshot(self, message: Snapshot, *, idle: bool) -> None:
         self.idle = idle
-        if self.wanted:
-            self.wanted = False
+        if self.wants_snapshot:
+            self.wants_snapshot = False
             self.messages.append(decode_from_core(encode(message)))
 
-    def busy(self) -> None:
+    def end_idle(self) -> None:
         self.idle = False
 
-    def begin_afresh(self) -> None:
-        self.wanted = True
+    def request_resync(self) -> None:
+        self.wants_snapshot = True
 
 
 class Gateway:
@@ -101,7 +101,7 @@ class Gateway:
                 report = self.reader.read(message)
             except MissedReportError:
                 self.gaps += 1
-                self.wire.wanted = True
+                self.wire.wants_snapshot = True
                 continue
             if report is not None:
                 self._take(report)
@@ -118,7 +118,8 @@ class Gateway:
         """Where the fold is not what the scheduler itself shows."""
         theirs, ours = self.made.scheduler.view(), self.mirror.view(self.made.now)
         names = {
-            seq.id: seq.promised.id if seq.promised else seq.id for seq in self.made.scheduler.rubato.seqs.values()
+            seq.id: seq.gateway_request.id if seq.gateway_request else seq.id
+            for seq in self.made.scheduler.rubato.seqs.values()
         }
         over = {id.rpartition("-")[0] for id in self.made.ended}  # of which their streams tell, if no report does
         if {names[s.id] for s in theirs.waiting} != {s.id for s in ours.waiting} - over:
@@ -135,7 +136,7 @@ class Gateway:
                 ("cached", seq.cached - seq.in_flight, own.cached),
                 ("in_flight", seq.in_flight, own.in_flight),
                 ("blocks", seq.blocks, own.blocks),
-                ("output", seq.output - seq.coming, own.output),
+                ("output", seq.output - seq.expected_tokens, own.output),
                 ("demoted", seq.demoted, own.demoted),
                 ("prompt", seq.request.stages[0].prompt, own.request.stages[0].prompt),
             ):
@@ -223,7 +224,7 @@ def test_a_gateway_that_missed_reports_is_right_again_after_a_snapshot(model: Pa
         for _ in range(rng.randint(0, 6)):
             made.step()
             gateway.hear()
-            if not gateway.wire.wanted and gateway.reader.number == made.scheduler.rubato._gateways._number:
+            if not gateway.wire.wants_snapshot and gateway.reader.number == made.scheduler.rubato._gateways._number:
                 assert not list(gateway.differences())
                 right += 1
     gateway.wire._share = 0.0
@@ -266,7 +267,7 @@ def test_a_gateway_gives_roles_and_takes_back_what_is_its_own(model: Path) -> No
     made.step()
     gateway.hear()
     left = made.scheduler.rubato.seqs.values()
-    assert all(seq.promised is None or not seq.best_effort for seq in left)
+    assert all(seq.gateway_request is None or not seq.best_effort for seq in left)
     made.run()
     gateway.hear()
     assert gateway.mirror.is_empty
@@ -355,7 +356,7 @@ def test_commands_that_cannot_be_are_faults_and_change_nothing(model: Path) -> N
     made.add("chatcmpl-a-0a1b2c3d", [3] * 16, 4)
     made.run()
     assert made.scheduler.rubato.faults == {"command": 15}
-    assert not made.scheduler.rubato.given_up
+    assert not made.scheduler.rubato.has_given_up
     assert len(made.out["chatcmpl-a-0a1b2c3d"]) == 4
 
 

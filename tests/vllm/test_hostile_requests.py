@@ -93,7 +93,7 @@ def test_a_seal_of_any_text_is_no_fault(model: Path, seal: str) -> None:
         made.add(str(at), [5] * 20, 2, slo_seal=seal, slo_tier="\ud800", slo_ttft_ms="50")
     made.run()
     assert not made.scheduler.rubato.faults
-    assert not made.scheduler.rubato.given_up
+    assert not made.scheduler.rubato.has_given_up
 
 
 def test_what_a_refusal_logs_is_bounded(model: Path, caplog: Any) -> None:

@@ -233,7 +233,7 @@ def test_a_prompt_stays_in_kv_for_where_it_goes_on(model: Path, policy: str) -> 
     assert [s.id for s in mine.moving] == ["cmpl-a"]
     assert [s.blocks for s in mine.moving] == [3]
     assert not [e for e in gateway.events if type(e).__name__ in ("Tokens", "Finished")]
-    gateway.wire.wanted = True  # a snapshot tells of it, too
+    gateway.wire.wants_snapshot = True  # a snapshot tells of it, too
     made.step()
     gateway.hear()
     assert [s.id for s in gateway.mirror.view(made.now).moving] == ["cmpl-a"]
@@ -392,7 +392,7 @@ def test_what_gateways_fold_is_what_the_scheduler_shows(
         if kept and rng.random() < 0.2:
             made.scheduler.connector.read.add(rng.choice(kept))
         up = gateway.reader.number == made.scheduler.rubato._gateways._number
-        if up and not gateway.wire.wanted:
+        if up and not gateway.wire.wants_snapshot:
             right += 1
             theirs, ours = made.scheduler.view(), gateway.mirror.view(made.now)
             driver = made.scheduler.rubato

@@ -148,11 +148,11 @@ def test_an_api_server_says_who_it_is_and_asks_for_nothing_else(folder: str) -> 
             if socket.getsockopt(EVENTS) & POLLOUT:  # its queue has room for one
                 break
             time.sleep(0.01)
-    wait_until(lambda: made.refused == 3)
+    wait_until(lambda: made.refusals == 3)
     assert drained(reader) == []
-    assert (made.refused, made.commands(), made.listeners, made.clients) == (3, [], 0, {3})
+    assert (made.refusals, made.commands(), made.listeners, made.clients) == (3, [], 0, {3})
     socket.send(encode(Subscribe(PROTOCOL + 1, 3, "")))
-    wait_until(lambda: made.refused == 4)
+    wait_until(lambda: made.refusals == 4)
     with pytest.raises(OSError, match="version"):
         drained(reader)
     reader.close()
@@ -168,7 +168,7 @@ def test_who_has_not_the_key_hears_nothing_of_requests(folder: str, monkeypatch:
     heard(made, [reader])
     monkeypatch.setenv(link.KEY, "")
     stranger = Reader(folder, [0], 0)
-    wait_until(lambda: made.refused == 1)
+    wait_until(lambda: made.refusals == 1)
     with pytest.raises(OSError, match="key"):
         drained(stranger)
     assert len(made._peers) == 1
@@ -240,7 +240,7 @@ def test_a_link_that_fails_costs_the_reports_and_nothing_else(model: Path, folde
     while made.scheduler.has_requests():
         made.step()
     assert driver.faults.keys() == {"report"}
-    assert not driver.given_up
+    assert not driver.has_given_up
     assert not driver._reports._events
     assert all(made.ended[f"r{i}"] == 1 for i in range(20))
     reader.close()
@@ -324,7 +324,7 @@ def test_a_flood_leaves_another_tenant_its_share(
         made.step()
     assert all(made.ended[f"f{i}"] == 1 for i in range(60))
     assert not made.scheduler.rubato.faults
-    assert not made.scheduler.rubato._held
+    assert not made.scheduler.rubato._over_share
     if fair:
         assert max(waits) < 1.0  # a request takes 0.3 s alone
     else:
@@ -377,7 +377,7 @@ def test_an_engine_that_gave_up_keeps_nothing(model: Path, folder: str) -> None:
     while made.scheduler.has_requests():
         made.step()
     driver = made.scheduler.rubato
-    assert driver.given_up
+    assert driver.has_given_up
     assert driver._events == driver._reports._new == []
     assert not driver.seqs
     ends = [e for m in drained(reader) if isinstance(m, RequestEvents) for e in m.happened() if isinstance(e, Finished)]

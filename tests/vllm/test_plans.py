@@ -447,7 +447,7 @@ def test_a_policy_that_raises_costs_nobody_a_token(
     made.finish()
     driver = made.scheduler.rubato
     assert driver.faults == {part: calls // 3}
-    assert driver.given_up == (calls // 3 == MAX_FAULTS)
+    assert driver.has_given_up == (calls // 3 == MAX_FAULTS)
     assert driver.fallbacks >= calls // 3 > 0
     assert not driver.deviations
     assert made.ended == dict.fromkeys(most, 1)
@@ -458,7 +458,7 @@ def test_a_policy_that_raises_costs_nobody_a_token(
 # Of each hook, what it calls in its middle, or itself: of the driver or of its module.
 HOOKS = {
     "offer": "VllmSeq", "end": "judge", "preempted": "Preempted", "view": "view", "plan": "_chunks", "shift": "Demoted",
-    "scheduled": "Flight", "completed": "_book", "_starting": "_found",
+    "scheduled": "InFlightBatch", "completed": "_book", "_starting": "_current_hit",
 }  # fmt: skip
 
 
@@ -496,9 +496,9 @@ def test_ten_faults_in_a_minute_are_the_last(model: Path, caplog: Any, monkeypat
         made.now = 7.0 * step  # ten are a minute and more
         made.step()
     driver = made.scheduler.rubato
-    assert not driver.given_up
+    assert not driver.has_given_up
     made.run()
-    assert driver.given_up
+    assert driver.has_given_up
     assert len(calls) == driver.faults["plan"] < driver.fallbacks == made.steps
     assert "10 faults in" in caplog.text
     assert made.ended == {"a": 1}
@@ -518,7 +518,7 @@ def test_a_policy_that_sleeps_is_not_asked_for_ever(model: Path, seconds: float,
     made.exact = False
     made.run()
     assert made.scheduler.rubato.faults == {"slow": 10}
-    assert made.scheduler.rubato.given_up
+    assert made.scheduler.rubato.has_given_up
     assert f"took {seconds} s to plan step 0" in caplog.text
     assert made.ended == {"a": 1}
 
@@ -537,7 +537,7 @@ def test_more_may_run_under_a_policy_than_vllms_own_batch_has_room_for(model: Pa
         made.step()
     assert len(made.scheduler.running) == 5
     made.run()
-    assert made.scheduler.rubato.given_up
+    assert made.scheduler.rubato.has_given_up
     assert max(map(len, made.scheduled)) == 2
     assert made.ended == {f"q{i}": 1 for i in range(5)}
     assert all(made.out[id] == [token(id, i) for i in range(6)] for id in made.out)

@@ -68,17 +68,17 @@ def test_blocks_that_unlooked_steps_and_prompts_part_way_will_take_are_counted(m
     own.add("long", list(range(150)), 5, **LOOSE)
     own.step()
     own.step()
-    view, room = own.scheduler.view(), own.scheduler.rubato._room
+    view, room = own.scheduler.view(), own.scheduler.rubato._slack_check
     (long,) = view.prefilling
     assert long.pending > 1
     limits = view.limits
     needed = len(view.running) * (1 + limits.blocks(STABLE_STEPS)) + limits.blocks(150)
-    assert not room.for_all(replace(view, kv_free=needed - 1))
-    assert room.for_all(replace(view, kv_free=needed))
+    assert not room.all_within_slo(replace(view, kv_free=needed - 1))
+    assert room.all_within_slo(replace(view, kv_free=needed))
     few = replace(limits, max_num_seqs=len(view.running) - 1)  # more run than vLLM's batch has room for
-    assert not room.for_all(replace(view, limits=few, kv_free=needed))
-    drafting = SlackCheck(most_tokens=4)
-    assert not drafting.for_all(replace(view, kv_free=needed))
+    assert not room.all_within_slo(replace(view, limits=few, kv_free=needed))
+    drafting = SlackCheck(max_decode_tokens=4)
+    assert not drafting.all_within_slo(replace(view, kv_free=needed))
 
 
 def test_drafts_are_always_planned(model: Path) -> None:
@@ -113,10 +113,10 @@ def test_steps_of_both_kinds_in_turns(model: Path, asynchronous: bool, seed: int
 
 def test_a_fault_of_the_check_costs_nothing_but_the_order(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = made(model, "edf", seqs=40)
-    monkeypatch.setattr(own.scheduler.rubato._room, "for_all", lambda view: 1 / 0)
+    monkeypatch.setattr(own.scheduler.rubato._slack_check, "all_within_slo", lambda view: 1 / 0)
     loaded(own, 1, **LOOSE)
     driver = own.scheduler.rubato
-    assert driver.given_up
+    assert driver.has_given_up
     assert driver.faults == {"observe": 10}
     assert driver.fallbacks == driver.steps
     assert set(own.ended.values()) == {1}
@@ -129,10 +129,10 @@ def test_what_no_view_shows_yet_is_looked_for_at_each_step(model: Path) -> None:
     for _ in range(3):
         own.step()
     driver = own.scheduler.rubato
-    assert driver._settled > 0
+    assert driver._stable_steps > 0
     own.add("hidden", [2] * 10, 5, **LOOSE)
     view = own.scheduler.view()
     hidden = driver.seqs["hidden"]
     view.waiting.remove(hidden)  # type: ignore[attr-defined]
     assert driver.observe(view)
-    assert driver._settled == 0
+    assert driver._stable_steps == 0

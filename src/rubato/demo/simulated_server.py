@@ -106,7 +106,7 @@ class LinkedCore:
         link.start(core.describe, clock.now)
 
     def report(self, report: Report) -> None:
-        self.link.busy()
+        self.link.end_idle()
         if self.link.listeners:
             self.link.report(report)
         self.send_snapshot()
@@ -119,13 +119,13 @@ class LinkedCore:
         """Read commands while no request comes, and answer gateways that have missed something."""
         while True:
             self.read_commands()
-            if self.link.wanted:
+            if self.link.wants_snapshot:
                 self.send_snapshot()
             await asyncio.sleep(POLL_S)
 
     def send_snapshot(self) -> None:
         """All there is, where some gateway wants it, or nothing will happen until it does."""
-        if self.link.wanted or self.core.is_idle:
+        if self.link.wants_snapshot or self.core.is_idle:
             self.link.snapshot(self.core.snapshot(), idle=self.core.is_idle)
 
 

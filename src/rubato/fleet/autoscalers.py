@@ -34,9 +34,9 @@ class ReplicaBounds:
         if self.min > self.max:
             raise ValueError(f"min is {self.min}, above max, {self.max}")
 
-    def _to_add(self, wanted: int, there: int) -> int:
+    def _bounded_add(self, wanted: int, replica_count: int) -> int:
         """`wanted` more, within the bounds. there: replicas that serve or start."""
-        return max(self.min - there, min(wanted, self.max - there), 0)
+        return max(self.min - replica_count, min(wanted, self.max - replica_count), 0)
 
 
 def check_seconds(**settings: float) -> None:
@@ -46,7 +46,7 @@ def check_seconds(**settings: float) -> None:
             raise ValueError(f"{name} is {value!r}: give a number of seconds, 0 or more")
 
 
-def in_pool(view: View) -> bool:
+def is_in_pool(view: View) -> bool:
     """Whether this replica serves no tier: PolyServe's best-effort pool (§4.3); nor does one that has just joined, or
     that a tier has left empty, which goes back to the pool when the router is asked again."""
     return is_idle(view) or (not view.role.tier and view.role.phase == "both" and view.role.kind in ("", "best_effort"))
@@ -81,27 +81,27 @@ class PoolAutoscaler(ReplicaBounds):
         """The views say it all."""
 
     def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
-        pool = [view for view in fleet if in_pool(view)]
+        pool = [view for view in fleet if is_in_pool(view)]
         short = max(self.spare, 1 if held else 0) - len(pool) - starting
-        there = len(fleet) + starting
+        replica_count = len(fleet) + starting
         wake: list[float] = []
-        add = self._to_add(0, there)
-        if short <= 0 or there >= self.max:
+        add = self._bounded_add(0, replica_count)
+        if short <= 0 or replica_count >= self.max:
             self._short_since = None
         else:
             since = self._short_since = now if self._short_since is None else self._short_since
             if now >= since + self.add_seconds:
-                add = self._to_add(short, there)
+                add = self._bounded_add(short, replica_count)
                 self._short_since = None
             else:
                 wake.append(since + self.add_seconds)
-        return Scaling(add, self._to_drain(pool, there + add, now, wake), min(wake, default=None))
+        return Scaling(add, self._idle_to_drain(pool, replica_count + add, now, wake), min(wake, default=None))
 
-    def _to_drain(self, pool: Sequence[View], there: int, now: float, wake: list[float]) -> list[str]:
+    def _idle_to_drain(self, pool: Sequence[View], replica_count: int, now: float, wake: list[float]) -> list[str]:
         """Those idle for long enough, the last that joined first: PolyServe takes the first from the pool."""
         unused = [view.id for view in pool if is_idle(view)]
         self._idle_since = {id: self._idle_since.get(id, now) for id in unused}
-        surplus = max(0, min(len(unused) - self.spare, there - self.min))
+        surplus = max(0, min(len(unused) - self.spare, replica_count - self.min))
         drain: list[str] = []
         for id in reversed(unused):
             if surplus == len(drain):
@@ -148,9 +148,9 @@ class AttainmentAutoscaler(ReplicaBounds):
     _requests: dict[str, Request] = field(init=False, repr=False, default_factory=dict)
     _offered: deque[tuple[float, int, float]] = field(init=False, repr=False, default_factory=deque)  # at, tokens, TPOT
     _ended: deque[tuple[float, Request, bool]] = field(init=False, repr=False, default_factory=deque)  # at, ..., missed
-    _changed: float = field(init=False, repr=False, default=-inf)
+    _joined_at: float = field(init=False, repr=False, default=-inf)
     _fits_since: float | None = field(init=False, repr=False, default=None)
-    _next: float = field(init=False, repr=False, default=-inf)
+    _next_check_at: float = field(init=False, repr=False, default=-inf)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,31 +171,31 @@ class AttainmentAutoscaler(ReplicaBounds):
                 if ended is not None and not ended.best_effort and is_judged:
                     self._ended.append((event.at, ended, event.verdict.missed))
             elif isinstance(event, Joined):
-                self._changed = event.at
+                self._joined_at = event.at
 
     def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
-        there = len(fleet) + starting
-        if now < self._next:
-            return Scaling(self._to_add(0, there), wake_at=self._next)
-        self._next = now + CHECK_S
+        replica_count = len(fleet) + starting
+        if now < self._next_check_at:
+            return Scaling(self._bounded_add(0, replica_count), wake_at=self._next_check_at)
+        self._next_check_at = now + CHECK_S
         self._forget(now - self.window_seconds)
         tiers = self._tiers(held, fleet, now)
-        worst = min((1.0 - t.missed / t.all for t in tiers.values() if t.missed >= MIN_MISSES), default=1.0)
-        wanted = ceil(len(fleet) * (self.target - worst)) if worst < self.target and not starting else 0
-        if not starting and not self._fit(fleet, len(fleet)):
+        lowest_share = min((1.0 - t.missed / t.all for t in tiers.values() if t.missed >= MIN_MISSES), default=1.0)
+        wanted = ceil(len(fleet) * (self.target - lowest_share)) if lowest_share < self.target and not starting else 0
+        if not starting and not self._fits(fleet, len(fleet)):
             wanted = max(wanted, 1)  # before they miss: a start takes time
-        add = self._to_add(wanted, there)
+        add = self._bounded_add(wanted, replica_count)
         drain: list[str] = []
-        spare = worst >= self.target and not (held or starting) and len(fleet) > self.min
-        if not (spare and self._fit(fleet, len(fleet) - 1)):
+        spare = lowest_share >= self.target and not (held or starting) and len(fleet) > self.min
+        if not (spare and self._fits(fleet, len(fleet) - 1)):
             self._fits_since = None
         else:
             since = self._fits_since = now if self._fits_since is None else self._fits_since
             if now >= since + self.hold_seconds:
                 drain = [min(reversed(fleet), key=lambda view: view.count).id]
                 self._fits_since = None
-        goes_on = held or self._requests or self._offered or len(fleet) - len(drain) > self.min
-        return Scaling(add, drain, self._next if goes_on else None)
+        check_again = held or self._requests or self._offered or len(fleet) - len(drain) > self.min
+        return Scaling(add, drain, self._next_check_at if check_again else None)
 
     def _forget(self, before: float) -> None:
         while self._offered and self._offered[0][0] < before:
@@ -207,7 +207,7 @@ class AttainmentAutoscaler(ReplicaBounds):
         tiers: dict[str, _Tier] = {}
 
         def count(request: Request, missed: bool) -> None:
-            if not request.best_effort and request.arrival >= self._changed:
+            if not request.best_effort and request.arrival >= self._joined_at:
                 tiers.setdefault(request.tier, _Tier()).add(missed)
 
         for _, request, missed in self._ended:
@@ -221,7 +221,7 @@ class AttainmentAutoscaler(ReplicaBounds):
             count(seq.request, any(late for _, late in _late((seq,), fleet[0], now)))
         return tiers
 
-    def _fit(self, fleet: Sequence[View], replicas: int) -> bool:
+    def _fits(self, fleet: Sequence[View], replicas: int) -> bool:
         """Whether what is there, and comes, would fit so many replicas."""
         view = fleet[0]
         chunk = view.limits.max_num_batched_tokens

@@ -90,7 +90,7 @@ class Cluster:
         self._router = RouterCalls(router)
         if max_in_flight is not None and max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}: give at least 1, or none for no bound")
-        hosts = [make(f"r{i}", self._emit, self._lost) for i, make in enumerate(makers)]
+        hosts = [make(f"r{i}", self._emit, self._lose_host) for i, make in enumerate(makers)]
         self.hosts = {host.id: host for host in hosts}
         self.clock = clock
         self.offered = 0
@@ -103,7 +103,7 @@ class Cluster:
         self._requests = RequestTable(clock, lengths)
         self._scaling = FleetScaling(
             self.hosts, self._requests, clock, autoscaler,
-            None if extra_host is None else lambda id: extra_host(id, self._emit, self._lost),
+            None if extra_host is None else lambda id: extra_host(id, self._emit, self._lose_host),
             check=self._router.check_needs, emit=self._emit, joined=self._request_routing,
         )  # fmt: skip
         self._transfers = KVTransfers(
@@ -112,18 +112,18 @@ class Cluster:
         )  # fmt: skip
         self._timer = RoutingTimer(clock, self._route_until_settled)
         self._routing_scheduled: Handle | None = None  # at the end of this instant
-        self._routing = False  # now, or never again
-        self._rested: Handle | None = None  # when the first of hosts that all rest takes requests again
-        self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
+        self._is_routing = False  # now, or never again
+        self._cooldown_timer: Handle | None = None  # when the first of hosts that all rest takes requests again
+        self._cancel_reasons: dict[str, str] = {}  # what a host was asked to cancel, and why
         self._listeners = EventBus()
         if autoscaler is not None:
             observe = autoscaler.observe
             self._listeners.add(without_tokens(lambda event: observe((event,))))
         self._fair = fair
-        self._own: dict[str, Listener] = {}
-        self._completed: deque[float] = deque(maxlen=MAX_RECENT_COMPLETIONS)  # when each ended
-        self._draining = False
-        self._gone: list[Host] = []
+        self._request_listeners: dict[str, Listener] = {}
+        self._completion_times: deque[float] = deque(maxlen=MAX_RECENT_COMPLETIONS)  # when each ended
+        self._is_draining = False
+        self._left_hosts: list[Host] = []
         self._empty = asyncio.Event()
 
     @property
@@ -163,7 +163,7 @@ class Cluster:
         results = await asyncio.gather(*(host.start() for host in hosts), return_exceptions=True)
         failed = [(host, error) for host, error in zip(hosts, results, strict=True) if error is not None]
         for host, error in failed:
-            if not (isinstance(error, NotReadyError) and self._scaling.adds and len(failed) < len(hosts)):
+            if not (isinstance(error, NotReadyError) and self._scaling.can_add and len(failed) < len(hosts)):
                 raise error
             log.warning("replica %s is left out for now: %s", host.id, error)
             del self.hosts[host.id]
@@ -179,9 +179,9 @@ class Cluster:
         for host in self.hosts.values():
             self._router.check_needs(host)
         for id, role in roles.items():
-            self._give_role(id, role)
+            self._assign_role(id, role)
 
-    def _give_role(self, replica: str, role: Role) -> None:
+    def _assign_role(self, replica: str, role: Role) -> None:
         self.hosts[replica].assign(role)
         self._emit(Assigned(self.clock.now(), replica, role))
 
@@ -205,9 +205,9 @@ class Cluster:
         if self._fair is not None:
             self._listeners.guarded(now, None, self._fair.enter, request, now)
         if listener is not None:
-            self._own[request.id] = listener
+            self._request_listeners[request.id] = listener
         self._emit(Offered(now, request.id, request))
-        if self._draining:
+        if self._is_draining:
             self._end(seq, "refused", SHUTTING_DOWN)
         elif full or not (self.hosts or self._why_dead):
             self._end(seq, "refused", SATURATED if full else NO_REPLICA)
@@ -221,7 +221,7 @@ class Cluster:
         self.offered += 1
         self.finished += 1
         for event in (Offered(now, request.id, request), end):
-            self._listeners.tell(event, *([] if listener is None else [listener]))
+            self._listeners.publish(event, *([] if listener is None else [listener]))
         return end
 
     def cancel(self, id: str, reason: str = "client disconnected") -> None:
@@ -231,7 +231,7 @@ class Cluster:
         elif id in self._transfers:  # by now the target may have forgotten it, having begun afresh
             self._end(self._transfers.take_back(id), "cancelled", reason)
         elif id in self._requests.placed:
-            self._cancelled[id] = reason  # the host may have died unnoticed
+            self._cancel_reasons[id] = reason  # the host may have died unnoticed
             self.hosts[self._requests.placed[id][0]].cancel(id, reason)
 
     def resume(self, id: str) -> None:
@@ -242,25 +242,25 @@ class Cluster:
 
     def retry_after(self) -> float:
         """Seconds until about half of what is in flight will have finished, at the rate of recent completions."""
-        return retry_after(self._completed, self.in_flight)
+        return retry_after(self._completion_times, self.in_flight)
 
     async def drain(self) -> None:
         """Refuse what comes from now on; return when nothing is in flight."""
-        self._draining = True
+        self._is_draining = True
         while self.in_flight:
             self._empty.clear()
             await self._empty.wait()
 
     async def close(self) -> None:
         """Stop at once: whatever is in flight ends as failed."""
-        self._draining = self._routing = True  # nothing is placed any more
+        self._is_draining = self._is_routing = True  # nothing is placed any more
         self._timer.stop()
-        if self._rested is not None:
-            self._rested.cancel()
-        self._gone += self._scaling.close()
+        if self._cooldown_timer is not None:
+            self._cooldown_timer.cancel()
+        self._left_hosts += self._scaling.close()
         self._transfers.take_back_all()
         # Close all at once: each may take its time limit, and the server must end in time.
-        hosts = [*self.hosts.values(), *self._gone]
+        hosts = [*self.hosts.values(), *self._left_hosts]
         closed = await asyncio.gather(*(host.close() for host in hosts), return_exceptions=True)
         for host, error in zip(hosts, closed, strict=True):
             if error is not None:
@@ -277,7 +277,7 @@ class Cluster:
         """Ask the router after an event: now, or, if it wants steps, after all else that happens at this instant."""
         if not self._router.wants_steps or self._why_dead:
             self._route_until_settled()
-        elif self._routing_scheduled is None and not self._routing:
+        elif self._routing_scheduled is None and not self._is_routing:
             self._routing_scheduled = self.clock.call_at(self.clock.now(), PLAN, self._route_until_settled)
 
     def _handle_kv_freed(self) -> None:
@@ -297,29 +297,29 @@ class Cluster:
         if self._routing_scheduled is not None:
             self._routing_scheduled.cancel()
             self._routing_scheduled = None
-        if self._routing:
+        if self._is_routing:
             return
-        self._routing = True
+        self._is_routing = True
         try:
             if self._why_dead:
                 self._end_unplaced()
             while self.hosts and self._requests.unplaced and self._route_once():
                 pass
         finally:
-            self._routing = False
+            self._is_routing = False
 
-    def _route_after_rest(self) -> None:
-        self._rested = None
+    def _route_after_cooldown(self) -> None:
+        self._cooldown_timer = None
         self._route_until_settled()
 
     def _route_once(self) -> bool:
         """Ask the router once, and do what it says; whether anything was placed or ended, so that it is asked again."""
-        if self._cancelled:
+        if self._cancel_reasons:
             self._end_cancelled()
         now = self.clock.now()
         if not (views := self._scaling.views_to_route(now)):
-            if self._rested is None and (at := self._scaling.first_cooldown_end()) is not None:
-                self._rested = self.clock.call_at(at, PLAN, self._route_after_rest)
+            if self._cooldown_timer is None and (at := self._scaling.first_cooldown_end()) is not None:
+                self._cooldown_timer = self.clock.call_at(at, PLAN, self._route_after_cooldown)
             return False
         unplaced = list(self._requests.unplaced.values())
         if self._fair is not None:
@@ -372,7 +372,7 @@ class Cluster:
     def _carry_out(self, dispatch: Dispatch, now: float) -> bool:
         """Whether anything was rejected or placed."""
         for replica, role in dispatch.assign.items():
-            self._give_role(replica, role)
+            self._assign_role(replica, role)
         for replica, kind in dispatch.recall.items():
             self.hosts[replica].recall(kind)
         # From here on each may end another request, or find a host gone.
@@ -393,8 +393,8 @@ class Cluster:
 
     def _demote(self, seq: Seq, now: float) -> None:
         """It is best effort from now on, also where it is placed."""
-        had = seq.request.progress or Progress((seq.request.arrival,), ((),))
-        seq.request = replace(seq.request, progress=replace(had, demoted=True))
+        progress = seq.request.progress or Progress((seq.request.arrival,), ((),))
+        seq.request = replace(seq.request, progress=replace(progress, demoted=True))
         seq.demoted = True
         self._emit(Demoted(now, seq.id))
 
@@ -416,8 +416,8 @@ class Cluster:
             return True
         try:
             self.hosts[replica].submit(request)
-            if request.id in self._cancelled and request.id in self._requests.placed:  # when told of its placement
-                self.hosts[replica].cancel(request.id, self._cancelled[request.id])
+            if request.id in self._cancel_reasons and request.id in self._requests.placed:  # when told of its placement
+                self.hosts[replica].cancel(request.id, self._cancel_reasons[request.id])
         except Exception as error:  # a fault of ours: it must not stay in flight for ever, nor go unseen
             log.exception("replica %s could not take request %r", replica, request.id)
             if request.id in self._requests.placed:
@@ -428,17 +428,18 @@ class Cluster:
 
     def _end(self, seq: Seq, outcome: Outcome, reason: str) -> None:
         """End a request that no host has."""
-        had = seq.request.progress
-        stages = [] if had is None else [StageTimes(*stage) for stage in zip(had.starts, had.times, strict=True)]
-        delays = None if had is None else had.delays
+        progress = seq.request.progress
+        times = () if progress is None else zip(progress.starts, progress.times, strict=True)
+        stages = [StageTimes(*stage) for stage in times]
+        delays = None if progress is None else progress.delays
         verdict = judge(seq.request, stages, outcome, self._slo_rule, delays, reason)
         output = sum(len(stage.tokens) for stage in stages)
         self._emit(Finished(self.clock.now(), seq.id, outcome, reason, verdict, output, seq.best_effort))
 
     def _end_cancelled(self) -> None:
         """End what has come back from a host that was asked to cancel it."""
-        for id in [id for id in self._cancelled if id in self._requests.unplaced]:
-            self._end(self._requests.unplaced[id], "cancelled", self._cancelled[id])
+        for id in [id for id in self._cancel_reasons if id in self._requests.unplaced]:
+            self._end(self._requests.unplaced[id], "cancelled", self._cancel_reasons[id])
 
     def _end_unplaced(self) -> None:
         for seq in list(self._requests.unplaced.values()):
@@ -446,11 +447,11 @@ class Cluster:
 
     def _emit(self, event: Event) -> None:
         if type(event) is Tokens:  # most are, and nothing follows from them
-            own = self._own.get(event.id)
+            own = self._request_listeners.get(event.id)
             if own is None or not getattr(own, "hears_tokens", True):
-                self._listeners.tell(event)
+                self._listeners.publish(event)
             else:
-                self._listeners.tell(event, own)
+                self._listeners.publish(event, own)
             return
         last = False
         if isinstance(event, Finished):
@@ -462,17 +463,17 @@ class Cluster:
             self._requests.take_back(event.request)
             self._requests.hold(event.request)
         elif isinstance(event, Transferred):
-            self._transfers.arrived(event.id)
+            self._transfers.end_transfer(event.id)
         # The router first: a listener may cancel, and effects must not be observed before their cause.
-        own = self._own.pop(event.id, None) if last else self._own.get(event.id)
-        self._listeners.tell(event, self._router.observe, *(() if own is None else (own,)))
+        own = self._request_listeners.pop(event.id, None) if last else self._request_listeners.get(event.id)
+        self._listeners.publish(event, self._router.observe, *(() if own is None else (own,)))
         if last or isinstance(event, Offered):
             self._scaling.ask_soon()
         if self._scaling.draining and isinstance(event, FREES_REPLICA):
             self._scaling.remove_empty_hosts()
         if not self._requests.unplaced:
             if last and not self._requests.placed:
-                self._completed.clear()  # how long it then has nothing to do says nothing of its speed
+                self._completion_times.clear()  # how long it then has nothing to do says nothing of its speed
                 self._empty.set()
         elif isinstance(event, FREES_PLACES):
             self._request_routing()
@@ -482,7 +483,7 @@ class Cluster:
     def _book_end(self, event: Finished) -> None:
         """A request has ended: with it its transfer, its place and its part of its tenant's share."""
         request = self._requests.remove(event.id)
-        self._cancelled.pop(event.id, None)
+        self._cancel_reasons.pop(event.id, None)
         if request is not None:
             self._transfers.end(request)
         if self._fair is not None:
@@ -491,15 +492,15 @@ class Cluster:
             )
         self.finished += 1
         if event.outcome == "completed":
-            self._completed.append(event.at)
+            self._completion_times.append(event.at)
 
     # ----------------------------------------------------------------- losses
 
-    def _lost(self, id: str, error: BaseException, requests: Sequence[Request]) -> None:
+    def _lose_host(self, id: str, error: BaseException, requests: Sequence[Request]) -> None:
         """A host is gone. What it served goes elsewhere, with what it had received; without another host it fails.
         What it was asked to cancel ends here."""
         log.error("replica %s is lost (%s); %d requests go elsewhere", id, error, len(requests))
-        self._gone.append(self.hosts.pop(id))
+        self._left_hosts.append(self.hosts.pop(id))
         now = self.clock.now()
         self._emit(Left(now, id))
         for request in requests:
@@ -513,14 +514,14 @@ class Cluster:
         for seq in list(self._requests.unplaced.values()):
             if (request := self._transfers.without_lost_kv(seq.request)) is not seq.request:
                 self._requests.hold(request)
-        for moving in self._transfers.involving(id):
+        for moving in self._transfers.transfers_of(id):
             if moving in self._transfers:  # a listener may have cancelled it
                 self._transfers.take_back(moving)
                 self._emit(Lost(now, moving, id))
         self._scaling.ask_soon()
         if self._scaling.is_open:
             self._request_routing()
-        elif self._scaling.adds or self.hosts:  # (those that drain take nothing)
+        elif self._scaling.can_add or self.hosts:  # (those that drain take nothing)
             self.clock.call_at(now + ALONE_S, PLAN, self._end_if_alone)
         else:
             self._give_up(f"no replica is left: {error}", error)
@@ -546,11 +547,11 @@ class Cluster:
         self.error = error
         self._why_dead = why
         self._scaling.stop_asking()
-        routing, self._routing = self._routing, True
+        routing, self._is_routing = self._is_routing, True
         self._end_cancelled()
         self.dead.set()
         self._end_unplaced()
-        self._routing = routing
+        self._is_routing = routing
 
 
 def retry_after(completed: Sequence[float], in_flight: int) -> float:

@@ -33,8 +33,8 @@ def prefill_only(path: str, choices: int, body: bytes) -> bytes:
             f"{what}: a fleet that prefills and decodes apart serves one choice of {' and '.join(DISAGGREGATED_PATHS)}"
         )
     for name in UNSUPPORTED_FIELDS:
-        asked = fields.get(name)
-        if asked is not None and asked is not False and (name, asked) != ("best_of", 1):
+        value = fields.get(name)
+        if value is not None and value is not False and (name, value) != ("best_of", 1):
             raise DisaggregationUnsupportedError(
                 f"{name}: leave it out, since a fleet that prefills and decodes apart cannot serve it"
             )
@@ -51,7 +51,7 @@ def with_kv(body: bytes, kv: KV) -> bytes:
 def kv_params_of(body: bytes) -> Mapping[str, Any] | None:
     """What a response says of that; None for one that says nothing."""
     try:
-        found = json.loads(body).get(KV_PARAMS_FIELD)
+        params = json.loads(body).get(KV_PARAMS_FIELD)
     except (ValueError, AttributeError):
         return None
-    return found if isinstance(found, dict) and found.get("do_remote_prefill") else None
+    return params if isinstance(params, dict) and params.get("do_remote_prefill") else None

@@ -38,24 +38,24 @@ class EventBus:
 
     def __init__(self) -> None:
         self._all: tuple[Listener, ...] = ()
-        self._of_tokens: tuple[Listener, ...] = ()  # of these, those that hear of tokens
-        self._failed: dict[str, tuple[int, float]] = {}  # by name: errors so far, and when one was last reported
+        self._token_listeners: tuple[Listener, ...] = ()  # of these, those that hear of tokens
+        self._failures: dict[str, tuple[int, float]] = {}  # by name: errors so far, and when one was last reported
 
     def add(self, listener: Listener) -> None:
         """A listener whose `hears_tokens` is False is told of everything else: most events are of tokens."""
         self._all += (listener,)
         if getattr(listener, "hears_tokens", True):
-            self._of_tokens += (listener,)
+            self._token_listeners += (listener,)
 
     @property
     def errors(self) -> dict[str, int]:
         """On how many events each listener failed."""
-        return {name: count for name, (count, _) in self._failed.items()}
+        return {name: count for name, (count, _) in self._failures.items()}
 
-    def tell(self, event: Event, *first: Listener) -> None:
+    def publish(self, event: Event, *first: Listener) -> None:
         """Tell `first`, in their order, and then every listener."""
-        heard = self._of_tokens if type(event) is Tokens else self._all
-        for listener in (*first, *heard) if first else heard:
+        listeners = self._token_listeners if type(event) is Tokens else self._all
+        for listener in (*first, *listeners) if first else listeners:
             try:
                 listener(event)
             except Exception as error:
@@ -73,10 +73,10 @@ class EventBus:
 
     def _report(self, name: str, at: float, message: str, error: Exception) -> None:
         """One more error of `name`, at time `at`."""
-        count, last = self._failed.get(name, (0, -inf))
-        due = at >= last + LOG_PAUSE_S
-        self._failed[name] = (count + 1, at if due else last)
-        if not due:
+        count, last = self._failures.get(name, (0, -inf))
+        is_due = at >= last + LOG_PAUSE_S
+        self._failures[name] = (count + 1, at if is_due else last)
+        if not is_due:
             return
         try:
             loop = asyncio.get_running_loop()

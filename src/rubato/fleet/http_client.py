@@ -143,7 +143,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._in_head = 0
         self.transport.write(raw)
         try:
-            await reply.begun
+            await reply.head_ready
         except BaseException:
             self.abort()
             raise
@@ -154,10 +154,10 @@ class _Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, size: int) -> None:
         reply = self._reply
-        if reply is None or reply.complete:
+        if reply is None or reply.is_complete:
             self.abort()  # nothing was asked
             return
-        reply.heard()
+        reply.note_activity()
         try:
             self._parser.feed_data(self._buffer[:size])
         except (HttpParserError, HttpParserUpgrade):
@@ -178,12 +178,12 @@ class _Connection(asyncio.BufferedProtocol):
         if self._reply is None:
             if self in self._pool:
                 self._pool.remove(self)
-        elif not self._reply.complete:
+        elif not self._reply.is_complete:
             self._reply.lose(error)
 
-    def response_complete(self, keeps: bool) -> None:
+    def response_complete(self, keep_alive: bool) -> None:
         """keeps: another request may be sent."""
-        if keeps and not self.transport.is_closing():
+        if keep_alive and not self.transport.is_closing():
             self.transport.resume_reading()
             self._reply = None
             self.idle_since = asyncio.get_running_loop().time()
@@ -199,8 +199,9 @@ class _Reply:
     """A response (`upstream.Reply`), and what its parser calls."""
 
     __slots__ = (
-        "_buffered", "_connection", "_error", "_framed", "_heard_at", "_is_paused", "_is_working", "_loop", "_news",
-        "_no_body", "_parts", "_sink", "_timer", "_watcher", "begun", "complete", "has_body_part", "headers", "status",
+        "_active_at", "_buffered", "_connection", "_error", "_is_framed", "_is_paused", "_is_working", "_loop",
+        "_news", "_no_body", "_parts", "_silence_timer", "_sink", "_timer", "has_body_part", "head_ready", "headers",
+        "is_complete", "status",
     )  # fmt: skip
 
     def __init__(
@@ -209,12 +210,12 @@ class _Reply:
         loop = asyncio.get_running_loop()
         self.status = 0
         self.headers: list[tuple[str, str]] = []
-        self.begun: asyncio.Future[None] = loop.create_future()
-        self.complete = False
+        self.head_ready: asyncio.Future[None] = loop.create_future()
+        self.is_complete = False
         self.has_body_part = False
         self._connection = connection
         self._no_body = no_body
-        self._framed = False  # its head says where the body ends
+        self._is_framed = False  # its head says where the body ends
         self._sink: Callable[[bytes], None] | None = None
         self._parts: deque[bytes] = deque()
         self._buffered = 0
@@ -222,9 +223,9 @@ class _Reply:
         self._news: asyncio.Future[None] | None = None
         self._timer = None if deadline is None else loop.call_at(deadline, self._expire)
         self._loop, self._is_working = loop, is_working
-        self._heard_at = loop.time()
+        self._active_at = loop.time()
         self._is_paused = False
-        self._watcher = loop.call_at(self._heard_at + MAX_SILENCE_S, self._look_for_silence)
+        self._silence_timer = loop.call_at(self._active_at + MAX_SILENCE_S, self._check_silence)
 
     # ----------------------------------------------------------------- for who asked
 
@@ -232,7 +233,7 @@ class _Reply:
         while not self._parts:
             if self._error is not None:
                 raise self._error
-            if self.complete:
+            if self.is_complete:
                 return b""
             await self._wait()
         part = self._parts.popleft()
@@ -247,25 +248,25 @@ class _Reply:
         self._buffered = 0
         self._sink = sink
         self.resume()
-        while not self.complete and self._error is None:
+        while not self.is_complete and self._error is None:
             await self._wait()
         if self._error is not None:
             raise self._error
 
     def pause(self) -> None:
         self._is_paused = True
-        if not self.complete and not self._connection.transport.is_closing():
+        if not self.is_complete and not self._connection.transport.is_closing():
             self._connection.transport.pause_reading()
 
     def resume(self) -> None:
         if self._is_paused:
             self._is_paused = False
-            self.heard()  # nothing could be
-        if not self.complete and not self._connection.transport.is_closing():
+            self.note_activity()  # nothing could be
+        if not self.is_complete and not self._connection.transport.is_closing():
             self._connection.transport.resume_reading()
 
     def close(self) -> None:
-        if not self.complete:
+        if not self.is_complete:
             self.fail(UpstreamError("it was given up"))
 
     async def _wait(self) -> None:
@@ -275,59 +276,59 @@ class _Reply:
     # ----------------------------------------------------------------- for the connection
 
     def fail(self, error: Exception) -> None:
-        if self.complete or self._error is not None:
+        if self.is_complete or self._error is not None:
             return
         self._error = error
-        self._over()
-        if not self.begun.done():
-            self.begun.set_exception(error)
+        self._stop_timers()
+        if not self.head_ready.done():
+            self.head_ready.set_exception(error)
         self._connection.abort()
 
     def lose(self, error: Exception | None) -> None:
         """The connection is gone."""
         why = "the server closed the connection" if error is None else connection_failure(error)
-        if not self.begun.done():
+        if not self.head_ready.done():
             self.fail(_ClosedError(why))
-        elif error is None and not self._framed:
-            self._complete(keeps=False)
+        elif error is None and not self._is_framed:
+            self._finish(keep_alive=False)
         else:
             self.fail(BrokenError(why))
 
-    def heard(self) -> None:
-        self._heard_at = self._loop.time()
+    def note_activity(self) -> None:
+        self._active_at = self._loop.time()
 
-    def _look_for_silence(self) -> None:
+    def _check_silence(self) -> None:
         """One timer for a response, whatever number of parts it has."""
         if self._is_paused or self._is_working():
-            self.heard()
-        if self._loop.time() < (at := self._heard_at + MAX_SILENCE_S):
-            self._watcher = self._loop.call_at(at, self._look_for_silence)
+            self.note_activity()
+        if self._loop.time() < (at := self._active_at + MAX_SILENCE_S):
+            self._silence_timer = self._loop.call_at(at, self._check_silence)
         else:
             self._expire()
 
     def _expire(self) -> None:
         self.fail(UpstreamError(connection_failure(TimeoutError())))
 
-    def _over(self) -> None:
-        self._watcher.cancel()
+    def _stop_timers(self) -> None:
+        self._silence_timer.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        self._tell()
+        self._wake_reader()
 
-    def _tell(self) -> None:
+    def _wake_reader(self) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    def _complete(self, keeps: bool) -> None:
-        if not self.complete and self._error is None:
-            self.complete = True
-            self._over()
-            self._connection.response_complete(keeps)
+    def _finish(self, keep_alive: bool) -> None:
+        if not self.is_complete and self._error is None:
+            self.is_complete = True
+            self._stop_timers()
+            self._connection.response_complete(keep_alive)
 
     # ----------------------------------------------------------------- for the parser
 
     def on_message_begin(self) -> None:
-        if self.complete:
+        if self.is_complete:
             self._connection.abort()  # a second answer to one request
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -341,15 +342,15 @@ class _Reply:
             return
         self.status = status
         names = dict(self.headers)
-        self._framed = "content-length" in names or "transfer-encoding" in names
-        if not self.begun.done():
-            self.begun.set_result(None)
+        self._is_framed = "content-length" in names or "transfer-encoding" in names
+        if not self.head_ready.done():
+            self.head_ready.set_result(None)
         if self._no_body:
-            self._complete(keeps=False)
+            self._finish(keep_alive=False)
 
     def on_body(self, data: bytes) -> None:
         self.has_body_part = True
-        if self.complete:
+        if self.is_complete:
             return
         if self._sink is not None:
             try:
@@ -361,8 +362,8 @@ class _Reply:
         self._buffered += len(data)
         if self._buffered > MAX_BUFFERED_BYTES:
             self.pause()
-        self._tell()
+        self._wake_reader()
 
     def on_message_complete(self) -> None:
         if self.status:
-            self._complete(keeps=self._connection._parser.should_keep_alive())
+            self._finish(keep_alive=self._connection._parser.should_keep_alive())

@@ -83,13 +83,13 @@ class LocalHost:
         self._options = options
         self._step_timeout = step_timeout
         self._emit = emit
-        self._lost = lost
+        self._lose_host = lost
         self._outbox: list[Event] = []
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._failures = 0
-        self._unobserved: RuntimeError | None = None  # of the scheduler's `observe`: the next step raises it
-        self._restarting = False
+        self._observe_error: RuntimeError | None = None  # of the scheduler's `observe`: the next step raises it
+        self._is_restarting = False
         self._task: asyncio.Task[None] | None = None
 
     # ----------------------------------------------------------------- Host
@@ -101,46 +101,46 @@ class LocalHost:
 
     def submit(self, request: Request) -> None:
         """Queue a request; it ends in exactly one Finished, also when the engine will not take it."""
-        replica = self._started()
+        replica = self._started_replica()
         now = self.clock.now()
         events = replica.submit(request, now)
         if not events and self.error is not None:
             events = replica.cancel(request.id, now, f"replica {self.id} is dead: {self.error}", "failed")
-        elif not events and not self._restarting:
+        elif not events and not self._is_restarting:
             events = self._add(replica, request)
-        self._tell(events)
+        self._publish(events)
 
     def cancel(self, id: str, reason: str) -> None:
-        self._tell(self._started().cancel(id, self.clock.now(), reason))
+        self._publish(self._started_replica().cancel(id, self.clock.now(), reason))
 
     def resume(self, id: str) -> None:
-        self._tell(self._started().resume(id, self.clock.now()))
+        self._publish(self._started_replica().resume(id, self.clock.now()))
 
     def view(self) -> View:
-        return self._started().view(self.clock.now())
+        return self._started_replica().view(self.clock.now())
 
     def assign(self, role: Role) -> None:
-        self._started().role = role
+        self._started_replica().role = role
         self._wake.set()
 
     def recall(self, kind: Recall) -> None:
-        if handoff.recall(self._started(), kind):
+        if handoff.recall(self._started_replica(), kind):
             self._wake.set()
 
     def reserve(self, request: Request) -> bool:
         """Hold KV for a request that another host sends. A request that it refuses for good ends soon after."""
-        replica = self._started()
+        replica = self._started_replica()
         events = None if self.error is not None else handoff.reserve(replica, request, self.clock.now())
         if events is None:
             return False
-        if not events and not self._restarting:
+        if not events and not self._is_restarting:
             events = self._add(replica, request)
         self._outbox += events
         self._wake.set()
         return True
 
     async def transfer(self, id: str, to: Host) -> None:
-        seq = self._started().leaving.get(id)
+        seq = self._started_replica().leaving.get(id)
         if seq is None:
             raise TransferError(f"replica {self.id} has no KV of request {id!r} any more")
         kv = await self.engine.export_kv(tuple(seq.block_ids), seq.cached)
@@ -148,20 +148,20 @@ class LocalHost:
         self.release(id)
 
     async def receive(self, id: str, kv: KV) -> None:
-        replica = self._started()
+        replica = self._started_replica()
         seq = replica.arriving.get(id)
         if seq is not None:
             await self.engine.import_kv(tuple(seq.block_ids), kv)
         if seq is None or replica.arriving.get(id) is not seq:
             raise TransferError(f"replica {self.id} expects no KV of request {id!r} any more")
-        self._tell(handoff.arrive(replica, id, kv.size, self.clock.now()))
+        self._publish(handoff.arrive(replica, id, kv.size, self.clock.now()))
 
     def release(self, id: str) -> None:
-        if handoff.release(self._started(), id):
+        if handoff.release(self._started_replica(), id):
             self._wake.set()
 
     async def drain(self) -> None:
-        while not self._started().empty and self.error is None:
+        while not self._started_replica().empty and self.error is None:
             self._idle.clear()
             await self._idle.wait()
 
@@ -190,9 +190,9 @@ class LocalHost:
     async def _step(self, replica: Replica) -> None:
         await self.clock.settle()
         self._wake.clear()  # the plan is made with all that has come
-        if self._unobserved is not None:
-            raise self._unobserved
-        self._forget(replica)
+        if self._observe_error is not None:
+            raise self._observe_error
+        self._forget_gone(replica)
         began = self.clock.now()
         self._outbox += handoff.hand_back(replica, began)
         plan = Plan() if replica.idle else self.scheduler.plan(replica.view(self.clock.now()))
@@ -207,24 +207,24 @@ class LocalHost:
         running = asyncio.ensure_future(self.engine.execute(batch))
         await asyncio.sleep(0)  # the engine starts before clients are written to
         self._flush()
-        result = await self._in_time(running, f"a step of {batch.shape.tokens} tokens", predicted)
+        result = await self._wait_for(running, f"a step of {batch.shape.tokens} tokens", predicted)
         # The outbox after the wait, not before it. What a step takes is what a client waits for: planning, the way
         # to the engine's thread and back included, not only the engine's own time.
         self._commit(replica, batch, replace(result, seconds=self.clock.now() - began))
-        if self._unobserved is None:
+        if self._observe_error is None:
             self._failures = 0
 
-    async def _in_time(self, work: asyncio.Future[T], what: str, predicted: float = 0.0) -> T:
+    async def _wait_for(self, work: asyncio.Future[T], what: str, predicted: float = 0.0) -> T:
         """Its result. Raises StepTimeoutError when it takes longer than it ever should."""
         if self._step_timeout is None:
             return await work
-        limit = left = self._step_timeout + MAX_STEP_SLOWDOWN * predicted
+        limit = seconds_left = self._step_timeout + MAX_STEP_SLOWDOWN * predicted
         try:
             # Counted in waits, not read from a clock: a process that was itself stopped, as a virtual machine may be
             # for minutes, has not waited meanwhile.
-            while left > 0.0 and not work.done():
-                await asyncio.wait({work}, timeout=min(TICK_S, left))
-                left -= TICK_S
+            while seconds_left > 0.0 and not work.done():
+                await asyncio.wait({work}, timeout=min(TICK_S, seconds_left))
+                seconds_left -= TICK_S
         finally:
             work.cancel()
         if work.done() and not work.cancelled():
@@ -240,7 +240,7 @@ class LocalHost:
 
     async def _wait(self, until: float | None) -> None:
         """Until something is submitted or cancelled, or `until` comes."""
-        if self._started().empty:
+        if self._started_replica().empty:
             self._idle.set()
         timer = None if until is None else self.clock.call_at(until, PLAN, self._wake.set)
         try:
@@ -258,7 +258,7 @@ class LocalHost:
         try:
             self._outbox += replica.fail(self.clock.now(), f"{type(error).__name__}: {error}")
             self._flush()
-            self._unobserved = None
+            self._observe_error = None
             if isinstance(error, StepTimeoutError):
                 raise error  # its thread or device is still in that step: beginning afresh would hang, too
             if self._failures >= MAX_FAILED_STEPS:
@@ -272,15 +272,15 @@ class LocalHost:
             self._outbox += replica.fail(self.clock.now(), f"replica {self.id} is dead: {fatal}")
             self._flush()
             self._idle.set()
-            self._lost(self.id, fatal, ())
+            self._lose_host(self.id, fatal, ())
 
     async def _restart(self, replica: Replica) -> None:
         """A fresh engine that knows what was submitted meanwhile, and nothing else."""
-        self._restarting = True
+        self._is_restarting = True
         try:
-            await self._in_time(asyncio.ensure_future(self.engine.start()), "its start after a failed step")
+            await self._wait_for(asyncio.ensure_future(self.engine.start()), "its start after a failed step")
         finally:
-            self._restarting = False
+            self._is_restarting = False
         replica.gone()
         for seq in [*replica.waiting, *replica.arriving.values(), *replica.running.values()]:
             self._outbox += self._add(replica, seq.request)
@@ -288,7 +288,7 @@ class LocalHost:
     # ----------------------------------------------------------------- parts
 
     def _add(self, replica: Replica, request: Request) -> list[Event]:
-        self._forget(replica)  # a request may come back that the engine still has from when it was handed off
+        self._forget_gone(replica)  # a request may come back that the engine still has from when it was handed off
         try:
             self.engine.add(request)
         except ValueError as error:
@@ -299,12 +299,12 @@ class LocalHost:
             return replica.cancel(request.id, self.clock.now(), why, "failed")
         return []
 
-    def _forget(self, replica: Replica) -> None:
+    def _forget_gone(self, replica: Replica) -> None:
         ids = replica.gone()
         if ids:
             self.engine.forget(ids)
 
-    def _tell(self, events: Sequence[Event]) -> None:
+    def _publish(self, events: Sequence[Event]) -> None:
         """Publish the events of a call from outside, after those still unpublished, and wake the loop."""
         self._outbox += events
         if events:
@@ -321,11 +321,11 @@ class LocalHost:
                 self.scheduler.observe(events)
             except Exception as error:  # not raised here: a client that leaves, or a peer's KV, is not to pay for it
                 why = f"policy {self.policy!r} failed to observe: {type(error).__name__}: {error}"
-                self._unobserved = RuntimeError(why)
-                self._unobserved.__cause__ = error
+                self._observe_error = RuntimeError(why)
+                self._observe_error.__cause__ = error
                 self._wake.set()
 
-    def _started(self) -> Replica:
+    def _started_replica(self) -> Replica:
         if self.replica is None:
             raise RuntimeError(f"host {self.id!r} is not started: await start() first")
         return self.replica

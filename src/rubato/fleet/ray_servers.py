@@ -210,16 +210,16 @@ class RayServers:
         self._key = key
         self._profile, self._step_timeout = profile, step_timeout
         self._replicas: dict[str, RayServerReplica] = {}
-        self.alike = HomogeneityCheck(options.choice.policy)
+        self.homogeneity = HomogeneityCheck(options.choice.policy)
 
     def routed_by(self, router: Router) -> Router:
         """A router that places requests at servers that have their model."""
-        return self.alike.models.placed_by(router, self._trips, lambda id: self._replicas[id].url)
+        return self.homogeneity.models.placed_by(router, self._trips, lambda id: self._replicas[id].url)
 
     def host(self, id: str, emit: Listener, lost: HostLost) -> RayServerReplica:
         """One of the fleet, from its start on or later."""
         for gone in [replica for replica in self._replicas.values() if replica.is_gone]:
-            self.alike.models.forget(gone.url)
+            self.homogeneity.models.forget(gone.url)
             del self._replicas[gone.id]
         server = HttpServer("")  # until it has started
 
@@ -228,22 +228,24 @@ class RayServers:
         async def open_link() -> Link | None:
             nonlocal models
             models = await server_probe.ready_models(server.url, server, self._key)
-            self.alike.check_models(server.url, models)
+            self.homogeneity.check_models(server.url, models)
             address = await server_probe.link_address(server.url, server, self._key)
             return None if address is None else ZmqLink(address)
 
-        async def about(told: CoreAbout | None) -> ServerAbout:
-            found = await server_probe.about(server.url, server, told, self._profile(), models, self.alike.models.main)
-            self.alike.check(server.url, found)
+        async def about(core: CoreAbout | None) -> ServerAbout:
+            found = await server_probe.about(
+                server.url, server, core, self._profile(), models, self.homogeneity.models.main
+            )
+            self.homogeneity.check(server.url, found)
             return found
 
         async def read_models() -> None:
             found = await server_probe.models(server.url, server, self._key, server_probe.MODELS_ANSWER_S)
-            self.alike.models.read(server.url, found)
+            self.homogeneity.models.read(server.url, found)
 
-        asked: Callable[[CoreAbout | None], Coroutine[Any, Any, ServerAbout]] = about
+        ask_about: Callable[[CoreAbout | None], Coroutine[Any, Any, ServerAbout]] = about
         replica = self._replicas[id] = RayServerReplica(
-            id, self._clock, command=self._command, resources=self._resources, server=server, about=asked,
+            id, self._clock, command=self._command, resources=self._resources, server=server, about=ask_about,
             link=open_link, trips=self._trips, emit=emit, lost=lost, options=self._options.replica,
             step_timeout=self._step_timeout,
             read_models=read_models,

@@ -60,9 +60,9 @@ class RequestTable:
         """It is at no replica any more; None if it was at none."""
         _, request = self.placed.pop(id, (None, None))
         if request is not None and request.group in self.groups:
-            _, left = self.groups[request.group]
-            left.discard(id)
-            if not left:
+            _, remaining = self.groups[request.group]
+            remaining.discard(id)
+            if not remaining:
                 del self.groups[request.group]
         return request
 

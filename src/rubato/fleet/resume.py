@@ -35,27 +35,27 @@ class StreamSoFar:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._kept: list[bytes] | None = [] if path in (CHAT, TEXT) else None
+        self._events: list[bytes] | None = [] if path in (CHAT, TEXT) else None
         self._bytes = 0
         self._first: dict[str, Any] = {}  # the first chunk
         self.received = 0
 
     def keep(self, data: bytes) -> None:
         """Whole events that went to the client."""
-        if self._kept is None:
+        if self._events is None:
             return
         self._bytes += len(data)
         if self._bytes > MAX_KEPT_BYTES:
-            self._kept = None
+            self._events = None
         else:
-            self._kept.append(data)
+            self._events.append(data)
 
     def text(self) -> str:
         """The text that has come. Raises NotResumableError for a stream in which something else came."""
-        if self._kept is None:
+        if self._events is None:
             raise NotResumableError(f"a response of {self._path}, or one so long, cannot be continued elsewhere")
         parts: list[str] = []
-        for event in EventSplitter().feed(b"".join(self._kept)):
+        for event in EventSplitter().feed(b"".join(self._events)):
             if (data := read_event(event).data) is None:
                 continue
             fields = loads(data)
@@ -63,10 +63,12 @@ class StreamSoFar:
                 raise NotResumableError("something came in it that is not read here")
             self._first = self._first or fields
             for choice in fields.get("choices") or ():
-                said = {**choice, **(choice.get("delta") or {})}
-                if other := [name for name, value in said.items() if value and name not in TEXT_CHOICE_FIELDS]:
+                parts_of_choice = {**choice, **(choice.get("delta") or {})}
+                if other := [
+                    name for name, value in parts_of_choice.items() if value and name not in TEXT_CHOICE_FIELDS
+                ]:
                     raise NotResumableError(f"a response with {other[0]!r} stays where it is: it is more than text")
-                text = said.get("content" if self._path == CHAT else "text") or ""
+                text = parts_of_choice.get("content" if self._path == CHAT else "text") or ""
                 if not isinstance(text, str):
                     raise NotResumableError("its text is not read here")
                 parts.append(text)
@@ -94,8 +96,8 @@ class StreamSoFar:
                 if limit <= received:
                     raise NotResumableError("all its tokens had come, and only its end had not")
                 fields[name] = limit - received
-        if isinstance(least := fields.get("min_tokens"), int):
-            fields["min_tokens"] = max(0, least - received)
+        if isinstance(min_tokens := fields.get("min_tokens"), int):
+            fields["min_tokens"] = max(0, min_tokens - received)
         if self._path == CHAT:
             more["messages"] = [*fields["messages"], {"role": "assistant", "content": text}]
             more |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -106,9 +108,9 @@ class StreamSoFar:
     def rewrite(self, data: bytes) -> bytes:
         """Whole events of another server's response as if they were of the first: its id, no second role, the counts
         of both."""
-        return b"".join([self._as_before(event) for event in EventSplitter().feed(data)])
+        return b"".join([self._rewrite_event(event) for event in EventSplitter().feed(data)])
 
-    def _as_before(self, event: bytes) -> bytes:
+    def _rewrite_event(self, event: bytes) -> bytes:
         fields = loads(read_event(event).data or b"")
         if not isinstance(fields, dict):
             return event

@@ -28,10 +28,10 @@ class RouterCalls:
     ValueError for a router that wants what there is not."""
 
     def __init__(self, router: Router) -> None:
-        decides = router
-        while isinstance(decides, PrefixAffinity | Candidates):
-            decides = decides.inner
-        self.policy = type(decides).__module__.removeprefix("rubato.policies.").removeprefix("rubato policy ")
+        policy_router = router
+        while isinstance(policy_router, PrefixAffinity | Candidates):
+            policy_router = policy_router.inner
+        self.policy = type(policy_router).__module__.removeprefix("rubato.policies.").removeprefix("rubato policy ")
         wants: object = getattr(router, "wants", frozenset())
         if not isinstance(wants, frozenset):
             raise ValueError(f"router {self.policy!r}: `wants` is {wants!r}: give a frozenset")

@@ -47,14 +47,14 @@ class FleetScaling:
         self._check = check
         self._emit = emit
         self._joined = joined
-        self._made = len(hosts)
+        self._host_count = len(hosts)
         self._joining: dict[str, tuple[Host, Handle]] = {}  # starting
         self._timer: Handle | None = None
-        self._soon: Handle | None = None
-        self._not_before = 0.0  # when a replica may be started again
+        self._next_ask: Handle | None = None
+        self._next_start_at = 0.0  # when a replica may be started again
 
     @property
-    def adds(self) -> bool:
+    def can_add(self) -> bool:
         """Whether replicas may come."""
         return self._autoscaler is not None
 
@@ -70,23 +70,23 @@ class FleetScaling:
     def views_to_route(self, now: float) -> list[View]:
         """The same, without those that rest; none where these are all of a phase, which a router would think gone."""
         hosts = [host for id, host in self._hosts.items() if id not in self.draining]
-        if not (resting := self._resting(hosts, now)):
+        if not (cooling := self._cooling_down(hosts, now)):
             return [host.view() for host in hosts]
-        views = [host.view() for host in hosts if host not in resting]
-        phases = {host.view().role.phase for host in resting}
+        views = [host.view() for host in hosts if host not in cooling]
+        phases = {host.view().role.phase for host in cooling}
         return views if phases <= {view.role.phase for view in views} else []
 
-    def _resting(self, hosts: list[Host], now: float) -> list[Host]:
+    def _cooling_down(self, hosts: list[Host], now: float) -> list[Host]:
         """Those that are given nothing for now, for what requests say of them: at most half of the fleet, by then the
         requests are to blame."""
-        resting = sorted([host for host in hosts if host.cooldown_until > now], key=lambda host: -host.cooldown_until)
-        return resting[: len(hosts) // 2]
+        cooling = sorted([host for host in hosts if host.cooldown_until > now], key=lambda host: -host.cooldown_until)
+        return cooling[: len(hosts) // 2]
 
     def first_cooldown_end(self) -> float | None:
         """When the first of the hosts that rest, and take requests, has rested; None where none takes requests."""
         now = self._clock.now()
         hosts = [host for id, host in self._hosts.items() if id not in self.draining]
-        return min([host.cooldown_until for host in self._resting(hosts, now)], default=None)
+        return min([host.cooldown_until for host in self._cooling_down(hosts, now)], default=None)
 
     def drain(self, id: str) -> None:
         """The host takes nothing more and leaves when empty; its waiting requests come back where hosts can recall.
@@ -106,13 +106,13 @@ class FleetScaling:
 
     def _add(self, make: Callable[[str], Host]) -> None:
         """Start a further host, which serves once it has started."""
-        id = f"r{self._made}"
-        self._made += 1
+        id = f"r{self._host_count}"
+        self._host_count += 1
         host = make(id)
         self._joining[id] = (host, self._clock.spawn(self._join(host), f"start of replica {id}"))
 
     async def _join(self, host: Host) -> None:
-        asked = self._clock.now()
+        asked_at = self._clock.now()
         try:
             await host.start()
             self._check(host)
@@ -121,13 +121,13 @@ class FleetScaling:
                 "replica %s did not start; another is tried in %.0f s at the earliest", host.id, START_RETRY_S
             )
             self._clock.spawn(host.close(), f"end of replica {host.id}, which did not start")
-            self._not_before = self._clock.now() + START_RETRY_S
+            self._next_start_at = self._clock.now() + START_RETRY_S
             return
         finally:
             self._joining.pop(host.id, None)
         self._hosts[host.id] = host
         now = self._clock.now()
-        self._emit(Joined(now, host.id, now - asked))
+        self._emit(Joined(now, host.id, now - asked_at))
         self._joined()
 
     def remove_empty_hosts(self) -> None:
@@ -145,21 +145,21 @@ class FleetScaling:
 
     def ask_soon(self) -> None:
         """Ask the autoscaler once, after all else that happens at this instant."""
-        if self._autoscaler is not None and self._soon is None:
-            self._soon = self._clock.call_at(self._clock.now(), SCALE, self._ask)
+        if self._autoscaler is not None and self._next_ask is None:
+            self._next_ask = self._clock.call_at(self._clock.now(), SCALE, self._ask)
 
     def _ask(self) -> None:
         """Do what the autoscaler wants; if it fails, that is logged, and the fleet stays as it is."""
-        self._soon = None
+        self._next_ask = None
         if self._autoscaler is None or self._make is None:
             return
         unplaced = list(self._requests.unplaced.values())
         try:
             now = self._clock.now()
-            wanted = self._autoscaler.scale(unplaced, self.open_views(), len(self._joining), now)
-            for _ in range(wanted.add if now >= self._not_before else 0):
+            scaling = self._autoscaler.scale(unplaced, self.open_views(), len(self._joining), now)
+            for _ in range(scaling.add if now >= self._next_start_at else 0):
                 self._add(self._make)
-            for id in wanted.drain:
+            for id in scaling.drain:
                 self.drain(id)
         except Exception:
             log.exception("the autoscaler failed; the fleet stays as it is")
@@ -167,13 +167,13 @@ class FleetScaling:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if wanted.wake_at is not None:
-            self._timer = self._clock.call_at(wanted.wake_at, SCALE, self._ask)
+        if scaling.wake_at is not None:
+            self._timer = self._clock.call_at(scaling.wake_at, SCALE, self._ask)
 
     def stop_asking(self) -> None:
         """The autoscaler is asked no more."""
         self._autoscaler = None
-        for timer in (self._timer, self._soon):
+        for timer in (self._timer, self._next_ask):
             if timer is not None:
                 timer.cancel()
 

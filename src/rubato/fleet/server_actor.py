@@ -66,7 +66,7 @@ class ServerActor:
         self._guard: asyncio.subprocess.Process | None = None
         self._pid = 0
         self._tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
-        self._ended: asyncio.Task[str] | None = None
+        self._end: asyncio.Task[str] | None = None
         self._log: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -85,23 +85,23 @@ class ServerActor:
         assert guard.stdout is not None
         assert guard.stderr is not None
         self._log = asyncio.create_task(self._read_log(guard.stderr))
-        self._ended = asyncio.create_task(self._until_ended(guard.stdout))
+        self._end = asyncio.create_task(self._wait_until_ended(guard.stdout))
         url = f"http://{host_in_url(self._host)}:{port}"
-        serves = asyncio.create_task(self._until_it_serves(url))
+        serves = asyncio.create_task(self._wait_until_ready(url))
         done, _ = await asyncio.wait(
-            {serves, self._ended}, timeout=self._command.start_seconds, return_when=asyncio.FIRST_COMPLETED
+            {serves, self._end}, timeout=self._command.start_seconds, return_when=asyncio.FIRST_COMPLETED
         )
         serves.cancel()
-        if self._ended in done:
-            return ServerStart(why=self._ended.result())
+        if self._end in done:
+            return ServerStart(why=self._end.result())
         if not done:
             return ServerStart(why=self._with_log_tail(f"it does not serve after {self._command.start_seconds:g} s"))
         return ServerStart(url, "", self._pid, os.getpid(), socket.gethostname())
 
     async def wait(self) -> str:
         """Until the server has ended by itself: how."""
-        assert self._ended is not None, "it was started"
-        return await asyncio.shield(self._ended)
+        assert self._end is not None, "it was started"
+        return await asyncio.shield(self._end)
 
     async def tail(self) -> str:
         """The last lines of its log."""
@@ -109,15 +109,15 @@ class ServerActor:
 
     async def close(self) -> None:
         """End the server and all its descendants; returns when they have ended."""
-        if self._guard is None or self._ended is None:
+        if self._guard is None or self._end is None:
             return
         assert self._guard.stdin is not None
         self._guard.stdin.close()
-        await asyncio.shield(self._ended)
+        await asyncio.shield(self._end)
 
     # ----------------------------------------------------------------- parts
 
-    async def _until_it_serves(self, url: str) -> None:
+    async def _wait_until_ready(self, url: str) -> None:
         async with HttpServer(url) as server:
             while True:
                 with contextlib.suppress(UpstreamError):
@@ -125,14 +125,14 @@ class ServerActor:
                         return
                 await asyncio.sleep(HEALTH_RETRY_S)
 
-    async def _until_ended(self, said: asyncio.StreamReader) -> str:
+    async def _wait_until_ended(self, guard_output: asyncio.StreamReader) -> str:
         """Hear the guard until the end: how it was."""
-        while line := (await said.readline()).decode(errors="replace").strip():
+        while line := (await guard_output.readline()).decode(errors="replace").strip():
             what, _, rest = line.partition(" ")
             if what == "started":
                 self._pid = int(rest)
             elif what == "ended":
-                await self._rest_of_log()
+                await self._read_rest_of_log()
                 return self._with_log_tail("it ended" + ("" if rest == "None" else f" with status {rest}"))
             else:
                 return f"its command cannot be run: {rest}"
@@ -141,11 +141,11 @@ class ServerActor:
                 os.killpg(self._pid, signal.SIGKILL)
         return self._with_log_tail("its guard was killed")
 
-    async def _read_log(self, written: asyncio.StreamReader) -> None:
+    async def _read_log(self, log_output: asyncio.StreamReader) -> None:
         """Keep the last lines, and pass all on to Ray's log of this actor."""
         while True:
             try:
-                raw = await written.readline()
+                raw = await log_output.readline()
             except ValueError:  # a line too long for the reader, which drops it
                 continue
             if not raw:
@@ -154,7 +154,7 @@ class ServerActor:
             self._tail.append(line)
             print(line, flush=True)
 
-    async def _rest_of_log(self) -> None:
+    async def _read_rest_of_log(self) -> None:
         if self._log is not None:
             await asyncio.wait({self._log}, timeout=1.0)
 

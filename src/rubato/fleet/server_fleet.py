@@ -52,14 +52,14 @@ class WaitForLost:
     """An `Autoscaler` that wants a replica for each server: one that is lost is waited for. unused: how many servers
     have none."""
 
-    unused: Callable[[], int]
+    unused_count: Callable[[], int]
 
     def observe(self, events: Sequence[Event]) -> None:
         """The views say it all."""
 
     def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
-        unused = self.unused()
-        return Scaling(add=unused, wake_at=now + RECHECK_S if unused else None)  # a start may fail
+        unused_count = self.unused_count()
+        return Scaling(add=unused_count, wake_at=now + RECHECK_S if unused_count else None)  # a start may fail
 
 
 class HomogeneityCheck:
@@ -67,9 +67,9 @@ class HomogeneityCheck:
     servers, where they are known."""
 
     def __init__(self, policy: str, urls: Iterable[str] = ()) -> None:
-        self.known: ServerAbout | None = None
+        self.first_server: ServerAbout | None = None
         self.models = ServedModels(urls)
-        self._first = ""  # its address
+        self._first_url = ""  # its address
         self._policy = policy
 
     def check_models(self, url: str, models: Models) -> None:
@@ -80,24 +80,24 @@ class HomogeneityCheck:
             raise ValueError(f"server {url} lists the models {', '.join(models):.200}, and not the fleet's, {main!r}")
         self.models.read(url, models)
 
-    def check(self, url: str, found: ServerAbout) -> None:
+    def check(self, url: str, about_server: ServerAbout) -> None:
         """Raises UnlikeServerError for a server of another vLLM version, or another policy, than the first server."""
-        if self.known is None:
-            self.known, self._first = found, url
-        first = self.known
+        if self.first_server is None:
+            self.first_server, self._first_url = about_server, url
+        first = self.first_server
         for what, ours, theirs in (
-            ("vLLM", first.version, found.version),
-            ("policy", first.policy, found.policy),
+            ("vLLM", first.version, about_server.version),
+            ("policy", first.policy, about_server.policy),
         ):
             if ours and theirs and ours != theirs:
                 raise UnlikeServerError(
-                    f"server {url} has {what} {theirs!r}, and {self._first} {ours!r}: a gateway is for servers "
+                    f"server {url} has {what} {theirs!r}, and {self._first_url} {ours!r}: a gateway is for servers "
                     "that are alike; start another gateway for those"
                 )
-        if found.policy and found.policy != self._policy:
+        if about_server.policy and about_server.policy != self._policy:
             raise UnlikeServerError(
-                f"server {url} schedules by policy {found.policy!r}, and the gateway is to route for "
-                f"{self._policy!r}: give the gateway --policy {found.policy}, or start the server with "
+                f"server {url} schedules by policy {about_server.policy!r}, and the gateway is to route for "
+                f"{self._policy!r}: give the gateway --policy {about_server.policy}, or start the server with "
                 f"{self._policy!r}"
             )
 
@@ -127,24 +127,24 @@ class ServerFleet:
         self._needs: Set[str] = frozenset()  # of the router
         self._replicas: dict[str, ServerReplica] = {}  # the last one of each server, by its address
         self._urls: dict[str, str] = {}  # of the server of each replica
-        self.alike = HomogeneityCheck(options.choice.policy, [server.url for server in servers])
+        self.homogeneity = HomogeneityCheck(options.choice.policy, [server.url for server in servers])
 
-    def _unused(self) -> list[Server]:
+    def _unused_servers(self) -> list[Server]:
         """Servers that no replica has."""
         return [s for s in self._servers if s.url not in self._replicas or self._replicas[s.url].is_gone]
 
     @property
-    def unused(self) -> int:
-        return len(self._unused())
+    def unused_count(self) -> int:
+        return len(self._unused_servers())
 
-    async def look(self) -> int:
+    async def find_ready(self) -> int:
         """How many servers are ready; these come first from now on. Raises ValueError if none is."""
         upstreams = [self._transport(server.url) for server in self._servers]
-        asked = [
+        questions = [
             server_probe.ready_models(server.url, one, server.key)
             for server, one in zip(self._servers, upstreams, strict=True)
         ]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*questions, return_exceptions=True)
         for upstream in upstreams:
             await upstream.close()
         ready, errors = list[Server](), dict[str, BaseException]()
@@ -152,7 +152,7 @@ class ServerFleet:
             try:
                 if isinstance(answer, BaseException):
                     raise answer
-                self.alike.check_models(server.url, answer)
+                self.homogeneity.check_models(server.url, answer)
                 ready.append(server)
             except ValueError as error:
                 errors[server.url] = error
@@ -165,7 +165,7 @@ class ServerFleet:
         """A router that places requests at servers that have their model. A server that lacks what it needs is waited
         for from now on, where others serve already."""
         self._needs = router.needs
-        return self.alike.models.placed_by(router, self._trips, lambda id: self._urls[id])
+        return self.homogeneity.models.placed_by(router, self._trips, lambda id: self._urls[id])
 
     def host(self, id: str, emit: Listener, lost: HostLost) -> ServerReplica:
         """One of the fleet's first hosts: its server must be there."""
@@ -176,40 +176,40 @@ class ServerFleet:
         return self._host(id, emit, lost, wait_until_ready=True)
 
     def _host(self, id: str, emit: Listener, lost: HostLost, *, wait_until_ready: bool) -> ServerReplica:
-        server = self._unused()[0]
+        server = self._unused_servers()[0]
         upstream = self._transport(server.url)
         models: Models = {}
 
         async def open_link() -> Link | None:
             nonlocal models
             models = await server_probe.ready_models(server.url, upstream, server.key)
-            self.alike.check_models(server.url, models)
+            self.homogeneity.check_models(server.url, models)
             if self._link is None:
                 return None
             address = server.link or await server_probe.link_address(server.url, upstream, server.key)
             return None if address is None else self._link(address)
 
-        async def about(told: CoreAbout | None) -> ServerAbout:
+        async def about(core: CoreAbout | None) -> ServerAbout:
             profile = self._profile()
-            main = self.alike.models.main
-            found = await server_probe.about(server.url, upstream, told, profile, models, main)
-            self.alike.check(server.url, found)
-            if wait_until_ready and (missing := self._needs - found.supports):
+            main = self.homogeneity.models.main
+            about_server = await server_probe.about(server.url, upstream, core, profile, models, main)
+            self.homogeneity.check(server.url, about_server)
+            if wait_until_ready and (missing := self._needs - about_server.supports):
                 lacks = f"server {server.url} lacks {', '.join(sorted(missing))}, which the router needs"
                 raise ValueError(f"{lacks}: {cure(missing)}")
             log.info("replica %s is server %s", id, server.url)  # elsewhere it has its id alone: clients see that
-            if told is None:
+            if core is None:
                 choice, rule = self._options.choice, self._options.replica.slo_rule
                 plug_in: dict[str, object] = {"policy": choice.policy}
                 plug_in |= {"settings": dict(choice.settings)} if choice.settings else {}
                 plug_in |= {"slo_rule": rule} if rule != SLO_RULES[0] else {}
                 plug_in |= {"link": {}} if self._link is not None else {}  # an endpoint picker has none
                 log.warning(NO_LINK_WARNING, server.url, json.dumps({"rubato": plug_in}))
-            return found
+            return about_server
 
         async def read_models() -> None:
-            found = await server_probe.models(server.url, upstream, server.key, server_probe.MODELS_ANSWER_S)
-            self.alike.models.read(server.url, found)
+            listed = await server_probe.models(server.url, upstream, server.key, server_probe.MODELS_ANSWER_S)
+            self.homogeneity.models.read(server.url, listed)
 
         replica = self._replicas[server.url] = ServerReplica(
             id, server.url, upstream, self._clock, about=about, link=open_link, trips=self._trips, emit=emit,
@@ -227,8 +227,8 @@ async def server_cluster(
 ) -> Cluster:  # fmt: skip
     """A cluster over a fleet's servers. One that is not ready yet is waited for while others serve. around: as
     `build.cluster_of`. Raises ValueError where none is ready, else as that."""
-    ready = await fleet.look()
-    options = replace(options, autoscaler=WaitForLost(lambda: fleet.unused))
+    ready = await fleet.find_ready()
+    options = replace(options, autoscaler=WaitForLost(lambda: fleet.unused_count))
     return cluster_of(
         [fleet.host] * ready, clock, options, fleet.extra_host, around=lambda router: around(fleet.routed_by(router))
     )

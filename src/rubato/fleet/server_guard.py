@@ -61,12 +61,12 @@ def _ask_to_end(server: int) -> int | None:
 
 def _kill_all() -> None:
     for _ in range(MAX_KILL_ROUNDS):
-        left = descendants(os.getpid())
-        for pid in left:
+        alive = descendants(os.getpid())
+        for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         _reap(0)
-        if not left:
+        if not alive:
             return
         select.select([], [], [], POLL_S)
 

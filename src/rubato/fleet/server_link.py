@@ -42,7 +42,7 @@ class ZmqLink:
         protect_gateway(self._socket)
         self._own_monitor: Any = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
         self._monitor: Any = zmq.Socket.shadow(self._own_monitor)  # the same, for which no loop waits
-        self._failed = 0
+        self._failed_handshakes = 0
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -52,8 +52,8 @@ class ZmqLink:
 
     @property
     def is_refused(self) -> bool:
-        self._failed += failed_handshakes(self._monitor)
-        return self._failed > 0
+        self._failed_handshakes += failed_handshakes(self._monitor)
+        return self._failed_handshakes > 0
 
     def send(self, message: ToCore) -> None:
         raw = encode(message)
@@ -61,8 +61,8 @@ class ZmqLink:
             log.error("a message of %d bytes to an engine is left out: it takes %d", len(raw), MAX_COMMAND_BYTES)
             return
         # Not past the asynchronous socket: it would not learn that something has come meanwhile.
-        sent: asyncio.Future[Any] = self._socket.send(raw, zmq.NOBLOCK)
-        if sent.done() and (error := sent.exception()) is not None and not isinstance(error, zmq.Again):
+        send_result: asyncio.Future[Any] = self._socket.send(raw, zmq.NOBLOCK)
+        if send_result.done() and (error := send_result.exception()) is not None and not isinstance(error, zmq.Again):
             raise error  # (Again: there is no core, or it hears nothing: it is greeted anew, or lost)
 
     async def receive(self) -> FromCore:

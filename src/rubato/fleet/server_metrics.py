@@ -153,16 +153,18 @@ def fit_scrapes(scrapes: Sequence[Scrape], url: str) -> Fitted:
         )
     table = np.array(rows)
     _check_varied(table, url)
-    seen = np.arange(len(table)) % FOLD > 0
-    trial, model = _fit(table[seen]), _fit(table)
+    is_fitted = np.arange(len(table)) % FOLD > 0
+    trial, model = _fit(table[is_fitted]), _fit(table)
     notes = [
         f"from /metrics of {url} alone: its errors are of means over {WINDOW_SCRAPES * SCRAPE_S:g} s, of single steps "
         "larger, most of all of those with long prompts: the knee and prefill attention are not seen",
     ]
-    if _alike(table[:, 1], table[:, 3]):
+    if _is_correlated(table[:, 1], table[:, 3]):
         notes.append("sequences and KV tokens changed together: what each of them takes was not told apart")
-    inside, held = (report_of(_predicted(trial, part), part[:, 0]) for part in (table[seen], table[~seen]))
-    return Fitted("affine", model, inside, held, f"every fifth of {len(table)} windows", notes=tuple(notes))
+    inside, held_out = (
+        report_of(_predicted(trial, part), part[:, 0]) for part in (table[is_fitted], table[~is_fitted])
+    )
+    return Fitted("affine", model, inside, held_out, f"every fifth of {len(table)} windows", notes=tuple(notes))
 
 
 def _check_varied(table: Array, url: str) -> None:
@@ -173,13 +175,13 @@ def _check_varied(table: Array, url: str) -> None:
                 f"the load did not vary enough: {what} a step were between {low:.1f} and {high:.1f} in nine of ten "
                 f"windows, and the most is to be {MIN_VARIATION:g} times the least; {load_advice(url)}"
             )
-    if _alike(table[:, 1], table[:, 2]):
+    if _is_correlated(table[:, 1], table[:, 2]):
         raise ValueError(
             f"the load did not vary enough: sequences and prompt tokens of a step changed together; {load_advice(url)}"
         )
 
 
-def _alike(one: Array, other: Array) -> bool:
+def _is_correlated(one: Array, other: Array) -> bool:
     """Whether they cannot be told apart."""
     return other.std() == 0.0 or abs(float(np.corrcoef(one, other)[0, 1])) > MAX_CORRELATION
 
@@ -192,12 +194,12 @@ def _columns(table: Array) -> Array:
 
 def _fit(table: Array) -> affine.Model:
     """In relative error, twice: without the windows that were far off at first."""
-    kept = table
+    selected = table
     for _ in range(2):
-        b, k, per_seq, a = nnls(_columns(kept) / kept[:, :1], np.ones(len(kept))).tolist()
+        b, k, per_seq, a = nnls(_columns(selected) / selected[:, :1], np.ones(len(selected))).tolist()
         model = affine.Model(k=(0.0, k), b=(0.0, b), host_per_seq=per_seq, a=a)
         error = np.abs(_predicted(model, table) / table[:, 0] - 1.0)
-        kept = table[error <= MAX_MEDIAN_ERRORS * max(float(np.median(error)), 1e-3)]
+        selected = table[error <= MAX_MEDIAN_ERRORS * max(float(np.median(error)), 1e-3)]
     return model
 
 

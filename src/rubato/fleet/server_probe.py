@@ -37,27 +37,27 @@ KV_USAGE = re.compile(r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{.*\
 
 
 async def about(
-    url: str, server: Upstream, told: CoreAbout | None, profile: LatencyModel | None, models: Models, model: str
+    url: str, server: Upstream, core: CoreAbout | None, profile: LatencyModel | None, models: Models, model: str
 ) -> ServerAbout:
     """told: a core's greeting, None without the link. profile: what is known of step times, for a server that does not
     tell them. model: of its `models`, the fleet's. Raises ValueError and UpstreamError."""
-    if told is not None:
+    if core is not None:
         try:
             return ServerAbout(
                 model=model,
-                limits=told.limits,
-                latency=affine.Model.from_dict(told.latency),
-                supports=frozenset(told.supports) | SUPPORTS_WITH_LINK,
-                policy=told.policy,
-                version=told.vllm,
-                kv_lease=told.kv_lease,
+                limits=core.limits,
+                latency=affine.Model.from_dict(core.latency),
+                supports=frozenset(core.supports) | SUPPORTS_WITH_LINK,
+                policy=core.policy,
+                version=core.vllm,
+                kv_lease=core.kv_lease,
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"server {url}: its engine's greeting cannot be read ({error})") from error
-    longest = models[model].get("max_model_len") or DEFAULT_LIMITS.max_model_len
-    if not (type(longest) is int and 0 < longest <= MAX_MODEL_LEN_TOKENS):
+    context_tokens = models[model].get("max_model_len") or DEFAULT_LIMITS.max_model_len
+    if not (type(context_tokens) is int and 0 < context_tokens <= MAX_MODEL_LEN_TOKENS):
         raise ValueError(f"server {url}: /v1/models has a max_model_len that is no number of tokens")
-    limits = with_cache(replace(DEFAULT_LIMITS, max_model_len=longest), await metrics(server))
+    limits = with_cache(replace(DEFAULT_LIMITS, max_model_len=context_tokens), await metrics(server))
     supports = SUPPORTS_WITHOUT_LINK if profile is None else SUPPORTS_WITHOUT_LINK | {"step_times"}
     return ServerAbout(model, limits, profile or affine.Model(), supports, version=await _version(server))
 

@@ -34,15 +34,15 @@ class KVTransfers:
         self._clock = clock
         self._fail = fail
         self._kv_freed = kv_freed
-        self._under_way: dict[str, Handle] = {}
+        self._tasks: dict[str, Handle] = {}
 
     def __contains__(self, id: str) -> bool:
-        return id in self._under_way
+        return id in self._tasks
 
     def start(self, request: Request, source: str, target: str) -> None:
         """Carry the KV of a request that memory at the target is reserved for, and that is placed there."""
-        carrying = self._carry(request.id, self._hosts[source], self._hosts[target])
-        self._under_way[request.id] = self._clock.spawn(carrying, f"KV of {request.id}")
+        transfer = self._carry(request.id, self._hosts[source], self._hosts[target])
+        self._tasks[request.id] = self._clock.spawn(transfer, f"KV of {request.id}")
 
     async def _carry(self, id: str, source: Host, target: Host) -> None:
         try:
@@ -57,9 +57,9 @@ class KVTransfers:
         else:
             self._kv_freed()
 
-    def arrived(self, id: str) -> None:
+    def end_transfer(self, id: str) -> None:
         """The target has the KV: from now on it carries out a cancel."""
-        self._under_way.pop(id, None)
+        self._tasks.pop(id, None)
 
     def take_back(self, id: str) -> Seq:
         """Stop a transfer; the request is unplaced again, with its KV if that is still there."""
@@ -71,13 +71,13 @@ class KVTransfers:
         return self._requests.hold(self.without_lost_kv(request))
 
     def take_back_all(self) -> None:
-        for id in list(self._under_way):
+        for id in list(self._tasks):
             self.take_back(id)
 
-    def involving(self, replica: str) -> list[str]:
+    def transfers_of(self, replica: str) -> list[str]:
         """The requests whose KV comes from this replica or goes to it."""
         moving = []
-        for id in self._under_way:
+        for id in self._tasks:
             target, request = self._requests.placed[id]
             if request.handoff is not None and replica in (target, request.handoff.source):
                 moving.append(id)
@@ -100,6 +100,6 @@ class KVTransfers:
         return replace(request, handoff=replace(handoff, cached=0))
 
     def _stop(self, id: str) -> None:
-        task = self._under_way.pop(id, None)
+        task = self._tasks.pop(id, None)
         if task is not None and task is not self._clock.current_task():
             task.cancel()

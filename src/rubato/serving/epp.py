@@ -114,8 +114,8 @@ async def picker_of(
         return endpoints[host.url]
 
     def longest() -> int:
-        assert fleet.alike.known is not None, "the cluster has started"
-        return fleet.alike.known.limits.max_model_len
+        assert fleet.homogeneity.first_server is not None, "the cluster has started"
+        return fleet.homogeneity.first_server.limits.max_model_len
 
     # Without the link: by it an engine hands requests off and takes them back, which are Envoy's by then.
     fleet, options, _ = fleet_of(config, clock, trips, transport=transport, link=None)
@@ -126,7 +126,7 @@ async def picker_of(
         Tenants((), tiers_of(config)), clock, cluster, cluster.retry_after, longest,
         config.max_body_bytes, config.max_choices,
     )  # fmt: skip
-    return Picker(cluster, trips, only, door, fleet.alike.models)
+    return Picker(cluster, trips, only, door, fleet.homogeneity.models)
 
 
 class _Stream:

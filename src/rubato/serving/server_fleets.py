@@ -47,7 +47,7 @@ async def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     trips: Trips = {}
     fleet, options, key = fleet_of(config, clock, trips)
     cluster = await server_cluster(fleet, clock, options)
-    return cluster, _app_maker(config, clock, cluster, trips, fleet.alike, key)
+    return cluster, _app_maker(config, clock, cluster, trips, fleet.homogeneity, key)
 
 
 def fleet_of(
@@ -97,7 +97,7 @@ def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
         command, clock, options, trips, resources=resources, key=key, step_timeout=config.step_timeout_seconds
     )  # fmt: skip
     cluster = cluster_of([fleet.host] * config.replicas, clock, options, fleet.host, around=fleet.routed_by)
-    return cluster, _app_maker(config, clock, cluster, trips, fleet.alike, key)
+    return cluster, _app_maker(config, clock, cluster, trips, fleet.homogeneity, key)
 
 
 def ray_servers_of(config: Config) -> tuple[ServerCommand, str, Autoscaler | None]:
@@ -109,18 +109,18 @@ def ray_servers_of(config: Config) -> tuple[ServerCommand, str, Autoscaler | Non
 
 
 def _app_maker(
-    config: Config, clock: Clock, cluster: Cluster, trips: Trips, alike: HomogeneityCheck, key: str
+    config: Config, clock: Clock, cluster: Cluster, trips: Trips, homogeneity: HomogeneityCheck, key: str
 ) -> AppMaker:  # fmt: skip
     """key: for the servers' API."""
 
     def app(tenants: Tenants, dropped: Callable[[], int]) -> FastAPI:
-        known = alike.known
+        known = homogeneity.first_server
         assert known is not None, "the cluster has started"
         return create_gateway(
             GatewayService(
                 cluster, trips, config.served_model_name or known.model, known.limits.max_model_len, key,
                 tenants, bool(config.tenants), config.max_body_bytes, config.max_choices, lambda: bool(known.version),
-                unix_time() - clock.now(), dropped, alike.models, config.policy.name,
+                unix_time() - clock.now(), dropped, homogeneity.models, config.policy.name,
             )
         )  # fmt: skip
 

@@ -84,8 +84,8 @@ class FoldedAnswer:
         found = {"index": index, "logprobs": None, "finish_reason": None, **choice}
         if self._is_chat:
             message = {"role": "assistant", "content": None, "refusal": None, **choice.get("message", {})}
-            says_else = any(_says(value) for name, value in message.items() if name not in ("role", "content"))
-            if says_else and not _says(message["content"]):  # a text that is none: it only came with the role
+            has_other_text = any(_says(value) for name, value in message.items() if name not in ("role", "content"))
+            if has_other_text and not _says(message["content"]):  # a text that is none: it only came with the role
                 message["content"] = None
             found["message"] = message
         else:

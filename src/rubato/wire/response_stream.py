@@ -77,8 +77,8 @@ class ResponseStream:
     """
 
     __slots__ = (
-        "_before", "_behind", "_choices", "_finished", "_held", "_is_named", "_learns", "_passes", "_splitter",
-        "_with_usage", "error", "has_ended", "has_failed", "usage",
+        "_can_pass", "_choices", "_finished", "_is_named", "_learn_tries", "_prefix", "_queued", "_splitter",
+        "_suffix", "_with_usage", "error", "has_ended", "has_failed", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -87,10 +87,10 @@ class ResponseStream:
     ) -> None:  # fmt: skip
         self._choices, self._is_named, self._with_usage = choices, is_named, with_usage
         self._splitter = EventSplitter(max_event_bytes)
-        self._before = self._behind = b""  # the text of an event that brings nothing else; empty: none came yet
-        self._passes = False  # an event like the one before may be passed on as it is
-        self._learns = MAX_LEARNS if choices == 1 and not is_named else 0
-        self._held: list[tuple[bytes, bool]] = []  # since what may be the last event; whether it may get the verdict
+        self._prefix = self._suffix = b""  # the text of an event that brings nothing else; empty: none came yet
+        self._can_pass = False  # an event like the one before may be passed on as it is
+        self._learn_tries = MAX_LEARNS if choices == 1 and not is_named else 0
+        self._queued: list[tuple[bytes, bool]] = []  # since what may be the last event; whether it may get the verdict
         self._finished: set[int] = set()  # choices that have a finish reason
         self.has_ended = self.has_failed = False  # by its own word
         self.usage = (0, 0)  # tokens of prompt and output, as it last said
@@ -104,27 +104,27 @@ class ResponseStream:
     @property
     def holds(self) -> bool:
         """Whether something is held back."""
-        return bool(self._held)
+        return bool(self._queued)
 
     def feed(self, data: bytes) -> tuple[bytes, Sequence[int]]:
         """What has come: what of it, and of what was held, may be passed on, and the choice of each event that brings
         something of one."""
         events = self._splitter.feed(data)
-        passed: list[bytes] = []
-        counted: list[int] = []
+        passable: list[bytes] = []
+        counted_choices: list[int] = []
         for event in events:
             holds, brings = self._read(event)
-            counted += brings
-            if (brings and not holds) or len(self._held) >= MAX_QUEUED_EVENTS:  # what was held is in the middle
-                passed += self._release()
-            if holds or self._held:
-                self._held.append((event, holds))
+            counted_choices += brings
+            if (brings and not holds) or len(self._queued) >= MAX_QUEUED_EVENTS:  # what was held is in the middle
+                passable += self._release()
+            if holds or self._queued:
+                self._queued.append((event, holds))
             else:
-                passed.append(event)
+                passable.append(event)
                 if brings:
                     self._learn(event)
-        self._passes = bool(self._before) and not self._held and self._splitter.is_empty
-        return b"".join(passed), counted
+        self._can_pass = bool(self._prefix) and not self._queued and self._splitter.is_empty
+        return b"".join(passable), counted_choices
 
     def finish(self, verdict: Mapping[str, Any], end: bytes = b"") -> bytes:
         """What was held back, its last event with a finish reason or the counts with these fields, too.
@@ -132,24 +132,24 @@ class ResponseStream:
         Args:
             end: is added, in the place of half an event, which nobody reads.
         """
-        events = self._held if self._with_usage else [e for e in self._held if not self._has_only_usage(e[0])]
+        events = self._queued if self._with_usage else [e for e in self._queued if not self._has_only_usage(e[0])]
         at = max([i for i, (_, may) in enumerate(events) if may], default=None)
         out = [event for event, _ in events]
         if at is not None and verdict and (data := read_event(out[at]).data) is not None:
             out[at] = with_data(out[at], with_fields(data, verdict))
-        self._held = []
+        self._queued = []
         return b"".join(out) + (end or self._splitter.rest)
 
     def _learn(self, event: bytes) -> None:
         """An event has brought something of the only choice: what is around its text, if that is all that it brings."""
-        if not self._learns:
+        if not self._learn_tries:
             return
-        self._learns -= 1
+        self._learn_tries -= 1
         for name in TEXT_NAMES:
             begin = event.find(name) + len(name)
             if begin >= len(name) and (end := event.find(b'"', begin)) > begin and event[end - 1] != BACKSLASH:
                 if self._brings_nothing(event[:begin] + event[end:]) and event.endswith(EVENT_END):
-                    self._before, self._behind = event[:begin], event[end:]
+                    self._prefix, self._suffix = event[:begin], event[end:]
                 return
 
     def _brings_nothing(self, event: bytes) -> bool:
@@ -160,12 +160,12 @@ class ResponseStream:
     def is_like_before(self, data: bytes) -> bool:
         """Whether it is one whole event that differs from an earlier one in its text alone: most do. It may be passed
         on, brings a token, and there is nothing else to know of it: `feed` need not see it."""
-        before, behind = self._before, self._behind
-        if not (self._passes and data.startswith(before) and data.endswith(behind)):
+        before, behind = self._prefix, self._suffix
+        if not (self._can_pass and data.startswith(before) and data.endswith(behind)):
             return False
         if PLAIN_TEXT.fullmatch(data, len(before), len(data) - len(behind)) is None:
             return False
-        self._learns = MAX_LEARNS
+        self._learn_tries = MAX_LEARNS
         return True
 
     def _read(self, event: bytes) -> tuple[bool, Sequence[int]]:
@@ -190,11 +190,11 @@ class ResponseStream:
         if counts:
             self.usage = _usage(fields)
         choices = fields.get("choices")
-        found = [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
-        brings = [self._index(choice) for choice in found if _has_content(choice)]
-        ends = [self._index(choice) for choice in found if choice.get("finish_reason")]
+        dicts = [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+        brings = [self._index(choice) for choice in dicts if _has_content(choice)]
+        ends = [self._index(choice) for choice in dicts if choice.get("finish_reason")]
         self._finished.update(ends)
-        return bool(ends) or (counts and not found), brings
+        return bool(ends) or (counts and not dicts), brings
 
     def _read_named(self, name: bytes, data: bytes) -> tuple[bool, Sequence[int]]:
         if b'"usage"' in data and (usage := usage_of(data)) != (0, 0):
@@ -212,8 +212,8 @@ class ResponseStream:
         return isinstance(fields, dict) and not fields.get("choices") and isinstance(fields.get("usage"), dict)
 
     def _release(self) -> list[bytes]:
-        held, self._held = self._held, []
-        return [event for event, _ in held]
+        queued, self._queued = self._queued, []
+        return [event for event, _ in queued]
 
 
 def _has_content(choice: Mapping[str, Any]) -> bool:

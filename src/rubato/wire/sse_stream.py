@@ -39,8 +39,8 @@ def read_event(raw: bytes) -> SseEvent:
 
 def with_data(raw: bytes, data: bytes) -> bytes:
     """An event with other data, which is JSON, in one line, and its other lines as they were."""
-    kept = [line for line in raw.removeprefix(BOM).splitlines() if line and line.partition(b":")[0] != b"data"]
-    return b"\n".join([*kept, b"data: " + data.replace(b"\n", b" "), b"", b""])
+    lines = [line for line in raw.removeprefix(BOM).splitlines() if line and line.partition(b":")[0] != b"data"]
+    return b"\n".join([*lines, b"data: " + data.replace(b"\n", b" "), b"", b""])
 
 
 class EventSplitter:

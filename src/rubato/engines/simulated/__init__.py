@@ -81,16 +81,16 @@ class Drafter:
 def drafter(name: str | None, **acceptance: Any) -> Drafter:
     """The profile of a small model as a drafter (None: one that costs nothing); acceptance: as `Acceptance` takes it,
     such as alpha=0.8. Raises ValueError for an unknown profile or setting, or one that cannot be."""
-    said = "drafter" if name is None else f"drafter {name!r}"
+    label = "drafter" if name is None else f"drafter {name!r}"
     known = [f.name for f in fields(Acceptance) if f.name != "requests"]
     for setting in acceptance:
         if setting not in known:
-            raise ValueError(f"{said} has no setting {setting!r}{nearest(setting, known)}")
-    check_finite(acceptance, Acceptance, f"{said}: ")
+            raise ValueError(f"{label} has no setting {setting!r}{nearest(setting, known)}")
+    check_finite(acceptance, Acceptance, f"{label}: ")
     try:
         return Drafter(Acceptance(**acceptance), None if name is None else profiles.load(name).model())
     except TypeError as error:
-        raise ValueError(f"{said}: {error}") from error
+        raise ValueError(f"{label}: {error}") from error
 
 
 @dataclass(slots=True)
@@ -185,7 +185,9 @@ class Engine:
         seconds = self._latency.step_time(shape)
         emitted: dict[str, Emitted] = {}
         first: list[tuple[int, int]] = []  # the drafter's first step: tokens that it has not seen, prompts among them
-        deep: dict[tuple[int, int], list[int]] = {}  # its later ones: tokens of each sequence, by depth and width
+        later_steps: dict[
+            tuple[int, int], list[int]
+        ] = {}  # its later ones: tokens of each sequence, by depth and width
         for entry in batch.entries:
             seq = self._seqs[entry.seq]
             if entry.start + 1 < seq.drafted:  # it was preempted: the drafter begins afresh, too
@@ -197,9 +199,9 @@ class Engine:
                 length = entry.start + entry.count - len(entry.verify) + out.tokens
                 first.append((length - seq.drafted, seq.drafted))
                 seq.drafted = length
-                deep.setdefault((seq.draft.depth, seq.draft.width), []).append(length)
+                later_steps.setdefault((seq.draft.depth, seq.draft.width), []).append(length)
         if first and self._drafter is not None and self._drafter.latency is not None:
-            seconds += _drafting_seconds(self._drafter.latency, first, deep)
+            seconds += _drafting_seconds(self._drafter.latency, first, later_steps)
         if self._factors is not None:
             seconds *= next(self._factors)
         return StepResult(emitted, seconds)
@@ -231,7 +233,7 @@ class Engine:
         accepted, tried = self._accept(seq, entry, lengths) if entry.verify else ((), 0)
         tokens, stage_done = len(accepted) + 1, False
         finish: FinishReason | None = None
-        text, ids = _said((seq.total + 1) % VOCAB_SIZE, tokens)
+        text, ids = _text_and_ids((seq.total + 1) % VOCAB_SIZE, tokens)
         logprobs: tuple[Logprob, ...] = ()
         if sampling.logprobs is not None:
             logprobs = tuple([lp for id in ids for lp in _logprobs(id, sampling.logprobs)])
@@ -241,7 +243,7 @@ class Engine:
         seq.output += tokens
         seq.total += tokens
         if finish is None:
-            finish, stage_done = _end(seq, lengths)
+            finish, stage_done = _end_stage(seq, lengths)
         if finish is not None and seq.stop is not None:
             text += seq.stop.flush()
         tree = None
@@ -255,11 +257,11 @@ class Engine:
         draft, seq.draft = seq.draft, None
         if seq.process is None or draft is None:
             raise ValueError(f"nodes {entry.verify} of sequence {entry.seq!r} are to be verified, and none is there")
-        left = seq.request.sampling.max_tokens - seq.total
+        tokens_left = seq.request.sampling.max_tokens - seq.total
         if lengths is not None:
-            left = min(left, lengths[seq.stage] - seq.output)
+            tokens_left = min(tokens_left, lengths[seq.stage] - seq.output)
         accepted, tried = seq.process.accept(seq.total, draft, entry.verify)
-        return (accepted, tried) if len(accepted) < left else (accepted[: left - 1], left - 1)
+        return (accepted, tried) if len(accepted) < tokens_left else (accepted[: tokens_left - 1], tokens_left - 1)
 
     def _draft(self, seq: _Progress, depth: int, width: int) -> Tree | None:
         """Draft what comes next, as far as the request goes; None where nothing does, or nothing drafts."""
@@ -273,36 +275,36 @@ class Engine:
 
 
 def _drafting_seconds(
-    latency: LatencyModel, first: Sequence[tuple[int, int]], deep: Mapping[tuple[int, int], Sequence[int]]
+    latency: LatencyModel, first: Sequence[tuple[int, int]], later_steps: Mapping[tuple[int, int], Sequence[int]]
 ) -> float:
     """What drafting takes. first: (tokens, tokens in the drafter's KV) of each sequence in the first step. deep: their
     tokens after it, by depth and width."""
     seconds, later = latency.step_time(NO_BATCH.with_entries(first)), 0.0
-    ends = {depth for depth, _ in deep}
+    ends = {depth for depth, _ in later_steps}
     for step in range(1, max(ends)):
         if step == 1 or step in ends:  # else it is like the one before
-            later = latency.step_time(_drafting(deep, step))
+            later = latency.step_time(_drafting(later_steps, step))
         seconds += later
     return seconds
 
 
-def _drafting(deep: Mapping[tuple[int, int], Sequence[int]], step: int) -> Shape:
+def _drafting(later_steps: Mapping[tuple[int, int], Sequence[int]], step: int) -> Shape:
     """The drafter's step number `step`, from 1, of sequences by (depth, width), with their tokens: `Shape.plus` of
     each."""
-    tokens = all_ = held = context = square = chunks = chunk_kv = 0
-    for (depth, width), lengths in deep.items():
+    tokens = all_ = kv_tokens = context = square = chunks = chunk_kv = 0
+    for (depth, width), lengths in later_steps.items():
         if depth <= step:
             continue
         seqs, kv = len(lengths), sum(lengths)
         tokens += width * seqs
         all_ += seqs
-        held += kv + width * seqs
+        kv_tokens += kv + width * seqs
         if width > 1:
             context += width * kv
             square += width * width * seqs
             chunks += seqs
             chunk_kv += kv + width * seqs
-    return Shape(tokens, all_, held, context, square, 0, chunks, chunk_kv)
+    return Shape(tokens, all_, kv_tokens, context, square, 0, chunks, chunk_kv)
 
 
 def _stopped(seq: _Progress, out: Emitted) -> Emitted:
@@ -316,8 +318,8 @@ def _stopped(seq: _Progress, out: Emitted) -> Emitted:
         if id in seq.request.sampling.stop_ids:
             found = True
         else:
-            said, found = stop.add(WORDS[(seq.total + tokens) % len(WORDS)])
-            text += said
+            label, found = stop.add(WORDS[(seq.total + tokens) % len(WORDS)])
+            text += label
     if tokens < out.tokens:
         ids, logprobs = out.token_ids[:tokens], out.logprobs[:tokens]
         accepted = out.accepted[: tokens - 1]
@@ -325,7 +327,7 @@ def _stopped(seq: _Progress, out: Emitted) -> Emitted:
     return out._replace(text=text, finish="stop" if found else None)
 
 
-def _end(seq: _Progress, lengths: Sequence[int] | None) -> tuple[FinishReason | None, bool]:
+def _end_stage(seq: _Progress, lengths: Sequence[int] | None) -> tuple[FinishReason | None, bool]:
     """Whether its tokens so far end the request, or else the stage, which it then leaves."""
     if seq.total >= seq.request.sampling.max_tokens:
         return "length", False
@@ -339,7 +341,7 @@ def _end(seq: _Progress, lengths: Sequence[int] | None) -> tuple[FinishReason | 
 
 
 @lru_cache(4 * VOCAB_SIZE)
-def _said(first: int, tokens: int) -> tuple[str, tuple[int, ...]]:
+def _text_and_ids(first: int, tokens: int) -> tuple[str, tuple[int, ...]]:
     """Text and ids of so many output tokens, of which the first has the id `first`."""
     ids = tuple([id % VOCAB_SIZE for id in range(first, first + tokens)])
     return "".join([WORDS[id % len(WORDS)] for id in ids]), ids

@@ -66,26 +66,26 @@ class AcceptanceProcess:
         self.alpha = alpha
         self._rng = rng
         self._certainty = certainty
-        self._fixed = certainty == inf or alpha in (0.0, 1.0)  # c is alpha for every token
-        self._drawn: list[tuple[float, int]] = []
+        self._is_constant = certainty == inf or alpha in (0.0, 1.0)  # c is alpha for every token
+        self._draws: list[tuple[float, int]] = []
 
     def at(self, position: int) -> tuple[float, int]:
         """Of output token `position` (from 0): how sure the drafter is of its first choice, and which is right."""
-        while len(self._drawn) <= position:
-            sure = (
+        while len(self._draws) <= position:
+            certainties = (
                 [self.alpha] * TOKENS_PER_DRAW
-                if self._fixed
+                if self._is_constant
                 else _beta(self._rng, self.alpha, self._certainty, TOKENS_PER_DRAW)
             )
-            self._drawn += [
-                (c, _choice(c, u)) for c, u in zip(sure, self._rng.random(TOKENS_PER_DRAW).tolist(), strict=True)
+            self._draws += [
+                (c, _choice(c, u)) for c, u in zip(certainties, self._rng.random(TOKENS_PER_DRAW).tolist(), strict=True)
             ]
-        return self._drawn[position]
+        return self._draws[position]
 
     def draft(self, position: int, depth: int, width: int) -> Draft:
         """Beam search (AdaServe): the `width` best children of the last layer's nodes, by path probability, `depth`
         times. Ties go to the parent found first."""
-        if self._fixed:
+        if self._is_constant:
             return _draft_of_equals(self.alpha, depth, width)
         return _beam([self.at(position + step)[0] for step in range(depth)], width)
 
@@ -120,14 +120,14 @@ class Draft:
     width: int
 
 
-def _beam(sure: Sequence[float], width: int) -> Draft:
+def _beam(certainties: Sequence[float], width: int) -> Draft:
     """The draft, given how sure the drafter is of its first choice per depth."""
     parents: list[int] = []
     paths: list[float] = []
     choices: list[int] = []
     of: dict[int, list[int]] = {}
     layer = [(1.0, -1)]
-    for c in sure:
+    for c in certainties:
         children = [(path * c * (1.0 - c) ** j, node, j) for path, node in layer for j in range(width)]
         layer = []
         for path, node, j in sorted(children, key=lambda child: -child[0])[:width]:
@@ -137,7 +137,7 @@ def _beam(sure: Sequence[float], width: int) -> Draft:
                 parents.append(node)
                 paths.append(path)
                 choices.append(j)
-    return Draft(Tree(tuple(parents), tuple(paths)), tuple(choices), of, len(sure), width)
+    return Draft(Tree(tuple(parents), tuple(paths)), tuple(choices), of, len(certainties), width)
 
 
 @lru_cache(1024)

@@ -54,8 +54,8 @@ def factors(noise: Noise, seed: int) -> Iterator[float] | None:
     if not parts:
         return None
     rngs = [np.random.default_rng(seed if i == 0 else (seed, i)) for i in range(len(parts))]
-    drawn = [part(rng) for part, rng in zip(parts, rngs, strict=True)]
-    return drawn[0] if len(drawn) == 1 else _product(drawn)
+    iterators = [part(rng) for part, rng in zip(parts, rngs, strict=True)]
+    return iterators[0] if len(iterators) == 1 else _product(iterators)
 
 
 def recordings() -> list[str]:
@@ -81,17 +81,17 @@ def read(recording: str) -> list[float]:
         lines = file.read_text("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text: give one number above 0 a line") from error
-    found: list[float] = []
+    factors_read: list[float] = []
     for number, line in enumerate(lines, 1):
         if not (text := line.partition("#")[0].strip()):
             continue
         factor = _number(text)
         if not 0.0 < factor <= MAX_FACTOR:
             raise ValueError(f"{file}, line {number}: {text!r} is no factor: give one in (0, {MAX_FACTOR:g}] a line")
-        found.append(factor)
-    if not found:
+        factors_read.append(factor)
+    if not factors_read:
         raise ValueError(f"{file} holds no factors: give one number a line, as `rubato fit --residuals` writes them")
-    return found
+    return factors_read
 
 
 def _parts(noise: Noise) -> list[Draw]:
@@ -126,9 +126,11 @@ def _number(text: str) -> float:
         return nan
 
 
-def _iid(spread: float, said: str) -> list[Draw]:
+def _iid(spread: float, noise_text: str) -> list[Draw]:
     if not 0.0 <= spread < 1.0:
-        raise ValueError(f"noise {said}: give a relative spread in [0, 1), or {NOISE_SYNTAX.removeprefix('give ')}")
+        raise ValueError(
+            f"noise {noise_text}: give a relative spread in [0, 1), or {NOISE_SYNTAX.removeprefix('give ')}"
+        )
     return [partial(_independent, spread)] if spread else []
 
 
@@ -145,13 +147,13 @@ def _replay(recorded: list[float], rng: np.random.Generator) -> Iterator[float]:
 
 
 def _wander(rng: np.random.Generator) -> Iterator[float]:
-    fresh = SPREAD * sqrt(1.0 - KEPT**2)
+    fresh_spread = SPREAD * sqrt(1.0 - KEPT**2)
     error = SPREAD * float(rng.standard_normal())
     while True:
         for shock, chance in zip(
             rng.standard_normal(FACTORS_PER_DRAW).tolist(), rng.random(FACTORS_PER_DRAW).tolist(), strict=True
         ):
-            error = KEPT * error + fresh * shock
+            error = KEPT * error + fresh_spread * shock
             factor, below = exp(error - SPREAD**2 / 2), 0.0
             for steps, times in PAUSES:
                 if below <= chance < below + 1.0 / steps:
@@ -160,8 +162,8 @@ def _wander(rng: np.random.Generator) -> Iterator[float]:
             yield factor
 
 
-def _product(drawn: list[Iterator[float]]) -> Iterator[float]:
-    for each in zip(*drawn, strict=False):
+def _product(iterators: list[Iterator[float]]) -> Iterator[float]:
+    for each in zip(*iterators, strict=False):
         product = 1.0
         for factor in each:
             product *= factor

@@ -65,23 +65,23 @@ class LinkSettings:
     port: int = 0
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> LinkSettings:
+    def of(cls, fields: Mapping[str, Any]) -> LinkSettings:
         """Raises ValueError for what cannot be, also for an address that others reach without a token."""
         known = list(cls.__dataclass_fields__)
-        for key in given:
+        for key in fields:
             if key not in known:
                 raise ValueError(f"rubato.link has no {key!r}{nearest(key, known)}")
-        made = cls(**given)
-        if not isinstance(made.host, str) or not made.host:
-            raise ValueError(f"rubato.link.host is {made.host!r}: give an address, such as 127.0.0.1 or 0.0.0.0")
-        if type(made.port) is not int or not 0 <= made.port <= 65535:
-            raise ValueError(f"rubato.link.port is {made.port!r}: give a port, or 0 for any free one")
-        if not _is_loopback(made.host) and not os.environ.get(TOKEN_ENV):
+        settings = cls(**fields)
+        if not isinstance(settings.host, str) or not settings.host:
+            raise ValueError(f"rubato.link.host is {settings.host!r}: give an address, such as 127.0.0.1 or 0.0.0.0")
+        if type(settings.port) is not int or not 0 <= settings.port <= 65535:
+            raise ValueError(f"rubato.link.port is {settings.port!r}: give a port, or 0 for any free one")
+        if not _is_loopback(settings.host) and not os.environ.get(TOKEN_ENV):
             raise ValueError(
-                f"rubato.link.host is {made.host!r}, where others can reach it: set the environment variable "
+                f"rubato.link.host is {settings.host!r}, where others can reach it: set the environment variable "
                 f"{TOKEN_ENV} to a secret, for this server and for its gateways, or listen on 127.0.0.1"
             )
-        return made
+        return settings
 
 
 def _is_loopback(host: str) -> bool:
@@ -97,8 +97,8 @@ class _Peer:
     every report since."""
 
     name: str
-    heard: float
-    fresh: bool = False
+    heard_at: float
+    is_synced: bool = False
     client: int | None = None
 
 
@@ -132,12 +132,12 @@ class CoreLink:
         self._to_thread.connect(inside)
         self._peers: dict[bytes, _Peer] = {}
         self._commands: deque[tuple[str, msgspec.Raw]] = deque(maxlen=MAX_COMMANDS)
-        self._idle: bytes | None = None  # the snapshot of an engine at which nothing happens
-        self._ending = False
+        self._idle_snapshot: bytes | None = None  # the snapshot of an engine at which nothing happens
+        self._is_ending = False
         self.listeners = 0  # gateways that are to be told
         self.clients: frozenset[int] = frozenset()  # API servers that are, by their numbers
-        self.wanted = False  # a snapshot, by some gateway
-        self.refused = 0  # connections and messages of strangers
+        self.wants_snapshot = False  # a snapshot, by some gateway
+        self.refusals = 0  # connections and messages of strangers
         self._thread = threading.Thread(target=self._run, name="rubato-link", daemon=True)
 
     def _bind(self, endpoint: str) -> None:
@@ -156,10 +156,10 @@ class CoreLink:
 
     def commands(self) -> list[tuple[str, msgspec.Raw]]:
         """What gateways have asked for since the last call, each with the gateway's name, in order."""
-        found = []
+        commands = []
         while self._commands:
-            found.append(self._commands.popleft())
-        return found
+            commands.append(self._commands.popleft())
+        return commands
 
     def report(self, message: Report) -> None:
         """Send a report to all that listen; what the thread has no room for is missed."""
@@ -168,9 +168,9 @@ class CoreLink:
     def snapshot(self, message: Snapshot, *, idle: bool) -> None:
         """All there is, for gateways that have missed something. idle: nothing will happen before the next report."""
         raw = encode(message)
-        self._idle = raw if idle else None
-        if self.wanted:
-            self.wanted = False
+        self._idle_snapshot = raw if idle else None
+        if self.wants_snapshot:
+            self.wants_snapshot = False
             self._hand_over(b"snapshot", raw)
 
     def tell_clients(self, message: EngineState) -> None:
@@ -181,15 +181,15 @@ class CoreLink:
         """Send to the API server of this number, likewise."""
         self._hand_over(b"%d" % client, encode(message))
 
-    def begin_afresh(self) -> None:
+    def request_resync(self) -> None:
         """What was told of some request is not so: a snapshot is to say how it is."""
-        self._idle = None
-        self.wanted = True
+        self._idle_snapshot = None
+        self.wants_snapshot = True
         self._hand_over(b"afresh", b"")
 
-    def busy(self) -> None:
+    def end_idle(self) -> None:
         """Something happens again: the last snapshot is no longer true."""
-        self._idle = None
+        self._idle_snapshot = None
 
     def _hand_over(self, kind: bytes, raw: bytes) -> None:
         if len(raw) > MAX_REPORT_BYTES:
@@ -198,7 +198,7 @@ class CoreLink:
             self._to_thread.send_multipart([kind, raw], zmq.NOBLOCK)
 
     def close(self) -> None:
-        self._ending = True
+        self._is_ending = True
         if self._thread.ident is not None:
             self._thread.join(2.0)
         self._socket.disable_monitor()
@@ -208,20 +208,20 @@ class CoreLink:
 
     def _run(self) -> None:
         poller: Any = zmq.Poller()
-        asks = None if self._gatekeeper is None else self._gatekeeper.socket
-        for socket in filter(None, (self._socket, self._from_steps, self._monitor, asks)):
+        key_socket = None if self._gatekeeper is None else self._gatekeeper.socket
+        for socket in filter(None, (self._socket, self._from_steps, self._monitor, key_socket)):
             poller.register(socket, zmq.POLLIN)
-        while not self._ending:
+        while not self._is_ending:
             try:
                 ready = dict(poller.poll(POLL_MS))
                 if self._from_steps in ready:
                     self._forward()
                 if self._socket in ready:
                     self._hear(self._socket.recv_multipart())
-                if self._gatekeeper is not None and asks in ready:
+                if self._gatekeeper is not None and key_socket in ready:
                     self._gatekeeper.answer()
                 if self._monitor in ready:
-                    self.refused += failed_handshakes(self._monitor)
+                    self.refusals += failed_handshakes(self._monitor)
                 self._settle()
             except Exception:  # the engine goes on, and so do other gateways
                 log.exception("the link to gateways failed at one message")
@@ -233,10 +233,10 @@ class CoreLink:
                 if kind == b"state" or kind == b"%d" % peer.client:
                     self._send(who, raw)
             elif kind == b"afresh":
-                peer.fresh = False
-            elif kind == (b"report" if peer.fresh else b"snapshot"):  # reports to those that miss none
-                peer.fresh = self._send(who, raw)
-                self.wanted |= not peer.fresh
+                peer.is_synced = False
+            elif kind == (b"report" if peer.is_synced else b"snapshot"):  # reports to those that miss none
+                peer.is_synced = self._send(who, raw)
+                self.wants_snapshot |= not peer.is_synced
 
     def _hear(self, frames: list[bytes]) -> None:
         """frames: of one message, after the peer's name; whatever they are."""
@@ -244,7 +244,7 @@ class CoreLink:
             who, raw = frames
             message = decode_to_core(raw)
         except ValueError:
-            self.refused += 1  # no gateway of ours
+            self.refusals += 1  # no gateway of ours
             return
         if isinstance(message, Hello | Subscribe):
             self._greet(who, message)
@@ -253,15 +253,15 @@ class CoreLink:
         if peer is None:  # it has not said hello, or was forgotten: it is to say it again
             self._tell(who, Unknown())
             return
-        peer.heard = self._clock()
+        peer.heard_at = self._clock()
         if peer.client is not None:
-            self.refused += 1  # an API server says who it is, and nothing else
+            self.refusals += 1  # an API server says who it is, and nothing else
         elif isinstance(message, Ping):
-            self._tell(who, Beat(message.asked, peer.heard, unix_time()))
+            self._tell(who, Beat(message.asked, peer.heard_at, unix_time()))
         elif isinstance(message, Do):
             self._commands.extend((peer.name, command) for command in message.commands)
         else:
-            peer.fresh = False
+            peer.is_synced = False
             self._refresh(who, peer)
 
     def _greet(self, who: bytes, message: Hello | Subscribe) -> None:
@@ -278,10 +278,10 @@ class CoreLink:
         else:
             peer = self._peers[who] = _Peer(message.gateway[:64], self._clock())
             self._count_peers()
-            self._tell(who, Greeting(message.asked, peer.heard, unix_time(), self._about()))
+            self._tell(who, Greeting(message.asked, peer.heard_at, unix_time(), self._about()))
             self._refresh(who, peer)
             return
-        self.refused += 1
+        self.refusals += 1
         self._tell(who, Refused(why))
 
     def _forget(self, who: bytes) -> None:
@@ -294,9 +294,9 @@ class CoreLink:
 
     def _refresh(self, who: bytes, peer: _Peer) -> None:
         """Send a snapshot: the one there is, or the next."""
-        if (raw := self._idle) is not None:
-            peer.fresh = self._send(who, raw)
-        self.wanted |= not peer.fresh
+        if (raw := self._idle_snapshot) is not None:
+            peer.is_synced = self._send(who, raw)
+        self.wants_snapshot |= not peer.is_synced
 
     def _tell(self, who: bytes, message: FromCore) -> None:
         self._send(who, encode(message))
@@ -316,12 +316,12 @@ class CoreLink:
     def _settle(self) -> None:
         """The snapshot of an engine that has become idle meanwhile, to those that wait for one; and forget the dead."""
         gateways = [(who, peer) for who, peer in self._peers.items() if peer.client is None]
-        if self.wanted and (raw := self._idle) is not None:
-            self.wanted = False
+        if self.wants_snapshot and (raw := self._idle_snapshot) is not None:
+            self.wants_snapshot = False
             for who, peer in gateways:
-                if not peer.fresh:
-                    peer.fresh = self._send(who, raw)
-                    self.wanted |= not peer.fresh
+                if not peer.is_synced:
+                    peer.is_synced = self._send(who, raw)
+                    self.wants_snapshot |= not peer.is_synced
         before = self._clock() - GATEWAY_TIMEOUT_S
-        for who in [who for who, peer in gateways if peer.heard < before]:
+        for who in [who for who, peer in gateways if peer.heard_at < before]:
             self._forget(who)

@@ -22,8 +22,8 @@ class VllmDrafts:
 
     tried, right: drafted tokens put to the test, none behind a rejected one, and accepted ones."""
 
-    def __init__(self, most: int, *, planned: bool, uniform: bool) -> None:
-        self.most = most
+    def __init__(self, max_tokens: int, *, planned: bool, uniform: bool) -> None:
+        self.max_tokens = max_tokens
         self.planned = planned
         self.uniform = uniform
         self.tried = self.right = 0
@@ -32,15 +32,15 @@ class VllmDrafts:
     def show(self, seqs: Iterable[VllmSeq]) -> None:
         """Let a policy see what was drafted. vLLM does not tell how likely its drafts are: what counts is how many were
         right so far, of the request itself and of all."""
-        if not self.most or not self.planned:
+        if not self.max_tokens or not self.planned:
             return
         mean = self._lately_right / self._lately_tried
         for seq in seqs:
-            length = len(seq.own.spec_token_ids)
+            length = len(seq.vllm_request.spec_token_ids)
             chance = (seq.accepted + mean * PRIOR_TRIES) / (seq.tried + PRIOR_TRIES)
             seq.draft = _chain(length, round(chance * CHANCE_STEPS)) if length else None
 
-    def verified(self, seq: VllmSeq, tried: int, right: int) -> None:
+    def record_verified(self, seq: VllmSeq, tried: int, right: int) -> None:
         self.tried += tried
         self.right += right
         seq.tried += tried
@@ -53,28 +53,28 @@ class VllmDrafts:
         if self.planned and not self.uniform:
             return chunks
         limits = view.limits
-        left = limits.max_num_batched_tokens - sum(chunks.values())
+        tokens_left = limits.max_num_batched_tokens - sum(chunks.values())
         kv_left = view.kv_free
         for id, tokens in chunks.items():  # what the plan itself takes
             kv_left -= max(0, blocks_for(seqs[id].cached + tokens, limits.block_size) - seqs[id].blocks)
-        most = max((len(w.verify) for w in plan.work), default=0) if self.planned else self.most
+        max_tokens = max((len(w.verify) for w in plan.work), default=0) if self.planned else self.max_tokens
         for work in plan.work:
             seq = seqs[work.seq]
-            more = min(most, len(seq.own.spec_token_ids)) - len(work.verify)
+            more = min(max_tokens, len(seq.vllm_request.spec_token_ids)) - len(work.verify)
             if more <= 0 or work.tokens < seq.pending:
                 continue
-            held = max(seq.blocks, blocks_for(seq.cached + chunks[work.seq], limits.block_size))
-            blocks = max(0, blocks_for(seq.cached + chunks[work.seq] + more, limits.block_size) - held)
-            if more <= left and blocks <= kv_left:
+            block_count = max(seq.blocks, blocks_for(seq.cached + chunks[work.seq], limits.block_size))
+            blocks = max(0, blocks_for(seq.cached + chunks[work.seq] + more, limits.block_size) - block_count)
+            if more <= tokens_left and blocks <= kv_left:
                 chunks[work.seq] += more
-                left, kv_left = left - more, kv_left - blocks
+                tokens_left, kv_left = tokens_left - more, kv_left - blocks
         return chunks
 
     def depths(self, plan: Plan) -> dict[str, int]:
         """How many tokens to draft of each request that the plan runs."""
         if not self.planned:
-            return dict.fromkeys((w.seq for w in plan.work), self.most)
-        depths = {w.seq: min(w.draft[0], self.most) if w.draft is not None else 0 for w in plan.work}
+            return dict.fromkeys((w.seq for w in plan.work), self.max_tokens)
+        depths = {w.seq: min(w.draft[0], self.max_tokens) if w.draft is not None else 0 for w in plan.work}
         if self.uniform:
             return dict.fromkeys(depths, max(depths.values(), default=0))
         return depths

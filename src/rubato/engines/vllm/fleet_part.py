@@ -37,25 +37,25 @@ class FleetPart:
     role: Role
     link: CoreLink | None
     _gateways: GatewayReports | None
-    _strange: int  # requests here that no gateway can place elsewhere
-    _settled: int
+    _untracked: int  # requests here that no gateway can place elsewhere
+    _stable_steps: int
     _fair: FairShare | None
-    _held: dict[str, VllmSeq]
+    _over_share: dict[str, VllmSeq]
     kv_lease: float | None
     _kv: KVView
     arriving: set[str]  # ids of requests whose KV is at another engine, or on its way
-    come: set[str]  # of those whose KV has come, and that were in no batch since
+    kv_arrived: set[str]  # of those whose KV has come, and that were in no batch since
     leaving: dict[str, VllmSeq]  # requests that have left, of which KV is still here
-    hidden: frozenset[str]  # requests here that the last view did not show
-    beside: frozenset[str]  # of these, those that vLLM schedules beside the plan
+    hidden_ids: frozenset[str]  # requests here that the last view did not show
+    unplanned_ids: frozenset[str]  # of these, those that vLLM schedules beside the plan
 
     if TYPE_CHECKING:
 
-        def odd_command(self) -> None: ...
-        def _happened(self, seq: VllmSeq, event: Event) -> None: ...
-        def _to_observe(self, event: Event) -> None: ...
+        def record_bad_command(self) -> None: ...
+        def _record(self, seq: VllmSeq, event: Event) -> None: ...
+        def _queue_for_policy(self, event: Event) -> None: ...
         def preempted(self, id: str) -> None: ...
-        def _taken_out(self, id: str) -> VllmSeq | None: ...
+        def _remove(self, id: str) -> VllmSeq | None: ...
 
     def open_link(self, *, model: str, vllm: str, rubato: str) -> None:
         """The engine is ready: who asks on the link is answered from now on. vllm, rubato: their versions."""
@@ -70,60 +70,72 @@ class FleetPart:
             self._gateways.begin(self.clock(), self._kv.free())
         self.link.start(about, self.clock)
 
-    def obey(self) -> list[tuple[str, HandoffReason]]:
+    def apply_gateway_commands(self) -> list[tuple[str, HandoffReason]]:
         """Take in what gateways ask for. Returns requests that are to be handed off, and why."""
         if self._gateways is None:
             return []
         leaving: list[tuple[str, HandoffReason]] = []
         for gateway, raw in self._gateways.link.commands():
             try:
-                self._obey(gateway, decode_command(raw), leaving)
+                self._apply_command(gateway, decode_command(raw), leaving)
             except Exception:  # another version's, or no gateway of ours: no fault of the policy, which goes on
-                self.odd_command()
+                self.record_bad_command()
         return leaving
 
-    def _obey(self, gateway: str, command: Command, leaving: list[tuple[str, HandoffReason]]) -> None:
+    def _apply_command(self, gateway: str, command: Command, leaving: list[tuple[str, HandoffReason]]) -> None:
         assert self._gateways is not None
         match command:
             case Expect(answer, contract):
                 self._gateways.expect(gateway, answer, contract)
-                for seq in self.seqs.values() if self._strange else ():
-                    if seq.promised is None:
-                        self._promise_late(seq)
+                for seq in self.seqs.values() if self._untracked else ():
+                    if seq.gateway_request is None:
+                        self._attach_gateway_request(seq)
             case Assign():
                 self.role = command.role
-                self._settled = 0
+                self._stable_steps = 0
             case Recall(kind):
-                own = [s for s in self.seqs.values() if s.promised and s.promised.gateway == gateway and is_movable(s)]
+                of_gateway = [
+                    s
+                    for s in self.seqs.values()
+                    if s.gateway_request and s.gateway_request.gateway == gateway and is_movable(s)
+                ]
                 leaving += [
                     (seq.id, "recalled")
-                    for seq in own
+                    for seq in of_gateway
                     if not seq.arriving
-                    and (seq.best_effort if kind == "best_effort" else seq.waiting and not seq.own.num_computed_tokens)
+                    and (
+                        seq.best_effort
+                        if kind == "best_effort"
+                        else seq.waiting and not seq.vllm_request.num_computed_tokens
+                    )
                 ]
             case Demote(answer):
                 self._gateways.demote(answer)
                 for seq in self.seqs.values():
-                    if seq.promised and seq.promised.contract.ids == self._gateways.ids(answer) and not seq.best_effort:
+                    if (
+                        seq.gateway_request
+                        and seq.gateway_request.contract.ids == self._gateways.ids(answer)
+                        and not seq.best_effort
+                    ):
                         seq.demoted = True
-                        self._happened(seq, Demoted(self.clock(), seq.id))
+                        self._record(seq, Demoted(self.clock(), seq.id))
 
-    def _promise_late(self, seq: VllmSeq) -> None:
+    def _attach_gateway_request(self, seq: VllmSeq) -> None:
         """A request may be here before what its gateway says of it: it was taken for one of no gateway."""
         assert self._gateways is not None
-        if (promised := self._gateways.promised(seq.id)) is not None:
-            seq.request = request_of_gateway(seq.own, promised.contract)
-            seq.promised, seq.demoted = promised, promised.contract.demoted
-            seq.prefill_only = is_prefill_only(seq.own)
+        if (gateway_request := self._gateways.gateway_request_of(seq.id)) is not None:
+            seq.request = request_of_gateway(seq.vllm_request, gateway_request.contract)
+            seq.gateway_request, seq.demoted = gateway_request, gateway_request.contract.demoted
+            seq.prefill_only = is_prefill_only(seq.vllm_request)
             seq._deadlines = None
-            self._strange -= is_movable(seq)
-            self._settled = 0
-            self._gateways.link.begin_afresh()
+            self._untracked -= is_movable(seq)
+            self._stable_steps = 0
+            self._gateways.link.request_resync()
 
     @guarded
     def hand_off(self, id: str, reason: HandoffReason, cached: int = 0) -> None:
         """Its gateway is to place it on another replica; here it is over, but for the KV of `cached` tokens."""
-        seq = self._taken_out(id)
+        seq = self._remove(id)
         if seq is None or self._gateways is None:
             return
         now = self.clock()
@@ -132,33 +144,33 @@ class FleetPart:
         if self._fair is not None:
             self._fair.finished(id, "cancelled", len(seq.times_of_stage()), now)
         moved = Handoff.after(seq.request.handoff, REPLICA_NAME, reason, now, cached)
-        self._to_observe(HandedOff(now, id, replace(seq.request, handoff=moved)))
+        self._queue_for_policy(HandedOff(now, id, replace(seq.request, handoff=moved)))
         self._gateways.hand_off(seq, reason, now, cached)
 
-    def hide(self) -> None:
+    def hide_untracked(self) -> None:
         """Choose what the next view does not show. Where prompts and decodes run apart, requests that no gateway can
         place at the other part cannot be shown to a policy. vLLM schedules them by its own rule, prompt and decode, as
         many at a time as half a batch has."""
-        if not self._strange or self.role.phase == "both":
-            self.hidden = self.beside = NO_IDS
+        if not self._untracked or self.role.phase == "both":
+            self.hidden_ids = self.unplanned_ids = NO_IDS
             return
         found = [id for id, seq in self.seqs.items() if not is_movable(seq)]
-        self.hidden, self.beside = frozenset(found), frozenset(found[: self.limits.max_num_seqs // 2])
+        self.hidden_ids, self.unplanned_ids = frozenset(found), frozenset(found[: self.limits.max_num_seqs // 2])
 
     # ----------------------------------------------------------------- KV between engines
 
-    def sent(self, id: str) -> None:
+    def kv_sent(self, id: str) -> None:
         """vLLM has freed the blocks of a request that has ended."""
         if self.leaving.pop(id, None) is not None and self._gateways is not None:
-            self._gateways.sent(id)
+            self._gateways.kv_sent(id)
 
-    def arrives(self, id: str) -> bool:
+    def is_kv_arriving(self, id: str) -> bool:
         """Whether its KV is at another engine, or on its way, of one that views show."""
-        return id in self.arriving and id not in self.hidden
+        return id in self.arriving and id not in self.hidden_ids
 
-    def has_come(self, id: str) -> bool:
+    def has_kv_arrived(self, id: str) -> bool:
         """Whether its KV has come, and it was in no batch since."""
-        return id in self.come
+        return id in self.kv_arrived
 
     @guarded
     def kv_missed(self, id: str) -> None:
@@ -169,14 +181,12 @@ class FleetPart:
     def _arrive(self, seq: VllmSeq, now: float, cached: int) -> None:
         self.arriving.discard(seq.id)
         if cached:
-            self.come.add(seq.id)
-        seq.arrives_at(now, cached)
+            self.kv_arrived.add(seq.id)
+        seq.mark_kv_arrived(now, cached)
         handoff = seq.request.handoff
-        self._happened(
-            seq, Transferred(now, seq.id, REPLICA_NAME, "" if handoff is None else handoff.source, cached, 0)
-        )
+        self._record(seq, Transferred(now, seq.id, REPLICA_NAME, "" if handoff is None else handoff.source, cached, 0))
 
 
 def is_movable(seq: VllmSeq) -> bool:
     """Whether a gateway can place it elsewhere."""
-    return seq.promised is not None and seq.promised.is_movable
+    return seq.gateway_request is not None and seq.gateway_request.is_movable

@@ -50,9 +50,9 @@ class GatewayReports:
     def __init__(self, link: CoreLink) -> None:
         self.link = link
         self._number = 0
-        self._told = 0.0  # when the last report was sent
+        self._sent_at = 0.0  # when the last report was sent
         self._rows: list[Row] = []
-        self._shown: dict[str, tuple[int, int]] = {}  # of each request that holds KV: tokens and blocks, as last told
+        self._sent_kv: dict[str, tuple[int, int]] = {}  # of each request that holds KV: tokens and blocks, as last told
         self._hits: dict[str, int] = {}  # of each that waits: tokens that the prefix cache has, as last told
         self._contracts: dict[str, tuple[str, Contract]] = {}  # by answer: the gateway, and what it said
 
@@ -73,7 +73,7 @@ class GatewayReports:
         found = self._contracts.get(answer)
         return () if found is None else found[1].ids
 
-    def promised(self, id: str) -> GatewayRequest | None:
+    def gateway_request_of(self, id: str) -> GatewayRequest | None:
         """Of vLLM's request of this id; None for one that came past every gateway."""
         answer, prompt, choice = choice_of(id)
         if (found := self._contracts.get(answer)) is None:
@@ -103,10 +103,10 @@ class GatewayReports:
         """Of a request that is here. open: all that have not ended."""
         if type(event) is Finished:
             self._forget(seq.id, open)
-            self._shown.pop(seq.id, None)
+            self._sent_kv.pop(seq.id, None)
             self._hits.pop(seq.id, None)
         if type(event) is Offered:
-            self.link.busy()  # (it may wait for its KV, and no batch run)
+            self.link.end_idle()  # (it may wait for its KV, and no batch run)
         if not self.link.listeners:
             return
         self._rows.append(offered_row(event, _own(seq)) if type(event) is Offered else event_row(event))
@@ -115,14 +115,14 @@ class GatewayReports:
         """Its gateway is to place it elsewhere. cached: tokens of which KV stays here until `sent`."""
         self._contracts.pop(answer_of(seq.id), None)
         if not cached:
-            self._shown.pop(seq.id, None)
+            self._sent_kv.pop(seq.id, None)
         self._hits.pop(seq.id, None)
         if self.link.listeners:
             self._rows.append(HandOffRow(seq.id, reason, at, cached))
 
-    def sent(self, id: str) -> None:
+    def kv_sent(self, id: str) -> None:
         """Its KV has been read, or the time for that is over."""
-        self._shown.pop(id, None)
+        self._sent_kv.pop(id, None)
         if self.link.listeners:
             self._rows.append(SentRow(id))
 
@@ -141,7 +141,7 @@ class GatewayReports:
     ) -> None:
         """The next batch runs, for so many seconds as predicted. tokens: of each request in it; seqs: all that are
         here."""
-        self.link.busy()
+        self.link.end_idle()
         if not self.link.listeners:
             return
         hits = {}
@@ -164,33 +164,33 @@ class GatewayReports:
         batches: that run; tokens of each request in it."""
         if self.link.listeners:
             held = self._changed(seqs)
-            silent = seqs and now - self._told >= HEARTBEAT_S
+            silent = seqs and now - self._sent_at >= HEARTBEAT_S
             if done is not None or held or self._rows or silent:
                 self._send(now, kv_free, done=done, held=held)
         else:
             self._rows.clear()
-            self._shown.clear()
+            self._sent_kv.clear()
             self._hits.clear()
         idle = not (seqs or leaving or batches)  # nothing will happen before a request comes
-        if self.link.wanted or idle:
+        if self.link.wants_snapshot or idle:
             self._snapshot(now, kv_free, {**leaving, **seqs}, batches, idle=idle)
 
     def _changed(self, seqs: Mapping[str, VllmSeq]) -> dict[str, tuple[int, int]]:
         """Of requests that hold KV, what is not as it was told."""
-        shown, changed = self._shown, {}
+        sent_kv, changed = self._sent_kv, {}
         for id, seq in seqs.items():
-            own = seq.own
-            if not seq.waiting or (seq.arriving and own.num_computed_tokens):
-                row = (own.num_computed_tokens - own.num_in_flight_tokens, seq.blocks)
-                if shown.get(id) != row:
-                    shown[id] = changed[id] = row
-            elif id in shown:
-                del shown[id]
+            vllm_request = seq.vllm_request
+            if not seq.waiting or (seq.arriving and vllm_request.num_computed_tokens):
+                row = (vllm_request.num_computed_tokens - vllm_request.num_in_flight_tokens, seq.blocks)
+                if sent_kv.get(id) != row:
+                    sent_kv[id] = changed[id] = row
+            elif id in sent_kv:
+                del sent_kv[id]
         return changed
 
     def _send(self, now: float, kv_free: int, **more: Any) -> None:
         self._number += 1
-        self._told = now
+        self._sent_at = now
         rows, self._rows = self._rows, []
         self.link.report(Report(self._number, now, kv_free, rows, **more))
 
@@ -201,15 +201,15 @@ class GatewayReports:
         self._changed(seqs)
         rows = []
         for id, seq in seqs.items():
-            cached, blocks = self._shown.get(id, (0, 0))
+            cached, blocks = self._sent_kv.get(id, (0, 0))
             if seq.waiting:
                 cached = self._hits[id] = seq.cached
             state: State = "running"
             if seq.waiting:
                 state = "arriving" if seq.arriving else "waiting"
-            elif seq.prefill_only and seq.own.is_finished():
+            elif seq.prefill_only and seq.vllm_request.is_finished():
                 state = "leaving"
-            ids = tuple(seq.own.output_token_ids)
+            ids = tuple(seq.vllm_request.output_token_ids)
             times = tuple(seq.times_of_stage())[-len(ids) :] if ids else ()  # not of what came before it moved here
             about = (state, seq.started, seq.demoted, cached, blocks)
             rows.append(PresentRow(without_texts(seq.request), _own(seq), *about, times, ids[: len(times)]))
@@ -218,4 +218,4 @@ class GatewayReports:
 
 def _own(seq: VllmSeq) -> str:
     """The gateway's id; empty for a request that came past every gateway."""
-    return seq.promised.id if seq.promised is not None else ""
+    return seq.gateway_request.id if seq.gateway_request is not None else ""

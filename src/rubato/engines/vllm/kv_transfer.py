@@ -26,17 +26,17 @@ def lease_of(vllm_config: Any) -> float | None:
 REQUIRED_KV_PARAMS = ("remote_engine_id", "remote_request_id", "remote_block_ids", "remote_host", "remote_port")
 
 
-def lacks_kv_source(own: Any) -> bool:
+def lacks_kv_source(vllm_request: Any) -> bool:
     """Whether a request of vLLM's says that its KV is elsewhere, and not where."""
-    params = own.kv_transfer_params or {}
+    params = vllm_request.kv_transfer_params or {}
     return bool(params.get("do_remote_prefill")) and any(params.get(name) is None for name in REQUIRED_KV_PARAMS)
 
 
-def is_prefill_only(own: Any) -> bool:
+def is_prefill_only(vllm_request: Any) -> bool:
     """Whether a request of vLLM's ends with its prompt in KV, for another engine."""
-    return bool((own.kv_transfer_params or {}).get("do_remote_decode"))
+    return bool((vllm_request.kv_transfer_params or {}).get("do_remote_decode"))
 
 
-def comes_with_kv(own: Any) -> bool:
+def comes_with_kv(vllm_request: Any) -> bool:
     """Whether a request of vLLM's has its prompt's KV at another engine, and has not asked for it yet."""
-    return bool((own.kv_transfer_params or {}).get("do_remote_prefill"))
+    return bool((vllm_request.kv_transfer_params or {}).get("do_remote_prefill"))

@@ -35,104 +35,112 @@ class KVView:
         ]
         specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
         physical = int(self._pool.num_gpu_blocks) - 1  # one is vLLM's null block
-        self.exact = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
+        self.is_exact = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
         self.total: int = physical
-        if specs and not self.exact:
+        if specs and not self.is_exact:
             tokens, _ = get_kv_cache_capacity(scheduler.vllm_config, scheduler.kv_cache_config)
             self.total = max(tokens, scheduler.max_model_len) // self.block_size or 1
         self._scale: float = self.total / physical
         # Whether a hit can be kept from view to view, until a block after it is named or its last one is another's.
-        self.by_name: bool = (
-            self.exact
+        self.can_keep_hits: bool = (
+            self.is_exact
             and scheduler.kv_cache_manager.enable_caching
             and scheduler.hash_block_size == self.block_size
             and not scheduler.use_eagle_block_drop
         )
-        self.named = self._pool.cached_block_hash_to_block.get_one_block
+        self.named_block = self._pool.cached_block_hash_to_block.get_one_block
         # A drafter with KV of its own writes so many tokens ahead of what is scheduled. No plan has blocks for that, so
         # a request is shown with as many fewer as it may take for them.
-        self.ahead: int = scheduler.num_lookahead_tokens
-        self._most_verified: int = scheduler.num_spec_tokens
+        self.lookahead_tokens: int = scheduler.num_lookahead_tokens
+        self._max_verified_tokens: int = scheduler.num_spec_tokens
 
     def free(self) -> int:
         free: int = self._pool.get_num_free_blocks()
-        return free if self.exact else int(free * self._scale)
+        return free if self.is_exact else int(free * self._scale)
 
     def blocks_of(self, seq: VllmSeq) -> int:
         """Below 0 for one that holds none and will need some beyond its tokens'."""
-        if seq.waiting and not (seq.arriving and seq.own.num_computed_tokens):
+        if seq.waiting and not (seq.arriving and seq.vllm_request.num_computed_tokens):
             # blocks that no single preemption frees, as `Replica` counts them
             hit = self.look_up(seq)
-            held = len(hit.blocks) if hit.found is None else sum(b.ref_cnt > 1 for b in hit.blocks)
-        elif self.exact:
-            held = len(self._tables[0].get(seq.id, ()))
+            block_count = len(hit.blocks) if hit.computed is None else sum(b.ref_cnt > 1 for b in hit.blocks)
+        elif self.is_exact:
+            block_count = len(self._tables[0].get(seq.id, ()))
         else:
-            held = max([ceil(self._scale * len(self._held(seq))), *(len(t.get(seq.id, ())) for t in self._tables)])
-        return held - self._blocks_ahead(seq) if self.ahead else held
+            block_count = max(
+                [ceil(self._scale * len(self._blocks(seq))), *(len(t.get(seq.id, ())) for t in self._tables)]
+            )
+        return block_count - self._blocks_ahead(seq) if self.lookahead_tokens else block_count
 
     def _blocks_ahead(self, seq: VllmSeq) -> int:
         """The most blocks that the drafter's tokens take beyond those of the request's, however many it is given."""
         if seq.pending > 1:
-            return blocks_for(self.ahead, self.block_size)
-        ends = range(seq.cached + 1, seq.cached + 2 + self._most_verified)
-        return max(blocks_for(end + self.ahead, self.block_size) - blocks_for(end, self.block_size) for end in ends)
+            return blocks_for(self.lookahead_tokens, self.block_size)
+        ends = range(seq.cached + 1, seq.cached + 2 + self._max_verified_tokens)
+        return max(
+            blocks_for(end + self.lookahead_tokens, self.block_size) - blocks_for(end, self.block_size) for end in ends
+        )
 
     def own_blocks_of(self, seq: VllmSeq) -> int:
-        if seq.waiting or not self._scheduler._request_blocks_can_be_freed(seq.own):
+        if seq.waiting or not self._scheduler._request_blocks_can_be_freed(seq.vllm_request):
             return 0
-        own = sum(b.ref_cnt == 1 for b in self._held(seq))
-        return own if self.exact else int(self._scale * own)
+        unshared = sum(b.ref_cnt == 1 for b in self._blocks(seq))
+        return unshared if self.is_exact else int(self._scale * unshared)
 
     def look_up(self, seq: VllmSeq) -> Hit:
         """What the prefix cache would save a waiting request, as of this step's view."""
-        return seq.hit or self.renewed(seq)
+        return seq.hit or self.refresh_hit(seq)
 
-    def renewed(self, seq: VllmSeq) -> Hit:
-        own = seq.own
-        if own.num_computed_tokens:
-            seq.hit = Hit(own.num_computed_tokens, self._held(seq), None)
+    def refresh_hit(self, seq: VllmSeq) -> Hit:
+        vllm_request = seq.vllm_request
+        if vllm_request.num_computed_tokens:
+            seq.hit = Hit(vllm_request.num_computed_tokens, self._blocks(seq), None)
             return seq.hit
-        found = self._manager.get_computed_blocks(own)
-        blocks = found[0].blocks[0] if self.exact else ()
+        computed = self._manager.get_computed_blocks(vllm_request)
+        blocks = computed[0].blocks[0] if self.is_exact else ()
         keys = [b.block_hash for b in blocks]
         longer = None
-        named = len(own.block_hashes)  # from 0.33 on fewer than full blocks, where a hash covers tokens after its block
-        if self.by_name and len(blocks) < min(named, (own.num_tokens - 1) // self.block_size):
-            longer = make_block_hash_with_group_id(own.block_hashes[len(blocks)], 0)
-        seq.hit = Hit(found[1] + self._elsewhere(own, found[1]), blocks, found, keys, longer)
+        hashed = len(
+            vllm_request.block_hashes
+        )  # from 0.33 on fewer than full blocks, where a hash covers tokens after its block
+        if self.can_keep_hits and len(blocks) < min(hashed, (vllm_request.num_tokens - 1) // self.block_size):
+            longer = make_block_hash_with_group_id(vllm_request.block_hashes[len(blocks)], 0)
+        seq.hit = Hit(computed[1] + self._elsewhere(vllm_request, computed[1]), blocks, computed, keys, longer)
         return seq.hit
 
-    def _elsewhere(self, own: Any, here: int) -> int:
+    def _elsewhere(self, vllm_request: Any, local_tokens: int) -> int:
         """Tokens beyond those found here that a KV connector loads in the step that starts the request."""
-        more, later = self._connector_has(own, here)
-        return 0 if later else max(0, more - here % self.block_size)
+        more, is_async = self._connector_has(vllm_request, local_tokens)
+        return 0 if is_async else max(0, more - local_tokens % self.block_size)
 
     def comes_later(self, seq: VllmSeq) -> bool:
         """Whether vLLM would wait for KV of a request, and schedule it when that has come."""
-        more, later = self._connector_has(seq.own, self.renewed(seq).tokens)
-        return more > 0 and later
+        more, is_async = self._connector_has(seq.vllm_request, self.refresh_hit(seq).tokens)
+        return more > 0 and is_async
 
-    def _connector_has(self, own: Any, here: int) -> tuple[int, bool]:
+    def _connector_has(self, vllm_request: Any, local_tokens: int) -> tuple[int, bool]:
         """Tokens beyond the whole blocks of those found here that a KV connector has, and whether they come later."""
         connector = self._scheduler.connector
-        if connector is None or own.skip_reading_prefix_cache:
+        if connector is None or vllm_request.skip_reading_prefix_cache:
             return 0, False
-        more, later = connector.get_num_new_matched_tokens(own, here - here % self.block_size)
-        return more or 0, bool(later)
+        more, is_async = connector.get_num_new_matched_tokens(
+            vllm_request, local_tokens - local_tokens % self.block_size
+        )
+        return more or 0, bool(is_async)
 
     def is_current(self, hit: Hit) -> bool:
         """Whether vLLM would still find this. A prefix loses its last block first, so that is the one looked at."""
         if (
-            not self.by_name
+            not self.can_keep_hits
             or self._scheduler.connector is not None
-            or hit.found is None
-            or (hit.longer is not None and self.named(hit.longer) is not None)
+            or hit.computed is None
+            or (hit.longer is not None and self.named_block(hit.longer) is not None)
         ):
             return False
         return not hit.keys or hit.blocks[-1].block_hash == hit.keys[-1]
 
-    def _held(self, seq: VllmSeq) -> Sequence[Any]:
+    def _blocks(self, seq: VllmSeq) -> Sequence[Any]:
         # vLLM's own lists; its get_blocks() would wrap them thrice, and policies ask some five times a step.
-        if self.exact:
+        if self.is_exact:
             return self._tables[0].get(seq.id, ())
         return [b for b in chain(*(t.get(seq.id, ()) for t in self._tables)) if not b.is_null]

@@ -39,7 +39,7 @@ class VllmMissCauses:
         self._ends: list[float] = []
         self._steps: list[_Step] = []
 
-    def stepped(self, end: float, seconds: float, shape: Shape, decodes: Shape) -> None:
+    def add_step(self, end: float, seconds: float, shape: Shape, decodes: Shape) -> None:
         """A step ended. decodes: the part of its shape that is requests which decode."""
         self._ends.append(end)
         self._steps.append(_Step(seconds, shape, decodes))
@@ -55,29 +55,29 @@ class VllmMissCauses:
         """Seconds lost to each cause until the first token that was late."""
         delays: dict[Cause, float] = {}
         times, late = seq.times_of_stage(), _first_late(seq)
-        waited = [*seq.waited, (inf, inf, "queue")]
+        waited = [*seq.wait_spans, (inf, inf, "queue")]
         for at, (begin, until, cause) in enumerate(waited[:-1]):
             book(delays, cause, min(until, late) - begin)
             runs_until = min(waited[at + 1][0], late)
             came = bisect_right(times, until)
             token = min(times[came] if came < len(times) else inf, runs_until)
-            self._prefill(delays, until, token, seq.request.prompt - seq.cached_at_start, again=at > 0)
+            self._prefill(delays, until, token, seq.request.prompt - seq.cached_at_start, is_restart=at > 0)
             self._decode(delays, token, runs_until)
         return delays
 
     def _between(self, begin: float, end: float) -> list[_Step]:
         return self._steps[bisect_right(self._ends, begin) : bisect_right(self._ends, end)]
 
-    def _prefill(self, delays: dict[Cause, float], begin: float, end: float, tokens: int, *, again: bool) -> None:
+    def _prefill(self, delays: dict[Cause, float], begin: float, end: float, tokens: int, *, is_restart: bool) -> None:
         """Steps from a start to the next token: what they took beyond a batch of this prompt alone. again: after a
         preemption, which also that is the price of."""
         steps = self._between(begin, end)
         seconds = sum(step.seconds for step in steps)
-        alone = min(seconds, self._latency.step_time(Shape().plus(max(1, tokens), 0)))
-        together = sum(self._latency.step_time(step.decodes) for step in steps if step.decodes.seqs)
-        by_decode = min(seconds - alone, together)
-        book(delays, "preemption", alone if again else 0.0)
-        book(delays, "prefill interference", seconds - alone - by_decode)
+        isolated_seconds = min(seconds, self._latency.step_time(Shape().plus(max(1, tokens), 0)))
+        decode_seconds = sum(self._latency.step_time(step.decodes) for step in steps if step.decodes.seqs)
+        by_decode = min(seconds - isolated_seconds, decode_seconds)
+        book(delays, "preemption", isolated_seconds if is_restart else 0.0)
+        book(delays, "prefill interference", seconds - isolated_seconds - by_decode)
         book(delays, "decode interference", by_decode)
 
     def _decode(self, delays: dict[Cause, float], begin: float, end: float) -> None:

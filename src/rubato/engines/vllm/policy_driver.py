@@ -123,7 +123,7 @@ class PolicyDriver(FleetPart):
         num_spec_tokens: int = 0,
         *,
         fair: FairShare | None = None,
-        strangers: bool = True,
+        trust_client_slos: bool = True,
         link: CoreLink | None = None,
         engine: int = 0,
         kv_lease: float | None = None,
@@ -137,11 +137,11 @@ class PolicyDriver(FleetPart):
             self.supports |= FLEET_SUPPORTS if kv_lease is None else FLEET_SUPPORTS | {"kv_transfer"}
         self.kv_lease = kv_lease
         self.arriving: set[str] = set()
-        self.come: set[str] = set()
+        self.kv_arrived: set[str] = set()
         self.leaving: dict[str, VllmSeq] = {}
-        self.hidden = self.beside = NO_IDS
+        self.hidden_ids = self.unplanned_ids = NO_IDS
         self.role = ANY
-        self._strange = 0  # requests here that no gateway can place elsewhere
+        self._untracked = 0  # requests here that no gateway can place elsewhere
         missing = self.policy.needs - self.supports
         if missing:
             words = ", ".join(sorted(missing))
@@ -155,7 +155,7 @@ class PolicyDriver(FleetPart):
         self.steps = self.fallbacks = self.stood_aside = 0
         self.deviations: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
-        self.given_up = False
+        self.has_given_up = False
         self.drafts = VllmDrafts(
             num_spec_tokens,
             planned="draft" in self.policy.needs | optional(self.policy),
@@ -163,13 +163,15 @@ class PolicyDriver(FleetPart):
         )
         # (a policy that plans drafts decides more than an order)
         plans_drafts = self.drafts.planned and num_spec_tokens > 0
-        self._room = SlackCheck(1 + num_spec_tokens, kv.ahead) if settings.stand_aside and not plans_drafts else None
-        self._settled = 0  # steps that may be left to vLLM without a look
+        self._slack_check = (
+            SlackCheck(1 + num_spec_tokens, kv.lookahead_tokens) if settings.stand_aside and not plans_drafts else None
+        )
+        self._stable_steps = 0  # steps that may be left to vLLM without a look
         self._kv = kv
-        self._recent: deque[float] = deque(maxlen=MAX_FAULTS)  # when the last faults were, without `_slow`
-        self._slow = 0.0  # seconds that plans took which were too slow
+        self._fault_times: deque[float] = deque(maxlen=MAX_FAULTS)  # of the last faults, less the slow plans
+        self._slow_plan_seconds = 0.0  # seconds that plans took which were too slow
         self.refused = 0  # requests
-        self._reported: dict[str, float] = {}  # when each kind of fault, and a deviation, was last logged
+        self._logged_at: dict[str, float] = {}  # when each kind of fault, and a deviation, was last logged
         lengths = settings.lengths
         if lengths == "":
             lengths = default_lengths(settings.policy) or DEFAULT_LENGTHS
@@ -177,49 +179,52 @@ class PolicyDriver(FleetPart):
         self._slo_rule = settings.slo_rule
         self._order = 0
         self._fair = fair
-        self._held: dict[str, VllmSeq] = {}  # by `fair`
-        self._strangers = strangers
+        self._over_share: dict[str, VllmSeq] = {}  # by `fair`
+        self._trust_client_slos = trust_client_slos
         self._reports = Reports(link, engine) if link is not None and link.endpoint else None
-        self._lost_time = VllmMissCauses(self.latency)
+        self._miss_causes = VllmMissCauses(self.latency)
         self._events: list[Event] = []
-        self._flights: deque[InFlightBatch] = deque()
+        self._batches: deque[InFlightBatch] = deque()
         self._last = -inf  # when the last batch completed
-        self._asked_since = inf  # when a view was first asked for
-        self._busy = False  # whether there was more to do then
+        self._view_asked_at = inf  # when a view was first asked for
+        self._is_busy = False  # whether there was more to do then
 
     # ----------------------------------------------------------------- requests
 
     @guarded
-    def offer(self, own: Any) -> str:
+    def offer(self, vllm_request: Any) -> str:
         """A request arrived. Returns why it can never be served, or nothing; a refused one is not kept."""
         now = self.clock()
-        arrival = now - max(0.0, self.unix() - own.arrival_time)
-        promised = self._gateways.promised(own.request_id) if self._gateways is not None else None
+        arrival = now - max(0.0, self.unix() - vllm_request.arrival_time)
+        gateway_request = (
+            self._gateways.gateway_request_of(vllm_request.request_id) if self._gateways is not None else None
+        )
         try:
-            if promised is None:
-                request, ticket = request_of(own, arrival, strangers=self._strangers)
+            if gateway_request is None:
+                request, ticket = request_of(vllm_request, arrival, trust_client_slos=self._trust_client_slos)
             else:
-                request, ticket = request_of_gateway(own, promised.contract), ""
+                request, ticket = request_of_gateway(vllm_request, gateway_request.contract), ""
         except ValueError as error:
             return f"rejected-invalid: {error}"
         self._order += 1
-        seq = self.seqs[request.id] = VllmSeq(request, own, self._kv, self._order, self._lengths, ticket)
-        if promised is not None:
-            seq.promised, seq.demoted = promised, promised.contract.demoted
-            seq.prefill_only = is_prefill_only(own)
-        if self.kv_lease is not None and comes_with_kv(own):
+        seq = self.seqs[request.id] = VllmSeq(request, vllm_request, self._kv, self._order, self._lengths, ticket)
+        if gateway_request is not None:
+            seq.gateway_request, seq.demoted = gateway_request, gateway_request.contract.demoted
+            seq.prefill_only = is_prefill_only(vllm_request)
+        if self.kv_lease is not None and comes_with_kv(vllm_request):
             seq.arriving = True
             self.arriving.add(request.id)
-        self._strange += not is_movable(seq)
-        self._happened(seq, Offered(now, request.id, request))
-        self._settled = 0
-        if self._room is not None:
-            self._room.offered(request)
+        self._untracked += not is_movable(seq)
+        self._record(seq, Offered(now, request.id, request))
+        self._stable_steps = 0
+        if self._slack_check is not None:
+            self._slack_check.add_request(request)
         if self._fair is not None:
             self._fair.enter(request, now)
-            self._held[request.id] = seq
-        most = min(own.num_prompt_tokens + own.max_tokens + self._kv.ahead, self.limits.max_model_len)
-        if self._kv.exact and self.limits.blocks(most) > self.limits.kv_blocks:
+            self._over_share[request.id] = seq
+        most = vllm_request.num_prompt_tokens + vllm_request.max_tokens + self._kv.lookahead_tokens
+        most = min(most, self.limits.max_model_len)
+        if self._kv.is_exact and self.limits.blocks(most) > self.limits.kv_blocks:
             reason = f"rejected-exceeds-kv: {most} tokens, there is memory for {self.limits.kv_blocks} blocks"
             self._end(request.id, "refused", reason)
             return reason
@@ -231,7 +236,7 @@ class PolicyDriver(FleetPart):
         self._end(id, outcome, reason)
 
     def _end(self, id: str, outcome: Outcome, reason: str) -> None:
-        seq = self._taken_out(id)
+        seq = self._remove(id)
         if seq is None:
             return
         times = seq.times_of_stage()
@@ -239,41 +244,41 @@ class PolicyDriver(FleetPart):
         verdict = judge(seq.request, stages, outcome, self._slo_rule, reason=reason)
         if outcome == "completed" and not verdict.met:
             alone = is_infeasible(seq, seq.cached_at_start, self.latency, self.limits, self._slo_rule)
-            verdict = replace(verdict, cause="infeasible" if alone else self._lost_time.cause(seq))
+            verdict = replace(verdict, cause="infeasible" if alone else self._miss_causes.cause(seq))
         if outcome == "completed" and self._lengths is not None:
             self._lengths.learn(seq.request, len(times))
         if self._fair is not None:
             self._fair.finished(id, outcome, len(times), self.clock())
-        self._happened(seq, Finished(self.clock(), id, outcome, reason, verdict, len(times), seq.best_effort))
+        self._record(seq, Finished(self.clock(), id, outcome, reason, verdict, len(times), seq.best_effort))
 
-    def _taken_out(self, id: str) -> VllmSeq | None:
+    def _remove(self, id: str) -> VllmSeq | None:
         """A request that is here no more; None if it was not."""
         seq = self.seqs.pop(id, None)
         if seq is not None:
-            self._settled = 0
+            self._stable_steps = 0
             self.arriving.discard(id)
-            self.come.discard(id)
-            self._held.pop(id, None)
-            self._strange -= not is_movable(seq)
+            self.kv_arrived.discard(id)
+            self._over_share.pop(id, None)
+            self._untracked -= not is_movable(seq)
         return seq
 
-    def _happened(self, seq: VllmSeq, event: Event) -> None:
-        self._to_observe(event)
+    def _record(self, seq: VllmSeq, event: Event) -> None:
+        self._queue_for_policy(event)
         if self._reports is not None:
             self._reports.add(seq, event)
         if self._gateways is not None:
             self._gateways.add(seq, event, self.seqs)
 
-    def _to_observe(self, event: Event) -> None:
+    def _queue_for_policy(self, event: Event) -> None:
         """Keep it for the policy, which is not asked any more once it is given up."""
-        if not self.given_up:
+        if not self.has_given_up:
             self._events.append(event)
 
     @guarded
     def refuse(self, id: str, reason: str) -> None:
         """A request is refused. Under overload many are: the log has the first of each LOG_PAUSE_S seconds."""
         self.refused += 1
-        if self._due("refused"):
+        if self._should_log("refused"):
             log.warning("request %.100s refused: %s; refused so far: %d", id, reason, self.refused)  # ids are clients'
         self._end(id, "refused", reason)
 
@@ -289,13 +294,13 @@ class PolicyDriver(FleetPart):
 
     @guarded
     def preempted(self, id: str) -> None:
-        self._settled = 0
+        self._stable_steps = 0
         seq = self.seqs.get(id)
-        self.come.discard(id)
+        self.kv_arrived.discard(id)
         if seq is not None:
             seq.waiting, seq.hit = True, None
             seq.waiting_since = self.clock()
-            self._happened(seq, Preempted(seq.waiting_since, id))
+            self._record(seq, Preempted(seq.waiting_since, id))
 
     # ----------------------------------------------------------------- one step
 
@@ -306,21 +311,21 @@ class PolicyDriver(FleetPart):
         moving: those that hold KV and cannot, or whose KV is to come, and take so many `places` of those that may run;
         kv_taken: blocks of what comes in this step. Requests that are not known here are left out."""
         now, seqs = self.clock(), self.seqs
-        if self.hidden:
-            seqs = {id: seq for id, seq in seqs.items() if id not in self.hidden}
-        self._asked_since = min(self._asked_since, now)
-        if not self._flights:
-            self.latency.idle(now - max(self._last, self._asked_since))
-        queued = self._queued([seq for own in waiting if (seq := seqs.get(own.request_id)) is not None], now)
-        block, ahead, decodes, decode_kv, blocks = self.limits.block_size, self._kv.ahead, 0, 0, 0
+        if self.hidden_ids:
+            seqs = {id: seq for id, seq in seqs.items() if id not in self.hidden_ids}
+        self._view_asked_at = min(self._view_asked_at, now)
+        if not self._batches:
+            self.latency.idle(now - max(self._last, self._view_asked_at))
+        queued = self._show_waiting([seq for r in waiting if (seq := seqs.get(r.request_id)) is not None], now)
+        block, ahead, decodes, decode_kv, blocks = self.limits.block_size, self._kv.lookahead_tokens, 0, 0, 0
         holding, prefilling = [], []
-        for own in running:
-            seq = seqs.get(own.request_id)
+        for vllm_request in running:
+            seq = seqs.get(vllm_request.request_id)
             if seq is None:
                 places += 1
                 continue
             holding.append(seq)
-            seq.holds_kv()
+            seq.show_holding_kv()
             if seq.arriving:
                 self._arrive(seq, now, seq.cached)
             if seq.pending != 1:
@@ -334,11 +339,11 @@ class PolicyDriver(FleetPart):
             elif cached % block == 0:  # else there is room in its last block
                 blocks += seq.blocks * block <= cached
         self.drafts.show(holding)
-        others = [seq for own in moving if (seq := seqs.get(own.request_id)) is not None]
+        others = [seq for r in moving if (seq := seqs.get(r.request_id)) is not None]
         for seq in others:
             seq.show_moving()
         others += self.leaving.values()
-        limits = self._limits_but_for(places)
+        limits = self._limits_without(places)
         return VllmView(
             id=REPLICA_NAME,
             now=now,
@@ -349,7 +354,7 @@ class PolicyDriver(FleetPart):
             kv_total=limits.kv_blocks,
             limits=limits,
             latency=self.latency,
-            supports=self.supports - {"handoff"} if self._strange and not self.hidden else self.supports,
+            supports=self.supports - {"handoff"} if self._untracked and not self.hidden_ids else self.supports,
             role=self.role,
             running_ids={s.id for s in holding},
             prefilling=prefilling,
@@ -358,7 +363,7 @@ class PolicyDriver(FleetPart):
             slo_rule=self._slo_rule,
         )
 
-    def _queued(self, waiting: list[VllmSeq], now: float) -> list[VllmSeq]:
+    def _show_waiting(self, waiting: list[VllmSeq], now: float) -> list[VllmSeq]:
         """Those that wait, in their order, with what the prefix cache has of each."""
         waiting.sort(key=ORDER)
         kv = self._kv
@@ -367,58 +372,59 @@ class PolicyDriver(FleetPart):
             if seq.waiting and seq.hit is not None and is_current(seq.hit):
                 continue  # as in the last view
             seq.draft, seq.waiting = None, True
-            seq.length, seq.cached = seq.own.num_tokens, kv.renewed(seq).tokens
+            seq.length, seq.cached = seq.vllm_request.num_tokens, kv.refresh_hit(seq).tokens
             seq.pending = seq.length - seq.cached
-        kept_back = self._kept_back(now) if self._held else ()
-        return [seq for seq in waiting if seq.id not in kept_back] if kept_back else waiting
+        over_share = self._ids_over_share(now) if self._over_share else ()
+        return [seq for seq in waiting if seq.id not in over_share] if over_share else waiting
 
-    def _limits_but_for(self, places: int) -> Limits:
+    def _limits_without(self, places: int) -> Limits:
         """What is left to the policy beside requests that no view shows, of which so many have a place."""
         limits = self.limits
-        if self.beside:
-            limits = replace(limits, max_num_seqs=limits.max_num_seqs - len(self.beside))
+        if self.unplanned_ids:
+            limits = replace(limits, max_num_seqs=limits.max_num_seqs - len(self.unplanned_ids))
         if places and limits.max_running is not None:
             limits = replace(limits, max_running=max(0, limits.max_running - places))
         return limits
 
-    def _kept_back(self, now: float) -> Collection[str]:
+    def _ids_over_share(self, now: float) -> Collection[str]:
         """Requests of tenants that have their share. Those that have it not go on to the policy, for good."""
         assert self._fair is not None
         seqs = self.seqs.values()
-        waiting, running = [s for s in seqs if s.waiting and s.id not in self._held], [s for s in seqs if not s.waiting]
+        waiting = [s for s in seqs if s.waiting and s.id not in self._over_share]
+        running = [s for s in seqs if not s.waiting]
         view = View(REPLICA_NAME, now, waiting, running, 0, self.limits.kv_blocks, self.limits, self.latency)
-        for request in self._fair.open([seq.request for seq in self._held.values()], [view], now):
+        for request in self._fair.open([seq.request for seq in self._over_share.values()], [view], now):
             self._fair.placed(request.id)
-            del self._held[request.id]
-        return self._held.keys()
+            del self._over_share[request.id]
+        return self._over_share.keys()
 
     @guarded
     def observe(self, view: View) -> bool:
         """Before a step: the policy hears what happened. Returns whether the step is left to vLLM, with room for every
         SLO."""
         if self._reports is not None:
-            self._reports.look_at(view, self._held)
+            self._reports.add_view(view, self._over_share)
         events, self._events = self._events, []
         self.policy.observe(events)
-        if self._room is None or self._held or not self._room.for_all(view):
+        if self._slack_check is None or self._over_share or not self._slack_check.all_within_slo(view):
             return False
         self.stood_aside += 1
         here = len(view.running)  # of all: what waits for a grammar or for KV may be in no View
-        self._settled = STABLE_STEPS if here == len(self.seqs) and not view.prefilling else 0
+        self._stable_steps = STABLE_STEPS if here == len(self.seqs) and not view.prefilling else 0
         return True
 
-    def goes_on_aside(self) -> bool:
+    def keep_default(self) -> bool:
         """Whether the step that begins is left to vLLM as those before, and counted so: only decodes run, each within
         its TPOT, and nothing came or went."""
-        if not self._settled:
+        if not self._stable_steps:
             return False
-        self._settled -= 1
+        self._stable_steps -= 1
         self.stood_aside += 1
         return True
 
-    def unsettle(self) -> None:
+    def invalidate_slack(self) -> None:
         """Something came that no View shows."""
-        self._settled = 0
+        self._stable_steps = 0
 
     @guarded
     def plan(self, view: View) -> PlannedStep | None:
@@ -428,7 +434,7 @@ class PolicyDriver(FleetPart):
             return PlannedStep(view, Plan(), {}, {})
         plan = self.policy.plan(view)
         check(plan, view, self.name)
-        if self.drafts.most:
+        if self.drafts.max_tokens:
             plan = spelled_out(plan, view)
             step = PlannedStep(view, plan, self.drafts.chunks(plan, view, self.seqs), self.drafts.depths(plan))
         else:
@@ -437,47 +443,48 @@ class PolicyDriver(FleetPart):
         if self._reports is not None:
             self._reports.planned.append(seconds)
         if seconds > MAX_PLAN_S:
-            self._slow += seconds
+            self._slow_plan_seconds += seconds
             self._count_fault("slow")
-            if self._due("slow"):
+            if self._should_log("slow"):
                 log.warning("policy %r took %.1f s to plan step %d", self.name, seconds, self.steps)
         return step
 
     def fault(self, place: str) -> None:
         """Count the exception being handled, and log it, each place once in LOG_PAUSE_S seconds."""
         self._count_fault(place)
-        if self._due(place):
+        if self._should_log(place):
             log.exception(
                 "policy %r failed at step %d, in %s; vLLM goes on in its own order; faults so far: %d",
                 self.name, self.steps, place, self.faults.total(),
             )  # fmt: skip
 
-    def odd_command(self) -> None:
+    def record_bad_command(self) -> None:
         """Count and log the exception being handled, which is of a gateway's making."""
         self.faults["command"] += 1
-        if self._due("command"):
+        if self._should_log("command"):
             log.exception("what a gateway asks for cannot be done")
 
     def _count_fault(self, place: str) -> None:
-        now = self.clock() - self._slow  # else the slowest policy would be given up last
+        now = self.clock() - self._slow_plan_seconds  # else the slowest policy would be given up last
         self.faults[place] += 1
-        self._recent.append(now)
-        if not self.given_up and len(self._recent) == MAX_FAULTS and now - self._recent[0] <= FAULT_WINDOW_S:
-            self.given_up = True
+        self._fault_times.append(now)
+        are_many = len(self._fault_times) == MAX_FAULTS and now - self._fault_times[0] <= FAULT_WINDOW_S
+        if are_many and not self.has_given_up:
+            self.has_given_up = True
             self._events.clear()
             if self._reports is not None:
-                self._reports.views_end()
+                self._reports.stop_views()
             log.error(
                 "policy %r: %d faults in %.0f s: from now on this engine schedules in vLLM's own order, until it is "
-                "started again", self.name, MAX_FAULTS, now - self._recent[0],
+                "started again", self.name, MAX_FAULTS, now - self._fault_times[0],
             )  # fmt: skip
 
-    def _due(self, what: str) -> bool:
+    def _should_log(self, what: str) -> bool:
         """Whether to report this now: a fault may come back at every step."""
         now = self.clock()
-        if now < self._reported.get(what, -inf) + LOG_PAUSE_S:
+        if now < self._logged_at.get(what, -inf) + LOG_PAUSE_S:
             return False
-        self._reported[what] = now
+        self._logged_at[what] = now
         return True
 
     @guarded
@@ -486,41 +493,41 @@ class PolicyDriver(FleetPart):
         now = self.clock()
         for id in plan.demote:
             self.seqs[id].demoted = True
-            self._happened(self.seqs[id], Demoted(now, id))
+            self._record(self.seqs[id], Demoted(now, id))
         for id in plan.promote:
             self.seqs[id].demoted = False
-            self._happened(self.seqs[id], Promoted(now, id))
+            self._record(self.seqs[id], Promoted(now, id))
 
     @guarded
     def scheduled(self, now: float, output: Any, requests: Mapping[str, Any], depths: Mapping[str, int] | None) -> None:
         """Note the batch that vLLM made. output: vLLM's SchedulerOutput; requests: its requests by id; depths: tokens
         to draft of each (None: vLLM's own)."""
         seqs, sampling, entries, drafting = self.seqs, [], [], []
-        most, decodes, kv = self.drafts.most, 0, 0
+        most, decodes, kv = self.drafts.max_tokens, 0, 0
         drafts = most > 0 and not getattr(output, "skip_drafts", False)  # from vLLM 0.33 on
         for id, tokens in output.num_scheduled_tokens.items():
-            own = requests[id]
-            begun = own.num_computed_tokens - tokens
+            vllm_request = requests[id]
+            begun = vllm_request.num_computed_tokens - tokens
             entries.append((tokens, begun))
             if tokens == 1:
                 decodes, kv = decodes + 1, kv + begun + 1
             seq = seqs.get(id)
-            if not own.is_prefill_chunk:
+            if not vllm_request.is_prefill_chunk:
                 if drafts and (depth := most if depths is None else depths.get(id, 0)):
                     drafting.append((depth, 1))
                 if seq is not None:
-                    seq.coming += 1
+                    seq.expected_tokens += 1
                     sampling.append(seq)
             if seq is not None and seq.arriving:  # in no view yet
                 self._arrive(seq, now, begun)
             elif seq is not None and seq.waiting:
-                self._happened(seq, Started(now, id, resumed=seq.started, cached=begun))
-                seq.starts_at(now, begun)
-        self.come.difference_update(output.num_scheduled_tokens)
+                self._record(seq, Started(now, id, resumed=seq.started, cached=begun))
+                seq.mark_started(now, begun)
+        self.kv_arrived.difference_update(output.num_scheduled_tokens)
         self.steps += 1
-        since = self._last if self._busy else now
+        since = self._last if self._is_busy else now
         shape = NO_BATCH.with_entries(entries, drafting)
-        self._flights.append(InFlightBatch(output, shape, Shape(decodes, decodes, kv), since, sampling))
+        self._batches.append(InFlightBatch(output, shape, Shape(decodes, decodes, kv), since, sampling))
         if self._gateways is not None and shape.seqs:
             seconds = self.latency.step_time(shape) if self._gateways.link.listeners else 0.0
             self._gateways.batch(now, shape, seconds, output.num_scheduled_tokens, self._kv.free(), seqs)
@@ -528,7 +535,7 @@ class PolicyDriver(FleetPart):
     def deviated(self, causes: Iterable[str], about: str) -> None:
         """The step was not carried out as planned. causes: words of `docs/vllm.md`'s table."""
         self.deviations.update(causes)
-        if self._due("deviation"):
+        if self._should_log("deviation"):
             log.warning(
                 "vLLM did not carry out the plan of step %d: %s; causes so far: %s",
                 self.steps, about, ", ".join(f"{cause} {n}" for cause, n in sorted(self.deviations.items())),
@@ -537,10 +544,10 @@ class PolicyDriver(FleetPart):
     @guarded
     def completed(self, output: Any, outputs: Mapping[int, Any], now: float, unfinished: int) -> None:
         """A batch is done: learn its time, book its tokens. outputs: vLLM's EngineCoreOutputs by client."""
-        while self._flights and (flight := self._flights.popleft()).output is not output:
+        while self._batches and (flight := self._batches.popleft()).output is not output:
             self._count_fault("unknown batch")  # its beginning was not noted for a fault, or its end
         for seq in flight.sampling:
-            seq.coming -= 1
+            seq.expected_tokens -= 1
         done = None
         if flight.shape.seqs:
             seconds = now - max(flight.since, self._last)
@@ -548,16 +555,16 @@ class PolicyDriver(FleetPart):
             done = flight.shape, seconds
             if seconds > 0.0:
                 self.latency.update(Sample(flight.shape, seconds))
-            self._lost_time.stepped(now, seconds, flight.shape, flight.decodes)
-            self._to_observe(Stepped(now, REPLICA_NAME, flight.shape, seconds))
+            self._miss_causes.add_step(now, seconds, flight.shape, flight.decodes)
+            self._queue_for_policy(Stepped(now, REPLICA_NAME, flight.shape, seconds))
             if self._reports is not None:
                 self._reports.batches.append((flight.shape.tokens, flight.shape.seqs, seconds))
-        self._busy = flight.shape.seqs > 0 and unfinished > 0
+        self._is_busy = flight.shape.seqs > 0 and unfinished > 0
         drafted = output.scheduled_spec_decode_tokens
         for core in outputs.values():
             for out in core.outputs:
                 self._book(out, now, len(drafted.get(out.request_id, ())) if drafted else 0)
-        self.report(idle=not self._busy, done=done)
+        self.report(idle=not self._is_busy, done=done)
 
     def report(self, *, idle: bool = False, done: tuple[Shape, float] | None = None) -> None:
         """Tell the API servers what happened since they were last told. A fault costs that, and nothing else: they
@@ -566,14 +573,14 @@ class PolicyDriver(FleetPart):
         try:
             now = self.clock()
             if self._gateways is not None:
-                batches = [flight.output.num_scheduled_tokens for flight in self._flights if flight.shape.seqs]
+                batches = [flight.output.num_scheduled_tokens for flight in self._batches if flight.shape.seqs]
                 free = self._kv.free() if self._gateways.link.listeners or not self.seqs else 0
                 self._gateways.step(now, done, free, self.seqs, self.leaving, batches)
             if self._reports is not None:
                 self._reports.send(now, self._state, self.seqs, idle=idle)
         except Exception:
             self.faults["report"] += 1
-            if self._due("report"):
+            if self._should_log("report"):
                 log.exception("step %d is not reported to vLLM's API servers: their metrics lack it", self.steps)
 
     def _state(self) -> dict[str, Any]:
@@ -582,10 +589,10 @@ class PolicyDriver(FleetPart):
             "steps": self.steps,
             "fallbacks": self.fallbacks,
             "stood_aside": self.stood_aside,
-            "link_refused": 0 if self.link is None else self.link.refused,
+            "link_refused": 0 if self.link is None else self.link.refusals,
             "deviations": dict(self.deviations),
             "faults": dict(self.faults),
-            "given_up": self.given_up,
+            "given_up": self.has_given_up,
             "drafted": {"accepted": self.drafts.right, "rejected": self.drafts.tried - self.drafts.right},
             "step_seconds_off": self.latency.spread,
             "kv_free": self._kv.free(),
@@ -600,30 +607,30 @@ class PolicyDriver(FleetPart):
         if seq is None:
             return  # over already: refused or aborted meanwhile
         if seq.prefill_only and out.kv_transfer_params is not None:
-            tokens = seq.own.num_prompt_tokens - 1  # the last one is run where it goes on
+            tokens = seq.vllm_request.num_prompt_tokens - 1  # the last one is run where it goes on
             self.hand_off(seq.id, "prefilled", max(1, tokens))
             return
         ids = out.new_token_ids
-        if len(ids) == 1 and not drafted and seq.reported:  # most of all: in every step, for each that decodes
+        if len(ids) == 1 and not drafted and seq.reported_tokens:  # most of all: in every step, for each that decodes
             seq.times[-1].append(now)
             seq._output += 1
             came = Tokens(now, seq.id, 1, "", tuple(ids))
-            if not self.given_up:
+            if not self.has_given_up:
                 self._events.append(came)
             if self._gateways is not None:
                 self._gateways.add_tokens(came)
         elif ids:
             seq.got([now] * len(ids))
-            if not seq.reported:
-                seq.reported = len(ids)
+            if not seq.reported_tokens:
+                seq.reported_tokens = len(ids)
                 if self._reports is not None:
                     self._reports.add_tokens(seq, len(ids), now)
             right = len(ids) - 1 if drafted else 0
             tried = min(drafted, right + 1)
             if drafted:
-                self.drafts.verified(seq, tried, right)
+                self.drafts.record_verified(seq, tried, right)
             came = Tokens(now, seq.id, len(ids), token_ids=tuple(ids), tried=tried, accepted=tuple(range(right)))
-            self._to_observe(came)
+            self._queue_for_policy(came)
             if self._gateways is not None:
                 self._gateways.add_tokens(came)
         if out.finish_reason is not None:

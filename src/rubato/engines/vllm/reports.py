@@ -26,43 +26,43 @@ class Reports:
 
     def __init__(self, link: CoreLink, engine: int) -> None:
         self._link, self._engine = link, engine
-        self._sent: Counter[int | None] = Counter()  # messages to each API server, and to all
+        self._message_counts: Counter[int | None] = Counter()  # messages to each API server, and to all
         self._events: dict[int, list[Event]] = {}  # by API server
         self._tickets: dict[int, dict[str, str]] = {}
         self._new: list[VllmSeq] = []  # in no view yet
-        self._viewed, self._idle = True, False
-        self._shown: dict[str, Any] = {}  # of the last view that was reported
-        self._told = self._looked = -inf  # when steps were last reported, and all sequences
+        self._has_views, self._was_idle = True, False
+        self._view_fields: dict[str, Any] = {}  # of the last view that was reported
+        self._steps_sent_at = self._view_sent_at = -inf  # when steps were last reported, and all sequences
         self.planned: list[float] = []
         self.batches: list[tuple[int, int, float]] = []
 
     def add(self, seq: VllmSeq, event: Event) -> None:
-        client: int = seq.own.client_index
+        client: int = seq.vllm_request.client_index
         events = self._events.setdefault(client, [])
         if type(event) is Offered:
             event = replace(event, request=without_texts(event.request))
             self._tickets.setdefault(client, {})[seq.id] = seq.ticket
-            if self._viewed:
+            if self._has_views:
                 self._new.append(seq)
         elif type(event) is Finished:
             self._tell_tokens(seq, event.output)
         events.append(event)
 
     def add_tokens(self, seq: VllmSeq, tokens: int, at: float) -> None:
-        self._events.setdefault(seq.own.client_index, []).append(Tokens(at, seq.id, tokens))
+        self._events.setdefault(seq.vllm_request.client_index, []).append(Tokens(at, seq.id, tokens))
 
     def _tell_tokens(self, seq: VllmSeq, output: int) -> None:
         """Those of `output` that API servers do not know of, all as of the last one."""
-        if (more := output - seq.reported) > 0:
-            seq.reported = output
+        if (more := output - seq.reported_tokens) > 0:
+            seq.reported_tokens = output
             self.add_tokens(seq, more, seq.times_of_stage()[-1])
 
-    def views_end(self) -> None:
+    def stop_views(self) -> None:
         """No view is made any more."""
-        self._viewed = False
+        self._has_views = False
         self._new.clear()
 
-    def look_at(self, view: View, held: Collection[str]) -> None:
+    def add_view(self, view: View, held: Collection[str]) -> None:
         """Adds the expected TTFT of requests that are new in this view; once in VIEW_S seconds also all sequences of
         the view, and the tokens that each got since."""
         if self._new:
@@ -73,14 +73,14 @@ class Reports:
                         seq, Placed(view.now, seq.id, REPLICA_NAME, ttft=view.now - seq.request.arrival + expected)
                     )
             self._new = [seq for seq in self._new if seq.id in held]
-        if view.now < self._looked + VIEW_S:
+        if view.now < self._view_sent_at + VIEW_S:
             return
-        self._looked = view.now
+        self._view_sent_at = view.now
         queues = (("waiting", view.waiting), ("running", view.running), ("moving", view.moving))
         for _, seqs in queues:
             for seq in cast("Sequence[VllmSeq]", seqs):
                 self._tell_tokens(seq, seq._output)
-        self._shown = {
+        self._view_fields = {
             "at": view.now,
             "kv_total": view.kv_total,
             "held": list(held),
@@ -100,17 +100,19 @@ class Reports:
             if client in self._link.clients:
                 rows, number = [full_row(event) for event in events], self._number(client)
                 self._link.tell_client(client, RequestEvents(self._engine, number, rows, tickets.get(client, {})))
-        if now < self._told + REPORT_S and (self._idle or not idle):  # an engine with nothing to run may spin
+        if now < self._steps_sent_at + REPORT_S and (
+            self._was_idle or not idle
+        ):  # an engine with nothing to run may spin
             return
-        self._told, self._idle = now, idle
-        shown = {**self._shown, "at": now, "held": [], "sequences": []} if idle else self._shown
-        if shown:
-            shown = {**shown, "open": list(open)}
+        self._steps_sent_at, self._was_idle = now, idle
+        view_fields = {**self._view_fields, "at": now, "held": [], "sequences": []} if idle else self._view_fields
+        if view_fields:
+            view_fields = {**view_fields, "open": list(open)}
         steps = {"planned": self.planned, "batches": self.batches}
-        self.planned, self.batches, self._shown = [], [], {}
+        self.planned, self.batches, self._view_fields = [], [], {}
         if self._link.clients:
-            self._link.tell_clients(EngineState(self._engine, self._number(None), {**state(), **steps, **shown}))
+            self._link.tell_clients(EngineState(self._engine, self._number(None), {**state(), **steps, **view_fields}))
 
     def _number(self, client: int | None) -> int:
-        self._sent[client] += 1
-        return self._sent[client]
+        self._message_counts[client] += 1
+        return self._message_counts[client]

@@ -23,26 +23,26 @@ class SlackCheck:
     """Remembers what was promised lately. most_tokens: that a decode may bring, drafts among them. ahead: tokens beyond
     them for which a drafter takes KV."""
 
-    def __init__(self, most_tokens: int = 1, ahead: int = 0) -> None:
-        self._most_tokens = most_tokens
-        self._ahead = ahead
+    def __init__(self, max_decode_tokens: int = 1, lookahead_tokens: int = 0) -> None:
+        self._max_decode_tokens = max_decode_tokens
+        self._lookahead_tokens = lookahead_tokens
         self._ttfts: deque[float] = deque(maxlen=RECENT_REQUESTS)
 
-    def offered(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         ttft = request.stages[0].slo.ttft
         if ttft is not None:
             self._ttfts.append(ttft)
 
-    def for_all(self, view: View) -> bool:
+    def all_within_slo(self, view: View) -> bool:
         """Whether every request of the view keeps its SLO, should vLLM schedule this step by its own rule."""
         now, limits, decodes, running = view.now, view.limits, view.decodes, view.running
         starting = (*view.waiting, *view.prefilling)
         # blocks: of decodes until the next look, and of prompts whole, since what they hit may be free till they start
-        growth = len(running) * (1 + limits.blocks(STABLE_STEPS * self._most_tokens + self._ahead))
+        growth = len(running) * (1 + limits.blocks(STABLE_STEPS * self._max_decode_tokens + self._lookahead_tokens))
         places = limits.max_num_seqs if limits.max_running is None else min(limits.max_num_seqs, limits.max_running)
         if len(running) + len(view.waiting) > places:  # a policy may let more run than a batch of vLLM's has room for
             return False
-        growth += sum([limits.blocks(seq.cached + seq.pending + self._ahead) for seq in starting])
+        growth += sum([limits.blocks(seq.cached + seq.pending + self._lookahead_tokens) for seq in starting])
         if growth > view.kv_free:
             return False
         pending = sum([seq.pending for seq in starting])
@@ -53,21 +53,21 @@ class SlackCheck:
         step = STEP_MARGIN * view.latency.step_time(shape) if shape.seqs else 0.0
         if step > TTFT_SHARE * min(self._ttfts, default=inf):
             return False
-        through = now + step * (-(-pending // chunk) if chunk else 1)  # all that is here has been prefilled
-        return all(_in_time(seq, now + step, through, step) for seq in (*view.waiting, *running))
+        prefilled_at = now + step * (-(-pending // chunk) if chunk else 1)  # all that is here has been prefilled
+        return all(_is_within_slo(seq, now + step, prefilled_at, step) for seq in (*view.waiting, *running))
 
 
-def _in_time(seq: SeqView, next_step: float, through: float, step: float) -> bool:
+def _is_within_slo(seq: SeqView, next_step: float, prefilled_at: float, step: float) -> bool:
     """Whether a request keeps its SLO with steps of `step` seconds, the first over at `next_step`, until all prompts
     are prefilled at `through`."""
     if seq.best_effort:
         return True
     due, slo = seq.due, seq.request.stages[seq.stage].slo
-    if due < (through if seq.pending > 1 else next_step):
+    if due < (prefilled_at if seq.pending > 1 else next_step):
         return False
-    if slo.tpot is not None and step > slo.tpot and due < through + STABLE_STEPS * step:
+    if slo.tpot is not None and step > slo.tpot and due < prefilled_at + STABLE_STEPS * step:
         return False
     if slo.e2e is None:
         return True
     most = seq.request.sampling.max_tokens - seq.output
-    return through + most * step <= seq.request.arrival + slo.e2e
+    return prefilled_at + most * step <= seq.request.arrival + slo.e2e

@@ -41,8 +41,8 @@ class DraftLength:
         self.planned: int | None = None  # for the step being scheduled; None: vLLM's own
 
     def __getitem__(self, batch_size: int) -> int:
-        own = self._table[batch_size] if self._table is not None else self._most
-        return int(own if self.planned is None else min(own, self.planned))
+        default = self._table[batch_size] if self._table is not None else self._most
+        return int(default if self.planned is None else min(default, self.planned))
 
 
 class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -65,17 +65,17 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             raise ValueError(f"Rubato cannot schedule this vLLM: {'; '.join(problems)}")
         config = self.scheduler_config
         self._step: PlannedStep | None = None  # being carried out; None in vLLM's own order
-        self._barred: frozenset[str] = frozenset()  # in vLLM's own order: running, with no place in the batch
+        self._barred_ids: frozenset[str] = frozenset()  # in vLLM's own order: running, with no place in the batch
         self._depths: Mapping[str, int] | None = None  # tokens to draft, by the last step's plan; None: vLLM's own
-        self._unseen: set[str] = set()  # requests for which a View has no word: vLLM schedules them by its own rule
+        self._unseen_ids: set[str] = set()  # requests for which a View has no word: vLLM schedules them by its own rule
         self._adapters: set[int] = set()  # LoRA adapters of the batch being made
-        self._short_of_kv: set[str] = set()  # requests that vLLM preempted in this step, against the plan
-        self._refused: list[tuple[int, EngineCoreOutput]] = []  # (client, its last word) not sent yet
+        self._preempted_ids: set[str] = set()  # requests that vLLM preempted in this step, against the plan
+        self._refusals: list[tuple[int, EngineCoreOutput]] = []  # (client, its last word) not sent yet
         self._draft_length = DraftLength(self.dynamic_sd_lookup, self.num_spec_tokens)
         if self.num_spec_tokens:
             self.dynamic_sd_lookup = self._draft_length
-        self._landed: list[Any] = []  # requests whose KV has come from another engine, and that have not started
-        self._pulled: list[Any] = []  # those whose KV this step asks for
+        self._kv_arrived: list[Any] = []  # requests whose KV has come from another engine, and that have not started
+        self._kv_pulls: list[Any] = []  # those whose KV this step asks for
         self._kv = KVView(self)
         # The V2 runner has a slot for each running sequence, in the batch or not. The batch of the V1 runner has room
         # for `max_num_seqs`, and those that miss a step take none of it: as many as there are KV blocks may be running.
@@ -88,7 +88,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             max_running=self.max_num_active_reqs if self.use_v2_model_runner else config.max_num_active_seqs,
         )
         self._overlaps = self.vllm_config.max_concurrent_batches > 1  # batches run while others are scheduled
-        self._plain = not (
+        self._is_plain = not (
             self.lora_config or self.num_prefill_lookahead or self.need_mamba_block_aligned_split
             or self.max_num_encoder_input_tokens or not config.enable_chunked_prefill
         )  # fmt: skip
@@ -123,7 +123,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     # ----------------------------------------------------------------- coming and going
 
     def add_request(self, request: Any) -> None:
-        self._obey()
+        self._apply_gateway_commands()
         id = request.request_id
         if self.rubato.kv_lease is not None and lacks_kv_source(request):
             log.warning("request %.100s: its kv_transfer_params do not say where its KV is; it is prefilled here", id)
@@ -136,8 +136,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         if generates and (why := self.rubato.offer(request)):
             self._refuse(request, why)
         elif id not in self.rubato.seqs:
-            self._unseen.add(id)
-            self.rubato.unsettle()
+            self._unseen_ids.add(id)
+            self.rubato.invalidate_slack()
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
         ended: list[Any] = super().finish_requests(request_ids, finished_status)
@@ -161,11 +161,11 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             events=request.take_events(),
             trace_headers=request.trace_headers,
         )
-        self._refused.append((request.client_index, last))
+        self._refusals.append((request.client_index, last))
 
-    def _obey(self) -> None:
+    def _apply_gateway_commands(self) -> None:
         """Do what gateways ask for."""
-        for id, reason in self.rubato.obey():
+        for id, reason in self.rubato.apply_gateway_commands():
             self._hand_off(id, reason)
 
     def _hand_off(self, id: str, reason: HandoffReason) -> None:
@@ -176,28 +176,28 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
         if self._step is not None:
-            self._short_of_kv.add(request.request_id)
+            self._preempted_ids.add(request.request_id)
         self.rubato.preempted(request.request_id)
 
     # ----------------------------------------------------------------- one step
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """One step by the policy's plan. (throttle_prefills: vLLM balances prefills between data parallel engines.)"""
-        self._obey()
+        self._apply_gateway_commands()
         now = self.rubato.clock()
         self._adapters.clear()
-        self._short_of_kv.clear()
-        aside: bool | None = self.rubato.goes_on_aside()
+        self._preempted_ids.clear()
+        aside: bool | None = self.rubato.keep_default()
         step = None
-        if not aside and not self.rubato.given_up and (view := self.view()) is not None:
+        if not aside and not self.rubato.has_given_up and (view := self.view()) is not None:
             aside = self.rubato.observe(view)  # None after a fault
-            step = self._planned(view) if aside is False else None
+            step = self._make_step(view) if aside is False else None
         starting = self._starting(step) if step is not None else None
         if step is None or starting is None:
             self.rubato.fallbacks += not aside
             output = self._in_vllms_order(throttle_prefills)
         else:
-            output = self._carried_out(step, starting, throttle_prefills)
+            output = self._carry_out(step, starting, throttle_prefills)
         self.rubato.scheduled(now, output, self.requests, self._depths)
         return output
 
@@ -205,7 +205,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         """Of what is `guarded` here."""
         self.rubato.fault(place)
 
-    def _planned(self, view: View) -> PlannedStep | None:
+    def _make_step(self, view: View) -> PlannedStep | None:
         """The policy's plan for this step, carried out as far as it is no batch; None after a fault."""
         step: PlannedStep | None = self.rubato.plan(view)
         if step is None:
@@ -230,16 +230,16 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         waiting: list[Any] = []
         running: list[Any] = []
         moving: list[Any] = []
-        self._landed, self._pulled, kv_taken = [], [], 0
-        self.rubato.hide()
+        self._kv_arrived, self._kv_pulls, kv_taken = [], [], 0
+        self.rubato.hide_untracked()
         if self.pause_state != PauseState.PAUSED_ALL:
             for request in list(self.kv_holding_waiting):
                 id = request.request_id
-                if not self._ready(request):
+                if not self._is_ready(request):
                     moving.append(request)
-                elif self.rubato.has_come(id) or (self.rubato.arrives(id) and request.num_computed_tokens):
-                    self._landed.append(request)
-                elif not self.rubato.arrives(id):
+                elif self.rubato.has_kv_arrived(id) or (self.rubato.is_kv_arriving(id) and request.num_computed_tokens):
+                    self._kv_arrived.append(request)
+                elif not self.rubato.is_kv_arriving(id):
                     waiting.append(request)
                 else:  # the transfer has failed
                     self.kv_holding_waiting.remove_requests([request])
@@ -252,20 +252,20 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         if self.pause_state == PauseState.UNPAUSED:
             new = RequestStatus.WAITING
             waiting += [
-                r for r in self.waiting if (r.status is new and not r.num_stale_output_tokens) or self._ready(r)
+                r for r in self.waiting if (r.status is new and not r.num_stale_output_tokens) or self._is_ready(r)
             ]
             if self.rubato.arriving:
                 kv_taken = self._choose_pulls(waiting)
-                moving += [r for r in waiting if self.rubato.arrives(r.request_id)]
-                waiting = [r for r in waiting if not self.rubato.arrives(r.request_id)]
+                moving += [r for r in waiting if self.rubato.is_kv_arriving(r.request_id)]
+                waiting = [r for r in waiting if not self.rubato.is_kv_arriving(r.request_id)]
         # In the V2 runner a streamed input that waits for its next part keeps its slot, and a request whose KV has come
         # has none yet.
         slots_taken = len(self.running) + self.num_waiting_for_streaming_input
         slots_left = max(0, self.max_num_active_reqs - slots_taken)
-        moving += self._landed[slots_left:]
-        del self._landed[slots_left:]
+        moving += self._kv_arrived[slots_left:]
+        del self._kv_arrived[slots_left:]
         places = slots_taken - len(running)
-        view: View = self.rubato.view(waiting, [*running, *self._landed], moving, places, kv_taken)
+        view: View = self.rubato.view(waiting, [*running, *self._kv_arrived], moving, places, kv_taken)
         return view
 
     def _choose_pulls(self, waiting: Iterable[Any]) -> int:
@@ -273,7 +273,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         is memory for. Returns the blocks that they take."""
         free, taken = self._kv.free(), 0
         for request in waiting:
-            if not self.rubato.arrives(request.request_id):
+            if not self.rubato.is_kv_arriving(request.request_id):
                 continue
             if not self._kv.comes_later(self.rubato.seqs[request.request_id]):
                 self.rubato.kv_missed(request.request_id)
@@ -282,7 +282,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             if taken + needed > free:
                 break
             taken += needed
-            self._pulled.append(request)
+            self._kv_pulls.append(request)
         return taken
 
     def _give_up_kv(self, request: Any) -> None:
@@ -296,9 +296,9 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
 
     def _free_blocks(self, request: Any) -> None:
         super()._free_blocks(request)
-        self.rubato.sent(request.request_id)
+        self.rubato.kv_sent(request.request_id)
 
-    def _ready(self, request: Any) -> bool:
+    def _is_ready(self, request: Any) -> bool:
         """Whether a waiting request can be started; with the side effects that vLLM's asking has."""
         if request.status != RequestStatus.WAITING and not self._handle_blocked_waiting_request(request):
             return False
@@ -322,14 +322,16 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         """The requests that the plan starts, and what of them is in KV."""
         seqs = self.rubato.seqs
         starting = [
-            (self.requests[work.seq], self._found(seq)) for work in step.plan.work if (seq := seqs[work.seq]).waiting
+            (self.requests[work.seq], self._current_hit(seq))
+            for work in step.plan.work
+            if (seq := seqs[work.seq]).waiting
         ]
-        landed = [r for r in self._landed if r.request_id in step.chunks and r.num_computed_tokens]
+        landed = [r for r in self._kv_arrived if r.request_id in step.chunks and r.num_computed_tokens]
         return [*((r, Hit(r.num_computed_tokens, (), None)) for r in landed), *starting]
 
-    def _carried_out(self, step: PlannedStep, starting: Sequence[tuple[Any, Hit]], throttle_prefills: bool) -> Any:
+    def _carry_out(self, step: PlannedStep, starting: Sequence[tuple[Any, Hit]], throttle_prefills: bool) -> Any:
         """vLLM's own step, with nothing left for it to decide that the plan says."""
-        hits = [block for _, hit in starting if hit.found is not None for block in hit.blocks]
+        hits = [block for _, hit in starting if hit.computed is not None for block in hit.blocks]
         self._step, self._depths = step, step.depths
         self._draft_length.planned = max(step.depths.values(), default=0)
         queues = self._set_aside([request for request, _ in starting])
@@ -346,19 +348,19 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         self._compare(step, output.num_scheduled_tokens, starting)
         return output
 
-    def _found(self, seq: VllmSeq) -> Hit:
+    def _current_hit(self, seq: VllmSeq) -> Hit:
         """What of it is in KV; anew, should a block of what the plan was made on have gone to others."""
         hit = self._kv.look_up(seq)
         if any(block.block_hash != key for block, key in zip(hit.blocks, hit.keys, strict=False)):
-            hit = self._kv.renewed(seq)
+            hit = self._kv.refresh_hit(seq)
         return hit
 
     def _set_aside(self, starting: Sequence[Any]) -> tuple[Any, Any]:
         """Leave in vLLM's queues those that start, in this order, behind them those that no View shows, and those whose
         KV is asked for. Returns the queues with all others."""
         queues = self.waiting, self.kv_holding_waiting
-        self._unseen.intersection_update(self.requests)
-        unseen = self._unseen.union(self.rubato.beside)
+        self._unseen_ids.intersection_update(self.requests)
+        unseen = self._unseen_ids.union(self.rubato.unplanned_ids)
         for name, aside in zip(("waiting", "kv_holding_waiting"), queues, strict=True):
             left = create_request_queue(SchedulingPolicy.FCFS)
             if aside:
@@ -367,7 +369,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
                 if unseen:
                     left.extend(r for r in aside if r.request_id in unseen)
                 if not holding:  # last, since vLLM starts none behind one for which memory lacks after all
-                    left.extend(r for r in self._pulled if r.request_id in self.requests and not r.is_finished())
+                    left.extend(r for r in self._kv_pulls if r.request_id in self.requests and not r.is_finished())
                 if left:
                     aside.remove_requests(left)
             setattr(self, name, left)
@@ -382,22 +384,22 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _in_vllms_order(self, throttle_prefills: bool) -> Any:
         """A step as if there were no policy."""
         most = self.scheduler_config.max_num_seqs
-        self._barred = frozenset(r.request_id for r in self.running[most:])  # they were started under a policy
+        self._barred_ids = frozenset(r.request_id for r in self.running[most:])  # they were started under a policy
         self._depths = self._draft_length.planned = None
         self._rules_of_vllm.apply(self)
         try:
             return super().schedule(throttle_prefills)
         finally:
             self._rules.apply(self)
-            self._barred = frozenset()
+            self._barred_ids = frozenset()
 
     # ----------------------------------------------------------------- what vLLM asks on its way
 
     def _as_planned(self, request: Any, num_new_tokens: int) -> int:
         """A request's chunk, cut to the plan: 0 if it is passed over."""
         id = request.request_id
-        if self._step is None or id not in self.rubato.seqs or id in self.rubato.beside:
-            return 0 if id in self._barred else num_new_tokens
+        if self._step is None or id not in self.rubato.seqs or id in self.rubato.unplanned_ids:
+            return 0 if id in self._barred_ids else num_new_tokens
         planned: int = self._step.chunks.get(id, 0)
         if planned and not self.scheduler_config.enable_chunked_prefill and _prefills(request):
             return num_new_tokens
@@ -415,15 +417,17 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         """vLLM ends chunks before an input that is not encoded yet, or that must not be cut: the planned chunk, unless
         nothing is left of it."""
         cut, encode = self._as_planned(request, num_new_tokens), super()._try_schedule_encoder_inputs
-        found: tuple[Any, ...] = encode(request, num_computed_tokens, cut, *args, **kwargs)
-        return found if found[1] or not cut else encode(request, num_computed_tokens, num_new_tokens, *args, **kwargs)
+        inputs: tuple[Any, ...] = encode(request, num_computed_tokens, cut, *args, **kwargs)
+        return inputs if inputs[1] or not cut else encode(request, num_computed_tokens, num_new_tokens, *args, **kwargs)
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """The last limit on a chunk. With several modules of multi-token prediction it must not end just before the
         prompt does."""
-        if self._plain and self._step is not None:  # nothing but the plan to ask, for each running request
+        if self._is_plain and self._step is not None:  # nothing but the plan to ask, for each running request
             planned = self._step.chunks.get(request.request_id, 0)
-            if planned or (request.request_id in self.rubato.seqs and request.request_id not in self.rubato.beside):
+            if planned or (
+                request.request_id in self.rubato.seqs and request.request_id not in self.rubato.unplanned_ids
+            ):
                 return max(0, planned if planned < num_new_tokens else num_new_tokens)  # below 0: in flight
         cut, reserve = self._as_planned(request, num_new_tokens), super()._reserve_prefill_lookahead
         if not cut or not self._adapter_fits(request):
@@ -448,10 +452,10 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _get_local_prefix_cache_hit(self, request: Any, *most_tokens: int | None) -> Any:
         # Not looked up again: that would find blocks allocated in this very step, unknown to the plan.
         # most_tokens: from 0.33 on; given where an auxiliary output needs the end of a prompt to be run.
-        seq = self.rubato.seqs.get(request.request_id) if self._step is not None and self._kv.exact else None
-        if seq is None or seq.hit is None or seq.hit.found is None or most_tokens not in ((), (None,)):
+        seq = self.rubato.seqs.get(request.request_id) if self._step is not None and self._kv.is_exact else None
+        if seq is None or seq.hit is None or seq.hit.computed is None or most_tokens not in ((), (None,)):
             return super()._get_local_prefix_cache_hit(request, *most_tokens)
-        return (*seq.hit.found, False)
+        return (*seq.hit.computed, False)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         super().update_draft_token_ids(draft_token_ids)
@@ -471,7 +475,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         now = self.rubato.clock()
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         self.rubato.completed(scheduler_output, outputs, now, self.get_num_unfinished_requests())
-        refused, self._refused = self._refused, []
+        refused, self._refusals = self._refusals, []
         for client, last in refused:
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(last)
         return outputs
@@ -479,59 +483,63 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     # ----------------------------------------------------------------- what vLLM did otherwise
 
     @guarded
-    def _compare(self, step: PlannedStep, got: Mapping[str, int], started: Iterable[tuple[Any, Hit]]) -> None:
+    def _compare(
+        self, step: PlannedStep, scheduled_tokens: Mapping[str, int], started: Iterable[tuple[Any, Hit]]
+    ) -> None:
         """Count what was not scheduled as planned, by its cause: once a step for each cause."""
         planned, causes, about = step.chunks, set(), []
-        if got != planned:
-            for id in planned.keys() | got.keys():
-                wanted, given = planned.get(id, 0), got.get(id, 0)
-                if wanted != given:
-                    causes.add(self._cause(self.requests[id], wanted, given))
-                    about.append(f"{id:.100} {wanted} tokens planned, {given} scheduled")
+        if scheduled_tokens != planned:
+            for id in planned.keys() | scheduled_tokens.keys():
+                wanted, scheduled = planned.get(id, 0), scheduled_tokens.get(id, 0)
+                if wanted != scheduled:
+                    causes.add(self._cause(self.requests[id], wanted, scheduled))
+                    about.append(f"{id:.100} {wanted} tokens planned, {scheduled} scheduled")
         for request, hit in started:
-            given = got.get(request.request_id, 0)
-            if given and request.num_computed_tokens - given != hit.tokens:
+            scheduled = scheduled_tokens.get(request.request_id, 0)
+            if scheduled and request.num_computed_tokens - scheduled != hit.tokens:
                 causes.add("prefix_cache" if self.connector is None else "kv_connector")
-                about.append(f"{request.request_id:.100} found in KV: {request.num_computed_tokens - given} tokens, "
-                             f"the plan saw {hit.tokens}")  # fmt: skip
+                about.append(
+                    f"{request.request_id:.100} found in KV: {request.num_computed_tokens - scheduled} tokens, the "
+                    f"plan saw {hit.tokens}"
+                )
         if len(causes) > 1:
             causes.discard("kv")  # passed over because of another, behind which it was
         if causes:
             self.rubato.deviated(causes, "; ".join(sorted(about)[:8]))
 
-    def _cause(self, request: Any, planned: int, given: int) -> str:
+    def _cause(self, request: Any, planned: int, scheduled: int) -> str:
         """Why vLLM gave a request other than the planned number of tokens; a word of docs/vllm.md's table."""
         threshold = self.scheduler_config.long_prefill_token_threshold
-        if request.request_id not in self.rubato.seqs or request.request_id in self.rubato.hidden:
+        if request.request_id not in self.rubato.seqs or request.request_id in self.rubato.hidden_ids:
             return "not_in_view"
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             return "kv_connector"
-        if request.request_id in self._short_of_kv:
+        if request.request_id in self._preempted_ids:
             return "kv"
         if not self.scheduler_config.enable_chunked_prefill:
             return "chunked_prefill_off"
         if self.need_mamba_block_aligned_split or self.num_prefill_lookahead:
             return "chunk_boundary"
-        if threshold and given and given < planned:
+        if threshold and scheduled and scheduled < planned:
             return "long_prefill_token_threshold"
         if request.has_encoder_inputs:
             return "encoder"
-        if not given and request.lora_request is not None:
+        if not scheduled and request.lora_request is not None:
             return "lora"
-        if self.connector is not None and given and given < planned:
+        if self.connector is not None and scheduled and scheduled < planned:
             return "kv_connector"
-        if self.parallel_config.data_parallel_size > 1 and not given:
+        if self.parallel_config.data_parallel_size > 1 and not scheduled:
             return "data_parallel"
-        return "kv" if not given else "other"
+        return "kv" if not scheduled else "other"
 
     def shutdown(self) -> None:
-        ours = self.rubato
+        driver = self.rubato
         log.info(
             "%d steps scheduled, %d left to vLLM with room for every SLO, %d after a fault; causes of steps not as "
-            "planned: %s; faults: %s", ours.steps, ours.stood_aside, ours.fallbacks, dict(ours.deviations),
-            dict(ours.faults),
+            "planned: %s; faults: %s", driver.steps, driver.stood_aside, driver.fallbacks, dict(driver.deviations),
+            dict(driver.faults),
         )  # fmt: skip
-        ours.close()
+        driver.close()
         super().shutdown()
 
 

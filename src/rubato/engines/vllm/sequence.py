@@ -31,44 +31,47 @@ def sealed(fields: Mapping[str, str]) -> dict[str, str]:
     return {**fields, SEAL: link.seal(fields)}
 
 
-def request_of_gateway(own: Any, contract: Contract) -> Request:
+def request_of_gateway(vllm_request: Any, contract: Contract) -> Request:
     """What a vLLM request asks for by the word of the gateway that sent it."""
-    asked = _request(own, contract.slo, contract.arrival, contract.tier, contract.tenant, contract.on_decline)
+    request = _request(
+        vllm_request, contract.slo, contract.arrival, contract.tier, contract.tenant, contract.on_decline
+    )
     progress = contract.progress
     if progress is not None and (received := sum(map(len, progress.times))):
-        stage, sampling = asked.stages[0], asked.sampling
-        asked = replace(
-            asked,
+        stage, sampling = request.stages[0], request.sampling
+        request = replace(
+            request,
             stages=(replace(stage, prompt=max(1, stage.prompt - received)),),
             sampling=replace(sampling, max_tokens=sampling.max_tokens + received),
             progress=progress,
         )
-    return replace(asked, handoff=contract.handoff)
+    return replace(request, handoff=contract.handoff)
 
 
-def request_of(own: Any, arrival: float, *, strangers: bool = True) -> tuple[Request, str]:
+def request_of(vllm_request: Any, arrival: float, *, trust_client_slos: bool = True) -> tuple[Request, str]:
     """What a vLLM request asks for, in our terms, and the middleware's ticket for it, if it has one.
     arrival: seconds of our clock, at which it came to vLLM. strangers: keys count that are not sealed.
 
     Raises ValueError, with a sentence for the client, for an invalid SLO.
     """
-    params = own.sampling_params
+    params = vllm_request.sampling_params
     if params is None:
         raise ValueError("this engine schedules generation only; a pooling request has no tokens to be on time with")
     extra = {key: value for key, value in (params.extra_args or {}).items() if key.startswith(PREFIX)}
     seal = extra.pop(SEAL, "")
-    by_us = isinstance(seal, str) and seal != "" and _is_ours(seal, extra)
-    if not by_us:  # nobody's word, or that of an API server whose key this core has not: another node's
-        extra = {k: v for k, v in extra.items() if strangers and not (seal and k in MIDDLEWARE_KEYS)}
+    is_sealed = isinstance(seal, str) and seal != "" and _is_ours(seal, extra)
+    if not is_sealed:  # nobody's word, or that of an API server whose key this core has not: another node's
+        extra = {k: v for k, v in extra.items() if trust_client_slos and not (seal and k in MIDDLEWARE_KEYS)}
     for key in extra:
-        if key not in KEYS and not (by_us and key in MIDDLEWARE_KEYS):
+        if key not in KEYS and not (is_sealed and key in MIDDLEWARE_KEYS):
             raise ValueError(f"vllm_xargs: unknown key {_value_text(key)}; known are {', '.join(KEYS)}")
     times = (_seconds(key, extra.get(key)) for key in (*MILLISECONDS, MAX_PAUSE))
-    held = own.arrival_time - float(extra[ARRIVAL]) if ARRIVAL in extra else 0.0  # since it came to the middleware
+    # Seconds since it came to the middleware.
+    seconds_held = vllm_request.arrival_time - float(extra[ARRIVAL]) if ARRIVAL in extra else 0.0
     request = _request(
-        own,
+        vllm_request,
         SLO(*times),
-        arrival - max(0.0, held),
+        arrival - max(0.0, seconds_held),
         _tier(extra.get(TIER, "default")),
         extra.get(TENANT, "default"),
         _on_decline(extra.get(ON_DECLINE, "best_effort")),
@@ -76,16 +79,16 @@ def request_of(own: Any, arrival: float, *, strangers: bool = True) -> tuple[Req
     return request, extra.get(TICKET, "")
 
 
-def _request(own: Any, slo: SLO, arrival: float, tier: str, tenant: str, on_decline: OnDecline) -> Request:
-    params = own.sampling_params
+def _request(vllm_request: Any, slo: SLO, arrival: float, tier: str, tenant: str, on_decline: OnDecline) -> Request:
+    params = vllm_request.sampling_params
     sampling = Sampling(
-        max_tokens=own.max_tokens,
+        max_tokens=vllm_request.max_tokens,
         temperature=params.temperature,
         stop=tuple(params.stop or ()),
         ignore_eos=params.ignore_eos,
     )
-    stages = (Stage(own.num_prompt_tokens, slo),)
-    return Request(own.request_id, stages, arrival, tier, tenant, sampling=sampling, on_decline=on_decline)
+    stages = (Stage(vllm_request.num_prompt_tokens, slo),)
+    return Request(vllm_request.request_id, stages, arrival, tier, tenant, sampling=sampling, on_decline=on_decline)
 
 
 def _is_ours(seal: str, extra: Mapping[str, Any]) -> bool:
@@ -134,13 +137,13 @@ def _value_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What of a waiting request is in KV: `tokens` tokens in `blocks`, found by vLLM as `found` (None: they are its
+    """What of a waiting request is in KV: `tokens` tokens in `blocks`, found by vLLM as `computed` (None: they are its
     own, come from another engine). keys: vLLM's names of these blocks; longer: that of the one after them, with which
     the hit would be longer (None: not to be told)."""
 
     tokens: int
     blocks: Sequence[Any]
-    found: Any
+    computed: Any
     keys: Sequence[Any] = ()
     longer: Any = None
 
@@ -178,8 +181,8 @@ class VllmSeq(Seq):
     """
 
     __slots__ = (
-        "arriving", "cached", "coming", "hit", "length", "own", "pending", "prefill_only",
-        "promised", "reported", "ticket", "waited", "waiting",
+        "arriving", "cached", "expected_tokens", "gateway_request", "hit", "length", "pending", "prefill_only",
+        "reported_tokens", "ticket", "vllm_request", "wait_spans", "waiting",
     )  # fmt: skip
     kv: KVMemory  # type: ignore[assignment]  # which asks for vLLM's own of it
     length: int
@@ -187,61 +190,67 @@ class VllmSeq(Seq):
     pending: int
 
     def __init__(
-        self, request: Request, own: Any, kv: KVMemory, order: int, lengths: LengthPredictor | None, ticket: str = ""
+        self,
+        request: Request,
+        vllm_request: Any,
+        kv: KVMemory,
+        order: int,
+        lengths: LengthPredictor | None,
+        ticket: str = "",
     ) -> None:
-        self.coming = 0
+        self.expected_tokens = 0
         super().__init__(request, order, request.arrival, lengths=lengths, kv=kv)  # type: ignore[arg-type]
-        self.own = own
+        self.vllm_request = vllm_request
         self.waiting = True
         self.hit: Hit | None = None
-        self.length = self.pending = own.num_tokens
+        self.length = self.pending = vllm_request.num_tokens
         self.cached = 0
-        self.reported = self._output  # what it had before it moved here was told there
+        self.reported_tokens = self._output  # what it had before it moved here was told there
         self.ticket = ticket
-        self.promised: GatewayRequest | None = None
+        self.gateway_request: GatewayRequest | None = None
         self.arriving = self.prefill_only = False
-        self.waited: list[tuple[float, float, Cause]] = []
+        self.wait_spans: list[tuple[float, float, Cause]] = []
 
-    def starts_at(self, now: float, cached: int) -> None:
+    def mark_started(self, now: float, cached: int) -> None:
         """It is in a batch, for the first time since it came or was preempted."""
-        self.waited.append((self.waiting_since, now, "preemption" if self.started else "queue"))
+        self.wait_spans.append((self.waiting_since, now, "preemption" if self.started else "queue"))
         self.waiting, self.started, self.cached_at_start = False, True, cached
 
-    def arrives_at(self, now: float, cached: int) -> None:
+    def mark_kv_arrived(self, now: float, cached: int) -> None:
         """Its KV has come."""
-        self.waited.append((self.waiting_since, now, "transfer"))
+        self.wait_spans.append((self.waiting_since, now, "transfer"))
         self.arriving = self.waiting = False
         self.started, self.cached_at_start = True, cached
 
     @property
     def output(self) -> int:
-        return self._output + self.coming
+        return self._output + self.expected_tokens
 
     @property  # type: ignore[misc]  # vLLM sets it
     def in_flight(self) -> int:
-        return int(self.own.num_in_flight_tokens)
+        return int(self.vllm_request.num_in_flight_tokens)
 
     @property
     def due(self) -> float:
         due = self._deadlines or self._renewed()
-        i = self._output + self.coming
+        i = self._output + self.expected_tokens
         at = due.first + i * due.tpot if i else due.first
         if due.max_pause < inf and i:  # from the last that is out, since when those in flight come is not known
             at = min(at, self.last_token_at + due.max_pause)
         return at if at < due.end else due.end
 
-    def holds_kv(self) -> None:
+    def show_holding_kv(self) -> None:
         """Show it as one that holds KV, with what vLLM has of it now."""
-        own = self.own
+        vllm_request = self.vllm_request
         self.waiting = False
-        self.cached = own.num_computed_tokens
-        self.length = own.num_tokens + own.num_output_placeholders
+        self.cached = vllm_request.num_computed_tokens
+        self.length = vllm_request.num_tokens + vllm_request.num_output_placeholders
         self.pending = self.length - self.cached
 
     def show_moving(self) -> None:
         """Show it as one that cannot be scheduled: its batch runs, or its KV is not here yet."""
         waits = self.waiting  # told as it was until its KV has come
-        self.holds_kv()
+        self.show_holding_kv()
         self.waiting = waits and self.arriving
 
     @property

@@ -63,26 +63,26 @@ class Settings:
 
 def settings_of(additional: object) -> Settings:
     """From vLLM's `additional_config`. Raises ValueError that names an unknown key and the nearest known one."""
-    given = additional.get("rubato", {}) if isinstance(additional, Mapping) else {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f'additional_config["rubato"] is {given!r}: give an object, {{"policy": "rubato"}}')
+    fields = additional.get("rubato", {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(fields, Mapping):
+        raise ValueError(f'additional_config["rubato"] is {fields!r}: give an object, {{"policy": "rubato"}}')
     known = list(Settings.__dataclass_fields__)
-    for key in given:
+    for key in fields:
         if key not in known:
             raise ValueError(f'additional_config["rubato"] has no {key!r}{nearest(key, known)}')
-    return Settings(**given)
+    return Settings(**fields)
 
 
-def check_version(found: str = "") -> None:
+def check_version(installed: str = "") -> None:
     """Raise RuntimeError unless the vLLM that is installed (found: its version) is one that the plug-in is written for:
     it overrides private methods of vLLM's scheduler, which other versions may call otherwise, or not at all."""
-    found = found or installed_version()
-    parts = found.split("+")[0].split(".")[:2]
+    installed = installed or installed_version()
+    parts = installed.split("+")[0].split(".")[:2]
     first, after = TESTED_VERSIONS
     last = (after[0], after[1] - 1)
     if not all(p.isdigit() for p in parts) or not first <= tuple(map(int, parts)) < after:
         raise RuntimeError(
-            f"vLLM {found} is installed, and this Rubato is written for and tested with {_dotted(first)} to "
+            f"vLLM {installed} is installed, and this Rubato is written for and tested with {_dotted(first)} to "
             f"{_dotted(last)}: install such a vLLM, or leave --scheduler-cls out for vLLM's own order"
         )
 
