@@ -92,7 +92,7 @@ def test_the_end_of_one_try_is_not_taken_for_that_of_the_next() -> None:
     both = reader.read(report(2, event_row(end), offered("e2", "a~2"), offered("e3", "a~1"), held={"e2": (5, 1)}))
     assert both is not None
     assert [event.id for event in both.events] == ["e1", "a", "e3"]
-    assert both.held["a"].blocks == 1
+    assert both.kv_usage["a"].blocks == 1
     seqs = [
         PresentRow(offered(e, name).request, name, "running", True, False, 5, 1)
         for e, name in (("e3", "a~1"), ("e2", "a~2"))

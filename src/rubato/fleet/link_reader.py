@@ -25,8 +25,11 @@ class MissedReportError(Exception):
 
 
 class LinkReader:
-    """own: the gateway's request that a name in reports means, empty for none. number: of the last report that is
-    in."""
+    """Turns the messages of one engine core into reports.
+
+    Args:
+        request_id_of: the id of the gateway's request that a name in reports means; empty for none.
+    """
 
     def __init__(self, replica: str, request_id_of: Callable[[str], str] = str) -> None:
         self._replica = replica
@@ -40,8 +43,12 @@ class LinkReader:
         self._busy_until = 0.0
 
     def read(self, message: messages.Report | Snapshot) -> ReplicaReport | None:
-        """The report in a message; None for one that is in already. Raises MissedReportError after a gap; ValueError
-        for what no core of this version sends."""
+        """The report in a message; None if it was read before.
+
+        Raises:
+            MissedReportError: reports are missing before this one.
+            ValueError: no core of this version sends this.
+        """
         number, at = message.n, message.at
         if isinstance(message, Snapshot):
             return self._snapshot(message)
@@ -84,7 +91,7 @@ class LinkReader:
         return report
 
     def detach_previous_try(self, id: str) -> None:
-        """What is told of this request so far is of an earlier try of it."""
+        """Attributes all reports of this request so far to an earlier try."""
         for engines, name in self._names.items():
             if name == id:
                 self._names[engines] = engines
@@ -111,12 +118,12 @@ class LinkReader:
         return replace(request, id=name)
 
     def _add_batch(self, tokens: Mapping[str, int]) -> None:
-        """A batch runs."""
+        """Adds a batch that runs from now on."""
         self._batches.append(tokens)
         self._count_in_flight(tokens)
 
     def _count_in_flight(self, tokens: Mapping[str, int]) -> None:
-        """Count the tokens in flight of these anew."""
+        """Counts the tokens in flight of these requests again."""
         for name in tokens:
             in_flight = sum([batch.get(name, 0) for batch in self._batches])
             self._kv_usage[name] = self._kv_usage.get(name, NO_KV_USAGE)._replace(in_flight=in_flight)

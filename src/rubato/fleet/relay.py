@@ -1,8 +1,8 @@
 """One API request's trip through the gateway: placed at a server, streamed, placed again where that failed, ended.
 
-The cluster places its requests; a `Trip` is told where (`placed`), sends the body there and passes on what comes back,
-in callbacks: no task wakes for a part of a stream. The replica is told what has come (`ServerReplica.count`), and of
-each end. What is added for the client: the verdict, at the end.
+The cluster places the requests; `Trip.start_try` sends the body to the server and passes the response on in callbacks:
+no task wakes for a part of a stream. The trip reports tokens (`ServerReplica.count`) and ends to the replica, and adds
+the verdict at the end of the response.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MAX_EARLY_BYTES = 1 << 20  # held back of a stream before its first token
 
 
 class Fault(Enum):
-    """How a server failed at a request, which decides how often it is asked of others."""
+    """How a server failed at a request, which decides how often the request is retried elsewhere."""
 
     UNREACHABLE = "nobody answers there: the request was not sent"
     FULL = "it takes no more for now"
@@ -63,7 +63,7 @@ class Fault(Enum):
 
 
 class Flow(Protocol):
-    """What can be told to wait."""
+    """A source of bytes that can be paused."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -73,14 +73,14 @@ FAULT_OF_STATUS = {429: Fault.FULL, 503: Fault.UNAVAILABLE}
 
 
 class Client(Protocol):
-    """Where a response goes: each part at once, or as soon as what came before it has gone. flow: what is to wait while
-    the client takes nothing."""
+    """The receiver of a response: it gets each part at once, or as soon as the parts before have been sent. flow: is
+    paused while the client reads nothing."""
 
     flow: Flow | None
 
     @property
     def direct(self) -> ByteWriter | None:
-        """What takes parts of a body that has begun, once all that came before has gone."""
+        """Takes parts of a body that has begun, once all parts before have been sent."""
         ...
 
     def start(self, status: int, headers: Headers) -> None: ...
@@ -101,89 +101,89 @@ class Carrier(Protocol):
     def is_linked(self) -> bool: ...
     @property
     def has_link(self) -> bool:
-        """Whether a link tells it what is promised, also while that is silent."""
+        """Whether the server learns SLOs over a link, which may be silent now."""
         ...
 
     @property
     def can_continue(self) -> bool:
-        """Whether its server is known to go on from what another has streamed."""
+        """Whether the server is known to continue another server's stream."""
         ...
 
     @property
     def clock(self) -> Clock: ...
     @property
     def is_prefill_server(self) -> bool:
-        """Whether what is sent there now is to go on elsewhere."""
+        """Whether requests that are sent there now go on elsewhere after their prefill."""
         ...
 
     def has_requests_of(self, trip: Trip) -> bool:
-        """Whether a request of it is here."""
+        """Whether a request of the trip is open here."""
         ...
 
     def mark_started(self, trip: Trip, prompt: int) -> None:
-        """Something has come of it. prompt: tokens, where the server has said how many."""
+        """Marks the trip's requests as started. prompt: tokens, 0 if not known."""
         ...
 
     def count(self, trip: Trip, choices: Sequence[int]) -> None:
-        """A token of each of these choices."""
+        """Counts a token of each of these choices."""
         ...
 
     def token_count_of(self, trip: Trip) -> TokenCount | None:
-        """Where tokens of its only choice are counted; None before the first, and where the link tells of them."""
+        """The counter of a trip with one choice; None before its first token, and while a link reports tokens."""
         ...
 
     def set_prompt_tokens(self, trip: Trip, tokens: int) -> None:
-        """The server has counted so many tokens in its prompts; 0: it has not."""
+        """Sets the prompt tokens as the server counts them; 0: the server did not count."""
         ...
 
     def max_output(self, trip: Trip) -> int:
-        """Output tokens that it may have, whatever its server claims."""
+        """The limit on the trip's output tokens, whatever its server claims."""
         ...
 
     def end(self, trip: Trip, outcome: Any, reason: str) -> None:
-        """End its requests that are here."""
+        """Ends the trip's requests that are open here."""
         ...
 
     def is_working_at(self, trip: Trip) -> bool:
-        """Whether its link says that the engine has it."""
+        """Whether the link reports a request of this trip at the engine."""
         ...
 
     async def wait_for_end_report(self, trip: Trip) -> None:
-        """Wait for the link to tell of the ends of its requests, but not for long."""
+        """Waits a short time for the link to report the ends of the trip's requests."""
         ...
 
     async def check_health(self, trip: Trip) -> None:
-        """Ask it whether it is there, after it has broken this trip off; where nobody answers it is lost now, with all
-        that it has, and its trips are left."""
+        """Checks the server's health after it has broken this trip off; without an answer the server is lost with all
+        its requests."""
         ...
 
     def fail(self, trip: Trip, why: str, fault: Fault) -> None:
-        """The server could not: what is left of the trip goes elsewhere, if it can."""
+        """The server failed: the trip's open requests go elsewhere, if they can."""
         ...
 
     async def hand_over(self, trip: Trip, body: bytes) -> None:
-        """Its prompt is in KV there, as this response says."""
+        """Hands the prefilled request off. body: the response that says where its KV is."""
         ...
 
     def end_try(self, trip: Trip) -> None:
-        """Nothing of it is under way here any more."""
+        """The current try of the trip has ended here."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What an API request asks of a server.
+    """An API request as it is sent to a server.
 
     Args:
         target: its path, with the query.
         answer: id of the response that the client sees.
         choices: of one prompt.
-        body: for the try whose response has this id. Counted: for a server that tells of it by its response alone.
+        body: makes the body, given the id of the try's response, and whether only the response reports its tokens.
         with_usage: the client wants to see a stream's counts.
-        resumes: the servers are known to go on from what another has streamed, as vLLM does.
-        model: that it is to be served by; "": by any.
+        resumes: the servers are known to continue each other's streams, as vLLM does.
+        model: that must serve the request; "": any.
         has_own_key: the gateway's own key is in the headers.
-        slo_headers: what is granted, for a server that no link tells of it.
+        slo_headers: the granted SLO, for a server without a link.
     """
 
     path: str
@@ -201,11 +201,11 @@ class Ask:
 
 
 class Trip:
-    """What every trip has: how often it was sent, and what has come of it. Of a picker only this.
+    """The state of a trip: its tries, and the response so far.
 
     Args:
-        requests: a choice each.
-        learned: told how many tokens the prompt has, once that is known.
+        requests: one for each choice.
+        on_prompt_tokens: called with the number of prompt tokens, once it is known.
     """
 
     def __init__(
@@ -214,15 +214,15 @@ class Trip:
         self.ask, self.requests, self.client, self.on_prompt_tokens = ask, requests, client, on_prompt_tokens
         self.ids = tuple([request.id for request in requests])
         self.tries = 0
-        self.sent_at: float | None = None  # when it last went to a server, of which nothing had come by then
-        self.has_begun = False  # the client has had something of the response
-        self.began_at: float | None = None  # when, of a stream
-        self.has_failed = False  # at a server, and it was tried again
-        self._streamed = 0  # tokens, of a stream of one choice, but for those that have taken the path
+        self.sent_at: float | None = None  # of the last try that began without output
+        self.has_begun = False  # the client has received a part of the response
+        self.began_at: float | None = None  # when the client got the first part of a stream
+        self.has_failed = False  # at a server, and was retried
+        self._streamed = 0  # tokens of a stream, without those of the current `_path`
         self._path: TokenPath | None = None  # of the try that counts
-        self.untimed: int | None = None  # tokens of a response of which only the end is seen
-        self.is_over = False  # the client has had the whole response
-        self.break_reason = ""  # why no more will come of it
+        self.untimed: int | None = None  # tokens of a response that came as a whole
+        self.is_over = False  # the client has received the whole response
+        self.break_reason = ""  # why no more of the response will come
         self.failed_end: Finished | None = None  # the first end that is no completion
         self.done = asyncio.Event()  # over, broken or failed
         self.news = asyncio.Event()  # a request of it has ended at its server
@@ -235,7 +235,7 @@ class Trip:
 
     @property
     def streamed(self) -> int:
-        """Tokens that have come in a stream."""
+        """Tokens that have come in the stream."""
         return self._streamed + (0 if self._path is None else self._path.passed_tokens)
 
     def _set_done(self) -> None:
@@ -243,28 +243,28 @@ class Trip:
         self._shut()
 
     def _shut(self) -> None:
-        """Nothing more passes unseen: the trip has changed."""
+        """Ends the direct path of tokens: the trip has changed."""
         if self._path is not None:
             self._streamed = self.streamed
             self._path.writer = None
             self._path = None
 
     def untimed_tokens(self, id: str) -> int | None:
-        """Output tokens of one of its requests whose times were not seen; None where they were."""
+        """Output tokens of a request whose times are not known; None if they are known."""
         if self.untimed is None:
             return None
         return (self.untimed + len(self.ids) - 1 - self.ids.index(id)) // len(self.ids)
 
     @property
     def on_event(self) -> Listener:
-        """`hear`, for a cluster: without tokens, which it counts itself."""
+        """`hear` as a cluster's listener, without tokens: the trip counts them itself."""
 
         return without_tokens(self.hear)
 
     @property
     def answer(self) -> str:
-        """The id that the server gives its response, another for each try, so that what is left of one is not taken
-        for the next."""
+        """The id that the server gives its response: a new one for each try, so that rests of a try are not taken for the
+        next one."""
         return name_of_try(self.ask.answer, self.tries)
 
     def hear(self, event: Event) -> None:
@@ -276,14 +276,14 @@ class Trip:
                 self._set_done()
 
     def start_try(self, replica: Carrier, request: Request, kv: KV | None = None) -> asyncio.Task[None]:
-        """The cluster has placed it there. kv: of its prompt, where another server has it."""
+        """Starts a try at the replica where the cluster has placed it. kv: of its prompt, at another server."""
         self._shut()
         self.news.clear()
         self._task = asyncio.ensure_future(self._serve(replica, request, kv))
         return self._task
 
     def leave(self, task: asyncio.Task[None]) -> None:
-        """Take no more of a try: the server ends what is left of it."""
+        """Drops a try: the server ends its requests."""
         if self._task is task:
             self._task = None
             self._shut()
@@ -291,13 +291,13 @@ class Trip:
             task.cancel()
 
     def break_off(self, why: str) -> None:
-        """No more comes of it, though its requests have ended."""
+        """Breaks the response off, after the end of its requests."""
         if not self.is_over:
             self.break_reason = self.break_reason or why
             self._set_done()
 
     def why_not_resumable(self, progress: Progress | None) -> str | None:
-        """Why what has begun cannot go on elsewhere; None if it can, or has not begun."""
+        """Why the response cannot continue elsewhere; None if it can, or has not begun."""
         if self.has_begun and not self.ask.resumes:
             return "its client has had some of it, and the servers are not known to continue"
         try:
@@ -305,13 +305,13 @@ class Trip:
                 self.build_request(progress)
         except NotResumableError as error:
             return str(error)
-        except Exception as error:  # of a body or stream that is odd in a new way: the others are not to pay for it
+        except Exception as error:  # an unexpected body or stream must not harm other requests
             log.exception("request %s cannot be continued", self.ask.answer)
             return f"it cannot be continued ({type(error).__name__})"
         return None
 
     def progress_seen(self, request: Request, now: float) -> Request:
-        """A request that goes elsewhere, with what its client has had of it, not with what the engine has told."""
+        """The request with the output that its client has received, not the output that the engine has reported."""
         count = self.streamed if self.has_begun else 0
         if request.progress is None and not count:
             return request
@@ -328,11 +328,11 @@ class Trip:
         """Headers and body for a server.
 
         Args:
-            progress: what has come of it elsewhere, of a response that has begun.
-            ids: its text in tokens, empty where no server says that; None: it will be asked.
+            progress: the output so far, of a response that has begun.
+            ids: the tokens of its text, empty if no server knows them; None: they will be asked for.
 
         Raises:
-            NotResumableError: it has begun, and cannot go on elsewhere.
+            NotResumableError: the response has begun, and cannot continue elsewhere.
         """
         raise NotImplementedError
 
@@ -341,26 +341,26 @@ class Trip:
         raise NotImplementedError
 
     def verdict(self) -> Mapping[str, Any]:
-        """What is added for the client, once all its requests have ended."""
+        """Fields that the response gets, once all its requests have ended."""
         return {}
 
     def keeps(self) -> Callable[[bytes], None] | None:
-        """What is given the events that have gone to the client, if something is to."""
+        """Takes the events that have gone to the client; None: nothing keeps them."""
         return None
 
     def write(self, data: bytes) -> None:
-        """Whole events for the client."""
+        """Writes whole events to the client."""
 
     def finish(self, data: bytes) -> None:
-        """The last of a stream."""
+        """Ends a stream with these bytes."""
 
     def answer_whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """A response that does not stream, or an error that is the client's."""
+        """Answers with a response that does not stream, or with the client's own error."""
 
     # ----------------------------------------------------------------- one try
 
     async def _serve(self, replica: Carrier, request: Request, kv: KV | None) -> None:
-        """An error that is ours ends it, too: nothing stays in flight."""
+        """Runs one try. An error of the gateway ends it, too: nothing stays in flight."""
         reply: Reply | None = None
         prefills = kv is None and replica.is_prefill_server
         try:
@@ -433,13 +433,13 @@ class Trip:
         replica.fail(self, why, FAULT_OF_STATUS.get(status, Fault.UNKNOWN))
 
     def _end_as_502(self, replica: Carrier, why: str, message: str) -> None:
-        """End it as failed, by no fault of its own or of its client, who is told this alone."""
+        """Ends the trip as failed through no fault of its client, who gets only this message."""
         self._end_as_told(replica, why)
         error = {"message": message, "type": "server_error", "param": None, "code": "server_failed"}
         self.answer_whole(502, JSON_HEADERS, orjson.dumps({"error": error}))
 
     def _end_as_told(self, replica: Carrier, why: str) -> None:
-        """End it as failed, where the client is told so in another way."""
+        """Ends the trip as failed, without an error for the client, who sees the failure otherwise."""
         replica.end(self, "failed", why)
         self.failed_end = None
 
@@ -477,8 +477,8 @@ class Trip:
         self.finish(reader.finish({} if is_named else self.verdict(), end))
 
     async def _fold(self, replica: Carrier, reply: Reply) -> None:
-        """A stream that the server was asked for though the client wants one answer: so its tokens are seen as they
-        come. The client has nothing of it before it is whole."""
+        """Folds a stream into one answer: the gateway asked for a stream to see tokens as they come, though the client
+        wants one answer, and gets it only when it is whole."""
         reader = ResponseStream(len(self.ids), max_event_bytes=MAX_ANSWER_BYTES)
         answer = FoldedAnswer(is_chat=self.ask.path == CHAT)
         self._streamed = 0
@@ -507,7 +507,7 @@ class Trip:
         self.answer_whole(200, [*headers, *JSON_HEADERS], answer.to_json())
 
     def _count(self, replica: Carrier, choices: Sequence[int]) -> None:
-        """A token of each of these choices has come."""
+        """Counts a token of each of these choices."""
         if choices:
             self._streamed += len(choices)
             if not replica.is_linked:
@@ -516,13 +516,13 @@ class Trip:
     async def _pump(
         self, replica: Carrier, reply: Reply, reader: ResponseStream, take: Callable[[bytes, Sequence[int]], None]
     ) -> None:
-        """Read a stream to its end, and count what its chunks have not shown. Raises UpstreamError.
+        """Reads a stream to its end, and counts tokens that its chunks have not shown. Raises UpstreamError.
 
         Args:
-            take: is given what may be passed on, and the choices that it brings something of.
+            take: gets the bytes that may be passed on, and the choice of each token in them.
         """
         task = asyncio.current_task()
-        closing: list[asyncio.TimerHandle] = []  # what ends it, once it has said that it ends
+        closing: list[asyncio.TimerHandle] = []  # closes the connection after the last finish reason
 
         def came(data: bytes) -> None:
             if self._task is not task:
@@ -556,16 +556,16 @@ class Trip:
             replica.count(self, [at % len(self.ids) for at in range(missing)])
 
     async def _completed(self, replica: Carrier) -> None:
-        """The response has come to its end: so have its requests, which the link tells of as a rule."""
+        """The response has ended: ends the requests whose ends the link has not reported."""
         await replica.wait_for_end_report(self)
         replica.end(self, "completed", "stop")
 
 
 class RelayTrip(Trip):
-    """A trip that sends the body itself, and brings the response.
+    """A trip that sends the body and relays the response itself.
 
     Args:
-        about: what is added for the client, of the ends of all its requests.
+        about: makes the fields that the response gets, from the ends of all its requests.
     """
 
     def __init__(
@@ -575,9 +575,9 @@ class RelayTrip(Trip):
         super().__init__(ask, requests, client, on_prompt_tokens)
         self._about = about
         self._so_far = StreamSoFar(ask.path) if ask.resumes and ask.streams and len(requests) == 1 else None
-        self._resumed = False  # what comes is not of the first server
-        self._is_counted = False  # where it goes now, only its response tells of it
-        self._slo_headers: Headers = ()  # for where it goes now
+        self._resumed = False  # the stream continues at another server
+        self._is_counted = False  # in this try, only the response reports tokens
+        self._slo_headers: Headers = ()  # of this try
 
     def build_request(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         ask = self.ask
@@ -614,7 +614,7 @@ class RelayTrip(Trip):
 
     @property
     def _adds(self) -> bool:
-        """Whether something is added to the body for a server that tells of it by its response alone."""
+        """Whether the body changes if only the response reports tokens."""
         return self.ask.body(self.answer, True) != self.ask.body(self.answer, False)
 
     async def _ask(self, replica: Carrier, request: Request, kv: KV | None, prefills: bool) -> Reply:
@@ -639,7 +639,7 @@ class RelayTrip(Trip):
 
     @property
     def _is_closed(self) -> bool:
-        """The client has been told another end: what a server still says of it is dropped."""
+        """Whether the response has ended for the client: later bytes of a server are dropped."""
         return self.is_over or self.failed_end is not None
 
     def write(self, data: bytes) -> None:
@@ -674,19 +674,19 @@ class RelayTrip(Trip):
         self._set_done()
 
     def _as_first(self, data: bytes) -> bytes:
-        """Events as if the first server had sent them."""
+        """The events as if the first server had sent them."""
         if self._resumed and self._so_far is not None:
             return self._so_far.rewrite(data)
         return self._named(data)
 
     def _named(self, data: bytes) -> bytes:
-        """With the id that the client's was given at first."""
+        """The data with the id of the response that the client knows."""
         return data if self.tries <= 1 else data.replace(self.answer.encode(), self.ask.answer.encode())
 
 
 def why_not_passed_on(replica: str, status: int, *, has_own_key: bool) -> tuple[str, str] | None:
-    """Why a server's answer is no client's affair, and what the client is told in its place; None where it is passed
-    on. has_own_key: the gateway's own key was in the request."""
+    """Why a server's answer is not passed on, and the message that the client gets instead; None: it is passed on.
+    has_own_key: the gateway's own key was in the request."""
     if status in REDIRECT_STATUSES:
         return f"replica {replica} answered {status}, a redirect", REDIRECT_MESSAGE
     if has_own_key and status in KEY_STATUSES:
@@ -697,7 +697,7 @@ def why_not_passed_on(replica: str, status: int, *, has_own_key: bool) -> tuple[
 
 
 def _status_of(error: bytes) -> int:
-    """The status that an error in a stream would have had in its place: vLLM says it as `code`."""
+    """The HTTP status of an error inside a stream: vLLM's `code`."""
     fields = loads(error)
     found = fields.get("error") if isinstance(fields, dict) else None
     status = found.get("code") if isinstance(found, dict) else None
@@ -705,8 +705,8 @@ def _status_of(error: bytes) -> int:
 
 
 async def _tokenized(upstream: Upstream, text: str, headers: Headers) -> tuple[int, ...]:
-    """A text in tokens of this server: a chunk may have brought several. Empty where it does not say. Raises
-    UpstreamError."""
+    """The tokens of a text, from the server's /tokenize; empty if it has none. A chunk may have brought several tokens.
+    Raises UpstreamError."""
     asked = orjson.dumps({"prompt": text, "add_special_tokens": False})
     reply = await upstream.open("POST", "/tokenize", headers, asked, seconds=TOKENIZE_S)
     raw = await read_all(reply)
@@ -717,5 +717,5 @@ async def _tokenized(upstream: Upstream, text: str, headers: Headers) -> tuple[i
 
 
 def name_of_try(id: str, tries: int) -> str:
-    """What a server's reports call a request, or name its response, of retry number `tries`."""
+    """The name of a request in a server's reports, or of its response, in try number `tries`."""
     return id if tries <= 1 else f"{id}-t{tries}"

@@ -1,8 +1,8 @@
 """The view of a replica in another process: a fold over its reports.
 
-The replica reports in batches: events in order, and the few numbers of its state that events do not carry. What was
-submitted and is not yet acknowledged counts as waiting there. Times are in the replica's own clock on the way and in
-the controller's after `shifted`.
+The replica reports in batches: events in order, and the few numbers of its state that events do not carry. A submitted
+request that is not yet acknowledged counts as waiting there. Times of reports are in the replica's own clock;
+`shift_report` converts them to the controller's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rubato.wire.messages import State
 
 
 class KVUsage(NamedTuple):
-    """What a sequence holds: tokens in KV, KV blocks, of which its own, tokens in flight."""
+    """The KV of a sequence: cached tokens, blocks, blocks that it shares with no other, and tokens in flight."""
 
     cached: int
     blocks: int
@@ -44,8 +44,7 @@ NO_KV_USAGE = KVUsage(0, 0, 0, 0)
 
 
 class HandOffReport(NamedTuple):
-    """A request that a replica hands off: it is to be placed again. cached: tokens of which KV stays there for where it
-    goes on."""
+    """A request that a replica hands off, to be placed again. cached: tokens whose KV stays there until it is read."""
 
     id: str
     reason: HandoffReason
@@ -55,8 +54,14 @@ class HandOffReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEntry:
-    """One request of a replica that tells of all it has. state: "arriving": its KV is to come; "leaving": only that is
-    left. cached: tokens in KV; of one that waits, what the prefix cache has of it. times, token_ids: of its output."""
+    """One request in a full report of a replica.
+
+    Args:
+        state: "arriving": its KV has not come yet; "leaving": only its KV is still there.
+        cached: tokens in KV; of a waiting request, the tokens that the prefix cache has.
+        times: of its output tokens (s).
+        token_ids: of its output tokens.
+    """
 
     request: Request
     state: State
@@ -69,11 +74,16 @@ class SnapshotEntry:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What happened at a replica up to `as_of`, and its state then. held: of each sequence that runs, leaves or
-    arrives. in_flight: the batch that runs. error: it is beyond recovery; by then every request there has ended. hits:
-    of waiting sequences, tokens that the prefix cache has, where that has changed. gave_up: handed off, which whoever
-    takes the report in is to fold as `HandedOff`. there: all that is there, in the
-    order in which it came, after reports were missed; None where none was."""
+    """The events of a replica up to `as_of`, and its state then.
+
+    Args:
+        kv_usage: of each sequence that runs, leaves or arrives.
+        error: the replica is beyond recovery; every request there has ended.
+        in_flight: the batch that runs.
+        hits: tokens in the prefix cache, of waiting sequences for which they changed.
+        hand_offs: the reader of the report folds them as `HandedOff`.
+        snapshot: all requests in order of arrival, after missed reports; None otherwise.
+    """
 
     as_of: float
     events: tuple[Event, ...]
@@ -88,9 +98,8 @@ class ReplicaReport:
 
 
 class RemoteReplica:
-    """The controller's side of one replica: submissions and reports in, views out. Tokens of its sequences are counted
-    one by one, their KV blocks reported as counts. lengths: the controller's own predictor, which learns here from what
-    has completed."""
+    """The controller's mirror of one replica: takes submissions and reports, and makes views. Tokens are counted one by
+    one; KV blocks are reported as counts. lengths: the controller's own predictor, which learns from completions."""
 
     def __init__(
         self,
@@ -107,13 +116,13 @@ class RemoteReplica:
         self.supports = supports
         self.as_of = now
         self._kv_free = limits.kv_blocks
-        self._running_when_read: frozenset[str] | None = None  # those that ran when it was read; None: it was not read
+        self._running_when_read: frozenset[str] | None = None  # ids when the free KV was read; None: it was not read
         self._busy_until = now
         self._in_flight = NO_BATCH
         self._lengths = lengths
         self._kv_usage: Mapping[str, KVUsage] = {}  # as last reported
-        self._unsubmitted_ids: set[str] = set()  # requests that were not submitted here
-        self._reported_ids: set[str] = set()  # that the replica has reported
+        self._unsubmitted_ids: set[str] = set()  # requests of other gateways and clients
+        self._reported_ids: set[str] = set()  # requests that the replica has reported
         self._waiting: dict[str, Seq] = {}
         self._running: dict[str, Seq] = {}
         self._leaving: dict[str, Seq] = {}
@@ -136,7 +145,7 @@ class RemoteReplica:
         self._role = role
 
     def apply(self, report: ReplicaReport) -> None:
-        """Fold a report in. Events of requests that are not here (they have ended) change nothing."""
+        """Applies a report. Events of requests that have ended here change nothing."""
         if report.snapshot is not None:
             self._apply_snapshot(report.snapshot, report.as_of)
         for event in report.events:
@@ -144,7 +153,7 @@ class RemoteReplica:
         for id, cached in report.hits:
             if (waits := self._waiting.get(id)) is not None:
                 waits.cached = cached
-        left = self._leaving.items()  # one that has come back holds KV anew
+        left = self._leaving.items()  # a request that has come back holds new KV
         self._leaving = {id: seq for id, seq in left if id in report.kv_usage and id not in self._running}
         self._kv_usage = report.kv_usage
         for id, (cached, _, _, in_flight) in report.kv_usage.items():
@@ -157,21 +166,23 @@ class RemoteReplica:
         self._in_flight = report.in_flight
 
     def set_kv_free(self, blocks: int) -> None:
-        """So many blocks are free there, as was read just now where no report says it. What starts afterwards is taken
-        off until it is read again; what else grows or ends meanwhile changes nothing. (What was in KV already and had
-        no token yet is taken off twice for so long: a router had better think a replica fuller than it is.) No event
-        tells of it: a router that holds requests until KV is free has to ask for another call (`Dispatch.wake_at`)."""
+        """Sets the free KV blocks, as just read from a server that does not report them.
+
+        Until the next reading, requests that start are subtracted, and nothing else changes the number. (KV that a
+        request held before its first token is subtracted twice: better a replica that looks too full.) No event
+        follows, so a router that holds requests until KV is free must ask for another call (`Dispatch.wake_at`).
+        """
         self._kv_free = blocks
         self._running_when_read = frozenset(self._running)
 
     def blocks_of(self, seq: Seq) -> int:
-        """Its KV blocks; of one whose KV is to come, those that are kept for it."""
+        """The KV blocks of a sequence; while its KV has not come, the blocks reserved for it."""
         if (kv_usage := self._kv_usage.get(seq.id)) is None and seq.id in self._arriving:
             return self.limits.blocks(seq.length)
         return 0 if kv_usage is None else kv_usage[1]
 
     def own_blocks_of(self, seq: Seq) -> int:
-        """Of these, those not shared."""
+        """The KV blocks that no other sequence shares."""
         return self._kv_usage.get(seq.id, NO_KV_USAGE)[2]
 
     def view(self, now: float) -> View:
@@ -206,8 +217,8 @@ class RemoteReplica:
         )
 
     def unfinished_requests(self, at: float) -> list[Request]:
-        """The requests submitted here that have not ended, each with what it has received: the replica is lost, and
-        they are to be served elsewhere. at: up to when it may have begun a batch that no report tells of."""
+        """The submitted requests that have not ended, each with its output so far, for another replica after a loss.
+        at: the lost replica may have begun an unreported batch until then."""
         here = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
         requests = []
         for seq in here:
@@ -219,15 +230,20 @@ class RemoteReplica:
         return requests
 
     def _may_be_cause(self, seq: Seq, at: float) -> bool:
-        """Whether the replica may be lost by it: not by one that was reported, while a batch without it runs. The
-        report of the next batch may be lost with the replica."""
+        """Whether the request may have caused the loss of the replica. It has not if it was reported and a batch
+        without it runs. The report of the next batch may be lost with the replica."""
         is_reported = seq.id in self._reported_ids or seq.id not in self._waiting
         runs_without = self._in_flight.seqs > 0 and seq.in_flight == 0 and at <= self._busy_until
         return not (is_reported and runs_without)
 
     def handed_off_request(self, id: str, reason: HandoffReason, at: float, cached: int = 0) -> Request | None:
-        """A request that the replica hands off, with what it has received; None if it is not here. cached: tokens of
-        which KV stays there for where it goes on."""
+        """The request with its output so far, as the replica hands it off; None if it is not here.
+
+        Args:
+            reason: why it is handed off.
+            at: when (s).
+            cached: tokens whose KV stays there until it is read.
+        """
         seq = self.seq_of(id)
         if seq is None:
             return None
@@ -235,7 +251,7 @@ class RemoteReplica:
         return replace(self._with_progress(seq), group="", handoff=handoff)
 
     def seq_of(self, id: str) -> Seq | None:
-        """A request that is here."""
+        """The sequence of a request; None if it is not here."""
         return self._running.get(id) or self._waiting.get(id) or self._arriving.get(id)
 
     def running_seq(self, id: str) -> Seq | None:
@@ -245,30 +261,30 @@ class RemoteReplica:
         return id in self._waiting
 
     def is_reported(self, id: str) -> bool:
-        """Whether the replica has told that it has a request, and not yet that it has not."""
+        """Whether the replica has reported the request, and no end of it."""
         return id in self._reported_ids or (id not in self._waiting and self.seq_of(id) is not None)
 
     def unreported(self) -> dict[str, float]:
-        """Waiting requests that the replica has told nothing of, and since when."""
+        """Waiting requests that the replica has not reported, and since when."""
         return {id: seq.waiting_since for id, seq in self._waiting.items() if id not in self._reported_ids}
 
     def is_arriving(self, id: str) -> bool:
-        """Whether its KV is to come."""
+        """Whether the request waits for its KV."""
         return id in self._arriving
 
     def is_leaving(self, id: str) -> bool:
-        """Whether it has been handed off, and its KV is still here."""
+        """Whether the request was handed off and its KV is still here."""
         return id in self._leaving
 
     def forget(self, id: str) -> None:
-        """It is not here any more, whatever became of it."""
+        """Removes a request, whatever became of it."""
         for where in (self._waiting, self._running, self._arriving, self._leaving):
             where.pop(id, None)
         self._unsubmitted_ids.discard(id)
         self._reported_ids.discard(id)
 
     def set_prompt_tokens(self, id: str, prompt: int) -> None:
-        """A waiting request's prompt has so many tokens."""
+        """Sets the prompt tokens of a waiting request."""
         seq = self._waiting[id]
         self._waiting[id] = Seq(
             _of_length(seq.request, prompt), seq.order, seq.waiting_since, lengths=self._lengths, kv=self, token_ids=[]
@@ -279,7 +295,7 @@ class RemoteReplica:
         return replace(seq.request, progress=seq.progress(seq.delays_elsewhere) if received else None)
 
     def _apply_snapshot(self, snapshot: Sequence[SnapshotEntry], now: float) -> None:
-        """Show what there is. One that was submitted and is not there has ended, or has not come yet: it waits."""
+        """Replaces the state by a snapshot. A submitted request that is not in it counts as waiting."""
         before = {**self._waiting, **self._running, **self._arriving}
         left, arrived = self._leaving, self._arriving
         self._waiting, self._running, self._arriving, self._leaving = {}, {}, {}, {}
@@ -301,7 +317,7 @@ class RemoteReplica:
                 seq.token_ids += one.token_ids
             where = {"waiting": self._waiting, "arriving": self._arriving, "leaving": self._leaving}
             if one.state == "leaving" and had is not None and request.id not in left:
-                self._running[request.id] = seq  # it is not known yet where its KV can be read
+                self._running[request.id] = seq  # the address of its KV is not known yet
             else:
                 where.get(one.state, self._running)[request.id] = seq
         for id, seq in before.items():
@@ -314,7 +330,7 @@ class RemoteReplica:
         return self._submitted
 
     def fold(self, event: Event) -> None:
-        """Something has happened there."""
+        """Applies one event."""
         if type(event) is Tokens:
             if seq := self._running.get(event.id) or self._waiting.get(event.id) or self._arriving.get(event.id):
                 _add_tokens(seq, event)
@@ -359,7 +375,7 @@ class RemoteReplica:
                     where.pop(event.id, None)
 
     def _add_offered(self, event: Offered, seq: Seq | None) -> None:
-        """A request has come to the replica: one that was submitted, of which it knows the true length, or another."""
+        """A request has come to the replica: a submitted one, whose true length is now known, or a stranger's."""
         self._reported_ids.add(event.id)
         if seq is None:
             self._unsubmitted_ids.add(event.id)
@@ -383,7 +399,7 @@ def _add_tokens(seq: Seq, event: Tokens) -> None:
 
 
 def _of_length(request: Request, prompt: int) -> Request:
-    """The request, of which a gateway may have known the length of the prompt only by estimate."""
+    """The request with the true length of its prompt, which a gateway may only have estimated."""
     first, *rest = request.stages
     if rest or first.prompt == prompt or first.token_ids:
         return request
@@ -391,7 +407,7 @@ def _of_length(request: Request, prompt: int) -> Request:
 
 
 class NoKVTransfer:
-    """The part of a `Host` elsewhere between which KV does not move. stays: why, for what asks for it all the same."""
+    """The part of a `Host` whose KV cannot move. why_no_kv: the reason, as an error says it."""
 
     why_no_kv = ""
 
@@ -405,7 +421,7 @@ class NoKVTransfer:
         raise RuntimeError(self.why_no_kv)
 
     def release(self, id: str) -> None:
-        """Nothing is on its way."""
+        """No KV is being transferred."""
 
     def resume(self, id: str) -> None:
         """No request here waits for a tool."""

@@ -1,9 +1,9 @@
 """KV between servers: a prompt is prefilled at one, and the request goes on at another, which reads its KV.
 
-By vLLM's protocol for that (`kv_transfer_params`, NIXL's connector): the first server runs the request for one token,
-which nobody sees, and says in its response where the KV is; with these words the body goes to the second one, whose
+The protocol is vLLM's `kv_transfer_params` (NIXL's connector). The first server runs the request for one token, which
+no client sees, and its response says where the KV is. The body goes with these parameters to the second server, whose
 engine reads the KV, runs the prompt's last token again and answers. So `reserve` only counts memory there, `transfer`
-hands over the words, and `receive` is the request itself.
+passes the parameters, and `receive` is the request itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_LEASE_SHARE = 2 / 3  # of its lease: a prefilled request that waits longer i
 
 
 class KVBetweenServers:
-    """Of a `ServerReplica`. kv_lease: seconds that its engine keeps KV for another."""
+    """The part of a `ServerReplica` that moves KV. kv_lease: seconds that its engine keeps KV for another engine."""
 
     id: str
     clock: Clock
@@ -53,20 +53,21 @@ class KVBetweenServers:
         async def wait_for_end_report(self, trip: Trip) -> None: ...
 
     def _init_kv_moves(self) -> None:
-        self._prefill_reports: dict[str, HandOffReport] = {}  # told by the link, of a response that is not here yet
-        self._kv_at_server: dict[str, tuple[KV, Request]] = {}  # where the KV is of those handed off, as they were
-        self._transferring: set[str] = set()  # of these, those that are on their way
-        self._arrivals: dict[str, asyncio.Future[None]] = {}  # of those that come
+        self._prefill_reports: dict[str, HandOffReport] = {}  # from the link, ahead of their responses
+        self._kv_at_server: dict[str, tuple[KV, Request]] = {}  # of requests handed off
+        self._transferring: set[str] = set()  # of these, requests whose transfer runs
+        self._arrivals: dict[str, asyncio.Future[None]] = {}  # by request
 
     # ----------------------------------------------------------------- where it is prefilled
 
     @property
     def is_prefill_server(self) -> bool:
-        """Whether what is sent there now is to go on elsewhere."""
+        """Whether requests that are sent there now go on elsewhere after their prefill."""
         return self.kv_lease is not None and self._role is not None and self._role.phase == "prefill"
 
     async def hand_over(self, trip: Trip, body: bytes) -> None:
-        """Its prompt is in KV there, as the response says: it is to be placed where it goes on."""
+        """Hands a prefilled request off, so that it is placed where it decodes. body: the response that says where the
+        KV is."""
         await self.wait_for_end_report(trip)
         (id,) = trip.ids
         remote, now = self._started_remote(), self.clock.now()
@@ -82,7 +83,7 @@ class KVBetweenServers:
             why = "a prompt of one token: a fleet that prefills and decodes apart serves longer ones"
             self._finish(id, "refused", f"rejected-invalid: {why}")
             return
-        if remote.is_waiting(id):  # the link has said nothing
+        if remote.is_waiting(id):  # without a report from the link
             if prompt:
                 remote.set_prompt_tokens(id, prompt)
             self._fold(Started(now, id))
@@ -96,7 +97,7 @@ class KVBetweenServers:
         self._fold(HandedOff(now, id, request))
 
     def _drop_expired_kv(self, id: str, request: Request) -> None:
-        """Where its KV has waited for too long, it is to be prefilled again: the engine frees it before long."""
+        """Hands a request off again without its KV, which has waited for too long and will be freed by the engine."""
         if self._is_gone or id in self._transferring or self._kv_at_server.get(id, (None, None))[1] is not request:
             return
         del self._kv_at_server[id]
@@ -115,7 +116,7 @@ class KVBetweenServers:
         try:
             await to.receive(id, self._kv_at_server[id][0])
         except TransferError:
-            self._kv_at_server.pop(id, None)  # it may have been read in part, and the engine told to free it
+            self._kv_at_server.pop(id, None)  # the engine may have freed it after a partial read
             remote.forget(id)
             raise
         finally:
@@ -150,8 +151,7 @@ class KVBetweenServers:
             self._arrivals.pop(id, None)
 
     def release(self, id: str) -> None:
-        """As `interfaces.Host`. KV of one that leaves stays until its engine says that it was read, or its lease is
-        over."""
+        """As `interfaces.Host`. The engine keeps the KV of a leaving request until it was read or its lease is over."""
         self._kv_at_server.pop(id, None)
         remote = self._started_remote()
         if remote.is_arriving(id):
@@ -162,13 +162,13 @@ class KVBetweenServers:
         self._idle.set()
 
     def _end_arrival(self, event: Event) -> None:
-        """Of a request whose KV comes: it has, or the request has ended."""
+        """Ends the wait for a request's KV: it has arrived, or the request has ended."""
         arrival = self._arrivals.get(event.id) if isinstance(event, Transferred | Finished | HandedOff) else None
         if arrival is not None and not arrival.done():
             arrival.set_result(None)
 
     def _fail_arrival(self, trip: Trip, why: str) -> bool:
-        """Whether a trip that failed was one whose KV has not come: it is placed again."""
+        """Whether a failed trip still waits for its KV; its transfer fails, and it is placed again."""
         arrival = self._arrivals.get(trip.ids[0])
         if arrival is None:
             return False

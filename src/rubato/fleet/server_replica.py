@@ -1,8 +1,8 @@
-"""One OpenAI server as a replica: requests go there over HTTP, as they came; what it tells of itself is folded here.
+"""Proxies one OpenAI server as a replica and mirrors its reported state.
 
-With the link of the plug-in (`wire.messages`) every step is known, and waiting requests can be taken back. Without
-it, or while it is silent, what is sent there is counted: a request waits until its first chunk comes, and each chunk is
-a token. A server that is lost, or that fails at a request, gives it back to the cluster, if it can go on elsewhere.
+With the plug-in's link (`wire.messages`) every step is known, and waiting requests can be recalled. Without the link,
+or while it is silent, the gateway counts: a request waits until its first chunk comes, and each chunk is a token. When
+a server is lost or fails at a request, the request returns to the cluster, if it can go on elsewhere.
 """
 
 from __future__ import annotations
@@ -50,13 +50,17 @@ END_REPORT_S = 0.25  # the end of a response waits this long for its verdict
 
 
 class UnlikeServerError(ValueError):
-    """A server is of another kind than the fleet: an operator is to be told at the start."""
+    """A server is of another kind than the fleet; the gateway does not start."""
 
 
 @dataclass(frozen=True)
 class ServerAbout:
-    """What a server is: its model, and what a router sees of it. version: of vLLM, empty where it is not said.
-    kv_lease: seconds that its engine keeps KV for another one to read; None: it has no connector for that."""
+    """A server's model, and the properties that a router sees.
+
+    Args:
+        version: of vLLM; empty if the server does not report it.
+        kv_lease: seconds that the engine keeps KV for another engine to read; None: it has no KV connector.
+    """
 
     model: str
     limits: Limits
@@ -70,12 +74,17 @@ class ServerAbout:
 class ServerReplica(ServerWatch, KVBetweenServers):
     """A `Host` over one server.
 
-    link: opens the link; None for a server that has none. about: asks the server what it is (`server_probe.about`),
-    given what its core said first. Whatever they raise, the server is not ready. read_models: reads the list of its
-    models anew, and raises ValueError or UpstreamError. trips: of the gateway, by request: where its body is. emit and
-    lost: as every host's. step_timeout: as `local_host.LocalHost`, of steps that the link tells of. patient: its start
-    waits until it is ready. kv_used: asks it for the share of its KV that is in use, while no link tells that; None:
-    that is not asked.
+    Args:
+        about: asks the server for its properties (`server_probe.about`), given the greeting of its core. If it raises,
+            the server is not ready.
+        link: opens the link; returns None for a server without one. If it raises, the server is not ready.
+        trips: the gateway's trips, by request; they have the bodies.
+        emit: as every host's.
+        lost: as every host's.
+        step_timeout: seconds, as in `local_host.LocalHost`, for steps that the link reports.
+        wait_until_ready: `start` waits until the server is ready.
+        kv_used: reads the share of KV in use while no link reports it; None: it is not read.
+        read_models: reads the server's list of models again; raises ValueError or UpstreamError.
     """
 
     def __init__(
@@ -100,7 +109,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self.url = url
         self.clock = clock
         self.about: ServerAbout | None = None
-        self.is_linked = False  # the link tells what happens there
+        self.is_linked = False  # the link reports every step
         self.upstream = upstream
         self._ask_about, self._open_link, self._kv_used, self._read_models = about, link, kv_used, read_models
         self._trips = trips
@@ -111,15 +120,15 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self._link: Link | None = None
         self._remote: RemoteReplica | None = None
         self._role: Role | None = None
-        self._requests: dict[str, Trip] = {}  # by the id of each request that is here
+        self._requests: dict[str, Trip] = {}  # by request id
         self._prompt_tokens: dict[str, int] = {}  # tokens as the server counts them, by a trip's first id
         self._tries: dict[str, asyncio.Task[None]] = {}  # by a trip's first id
         self.cooldown_until = 0.0
         self._token_counts: dict[str, TokenCount] = {}  # by request
-        self._failed_answers: set[str] = set()  # answers, since the server last brought anything
+        self._failed_answers: set[str] = set()  # since the server's last token
         self._init_kv_moves()
         self._init_watch()
-        self._is_suspect = False  # it has failed at a request, and is to be asked for its health
+        self._is_suspect = False  # it failed at a request: the next heartbeat checks its health
         self._is_gone = False
         self._idle = asyncio.Event()
         self._tasks: set[asyncio.Future[None]] = set()
@@ -148,7 +157,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                 if not self._wait_until_ready:
                     raise NotReadyError(str(error) or type(error).__name__) from error
                 if tries % LOG_EVERY_N_RETRIES == 0:
-                    is_new = not isinstance(error, UpstreamError | ValueError)  # a kind of answer not thought of here
+                    is_new = not isinstance(error, UpstreamError | ValueError)  # an unexpected kind of answer
                     log.warning("server %s is waited for: %s", self.url, error, exc_info=is_new)
                 tries += 1
                 await asyncio.sleep(HEALTH_RETRY_S)
@@ -176,12 +185,12 @@ class ServerReplica(ServerWatch, KVBetweenServers):
 
     @property
     def has_link(self) -> bool:
-        """Whether it is told by a link what is promised, also while that is silent."""
+        """Whether the server learns SLOs over a link, which may be silent now."""
         return self._link is not None
 
     @property
     def can_continue(self) -> bool:
-        """Whether its server is known to go on from what another has streamed: vLLM is."""
+        """Whether the server is known to continue another server's stream, as vLLM does."""
         return self.about is not None and bool(self.about.version)
 
     def submit(self, request: Request) -> None:
@@ -193,7 +202,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             self._send(trip, request)
 
     def _send(self, trip: Trip, request: Request, kv: KV | None = None) -> None:
-        """kv: of its prompt, where another server has it."""
+        """Sends the first or the next try of a trip. kv: of its prompt, at another server."""
         trip.tries += 1
         if not trip.has_begun:
             trip.sent_at = self.clock.now()
@@ -249,7 +258,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             await self._idle.wait()
 
     async def close(self) -> None:
-        """Leave the server; what it serves for this gateway ends as failed. The last bytes of what has ended pass."""
+        """Leaves the server: its requests end as failed, and the last bytes of ended responses still pass."""
         if ending := self._ending_responses():
             await asyncio.wait(ending.values(), timeout=RESPONSE_END_S)
             for answer in [answer for answer, task in ending.items() if not task.done()]:
@@ -267,7 +276,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         await self.upstream.close()
 
     def _ending_responses(self) -> dict[str, asyncio.Task[None]]:
-        """Responses that still come though their requests have ended."""
+        """Responses whose bytes still arrive though their requests have ended."""
         open_ = {trip.ids[0] for trip in self._requests.values()}
         return {answer: task for answer, task in self._tries.items() if answer not in open_}
 
@@ -277,7 +286,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         return any(id in self._requests for id in trip.ids)
 
     def is_working_at(self, trip: Trip) -> bool:
-        """Whether its link says that the engine has a request of it."""
+        """Whether the link reports a request of this trip at the engine."""
         return self.is_linked and any(
             id in self._requests and self._started_remote().is_reported(id) for id in trip.ids
         )
@@ -297,7 +306,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             self._finish(id, *(("cancelled", "aborted") if was_cut else (outcome, reason)))
 
     def fail(self, trip: Trip, why: str, fault: Fault) -> None:
-        """The server could not, or went away meanwhile: what is left of the trip goes elsewhere, if it can."""
+        """The server failed or went away: the trip's open requests go elsewhere, if they can."""
         if not self.has_requests_of(trip):  # its requests have ended: this is the echo, or too late to matter
             trip.break_off(why)
             return
@@ -322,8 +331,9 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self._fold(*handed_off)
 
     def _cool_down(self, trip: Trip) -> None:
-        """Give the server nothing for a while, by the word of two requests that nothing has come between. One alone may
-        itself be at fault, as may one that has failed elsewhere. (Where nobody answers, `look` has told.)"""
+        """Gives the server no new requests for a while, after two failures without a token in between. A single
+        failure may be the request's own fault, as may one of a request that failed elsewhere before. (A server that
+        does not answer at all is found by `check_health`.)"""
         self._is_suspect = True
         self.emit_counted_tokens()  # of what has come since another failed
         if not trip.has_failed:
@@ -355,21 +365,21 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             del self._tries[trip.ids[0]]
 
     def _drop_response(self, trip: Trip) -> None:
-        """Take no more of its response: the server ends what is left of it."""
+        """Drops the connection of the response: the server ends its requests."""
         if (task := self._tries.pop(trip.ids[0], None)) is not None:
             trip.leave(task)
 
     # ----------------------------------------------------------------- events
 
     def _fold(self, *events: Event) -> None:
-        """What is known here, and not from the link."""
+        """Applies events that the gateway knows of without the link."""
         remote = self._started_remote()
         for event in events:
             remote.fold(event)
         self._emit(events, is_from_link=False)
 
     def _emit(self, events: Sequence[Event], *, is_from_link: bool = True) -> None:
-        """Tell the cluster of its own requests, and of steps. is_told: by the link, of what was at its engine."""
+        """Emits events of the gateway's own requests, and of steps. is_from_link: the engine reported them."""
         for event in events:
             if isinstance(event, Stepped):
                 self._emit_outside(event)
@@ -417,26 +427,26 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             self._idle.set()
 
     def _as_passed_on(self, trip: Trip, end: Finished) -> Verdict:
-        """With the delay of the gateway. The last chunk waits for the verdict, so that it is not passed on before
-        this."""
+        """The verdict with the gateway's own delay. The last chunk waits for the verdict, so it has not been passed on
+        yet."""
         if end.outcome != "completed":
             return end.verdict
         request = trip.requests[trip.ids.index(end.id)]
         return as_passed_on(request, end.verdict, end.output, trip.began_at, self.clock.now())
 
     def set_prompt_tokens(self, trip: Trip, prompt: int) -> None:
-        """The server has counted so many tokens in the prompts of a trip; 0: it has not."""
+        """Sets the prompt tokens of a trip, as its server counts them; 0: the server did not count."""
         if prompt and trip.tries <= 1 and trip.ids[0] in self._requests:
             self._prompt_tokens[trip.ids[0]] = prompt
             trip.on_prompt_tokens(prompt)
 
     def max_output(self, trip: Trip) -> int:
-        """Output tokens that a trip may have, whatever its server claims."""
+        """The limit on a trip's output tokens, whatever its server claims."""
         known = [self._started_remote().seq_of(id) for id in trip.ids]
         return sum([seq.request.sampling.max_tokens for seq in known if seq is not None])
 
     def mark_started(self, trip: Trip, prompt: int) -> None:
-        """Something has come of it: it waits no more. prompt: tokens, where the server has said how many."""
+        """Marks a trip's requests as started: their first bytes have come. prompt: tokens, 0 if not known."""
         now, remote = self.clock.now(), self._started_remote()
         for id in trip.ids:
             if (
@@ -469,7 +479,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         return self._token_counts.get(id)
 
     def _emit_tokens(self, count: TokenCount) -> None:
-        """Tell listeners of the tokens that have come since this was last done."""
+        """Emits the tokens that have come since the last call."""
         now = self.clock.now()
         count.emit_at = now + TOKEN_EVENTS_S
         if count.times:
@@ -479,26 +489,26 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             self._emit_outside(Tokens(now, count.id, len(times), times=times))
 
     def emit_counted_tokens(self, before: float = inf) -> None:
-        """Of all those that were to be told of before then."""
+        """Emits the counted tokens of all requests whose report is due before this time."""
         for count in [count for count in self._token_counts.values() if count.emit_at <= before]:
             self._emit_tokens(count)
 
     def _show_tokens(self, count: TokenCount) -> None:
-        """Show in the view what has come."""
+        """Shows counted tokens in the view."""
         if len(count.times) > count.shown_count:
             if (seq := self._started_remote().seq_of(count.id)) is not None:
                 seq.got(count.times[count.shown_count :])
             count.shown_count = len(count.times)
 
     def _finish(self, id: str, outcome: Outcome, reason: str) -> None:
-        """End a request here, of which the link has not said that it ended."""
+        """Ends a request whose end the link has not reported."""
         if id not in self._requests:
             return
         if (count := self._token_counts.get(id)) is not None:
             self._emit_tokens(count)
         now, remote = self.clock.now(), self._started_remote()
         seq = remote.seq_of(id)
-        assert seq is not None, "what is served here is here"
+        assert seq is not None, "a request with a trip has a sequence"
         trip, slo_rule, output = self._requests[id], self._options.slo_rule, seq.total_output
         untimed = trip.untimed_tokens(id)
         if outcome == "completed" and untimed is not None:
@@ -512,8 +522,8 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self._fold(Finished(now, id, outcome, reason, verdict, output, seq.best_effort))
 
     def _why_missed(self, seq: Seq, verdict: Verdict, trip: Trip) -> Cause:
-        """As far as it is known here: that no idle server would have met it, or that at least half of what it is late
-        by it waited for a place at one."""
+        """The cause of a miss, as far as the gateway knows: the SLO is infeasible even on an idle server, or the wait
+        for a replica was at least half of the delay."""
         about = self.about
         if about is not None and "step_times" in about.supports:
             cached = seq.request.prompt  # what a prefix cache there saves is not known
@@ -528,9 +538,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self._is_gone = True
         self.emit_counted_tokens()
         now, left, ending = self.clock.now(), [], self._ending_responses()
-        trips = {
-            trip.ids[0]: trip for trip in self._requests.values()
-        }  # whose requests end here may be forgotten at once
+        trips = {trip.ids[0]: trip for trip in self._requests.values()}  # before their requests end and are forgotten
         remote = self._started_remote()
         for request in remote.unfinished_requests(remote.as_of if isinstance(error, StepHangsError) else now):
             if (trip := self._requests.get(request.id)) is None:
@@ -552,7 +560,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self._kv_at_server.clear()
         self._idle.set()
         self._lose_host(self.id, error, left)
-        self._spawn(self.close())  # what it holds open is of no use any more
+        self._spawn(self.close())  # its connections are of no use any more
 
     # ----------------------------------------------------------------- parts
 
@@ -563,7 +571,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         return task
 
     def _end_task(self, task: asyncio.Future[None]) -> None:
-        """An error in one of them is a fault of ours: without it the host would be deaf or blind."""
+        """A task that raises is our fault; without these tasks the host has stale state, so the server is lost."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("replica %s: the gateway failed to watch it", self.id, exc_info=error)

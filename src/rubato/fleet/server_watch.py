@@ -1,4 +1,4 @@
-"""What is heard of a server: by the link of its engine core, and by asking for its health."""
+"""Watches a server: over the link of its engine core, and by health probes."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class ServerLostError(Exception):
 
 
 class StepHangsError(ServerLostError):
-    """Its engine hangs in the step that it told of last."""
+    """The engine hangs in the last step that it reported."""
 
 
 class ServerWatch:
-    """Of a `ServerReplica`. linked: the link tells what happens there."""
+    """The part of a `ServerReplica` that watches its server."""
 
     id: str
     url: str
@@ -88,20 +88,20 @@ class ServerWatch:
         def _fold(self, *events: Event) -> None: ...
 
     def _init_watch(self) -> None:
-        self._name = uuid4().hex  # by which the engine knows whose requests it takes back
+        self._name = uuid4().hex  # the engine recalls requests by it
         self._reader = LinkReader(self.id, self._request_id_of)
         self._greeting: asyncio.Future[CoreAbout] | None = None
-        self._ahead = 0.0  # what the engine core's clock shows more than this one
+        self._ahead = 0.0  # seconds of the engine core's clock beyond this one
         self._round_trip = float("inf")  # seconds of the fastest ping so far
-        self._absent_since: dict[str, float] = {}  # of those here that the engine does not know: since when
-        self._aborted_ids: set[str] = set()  # of these, those that it knew, and was told to give up
+        self._absent_since: dict[str, float] = {}  # since when the engine does not know a request that is open here
+        self._aborted_ids: set[str] = set()  # of these, requests that the engine was told to abort
         self._silence_s = 0.0
         self._health_check: asyncio.Future[None] | None = None
 
     # ----------------------------------------------------------------- the link
 
     async def _greet(self, link: Link) -> CoreAbout:
-        """Say hello until the core answers. Raises ValueError where it does not let this gateway in, or is silent."""
+        """Greets the core until it answers. Raises ValueError if it rejects this gateway or stays silent."""
         self._greeting = asyncio.get_running_loop().create_future()
         for _ in range(int(MAX_SILENCE_S / HEARTBEAT_S)):
             link.send(Hello(PROTOCOL, self._name, self.clock.now()))
@@ -122,12 +122,12 @@ class ServerWatch:
                 self._hear(link, message)
             except MissedReportError:
                 link.send(Resync())
-            except Exception as error:  # deaf to its replica this host is of no use: its requests must not hang
+            except Exception as error:  # without reports its requests would hang
                 log.exception("replica %s: its report could not be used", self.id)
                 self._die(ServerLostError(f"a report of replica {self.id} cannot be used ({type(error).__name__})"))
 
     def _hear(self, link: Link, message: FromCore) -> None:
-        if isinstance(message, Snapshot | Report) or not self._requests:  # an engine with requests has more to say
+        if isinstance(message, Snapshot | Report) or not self._requests:  # an engine with requests sends reports
             self._silence_s = 0.0
         match message:
             case Greeting():
@@ -159,7 +159,7 @@ class ServerWatch:
             now = self.clock.now()
             self._absent_since = {id: self._absent_since.get(id, now) for id in self._requests if id not in shown}
         report = self._without_aborts(report)
-        remote.apply(report)  # all of it first: told of an end, the cluster may place another
+        remote.apply(report)  # first: the cluster may place a request on an end
         self._emit(report.events)
         for told in report.hand_offs:
             id, reason, at, cached = told
@@ -175,8 +175,8 @@ class ServerWatch:
                 remote.forget(id)
 
     def _without_aborts(self, report: remote_view.ReplicaReport) -> remote_view.ReplicaReport:
-        """But for ends of requests that the engine was told to give up, and not from here: their API server has failed
-        at them, and each response will say so, if anything comes of it."""
+        """The report without the ends of requests that their API server aborted: it failed at them, and each response
+        will say so."""
         left = {
             e.id for e in report.events if type(e) is Finished and e.outcome == "cancelled" and e.id in self._requests
         }
@@ -187,8 +187,8 @@ class ServerWatch:
         return replace(report, events=tuple([e for e in report.events if type(e) is not Finished or e.id not in left]))
 
     def _measure_ahead(self, message: Greeting | Beat) -> None:
-        """Learn what the core's clock shows more than this one: between the bounds that the fastest answer so far has
-        set, as Unix time says it, where the two machines' agree."""
+        """Measures the offset of the core's clock: by Unix time where the machines agree, within the bounds that the
+        fastest answer so far has set."""
         heard, asked = self.clock.now(), message.asked
         if heard - asked > self._round_trip:
             return
@@ -198,7 +198,7 @@ class ServerWatch:
         self._ahead = ahead if least <= ahead <= most else (least + most) / 2
 
     def _request_id_of(self, name: str) -> str:
-        """The request here that a report's name means; empty where it is none, or an earlier try of it."""
+        """The id of the request that a name in a report means; empty for an earlier try, or a stranger's request."""
         id, _, tries = name.rpartition(TRY_SEPARATOR)
         trip = self._requests.get(id)
         return id if trip is not None and tries == str(trip.tries) else ""
@@ -210,7 +210,7 @@ class ServerWatch:
     # ----------------------------------------------------------------- health
 
     async def _watch(self, remote: RemoteReplica) -> None:
-        """Notice silence, counted in turns of this loop: a process that was itself stopped heard nothing meanwhile."""
+        """Notices silence, in turns of this loop, not by a clock: a process that was itself stopped heard nothing."""
         failed = turns = 0
         while not self._is_gone:
             await self.clock.sleep_until(self.clock.now() + HEARTBEAT_S, PLAN)
@@ -245,8 +245,8 @@ class ServerWatch:
         link.send(Resync())
 
     def _fail_absent(self, remote: RemoteReplica) -> None:
-        """Place elsewhere what the engine does not know: it has handed it off, in a report that was missed, or the API
-        server has kept it to itself. (Of one that has ended, the response has ended.)"""
+        """Fails requests that the engine does not know, so that they are placed elsewhere: the engine handed them off
+        in a missed report, or the API server never passed them on. (An ended request's response has ended, too.)"""
         # (a server whose link is silent, too, may hang: its health tells, and the request may be what it hangs at)
         unreported = remote.unreported() if self.is_linked else {}
         for id, since in {**unreported, **self._absent_since}.items():
@@ -257,10 +257,10 @@ class ServerWatch:
                 self.fail(trip, f"replica {self.id} does not know request {id!r}", Fault.UNAVAILABLE)
 
     async def check_health(self, trip: Trip) -> None:
-        """Ask the server whether it is there, once for all trips that it has broken off: one that is gone breaks them
-        all at once, and they have not failed one by one."""
+        """Checks the server's health once for all trips that it has broken off: a server that is gone breaks all of
+        them at once, and is then lost as a whole."""
         for id in trip.ids:
-            self._reader.detach_previous_try(id)  # the engine will tell that its client has left
+            self._reader.detach_previous_try(id)  # the engine will report that its client has left
         if self._health_check is None or self._health_check.done():
             self._health_check = self._spawn(self._check_health_again())
         await asyncio.shield(self._health_check)
@@ -288,14 +288,14 @@ class ServerWatch:
         return status in (200, 404)
 
     async def _read_kv_usage(self, remote: RemoteReplica) -> None:
-        """How much KV is free, of a server whose link does not say it. One that does not say it either is shown as it
-        was before: with all of it free, or as much as it said last."""
+        """Reads the free KV of a server whose link does not report it. Without an answer the last value stands, at
+        first all of the KV."""
         used = None if self._kv_used is None else await self._kv_used()
         if used is not None and not self.is_linked:  # meanwhile the link may have come back
             remote.set_kv_free(round((1.0 - used) * remote.limits.kv_blocks))
 
     def _check_step(self, remote: RemoteReplica) -> None:
-        """Lose a server whose engine hangs in a step."""
+        """Counts a server as lost when its engine hangs in a step."""
         view = remote.view(self.clock.now())
         if self._step_timeout is None or not view.in_flight.seqs:
             return
