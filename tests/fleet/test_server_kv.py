@@ -275,7 +275,7 @@ class Odd(MemoryTrip):
     fields: ClassVar[dict[str, Any]] = {}
 
     def build_request(self, progress: Any, ids: Any = None) -> Any:
-        headers, body = super().sent(progress, ids)
+        headers, body = super().build_request(progress, ids)
         return headers, orjson.dumps({**orjson.loads(body), **self.fields})
 
 

@@ -99,8 +99,8 @@ def test_the_end_of_one_try_is_not_taken_for_that_of_the_next() -> None:
     ]
     again = reader.read(Snapshot(3, 1.0, 10, seqs))
     assert again is not None
-    assert again.there is not None
-    assert [one.request.id for one in again.there] == ["e3", "a"]
+    assert again.snapshot is not None
+    assert [one.request.id for one in again.snapshot] == ["e3", "a"]
 
 
 def test_links_that_are_closed_twice_leave_nothing_open() -> None:

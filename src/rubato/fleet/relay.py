@@ -263,8 +263,8 @@ class Trip:
 
     @property
     def answer(self) -> str:
-        """The id that the server gives its response: a new one for each try, so that rests of a try are not taken for the
-        next one."""
+        """The id that the server gives its response: a new one for each try, so that rests of one try are not taken for
+        the next."""
         return name_of_try(self.ask.answer, self.tries)
 
     def hear(self, event: Event) -> None:

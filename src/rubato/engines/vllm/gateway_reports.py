@@ -29,13 +29,13 @@ MAX_CONTRACTS = 20_000  # of answers whose requests have not arrived
 
 
 def answer_of(id: str) -> str:
-    """The id of the response that vLLM's request of this id is for: without the number of its choice, that of its
-    prompt, and what vLLM adds to tell requests apart."""
+    """The id of the response that a vLLM request belongs to: its id without the numbers of choice and prompt, and
+    without vLLM's random suffix."""
     return choice_of(id)[0]
 
 
 def choice_of(id: str) -> tuple[str, int, int]:
-    """The same, the number of the prompt and that of the choice."""
+    """The id of the response, the number of the prompt and the number of the choice of a vLLM request."""
     choice, found, rest = id.partition("_")
     at, id = (int(choice), rest) if found and choice.isdecimal() else (0, id)
     id = re.sub(r"-[0-9a-f]{8}$", "", id)
@@ -45,16 +45,16 @@ def choice_of(id: str) -> tuple[str, int, int]:
 
 
 class GatewayReports:
-    """link: to the gateways; none of them: nothing is kept for them but what they have promised."""
+    """Collects reports for gateways. Without a listening gateway only contracts are kept."""
 
     def __init__(self, link: CoreLink) -> None:
         self.link = link
         self._number = 0
         self._sent_at = 0.0  # when the last report was sent
         self._rows: list[Row] = []
-        self._sent_kv: dict[str, tuple[int, int]] = {}  # of each request that holds KV: tokens and blocks, as last told
-        self._hits: dict[str, int] = {}  # of each that waits: tokens that the prefix cache has, as last told
-        self._contracts: dict[str, tuple[str, Contract]] = {}  # by answer: the gateway, and what it said
+        self._sent_kv: dict[str, tuple[int, int]] = {}  # tokens and blocks of each request that holds KV, as last sent
+        self._hits: dict[str, int] = {}  # cached tokens of each waiting request, as last sent
+        self._contracts: dict[str, tuple[str, Contract]] = {}  # gateway and contract by answer
 
     # ----------------------------------------------------------------- whose requests these are
 
@@ -64,7 +64,7 @@ class GatewayReports:
             del self._contracts[next(iter(self._contracts))]
 
     def demote(self, answer: str) -> None:
-        """Requests of this answer that come later are best effort."""
+        """Makes later requests of this answer best effort."""
         if (found := self._contracts.get(answer)) is not None:
             self._contracts[answer] = (found[0], found[1]._replace(demoted=True))
 
@@ -74,7 +74,7 @@ class GatewayReports:
         return () if found is None else found[1].ids
 
     def gateway_request_of(self, id: str) -> GatewayRequest | None:
-        """Of vLLM's request of this id; None for one that came past every gateway."""
+        """The gateway's request behind a vLLM request; None if no gateway sent it."""
         answer, prompt, choice = choice_of(id)
         if (found := self._contracts.get(answer)) is None:
             return None
@@ -85,11 +85,11 @@ class GatewayReports:
         return GatewayRequest(gateway, contract.ids[place], contract)
 
     def begin(self, now: float, kv_free: int) -> None:
-        """The engine is ready. kv_free: blocks, of an engine without requests."""
+        """Makes the first snapshot: the engine is ready. kv_free: blocks, of an engine without requests."""
         self._snapshot(now, kv_free, {}, (), idle=True)
 
     def _forget(self, id: str, open: Iterable[str]) -> None:
-        """vLLM's request of this id has ended; the contract goes with the last of its answer."""
+        """Forgets an ended vLLM request; the contract goes with the last request of its answer."""
         answer = answer_of(id)
         found = self._contracts.get(answer)
         if found is not None and (
@@ -100,7 +100,7 @@ class GatewayReports:
     # ----------------------------------------------------------------- what happened
 
     def add(self, seq: VllmSeq, event: Event, open: Iterable[str]) -> None:
-        """Of a request that is here. open: all that have not ended."""
+        """Adds an event of a request. open: ids of all requests that have not ended."""
         if type(event) is Finished:
             self._forget(seq.id, open)
             self._sent_kv.pop(seq.id, None)
@@ -112,7 +112,14 @@ class GatewayReports:
         self._rows.append(offered_row(event, _own(seq)) if type(event) is Offered else event_row(event))
 
     def hand_off(self, seq: VllmSeq, reason: HandoffReason, at: float, cached: int) -> None:
-        """Its gateway is to place it elsewhere. cached: tokens of which KV stays here until `sent`."""
+        """Adds the hand-off of a request.
+
+        Args:
+            seq: the request, which its gateway places elsewhere.
+            reason: why it is handed off.
+            at: when (s).
+            cached: tokens whose KV stays here until `kv_sent`.
+        """
         self._contracts.pop(answer_of(seq.id), None)
         if not cached:
             self._sent_kv.pop(seq.id, None)
@@ -121,7 +128,7 @@ class GatewayReports:
             self._rows.append(HandOffRow(seq.id, reason, at, cached))
 
     def kv_sent(self, id: str) -> None:
-        """Its KV has been read, or the time for that is over."""
+        """Adds that a request's KV has been read, or that its lease is over."""
         self._sent_kv.pop(id, None)
         if self.link.listeners:
             self._rows.append(SentRow(id))
@@ -139,8 +146,16 @@ class GatewayReports:
         kv_free: int,
         seqs: Mapping[str, VllmSeq],
     ) -> None:
-        """The next batch runs, for so many seconds as predicted. tokens: of each request in it; seqs: all that are
-        here."""
+        """Reports a batch that begins to run.
+
+        Args:
+            now: when (s).
+            shape: of the batch.
+            seconds: its predicted duration.
+            tokens: of each request in it.
+            kv_free: free KV blocks.
+            seqs: all requests of the engine.
+        """
         self.link.end_idle()
         if not self.link.listeners:
             return
@@ -160,8 +175,16 @@ class GatewayReports:
         leaving: Mapping[str, VllmSeq],
         batches: Sequence[Mapping[str, int]],
     ) -> None:
-        """Something happened. done: a batch that is through, and its seconds. leaving: of which only KV is here.
-        batches: that run; tokens of each request in it."""
+        """Reports what has happened.
+
+        Args:
+            now: when (s).
+            done: a completed batch, and its seconds.
+            kv_free: free KV blocks.
+            seqs: all requests of the engine.
+            leaving: requests that have left only their KV here.
+            batches: that run, as tokens of each request.
+        """
         if self.link.listeners:
             held = self._changed(seqs)
             silent = seqs and now - self._sent_at >= HEARTBEAT_S
@@ -176,7 +199,7 @@ class GatewayReports:
             self._snapshot(now, kv_free, {**leaving, **seqs}, batches, idle=idle)
 
     def _changed(self, seqs: Mapping[str, VllmSeq]) -> dict[str, tuple[int, int]]:
-        """Of requests that hold KV, what is not as it was told."""
+        """Tokens and blocks of requests whose KV changed since the last report."""
         sent_kv, changed = self._sent_kv, {}
         for id, seq in seqs.items():
             vllm_request = seq.vllm_request
@@ -197,7 +220,7 @@ class GatewayReports:
     def _snapshot(
         self, now: float, kv_free: int, seqs: Mapping[str, VllmSeq], batches: Sequence[Mapping[str, int]], *, idle: bool
     ) -> None:
-        """All that is here, in the order in which it came, and all that was told of it."""
+        """Makes a snapshot of all requests in order of arrival."""
         self._changed(seqs)
         rows = []
         for id, seq in seqs.items():
@@ -217,5 +240,5 @@ class GatewayReports:
 
 
 def _own(seq: VllmSeq) -> str:
-    """The gateway's id; empty for a request that came past every gateway."""
+    """The gateway's id of a request; empty if no gateway sent it."""
     return seq.gateway_request.id if seq.gateway_request is not None else ""

@@ -1,8 +1,7 @@
-"""Seconds that a request inside vLLM lost to others, by cause: what a miss is put down to.
+"""Causes of misses inside vLLM: seconds that a request lost to other requests, by cause.
 
-As `rubato.replica.miss_cause` has it, where vLLM and not our replica runs the steps: of a step, what the latency model
-says that it took beyond what the request alone would have taken. Worked out once a request has missed.
-"""
+As `rubato.replica.miss_cause`, where vLLM runs the steps: the loss in a step is the time that the latency model
+predicts beyond the request's own. Computed only for requests that missed."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ MIN_REMEMBERED_STEPS = 8192
 
 @dataclass(slots=True)
 class _Step:
-    """decodes: those of its batch that decode. shares: what it cost each of these, once that was asked for."""
+    """decodes: the part of its shape that decodes. shares: seconds that each decode lost, once computed."""
 
     seconds: float
     shape: Shape
@@ -32,7 +31,7 @@ class _Step:
 
 
 class VllmMissCauses:
-    """latency: what steps are predicted to take, as learnt by the time that is asked."""
+    """Remembers steps, and finds the cause of a miss. latency: predicts the time of steps."""
 
     def __init__(self, latency: LatencyModel) -> None:
         self._latency = latency
@@ -40,14 +39,21 @@ class VllmMissCauses:
         self._steps: list[_Step] = []
 
     def add_step(self, end: float, seconds: float, shape: Shape, decodes: Shape) -> None:
-        """A step ended. decodes: the part of its shape that is requests which decode."""
+        """Adds a step.
+
+        Args:
+            end: when it ended (s).
+            seconds: its duration.
+            shape: of its batch.
+            decodes: the part of the shape that decodes.
+        """
         self._ends.append(end)
         self._steps.append(_Step(seconds, shape, decodes))
         if len(self._steps) > 2 * MIN_REMEMBERED_STEPS:
             del self._steps[:MIN_REMEMBERED_STEPS], self._ends[:MIN_REMEMBERED_STEPS]
 
     def cause(self, seq: VllmSeq) -> Cause | None:
-        """What cost a request most until its first late token."""
+        """The cause that cost a request most until its first late token."""
         delays = self.delays(seq)
         return max(delays.items(), key=lambda item: item[1])[0] if delays else None
 
@@ -69,8 +75,8 @@ class VllmMissCauses:
         return self._steps[bisect_right(self._ends, begin) : bisect_right(self._ends, end)]
 
     def _prefill(self, delays: dict[Cause, float], begin: float, end: float, tokens: int, *, is_restart: bool) -> None:
-        """Steps from a start to the next token: what they took beyond a batch of this prompt alone. again: after a
-        preemption, which also that is the price of."""
+        """Adds the loss in steps from a start to the next token, beyond a batch of this prompt alone. is_restart: after
+        a preemption, which then costs the whole prefill."""
         steps = self._between(begin, end)
         seconds = sum(step.seconds for step in steps)
         isolated_seconds = min(seconds, self._latency.step_time(Shape().plus(max(1, tokens), 0)))
@@ -97,7 +103,7 @@ class VllmMissCauses:
 
 
 def _first_late(seq: VllmSeq) -> float:
-    """When the first token that was late came; the last one, if none was."""
+    """The time of the first late token; of the last token if none was late."""
     times = seq.times_of_stage()
     if not times:
         return inf

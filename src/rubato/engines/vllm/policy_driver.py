@@ -1,7 +1,7 @@
 """The parts that decide and record inside vLLM: the policy, its view, its events, its latency model.
 
-No vLLM code is called here, so that this is the same whichever of vLLM's schedulers carries the plans out. A fault in
-here is counted, logged and never reaches vLLM.
+No vLLM code is called here, so this works with each of vLLM's schedulers. A fault here is counted and logged, and never
+reaches vLLM.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ ORDER = attrgetter("order")
 
 @dataclass(frozen=True, slots=True)
 class InFlightBatch:
-    """A batch between its plan and its completion. decodes: of its shape, requests that decode. sampling: requests
-    that it brings a token at least."""
+    """A batch between its plan and its completion. decodes: the part of its shape that decodes. sampling: requests that
+    get at least one token."""
 
     output: Any  # vLLM's SchedulerOutput
     shape: Shape
@@ -82,8 +82,8 @@ class InFlightBatch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan, checked, in vLLM's terms. chunks: tokens to run of each request, drafted ones to be verified among them;
-    depths: tokens to draft of each."""
+    """A checked plan in vLLM's terms. chunks: tokens to run of each request, including drafted ones to verify. depths:
+    tokens to draft of each request."""
 
     view: View
     plan: Plan
@@ -93,7 +93,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class VllmView(View):
-    """A View with what is derived from its sequences worked out when it is made."""
+    """A View whose derived values are computed when it is made."""
 
     running_ids: Collection[str] = ()
     prefilling: Sequence[VllmSeq] = ()
@@ -104,15 +104,17 @@ class VllmView(View):
 class PolicyDriver(FleetPart):
     """One policy over one vLLM engine core.
 
-    steps: batches scheduled. fallbacks: of these, in vLLM's own order because the policy failed; stood_aside: because
-    every SLO had room. deviations: steps that
-    vLLM did not carry out as planned, by cause (one step may have several). faults: of the policy, of its plans and of
-    these books, by place. given_up: no step is planned any more.
+    steps: batches scheduled. fallbacks: steps in vLLM's own order after a fault. stood_aside: steps in vLLM's own order
+    because every SLO has slack. deviations: steps that vLLM did not carry out as planned, by cause (a step may have
+    several). faults: errors of the policy, of its plans and in this class, by place. has_given_up: no step is planned
+    any more.
 
-    fair: holds requests of tenants beyond their share back from the policy. strangers: clients may state SLOs
-    themselves. link: to vLLM's API servers, and to gateways if the engine is one of a fleet. engine: its number among
-    those of its server. kv_lease: seconds that KV stays here for another engine (`kv_transfer`); None: none goes
-    there.
+    Args:
+        fair: holds requests of tenants over their share back from the policy.
+        trust_client_slos: clients may set SLOs themselves.
+        link: to vLLM's API servers, and to gateways if the engine is one of a fleet.
+        engine: number of the engine in its server.
+        kv_lease: seconds that KV stays here for another engine (`kv_transfer`); None: no KV leaves.
     """
 
     def __init__(
@@ -166,10 +168,10 @@ class PolicyDriver(FleetPart):
         self._slack_check = (
             SlackCheck(1 + num_spec_tokens, kv.lookahead_tokens) if settings.stand_aside and not plans_drafts else None
         )
-        self._stable_steps = 0  # steps that may be left to vLLM without a look
+        self._stable_steps = 0  # steps that vLLM may schedule unchecked
         self._kv = kv
         self._fault_times: deque[float] = deque(maxlen=MAX_FAULTS)  # of the last faults, less the slow plans
-        self._slow_plan_seconds = 0.0  # seconds that plans took which were too slow
+        self._slow_plan_seconds = 0.0  # spent on plans that were too slow
         self.refused = 0  # requests
         self._logged_at: dict[str, float] = {}  # when each kind of fault, and a deviation, was last logged
         lengths = settings.lengths
@@ -187,13 +189,13 @@ class PolicyDriver(FleetPart):
         self._batches: deque[InFlightBatch] = deque()
         self._last = -inf  # when the last batch completed
         self._view_asked_at = inf  # when a view was first asked for
-        self._is_busy = False  # whether there was more to do then
+        self._is_busy = False  # there was more to do then
 
     # ----------------------------------------------------------------- requests
 
     @guarded
     def offer(self, vllm_request: Any) -> str:
-        """A request arrived. Returns why it can never be served, or nothing; a refused one is not kept."""
+        """Takes a new request. Returns why it can never be served, or nothing; a refused request is not kept."""
         now = self.clock()
         arrival = now - max(0.0, self.unix() - vllm_request.arrival_time)
         gateway_request = (
@@ -232,7 +234,7 @@ class PolicyDriver(FleetPart):
 
     @guarded
     def end(self, id: str, outcome: Outcome, reason: str) -> None:
-        """A request is over, its KV is free; unknown or ended before: nothing."""
+        """Ends a request, whose KV is free. Does nothing for an unknown or ended one."""
         self._end(id, outcome, reason)
 
     def _end(self, id: str, outcome: Outcome, reason: str) -> None:
@@ -252,7 +254,7 @@ class PolicyDriver(FleetPart):
         self._record(seq, Finished(self.clock(), id, outcome, reason, verdict, len(times), seq.best_effort))
 
     def _remove(self, id: str) -> VllmSeq | None:
-        """A request that is here no more; None if it was not."""
+        """Removes a request; None if it was not here."""
         seq = self.seqs.pop(id, None)
         if seq is not None:
             self._stable_steps = 0
@@ -270,13 +272,13 @@ class PolicyDriver(FleetPart):
             self._gateways.add(seq, event, self.seqs)
 
     def _queue_for_policy(self, event: Event) -> None:
-        """Keep it for the policy, which is not asked any more once it is given up."""
+        """Queues an event for the policy, unless the policy was given up."""
         if not self.has_given_up:
             self._events.append(event)
 
     @guarded
     def refuse(self, id: str, reason: str) -> None:
-        """A request is refused. Under overload many are: the log has the first of each LOG_PAUSE_S seconds."""
+        """Refuses a request. Under overload many are refused: the log has one line in LOG_PAUSE_S seconds."""
         self.refused += 1
         if self._should_log("refused"):
             log.warning("request %.100s refused: %s; refused so far: %d", id, reason, self.refused)  # ids are clients'
@@ -284,8 +286,8 @@ class PolicyDriver(FleetPart):
 
     @guarded
     def aborted(self, id: str) -> None:
-        """vLLM's front end took a request back: because the client left, or because it saw a stop string in the text.
-        It does not say which, so one that may end by a stop string and has begun is taken to have ended by it."""
+        """Ends a request that vLLM's front end aborted, because the client left or a stop string came. vLLM does not
+        say which, so a request with stop strings that has begun counts as completed."""
         seq = self.seqs.get(id)
         if seq is not None and seq.first_token_at is not None and seq.request.sampling.stop:
             self._end(id, "completed", "stop")
@@ -307,9 +309,15 @@ class PolicyDriver(FleetPart):
     def view(
         self, waiting: Iterable[Any], running: Iterable[Any], moving: Iterable[Any], places: int, kv_taken: int = 0
     ) -> View:
-        """What the policy sees now. waiting, running: vLLM's requests that can be scheduled, running in order of start;
-        moving: those that hold KV and cannot, or whose KV is to come, and take so many `places` of those that may run;
-        kv_taken: blocks of what comes in this step. Requests that are not known here are left out."""
+        """The policy's view. Requests that are not known here are left out.
+
+        Args:
+            waiting: vLLM's requests that can be scheduled and hold no KV.
+            running: vLLM's requests that can be scheduled and hold KV, in order of start.
+            moving: requests that hold KV and cannot be scheduled, or whose KV has not come.
+            places: running places that these take.
+            kv_taken: KV blocks that arrive in this step.
+        """
         now, seqs = self.clock(), self.seqs
         if self.hidden_ids:
             seqs = {id: seq for id, seq in seqs.items() if id not in self.hidden_ids}
@@ -364,7 +372,7 @@ class PolicyDriver(FleetPart):
         )
 
     def _show_waiting(self, waiting: list[VllmSeq], now: float) -> list[VllmSeq]:
-        """Those that wait, in their order, with what the prefix cache has of each."""
+        """The waiting sequences in their order, each with its prefix cache hit."""
         waiting.sort(key=ORDER)
         kv = self._kv
         is_current = kv.is_current
@@ -378,7 +386,7 @@ class PolicyDriver(FleetPart):
         return [seq for seq in waiting if seq.id not in over_share] if over_share else waiting
 
     def _limits_without(self, places: int) -> Limits:
-        """What is left to the policy beside requests that no view shows, of which so many have a place."""
+        """The limits for the policy: less the unplanned requests and the `places` of requests in no view."""
         limits = self.limits
         if self.unplanned_ids:
             limits = replace(limits, max_num_seqs=limits.max_num_seqs - len(self.unplanned_ids))
@@ -387,7 +395,7 @@ class PolicyDriver(FleetPart):
         return limits
 
     def _ids_over_share(self, now: float) -> Collection[str]:
-        """Requests of tenants that have their share. Those that have it not go on to the policy, for good."""
+        """Ids of requests of tenants over their share. All others go on to the policy, for good."""
         assert self._fair is not None
         seqs = self.seqs.values()
         waiting = [s for s in seqs if s.waiting and s.id not in self._over_share]
@@ -400,8 +408,8 @@ class PolicyDriver(FleetPart):
 
     @guarded
     def observe(self, view: View) -> bool:
-        """Before a step: the policy hears what happened. Returns whether the step is left to vLLM, with room for every
-        SLO."""
+        """Passes events to the policy, before each step. Returns whether vLLM schedules the step, because every SLO has
+        slack."""
         if self._reports is not None:
             self._reports.add_view(view, self._over_share)
         events, self._events = self._events, []
@@ -409,13 +417,13 @@ class PolicyDriver(FleetPart):
         if self._slack_check is None or self._over_share or not self._slack_check.all_within_slo(view):
             return False
         self.stood_aside += 1
-        here = len(view.running)  # of all: what waits for a grammar or for KV may be in no View
+        here = len(view.running)  # a request that waits for a grammar or KV may be in no View
         self._stable_steps = STABLE_STEPS if here == len(self.seqs) and not view.prefilling else 0
         return True
 
     def keep_default(self) -> bool:
-        """Whether the step that begins is left to vLLM as those before, and counted so: only decodes run, each within
-        its TPOT, and nothing came or went."""
+        """Whether vLLM schedules this step, as it did the last one: only decodes run, each within its TPOT, and no
+        request came or went. Counts the step."""
         if not self._stable_steps:
             return False
         self._stable_steps -= 1
@@ -423,13 +431,13 @@ class PolicyDriver(FleetPart):
         return True
 
     def invalidate_slack(self) -> None:
-        """Something came that no View shows."""
+        """Forces a slack check at the next step: a request came that no View shows."""
         self._stable_steps = 0
 
     @guarded
     def plan(self, view: View) -> PlannedStep | None:
-        """The policy's plan, checked; None where it raises or plans the impossible. One fault of a policy then does not
-        end every request of the engine, but is a step in vLLM's own order."""
+        """The policy's checked plan; None if the policy raises or plans the impossible: vLLM then schedules the step in
+        its own order."""
         if not view.waiting and not view.running:
             return PlannedStep(view, Plan(), {}, {})
         plan = self.policy.plan(view)
@@ -450,7 +458,7 @@ class PolicyDriver(FleetPart):
         return step
 
     def fault(self, place: str) -> None:
-        """Count the exception being handled, and log it, each place once in LOG_PAUSE_S seconds."""
+        """Counts the current exception, and logs it, each place once in LOG_PAUSE_S seconds."""
         self._count_fault(place)
         if self._should_log(place):
             log.exception(
@@ -459,7 +467,7 @@ class PolicyDriver(FleetPart):
             )  # fmt: skip
 
     def record_bad_command(self) -> None:
-        """Count and log the exception being handled, which is of a gateway's making."""
+        """Counts and logs the current exception, which a gateway's command has caused."""
         self.faults["command"] += 1
         if self._should_log("command"):
             log.exception("what a gateway asks for cannot be done")
@@ -480,7 +488,7 @@ class PolicyDriver(FleetPart):
             )  # fmt: skip
 
     def _should_log(self, what: str) -> bool:
-        """Whether to report this now: a fault may come back at every step."""
+        """Whether to log this now: a fault may repeat at every step."""
         now = self.clock()
         if now < self._logged_at.get(what, -inf) + LOG_PAUSE_S:
             return False
@@ -489,7 +497,7 @@ class PolicyDriver(FleetPart):
 
     @guarded
     def shift(self, plan: Plan) -> None:
-        """Book a plan's demotions and promotions."""
+        """Records a plan's demotions and promotions."""
         now = self.clock()
         for id in plan.demote:
             self.seqs[id].demoted = True
@@ -500,8 +508,14 @@ class PolicyDriver(FleetPart):
 
     @guarded
     def scheduled(self, now: float, output: Any, requests: Mapping[str, Any], depths: Mapping[str, int] | None) -> None:
-        """Note the batch that vLLM made. output: vLLM's SchedulerOutput; requests: its requests by id; depths: tokens
-        to draft of each (None: vLLM's own)."""
+        """Records the batch that vLLM made.
+
+        Args:
+            now: when vLLM began to schedule it (s).
+            output: vLLM's SchedulerOutput.
+            requests: vLLM's requests by id.
+            depths: tokens to draft of each request; None: vLLM's own number.
+        """
         seqs, sampling, entries, drafting = self.seqs, [], [], []
         most, decodes, kv = self.drafts.max_tokens, 0, 0
         drafts = most > 0 and not getattr(output, "skip_drafts", False)  # from vLLM 0.33 on
@@ -533,7 +547,7 @@ class PolicyDriver(FleetPart):
             self._gateways.batch(now, shape, seconds, output.num_scheduled_tokens, self._kv.free(), seqs)
 
     def deviated(self, causes: Iterable[str], about: str) -> None:
-        """The step was not carried out as planned. causes: words of `docs/vllm.md`'s table."""
+        """Counts a step that vLLM did not carry out as planned. causes: words of `docs/vllm.md`'s table."""
         self.deviations.update(causes)
         if self._should_log("deviation"):
             log.warning(
@@ -543,7 +557,7 @@ class PolicyDriver(FleetPart):
 
     @guarded
     def completed(self, output: Any, outputs: Mapping[int, Any], now: float, unfinished: int) -> None:
-        """A batch is done: learn its time, book its tokens. outputs: vLLM's EngineCoreOutputs by client."""
+        """Records the end of a batch: its time and its tokens. outputs: vLLM's EngineCoreOutputs by client."""
         while self._batches and (flight := self._batches.popleft()).output is not output:
             self._count_fault("unknown batch")  # its beginning was not noted for a fault, or its end
         for seq in flight.sampling:
@@ -567,9 +581,13 @@ class PolicyDriver(FleetPart):
         self.report(idle=not self._is_busy, done=done)
 
     def report(self, *, idle: bool = False, done: tuple[Shape, float] | None = None) -> None:
-        """Tell the API servers what happened since they were last told. A fault costs that, and nothing else: they
-        learn of ends that they were not told from what is open later. The same to gateways, which notice a gap. done: a
-        batch that is through, and its seconds."""
+        """Reports the latest events to API servers and gateways. A fault loses this report only: API servers learn of
+        missed ends from later lists of open requests, and gateways notice the gap.
+
+        Args:
+            idle: nothing runs.
+            done: a completed batch, and its seconds.
+        """
         try:
             now = self.clock()
             if self._gateways is not None:

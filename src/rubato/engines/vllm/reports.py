@@ -1,4 +1,4 @@
-"""What an engine core tells vLLM's API servers: events of their requests at once, steps and sequences at times."""
+"""Reports of an engine core to vLLM's API servers: events at once, steps and sequences at intervals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPORT_S, VIEW_S = 0.25, 1.0  # interval of step reports, and of reports of all 
 
 
 class Reports:
-    """What the API servers are to be told next. engine: this core's number. planned: seconds that plans took; batches:
+    """Collects the next reports to API servers. engine: number of this core. planned: seconds of each plan. batches:
     tokens, sequences and seconds of each step."""
 
     def __init__(self, link: CoreLink, engine: int) -> None:
@@ -31,7 +31,7 @@ class Reports:
         self._tickets: dict[int, dict[str, str]] = {}
         self._new: list[VllmSeq] = []  # in no view yet
         self._has_views, self._was_idle = True, False
-        self._view_fields: dict[str, Any] = {}  # of the last view that was reported
+        self._view_fields: dict[str, Any] = {}  # of the last reported view
         self._steps_sent_at = self._view_sent_at = -inf  # when steps were last reported, and all sequences
         self.planned: list[float] = []
         self.batches: list[tuple[int, int, float]] = []
@@ -52,13 +52,13 @@ class Reports:
         self._events.setdefault(seq.vllm_request.client_index, []).append(Tokens(at, seq.id, tokens))
 
     def _tell_tokens(self, seq: VllmSeq, output: int) -> None:
-        """Those of `output` that API servers do not know of, all as of the last one."""
+        """Reports the tokens of `output` that API servers do not know, at the time of the last one."""
         if (more := output - seq.reported_tokens) > 0:
             seq.reported_tokens = output
             self.add_tokens(seq, more, seq.times_of_stage()[-1])
 
     def stop_views(self) -> None:
-        """No view is made any more."""
+        """Stops reports of views: the policy was given up."""
         self._has_views = False
         self._new.clear()
 
@@ -92,8 +92,14 @@ class Reports:
         }
 
     def send(self, now: float, state: Callable[[], dict[str, Any]], open: Iterable[str], *, idle: bool) -> None:
-        """state: how steps went; open: all requests that have not ended, also those that are in no view. What cannot be
-        sent is dropped."""
+        """Sends events at once, steps and views at intervals. Messages that cannot be sent are dropped.
+
+        Args:
+            now: when (s).
+            state: makes the engine's counters.
+            open: ids of all requests that have not ended.
+            idle: nothing runs.
+        """
         by_client, tickets = self._events, self._tickets
         self._events, self._tickets = {}, {}
         for client, events in by_client.items():

@@ -1,8 +1,8 @@
-"""Whether vLLM's own order keeps every SLO: then its step is left to it, as if there were no plug-in.
+"""Checks whether vLLM's own order keeps every SLO; vLLM then schedules the step as if there were no plug-in.
 
-Below capacity a policy has nothing to decide that serves requests better, and its plan costs CPU time. What is checked
-is more than enough: the longest step that vLLM may make now fits between any two tokens that are due, all that waits is
-prefilled before its first token is due, and there is KV for all of it.
+Below capacity no policy can serve requests better, and planning costs CPU time. The check is conservative: the longest
+step that vLLM may make now fits between any two due tokens, each waiting request is prefilled before its first token is
+due, and there is KV for all requests.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ STABLE_STEPS = 16  # steps in a row that vLLM may schedule unchecked while only 
 
 
 class SlackCheck:
-    """Remembers what was promised lately. most_tokens: that a decode may bring, drafts among them. ahead: tokens beyond
-    them for which a drafter takes KV."""
+    """Checks the slack of every request of a view.
+
+    Args:
+        max_decode_tokens: tokens of a decode step, drafts included.
+        lookahead_tokens: further tokens for which a drafter takes KV.
+    """
 
     def __init__(self, max_decode_tokens: int = 1, lookahead_tokens: int = 0) -> None:
         self._max_decode_tokens = max_decode_tokens
@@ -34,7 +38,7 @@ class SlackCheck:
             self._ttfts.append(ttft)
 
     def all_within_slo(self, view: View) -> bool:
-        """Whether every request of the view keeps its SLO, should vLLM schedule this step by its own rule."""
+        """Whether every request of the view keeps its SLO if vLLM schedules this step by its own rule."""
         now, limits, decodes, running = view.now, view.limits, view.decodes, view.running
         starting = (*view.waiting, *view.prefilling)
         # blocks: of decodes until the next look, and of prompts whole, since what they hit may be free till they start
