@@ -62,14 +62,21 @@ HostMaker = Callable[[str, Listener, HostLost], Host]  # of that id; told where 
 class Cluster:
     """Hosts behind a router, in this process or elsewhere.
 
-    `makers` build the hosts r0, r1, ...; each is given a callback for events and one for a lost host, whose requests go
-    to the others. `dead` is set when none is left and none may come, or the router fails time after time.
-    max_in_flight: requests beyond it are refused as saturated (None: no bound), best effort beyond nine tenths of it.
-    fair: the tenants' shares, None for first come, first served; where they fail, all that is held passes in order, and
-    what is beyond `max_in_flight` is refused, whatever its tenant.
-    lengths: what the router sees as `predicted`; hosts in this process have the same one, and teach it. autoscaler,
-    extra_host: what adds and drains hosts, and what makes them. Raises ValueError for a router whose `wants` names
-    something unknown.
+    `dead` is set when no host is left and none may come, or when the router fails several times in a row.
+
+    Args:
+        makers: build the hosts r0, r1, ...; each gets a callback for events and one for its loss.
+        router: places the requests.
+        max_in_flight: requests beyond it are refused as saturated (None: no bound), best effort beyond nine tenths.
+        slo_rule: how requests are judged.
+        fair: the tenants' shares; None: first come, first served. If it raises, all held requests pass in order, and
+            requests beyond `max_in_flight` are refused, whatever their tenant.
+        lengths: predicts output lengths for the router; hosts in this process share it, and teach it.
+        autoscaler: adds and drains hosts; `extra_host` must be given with it.
+        extra_host: makes the hosts that the autoscaler adds.
+
+    Raises:
+        ValueError: the router's `wants` names something unknown.
     """
 
     def __init__(
@@ -112,8 +119,8 @@ class Cluster:
         )  # fmt: skip
         self._timer = RoutingTimer(clock, self._route_until_settled)
         self._routing_scheduled: Handle | None = None  # at the end of this instant
-        self._is_routing = False  # now, or never again
-        self._cooldown_timer: Handle | None = None  # when the first of hosts that all rest takes requests again
+        self._is_routing = False  # while the router is asked; always, once closed
+        self._cooldown_timer: Handle | None = None  # for the end of the first cooldown, if all hosts cool down
         self._cancel_reasons: dict[str, str] = {}  # what a host was asked to cancel, and why
         self._listeners = EventBus()
         if autoscaler is not None:
@@ -132,7 +139,7 @@ class Cluster:
 
     @property
     def held(self) -> Sequence[SeqView]:
-        """The requests that are at no replica, in the order in which they came."""
+        """The unplaced requests, in order of arrival."""
         return list(self._requests.unplaced.values())
 
     @property
@@ -142,7 +149,7 @@ class Cluster:
 
     @property
     def draining_replicas(self) -> Collection[str]:
-        """Ids of those that take nothing more."""
+        """Ids of replicas that take no new requests."""
         return self._scaling.draining
 
     @property
@@ -156,8 +163,12 @@ class Cluster:
         return self._listeners.errors
 
     async def start(self) -> None:
-        """Where others may come, a host that is not ready is left out, if there is another. Raises ValueError when the
-        router wants more replicas than there are, or needs what one of them lacks, and NotReadyError."""
+        """Starts the hosts. With an autoscaler, hosts that are not ready are left out, unless all are.
+
+        Raises:
+            ValueError: the router wants more replicas, or a capability that one of them lacks.
+            NotReadyError: a host is not ready.
+        """
         roles = self._router.roles(list(self.hosts))
         hosts = list(self.hosts.values())
         results = await asyncio.gather(*(host.start() for host in hosts), return_exceptions=True)
@@ -172,7 +183,7 @@ class Cluster:
         self._scaling.ask_soon()
 
     def begin(self) -> None:
-        """`start`, for hosts that have nothing to start."""
+        """As `start`, for hosts that need no start."""
         self._assign(self._router.roles(list(self.hosts)))
 
     def _assign(self, roles: Mapping[str, Role]) -> None:
@@ -186,7 +197,7 @@ class Cluster:
         self._emit(Assigned(self.clock.now(), replica, role))
 
     def listen(self, listener: Listener) -> None:
-        """Every event from now on, in order, on the event loop."""
+        """Adds a listener, which gets every event from now on, in order, on the event loop."""
         self._listeners.add(listener)
 
     def offer(self, request: Request, listener: Listener | None = None) -> None:
@@ -245,14 +256,14 @@ class Cluster:
         return retry_after(self._completion_times, self.in_flight)
 
     async def drain(self) -> None:
-        """Refuse what comes from now on; return when nothing is in flight."""
+        """Refuses new requests; returns when none is in flight."""
         self._is_draining = True
         while self.in_flight:
             self._empty.clear()
             await self._empty.wait()
 
     async def close(self) -> None:
-        """Stop at once: whatever is in flight ends as failed."""
+        """Stops at once: all requests in flight end as failed."""
         self._is_draining = self._is_routing = True  # nothing is placed any more
         self._timer.stop()
         if self._cooldown_timer is not None:
@@ -281,7 +292,7 @@ class Cluster:
             self._routing_scheduled = self.clock.call_at(self.clock.now(), PLAN, self._route_until_settled)
 
     def _handle_kv_freed(self) -> None:
-        """KV has gone from a replica, which may be one that drains."""
+        """Handles freed KV memory of a replica, which may be draining."""
         if self._scaling.draining:
             self._scaling.remove_empty_hosts()
         self._route_if_kv_freed()
@@ -313,7 +324,8 @@ class Cluster:
         self._route_until_settled()
 
     def _route_once(self) -> bool:
-        """Ask the router once, and do what it says; whether anything was placed or ended, so that it is asked again."""
+        """Asks the router once and carries its dispatch out. Returns whether a request was placed or ended: ask
+        again."""
         if self._cancel_reasons:
             self._end_cancelled()
         now = self.clock.now()
@@ -336,7 +348,7 @@ class Cluster:
         return self._carry_out(dispatch, now) or joined
 
     def _within_shares(self, fair: FairShare, unplaced: list[Seq], views: Sequence[View], now: float) -> list[Seq]:
-        """Those that the tenants' shares let pass. Handed-off requests passed before, and go first."""
+        """The requests that the tenants' shares let pass. Handed-off requests passed before, and go first."""
         new = {s.id: s for s in unplaced if s.request.handoff is None}
         moved = [s for s in unplaced if s.id not in new]
         held = [s.request for s in new.values()]
@@ -392,7 +404,7 @@ class Cluster:
         return bool(dispatch.reject) or placed
 
     def _demote(self, seq: Seq, now: float) -> None:
-        """It is best effort from now on, also where it is placed."""
+        """Makes a request best effort from now on, also at its replica."""
         progress = seq.request.progress or Progress((seq.request.arrival,), ((),))
         seq.request = replace(seq.request, progress=replace(progress, demoted=True))
         seq.demoted = True
@@ -427,7 +439,7 @@ class Cluster:
     # ----------------------------------------------------------------- ends and events
 
     def _end(self, seq: Seq, outcome: Outcome, reason: str) -> None:
-        """End a request that no host has."""
+        """Ends an unplaced request."""
         progress = seq.request.progress
         times = () if progress is None else zip(progress.starts, progress.times, strict=True)
         stages = [StageTimes(*stage) for stage in times]
@@ -437,7 +449,7 @@ class Cluster:
         self._emit(Finished(self.clock.now(), seq.id, outcome, reason, verdict, output, seq.best_effort))
 
     def _end_cancelled(self) -> None:
-        """End what has come back from a host that was asked to cancel it."""
+        """Ends requests that a host returned after it was asked to cancel them."""
         for id in [id for id in self._cancel_reasons if id in self._requests.unplaced]:
             self._end(self._requests.unplaced[id], "cancelled", self._cancel_reasons[id])
 
@@ -497,8 +509,8 @@ class Cluster:
     # ----------------------------------------------------------------- losses
 
     def _lose_host(self, id: str, error: BaseException, requests: Sequence[Request]) -> None:
-        """A host is gone. What it served goes elsewhere, with what it had received; without another host it fails.
-        What it was asked to cancel ends here."""
+        """Handles the loss of a host: its requests go to other hosts with their output so far, or fail if there is
+        none. Requests that it was asked to cancel end."""
         log.error("replica %s is lost (%s); %d requests go elsewhere", id, error, len(requests))
         self._left_hosts.append(self.hosts.pop(id))
         now = self.clock.now()
@@ -527,7 +539,7 @@ class Cluster:
             self._give_up(f"no replica is left: {error}", error)
 
     def _end_after_losses(self, id: str) -> None:
-        """End a request that may be what replicas are lost by: the next one would be, too."""
+        """Ends a request that may be the cause of lost replicas: it would take the next one down, too."""
         if (seq := self._requests.unplaced.get(id)) is None or not (losses := seq.request.losses):
             return
         if losses >= MAX_LOSSES:
@@ -537,13 +549,13 @@ class Cluster:
             self._end(seq, "failed", "a replica was lost while it ran it, and another failed at it")
 
     def _end_if_alone(self) -> None:
-        """No replica has come in the place of those lost: what is held ends. What comes later may find one."""
+        """Ends all held requests if no replica has replaced the lost ones. Later requests may find one."""
         if not self._scaling.is_open and not self._why_dead:
             for seq in list(self._requests.unplaced.values()):
                 self._end(seq, "failed", f"no replica has come back for {ALONE_S:g} s")
 
     def _give_up(self, why: str, error: BaseException) -> None:
-        """Nothing can be placed any more: unplaced requests end, later ones too."""
+        """Ends unplaced and later requests: nothing can be placed any more."""
         self.error = error
         self._why_dead = why
         self._scaling.stop_asking()

@@ -17,14 +17,22 @@ log = logging.getLogger(__name__)
 
 
 def is_idle(view: View) -> bool:
-    """Whether nothing is on a replica."""
+    """Whether a replica has no request."""
     return not (view.running or view.waiting or view.moving)
 
 
 class FleetScaling:
-    """Adds and drains hosts of a cluster. hosts: those that serve, by id; changed here. requests: where requests are.
-    make: a further host of an id (None: none can be added). check: raises ValueError for a host that lacks what the
-    router needs. emit: the cluster's events. joined: called when a host has come."""
+    """Adds and drains hosts of a cluster.
+
+    Args:
+        hosts: the serving hosts, by id; changed here.
+        requests: of the cluster.
+        autoscaler: None: the fleet stays as it is.
+        make: makes a further host, given its id; None: none can be added.
+        check: raises ValueError for a host that lacks what the router needs.
+        emit: the cluster's listener.
+        joined: called when a host has joined.
+    """
 
     def __init__(
         self,
@@ -55,7 +63,7 @@ class FleetScaling:
 
     @property
     def can_add(self) -> bool:
-        """Whether replicas may come."""
+        """Whether replicas may be added."""
         return self._autoscaler is not None
 
     @property
@@ -68,7 +76,7 @@ class FleetScaling:
         return [host.view() for id, host in self._hosts.items() if id not in self.draining]
 
     def views_to_route(self, now: float) -> list[View]:
-        """The same, without those that rest; none where these are all of a phase, which a router would think gone."""
+        """Views of open hosts that do not cool down; none if a phase would have no host left in them."""
         hosts = [host for id, host in self._hosts.items() if id not in self.draining]
         if not (cooling := self._cooling_down(hosts, now)):
             return [host.view() for host in hosts]
@@ -77,13 +85,13 @@ class FleetScaling:
         return views if phases <= {view.role.phase for view in views} else []
 
     def _cooling_down(self, hosts: list[Host], now: float) -> list[Host]:
-        """Those that are given nothing for now, for what requests say of them: at most half of the fleet, by then the
-        requests are to blame."""
+        """Hosts that cool down after failed requests: at most half of the fleet, since with more failures the requests
+        are to blame."""
         cooling = sorted([host for host in hosts if host.cooldown_until > now], key=lambda host: -host.cooldown_until)
         return cooling[: len(hosts) // 2]
 
     def first_cooldown_end(self) -> float | None:
-        """When the first of the hosts that rest, and take requests, has rested; None where none takes requests."""
+        """When the first cooldown of an open host ends; None if no open host cools down."""
         now = self._clock.now()
         hosts = [host for id, host in self._hosts.items() if id not in self.draining]
         return min([host.cooldown_until for host in self._cooling_down(hosts, now)], default=None)
@@ -131,7 +139,7 @@ class FleetScaling:
         self._joined()
 
     def remove_empty_hosts(self) -> None:
-        """Drained replicas where nothing is left are gone."""
+        """Removes draining hosts that have no request left."""
         placed = self._requests.replicas
         for id in list(self.draining):
             host = self._hosts.get(id)

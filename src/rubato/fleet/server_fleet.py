@@ -49,13 +49,13 @@ class Server:
 
 @dataclass
 class WaitForLost:
-    """An `Autoscaler` that wants a replica for each server: one that is lost is waited for. unused: how many servers
-    have none."""
+    """An `Autoscaler` that wants a replica for each server, and waits for lost servers. unused_count: counts servers
+    without a replica."""
 
     unused_count: Callable[[], int]
 
     def observe(self, events: Sequence[Event]) -> None:
-        """The views say it all."""
+        """Ignores events: the views are enough."""
 
     def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         unused_count = self.unused_count()
@@ -63,8 +63,8 @@ class WaitForLost:
 
 
 class HomogeneityCheck:
-    """What the first server is, as `known`, and all others must be. policy: the one that is routed for. urls: of the
-    servers, where they are known."""
+    """Checks that all servers of a fleet are like the first one. policy: of the gateway's router. urls: of the servers,
+    if known."""
 
     def __init__(self, policy: str, urls: Iterable[str] = ()) -> None:
         self.first_server: ServerAbout | None = None
@@ -73,8 +73,8 @@ class HomogeneityCheck:
         self._policy = policy
 
     def check_models(self, url: str, models: Models) -> None:
-        """Of a server that begins to serve. Raises ValueError for one that does not list the fleet's model, which is
-        the one that the first lists first."""
+        """Takes the models of a starting server. Raises ValueError if the fleet's model, the first of the first server,
+        is not among them."""
         main = self.models.main = self.models.main or next(iter(models))
         if main not in models:
             raise ValueError(f"server {url} lists the models {', '.join(models):.200}, and not the fleet's, {main!r}")
@@ -103,8 +103,15 @@ class HomogeneityCheck:
 
 
 class ServerFleet:
-    """Makes hosts for servers, each time for one that has none. transport, link: of a server; for tests, others than
-    HTTP and ZeroMQ; no link: servers are not asked for theirs. profile: step times of servers that do not tell them."""
+    """Makes hosts for servers, each for a server without one.
+
+    Args:
+        trips: the gateway's, by request.
+        profile: predicts step times of servers that do not report them.
+        transport: opens HTTP to a server's address.
+        link: opens the link to a core's address; None: servers are not asked for links.
+        step_timeout: seconds, as in `local_host.LocalHost`.
+    """
 
     def __init__(
         self,
@@ -130,7 +137,7 @@ class ServerFleet:
         self.homogeneity = HomogeneityCheck(options.choice.policy, [server.url for server in servers])
 
     def _unused_servers(self) -> list[Server]:
-        """Servers that no replica has."""
+        """Servers without a replica."""
         return [s for s in self._servers if s.url not in self._replicas or self._replicas[s.url].is_gone]
 
     @property
@@ -138,7 +145,7 @@ class ServerFleet:
         return len(self._unused_servers())
 
     async def find_ready(self) -> int:
-        """How many servers are ready; these come first from now on. Raises ValueError if none is."""
+        """Returns how many servers are ready, and moves these to the front. Raises ValueError if none is."""
         upstreams = [self._transport(server.url) for server in self._servers]
         questions = [
             server_probe.ready_models(server.url, one, server.key)
@@ -162,17 +169,17 @@ class ServerFleet:
         return len(ready)
 
     def routed_by(self, router: Router) -> Router:
-        """A router that places requests at servers that have their model. A server that lacks what it needs is waited
-        for from now on, where others serve already."""
+        """A router that places requests at servers that have their model. From now on a server that lacks what the
+        router needs is waited for while others serve."""
         self._needs = router.needs
         return self.homogeneity.models.placed_by(router, self._trips, lambda id: self._urls[id])
 
     def host(self, id: str, emit: Listener, lost: HostLost) -> ServerReplica:
-        """One of the fleet's first hosts: its server must be there."""
+        """One of the fleet's first hosts: its server must be ready."""
         return self._host(id, emit, lost, wait_until_ready=False)
 
     def extra_host(self, id: str, emit: Listener, lost: HostLost) -> ServerReplica:
-        """One for a server that was lost: its start waits until it is ready."""
+        """A host for a lost server: its start waits until the server is ready."""
         return self._host(id, emit, lost, wait_until_ready=True)
 
     def _host(self, id: str, emit: Listener, lost: HostLost, *, wait_until_ready: bool) -> ServerReplica:

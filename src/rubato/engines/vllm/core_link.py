@@ -1,10 +1,9 @@
 """A core's end of the link to gateways and to vLLM's API servers (`wire.messages`): a socket with a thread of its own.
 
-A step hands over bytes and goes on; it waits for nobody, and encodes nothing that nobody listens to. A gateway that
-is too slow for its reports misses some, notices by their numbers and asks for a snapshot; an API server counts what it
-missed. The thread answers greetings and pings also while the engine runs a long step, or is idle. Strangers
-(`wire.link_keys`), and messages that are none of the link's, are counted and not logged: they could fill the log.
-"""
+A step passes bytes to the thread and never waits; without listeners nothing is encoded. A gateway that is too slow
+misses reports, notices the gap in their numbers and asks for a snapshot; an API server counts missed messages. The
+thread also answers greetings and pings while the engine runs a long step or is idle. Peers without the token
+(`wire.link_keys`) and foreign messages are counted and not logged: they could fill the log."""
 
 from __future__ import annotations
 
@@ -93,8 +92,8 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(slots=True)
 class _Peer:
-    """One that has said who it is. client: of an API server, its number. fresh: of a gateway, it has had a snapshot and
-    every report since."""
+    """A peer that has introduced itself. client: number of an API server. is_synced: the gateway has received a
+    snapshot and every report since."""
 
     name: str
     heard_at: float
@@ -103,11 +102,19 @@ class _Peer:
 
 
 class CoreLink:
-    """Listens from the start, and answers from `start` on. settings: where gateways reach it, None: nowhere; endpoint:
-    ZeroMQ's, where API servers do; key: that they show. Raises OSError for an address that cannot be had."""
+    """Listens at once, and answers after `start`.
+
+    Args:
+        settings: address for gateways; None: no gateway can connect.
+        endpoint: ZeroMQ address for API servers.
+        key: that API servers must show.
+
+    Raises:
+        OSError: an address is not available.
+    """
 
     def __init__(self, settings: LinkSettings | None, endpoint: str = "", key: str = "") -> None:
-        self._context: zmq.Context[Any] = zmq.Context()  # its own: ZeroMQ asks one place in it who may speak
+        self._context: zmq.Context[Any] = zmq.Context()  # its own: ZeroMQ has one gatekeeper a context
         self._socket: Any = self._context.socket(zmq.ROUTER)
         self._gatekeeper = protect_core(self._socket)
         self._monitor = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
@@ -132,11 +139,11 @@ class CoreLink:
         self._to_thread.connect(inside)
         self._peers: dict[bytes, _Peer] = {}
         self._commands: deque[tuple[str, msgspec.Raw]] = deque(maxlen=MAX_COMMANDS)
-        self._idle_snapshot: bytes | None = None  # the snapshot of an engine at which nothing happens
+        self._idle_snapshot: bytes | None = None  # the snapshot of an idle engine
         self._is_ending = False
-        self.listeners = 0  # gateways that are to be told
-        self.clients: frozenset[int] = frozenset()  # API servers that are, by their numbers
-        self.wants_snapshot = False  # a snapshot, by some gateway
+        self.listeners = 0  # gateways that get reports
+        self.clients: frozenset[int] = frozenset()  # numbers of the API servers that get reports
+        self.wants_snapshot = False  # some gateway waits for one
         self.refusals = 0  # connections and messages of strangers
         self._thread = threading.Thread(target=self._run, name="rubato-link", daemon=True)
 
@@ -148,25 +155,25 @@ class CoreLink:
             raise OSError(f"rubato.link: cannot listen on {endpoint.replace('*', '0')} ({error})") from error
 
     def start(self, about: Callable[[], CoreAbout], clock: Callable[[], float]) -> None:
-        """about: what a gateway is told first. clock: the core's."""
+        """Starts the thread. about: makes the greeting for gateways. clock: the core's."""
         self._about, self._clock = about, clock
         self._thread.start()
 
     # ----------------------------------------------------------------- called by steps
 
     def commands(self) -> list[tuple[str, msgspec.Raw]]:
-        """What gateways have asked for since the last call, each with the gateway's name, in order."""
+        """The gateways' commands since the last call, each with the gateway's name, in order."""
         commands = []
         while self._commands:
             commands.append(self._commands.popleft())
         return commands
 
     def report(self, message: Report) -> None:
-        """Send a report to all that listen; what the thread has no room for is missed."""
+        """Sends a report to all listeners; if the thread's queue is full they miss it."""
         self._hand_over(b"report", encode(message))
 
     def snapshot(self, message: Snapshot, *, idle: bool) -> None:
-        """All there is, for gateways that have missed something. idle: nothing will happen before the next report."""
+        """Sends a snapshot to gateways that missed a report. idle: nothing will happen before the next report."""
         raw = encode(message)
         self._idle_snapshot = raw if idle else None
         if self.wants_snapshot:
@@ -174,7 +181,7 @@ class CoreLink:
             self._hand_over(b"snapshot", raw)
 
     def tell_clients(self, message: EngineState) -> None:
-        """Send to all API servers; what the thread has no room for is missed."""
+        """Sends to all API servers; if the thread's queue is full they miss it."""
         self._hand_over(b"state", encode(message))
 
     def tell_client(self, client: int, message: RequestEvents) -> None:
@@ -182,18 +189,18 @@ class CoreLink:
         self._hand_over(b"%d" % client, encode(message))
 
     def request_resync(self) -> None:
-        """What was told of some request is not so: a snapshot is to say how it is."""
+        """Asks for a new snapshot for all gateways: a report of some request was wrong."""
         self._idle_snapshot = None
         self.wants_snapshot = True
         self._hand_over(b"afresh", b"")
 
     def end_idle(self) -> None:
-        """Something happens again: the last snapshot is no longer true."""
+        """Drops the snapshot of the idle engine: something happens again."""
         self._idle_snapshot = None
 
     def _hand_over(self, kind: bytes, raw: bytes) -> None:
         if len(raw) > MAX_REPORT_BYTES:
-            return  # no gateway would take it: what is sent here is counted there instead
+            return  # no gateway would take it; gateways then count instead
         with contextlib.suppress(zmq.Again):  # the numbers will show it
             self._to_thread.send_multipart([kind, raw], zmq.NOBLOCK)
 
@@ -239,7 +246,7 @@ class CoreLink:
                 self.wants_snapshot |= not peer.is_synced
 
     def _hear(self, frames: list[bytes]) -> None:
-        """frames: of one message, after the peer's name; whatever they are."""
+        """Handles one message. frames: the peer's name and the message, of any content."""
         try:
             who, raw = frames
             message = decode_to_core(raw)
@@ -293,7 +300,7 @@ class CoreLink:
         self.listeners = sum(peer.client is None for peer in self._peers.values())
 
     def _refresh(self, who: bytes, peer: _Peer) -> None:
-        """Send a snapshot: the one there is, or the next."""
+        """Sends the idle engine's snapshot, or the next one."""
         if (raw := self._idle_snapshot) is not None:
             peer.is_synced = self._send(who, raw)
         self.wants_snapshot |= not peer.is_synced
@@ -314,7 +321,7 @@ class CoreLink:
         return True
 
     def _settle(self) -> None:
-        """The snapshot of an engine that has become idle meanwhile, to those that wait for one; and forget the dead."""
+        """Sends the snapshot of an idle engine to gateways that wait for one, and forgets silent gateways."""
         gateways = [(who, peer) for who, peer in self._peers.items() if peer.client is None]
         if self.wants_snapshot and (raw := self._idle_snapshot) is not None:
             self.wants_snapshot = False

@@ -1,4 +1,4 @@
-"""What an engine core does as one of a fleet: it takes commands of gateways, and hands requests off."""
+"""The part of an engine core that belongs to a fleet: it carries out gateways' commands and hands requests off."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_IDS: frozenset[str] = frozenset()
 
 
 class FleetPart:
-    """Of a `PolicyDriver`. role: as a gateway has assigned it."""
+    """The part of a `PolicyDriver` for gateways. role: as assigned by a gateway."""
 
     name: str
     supports: frozenset[str]
@@ -43,11 +43,11 @@ class FleetPart:
     _over_share: dict[str, VllmSeq]
     kv_lease: float | None
     _kv: KVView
-    arriving: set[str]  # ids of requests whose KV is at another engine, or on its way
-    kv_arrived: set[str]  # of those whose KV has come, and that were in no batch since
-    leaving: dict[str, VllmSeq]  # requests that have left, of which KV is still here
+    arriving: set[str]  # ids of requests whose KV is at another engine, or being transferred
+    kv_arrived: set[str]  # ids of requests whose KV has come, and that have run in no batch since
+    leaving: dict[str, VllmSeq]  # requests that have left, and whose KV is still here
     hidden_ids: frozenset[str]  # requests here that the last view did not show
-    unplanned_ids: frozenset[str]  # of these, those that vLLM schedules beside the plan
+    unplanned_ids: frozenset[str]  # of these, requests that vLLM schedules outside the plan
 
     if TYPE_CHECKING:
 
@@ -58,7 +58,7 @@ class FleetPart:
         def _remove(self, id: str) -> VllmSeq | None: ...
 
     def open_link(self, *, model: str, vllm: str, rubato: str) -> None:
-        """The engine is ready: who asks on the link is answered from now on. vllm, rubato: their versions."""
+        """Starts the link: the engine is ready. vllm, rubato: their versions."""
         if self.link is None:
             return
 
@@ -71,7 +71,7 @@ class FleetPart:
         self.link.start(about, self.clock)
 
     def apply_gateway_commands(self) -> list[tuple[str, HandoffReason]]:
-        """Take in what gateways ask for. Returns requests that are to be handed off, and why."""
+        """Carries out gateways' commands. Returns requests to hand off, and why."""
         if self._gateways is None:
             return []
         leaving: list[tuple[str, HandoffReason]] = []
@@ -121,7 +121,7 @@ class FleetPart:
                         self._record(seq, Demoted(self.clock(), seq.id))
 
     def _attach_gateway_request(self, seq: VllmSeq) -> None:
-        """A request may be here before what its gateway says of it: it was taken for one of no gateway."""
+        """Attaches a contract to a request that arrived before it, and that counted as untracked until now."""
         assert self._gateways is not None
         if (gateway_request := self._gateways.gateway_request_of(seq.id)) is not None:
             seq.request = request_of_gateway(seq.vllm_request, gateway_request.contract)
@@ -134,7 +134,7 @@ class FleetPart:
 
     @guarded
     def hand_off(self, id: str, reason: HandoffReason, cached: int = 0) -> None:
-        """Its gateway is to place it on another replica; here it is over, but for the KV of `cached` tokens."""
+        """Hands a request off to its gateway; only the KV of `cached` tokens stays here."""
         seq = self._remove(id)
         if seq is None or self._gateways is None:
             return
@@ -148,9 +148,8 @@ class FleetPart:
         self._gateways.hand_off(seq, reason, now, cached)
 
     def hide_untracked(self) -> None:
-        """Choose what the next view does not show. Where prompts and decodes run apart, requests that no gateway can
-        place at the other part cannot be shown to a policy. vLLM schedules them by its own rule, prompt and decode, as
-        many at a time as half a batch has."""
+        """Hides untracked requests from the next view if prefill and decode are disaggregated: no gateway can hand them
+        to the other part. vLLM schedules them by its own rule, up to half a batch at a time."""
         if not self._untracked or self.role.phase == "both":
             self.hidden_ids = self.unplanned_ids = NO_IDS
             return
@@ -160,21 +159,21 @@ class FleetPart:
     # ----------------------------------------------------------------- KV between engines
 
     def kv_sent(self, id: str) -> None:
-        """vLLM has freed the blocks of a request that has ended."""
+        """Forgets an ended request whose blocks vLLM has freed."""
         if self.leaving.pop(id, None) is not None and self._gateways is not None:
             self._gateways.kv_sent(id)
 
     def is_kv_arriving(self, id: str) -> bool:
-        """Whether its KV is at another engine, or on its way, of one that views show."""
+        """Whether a request in view waits for its KV from another engine."""
         return id in self.arriving and id not in self.hidden_ids
 
     def has_kv_arrived(self, id: str) -> bool:
-        """Whether its KV has come, and it was in no batch since."""
+        """Whether a request's KV has come, and it has run in no batch since."""
         return id in self.kv_arrived
 
     @guarded
     def kv_missed(self, id: str) -> None:
-        """The KV of a request has not come: it is prefilled here."""
+        """Prefills a request here, because its KV has not come."""
         self._arrive(self.seqs[id], self.clock(), 0)
         self.preempted(id)
 
@@ -188,5 +187,5 @@ class FleetPart:
 
 
 def is_movable(seq: VllmSeq) -> bool:
-    """Whether a gateway can place it elsewhere."""
+    """Whether a gateway can place the request elsewhere."""
     return seq.gateway_request is not None and seq.gateway_request.is_movable

@@ -1,5 +1,5 @@
-"""vLLM's requests as a policy sees them, and the SLOs that come with them (`vllm_xargs`): from clients, or from our
-middleware in vLLM's API server (`rubato.serving.vllm_middleware`), which seals what it says."""
+"""vLLM's requests as a policy sees them, and their SLOs (`vllm_xargs`): set by clients, or by Rubato's middleware in
+vLLM's API server (`rubato.serving.vllm_middleware`), which seals its fields."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MAX_TEXT_CHARACTERS = 64  # of a tier's name, and of a client's text in an error
 
 
 def sealed(fields: Mapping[str, str]) -> dict[str, str]:
-    """What the middleware says of a request, as `vllm_xargs`."""
+    """The middleware's fields of a request, as sealed `vllm_xargs`."""
     return {**fields, SEAL: link.seal(fields)}
 
 
 def request_of_gateway(vllm_request: Any, contract: Contract) -> Request:
-    """What a vLLM request asks for by the word of the gateway that sent it."""
+    """A vLLM request as announced by the gateway that sent it."""
     request = _request(
         vllm_request, contract.slo, contract.arrival, contract.tier, contract.tenant, contract.on_decline
     )
@@ -49,10 +49,15 @@ def request_of_gateway(vllm_request: Any, contract: Contract) -> Request:
 
 
 def request_of(vllm_request: Any, arrival: float, *, trust_client_slos: bool = True) -> tuple[Request, str]:
-    """What a vLLM request asks for, in our terms, and the middleware's ticket for it, if it has one.
-    arrival: seconds of our clock, at which it came to vLLM. strangers: keys count that are not sealed.
+    """Converts a vLLM request; returns also the middleware's ticket, or an empty string.
 
-    Raises ValueError, with a sentence for the client, for an invalid SLO.
+    Args:
+        vllm_request: vLLM's Request.
+        arrival: when it came to vLLM (s, of our clock).
+        trust_client_slos: keys without a seal count.
+
+    Raises:
+        ValueError: the SLO is invalid; the message is for the client.
     """
     params = vllm_request.sampling_params
     if params is None:
@@ -60,7 +65,7 @@ def request_of(vllm_request: Any, arrival: float, *, trust_client_slos: bool = T
     extra = {key: value for key, value in (params.extra_args or {}).items() if key.startswith(PREFIX)}
     seal = extra.pop(SEAL, "")
     is_sealed = isinstance(seal, str) and seal != "" and _is_ours(seal, extra)
-    if not is_sealed:  # nobody's word, or that of an API server whose key this core has not: another node's
+    if not is_sealed:  # from a client, or from an API server on another node, whose key differs
         extra = {k: v for k, v in extra.items() if trust_client_slos and not (seal and k in MIDDLEWARE_KEYS)}
     for key in extra:
         if key not in KEYS and not (is_sealed and key in MIDDLEWARE_KEYS):
@@ -92,7 +97,7 @@ def _request(vllm_request: Any, slo: SLO, arrival: float, tier: str, tenant: str
 
 
 def _is_ours(seal: str, extra: Mapping[str, Any]) -> bool:
-    """Whether an API server of this vLLM wrote this. Both may be a client's, of any kind."""
+    """Whether an API server of this vLLM sealed the fields. A client may have sent any values."""
     if not all(isinstance(value, str) for value in extra.values()):
         return False
     return compare_digest(seal.encode("utf-8", "replace"), link.seal(extra).encode())
@@ -137,9 +142,15 @@ def _value_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What of a waiting request is in KV: `tokens` tokens in `blocks`, found by vLLM as `computed` (None: they are its
-    own, come from another engine). keys: vLLM's names of these blocks; longer: that of the one after them, with which
-    the hit would be longer (None: not to be told)."""
+    """The cached prefix of a waiting request.
+
+    Args:
+        tokens: in KV.
+        blocks: that hold them.
+        computed: vLLM's own result; None: the KV came from another engine.
+        keys: hashes of the blocks.
+        longer: hash of the next block, with which the hit would be longer; None: unknown.
+    """
 
     tokens: int
     blocks: Sequence[Any]
@@ -149,7 +160,7 @@ class Hit:
 
 
 class GatewayRequest(NamedTuple):
-    """What a gateway has said of one request (`wire.messages`); the gateway's name, and its name for it."""
+    """One request as announced by a gateway (`wire.messages`). id: the gateway's own."""
 
     gateway: str
     id: str
@@ -157,7 +168,7 @@ class GatewayRequest(NamedTuple):
 
     @property
     def is_movable(self) -> bool:
-        """Whether it can be placed elsewhere: the choices of one answer stay together."""
+        """Whether the request can move: the choices of one answer stay together."""
         return len(self.contract.ids) == 1
 
 
@@ -172,13 +183,12 @@ class KVMemory(Protocol):
 class VllmSeq(Seq):
     """One vLLM request (a `SeqView` to policies): vLLM keeps tokens and KV, `Seq` what it does not know.
 
-    own: vLLM's Request; kv: vLLM's KV memory; order: of arrival here. coming: output tokens that the batches in flight
-    bring at least, one each: `output` and `due` count them as out, since the next step's token comes after them.
-    length, cached, pending: as of the last view, which sets them. waited: from when until when, and why. ticket: the
-    middleware's name for it. reported: output tokens that API servers know of. promised: what a gateway has said of it;
-    None: it came past them all. arriving: its KV is at another engine, or on its way. prefill_only: it ends here with
-    its prompt in KV, and goes on elsewhere.
-    """
+    vllm_request: vLLM's Request. kv: vLLM's KV memory. order: of arrival here. expected_tokens: output tokens that the
+    batches in flight bring at least, one each; `output` and `due` count them, since the next step's token comes after
+    them. length, cached, pending: as of the last view, which sets them. wait_spans: begin, end and cause of each wait.
+    ticket: the middleware's name for the request. reported_tokens: output tokens that API servers know.
+    gateway_request: as announced by a gateway; None: no gateway sent it. arriving: its KV is at another engine, or
+    being transferred. prefill_only: it ends here after its prefill, and decodes elsewhere."""
 
     __slots__ = (
         "arriving", "cached", "expected_tokens", "gateway_request", "hit", "length", "pending", "prefill_only",
@@ -212,12 +222,12 @@ class VllmSeq(Seq):
         self.wait_spans: list[tuple[float, float, Cause]] = []
 
     def mark_started(self, now: float, cached: int) -> None:
-        """It is in a batch, for the first time since it came or was preempted."""
+        """Marks the request as started: it is in its first batch since it came or was preempted."""
         self.wait_spans.append((self.waiting_since, now, "preemption" if self.started else "queue"))
         self.waiting, self.started, self.cached_at_start = False, True, cached
 
     def mark_kv_arrived(self, now: float, cached: int) -> None:
-        """Its KV has come."""
+        """Marks that its KV has come."""
         self.wait_spans.append((self.waiting_since, now, "transfer"))
         self.arriving = self.waiting = False
         self.started, self.cached_at_start = True, cached
@@ -240,7 +250,7 @@ class VllmSeq(Seq):
         return at if at < due.end else due.end
 
     def show_holding_kv(self) -> None:
-        """Show it as one that holds KV, with what vLLM has of it now."""
+        """Shows the request as holding KV, with vLLM's current counts."""
         vllm_request = self.vllm_request
         self.waiting = False
         self.cached = vllm_request.num_computed_tokens
@@ -248,7 +258,7 @@ class VllmSeq(Seq):
         self.pending = self.length - self.cached
 
     def show_moving(self) -> None:
-        """Show it as one that cannot be scheduled: its batch runs, or its KV is not here yet."""
+        """Shows the request as not schedulable: its batch runs, or its KV has not come."""
         waits = self.waiting  # told as it was until its KV has come
         self.show_holding_kv()
         self.waiting = waits and self.arriving
