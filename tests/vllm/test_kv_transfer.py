@@ -241,7 +241,7 @@ def test_a_prompt_stays_in_kv_for_where_it_goes_on(model: Path, policy: str) -> 
     made.run()
     gateway.hear()
     assert gateway.mirror.view(made.now).kv_free == 24
-    assert gateway.mirror.empty
+    assert gateway.mirror.is_empty
     assert made.ended == {"cmpl-a-0-0a1b2c3d": 1}
     clean(made)
     assert [e for e in made.policy.events if isinstance(e, HandedOff)]

@@ -258,7 +258,7 @@ def test_what_vllm_does_against_the_plan_is_counted_and_nobody_is_lost(model: Pa
     manager.allocate_slots = allocate
     assert made.scheduler.rubato.deviations == {"kv": 2}
     assert [r.request_id for r in made.scheduler.waiting] == ["a", "b"]
-    made.scheduler.rubato._flights.clear()  # the harness gave up before the batch, an empty one, was completed
+    made.scheduler.rubato._batches.clear()  # the harness gave up before the batch, an empty one, was completed
     made.run()
     assert made.scheduler.rubato.deviations == {"kv": 2}
     assert caplog.text.count("did not carry out") == 1  # within a minute
