@@ -42,7 +42,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """The first word, which every version of the link can read. asked: when, by the gateway's clock."""
+    """The first message, which every version of the link can read. asked: the gateway's clock."""
 
     protocol: int = 0
     gateway: str = ""
@@ -58,8 +58,8 @@ class Resync(_Message, frozen=True, tag="resync"):
 
 
 class Subscribe(_Message, frozen=True, tag="subscribe"):
-    """An API server's word: it is to be told of its own requests. client: its number; key: what the processes of one
-    vLLM share."""
+    """Subscribes an API server to events of its own requests. client: its number. key: shared by the processes of one
+    vLLM."""
 
     protocol: int
     client: int
@@ -77,11 +77,11 @@ def do(*commands: Command) -> Do:
 
 
 class Contract(NamedTuple):
-    """What a gateway promises of the requests of one answer, keyed by the answer's id.
+    """The terms of the requests of one answer, as a gateway announces them.
 
-    ids: of the gateway's requests, one for each choice of each prompt, in OpenAI's order; n: choices of a prompt.
+    ids: of the gateway's requests, one for each choice of each prompt, in OpenAI's order. n: choices of a prompt.
     arrival: in the core's clock. demoted: served as best effort. handoff, progress: of a request that another replica
-    gave up, whose output so far is part of the prompt here."""
+    handed off; its output so far is part of the prompt here."""
 
     ids: tuple[str, ...]
     n: int
@@ -96,7 +96,7 @@ class Contract(NamedTuple):
 
 
 class Expect(_Row, frozen=True, tag="expect"):
-    """Tells of the requests of one answer, before their body is sent."""
+    """Announces the requests of one answer, before their body is sent."""
 
     answer: str
     contract: Contract
@@ -133,7 +133,7 @@ class Recall(_Row, frozen=True, tag="recall"):
 
 
 class Demote(_Row, frozen=True, tag="demote"):
-    """The requests of an answer are best effort from now on, those that have not come yet as well."""
+    """Makes the requests of an answer best effort from now on, also those that have not come yet."""
 
     answer: str
 
@@ -145,8 +145,8 @@ Command: TypeAlias = Expect | Assign | Recall | Demote
 
 
 class CoreAbout(msgspec.Struct, frozen=True):
-    """What an engine core is. latency: `affine.Model`, as it writes itself. kv_lease: seconds that KV stays for another
-    engine to read; None: it has no connector for that."""
+    """The properties of an engine core. latency: `affine.Model.to_dict`. kv_lease: seconds that KV stays for another
+    engine to read; None: it has no KV connector."""
 
     policy: str
     supports: tuple[str, ...]
@@ -191,7 +191,7 @@ class TokensRow(_Row, frozen=True, tag="t"):
 
 
 class OfferedRow(_Row, frozen=True, tag="o"):
-    """own: the gateway's id; empty for a request that came past every gateway."""
+    """A new request. own: the gateway's id; empty if no gateway sent it."""
 
     at: float
     request: Request
@@ -208,7 +208,7 @@ class HandOffRow(_Row, frozen=True, tag="h"):
 
 
 class SentRow(_Row, frozen=True, tag="s"):
-    """The KV of a request has been read, or the time for that is over."""
+    """The KV of a request has been read, or its lease is over."""
 
     id: str
 
@@ -224,9 +224,9 @@ Row: TypeAlias = TokensRow | OfferedRow | HandOffRow | SentRow | EventRow
 
 
 class Report(_Message, frozen=True, tag="report", omit_defaults=True):
-    """n: its number. kv: free blocks. done: a batch that is through, and its seconds. shape, busy, tokens: of the batch
-    that runs from now on, until when, and of each request in it. held: tokens and blocks of requests that hold KV,
-    where that has changed; hits: of those that wait, tokens that the prefix cache has, likewise."""
+    """Events and changes since the last report. n: its number. kv: free blocks. done: a completed batch, and its
+    seconds. shape, busy, tokens: of the batch that now runs: its shape, predicted end, and tokens of each request.
+    held: tokens and blocks of requests whose KV changed. hits: changed counts of cached tokens, of waiting requests."""
 
     n: int
     at: float
@@ -255,8 +255,7 @@ class PresentRow(_Row, frozen=True):
 
 
 class Snapshot(_Message, frozen=True, tag="snapshot"):
-    """All that is there after the report of number n, in the order in which it came. batches: that run; tokens of each
-    request in them."""
+    """All requests after report number n, in order of arrival. batches: that run, as tokens of each request."""
 
     n: int
     at: float
@@ -279,7 +278,7 @@ class RequestEvents(_Message, frozen=True, tag="events"):
     lost: int = 0
 
     def happened(self) -> list[Event]:
-        """Raises ValueError for rows that are no events."""
+        """The events of the rows. Raises ValueError for rows that are no events."""
         return [event_of(row, 0.0) for row in self.events]
 
 
@@ -338,14 +337,14 @@ def _decode(decoder: msgspec.json.Decoder[Said], raw: bytes | msgspec.Raw) -> Sa
 
 
 def event_row(event: Event) -> Row:
-    """An event as part of a report. Tokens, of which there are some in every step for every request, as few words."""
+    """An event as a row of a report; a short row for tokens, which come in every step for every request."""
     if type(event) is Tokens:
         return TokensRow(event.id, event.token_ids or event.tokens, event.tried, event.tokens - 1 if event.tried else 0)
     return full_row(event)
 
 
 def full_row(event: Event) -> EventRow:
-    """Any event with all that it says."""
+    """A row with all fields of an event."""
     return EventRow(type(event).__name__, event)
 
 

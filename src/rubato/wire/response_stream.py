@@ -1,4 +1,4 @@
-"""One streamed response of OpenAI's API on its way through: counted, its end held back until the verdict is known."""
+"""Relays one streamed response of OpenAI's API: counts its tokens, and holds its end back for the verdict."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CACHED_USAGE_NAMES = ("cache_creation_input_tokens", "cache_read_input_tokens")
 
 
 def loads(raw: bytes) -> Any:
-    """What JSON says, also with Python's -Infinity and NaN, as servers write log probabilities; None for no JSON."""
+    """Parses JSON, also with -Infinity and NaN, as servers write log probabilities; None if it is no JSON."""
     try:
         return orjson.loads(raw)
     except ValueError:
@@ -41,7 +41,7 @@ def loads(raw: bytes) -> Any:
 
 
 def usage_of(raw: bytes) -> tuple[int, int]:
-    """Tokens of prompt and output that a response, or an event of one, counts; 0 where it does not."""
+    """The prompt and output tokens in the usage of a response or event; 0 if not counted."""
     return _usage(loads(raw))
 
 
@@ -56,7 +56,7 @@ def _usage(fields: Any) -> tuple[int, int]:
 
 
 def with_fields(raw: bytes, more: Mapping[str, Any]) -> bytes:
-    """A JSON object with these fields, whatever it said of them; what is none as it is."""
+    """Sets fields of a JSON object; other bytes stay as they are."""
     raw = raw.rstrip()
     if not more or not raw.endswith(b"}"):
         return raw
@@ -67,13 +67,13 @@ def with_fields(raw: bytes, more: Mapping[str, Any]) -> bytes:
 
 
 class ResponseStream:
-    """Reads no more of an event than is needed: most bring a token, and pass.
+    """Reads the events of a stream only as far as needed: most bring one token, and pass.
 
     Args:
-        choices: how many the response has.
-        is_named: it is one of named events, of which none is held back.
-        with_usage: its client wants to see the counts at its end.
-        max_event_bytes: of an event that is read.
+        choices: number of choices of the response.
+        is_named: the stream has named events; none of them is held back.
+        with_usage: the client wants to see the counts at the end.
+        max_event_bytes: longer events are not read.
     """
 
     __slots__ = (
@@ -87,7 +87,7 @@ class ResponseStream:
     ) -> None:  # fmt: skip
         self._choices, self._is_named, self._with_usage = choices, is_named, with_usage
         self._splitter = EventSplitter(max_event_bytes)
-        self._prefix = self._suffix = b""  # the text of an event that brings nothing else; empty: none came yet
+        self._prefix = self._suffix = b""  # around the text of an event with one token; empty: not known yet
         self._can_pass = False  # an event like the one before may be passed on as it is
         self._learn_tries = MAX_LEARNS if choices == 1 and not is_named else 0
         self._queued: list[tuple[bytes, bool]] = []  # since what may be the last event; whether it may get the verdict
@@ -98,7 +98,7 @@ class ResponseStream:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is missing if nothing more comes."""
+        """Whether the response is complete if nothing more comes."""
         return self.has_ended or (0 < self._choices <= len(self._finished))
 
     @property
@@ -107,8 +107,8 @@ class ResponseStream:
         return bool(self._queued)
 
     def feed(self, data: bytes) -> tuple[bytes, Sequence[int]]:
-        """What has come: what of it, and of what was held, may be passed on, and the choice of each event that brings
-        something of one."""
+        """Takes bytes of the stream. Returns the bytes that may be passed on now, and the choice of each event with a
+        token."""
         events = self._splitter.feed(data)
         passable: list[bytes] = []
         counted_choices: list[int] = []
@@ -127,10 +127,11 @@ class ResponseStream:
         return b"".join(passable), counted_choices
 
     def finish(self, verdict: Mapping[str, Any], end: bytes = b"") -> bytes:
-        """What was held back, its last event with a finish reason or the counts with these fields, too.
+        """Returns the bytes that were held back, with the verdict in the last event that has a finish reason or counts.
 
         Args:
-            end: is added, in the place of half an event, which nobody reads.
+            verdict: fields to add.
+            end: is appended, in place of half an event.
         """
         events = self._queued if self._with_usage else [e for e in self._queued if not self._has_only_usage(e[0])]
         at = max([i for i, (_, may) in enumerate(events) if may], default=None)
@@ -141,7 +142,7 @@ class ResponseStream:
         return b"".join(out) + (end or self._splitter.rest)
 
     def _learn(self, event: bytes) -> None:
-        """An event has brought something of the only choice: what is around its text, if that is all that it brings."""
+        """Learns the bytes around the text of an event, if the event brings only a text."""
         if not self._learn_tries:
             return
         self._learn_tries -= 1
@@ -158,8 +159,8 @@ class ResponseStream:
         return isinstance(choices, list) and not any(map(_has_content, choices)) and b"\r" not in event
 
     def is_like_before(self, data: bytes) -> bool:
-        """Whether it is one whole event that differs from an earlier one in its text alone: most do. It may be passed
-        on, brings a token, and there is nothing else to know of it: `feed` need not see it."""
+        """Whether the data is one whole event that differs from an earlier one only in its text, as most do. It brings
+        one token and may be passed on without `feed`."""
         before, behind = self._prefix, self._suffix
         if not (self._can_pass and data.startswith(before) and data.endswith(behind)):
             return False
@@ -169,7 +170,7 @@ class ResponseStream:
         return True
 
     def _read(self, event: bytes) -> tuple[bool, Sequence[int]]:
-        """Whether it may be the last, and the choices that it brings something of."""
+        """Whether the event may be the last, and the choices that it has content for."""
         name, data = read_event(event)
         if data is None:
             return False, ()
@@ -217,7 +218,7 @@ class ResponseStream:
 
 
 def _has_content(choice: Mapping[str, Any]) -> bool:
-    """Whether a choice of a chunk brings something beside its role."""
+    """Whether a choice of a chunk has content other than its role."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
         return any(value for name, value in delta.items() if name != "role")

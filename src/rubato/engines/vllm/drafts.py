@@ -1,4 +1,4 @@
-"""Chains of drafted tokens: what vLLM has drafted, as a View shows it, and what a plan says of drafts, as vLLM is told.
+"""Drafted tokens between vLLM and a policy: vLLM's drafts in a View, and a plan's drafts in vLLM's terms.
 
 vLLM verifies chains only, no trees, and drafts one length for the whole batch.
 """
@@ -30,8 +30,8 @@ class VllmDrafts:
         self._lately_right, self._lately_tried = PRIOR_CHANCE * PRIOR_TRIES, PRIOR_TRIES
 
     def show(self, seqs: Iterable[VllmSeq]) -> None:
-        """Let a policy see what was drafted. vLLM does not tell how likely its drafts are: what counts is how many were
-        right so far, of the request itself and of all."""
+        """Shows drafts to a policy. vLLM does not report their probability, so it is estimated from the accepted share
+        of the request and of all requests."""
         if not self.max_tokens or not self.planned:
             return
         mean = self._lately_right / self._lately_tried
@@ -48,7 +48,7 @@ class VllmDrafts:
         self._lately_right, self._lately_tried = 0.999 * self._lately_right + right, 0.999 * self._lately_tried + tried
 
     def chunks(self, plan: Plan, view: View, seqs: Mapping[str, VllmSeq]) -> dict[str, int]:
-        """Tokens to run of each request, drafted ones to be verified among them."""
+        """Tokens to run of each request, including drafted ones to verify."""
         chunks = {w.seq: w.tokens + len(w.verify) for w in plan.work}
         if self.planned and not self.uniform:
             return chunks
@@ -71,7 +71,7 @@ class VllmDrafts:
         return chunks
 
     def depths(self, plan: Plan) -> dict[str, int]:
-        """How many tokens to draft of each request that the plan runs."""
+        """Tokens to draft for each request that the plan runs."""
         if not self.planned:
             return dict.fromkeys((w.seq for w in plan.work), self.max_tokens)
         depths = {w.seq: min(w.draft[0], self.max_tokens) if w.draft is not None else 0 for w in plan.work}

@@ -1,4 +1,4 @@
-"""Faults of the policy and of our books, kept from vLLM."""
+"""Keeps faults of the policy and of the plug-in from vLLM."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ R = TypeVar("R")
 
 
 def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
-    """A fault in it is counted and logged; the caller, vLLM's own code, gets None and goes on. Raises ValueError for a
-    method whose name is not in FAULT_PLACES."""
+    """Wraps a method: a fault in it is counted and logged, and the caller, vLLM's own code, gets None. Raises
+    ValueError for a method whose name is not in FAULT_PLACES."""
     place = FAULT_PLACES[FAULT_PLACES.index(method.__name__.lstrip("_"))]
 
     @wraps(method)

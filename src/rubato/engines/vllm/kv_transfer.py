@@ -27,16 +27,16 @@ REQUIRED_KV_PARAMS = ("remote_engine_id", "remote_request_id", "remote_block_ids
 
 
 def lacks_kv_source(vllm_request: Any) -> bool:
-    """Whether a request of vLLM's says that its KV is elsewhere, and not where."""
+    """Whether a vLLM request says that its KV is elsewhere, but not where."""
     params = vllm_request.kv_transfer_params or {}
     return bool(params.get("do_remote_prefill")) and any(params.get(name) is None for name in REQUIRED_KV_PARAMS)
 
 
 def is_prefill_only(vllm_request: Any) -> bool:
-    """Whether a request of vLLM's ends with its prompt in KV, for another engine."""
+    """Whether a vLLM request ends after its prefill, for another engine."""
     return bool((vllm_request.kv_transfer_params or {}).get("do_remote_decode"))
 
 
 def comes_with_kv(vllm_request: Any) -> bool:
-    """Whether a request of vLLM's has its prompt's KV at another engine, and has not asked for it yet."""
+    """Whether a vLLM request has its prompt's KV at another engine, and has not asked for it yet."""
     return bool((vllm_request.kv_transfer_params or {}).get("do_remote_prefill"))

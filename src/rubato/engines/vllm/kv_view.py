@@ -59,7 +59,7 @@ class KVView:
         return free if self.is_exact else int(free * self._scale)
 
     def blocks_of(self, seq: VllmSeq) -> int:
-        """Below 0 for one that holds none and will need some beyond its tokens'."""
+        """The KV blocks of a sequence; below 0 if it holds none and its drafter will need some."""
         if seq.waiting and not (seq.arriving and seq.vllm_request.num_computed_tokens):
             # blocks that no single preemption frees, as `Replica` counts them
             hit = self.look_up(seq)
@@ -73,7 +73,7 @@ class KVView:
         return block_count - self._blocks_ahead(seq) if self.lookahead_tokens else block_count
 
     def _blocks_ahead(self, seq: VllmSeq) -> int:
-        """The most blocks that the drafter's tokens take beyond those of the request's, however many it is given."""
+        """The most blocks that the drafter's tokens take beyond the request's own, for any chunk."""
         if seq.pending > 1:
             return blocks_for(self.lookahead_tokens, self.block_size)
         ends = range(seq.cached + 1, seq.cached + 2 + self._max_verified_tokens)
@@ -88,7 +88,7 @@ class KVView:
         return unshared if self.is_exact else int(self._scale * unshared)
 
     def look_up(self, seq: VllmSeq) -> Hit:
-        """What the prefix cache would save a waiting request, as of this step's view."""
+        """The cached prefix of a waiting request, as of this step's view."""
         return seq.hit or self.refresh_hit(seq)
 
     def refresh_hit(self, seq: VllmSeq) -> Hit:
@@ -114,12 +114,12 @@ class KVView:
         return 0 if is_async else max(0, more - local_tokens % self.block_size)
 
     def comes_later(self, seq: VllmSeq) -> bool:
-        """Whether vLLM would wait for KV of a request, and schedule it when that has come."""
+        """Whether vLLM would wait for a request's KV before it schedules the request."""
         more, is_async = self._connector_has(seq.vllm_request, self.refresh_hit(seq).tokens)
         return more > 0 and is_async
 
     def _connector_has(self, vllm_request: Any, local_tokens: int) -> tuple[int, bool]:
-        """Tokens beyond the whole blocks of those found here that a KV connector has, and whether they come later."""
+        """Tokens that a KV connector has beyond the whole blocks here, and whether they arrive in a later step."""
         connector = self._scheduler.connector
         if connector is None or vllm_request.skip_reading_prefix_cache:
             return 0, False
@@ -129,7 +129,7 @@ class KVView:
         return more or 0, bool(is_async)
 
     def is_current(self, hit: Hit) -> bool:
-        """Whether vLLM would still find this. A prefix loses its last block first, so that is the one looked at."""
+        """Whether vLLM would find the same hit. A prefix loses its last block first, so only that one is checked."""
         if (
             not self.can_keep_hits
             or self._scheduler.connector is not None

@@ -1,4 +1,4 @@
-"""What API servers hear from engine cores: what became of requests, how steps went, how each engine stands.
+"""The link from engine cores to vLLM's API servers: events of requests, steps, and the state of each engine.
 
 vLLM's own messages to its API servers have no place for that. Each core listens (`core_link`) also on a socket in a
 folder that is open to this user alone; all API servers of this machine connect to it. The folder's name, and the key
@@ -64,14 +64,15 @@ def _remove(folder: str, pid: int) -> None:
 
 
 def seal(fields: Mapping[str, str]) -> str:
-    """What shows that `fields` were written by an API server of this vLLM; empty where no key was announced."""
+    """A seal on `fields`: an API server of this vLLM wrote them. Empty if no key was announced."""
     key = os.environ.get(KEY, "")
     text = json.dumps(sorted(fields.items())).encode()  # of any text, also what is no valid UTF-8
     return blake2b(text, key=key.encode(), digest_size=16).hexdigest() if key else ""
 
 
 def endpoint(folder: str, engine: int) -> str:
-    """Where API servers reach an engine core. Raises OSError for a folder that cannot be made or is open to others."""
+    """The address of an engine core for API servers. Raises OSError if the folder cannot be made or is open to
+    others."""
     _open(folder)
     return f"ipc://{_file(folder, engine)}"
 
@@ -105,7 +106,7 @@ class Reader:
         self._ask()
 
     def _ask(self) -> None:
-        """Say again who listens: a core may have begun anew."""
+        """Subscribes again: a core may have restarted."""
         if (now := self._clock.now()) < self._subscribed + HEARTBEAT_S:
             return
         self._subscribed = now
@@ -114,7 +115,7 @@ class Reader:
                 socket.send(self._subscribe, 1)  # NOBLOCK
 
     def messages(self) -> Iterator[RequestEvents | EngineState]:
-        """What has come, without waiting. Raises OSError where an engine core refuses to tell."""
+        """The messages that have come, without waiting. Raises OSError if an engine core rejects this API server."""
         self._ask()
         for socket in self._sockets:
             with suppress(self._again):
@@ -133,14 +134,14 @@ class Reader:
 
 
 def leave_address(folder: str, host: str, port: int) -> None:
-    """Where gateways reach the core, for the API server to tell. Raises OSError as `Publisher`."""
+    """Stores the core's address for gateways, which the API server serves. Raises OSError as `endpoint`."""
     _open(folder)
     with open(os.path.join(folder, "gateways"), "wb") as file:
         file.write(orjson.dumps({"host": host, "port": port}))
 
 
 def address_for_gateways() -> dict[str, Any] | None:
-    """What `leave_address` left in this process's folder; None where there is nothing."""
+    """The address that `leave_address` stored in this process's folder; None if there is none."""
     if FOLDER not in os.environ:
         return None
     try:

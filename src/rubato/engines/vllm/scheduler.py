@@ -46,9 +46,10 @@ class DraftLength:
 
 
 class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Over one of vLLM's schedulers: steered by the policy that `--additional-config` names. `rubato` keeps the books.
+    """Lets the policy that `--additional-config` names steer one of vLLM's schedulers. `rubato` is the `PolicyDriver`.
 
-    Raises ValueError at start for a configuration whose results would be wrong, as one sentence a reason.
+    Raises:
+        ValueError: results would be wrong in this configuration; one sentence a reason.
     """
 
     waiting: Any  # vLLM's queues
@@ -59,23 +60,23 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def __init__(
         self, *args: Any, settings: Settings | None = None, around: Mapping[str, Any] = NOTHING, **kwargs: Any
     ) -> None:
-        """settings: else those of vLLM's `additional_config`. around: further arguments of `PolicyDriver`."""
+        """settings: default: vLLM's `additional_config`. around: further arguments of `PolicyDriver`."""
         super().__init__(*args, **kwargs)
         if problems := list(self._unsupported()):
             raise ValueError(f"Rubato cannot schedule this vLLM: {'; '.join(problems)}")
         config = self.scheduler_config
-        self._step: PlannedStep | None = None  # being carried out; None in vLLM's own order
+        self._step: PlannedStep | None = None  # that is carried out; None in vLLM's own order
         self._barred_ids: frozenset[str] = frozenset()  # in vLLM's own order: running, with no place in the batch
         self._depths: Mapping[str, int] | None = None  # tokens to draft, by the last step's plan; None: vLLM's own
-        self._unseen_ids: set[str] = set()  # requests for which a View has no word: vLLM schedules them by its own rule
+        self._unseen_ids: set[str] = set()  # requests that a View cannot show: vLLM schedules them by its own rule
         self._adapters: set[int] = set()  # LoRA adapters of the batch being made
         self._preempted_ids: set[str] = set()  # requests that vLLM preempted in this step, against the plan
         self._refusals: list[tuple[int, EngineCoreOutput]] = []  # (client, its last word) not sent yet
         self._draft_length = DraftLength(self.dynamic_sd_lookup, self.num_spec_tokens)
         if self.num_spec_tokens:
             self.dynamic_sd_lookup = self._draft_length
-        self._kv_arrived: list[Any] = []  # requests whose KV has come from another engine, and that have not started
-        self._kv_pulls: list[Any] = []  # those whose KV this step asks for
+        self._kv_arrived: list[Any] = []  # requests with KV from another engine that have not started
+        self._kv_pulls: list[Any] = []  # requests whose KV this step asks for
         self._kv = KVView(self)
         # The V2 runner has a slot for each running sequence, in the batch or not. The batch of the V1 runner has room
         # for `max_num_seqs`, and those that miss a step take none of it: as many as there are KV blocks may be running.
@@ -114,7 +115,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             )
 
     def _input_tokens(self) -> int:
-        """Tokens that a batch may have, whatever sequences it is of: some drafters take further places for each."""
+        """The token limit of any batch: some drafters take further places for each sequence."""
         config, speculative = self.scheduler_config, self.vllm_config.speculative_config
         most: int = config.max_num_batched_tokens
         places: int = speculative.max_num_new_slots_for_drafting if speculative is not None else 0
@@ -164,12 +165,12 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         self._refusals.append((request.client_index, last))
 
     def _apply_gateway_commands(self) -> None:
-        """Do what gateways ask for."""
+        """Carries out gateways' commands."""
         for id, reason in self.rubato.apply_gateway_commands():
             self._hand_off(id, reason)
 
     def _hand_off(self, id: str, reason: HandoffReason) -> None:
-        """It goes on elsewhere. Nothing is sent to its client, whose gateway closes the stream."""
+        """Hands a request off. Its client gets nothing: the gateway closes the stream."""
         self.rubato.hand_off(id, reason)
         self.finish_requests(id, RequestStatus.FINISHED_ABORTED)
 
@@ -202,11 +203,11 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return output
 
     def fault(self, place: str) -> None:
-        """Of what is `guarded` here."""
+        """Counts a fault in a `guarded` method."""
         self.rubato.fault(place)
 
     def _make_step(self, view: View) -> PlannedStep | None:
-        """The policy's plan for this step, carried out as far as it is no batch; None after a fault."""
+        """The policy's plan, with its drops, hand-offs and preemptions carried out; None after a fault."""
         step: PlannedStep | None = self.rubato.plan(view)
         if step is None:
             return None
@@ -226,7 +227,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @guarded
     def view(self) -> View:
-        """What can be scheduled now. A paused engine shows less; requests that wait for a grammar are not here yet."""
+        """The requests that can be scheduled now: fewer in a paused engine, and none that waits for a grammar."""
         waiting: list[Any] = []
         running: list[Any] = []
         moving: list[Any] = []
@@ -269,8 +270,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return view
 
     def _choose_pulls(self, waiting: Iterable[Any]) -> int:
-        """Note whose KV is to be asked for in this step: of those that wait for that, in their order, as many as there
-        is memory for. Returns the blocks that they take."""
+        """Chooses the requests whose KV this step asks for, in order, as far as memory goes. Returns the blocks that
+        they take."""
         free, taken = self._kv.free(), 0
         for request in waiting:
             if not self.rubato.is_kv_arriving(request.request_id):
@@ -286,7 +287,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return taken
 
     def _give_up_kv(self, request: Any) -> None:
-        """It waits again, without KV."""
+        """Drops a request's KV: it waits again."""
         self.kv_holding_waiting.remove_requests([request])
         self._inflight_prefills.discard(request)
         self._free_request_blocks(request)
@@ -299,7 +300,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         self.rubato.kv_sent(request.request_id)
 
     def _is_ready(self, request: Any) -> bool:
-        """Whether a waiting request can be started; with the side effects that vLLM's asking has."""
+        """Whether a waiting request can be started; with the side effects of vLLM's own check."""
         if request.status != RequestStatus.WAITING and not self._handle_blocked_waiting_request(request):
             return False
         return not request.num_stale_output_tokens
@@ -319,7 +320,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @guarded
     def _starting(self, step: PlannedStep) -> list[tuple[Any, Hit]]:
-        """The requests that the plan starts, and what of them is in KV."""
+        """The requests that the plan starts, each with its cached prefix."""
         seqs = self.rubato.seqs
         starting = [
             (self.requests[work.seq], self._current_hit(seq))
@@ -330,7 +331,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return [*((r, Hit(r.num_computed_tokens, (), None)) for r in landed), *starting]
 
     def _carry_out(self, step: PlannedStep, starting: Sequence[tuple[Any, Hit]], throttle_prefills: bool) -> Any:
-        """vLLM's own step, with nothing left for it to decide that the plan says."""
+        """Runs vLLM's own step so that it carries the plan out."""
         hits = [block for _, hit in starting if hit.computed is not None for block in hit.blocks]
         self._step, self._depths = step, step.depths
         self._draft_length.planned = max(step.depths.values(), default=0)
@@ -349,15 +350,15 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return output
 
     def _current_hit(self, seq: VllmSeq) -> Hit:
-        """What of it is in KV; anew, should a block of what the plan was made on have gone to others."""
+        """The cached prefix of a request, looked up again if others have taken a block of it."""
         hit = self._kv.look_up(seq)
         if any(block.block_hash != key for block, key in zip(hit.blocks, hit.keys, strict=False)):
             hit = self._kv.refresh_hit(seq)
         return hit
 
     def _set_aside(self, starting: Sequence[Any]) -> tuple[Any, Any]:
-        """Leave in vLLM's queues those that start, in this order, behind them those that no View shows, and those whose
-        KV is asked for. Returns the queues with all others."""
+        """Leaves three kinds of requests in vLLM's queues: those that start, in this order, then those that no View
+        shows, and those whose KV is asked for. Returns the queues with all others."""
         queues = self.waiting, self.kv_holding_waiting
         self._unseen_ids.intersection_update(self.requests)
         unseen = self._unseen_ids.union(self.rubato.unplanned_ids)
@@ -382,7 +383,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             setattr(self, name, aside)
 
     def _in_vllms_order(self, throttle_prefills: bool) -> Any:
-        """A step as if there were no policy."""
+        """Runs a step as if there were no policy."""
         most = self.scheduler_config.max_num_seqs
         self._barred_ids = frozenset(r.request_id for r in self.running[most:])  # they were started under a policy
         self._depths = self._draft_length.planned = None
@@ -414,8 +415,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _try_schedule_encoder_inputs(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int, *args: int, **kwargs: int
     ) -> tuple[Any, ...]:
-        """vLLM ends chunks before an input that is not encoded yet, or that must not be cut: the planned chunk, unless
-        nothing is left of it."""
+        """vLLM ends chunks before an input that is not encoded yet, or that must not be cut. Gives it the planned
+        chunk, unless nothing would be left."""
         cut, encode = self._as_planned(request, num_new_tokens), super()._try_schedule_encoder_inputs
         inputs: tuple[Any, ...] = encode(request, num_computed_tokens, cut, *args, **kwargs)
         return inputs if inputs[1] or not cut else encode(request, num_computed_tokens, num_new_tokens, *args, **kwargs)
@@ -439,8 +440,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return int(reserve(request, num_computed_tokens, cut) or reserve(request, num_computed_tokens, num_new_tokens))
 
     def _adapter_fits(self, request: Any) -> bool:
-        """Whether this batch may have the request's LoRA adapter. vLLM asks that of those that start alone, since it
-        passes over no running request; more than `max_loras` adapters in a batch end the engine."""
+        """Whether this batch has room for the request's LoRA adapter. vLLM checks only starting requests, since it
+        never passes over a running one; more than `max_loras` adapters in a batch end the engine."""
         adapter = request.lora_request.lora_int_id if request.lora_request is not None else 0
         if not adapter or request.status != RequestStatus.RUNNING:
             return True
@@ -463,7 +464,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @guarded
     def _cut_drafts(self, ids: Iterable[str]) -> None:
-        """vLLM drafts one length for all: of each request those tokens stay that the plan asked for."""
+        """Cuts drafts to the planned length of each request: vLLM drafts one length for all."""
         if self._depths is None:
             return
         for id in ids:
@@ -486,7 +487,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _compare(
         self, step: PlannedStep, scheduled_tokens: Mapping[str, int], started: Iterable[tuple[Any, Hit]]
     ) -> None:
-        """Count what was not scheduled as planned, by its cause: once a step for each cause."""
+        """Counts deviations from the plan by cause, each cause once a step."""
         planned, causes, about = step.chunks, set(), []
         if scheduled_tokens != planned:
             for id in planned.keys() | scheduled_tokens.keys():
@@ -503,7 +504,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
                     f"plan saw {hit.tokens}"
                 )
         if len(causes) > 1:
-            causes.discard("kv")  # passed over because of another, behind which it was
+            causes.discard("kv")  # vLLM passed over a request behind another one
         if causes:
             self.rubato.deviated(causes, "; ".join(sorted(about)[:8]))
 
