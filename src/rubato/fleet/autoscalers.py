@@ -181,10 +181,10 @@ class AttainmentAutoscaler(ReplicaBounds):
         self._forget(now - self.window_seconds)
         tiers = self._tiers(held, fleet, now)
         lowest_share = min((1.0 - t.missed / t.all for t in tiers.values() if t.missed >= MIN_MISSES), default=1.0)
-        wanted = ceil(len(fleet) * (self.target - lowest_share)) if lowest_share < self.target and not starting else 0
+        missing = ceil(len(fleet) * (self.target - lowest_share)) if lowest_share < self.target and not starting else 0
         if not starting and not self._fits(fleet, len(fleet)):
-            wanted = max(wanted, 1)  # before they miss: a start takes time
-        add = self._bounded_add(wanted, replica_count)
+            missing = max(missing, 1)  # before they miss: a start takes time
+        add = self._bounded_add(missing, replica_count)
         drain: list[str] = []
         spare = lowest_share >= self.target and not (held or starting) and len(fleet) > self.min
         if not (spare and self._fits(fleet, len(fleet) - 1)):

@@ -350,11 +350,11 @@ class Cluster:
     def _within_shares(self, fair: FairShare, unplaced: list[Seq], views: Sequence[View], now: float) -> list[Seq]:
         """The requests that the tenants' shares let pass. Handed-off requests passed before, and go first."""
         new = {s.id: s for s in unplaced if s.request.handoff is None}
-        moved = [s for s in unplaced if s.id not in new]
-        held = [s.request for s in new.values()]
-        passing = self._listeners.guarded(now, None, fair.open, held, views, now)
+        handed_off = [s for s in unplaced if s.id not in new]
+        requests = [s.request for s in new.values()]
+        passing = self._listeners.guarded(now, None, fair.open, requests, views, now)
         self._timer.set_shares_time(None if passing is None else fair.wake_at)
-        return moved + [new[request.id] for request in (held if passing is None else passing)]
+        return handed_off + [new[request.id] for request in (requests if passing is None else passing)]
 
     def _join_groups(self, unplaced: Sequence[Seq], now: float) -> bool:
         """Place requests whose group has a replica; returns whether any."""

@@ -64,7 +64,7 @@ class LinkReader:
         hand_offs = tuple(
             [HandOffReport(name, row.reason, row.at, row.cached) for name, row in zip(names, moves, strict=True)]
         )
-        sent = [self._names.pop(row.id, row.id) for row in rows if isinstance(row, SentRow)]
+        read_names = [self._names.pop(row.id, row.id) for row in rows if isinstance(row, SentRow)]
         self._kv_free = message.kv
         if message.done is not None:
             shape, seconds = message.done
@@ -86,7 +86,7 @@ class LinkReader:
         for event in (*events, *hand_offs):
             if isinstance(event, Finished) or (isinstance(event, HandOffReport) and not event.cached):
                 self._kv_usage.pop(event.id, None)
-        for name in sent:
+        for name in read_names:
             self._kv_usage.pop(name, None)
         return report
 

@@ -233,15 +233,15 @@ class RayServers:
             return None if address is None else ZmqLink(address)
 
         async def about(core: CoreAbout | None) -> ServerAbout:
-            found = await server_probe.about(
+            about_server = await server_probe.about(
                 server.url, server, core, self._profile(), models, self.homogeneity.models.main
             )
-            self.homogeneity.check(server.url, found)
-            return found
+            self.homogeneity.check(server.url, about_server)
+            return about_server
 
         async def read_models() -> None:
-            found = await server_probe.models(server.url, server, self._key, server_probe.MODELS_ANSWER_S)
-            self.homogeneity.models.read(server.url, found)
+            listed = await server_probe.models(server.url, server, self._key, server_probe.MODELS_ANSWER_S)
+            self.homogeneity.models.read(server.url, listed)
 
         ask_about: Callable[[CoreAbout | None], Coroutine[Any, Any, ServerAbout]] = about
         replica = self._replicas[id] = RayServerReplica(

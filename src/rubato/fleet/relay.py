@@ -449,20 +449,20 @@ class Trip:
         reader = ResponseStream(len(self.ids), is_named=is_named, with_usage=ask.with_usage)
         early: bytearray | None = bytearray()  # before its first token: an engine may still refuse
 
-        def take(passed: bytes, choices: Sequence[int]) -> None:
+        def take(data: bytes, choices: Sequence[int]) -> None:
             nonlocal early
             if early is not None:
-                early += passed
+                early += data
                 if not (choices or reader.holds or reader.has_ended or len(early) > MAX_EARLY_BYTES):
                     return
-                passed, early = bytes(early), None
+                data, early = bytes(early), None
                 if not self.has_begun:
                     self.has_begun, self.began_at = True, replica.clock.now()
                     self.client.start(200, reply.headers)
                 self.client.flow = reply
             self._count(replica, choices)
-            if passed:
-                self.write(passed)
+            if data:
+                self.write(data)
             # A later try's events are not passed as they are.
             if choices and self._path is not None and self.tries <= 1:
                 self._path.count, self._path.writer = replica.token_count_of(self), self.client.direct
@@ -527,10 +527,10 @@ class Trip:
         def came(data: bytes) -> None:
             if self._task is not task:
                 return  # it has been taken back, and the connection is about to close
-            passed, choices = reader.feed(data)
+            passable, choices = reader.feed(data)
             if reader.error is not None:
                 raise UpstreamError("an error in the stream")
-            take(passed, choices)
+            take(passable, choices)
             if reader.is_complete and not closing:  # the counts, and [DONE], come at once if they do
                 closing.append(asyncio.get_running_loop().call_later(CLOSE_S, reply.close))
 

@@ -190,9 +190,9 @@ class RemoteReplica:
             self.latency.idle(now - self._stepped)
         waiting = sorted(self._waiting.values(), key=lambda s: s.order)
         moving = (*self._leaving.values(), *self._arriving.values())
-        kept = sum([self.limits.blocks(seq.length) for id, seq in self._arriving.items() if id not in self._kv_usage])
+        kv_due = sum([self.limits.blocks(seq.length) for id, seq in self._arriving.items() if id not in self._kv_usage])
         if self._running_when_read is not None:
-            kept += sum(
+            kv_due += sum(
                 [self.limits.blocks(s.length) for id, s in self._running.items() if id not in self._running_when_read]
             )
         limits = self.limits
@@ -203,7 +203,7 @@ class RemoteReplica:
             now=now,
             waiting=waiting,
             running=list(self._running.values()),
-            kv_free=max(0, self._kv_free - kept) if kept else self._kv_free,
+            kv_free=max(0, self._kv_free - kv_due) if kv_due else self._kv_free,
             kv_total=self.limits.kv_blocks,
             limits=limits,
             latency=self.latency,
@@ -297,13 +297,13 @@ class RemoteReplica:
     def _apply_snapshot(self, snapshot: Sequence[SnapshotEntry], now: float) -> None:
         """Replaces the state by a snapshot. A submitted request that is not in it counts as waiting."""
         before = {**self._waiting, **self._running, **self._arriving}
-        left, arrived = self._leaving, self._arriving
+        leaving, arriving = self._leaving, self._arriving
         self._waiting, self._running, self._arriving, self._leaving = {}, {}, {}, {}
         unsubmitted, self._unsubmitted_ids = self._unsubmitted_ids, set()
         self._reported_ids -= unsubmitted
         for one in snapshot:
             self._reported_ids.add(one.request.id)
-            had = before.pop(one.request.id, None) or left.get(one.request.id)
+            had = before.pop(one.request.id, None) or leaving.get(one.request.id)
             request = one.request
             if had is None or request.id in unsubmitted:
                 self._unsubmitted_ids.add(request.id)
@@ -316,13 +316,13 @@ class RemoteReplica:
             if seq.token_ids is not None:
                 seq.token_ids += one.token_ids
             where = {"waiting": self._waiting, "arriving": self._arriving, "leaving": self._leaving}
-            if one.state == "leaving" and had is not None and request.id not in left:
+            if one.state == "leaving" and had is not None and request.id not in leaving:
                 self._running[request.id] = seq  # the address of its KV is not known yet
             else:
                 where.get(one.state, self._running)[request.id] = seq
         for id, seq in before.items():
             if id not in unsubmitted:
-                (self._arriving if id in arrived else self._waiting)[id] = seq
+                (self._arriving if id in arriving else self._waiting)[id] = seq
                 seq.cached = seq.in_flight = 0
 
     def _next_order(self) -> int:

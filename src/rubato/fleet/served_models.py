@@ -38,11 +38,11 @@ class ServedModels:
 
     def entries(self) -> dict[str, Mapping[str, Any]]:
         """What all servers list, each model as the first server that has it."""
-        found: dict[str, Mapping[str, Any]] = {}
+        entries: dict[str, Mapping[str, Any]] = {}
         for models in self._lists.values():
             for name, entry in (models or {}).items():
-                found.setdefault(name, entry)
-        return found
+                entries.setdefault(name, entry)
+        return entries
 
     def is_listed(self, model: str) -> bool:
         """Whether a request may ask for this model. Of servers that have not been asked anything is possible."""

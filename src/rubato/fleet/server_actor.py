@@ -88,13 +88,13 @@ class ServerActor:
         self._end = asyncio.create_task(self._wait_until_ended(guard.stdout))
         url = f"http://{host_in_url(self._host)}:{port}"
         serves = asyncio.create_task(self._wait_until_ready(url))
-        done, _ = await asyncio.wait(
+        finished_tasks, _ = await asyncio.wait(
             {serves, self._end}, timeout=self._command.start_seconds, return_when=asyncio.FIRST_COMPLETED
         )
         serves.cancel()
-        if self._end in done:
+        if self._end in finished_tasks:
             return ServerStart(why=self._end.result())
-        if not done:
+        if not finished_tasks:
             return ServerStart(why=self._with_log_tail(f"it does not serve after {self._command.start_seconds:g} s"))
         return ServerStart(url, "", self._pid, os.getpid(), socket.gethostname())
 

@@ -89,12 +89,12 @@ def descendants(pid: int) -> list[int]:
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
                 parent = int(file.read().rpartition(")")[2].split()[1])
                 below.setdefault(parent, []).append(int(name))
-    found: list[int] = []
+    pids: list[int] = []
     level = [pid]
     while level:
         level = [child for each in level for child in below.get(each, ())]
-        found += level
-    return found
+        pids += level
+    return pids
 
 
 def _say(words: str) -> None:

@@ -71,7 +71,7 @@ class KVBetweenServers:
         await self.wait_for_end_report(trip)
         (id,) = trip.ids
         remote, now = self._started_remote(), self.clock.now()
-        told = self._prefill_reports.pop(id, None)
+        report = self._prefill_reports.pop(id, None)
         if id not in self._requests:
             trip.break_off(f"replica {self.id} ended it otherwise")
             return
@@ -87,7 +87,7 @@ class KVBetweenServers:
             if prompt:
                 remote.set_prompt_tokens(id, prompt)
             self._fold(Started(now, id))
-        cached = max(1, prompt - 1) if told is None else told.cached
+        cached = max(1, prompt - 1) if report is None else report.cached
         moved = remote.handed_off_request(id, "prefilled", now, cached)
         assert moved is not None, "what is served here is here"
         request = trip.progress_seen(moved, now)

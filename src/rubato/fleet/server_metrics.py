@@ -72,13 +72,13 @@ async def scrape(server: Upstream, clock: Clock, seconds: float) -> list[Scrape]
             f"--duration {seconds:g}: the server has no link, and /metrics alone needs {MIN_DURATION_S:g} s or more, "
             "better 300"
         )
-    found: list[Scrape] = []
+    pages: list[Scrape] = []
     until = clock.now() + seconds
     while (now := clock.now()) <= until:
         if page := await metrics(server, SCRAPE_S):
-            found.append(read_page(page, now))
+            pages.append(read_page(page, now))
         await clock.sleep_until(now + SCRAPE_S, ARRIVAL)
-    return found
+    return pages
 
 
 def read_page(page: str, at: float) -> Scrape:
@@ -107,7 +107,7 @@ def read_page(page: str, at: float) -> Scrape:
 def windows(scrapes: Sequence[Scrape]) -> list[MetricsWindow]:
     """Of `WINDOW_SCRAPES` or more each, in which `MIN_STEPS` or more have run. Raises ValueError where the server
     drafts or was started again."""
-    found: list[MetricsWindow] = []
+    result: list[MetricsWindow] = []
     first = 0
     for last in range(1, len(scrapes)):
         if scrapes[last].steps < scrapes[last - 1].steps:
@@ -116,9 +116,9 @@ def windows(scrapes: Sequence[Scrape]) -> list[MetricsWindow]:
             raise ValueError("the server drafts tokens, which /metrics does not tell from others: use Rubato's plug-in")
         enough = last - first >= WINDOW_SCRAPES and scrapes[last].steps >= scrapes[first].steps + MIN_STEPS
         if enough and scrapes[last].gaps > scrapes[first].gaps:
-            found.append(_window(scrapes[first : last + 1]))
+            result.append(_window(scrapes[first : last + 1]))
             first = last
-    return found
+    return result
 
 
 def _window(part: Sequence[Scrape]) -> MetricsWindow:

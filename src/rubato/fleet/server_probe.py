@@ -68,14 +68,14 @@ async def ready_models(url: str, server: Upstream, key: str = "") -> Models:
     try:
         status = await ask_health(server, ANSWER_S)
         why = "" if status in (200, 404) else f"/health answered {status}"
-        found = {} if why else await models(url, server, key)
+        served = {} if why else await models(url, server, key)
     except UpstreamError as error:
         why = str(error)
     if why:
         raise ValueError(f"server {url} is not there ({why}): start it first, or correct its address")
-    if not found:
+    if not served:
         raise ValueError(f"server {url}: /v1/models names no model yet")
-    return found
+    return served
 
 
 async def models(url: str, server: Upstream, key: str = "", seconds: float = ANSWER_S) -> Models:
@@ -87,12 +87,12 @@ async def models(url: str, server: Upstream, key: str = "", seconds: float = ANS
     if reply.status != 200:
         raise ValueError(f"server {url}: /v1/models answered {reply.status}: is this an OpenAI server?")
     try:
-        found = {one["id"]: dict(one) for one in orjson.loads(raw)["data"] or ()}
+        entries = {one["id"]: dict(one) for one in orjson.loads(raw)["data"] or ()}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"server {url}: /v1/models is no list of models: is this an OpenAI server?") from error
-    if not all(isinstance(name, str) for name in found):
+    if not all(isinstance(name, str) for name in entries):
         raise ValueError(f"server {url}: /v1/models has a model without a name: is this an OpenAI server?")
-    return found
+    return entries
 
 
 async def link_address(url: str, server: Upstream, key: str = "") -> str | None:

@@ -163,12 +163,12 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                 await asyncio.sleep(HEALTH_RETRY_S)
 
     async def _connect(self) -> None:
-        told: CoreAbout | None = None
+        greeting: CoreAbout | None = None
         self._link = await self._open_link()
         if self._link is not None:
             self._spawn(self._listen(self._link))
-            told = await self._greet(self._link)
-        self.about = await self._ask_about(told)
+            greeting = await self._greet(self._link)
+        self.about = await self._ask_about(greeting)
         remote = RemoteReplica(
             self.id, self.about.limits, self.about.latency, self.about.supports, self.clock.now(), self._options.lengths
         )
@@ -243,10 +243,10 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         now, remote = self.clock.now(), self._started_remote()
         for id, trip in list(self._requests.items()):
             seq = remote.seq_of(id)
-            wanted = seq is not None and (kind == "waiting" or seq.best_effort) and remote.is_waiting(id)
+            is_recalled = seq is not None and (kind == "waiting" or seq.best_effort) and remote.is_waiting(id)
             request = (
                 remote.handed_off_request(id, "recalled", now)
-                if wanted and not trip.has_begun and len(trip.ids) == 1
+                if is_recalled and not trip.has_begun and len(trip.ids) == 1
                 else None
             )
             if request is not None:
@@ -537,7 +537,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
             return
         self._is_gone = True
         self.emit_counted_tokens()
-        now, left, ending = self.clock.now(), [], self._ending_responses()
+        now, to_resume, ending = self.clock.now(), [], self._ending_responses()
         trips = {trip.ids[0]: trip for trip in self._requests.values()}  # before their requests end and are forgotten
         remote = self._started_remote()
         for request in remote.unfinished_requests(remote.as_of if isinstance(error, StepHangsError) else now):
@@ -545,7 +545,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
                 continue
             moved = trip.progress_seen(request, now)
             if (no := trip.why_not_resumable(moved.progress)) is None:
-                left.append(moved)
+                to_resume.append(moved)
             else:
                 self._finish(request.id, "failed", f"{error}; {no}")
         current = asyncio.current_task()
@@ -559,7 +559,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         self._prompt_tokens.clear()
         self._kv_at_server.clear()
         self._idle.set()
-        self._lose_host(self.id, error, left)
+        self._lose_host(self.id, error, to_resume)
         self._spawn(self.close())  # its connections are of no use any more
 
     # ----------------------------------------------------------------- parts

@@ -57,11 +57,11 @@ def fit_steps(steps: Sequence[Sample], kind: str, url: str) -> Fitted:
         raise ValueError(f"{len(steps)} steps of {url}: {error}; {server_metrics.load_advice(url)}") from error
     low, high = np.quantile([step.shape.seqs for step in steps], [0.05, 0.95])
     prompts = [step.shape.tokens - step.shape.seqs + step.shape.chunks for step in steps]
-    seen = (
+    note = (
         f"nine of ten steps ran {low:.0f} to {high:.0f} sequences; {np.count_nonzero(prompts)} of {len(steps)} ran "
         f"prompts, of up to {max(prompts)} tokens: for other steps its errors are not known"
     )
-    return replace(fitted, notes=[seen])
+    return replace(fitted, notes=[note])
 
 
 async def collect_steps(link: Link, clock: Clock, seconds: float) -> list[Sample]:

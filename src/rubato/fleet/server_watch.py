@@ -161,11 +161,11 @@ class ServerWatch:
         report = self._without_aborts(report)
         remote.apply(report)  # first: the cluster may place a request on an end
         self._emit(report.events)
-        for told in report.hand_offs:
-            id, reason, at, cached = told
+        for hand_off in report.hand_offs:
+            id, reason, at, cached = hand_off
             trip = self._requests.get(id)
             if trip is not None and cached:  # its response says the rest
-                self._prefill_reports[id] = told
+                self._prefill_reports[id] = hand_off
                 trip.news.set()
                 continue
             request = remote.handed_off_request(id, reason, at)
@@ -177,24 +177,25 @@ class ServerWatch:
     def _without_aborts(self, report: remote_view.ReplicaReport) -> remote_view.ReplicaReport:
         """The report without the ends of requests that their API server aborted: it failed at them, and each response
         will say so."""
-        left = {
+        aborted = {
             e.id for e in report.events if type(e) is Finished and e.outcome == "cancelled" and e.id in self._requests
         }
-        if not left:
+        if not aborted:
             return report
-        self._absent_since |= {id: self._absent_since.get(id, self.clock.now()) for id in left}
-        self._aborted_ids |= left
-        return replace(report, events=tuple([e for e in report.events if type(e) is not Finished or e.id not in left]))
+        self._absent_since |= {id: self._absent_since.get(id, self.clock.now()) for id in aborted}
+        self._aborted_ids |= aborted
+        events = tuple([e for e in report.events if type(e) is not Finished or e.id not in aborted])
+        return replace(report, events=events)
 
     def _measure_ahead(self, message: Greeting | Beat) -> None:
         """Measures the offset of the core's clock: by Unix time where the machines agree, within the bounds that the
         fastest answer so far has set."""
-        heard, asked = self.clock.now(), message.asked
-        if heard - asked > self._round_trip:
+        received_at, sent_at = self.clock.now(), message.asked
+        if received_at - sent_at > self._round_trip:
             return
-        self._round_trip = heard - asked
-        least, most = message.clock - heard, message.clock - asked
-        ahead: float = (message.clock - message.unix) - (heard - unix_time())
+        self._round_trip = received_at - sent_at
+        least, most = message.clock - received_at, message.clock - sent_at
+        ahead: float = (message.clock - message.unix) - (received_at - unix_time())
         self._ahead = ahead if least <= ahead <= most else (least + most) / 2
 
     def _request_id_of(self, name: str) -> str:

@@ -55,10 +55,10 @@ class FoldedAnswer:
     def add(self, data: bytes) -> None:
         """Whole events."""
         for event in self._splitter.feed(data):
-            said = (read_event(event).data or b"").strip()
-            fields = loads(said)
+            payload = (read_event(event).data or b"").strip()
+            fields = loads(payload)
             if not isinstance(fields, dict):
-                self.is_broken = self.is_broken or said not in (b"", b"[DONE]")
+                self.is_broken = self.is_broken or payload not in (b"", b"[DONE]")
                 continue
             choices = fields.pop("choices", None)
             self._merge(self._head, fields, _never)
@@ -81,22 +81,23 @@ class FoldedAnswer:
         self._merge(into, choice, _joins_in_choice)
 
     def _choice(self, index: int, choice: dict[str, Any]) -> bytes:
-        found = {"index": index, "logprobs": None, "finish_reason": None, **choice}
+        fields = {"index": index, "logprobs": None, "finish_reason": None, **choice}
         if self._is_chat:
             message = {"role": "assistant", "content": None, "refusal": None, **choice.get("message", {})}
             has_other_text = any(_says(value) for name, value in message.items() if name not in ("role", "content"))
             if has_other_text and not _says(message["content"]):  # a text that is none: it only came with the role
                 message["content"] = None
-            found["message"] = message
+            fields["message"] = message
         else:
-            found.setdefault("text", "")
-        return _json(found)
+            fields.setdefault("text", "")
+        return _json(fields)
 
     def _merge(
-        self, into: dict[str, Any], said: Mapping[str, Any], joins: Callable[[str], bool], depth: int = MAX_MERGE_DEPTH
+        self, into: dict[str, Any], fields: Mapping[str, Any], joins: Callable[[str], bool],
+        depth: int = MAX_MERGE_DEPTH,
     ) -> None:  # fmt: skip
         """joins: whether the texts of this name are pieces of one."""
-        for name, value in said.items():
+        for name, value in fields.items():
             before = into.get(name)
             if value is None:
                 into.setdefault(name, None)

@@ -311,20 +311,20 @@ def _stopped(seq: _Progress, out: Emitted) -> Emitted:
     """`out` with the final part of its text, cut after the token that is one of the request's stop ids or that
     completes a stop string; the text has neither."""
     stop = seq.stop or StopText(())
-    text, found, tokens = "", False, 0
-    while tokens < out.tokens and not found:
+    text, is_stopped, tokens = "", False, 0
+    while tokens < out.tokens and not is_stopped:
         id = out.token_ids[tokens]
         tokens += 1
         if id in seq.request.sampling.stop_ids:
-            found = True
+            is_stopped = True
         else:
-            label, found = stop.add(WORDS[(seq.total + tokens) % len(WORDS)])
-            text += label
+            part, is_stopped = stop.add(WORDS[(seq.total + tokens) % len(WORDS)])
+            text += part
     if tokens < out.tokens:
         ids, logprobs = out.token_ids[:tokens], out.logprobs[:tokens]
         accepted = out.accepted[: tokens - 1]
         out = out._replace(tokens=tokens, token_ids=ids, logprobs=logprobs, tried=len(accepted), accepted=accepted)
-    return out._replace(text=text, finish="stop" if found else None)
+    return out._replace(text=text, finish="stop" if is_stopped else None)
 
 
 def _end_stage(seq: _Progress, lengths: Sequence[int] | None) -> tuple[FinishReason | None, bool]:
@@ -347,9 +347,9 @@ def _text_and_ids(first: int, tokens: int) -> tuple[str, tuple[int, ...]]:
     return "".join([WORDS[id % len(WORDS)] for id in ids]), ids
 
 
-def _logprobs(token: int, wanted: int | None) -> tuple[Logprob, ...]:
+def _logprobs(token: int, count: int | None) -> tuple[Logprob, ...]:
     """As of a model for which all its words are equally likely."""
-    if wanted is None:
+    if count is None:
         return ()
     each = -log(len(WORDS))
-    return (Logprob(token, each, tuple((token + i, each) for i in range(min(wanted, len(WORDS))))),)
+    return (Logprob(token, each, tuple((token + i, each) for i in range(min(count, len(WORDS))))),)

@@ -139,10 +139,10 @@ def _independent(spread: float, rng: np.random.Generator) -> Iterator[float]:
         yield from rng.lognormal(-(spread**2) / 2, spread, FACTORS_PER_DRAW).tolist()
 
 
-def _replay(recorded: list[float], rng: np.random.Generator) -> Iterator[float]:
-    at = int(rng.integers(len(recorded)))
+def _replay(recording: list[float], rng: np.random.Generator) -> Iterator[float]:
+    at = int(rng.integers(len(recording)))
     while True:
-        yield from recorded[at:]
+        yield from recording[at:]
         at = 0
 
 

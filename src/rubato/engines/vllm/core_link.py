@@ -66,10 +66,10 @@ class LinkSettings:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> LinkSettings:
         """Raises ValueError for what cannot be, also for an address that others reach without a token."""
-        known = list(cls.__dataclass_fields__)
+        names = list(cls.__dataclass_fields__)
         for key in fields:
-            if key not in known:
-                raise ValueError(f"rubato.link has no {key!r}{nearest(key, known)}")
+            if key not in names:
+                raise ValueError(f"rubato.link has no {key!r}{nearest(key, names)}")
         settings = cls(**fields)
         if not isinstance(settings.host, str) or not settings.host:
             raise ValueError(f"rubato.link.host is {settings.host!r}: give an address, such as 127.0.0.1 or 0.0.0.0")

@@ -61,10 +61,10 @@ class VllmMissCauses:
         """Seconds lost to each cause until the first token that was late."""
         delays: dict[Cause, float] = {}
         times, late = seq.times_of_stage(), _first_late(seq)
-        waited = [*seq.wait_spans, (inf, inf, "queue")]
-        for at, (begin, until, cause) in enumerate(waited[:-1]):
+        waits = [*seq.wait_spans, (inf, inf, "queue")]
+        for at, (begin, until, cause) in enumerate(waits[:-1]):
             book(delays, cause, min(until, late) - begin)
-            runs_until = min(waited[at + 1][0], late)
+            runs_until = min(waits[at + 1][0], late)
             came = bisect_right(times, until)
             token = min(times[came] if came < len(times) else inf, runs_until)
             self._prefill(delays, until, token, seq.request.prompt - seq.cached_at_start, is_restart=at > 0)

@@ -272,7 +272,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _choose_pulls(self, waiting: Iterable[Any]) -> int:
         """Chooses the requests whose KV this step asks for, in order, as far as memory goes. Returns the blocks that
         they take."""
-        free, taken = self._kv.free(), 0
+        free, blocks_taken = self._kv.free(), 0
         for request in waiting:
             if not self.rubato.is_kv_arriving(request.request_id):
                 continue
@@ -280,11 +280,11 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
                 self.rubato.kv_missed(request.request_id)
                 continue
             needed = self.rubato.limits.blocks(request.num_tokens)
-            if taken + needed > free:
+            if blocks_taken + needed > free:
                 break
-            taken += needed
+            blocks_taken += needed
             self._kv_pulls.append(request)
-        return taken
+        return blocks_taken
 
     def _give_up_kv(self, request: Any) -> None:
         """Drops a request's KV: it waits again."""
@@ -363,17 +363,17 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         self._unseen_ids.intersection_update(self.requests)
         unseen = self._unseen_ids.union(self.rubato.unplanned_ids)
         for name, aside in zip(("waiting", "kv_holding_waiting"), queues, strict=True):
-            left = create_request_queue(SchedulingPolicy.FCFS)
+            remaining = create_request_queue(SchedulingPolicy.FCFS)
             if aside:
                 holding = name == "kv_holding_waiting"
-                left.extend(r for r in starting if self._holds_kv_blocks(r) == holding)
+                remaining.extend(r for r in starting if self._holds_kv_blocks(r) == holding)
                 if unseen:
-                    left.extend(r for r in aside if r.request_id in unseen)
+                    remaining.extend(r for r in aside if r.request_id in unseen)
                 if not holding:  # last, since vLLM starts none behind one for which memory lacks after all
-                    left.extend(r for r in self._kv_pulls if r.request_id in self.requests and not r.is_finished())
-                if left:
-                    aside.remove_requests(left)
-            setattr(self, name, left)
+                    remaining.extend(r for r in self._kv_pulls if r.request_id in self.requests and not r.is_finished())
+                if remaining:
+                    aside.remove_requests(remaining)
+            setattr(self, name, remaining)
         return queues
 
     def _put_back(self, *queues: Any) -> None:
@@ -491,10 +491,10 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         planned, causes, about = step.chunks, set(), []
         if scheduled_tokens != planned:
             for id in planned.keys() | scheduled_tokens.keys():
-                wanted, scheduled = planned.get(id, 0), scheduled_tokens.get(id, 0)
-                if wanted != scheduled:
-                    causes.add(self._cause(self.requests[id], wanted, scheduled))
-                    about.append(f"{id:.100} {wanted} tokens planned, {scheduled} scheduled")
+                tokens, scheduled = planned.get(id, 0), scheduled_tokens.get(id, 0)
+                if tokens != scheduled:
+                    causes.add(self._cause(self.requests[id], tokens, scheduled))
+                    about.append(f"{id:.100} {tokens} tokens planned, {scheduled} scheduled")
         for request, hit in started:
             scheduled = scheduled_tokens.get(request.request_id, 0)
             if scheduled and request.num_computed_tokens - scheduled != hit.tokens:

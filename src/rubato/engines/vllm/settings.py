@@ -48,10 +48,10 @@ class Settings:
         ):
             if not isinstance(value := getattr(self, name), kind):
                 raise ValueError(f"rubato.{name} is {value!r}: give {words}")
-        known = [name for name, part in affine.Model.__dataclass_fields__.items() if part.init]
+        names = [name for name, part in affine.Model.__dataclass_fields__.items() if part.init]
         for key in self.latency:
-            if key not in known:
-                raise ValueError(f"rubato.latency has no {key!r}{nearest(key, known)}")
+            if key not in names:
+                raise ValueError(f"rubato.latency has no {key!r}{nearest(key, names)}")
         window = self.latency.get("window", 1)
         if type(window) is not int:
             raise ValueError(f"rubato.latency.window is {window!r}: give a whole number of steps")
@@ -66,10 +66,10 @@ def settings_of(additional: object) -> Settings:
     fields = additional.get("rubato", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(fields, Mapping):
         raise ValueError(f'additional_config["rubato"] is {fields!r}: give an object, {{"policy": "rubato"}}')
-    known = list(Settings.__dataclass_fields__)
+    names = list(Settings.__dataclass_fields__)
     for key in fields:
-        if key not in known:
-            raise ValueError(f'additional_config["rubato"] has no {key!r}{nearest(key, known)}')
+        if key not in names:
+            raise ValueError(f'additional_config["rubato"] has no {key!r}{nearest(key, names)}')
     return Settings(**fields)
 
 
