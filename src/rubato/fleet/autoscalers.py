@@ -35,7 +35,7 @@ class ReplicaBounds:
             raise ValueError(f"min is {self.min}, above max, {self.max}")
 
     def _bounded_add(self, wanted: int, replica_count: int) -> int:
-        """`wanted` more, within the bounds. there: replicas that serve or start."""
+        """Replicas to add: `wanted` within the bounds. replica_count: replicas that serve or start."""
         return max(self.min - replica_count, min(wanted, self.max - replica_count), 0)
 
 
@@ -78,7 +78,7 @@ class PoolAutoscaler(ReplicaBounds):
         check_seconds(add_seconds=self.add_seconds, drain_seconds=self.drain_seconds)
 
     def observe(self, events: Sequence[Event]) -> None:
-        """The views say it all."""
+        """Ignores events: the views are enough."""
 
     def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         pool = [view for view in fleet if is_in_pool(view)]
@@ -98,7 +98,7 @@ class PoolAutoscaler(ReplicaBounds):
         return Scaling(add, self._idle_to_drain(pool, replica_count + add, now, wake), min(wake, default=None))
 
     def _idle_to_drain(self, pool: Sequence[View], replica_count: int, now: float, wake: list[float]) -> list[str]:
-        """Those idle for long enough, the last that joined first: PolyServe takes the first from the pool."""
+        """Replicas that were idle for long enough, latest first: PolyServe takes the first from the pool."""
         unused = [view.id for view in pool if is_idle(view)]
         self._idle_since = {id: self._idle_since.get(id, now) for id in unused}
         surplus = max(0, min(len(unused) - self.spare, replica_count - self.min))
@@ -222,7 +222,7 @@ class AttainmentAutoscaler(ReplicaBounds):
         return tiers
 
     def _fits(self, fleet: Sequence[View], replicas: int) -> bool:
-        """Whether what is there, and comes, would fit so many replicas."""
+        """Whether this number of replicas would hold the present and the offered load."""
         view = fleet[0]
         chunk = view.limits.max_num_batched_tokens
         offered = sum(tokens for _, tokens, _ in self._offered) / max(self.window_seconds, CHECK_S)
@@ -241,8 +241,8 @@ class AttainmentAutoscaler(ReplicaBounds):
 
 
 def _late(waiting: Iterable[SeqView], view: View, start: float) -> Iterable[tuple[SeqView, bool]]:
-    """Each with whether it is late, or will be if from `start` on this replica prefills them in order of their due
-    times. Those that are late already, or could not be in time alone, take no time of the others."""
+    """Pairs each waiting request with whether it misses its due time, if this replica prefills them in order of due
+    times from `start` on. Requests that are late anyway take no time of the others."""
     chunk = view.limits.max_num_batched_tokens
     for seq in sorted(waiting, key=lambda seq: seq.due):
         seconds = prefill_time(view.latency, seq.pending, 0, chunk)

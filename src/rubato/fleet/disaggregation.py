@@ -44,12 +44,12 @@ def prefill_only(path: str, choices: int, body: bytes) -> bytes:
 
 
 def with_kv(body: bytes, kv: KV) -> bytes:
-    """The body by which a server goes on with a prompt that another has prefilled."""
+    """The body with which a server decodes a prompt that another has prefilled."""
     return json.dumps({**json.loads(body), KV_PARAMS_FIELD: json.loads(kv.data)}).encode()
 
 
 def kv_params_of(body: bytes) -> Mapping[str, Any] | None:
-    """What a response says of that; None for one that says nothing."""
+    """The KV parameters in a response; None if it has none."""
     try:
         params = json.loads(body).get(KV_PARAMS_FIELD)
     except (ValueError, AttributeError):

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def without_tokens(listener: Listener) -> Listener:
-    """A listener that is not told of tokens: most events are of them."""
+    """A listener that gets no token events, which are most events."""
 
     @wraps(listener)
     def hear(event: Event) -> None:
@@ -38,18 +38,18 @@ class EventBus:
 
     def __init__(self) -> None:
         self._all: tuple[Listener, ...] = ()
-        self._token_listeners: tuple[Listener, ...] = ()  # of these, those that hear of tokens
+        self._token_listeners: tuple[Listener, ...] = ()  # listeners that get token events, too
         self._failures: dict[str, tuple[int, float]] = {}  # by name: errors so far, and when one was last reported
 
     def add(self, listener: Listener) -> None:
-        """A listener whose `hears_tokens` is False is told of everything else: most events are of tokens."""
+        """Adds a listener. One whose `hears_tokens` is False gets no token events, which are most events."""
         self._all += (listener,)
         if getattr(listener, "hears_tokens", True):
             self._token_listeners += (listener,)
 
     @property
     def errors(self) -> dict[str, int]:
-        """On how many events each listener failed."""
+        """The number of events on which each listener failed."""
         return {name: count for name, (count, _) in self._failures.items()}
 
     def publish(self, event: Event, *first: Listener) -> None:
@@ -63,7 +63,8 @@ class EventBus:
                 self._report(name, event.at, f"listener {name} failed on {type(event).__name__} of {event.id!r}", error)
 
     def guarded(self, at: float, otherwise: T, ask: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `ask` says at time `at`; `otherwise` where it raises, which is reported as an error of a listener."""
+        """Returns what `ask` returns; `otherwise` if it raises, which is reported as a listener's error at time
+        `at`."""
         try:
             return ask(*args, **kwargs)
         except Exception as error:  # whatever it is: no client is to pay for it

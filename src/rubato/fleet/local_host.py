@@ -100,7 +100,7 @@ class LocalHost:
         self._task = asyncio.create_task(self._run(self.replica), name=f"replica {self.id}")
 
     def submit(self, request: Request) -> None:
-        """Queue a request; it ends in exactly one Finished, also when the engine will not take it."""
+        """Queues a request; it ends in exactly one Finished, also when the engine refuses it."""
         replica = self._started_replica()
         now = self.clock.now()
         events = replica.submit(request, now)
@@ -128,7 +128,7 @@ class LocalHost:
             self._wake.set()
 
     def reserve(self, request: Request) -> bool:
-        """Hold KV for a request that another host sends. A request that it refuses for good ends soon after."""
+        """Reserves KV for a request from another host. A request that is refused for good ends soon after."""
         replica = self._started_replica()
         events = None if self.error is not None else handoff.reserve(replica, request, self.clock.now())
         if events is None:
@@ -166,7 +166,7 @@ class LocalHost:
             await self._idle.wait()
 
     async def close(self) -> None:
-        """End what is here as failed. An engine that does not close within `CLOSE_S` is left as it is."""
+        """Ends all requests as failed. An engine that does not close within `CLOSE_S` is left as it is."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=CLOSE_S)
@@ -215,7 +215,7 @@ class LocalHost:
             self._failures = 0
 
     async def _wait_for(self, work: asyncio.Future[T], what: str, predicted: float = 0.0) -> T:
-        """Its result. Raises StepTimeoutError when it takes longer than it ever should."""
+        """The result of `work`. Raises StepTimeoutError if it takes longer than it ever should."""
         if self._step_timeout is None:
             return await work
         limit = seconds_left = self._step_timeout + MAX_STEP_SLOWDOWN * predicted
@@ -239,7 +239,7 @@ class LocalHost:
         self.latency.update(Sample(batch.shape, result.seconds, result.drafting))
 
     async def _wait(self, until: float | None) -> None:
-        """Until something is submitted or cancelled, or `until` comes."""
+        """Waits until a request is submitted or cancelled, or until this time."""
         if self._started_replica().empty:
             self._idle.set()
         timer = None if until is None else self.clock.call_at(until, PLAN, self._wake.set)
@@ -251,7 +251,7 @@ class LocalHost:
         self._wake.clear()
 
     async def _recover(self, replica: Replica, error: Exception) -> None:
-        """Every request here fails with the error; the engine begins afresh, or the host is dead."""
+        """Fails every request with the error, and restarts the engine; if that fails the host is dead."""
         log.error("replica %s: step failed", self.id, exc_info=error)
         traceback.clear_frames(error.__traceback__)  # what the step allocated is free before the engine begins afresh
         self._failures += 1
@@ -275,7 +275,7 @@ class LocalHost:
             self._lose_host(self.id, fatal, ())
 
     async def _restart(self, replica: Replica) -> None:
-        """A fresh engine that knows what was submitted meanwhile, and nothing else."""
+        """Restarts the engine, and adds the requests that were submitted meanwhile."""
         self._is_restarting = True
         try:
             await self._wait_for(asyncio.ensure_future(self.engine.start()), "its start after a failed step")
@@ -305,14 +305,14 @@ class LocalHost:
             self.engine.forget(ids)
 
     def _publish(self, events: Sequence[Event]) -> None:
-        """Publish the events of a call from outside, after those still unpublished, and wake the loop."""
+        """Publishes the events of an outside call, after the queued ones, and wakes the loop."""
         self._outbox += events
         if events:
             self._flush()
         self._wake.set()
 
     def _flush(self) -> None:
-        """Publish; what the scheduler raises on an event, the loop's next step fails with."""
+        """Publishes queued events. If the scheduler raises on them, the next step fails with that error."""
         events, self._outbox = self._outbox, []
         for event in events:
             self._emit(event)

@@ -1,4 +1,4 @@
-"""A trip by Envoy: it is told where the request goes, sends it there, and shows here what comes back."""
+"""A trip through Envoy: Envoy learns the endpoint, sends the request there, and shows the response here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def endpoint_of(url: str) -> str:
 
 
 class ObservedResponse:
-    """A response as Envoy shows it (`upstream.Reply`). status, headers: of its head."""
+    """A response as Envoy shows it (`upstream.Reply`)."""
 
     def __init__(self, status: int, headers: Headers) -> None:
         self.status = status
@@ -46,7 +46,7 @@ class ObservedResponse:
         self._news = asyncio.Event()
 
     def add_part(self, data: bytes, *, last: bool) -> None:
-        """A part of its body, maybe empty. last: no more comes."""
+        """Adds a part of the body, which may be empty. last: the body ends."""
         if data:
             self._parts.append(data)
         self._has_ended = self._has_ended or last
@@ -72,7 +72,7 @@ class ObservedResponse:
 
 
 class EnvoyClient:
-    """A `relay.Client` that has its response by Envoy."""
+    """A `relay.Client` that gets its response from Envoy."""
 
     flow: Flow | None = None
     direct = None
@@ -127,7 +127,8 @@ class PickedTrip(Trip):
         return "Envoy has sent it to a server" if self.has_begun else None
 
     async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
-        """Tell where it goes; the response, once its head is there. Raises UpstreamError if Envoy went elsewhere."""
+        """Sets the endpoint, and returns the response once its head is there. Raises UpstreamError if Envoy sent the
+        request elsewhere."""
         self.build_request(request.progress)
         endpoint = endpoint_of(replica.url)
         self.has_begun = True

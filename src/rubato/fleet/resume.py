@@ -1,4 +1,4 @@
-"""What a client has had of a stream, and how another server goes on from there, where OpenAI's API can say that."""
+"""Continues a broken stream at another server, where OpenAI's API can express that."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ TEXT_CHOICE_FIELDS = frozenset({
 
 
 class NotResumableError(Exception):
-    """What was streamed so far cannot be gone on from elsewhere; the message says why."""
+    """The stream cannot continue at another server; the message says why."""
 
 
 class StreamSoFar:
-    """One stream of one choice. `received`: tokens that came before it broke off."""
+    """One stream of one choice, as far as the client has received it. received: tokens before it broke off."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -41,7 +41,7 @@ class StreamSoFar:
         self.received = 0
 
     def keep(self, data: bytes) -> None:
-        """Whole events that went to the client."""
+        """Keeps whole events that went to the client."""
         if self._events is None:
             return
         self._bytes += len(data)
@@ -51,7 +51,7 @@ class StreamSoFar:
             self._events.append(data)
 
     def text(self) -> str:
-        """The text that has come. Raises NotResumableError for a stream in which something else came."""
+        """The text so far. Raises NotResumableError for a stream with other content."""
         if self._events is None:
             raise NotResumableError(f"a response of {self._path}, or one so long, cannot be continued elsewhere")
         parts: list[str] = []
@@ -75,16 +75,16 @@ class StreamSoFar:
         return "".join(parts)
 
     def body(self, raw: bytes, received: int, ids: tuple[int, ...], *, unasked: bool) -> bytes:
-        """The body that asks for the rest.
+        """The body that asks another server for the rest.
 
         Args:
-            raw: the body as it was sent first.
-            received: tokens that have come.
-            ids: of these, where they are known.
-            unasked: they may still become known.
+            raw: the first body.
+            received: number of tokens that have come.
+            ids: their token ids, if known.
+            unasked: the ids may still become known.
 
         Raises:
-            NotResumableError: OpenAI's API cannot say it.
+            NotResumableError: OpenAI's API cannot express it.
         """
         text, more = self.text(), dict[str, Any]()
         fields = json.loads(raw)
@@ -106,8 +106,8 @@ class StreamSoFar:
         return json.dumps({**fields, **more}).encode()  # any text, lone surrogates too
 
     def rewrite(self, data: bytes) -> bytes:
-        """Whole events of another server's response as if they were of the first: its id, no second role, the counts
-        of both."""
+        """Rewrites whole events of the second server as if the first had sent them: its id, no second role, and the sum
+        of both counts."""
         return b"".join([self._rewrite_event(event) for event in EventSplitter().feed(data)])
 
     def _rewrite_event(self, event: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The router of a cluster: what it wants, needs and decides is checked, and when it is to be asked again."""
+"""Calls to a cluster's router: checks its wants, needs and decisions, and when to ask it again."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RouterError(Exception):
 
 
 class RouterCalls:
-    """wants_steps: whether the router is to be asked whenever a step has ended. failures: of `place`, in a row. Raises
-    ValueError for a router that wants what there is not."""
+    """Calls a router. wants_steps: the router is asked after each step. failures: of `place`, in a row. Raises
+    ValueError for a router with unknown wants."""
 
     def __init__(self, router: Router) -> None:
         policy_router = router
@@ -46,7 +46,7 @@ class RouterCalls:
         self.observe.__qualname__ = f"observe of router {self.policy!r}"  # what an error of it is reported as
 
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
-        """What each of these replicas is for at the start. Raises ValueError for too few of them."""
+        """The roles of the replicas at the start. Raises ValueError if there are too few."""
         return self._router.roles(replicas) if isinstance(self._router, Assigner) else {}
 
     def check_needs(self, host: Host) -> None:
@@ -60,7 +60,15 @@ class RouterCalls:
     def place(
         self, unplaced: Sequence[SeqView], fleet: Sequence[View], now: float, *, placed: int, replicas: Collection[str]
     ) -> Dispatch:
-        """What the router decides. placed: how many requests are at replicas. Raises RouterError."""
+        """The router's decision. Raises RouterError.
+
+        Args:
+            unplaced: requests to place.
+            fleet: views of the replicas.
+            now: the time (s).
+            placed: number of requests at replicas.
+            replicas: ids of all replicas.
+        """
         try:
             dispatch = self._router.place(unplaced, fleet, now)
             check_dispatch(dispatch, unplaced, fleet, now, self.policy, placed=placed, replicas=replicas)

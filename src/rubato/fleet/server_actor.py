@@ -1,4 +1,4 @@
-"""The side of a Ray actor that has one server: it starts the server's process, watches it and ends it."""
+"""The Ray actor of one server: it starts the server's process, watches it and ends it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ServerActor:
         return ServerStart(url, "", self._pid, os.getpid(), socket.gethostname())
 
     async def wait(self) -> str:
-        """Until the server has ended by itself: how."""
+        """Waits until the server has ended by itself, and returns how."""
         assert self._end is not None, "it was started"
         return await asyncio.shield(self._end)
 
@@ -126,7 +126,7 @@ class ServerActor:
                 await asyncio.sleep(HEALTH_RETRY_S)
 
     async def _wait_until_ended(self, guard_output: asyncio.StreamReader) -> str:
-        """Hear the guard until the end: how it was."""
+        """Reads the guard's output until the server ends, and returns how it ended."""
         while line := (await guard_output.readline()).decode(errors="replace").strip():
             what, _, rest = line.partition(" ")
             if what == "started":

@@ -1,4 +1,4 @@
-"""What a server is, asked of itself: over the link, and over HTTP where there is none."""
+"""Asks a server for its properties: over the link, or over HTTP without one."""
 
 from __future__ import annotations
 
@@ -39,8 +39,20 @@ KV_USAGE = re.compile(r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{.*\
 async def about(
     url: str, server: Upstream, core: CoreAbout | None, profile: LatencyModel | None, models: Models, model: str
 ) -> ServerAbout:
-    """told: a core's greeting, None without the link. profile: what is known of step times, for a server that does not
-    tell them. model: of its `models`, the fleet's. Raises ValueError and UpstreamError."""
+    """The properties of a server.
+
+    Args:
+        url: its address.
+        server: HTTP to it.
+        core: the greeting of its core; None without a link.
+        profile: predicts step times, for a server that does not report them.
+        models: that the server lists.
+        model: the fleet's model, one of these.
+
+    Raises:
+        ValueError: an answer cannot be used.
+        UpstreamError: the server does not answer.
+    """
     if core is not None:
         try:
             return ServerAbout(
@@ -63,8 +75,8 @@ async def about(
 
 
 async def ready_models(url: str, server: Upstream, key: str = "") -> Models:
-    """The models of a server that is ready: whose /health is 200, or 404 where it has no such page, and which lists
-    some. Raises ValueError for one that is not."""
+    """The models of a ready server: its /health is 200, or 404 if it has no such page, and it lists models. Raises
+    ValueError for a server that is not ready."""
     try:
         status = await ask_health(server, ANSWER_S)
         why = "" if status in (200, 404) else f"/health answered {status}"
@@ -79,7 +91,18 @@ async def ready_models(url: str, server: Upstream, key: str = "") -> Models:
 
 
 async def models(url: str, server: Upstream, key: str = "", seconds: float = ANSWER_S) -> Models:
-    """What a server lists at /v1/models. Raises UpstreamError, and ValueError for a list that cannot be read."""
+    """The models that a server lists at /v1/models.
+
+    Args:
+        url: its address, for errors.
+        server: HTTP to it.
+        key: for its API.
+        seconds: for the answer.
+
+    Raises:
+        UpstreamError: the server does not answer.
+        ValueError: the list cannot be read.
+    """
     reply = await server.open("GET", "/v1/models", _headers(key), b"", seconds=seconds)
     raw = await read_all(reply, MAX_PAGE_BYTES)
     if reply.status in (401, 403):
@@ -128,7 +151,7 @@ def _is_any_of_its_own(host: str) -> bool:
 
 
 async def kv_used(server: Upstream) -> float | None:
-    """What share of a server's KV is in use, by its metrics; None where these do not say so."""
+    """The share of a server's KV in use, from its metrics; None if they do not report it."""
     return _share_used(await metrics(server, KV_ANSWER_S))
 
 

@@ -16,9 +16,10 @@ class TokenCount:
     """Tokens of one request, counted as they come; listeners are told of several at once.
 
     Args:
+        id: of the request.
         now: the clock.
-        tell: called when it is time to tell of what has come.
-        tell_at: when that is.
+        emit: called when listeners are due to be told.
+        emit_at: when they are (s).
     """
 
     __slots__ = ("_emit", "_now", "emit_at", "id", "shown_count", "times")
@@ -27,8 +28,8 @@ class TokenCount:
         self, id: str, now: Callable[[], float], emit: Callable[[TokenCount], None], emit_at: float
     ) -> None:  # fmt: skip
         self.id, self.emit_at = id, emit_at
-        self.times: list[float] = []  # of those that nobody is told of yet
-        self.shown_count = 0  # of these, those that the view of the replica shows
+        self.times: list[float] = []  # of tokens not yet emitted
+        self.shown_count = 0  # of these, tokens that the replica's view shows
         self._now, self._emit = now, emit
 
     def add(self) -> None:
@@ -48,7 +49,7 @@ class ByteWriter(Protocol):
 
 
 class TokenPath:
-    """Passes on what the events of one stream bring, in one call where they are like those before.
+    """Passes the events of one stream on, in one call if an event is like the one before.
 
     Args:
         otherwise: takes what is not so.

@@ -1,5 +1,4 @@
-"""KV that goes from the replica that handed a request off to the one that it is placed at: reserved there, carried, and
-released."""
+"""Moves KV from the replica that handed a request off to the replica where it is placed: reserve, transfer, release."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class KVTransfers:
         return id in self._tasks
 
     def start(self, request: Request, source: str, target: str) -> None:
-        """Carry the KV of a request that memory at the target is reserved for, and that is placed there."""
+        """Starts the transfer of a request's KV. The target has reserved memory, and the request is placed there."""
         transfer = self._carry(request.id, self._hosts[source], self._hosts[target])
         self._tasks[request.id] = self._clock.spawn(transfer, f"KV of {request.id}")
 
@@ -58,7 +57,7 @@ class KVTransfers:
             self._kv_freed()
 
     def end_transfer(self, id: str) -> None:
-        """The target has the KV: from now on it carries out a cancel."""
+        """Ends the transfer: the target has the KV, and carries out cancels from now on."""
         self._tasks.pop(id, None)
 
     def take_back(self, id: str) -> Seq:

@@ -40,7 +40,7 @@ class Reply(Protocol):
     @property
     def headers(self) -> Headers: ...
     async def part(self) -> bytes:
-        """What has come of the body, as soon as there is something; empty at its end. Raises UpstreamError."""
+        """The next part of the body, as soon as it comes; empty at the end. Raises UpstreamError."""
         ...
 
     async def pump(self, sink: Callable[[bytes], None]) -> None:
@@ -49,13 +49,13 @@ class Reply(Protocol):
         ...
 
     def pause(self) -> None:
-        """Read no more of it for now."""
+        """Stops reading until `resume`."""
         ...
 
     def resume(self) -> None: ...
 
     def close(self) -> None:
-        """Take no more of it: the server learns that its client has left, unless the body has come to its end."""
+        """Drops the rest: the server learns that its client has left, unless the body has ended."""
         ...
 
 
@@ -66,12 +66,18 @@ class Upstream(Protocol):
         self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None,
         is_working: Callable[[], bool] = lambda: False,
     ) -> Reply:  # fmt: skip
-        """Send a request; its response, once the head is there. Raises UpstreamError, as does the reply, also where
-        nothing comes for MAX_SILENCE_S.
+        """Sends a request, and returns the response once its head is there.
 
         Args:
-            seconds: for all of it.
-            is_working: whether the server is known to be at it by other means: its silence is then no failure.
+            method: of HTTP.
+            path: with the query.
+            headers: further ones.
+            body: its bytes.
+            seconds: limit on the whole exchange; None: none.
+            is_working: whether the server is known to work on the request, so that its silence is no failure.
+
+        Raises:
+            UpstreamError: the exchange failed, or nothing came for MAX_SILENCE_S; also raised by the reply.
         """
         ...
 

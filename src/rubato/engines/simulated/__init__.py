@@ -39,7 +39,7 @@ class ByteText:
         return self.encode("\n".join(f"{m['role']}: {m['content']}" for m in messages) + "\nassistant: ")
 
     def spell(self, id: int) -> bytes:
-        """What an output token says: the engine's word, not a byte as in a prompt."""
+        """The text of an output token: the engine's word, not a byte as in a prompt."""
         return WORDS[id % len(WORDS)].encode()
 
 
@@ -108,11 +108,20 @@ class _Progress:
 class Engine:
     """`latency` gives each step's time, times a factor of `noise` (`step_noise`) from its own stream.
 
-    lengths: request id -> output tokens of each stage (the truth, hidden from policies); an id that is not there runs
-    to its max_tokens. A request never goes beyond its max_tokens, nor its stop ids and stop strings, looked for in the
-    engine's words, one per token, the same for all requests. link: what moving KV here costs. drafter: what drafts;
-    None = this engine does not speculate. start_seconds: of loading weights. noise: of step times (`step_noise`). seed:
-    of that noise.
+    A request ends at its max_tokens, stop ids or stop strings, which are looked for in the engine's words, one per
+    token, the same for all requests.
+
+    Args:
+        latency: predicts each step's time.
+        limits: of the replica.
+        clock: virtual or real.
+        lengths: request id -> output tokens of each stage (the truth, hidden from policies); other requests run to
+            their max_tokens.
+        noise: of step times (`step_noise`).
+        seed: of the noise.
+        link: the cost of moving KV to this engine.
+        drafter: None: the engine does not speculate.
+        start_seconds: to load weights.
     """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
@@ -342,7 +351,7 @@ def _end_stage(seq: _Progress, lengths: Sequence[int] | None) -> tuple[FinishRea
 
 @lru_cache(4 * VOCAB_SIZE)
 def _text_and_ids(first: int, tokens: int) -> tuple[str, tuple[int, ...]]:
-    """Text and ids of so many output tokens, of which the first has the id `first`."""
+    """Text and ids of `tokens` output tokens, the first with the id `first`."""
     ids = tuple([id % VOCAB_SIZE for id in range(first, first + tokens)])
     return "".join([WORDS[id % len(WORDS)] for id in ids]), ids
 
