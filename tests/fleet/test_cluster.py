@@ -270,7 +270,7 @@ class Dies(LocalHost):
         assert self.replica is not None
         seqs = [*self.replica.running.values(), *self.replica.waiting]
         left = [replace(s.request, progress=s.progress({}) if s.total_output else None) for s in seqs]
-        self._lost(self.id, RuntimeError("gone"), left)
+        self._lose_host(self.id, RuntimeError("gone"), left)
 
 
 def lose(hosts: int) -> tuple[Cluster, list[Event]]:

@@ -122,14 +122,14 @@ class Elsewhere(LocalHost):
     """It may be lost as a host in another process is: what it served goes elsewhere."""
 
     def vanish(self) -> None:
-        replica = self._started()
+        replica = self._started_replica()
         self._flush()  # a controller elsewhere knows what it was told
         self._emit = lambda event: None
         assert self._task is not None
         self._task.cancel()
         left = [s for s in replica.seqs.values() if not s.ended]
         requests = [replace(s.request, progress=s.progress({}) if s.total_output or s.demoted else None) for s in left]
-        self._lost(self.id, RuntimeError("gone"), requests)
+        self._lose_host(self.id, RuntimeError("gone"), requests)
 
 
 def breaks(replica: int) -> Any:

@@ -108,7 +108,7 @@ def test_link_strangers_cost_no_parsing_no_log_and_no_report(
     gateway = peers(link)
     gateway.send(HELLO)
     heard(gateway, Snapshot)
-    link.busy()
+    link.end_idle()
     own = parsed.bytes
     stranger = peers(link, token=False)
     monkeypatch.setenv(TOKEN_ENV, "guess")
@@ -124,7 +124,7 @@ def test_link_strangers_cost_no_parsing_no_log_and_no_report(
         for number in range(1, 501):  # a step has to hand over, and finds room
             link.report(Report(number, 0.0, 100))
             assert heard(gateway, Report).n == number
-        wait_for(lambda: link.refused >= 3)
+        wait_for(lambda: link.refusals >= 3)
     assert (parsed.bytes - own, caplog.records, link.commands()) == (0, [], [])
     link.close()
 
@@ -158,7 +158,7 @@ def test_link_without_a_token_is_bounded_all_the_same(
     local = peers(link)
     local.send_multipart([b"a", b"b", b"c"])
     local.send(encode(Hello(PROTOCOL + 1)))
-    wait_for(lambda: link.refused >= 2)
+    wait_for(lambda: link.refusals >= 2)
     assert parsed.bytes < 100
     gateways = [peers(link) for _ in range(3)]
     for gateway in gateways[:2]:
@@ -195,9 +195,9 @@ def test_link_hears_any_frames_without_an_error(messages: list[list[bytes]]) -> 
     try:
         for frames in messages:
             link._peers[b"known"] = core_link._Peer("g", 0.0)
-            before = link.refused, len(link._commands)
+            before = link.refusals, len(link._commands)
             link._hear(frames)
-            assert link.refused >= before[0]
-            assert len(frames) == 2 or (link.refused, len(link._commands)) == (before[0] + 1, before[1])
+            assert link.refusals >= before[0]
+            assert len(frames) == 2 or (link.refusals, len(link._commands)) == (before[0] + 1, before[1])
     finally:
         link.close()

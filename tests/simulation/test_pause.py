@@ -58,7 +58,7 @@ def test_next_token_inside_vllm_under_max_pause_is_due_after_the_last_that_is_ou
     own: Any = SimpleNamespace(num_tokens=5, num_in_flight_tokens=1)
     kv: Any = SimpleNamespace()
     seq = VllmSeq(BOUNDED, own, kv, 0, None)
-    seq.coming = 1
+    seq.expected_tokens = 1
     assert seq.due == pytest.approx(2.05)  # nothing is out yet
     seq.got([0.1])
     assert seq.due == pytest.approx(0.4)

@@ -63,7 +63,7 @@ class Wire:
         asked, self.asked = self.asked, []
         return [(gateway, msgspec.Raw(encode(command))) for gateway, command in asked]
 
-    def report(self, message: messages.ReplicaReport) -> None:
+    def report(self, message: messages.Report) -> None:
         if self._losses is not None and self._losses.random() < self._share:
             self.lost += 1
         else:

@@ -115,7 +115,7 @@ class PoolAutoscaler(ReplicaBounds):
 
 @dataclass(slots=True)
 class _Tier:
-    """Requests of one tier that count: all, and those that missed their SLO or are predicted to."""
+    """Counts of a tier's requests: all, and requests that missed their SLO or are predicted to."""
 
     all: int = 0
     missed: int = 0

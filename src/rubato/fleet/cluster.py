@@ -252,7 +252,7 @@ class Cluster:
             self.hosts[self._requests.placed[id][0]].resume(id)
 
     def retry_after(self) -> float:
-        """Seconds until about half of what is in flight will have finished, at the rate of recent completions."""
+        """Seconds until about half of the requests in flight will have finished, at the recent rate."""
         return retry_after(self._completion_times, self.in_flight)
 
     async def drain(self) -> None:
@@ -428,7 +428,7 @@ class Cluster:
             return True
         try:
             self.hosts[replica].submit(request)
-            if request.id in self._cancel_reasons and request.id in self._requests.placed:  # when told of its placement
+            if request.id in self._cancel_reasons and request.id in self._requests.placed:  # by a listener
                 self.hosts[replica].cancel(request.id, self._cancel_reasons[request.id])
         except Exception as error:  # a fault of ours: it must not stay in flight for ever, nor go unseen
             log.exception("replica %s could not take request %r", replica, request.id)
@@ -567,7 +567,7 @@ class Cluster:
 
 
 def retry_after(completed: Sequence[float], in_flight: int) -> float:
-    """Seconds until about half of what is in flight will have finished, if it goes on as it `completed` of late."""
+    """Seconds until about half of the requests in flight will have finished, at the rate of the `completed` times."""
     if len(completed) < 2 or completed[-1] <= completed[0]:
         return 1.0
     rate = (len(completed) - 1) / (completed[-1] - completed[0])

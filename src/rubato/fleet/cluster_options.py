@@ -1,4 +1,4 @@
-"""What a cluster is built from beside its hosts: the policy and its router, and what all its replicas are told."""
+"""Options of a cluster: the policy, its router, and the options of all replicas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PolicyChoice:
 
     @classmethod
     def read(cls, text: str, router: str = "auto") -> PolicyChoice:
-        """Without looking whether it is there. Raises ValueError for what is not written as a policy is."""
+        """Parses without a check that the policy exists. Raises ValueError for text that is no policy."""
         own, _, other = text.partition("@")
         return cls(*_parsed(own), *_parsed(other or router))
 

@@ -103,7 +103,7 @@ class _Actor:
         self._news.set()
 
     async def report(self) -> ReplicaReport:
-        """What happened since the last call, as soon as there is something, or after HEARTBEAT_S seconds."""
+        """The events since the last call, as soon as there is one, or after HEARTBEAT_S seconds."""
         timer = self._clock.call_at(self._clock.now() + HEARTBEAT_S, PLAN, self._news.set)
         try:
             await self._news.wait()
@@ -141,10 +141,16 @@ class _Actor:
 class RayHost(NoKVTransfer):
     """One replica in a Ray actor (`interfaces.Host`).
 
-    make: called in the actor with its clock, returns the engine and latency model. resources: Ray's actor options,
-    e.g. {"num_gpus": 1}. emit and lost: as every host's. step_timeout: as `local_host.LocalHost`. options: the actor
-    has a length predictor of its own, a copy that learns from the requests there; the one given here learns from those
-    of all. Raises ValueError for a policy that moves KV.
+    Args:
+        make: called in the actor with its clock; returns the engine and latency model.
+        emit: as every host's.
+        lost: as every host's.
+        options: the actor's length predictor is a copy that learns from its own requests; this one learns from all.
+        step_timeout: seconds, as in `local_host.LocalHost`.
+        resources: Ray's actor options, e.g. {"num_gpus": 1}.
+
+    Raises:
+        ValueError: the policy moves KV.
     """
 
     cooldown_until = 0.0
@@ -255,9 +261,7 @@ class RayHost(NoKVTransfer):
         while not self._is_gone:
             try:
                 report = await self.actor.report.remote()
-                if (
-                    self._is_gone
-                ):  # it was lost meanwhile: its requests are elsewhere, and what it says now is not theirs
+                if self._is_gone:  # it was lost meanwhile: its requests are elsewhere
                     return
                 self._silence_s = 0.0
                 self._hear(remote, shift_report(report, -self._ahead))
@@ -277,7 +281,7 @@ class RayHost(NoKVTransfer):
                 self._die(HostLostError(f"replica {self.id} has not reported for {MAX_SILENCE_S:g} s"))
 
     def _hear(self, remote: RemoteReplica, report: ReplicaReport) -> None:
-        remote.apply(report)  # all of it first: told of a hand-off, the cluster may give the request back at once
+        remote.apply(report)  # first: the cluster may place a request here again on its hand-off
         for event in report.events:
             self._emit(event)
         if remote.is_empty:

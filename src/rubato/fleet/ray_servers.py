@@ -60,8 +60,8 @@ class _Actor(ServerActor):
 
 
 class RayServerReplica(ServerReplica):
-    """A `Host` over a server that a Ray actor starts. resources: Ray's options for the actor, e.g. {"num_gpus": 2},
-    which are of one node. The rest as `ServerReplica`. actor, started: the actor, and what it said, once there."""
+    """A `Host` over a server that a Ray actor starts. resources: Ray's options for the actor, e.g. {"num_gpus": 2}, on
+    one node. Other arguments are those of `ServerReplica`. actor, started: set once the actor runs."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class RayServerReplica(ServerReplica):
         self._actor_end: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the server. Raises ValueError for one that does not start, or cannot be used: with the end of its
-        log."""
+        """Starts the server. Raises ValueError, with the end of the server's log, if it does not start or cannot be
+        used."""
         try:
             await self._start_server()
             await super().start()
@@ -162,8 +162,8 @@ def _short(error: BaseException) -> str:
 
 @dataclass
 class ReplaceLost:
-    """An `Autoscaler` that keeps so many servers: another is started for each that is lost, at once for the first and
-    after 2, 4, 8 ... s, at most 60, for those lost within 10 minutes of others."""
+    """An `Autoscaler` that replaces lost servers: the first one at once, further ones within 10 minutes after 2, 4, 8
+    ... s, at most 60. servers: number to keep."""
 
     servers: int
     _losses: deque[float] = field(init=False, repr=False, default_factory=deque)

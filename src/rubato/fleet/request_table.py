@@ -11,9 +11,9 @@ from rubato.replica.sequence import Seq
 class RequestTable:
     """The requests in flight, by id.
 
-    unplaced: as a router sees them, in the order in which they came. placed: the replica that each of the others is
-    at. with_kv: unplaced ones that have KV at a replica, and may wait for memory at another. groups: the replica of a
-    group, and its requests there.
+    unplaced: as a router sees them, in order of arrival. placed: replica and request of all others. with_kv: ids of
+    unplaced requests that have KV at a replica, and may wait for memory at another. groups: the replica of a group, and
+    its requests there.
     """
 
     def __init__(self, clock: Clock, lengths: LengthPredictor | None) -> None:
@@ -33,11 +33,11 @@ class RequestTable:
 
     @property
     def replicas(self) -> set[str]:
-        """Those that requests are placed at."""
+        """Ids of replicas with requests."""
         return {replica for replica, _ in self.placed.values()}
 
     def hold(self, request: Request) -> Seq:
-        """It is unplaced: with what it has received, and the KV that it would bring along."""
+        """Adds a request as unplaced, with its output so far and its KV elsewhere."""
         self._order += 1
         seq = Seq(request, self._order, self._clock.now(), lengths=self._lengths)
         self.with_kv.discard(request.id)
@@ -49,7 +49,7 @@ class RequestTable:
         return seq
 
     def place(self, request: Request, replica: str) -> None:
-        """An unplaced request is at this replica from now on."""
+        """Places an unplaced request at this replica."""
         del self.unplaced[request.id]
         self.with_kv.discard(request.id)
         self.placed[request.id] = (replica, request)
@@ -57,7 +57,7 @@ class RequestTable:
             self.groups.setdefault(request.group, (replica, set()))[1].add(request.id)
 
     def take_from_replica(self, id: str) -> Request | None:
-        """It is at no replica any more; None if it was at none."""
+        """Removes a request from its replica, and returns it; None if it was at none."""
         _, request = self.placed.pop(id, (None, None))
         if request is not None and request.group in self.groups:
             _, remaining = self.groups[request.group]
@@ -67,13 +67,13 @@ class RequestTable:
         return request
 
     def take_back(self, request: Request) -> None:
-        """A replica has handed it on. The others of its group, if it still is of one, will follow it."""
+        """Removes a request that its replica has handed off. The other requests of its group will follow it."""
         if request.group in self.groups and request.id in self.groups[request.group][1]:
             del self.groups[request.group]
         self.take_from_replica(request.id)
 
     def remove(self, id: str) -> Request | None:
-        """It has ended; None if it was not in flight."""
+        """Removes an ended request, and returns it; None if it was not in flight."""
         seq = self.unplaced.pop(id, None)
         self.with_kv.discard(id)
         return self.take_from_replica(id) if seq is None else seq.request

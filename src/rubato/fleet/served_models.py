@@ -13,7 +13,7 @@ Models = Mapping[str, Mapping[str, Any]]  # what a server lists at /v1/models, b
 
 
 class ServedModels:
-    """The last list of each server, also of one that is lost.
+    """Keeps the last list of models of each server, also of lost servers.
 
     Args:
         urls: of the servers, in the order in which their lists are put together.
@@ -56,7 +56,7 @@ class ServedModels:
         lists = {url: models for url, models in self._lists.items() if models is not None}
         found = frozenset([url for url, models in lists.items() if model in models])
         servers = None if not model or len(found) == len(lists) else found
-        if found:  # (what is named and listed nowhere may be any number of names)
+        if found:  # (unlisted names are not cached: there may be any number of them)
             self._servers[model] = servers
         return servers
 

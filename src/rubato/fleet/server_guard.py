@@ -55,7 +55,7 @@ def _ask_to_end(server: int) -> int | None:
     for _ in range(int(SIGTERM_GRACE_S / POLL_S)):
         select.select([], [], [], POLL_S)
         if (status := _reap(server)) is not None:
-            break  # what it has left behind it has not ended itself
+            break  # its orphans are killed below
     return status
 
 
@@ -72,7 +72,7 @@ def _kill_all() -> None:
 
 
 def _reap(server: int) -> int | None:
-    """Take the ends of all that have ended. The server's exit status if it is among them; negative for a signal."""
+    """Reaps ended processes. The server's exit status if it is among them; negative for a signal."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -89,7 +89,7 @@ class KVBetweenServers:
             self._fold(Started(now, id))
         cached = max(1, prompt - 1) if report is None else report.cached
         moved = remote.handed_off_request(id, "prefilled", now, cached)
-        assert moved is not None, "what is served here is here"
+        assert moved is not None, "a request with a trip has a sequence"
         request = trip.progress_seen(moved, now)
         self._kv_at_server[id] = KV(cached, KV_PARAMS_FIELD, (), json.dumps(words).encode(), 0), request
         if self.kv_lease is not None:

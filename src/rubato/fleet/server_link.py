@@ -24,7 +24,7 @@ class Link(Protocol):
     def is_refused(self) -> bool: ...
 
     def send(self, message: ToCore) -> None:
-        """Without waiting; what there is no room for is lost."""
+        """Sends without waiting; messages beyond the queue are lost."""
         ...
 
     async def receive(self) -> FromCore:

@@ -65,8 +65,8 @@ class MetricsWindow(NamedTuple):
 
 
 async def scrape(server: Upstream, clock: Clock, seconds: float) -> list[Scrape]:
-    """Its pages for so many seconds; one that does not come is left out. Raises ValueError for too few seconds, and
-    where it has no metrics of vLLM."""
+    """Reads a server's metrics for `seconds`, without pages that do not come. Raises ValueError for too few seconds, or
+    if the server has no vLLM metrics."""
     if seconds < MIN_DURATION_S:
         raise ValueError(
             f"--duration {seconds:g}: the server has no link, and /metrics alone needs {MIN_DURATION_S:g} s or more, "
@@ -82,7 +82,7 @@ async def scrape(server: Upstream, clock: Clock, seconds: float) -> list[Scrape]
 
 
 def read_page(page: str, at: float) -> Scrape:
-    """Raises ValueError for a page that lacks what is needed."""
+    """The counts of a page. Raises ValueError if some are missing."""
     sums: dict[str, list[float]] = {}
     for name, value in METRIC_LINE.findall(page):
         sums.setdefault(name, []).append(float(value))

@@ -1,4 +1,4 @@
-"""`rubato fit --server`: the latency model of a server that runs, by what it tells while it is under load.
+"""`rubato fit --server`: fits the latency model of a running server to its reports under load.
 
 With Rubato's plug-in a vLLM server reports each step over its link: batch and seconds. Without it `/metrics` has to do.
 """
@@ -26,8 +26,17 @@ MAX_SILENCE_S = 10.0  # until the core greets
 
 
 async def fit_server(url: str, kind: str, seconds: float, key: str = "") -> Fitted:
-    """A model of the steps of so many seconds. key: of the server's API. Raises ValueError where it cannot be reached,
-    tells too little, or its load did not vary enough."""
+    """Fits a model to the steps of a server.
+
+    Args:
+        url: of the server.
+        kind: of the model.
+        seconds: of observation.
+        key: for the server's API.
+
+    Raises:
+        ValueError: the server cannot be reached, reports too little, or its load did not vary enough.
+    """
     clock = WallClock()
     try:
         async with HttpServer(url) as server:

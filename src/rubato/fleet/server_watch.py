@@ -248,7 +248,7 @@ class ServerWatch:
     def _fail_absent(self, remote: RemoteReplica) -> None:
         """Fails requests that the engine does not know, so that they are placed elsewhere: the engine handed them off
         in a missed report, or the API server never passed them on. (An ended request's response has ended, too.)"""
-        # (a server whose link is silent, too, may hang: its health tells, and the request may be what it hangs at)
+        # (a server with a silent link may hang, maybe at this request: health probes decide)
         unreported = remote.unreported() if self.is_linked else {}
         for id, since in {**unreported, **self._absent_since}.items():
             if (trip := self._requests.get(id)) is None:

@@ -13,7 +13,7 @@ from rubato.wire.response_stream import ResponseStream
 
 
 class TokenCount:
-    """Tokens of one request, counted as they come; listeners are told of several at once.
+    """Counts the tokens of one request as they come, and reports several at once to listeners.
 
     Args:
         id: of the request.
@@ -52,8 +52,8 @@ class TokenPath:
     """Passes the events of one stream on, in one call if an event is like the one before.
 
     Args:
-        otherwise: takes what is not so.
-        keep: is given what has gone to the client.
+        fallback: takes all other events.
+        keep: takes the events that have gone to the client.
     """
 
     __slots__ = ("_fallback", "_keep", "_reader", "_replica", "count", "passed_tokens", "writer")

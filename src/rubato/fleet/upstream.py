@@ -92,8 +92,8 @@ async def ask_health(server: Upstream, seconds: float) -> int:
 
 
 async def read_all(reply: Reply, max_bytes: int | None = None) -> bytes:
-    """The rest of a response's body. Raises UpstreamError, also for one that is longer than `max_bytes`, or else than
-    MAX_ANSWER_BYTES."""
+    """Reads the rest of a response's body. Raises UpstreamError, also for a body longer than `max_bytes` (default:
+    MAX_ANSWER_BYTES)."""
     raw, max_bytes = bytearray(), max_bytes or MAX_ANSWER_BYTES
     try:
         while part := await reply.part():

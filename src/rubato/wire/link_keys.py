@@ -1,4 +1,4 @@
-"""Who may speak on the link between engine cores and gateways: those that share a token, which itself never travels.
+"""Access to the link between engine cores and gateways: both ends share a token, which itself is never sent.
 
 Both ends derive their CURVE keys from the token. CURVE is ZeroMQ's own: a peer that cannot prove both keys is dropped
 in the handshake, by ZeroMQ's thread, before a byte of it reaches Python, and what the others say is encrypted. Without
@@ -50,8 +50,7 @@ class Gatekeeper:
 
 
 def protect_core(socket: Any) -> Gatekeeper | None:
-    """Let a core's socket take messages of holders of the token alone, where there is one, and none that is too
-    long."""
+    """Restricts a core's socket to peers with the token, if there is one, and to messages of limited size."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_COMMAND_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1e3))
     if not os.environ.get(TOKEN_ENV):
@@ -73,8 +72,8 @@ def protect_gateway(socket: Any) -> None:
 
 
 def failed_handshakes(monitor: Any) -> int:
-    """How many a socket's monitor (of `FAILED_HANDSHAKES`) has told of since the last call; of more than
-    MAX_COUNTED_AT_ONCE the rest at the next one, so that a storm of strangers keeps nobody waiting."""
+    """Counts failed handshakes since the last call, from a socket's monitor (of `FAILED_HANDSHAKES`), at most
+    MAX_COUNTED_AT_ONCE at once, so that a storm of strangers blocks nobody."""
     for failed in range(MAX_COUNTED_AT_ONCE):
         try:
             monitor.recv_multipart(zmq.NOBLOCK)

@@ -268,8 +268,8 @@ class Snapshot(_Message, frozen=True, tag="snapshot"):
 
 
 class RequestEvents(_Message, frozen=True, tag="events"):
-    """What happened to requests of one API server. tickets: of those that were just offered, what the API server calls
-    them, by id. n: its number, by API server. lost: messages before this one that the reader did not get."""
+    """Events of the requests of one API server. tickets: the API server's names of new requests, by id. n: number of
+    the message, by API server. lost: messages before this one that the reader did not get."""
 
     engine: int
     n: int

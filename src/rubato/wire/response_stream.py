@@ -94,7 +94,7 @@ class ResponseStream:
         self._finished: set[int] = set()  # choices that have a finish reason
         self.has_ended = self.has_failed = False  # by its own word
         self.usage = (0, 0)  # tokens of prompt and output, as it last said
-        self.error: bytes | None = None  # what it said in the place of an answer, as JSON
+        self.error: bytes | None = None  # the server's error in place of an answer, as JSON
 
     @property
     def is_complete(self) -> bool:

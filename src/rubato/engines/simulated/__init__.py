@@ -79,8 +79,8 @@ class Drafter:
 
 
 def drafter(name: str | None, **acceptance: Any) -> Drafter:
-    """The profile of a small model as a drafter (None: one that costs nothing); acceptance: as `Acceptance` takes it,
-    such as alpha=0.8. Raises ValueError for an unknown profile or setting, or one that cannot be."""
+    """A drafter with the profile of a small model. name: of the profile; None: drafting costs nothing. acceptance:
+    settings of `Acceptance`, such as alpha=0.8. Raises ValueError for an unknown profile or an invalid setting."""
     label = "drafter" if name is None else f"drafter {name!r}"
     known = [f.name for f in fields(Acceptance) if f.name != "requests"]
     for setting in acceptance:

@@ -22,9 +22,8 @@ Noise = float | str
 
 RECORDINGS = Path(__file__).parent / "residuals"
 FACTORS_PER_DRAW = 1024
-# wander: the spread of the logarithm, what is kept of it from a step to the next, and pauses: one step in so many takes
-# so many times as long.
-SPREAD, KEPT, PAUSES = 0.15, 0.97, ((200, 3.0), (800, 8.0))
+# wander: the spread of the logarithm, its correlation from step to step, and pauses (one step in N, times as long).
+SPREAD, CORRELATION, PAUSES = 0.15, 0.97, ((200, 3.0), (800, 8.0))
 KINDS = ("iid", "replay", "wander", "fast")
 NOISE_SYNTAX = "give iid:SPREAD, replay:RECORDING, wander, fast:TIMES, or several joined by +"
 MAX_FACTOR = 1000.0  # of one kind of noise, so that a product of several is still a time
@@ -59,17 +58,17 @@ def factors(noise: Noise, seed: int) -> Iterator[float] | None:
 
 
 def recordings() -> list[str]:
-    """Names of those that ship."""
+    """Names of the recordings that ship."""
     return sorted(file.stem for file in RECORDINGS.glob("*.txt"))
 
 
 def is_path(recording: str) -> bool:
-    """Whether this is a path, and not the name of one that ships."""
+    """Whether this is a path, and not the name of a recording that ships."""
     return "/" in recording or bool(Path(recording).suffix)
 
 
 def read(recording: str) -> list[float]:
-    """Its factors. recording: the name of one that ships, or a file. Raises ValueError, OSError."""
+    """The factors of a recording: the name of one that ships, or a file. Raises ValueError, OSError."""
     file = Path(recording)
     if not is_path(recording):
         if recording not in recordings():
@@ -147,13 +146,13 @@ def _replay(recording: list[float], rng: np.random.Generator) -> Iterator[float]
 
 
 def _wander(rng: np.random.Generator) -> Iterator[float]:
-    fresh_spread = SPREAD * sqrt(1.0 - KEPT**2)
+    fresh_spread = SPREAD * sqrt(1.0 - CORRELATION**2)
     error = SPREAD * float(rng.standard_normal())
     while True:
         for shock, chance in zip(
             rng.standard_normal(FACTORS_PER_DRAW).tolist(), rng.random(FACTORS_PER_DRAW).tolist(), strict=True
         ):
-            error = KEPT * error + fresh_spread * shock
+            error = CORRELATION * error + fresh_spread * shock
             factor, below = exp(error - SPREAD**2 / 2), 0.0
             for steps, times in PAUSES:
                 if below <= chance < below + 1.0 / steps:

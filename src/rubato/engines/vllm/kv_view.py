@@ -49,8 +49,8 @@ class KVView:
             and not scheduler.use_eagle_block_drop
         )
         self.named_block = self._pool.cached_block_hash_to_block.get_one_block
-        # A drafter with KV of its own writes so many tokens ahead of what is scheduled. No plan has blocks for that, so
-        # a request is shown with as many fewer as it may take for them.
+        # A drafter with KV of its own writes this many tokens ahead of the scheduled ones. No plan has blocks for that,
+        # so a view shows a request with as many blocks fewer as it may take for them.
         self.lookahead_tokens: int = scheduler.num_lookahead_tokens
         self._max_verified_tokens: int = scheduler.num_spec_tokens
 

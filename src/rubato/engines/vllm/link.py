@@ -85,8 +85,8 @@ def _open(folder: str) -> None:
 
 
 class Reader:
-    """An API server's end of the link. engines: numbers of those that may run on this machine; client: this API
-    server's number."""
+    """An API server's end of the link. engines: numbers of the cores that may run on this machine. client: number of
+    this API server."""
 
     def __init__(self, folder: str, engines: Iterable[int], client: int) -> None:
         import zmq

@@ -1,7 +1,7 @@
 """The plug-in: vLLM's schedulers with the decisions taken out of them (`rubato.vllm.Scheduler` chooses between them).
 
-vLLM's `schedule` stays what it is: it allocates KV, builds the batch, keeps its queues. Three things that it reads are
-set so that what it decides is the plan: its waiting queues hold only the requests that the plan starts, in the plan's
+vLLM's `schedule` is not changed: it allocates KV, builds the batch, keeps its queues. Three of its inputs are set so
+that its decision is the plan: its waiting queues hold only the requests that the plan starts, in the plan's
 order; the last limit on a request's chunk (`_reserve_prefill_lookahead`) is the plan's number of tokens, 0 if it passes
 over the request; and a prefix cache hit is the one that the plan was made on. What a View cannot say is left to vLLM's
 own rule, and what it then does otherwise is counted by its cause. Written for vLLM 0.32 and 0.33.

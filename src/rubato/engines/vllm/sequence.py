@@ -181,7 +181,7 @@ class KVMemory(Protocol):
 
 
 class VllmSeq(Seq):
-    """One vLLM request (a `SeqView` to policies): vLLM keeps tokens and KV, `Seq` what it does not know.
+    """One vLLM request (a `SeqView` to policies): vLLM keeps its tokens and KV, `Seq` the rest.
 
     vllm_request: vLLM's Request. kv: vLLM's KV memory. order: of arrival here. expected_tokens: output tokens that the
     batches in flight bring at least, one each; `output` and `due` count them, since the next step's token comes after
@@ -215,7 +215,7 @@ class VllmSeq(Seq):
         self.hit: Hit | None = None
         self.length = self.pending = vllm_request.num_tokens
         self.cached = 0
-        self.reported_tokens = self._output  # what it had before it moved here was told there
+        self.reported_tokens = self._output  # its output before a move was reported there
         self.ticket = ticket
         self.gateway_request: GatewayRequest | None = None
         self.arriving = self.prefill_only = False

@@ -1,4 +1,4 @@
-"""What the plug-in is told by `--additional-config '{"rubato": {...}}'`, and the versions of vLLM that it is for."""
+"""The plug-in's settings, from `--additional-config '{"rubato": {...}}'`, and the vLLM versions that it supports."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def settings_of(additional: object) -> Settings:
 
 
 def check_version(installed: str = "") -> None:
-    """Raise RuntimeError unless the vLLM that is installed (found: its version) is one that the plug-in is written for:
-    it overrides private methods of vLLM's scheduler, which other versions may call otherwise, or not at all."""
+    """Raises RuntimeError unless the plug-in supports the installed vLLM: it overrides private methods of vLLM's
+    scheduler, which other versions may call otherwise, or not at all. installed: version; default: as installed."""
     installed = installed or installed_version()
     parts = installed.split("+")[0].split(".")[:2]
     first, after = TESTED_VERSIONS
@@ -88,7 +88,7 @@ def check_version(installed: str = "") -> None:
 
 
 def installed_version() -> str:
-    """Of vLLM. Raises RuntimeError where there is none."""
+    """The version of vLLM. Raises RuntimeError if none is installed."""
     for name in DISTRIBUTIONS:
         try:
             return version(name)
