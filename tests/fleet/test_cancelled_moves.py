@@ -159,7 +159,7 @@ def assert_nothing_left(cluster: Cluster) -> None:
         replica = host.replica  # type: ignore[attr-defined]
         assert replica.kv.free == LIMITS.kv_blocks
         assert (dict(replica.leaving), dict(replica.arriving), replica.seqs) == ({}, {}, {})
-        host._forget(replica)  # type: ignore[attr-defined]  # as before the next step
+        host._forget_gone(replica)  # type: ignore[attr-defined]  # as before the next step
         assert host.engine._seqs == {}  # type: ignore[attr-defined]
 
 

@@ -111,18 +111,9 @@ class Engine:
     A request ends at its max_tokens, stop ids or stop strings, which are looked for in the engine's words, one per
     token, the same for all requests.
 
-    Args:
-        latency: predicts each step's time.
-        limits: of the replica.
-        clock: virtual or real.
-        lengths: request id -> output tokens of each stage (the truth, hidden from policies); other requests run to
-            their max_tokens.
-        noise: of step times (`step_noise`).
-        seed: of the noise.
-        link: the cost of moving KV to this engine.
-        drafter: None: the engine does not speculate.
-        start_seconds: to load weights.
-    """
+    lengths: request id -> output tokens of each stage (the truth, hidden from policies); other requests run to their
+    max_tokens. noise: of step times (`step_noise`). seed: of the noise. link: cost of moving KV to this engine.
+    drafter: drafts tokens; None: the engine does not speculate. start_seconds: to load weights."""
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
     model_name = "simulated"
