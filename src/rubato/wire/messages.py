@@ -145,7 +145,7 @@ Command: TypeAlias = Expect | Assign | Recall | Demote
 
 
 class CoreAbout(msgspec.Struct, frozen=True):
-    """The properties of an engine core. latency: `affine.Model.to_dict`. kv_lease: seconds that KV stays for another
+    """The properties of an engine core. latency: `affine.Model` as a dict. kv_lease: seconds that KV stays for another
     engine to read; None: it has no KV connector."""
 
     policy: str
