@@ -17,7 +17,7 @@ from rubato.engines.vllm.settings import Settings, check_version, settings_of
 from rubato.policies import PolicyError
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, kv_blocks=20, block_size=16)
-KV: Any = SimpleNamespace(ahead=0)  # asked for nothing else here
+KV: Any = SimpleNamespace(lookahead_tokens=0)  # asked for nothing else here
 
 
 def test_defaults() -> None:
