@@ -23,8 +23,11 @@ from rubato.core.interfaces import Router, Scheduler
 from rubato.core.length_prediction import PREDICTORS
 from rubato.policy_kit import prefix_affinity
 
-OF_EVERY_ROUTER: Mapping[str, object] = {prefix_affinity.SETTING: False}  # settings, with their defaults
-PARTS = {"Scheduler": ("needs", "observe", "plan"), "Router": ("needs", "observe", "place")}  # of a dataclass
+COMMON_ROUTER_SETTINGS: Mapping[str, object] = {prefix_affinity.SETTING: False}  # settings, with their defaults
+REQUIRED_ATTRIBUTES = {
+    "Scheduler": ("needs", "observe", "plan"),
+    "Router": ("needs", "observe", "place"),
+}  # of a dataclass
 _local: dict[str, ModuleType] = {}  # policies of this process alone, by name
 
 
@@ -118,9 +121,11 @@ def register(policy: object) -> tuple[str, dict[str, object]]:
     gets an object of its own, with these settings. Raises PolicyError for what is no policy.
     """
     cls = policy if isinstance(policy, type) else type(policy)
-    kind = next((kind for kind, parts in PARTS.items() if all(hasattr(cls, part) for part in parts)), None)
+    kind = next(
+        (kind for kind, parts in REQUIRED_ATTRIBUTES.items() if all(hasattr(cls, part) for part in parts)), None
+    )
     if kind is None:
-        words = " or ".join(f"a {kind} (with {', '.join(parts)})" for kind, parts in PARTS.items())
+        words = " or ".join(f"a {kind} (with {', '.join(parts)})" for kind, parts in REQUIRED_ATTRIBUTES.items())
         raise PolicyError(f"{cls.__name__} is no policy: give {words}, or the name of one")
     given = {} if policy is cls else {name: getattr(policy, name) for name in _fields(cls)}
     settings = {name: value for name, value in given.items() if value != _fields(cls)[name]}
@@ -178,8 +183,10 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
         raise PolicyError(
             f"policy {name!r}: {kind} is no dataclass; its fields are to be the settings, put @dataclass there"
         )
-    if lacking := [part for part in PARTS[kind] if not hasattr(cls, part)]:
-        raise PolicyError(f"policy {name!r}: {kind} lacks {', '.join(lacking)}; it must have {', '.join(PARTS[kind])}")
+    if lacking := [part for part in REQUIRED_ATTRIBUTES[kind] if not hasattr(cls, part)]:
+        raise PolicyError(
+            f"policy {name!r}: {kind} lacks {', '.join(lacking)}; it must have {', '.join(REQUIRED_ATTRIBUTES[kind])}"
+        )
     if not isinstance(cls.needs, frozenset | set):
         raise PolicyError(
             f"policy {name!r}: {kind}.needs is {cls.needs!r}: give a frozenset of features, empty for none"
@@ -190,7 +197,7 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
             other = getattr(module, "Router", None) if kind == "Scheduler" else None
             if other is not None and key in _fields(other):
                 raise PolicyError(f"{key!r} is a setting of {name}'s router: write {name}@{name}:{key}={value}")
-            if kind == "Scheduler" and key in OF_EVERY_ROUTER:
+            if kind == "Scheduler" and key in COMMON_ROUTER_SETTINGS:
                 raise PolicyError(f"{key!r} is a setting of the router: write {name}@auto:{key}={value}")
             raise PolicyError(f"policy {name!r} has no setting {key!r}{nearest(key, list(known))}")
         _checked(name, key, value, known[key])
@@ -211,7 +218,7 @@ def _checked(name: str, key: str, value: object, default: object) -> object:
 def settings_of(cls: Any, kind: str) -> dict[str, object]:
     """What can be set of a policy's part, with the defaults."""
     own = _fields(cls)
-    return own | {name: value for name, value in OF_EVERY_ROUTER.items() if kind == "Router" and name not in own}
+    return own | {name: value for name, value in COMMON_ROUTER_SETTINGS.items() if kind == "Router" and name not in own}
 
 
 def _fields(cls: Any) -> dict[str, object]:

@@ -32,11 +32,17 @@ from typing import ClassVar
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
-from rubato.policy_kit.acceptance import Offered
+from rubato.policy_kit.acceptance import TreeChances
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order
 from rubato.policy_kit.draft_tree import DEPTH, DRAFT_TOKENS, WIDTH, adaptive, select
-from rubato.policy_kit.draft_value import depth_that_pays, drafting, fastest, with_nodes, worth
-from rubato.policy_kit.paced_admission import Draft, Load, PacedAdmission, everyone
+from rubato.policy_kit.draft_value import (
+    count_paying_nodes,
+    drafting,
+    find_fastest_nodes,
+    find_paying_depth,
+    with_nodes,
+)
+from rubato.policy_kit.paced_admission import AdmittedLoad, Draft, PacedAdmission, everyone
 from rubato.policy_kit.paces import tokens_needed
 
 SOURCE = "AdaServe: SLO-customized speculative decoding (2025)"
@@ -64,7 +70,7 @@ class Scheduler:
     max_depth: int = DEPTH
     max_width: int = WIDTH
     prefill_chunk: int = 256
-    _offered: Offered = field(default_factory=Offered, init=False, repr=False)
+    _chances: TreeChances = field(default_factory=TreeChances, init=False, repr=False)
     _admission: PacedAdmission = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +90,7 @@ class Scheduler:
     def plan(self, view: View) -> Plan:
         for seq in view.running:
             if seq.draft is not None and seq.pending == 1:
-                self._offered.see(seq.request, seq.draft)
+                self._chances.add_tree(seq.request, seq.draft)
         load = self._load(view)
         draft = self._draft(view, load.decodes)
         chosen = self._chosen(view, load.decodes, [*load.prompts, *load.starting], draft) if load.decodes else {}
@@ -94,9 +100,9 @@ class Scheduler:
         admit_in_order(builder, load.starting, draft)
         self._admission.follow(builder, load.decodes, chosen, draft)
         self._admission.fill(builder, load, chosen, draft)
-        return builder.plan(demote=load.demoted, drop=load.refused)
+        return builder.plan(demote=load.demote_ids, drop=load.refusal_reasons)
 
-    def _load(self, view: View) -> Load:
+    def _load(self, view: View) -> AdmittedLoad:
         return everyone(view) if self.verify_tokens else self._admission.load(view)
 
     # ----------------------------------------------------------------- what it drafts and verifies
@@ -111,11 +117,11 @@ class Scheduler:
         if self.verify_tokens:
             return (depth, width) if verify > n else None
         least, kv = self.min_depth, sum([s.cached for s in decodes])
-        drafted = self._admission.drafted
+        drafted = self._admission.last_draft
         if drafted is not None:
             least, depth = max(least, min(depth, drafted[0]) - 1), min(depth, drafted[0] + 1)
-        chances = [self._offered.chances(s.request, depth) for s in decodes]
-        best = depth_that_pays(view.latency, n, kv, chances, width, least, depth)
+        chances = [self._chances.chances(s.request, depth) for s in decodes]
+        best = find_paying_depth(view.latency, n, kv, chances, width, least, depth)
         return (best, width) if best else None
 
     def _chosen(
@@ -131,9 +137,9 @@ class Scheduler:
         if self.verify_tokens:
             nodes = min(self.verify_tokens - n, len(likely))
         else:
-            nodes, token = fastest(view.latency, drafts, n, kv, likely)
+            nodes, token = find_fastest_nodes(view.latency, drafts, n, kv, likely)
             if chunk:
-                nodes = worth(view.latency, beside, n, kv, likely, token)
+                nodes = count_paying_nodes(view.latency, beside, n, kv, likely, token)
         if nodes < 1:
             return {}
         end = view.now + view.latency.step_time(with_nodes(beside, n, kv, nodes))

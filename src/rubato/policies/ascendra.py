@@ -45,7 +45,7 @@ from rubato.policy_kit.batch_builder import (
 SOURCE = "Ascendra (2025): dynamic request prioritization on low- and high-priority instances"
 
 LP, HP = "lp", "hp"
-SPARE_KV = 0.1  # share of all KV: an elastic HP starts prompts while more than that is free and not reserved
+SPARE_KV_SHARE = 0.1  # share of all KV: an elastic HP starts prompts while more than that is free and not reserved
 
 Value = Callable[[SeqView, View], float]
 T = TypeVar("T")
@@ -234,7 +234,7 @@ class Scheduler:
         free = unreserved_blocks(view) if self.elastic and waiting else 0
         idle = not view.running
         for seq in waiting:
-            short_of_kv = self.elastic and free <= SPARE_KV * view.kv_total
+            short_of_kv = self.elastic and free <= SPARE_KV_SHARE * view.kv_total
             whole = seq.pending <= builder.tokens_left
             if (short_of_kv and not idle) or not (whole or not builder.work) or not _startable(builder, seq, places):
                 return
@@ -261,7 +261,7 @@ def _can_stall(hp: View, seconds: float, most: int) -> bool:
 
 def _full(hp: View) -> bool:
     """Whether an elastic HP starts no prompt now, for want of KV (§6.2)."""
-    return bool(hp.running) and unreserved_blocks(hp) <= SPARE_KV * hp.kv_total
+    return bool(hp.running) and unreserved_blocks(hp) <= SPARE_KV_SHARE * hp.kv_total
 
 
 def _hopeless(seq: SeqView, view: View) -> bool:
@@ -389,7 +389,7 @@ class Router:
 
     def _queued(self, hp: View, now: float) -> float:
         """Seconds of prompts that an HP has before one placed there now, and what is left of the step that runs."""
-        self._seen(hp)
+        self._forget_arrived(hp)
         here = [s for s in hp.waiting if not s.best_effort] + [s for s in hp.prefilling if s.pending > s.in_flight]
         seconds = sum(_alone(s, hp, s.in_flight) for s in here)
         seconds += sum(own for replica, own in self._coming.values() if replica == hp.id)
@@ -419,10 +419,10 @@ class Router:
             return False
         if _full(hp):
             return False
-        self._seen(hp)
+        self._forget_arrived(hp)
         return all(replica != hp.id for replica, _ in self._coming.values())
 
-    def _seen(self, hp: View) -> None:
+    def _forget_arrived(self, hp: View) -> None:
         """Forget as coming what its view shows."""
         if coming := [id for id, (replica, _) in self._coming.items() if replica == hp.id]:
             here = hp.known

@@ -22,12 +22,12 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan, Shape
 from rubato.policy_kit.batch_builder import BatchBuilder, make_room
 from rubato.policy_kit.prefill_jobs import (
-    DecodesToBe,
+    DecodeCapacity,
     PrefillJob,
     PrefillRate,
     feasible,
-    fitting_together_with,
-    place_of,
+    index_of,
+    insertable_jobs,
     schedulable,
     seq_of,
     tpot_of,
@@ -35,11 +35,13 @@ from rubato.policy_kit.prefill_jobs import (
 from rubato.policy_kit.refusals import refusals
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for which prefills to set aside"
-DECODES = 2.0  # times as long as its decodes a step may always be, whatever the tightest TTFT: half of it is prefill
-DIP = 1.0  # of a token: the lead decodes keep while they lend the rest to a protected prefill
-MEMORY = 256  # requests of all tiers, over which losses are counted: one clock, however rare a tier is
-FORGOTTEN = 0.05  # a tier offered less than this, after fading, is dropped: its last request was 767 requests ago
-RECENT = 64  # requests that the tightest TTFT is remembered over
+# Times as long as its decodes a step may always be, whatever the tightest TTFT: half of it is prefill.
+MIN_STEP_IN_DECODE_TIMES = 2.0
+LEAD_FLOOR_TOKENS = 1.0  # of a token: the lead decodes keep while they lend the rest to a protected prefill
+LOSS_MEMORY_REQUESTS = 256  # requests of all tiers, over which losses are counted: one clock, however rare a tier is
+# A tier offered less than this, after fading, is dropped: its last request was 767 requests ago.
+MIN_OFFERED_REQUESTS = 0.05
+RECENT_REQUESTS = 64  # requests that the tightest TTFT is remembered over
 ARRIVAL = attrgetter("request.arrival")
 
 
@@ -74,8 +76,8 @@ class Scheduler:
     _offered: dict[str, float] = field(default_factory=dict, init=False)  # by tier, fading
     _lost: dict[str, float] = field(default_factory=dict, init=False)  # of these: set aside, or missed
     _counted: set[str] = field(default_factory=set, init=False)  # ids that are in _lost now
-    _given_up: set[str] = field(default_factory=set, init=False)  # ids that are best effort to their end
-    _ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT), init=False)
+    _permanently_best_effort: set[str] = field(default_factory=set, init=False)  # ids that are best effort to their end
+    _ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_REQUESTS), init=False)
 
     def __post_init__(self) -> None:
         if min(self.safety_margin, self.deadline_reserve, self.fairness, self.decode_lead) < 0:
@@ -100,7 +102,7 @@ class Scheduler:
                     # what its client cancelled is no loss
                     self._count_lost(event.id, tier, event.verdict.missed and event.outcome != "cancelled")
                 self._counted.discard(event.id)
-                self._given_up.discard(event.id)
+                self._permanently_best_effort.discard(event.id)
 
     def plan(self, view: View) -> Plan:
         running = view.running
@@ -111,7 +113,7 @@ class Scheduler:
         for seq in [s for s in map(seq_of, strict) if s.id in self._counted] if self._counted else ():
             self._count_lost(seq.id, seq.request.tier, False)  # it has come back
         drop = refusals(tried.declined, view)
-        best_effort = _BestEffort(view, running, self._given_up, tried.set_aside - drop.keys())
+        best_effort = _BestEffort(view, running, self._permanently_best_effort, tried.set_aside - drop.keys())
         builder = BatchBuilder(view)
         self._give_turn(builder, best_effort, strict)
         limits = self._add_decodes(builder, tried, best_effort)
@@ -126,7 +128,7 @@ class Scheduler:
         builder.fold_decodes()
         return builder.plan(
             demote=[s.id for s in tried.declined if s.id not in drop],
-            promote=[seq_of(job).id for job in sorted([j for j in strict if seq_of(j).demoted], key=place_of)],
+            promote=[seq_of(job).id for job in sorted([j for j in strict if seq_of(j).demoted], key=index_of)],
             drop=drop,
         )
 
@@ -144,11 +146,11 @@ class Scheduler:
         tier = self._tiers[seq.id] = seq.request.tier
         for counts in (self._offered, self._lost):
             for name in counts:
-                counts[name] *= 1.0 - 1.0 / MEMORY
+                counts[name] *= 1.0 - 1.0 / LOSS_MEMORY_REQUESTS
         self._offered[tier] = self._offered.get(tier, 0.0) + 1.0
         self._lost.setdefault(tier, 0.0)
         # A tier may be a client's free text (inside vLLM), so the names kept must be bounded.
-        for name in [name for name, count in self._offered.items() if count < FORGOTTEN]:
+        for name in [name for name, count in self._offered.items() if count < MIN_OFFERED_REQUESTS]:
             del self._offered[name], self._lost[name]
         ttft = seq.request.stages[0].slo.ttft
         if ttft is not None:
@@ -159,24 +161,26 @@ class Scheduler:
 
         A late one misses for good: once demoted for it, as if it had no SLO, it is not looked at again, however many of
         them wait."""
-        now, tiers, given_up = view.now, self._tiers, self._given_up
+        now, tiers, permanently_best_effort = view.now, self._tiers, self._permanently_best_effort
         decodes: list[PrefillJob] = []
         fresh: list[PrefillJob] = []
         demoted: list[PrefillJob] = []
         late: list[PrefillJob] = []
         kv = 0
-        here = [s for s in running if s.id not in given_up] + [s for s in view.waiting if s.id not in given_up]
-        for place, seq in enumerate(here):
+        present = [s for s in running if s.id not in permanently_best_effort] + [
+            s for s in view.waiting if s.id not in permanently_best_effort
+        ]
+        for place, seq in enumerate(present):
             if seq.id not in tiers:
                 if seq.request.best_effort:
-                    given_up.add(seq.id)
+                    permanently_best_effort.add(seq.id)
                     continue
                 self._count_offered(seq)
             due = seq.due
             if due < now or seq.missed:
                 late.append((due, 0.0, place, 0, seq))
                 if seq.demoted:
-                    given_up.add(seq.id)
+                    permanently_best_effort.add(seq.id)
                 continue
             pending = seq.pending
             job = (due, seq.request.arrival, place, pending, seq)
@@ -197,12 +201,12 @@ class Scheduler:
             rate = PrefillRate(view, shape, spare, min(tightest, default=inf), 1.0 + self.safety_margin)
             able, reserve = feasible(view, sorted(fresh), rate), self.deadline_reserve
             on_time = schedulable(able, rate, now, reserve, self._behind())
-            if back := fitting_together_with(on_time, demoted, rate, now, reserve):
+            if back := insertable_jobs(on_time, demoted, rate, now, reserve):
                 on_time = sorted(on_time + back)
         set_aside = late
         if len(on_time) < len(fresh) + len(demoted):
-            places = set(map(place_of, on_time))
-            set_aside = sorted(late + [job for job in fresh + demoted if place_of(job) not in places], key=place_of)
+            places = set(map(index_of, on_time))
+            set_aside = sorted(late + [job for job in fresh + demoted if index_of(job) not in places], key=index_of)
         declined = [seq for seq in map(seq_of, set_aside) if not seq.demoted]
         return _Candidates(decodes, on_time, {seq.id for seq in map(seq_of, set_aside)}, declined, tightest)
 
@@ -234,10 +238,12 @@ class Scheduler:
                 tpot = tpot_of(seq)
                 tightest[tpot] = min(tightest.get(tpot, inf), seq.due)
         lends = self._lendable(tightest, view.now, self.decode_lead)
-        lends_protected = self._lendable(tightest, view.now, min(DIP, self.decode_lead))
+        lends_protected = self._lendable(tightest, view.now, min(LEAD_FLOOR_TOKENS, self.decode_lead))
         safe = 1.0 + self.safety_margin
         cap = self.max_ttft_share * min(self._ttfts, default=inf) / safe
-        cap = max(cap, DECODES * view.latency.step_time(builder.shape.plus(1, 0)))  # plus 1: of no decodes too
+        cap = max(
+            cap, MIN_STEP_IN_DECODE_TIMES * view.latency.step_time(builder.shape.plus(1, 0))
+        )  # plus 1: of no decodes too
         return min(lends / safe, cap), min(lends_protected / safe, cap)
 
     def _lendable(self, tightest: Mapping[float, float], now: float, cushion: float) -> float:
@@ -261,7 +267,7 @@ class Scheduler:
         view, running = builder.view, builder.running
         block = view.limits.block_size
         behind = self._behind()
-        together: DecodesToBe | None = None
+        together: DecodeCapacity | None = None
         victims: list[SeqView] | None = None
         full = _step_is_full(builder, step_limit)
         full_for_all = full and (not behind or _step_is_full(builder, protected_step_limit))
@@ -281,9 +287,9 @@ class Scheduler:
                 if lacks and (not victims or lacking > reclaimable):
                     continue
                 if together is None:
-                    here = [s for s in map(seq_of, (*tried.decodes, *tried.prefills)) if s.id in running]
-                    together = DecodesToBe(view, here, 1.0 + self.safety_margin, self.decode_share)
-                if not together.sustain(seq):
+                    present = [s for s in map(seq_of, (*tried.decodes, *tried.prefills)) if s.id in running]
+                    together = DecodeCapacity(view, present, 1.0 + self.safety_margin, self.decode_share)
+                if not together.can_add(seq):
                     continue
                 while victims and builder.lacks(seq, need):
                     victim = victims.pop()
@@ -382,14 +388,14 @@ class _BestEffort:
     """What is served as best effort. Those that wait, maybe thousands, are looked up on demand."""
 
     def __init__(
-        self, view: View, running: Sequence[SeqView], given_up: Container[str], set_aside: Container[str]
+        self, view: View, running: Sequence[SeqView], permanently_best_effort: Container[str], set_aside: Container[str]
     ) -> None:
-        self._view, self._given_up, self._set_aside = view, given_up, set_aside
+        self._view, self._permanently_best_effort, self._set_aside = view, permanently_best_effort, set_aside
         self.running = sorted(self._of(running), key=ARRIVAL)  # oldest first
 
     def _of(self, seqs: Iterable[SeqView]) -> list[SeqView]:
-        given_up, set_aside = self._given_up, self._set_aside
-        return [s for s in seqs if s.id in given_up or s.id in set_aside]
+        permanently_best_effort, set_aside = self._permanently_best_effort, self._set_aside
+        return [s for s in seqs if s.id in permanently_best_effort or s.id in set_aside]
 
     def up_to(self, pending: int, running: Sequence[SeqView] | None = None, since: float = -inf) -> list[SeqView]:
         """These running ones (or all), and of those that wait the ones with at most so many tokens pending that arrived

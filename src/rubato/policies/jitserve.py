@@ -40,7 +40,7 @@ SOURCE = "JITServe: SLO-aware LLM Serving with Imprecise Request Information (NS
 OUTPUT_WEIGHT = 8.0  # of an output token, beside 1 of a prompt's
 CANDIDATES, SWAPS = 3, 3  # the scripts' `top_k_selection`; `max_swaps_per_iter`
 INTERVALS = 10  # between choices, over which a step's mean is taken
-LEAST_DEADLINE_SHARE = 1e-6  # of the predicted time: what counts of a deadline at least
+MIN_DEADLINE_SHARE = 1e-6  # of the predicted time: what counts of a deadline at least
 
 
 @dataclass
@@ -165,7 +165,7 @@ class Scheduler:
 
     def _late(self, asked: float | None, seconds: float) -> float:
         """The share that is earned of what is asked within a time and takes so many seconds."""
-        ratio = 1.0 if asked is None or seconds <= asked else max(LEAST_DEADLINE_SHARE, asked / seconds)
+        ratio = 1.0 if asked is None or seconds <= asked else max(MIN_DEADLINE_SHARE, asked / seconds)
         share: float = ratio**self.penalty_factor
         return share
 

@@ -44,13 +44,13 @@ class Router:
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         loads = {view.id: _Load(view) for view in fleet}
         place: dict[str, str] = {}
-        given: Counter[str] = Counter()  # KV blocks
+        kv_taken: Counter[str] = Counter()  # KV blocks
         for seq in held:
-            able = candidates(seq, fleet, given) if self.prefill else fleet
+            able = candidates(seq, fleet, kv_taken) if self.prefill else fleet
             if able:
                 least = min((loads[view.id] for view in able), key=lambda load: load.cost)
                 place[seq.id] = least.view.id
-                given[least.view.id] += least.view.limits.blocks(seq.cached)
+                kv_taken[least.view.id] += least.view.limits.blocks(seq.cached)
                 least.add(seq.pending, seq.cached)
         return Dispatch(place)
 

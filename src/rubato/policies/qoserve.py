@@ -42,7 +42,7 @@ from rubato.policy_kit.refusals import refusable, refusals, wants_refusal
 from rubato.policy_kit.turns import Turns, add_decodes
 
 SOURCE = "QoServe (ASPLOS 2026), before Niyama: Breaking the Silos of LLM Inference Serving (arXiv 2503.22562)"
-KEEPS = 0.995  # of the throughput of prefill, at each step that prefills
+MIN_THROUGHPUT_SHARE = 0.995  # of the throughput of prefill, at each step that prefills
 
 
 @dataclass
@@ -108,7 +108,9 @@ class Scheduler:
             self._throughput = most / view.latency.step_time(NO_BATCH.plus(most, 0))
         began, tokens = self._last
         if tokens and view.now > began:
-            self._throughput = KEEPS * self._throughput + (1.0 - KEEPS) * tokens / (view.now - began)
+            self._throughput = MIN_THROUGHPUT_SHARE * self._throughput + (1.0 - MIN_THROUGHPUT_SHARE) * tokens / (
+                view.now - began
+            )
 
     def _by_priority(self, view: View) -> list[SeqView]:
         """All that prefill or wait for it; best effort last."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rubato.core.interfaces import View
 from rubato.core.plan import Shape
 
-PER_REQUEST = 64  # tokens that a request counts for beside its pending ones: its decode to come
+DECODE_TO_COME_TOKENS = 64  # tokens that a request counts for beside its pending ones: its decode to come
 
 
-def load(view: View, per_request: int = PER_REQUEST) -> int:
+def load(view: View, per_request: int = DECODE_TO_COME_TOKENS) -> int:
     """Pending tokens of all that are at a replica, and their decodes to come."""
     return view.pending + per_request * view.count
 

@@ -8,7 +8,7 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import NO_BATCH, Plan, Shape, Work, blocks_for
 from rubato.core.request import NOTHING, HandoffReason
 
-FOR_EVER = 1 << 30
+UNLIMITED_STEPS = 1 << 30
 
 
 class BatchBuilder:
@@ -78,16 +78,18 @@ class BatchBuilder:
         if not self.decode or self.preempted:
             return 0
         if not self.work:
-            return FOR_EVER
+            return UNLIMITED_STEPS
         known = self.view.known
         alone = len(self.work) == len(self.view.waiting) + len(self.view.prefilling)
         if len(self.work) == 1:
             [work] = self.work.values()
             pending = known[work.seq].pending
             if alone and (work.tokens == pending or not self.tokens_left):
-                return FOR_EVER
+                return UNLIMITED_STEPS
             return 0 if self.tokens_left else pending // work.tokens - 1
-        return FOR_EVER if alone and all(work.tokens == known[id].pending for id, work in self.work.items()) else 0
+        return (
+            UNLIMITED_STEPS if alone and all(work.tokens == known[id].pending for id, work in self.work.items()) else 0
+        )
 
     def tokens_that_fit(self, seq: SeqView) -> int:
         """The most tokens of `seq` that still fit (0: none), for a sequence not in the batch yet."""
@@ -225,16 +227,16 @@ def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterabl
     them now."""
     if not builder.lacks(seq, tokens):
         return True
-    taken, lacking = [], builder.missing_blocks(seq, tokens)
+    preemptable, lacking = [], builder.missing_blocks(seq, tokens)
     for victim in victims:
         if victim is not seq and victim not in builder.preempted and (own := victim.own_blocks):
-            taken.append(victim)
+            preemptable.append(victim)
             lacking -= own
             if lacking <= 0:  # each victim leaves a slot, too
                 break
     else:
         return False
-    for one in taken:
+    for one in preemptable:
         if builder.lacks(seq, tokens):  # less, once a victim was taken out of the batch
             builder.preempt(one)
     return True

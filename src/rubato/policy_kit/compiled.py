@@ -28,7 +28,7 @@ def compiled(signature: str | None = None) -> Callable[[F], F]:
     """For these argument types now, if given; else for those of the call. A function kept on disk is compiled anew when
     its own file changes, not when one that it calls does: keep those that call each other in one file."""
 
-    def made(function: F) -> F:
+    def compile_function(function: F) -> F:
         if njit is None:
             return function
         try:
@@ -36,7 +36,7 @@ def compiled(signature: str | None = None) -> Callable[[F], F]:
         except RuntimeError:  # there is no folder to write to
             return cast(F, njit(signature)(function))
 
-    return made
+    return compile_function
 
 
 @lru_cache

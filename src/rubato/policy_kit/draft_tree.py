@@ -45,10 +45,10 @@ def select(
     check(trees, needed)
     if most_nodes < 1:
         raise ValueError(f"most_nodes {most_nodes}: a request holds its root at least, give 1 or more")
-    ranking, own = ranked(trees)
+    ranking, own = rank_nodes(trees)
     left = budget - len(trees)
     chosen = [0] * len(trees)
-    lacking = [enough(nodes, tokens) for nodes, tokens in zip(own, needed, strict=True)]
+    lacking = [count_needed_nodes(nodes, tokens) for nodes, tokens in zip(own, needed, strict=True)]
     for at in sorted(range(len(trees)), key=lacking.__getitem__):
         if lacking[at] <= len(own[at]):
             count = min(most_nodes - 1, lacking[at])
@@ -56,7 +56,7 @@ def select(
                 break
             chosen[at] = count
             left -= count
-    return with_most_probable(ranking, own, chosen, left)
+    return add_most_probable(ranking, own, chosen, left)
 
 
 def adaptive(n: int, b1: int, b2: int, c1: int, c2: int, d_min: int, d_max: int, w_max: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def check(trees: Sequence[Tree | None], needed: Sequence[float]) -> None:
         raise ValueError(f"{len(trees)} trees and {len(needed)} requests' needs: give one of each per request")
 
 
-def ranked(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node]]]:
+def rank_nodes(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node]]]:
     """All nodes, the most probable first, and those of each request in the same order."""
     layers: list[list[Node]] = []
     for at, tree in enumerate(trees):
@@ -97,7 +97,7 @@ def ranked(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node]]]:
     return ranking, own
 
 
-def enough(nodes: Sequence[Node], tokens: float) -> int:
+def count_needed_nodes(nodes: Sequence[Node], tokens: float) -> int:
     """How many of its nodes a request takes until so many tokens are expected; one more than it has where all give
     less."""
     expected = 1.0
@@ -108,7 +108,7 @@ def enough(nodes: Sequence[Node], tokens: float) -> int:
     return len(nodes) if expected >= tokens else len(nodes) + 1
 
 
-def with_most_probable(
+def add_most_probable(
     ranking: Sequence[Node], own: Sequence[Sequence[Node]], chosen: list[int], left: int
 ) -> list[tuple[int, ...]]:
     """The chosen first ones of each request, and the `left` most probable of the others."""

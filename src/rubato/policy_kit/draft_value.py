@@ -11,7 +11,7 @@ from rubato.core.plan import Shape, later_draft_tokens
 from rubato.policy_kit.acceptance import PRIOR
 
 
-class Paying(NamedTuple):
+class BestNodes(NamedTuple):
     """nodes: how many to verify, the most probable first. token: seconds of step time that an output token then takes,
     on average, over all sequences."""
 
@@ -43,7 +43,7 @@ def with_nodes(base: Shape, decodes: int, kv: int, nodes: int) -> Shape:
     return Shape(tokens + run, seqs + decodes, all_kv + read, context, square, steps, chunks, chunk_kv, drafts)
 
 
-def fastest(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float]) -> Paying:
+def find_fastest_nodes(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float]) -> BestNodes:
     """How many of these nodes bring the most tokens per second.
 
     likely: the probability of each that it comes out, descending. base: what the step runs beside, its draft steps
@@ -54,12 +54,14 @@ def fastest(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: S
         token = step_time(with_nodes(base, decodes, kv, nodes)) / tokens
         if token < lowest:
             best, lowest = nodes, token
-    return Paying(best, lowest)
+    return BestNodes(best, lowest)
 
 
-def worth(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float], token: float) -> int:
+def count_paying_nodes(
+    latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float], token: float
+) -> int:
     """How many of these nodes pay in a step that runs other work, too, where an output token is worth `token` seconds:
-    those for which the step grows by less than that. Parameters as `fastest`'s."""
+    those for which the step grows by less than that. Parameters as `find_fastest_nodes`'s."""
     tried = (
         (latency.step_time(with_nodes(base, decodes, kv, nodes)) - token * tokens, nodes)
         for nodes, tokens in _grid(decodes, likely)
@@ -67,7 +69,7 @@ def worth(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Seq
     return min(tried)[1]
 
 
-def depth_that_pays(
+def find_paying_depth(
     latency: LatencyModel, decodes: int, kv: int, chances: Sequence[Sequence[float]], width: int, least: int, most: int
 ) -> int:
     """The depth of trees, from `least` to `most`, that brings the most tokens per second; `most` where drafting costs
@@ -87,7 +89,7 @@ def depth_that_pays(
         likely.sort(reverse=True)
         if depth < least:
             continue
-        token = fastest(latency, drafting((depth, width), decodes), decodes, kv, likely).token
+        token = find_fastest_nodes(latency, drafting((depth, width), decodes), decodes, kv, likely).token
         if token <= lowest:
             best, lowest = depth, token
     return best

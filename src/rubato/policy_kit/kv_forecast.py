@@ -3,9 +3,8 @@
 Each resident grows by a token a step and leaves at its predicted end (PolyServe, §4.5). `PeakKV` is made for one
 question, `KVForecast` kept from step to step: in steps counted from the replica's first, a resident that had `length`
 tokens at step s has length + (T - s) at any step T before its end, so that its share of the sum changes with T alone.
-The sums are kept for stretches of `WIDTH` steps, each at its last step: placing or leaving is one addition over them,
-the largest sum to come one maximum.
-"""
+The sums are kept for stretches of `STRETCH_STEPS` steps, each at its last step: placing or leaving is one addition over
+them, the largest sum to come one maximum."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-WIDTH = 16  # steps of a stretch; a resident counts for up to so many tokens too many
-PEAKS = 4  # ends that are looked at, of `PeakKV`
-STRETCHES = 512  # kept at a time; what ends later counts as ending in the last
+STRETCH_STEPS = 16  # steps of a stretch; a resident counts for up to so many tokens too many
+MAX_PEAK_ENDS = 4  # ends that are looked at, of `PeakKV`
+MAX_STRETCHES = 512  # kept at a time; what ends later counts as ending in the last
 
 
 class KVForecast:
@@ -24,8 +23,10 @@ class KVForecast:
 
     def __init__(self) -> None:
         self._first = 0  # the step at which the first stretch begins
-        self._after = WIDTH * np.arange(1, STRETCHES + 1, dtype=np.int64)  # steps from there to each stretch's end
-        self._sums = np.zeros(STRETCHES, dtype=np.int64)
+        self._after = STRETCH_STEPS * np.arange(
+            1, MAX_STRETCHES + 1, dtype=np.int64
+        )  # steps from there to each stretch's end
+        self._sums = np.zeros(MAX_STRETCHES, dtype=np.int64)
         self._used = 0  # stretches that have a resident
         self._of: dict[str, tuple[int, int]] = {}  # resident -> (length less the step it had it at, end)
         self._ends: list[tuple[int, str]] = []  # by end, some of them gone already
@@ -82,12 +83,12 @@ class KVForecast:
 
     def _stretch(self, step: int) -> int:
         """In which a step lies; below 0 if it is before the first."""
-        return min((step - self._first) // WIDTH, STRETCHES - 1)
+        return min((step - self._first) // STRETCH_STEPS, MAX_STRETCHES - 1)
 
     def _at(self, step: int) -> int:
         """The stretch that `step` lies in; now and then those behind it are dropped first."""
-        at = (step - self._first) // WIDTH
-        if at >= STRETCHES // 2:
+        at = (step - self._first) // STRETCH_STEPS
+        if at >= MAX_STRETCHES // 2:
             self._begin_at(step)
             at = 0
         return at
@@ -116,13 +117,13 @@ class PeakKV:
         self._final, self._left = np.array(final, dtype=np.float64), np.array(left, dtype=np.float64)
         self._block = block
 
-    def with_(self, final: Sequence[int] = (), left: Sequence[float] = ()) -> int:
-        """With these beside. Counted in whole blocks at the `PEAKS` ends at which they have most tokens."""
+    def peak_with(self, final: Sequence[int] = (), left: Sequence[float] = ()) -> int:
+        """With these beside. Counted in whole blocks at the `MAX_PEAK_ENDS` ends at which they have most tokens."""
         final_, left_ = np.append(self._final, final), np.append(self._left, left)
         last = np.argsort(-left_)  # the last to end first
         final_, left_ = final_[last], left_[last]
         tokens = (final_ - left_ / self._block).cumsum() + left_ / self._block * np.arange(1, len(last) + 1)
-        ends = np.argsort(-tokens)[:PEAKS]
+        ends = np.argsort(-tokens)[:MAX_PEAK_ENDS]
         to_come = np.floor((left_ - left_[ends, None]).clip(0.0) / self._block)
         there = np.arange(len(last)) <= ends[:, None]  # those before have ended
         return int(((final_ - to_come) * there).sum(axis=1).max(initial=0.0))

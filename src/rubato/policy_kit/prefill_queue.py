@@ -13,7 +13,7 @@ from rubato.core.request import HandoffReason
 from rubato.policy_kit.batch_builder import BatchBuilder
 
 
-class Prompt(NamedTuple):
+class QueuedPrompt(NamedTuple):
     """A prompt to be computed: when it has to be through, in seconds, and its tokens pending and in KV."""
 
     due: float
@@ -21,7 +21,7 @@ class Prompt(NamedTuple):
     cached: int
 
 
-def _first_chunk(prompt: Prompt, at: float, budget: int, most: int, latency: LatencyModel) -> int:
+def _first_chunk(prompt: QueuedPrompt, at: float, budget: int, most: int, latency: LatencyModel) -> int:
     """Dynamic (§4.7), unless the prompt would be late so: then as much of it as a batch may have."""
     tokens = min(dynamic_chunk(prompt.pending, budget), most)
     if tokens < prompt.pending and at + prefill_time(latency, prompt.pending, prompt.cached, budget) > prompt.due:
@@ -30,7 +30,7 @@ def _first_chunk(prompt: Prompt, at: float, budget: int, most: int, latency: Lat
 
 
 def prefill_chunks(
-    prompts: Sequence[Prompt], at: float, budget: int, most: int, latency: LatencyModel
+    prompts: Sequence[QueuedPrompt], at: float, budget: int, most: int, latency: LatencyModel
 ) -> tuple[list[int], Shape]:
     """Tokens of each prompt (the nearest deadline first; those at the end may get none) in a step that begins at `at`,
     and its shape. The first gets a dynamic chunk (§4.7), others what is left of the budget, unless the step would last
@@ -76,17 +76,17 @@ def nearest_due_first(
     builder, limits = BatchBuilder(view), view.limits
     ready: dict[str, HandoffReason] = {s.id: "prefilled" for s in view.running if s.pending == 1}
     begun = view.prefilling
-    owed = sum(limits.blocks(s.length) - s.blocks for s in begun)
+    missing = sum(limits.blocks(s.length) - s.blocks for s in begun)
 
     def key(seq: SeqView) -> tuple[float, float]:
         return (order(seq), seq.request.arrival)
 
     seqs = sorted((*begun, *view.waiting), key=key)
-    prompts = [Prompt(due(s), s.pending, s.cached) for s in seqs]
+    prompts = [QueuedPrompt(due(s), s.pending, s.cached) for s in seqs]
     chunks, _ = prefill_chunks(prompts, view.now, budget, limits.max_num_batched_tokens, view.latency)
     for seq, tokens in zip(seqs, chunks, strict=False):
         new = seq.id not in builder.running
-        if builder.tokens_that_fit(seq) < tokens or (new and builder.missing_blocks(seq, seq.pending) + owed > 0):
+        if builder.tokens_that_fit(seq) < tokens or (new and builder.missing_blocks(seq, seq.pending) + missing > 0):
             break
         builder.add(seq, tokens)
     if not builder.work and begun:  # none may start, and the nearest deadline is of one that has not begun

@@ -23,7 +23,7 @@ from math import inf
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, Router, SeqView, View
 from rubato.core.plan import Role, Shape
-from rubato.policy_kit.backlog import PER_REQUEST, load, prefill_seconds
+from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS, load, prefill_seconds
 from rubato.policy_kit.prefix_index import PrefixIndex
 from rubato.policy_kit.wrapper import RouterWrapper
 
@@ -48,13 +48,13 @@ class PrefixAffinity(RouterWrapper):
         if not (isinstance(dispatch, Dispatch) and isinstance(dispatch.place, Mapping) and dispatch.place):
             return dispatch  # nothing to move, or an error that the check of each dispatch names
         self._index.begin(held, fleet)
-        turn = _Turn(self._index, held, fleet, dispatch, now)
+        redirection = _Redirection(self._index, held, fleet, dispatch, now)
         why = dict(dispatch.why)
-        place = {id: turn.placed(id, chosen, why) for id, chosen in dispatch.place.items()}
+        place = {id: redirection.choose_replica(id, chosen, why) for id, chosen in dispatch.place.items()}
         return dispatch._replace(place=place, why=why)
 
 
-class _Turn:
+class _Redirection:
     """One dispatch, with where its requests go so far: queued are the tokens that it adds to a replica, count the
     requests."""
 
@@ -75,7 +75,7 @@ class _Turn:
                 self._queued[replica] += seq.pending - self._cached(seq, replica)
                 self._count[replica] += 1
 
-    def placed(self, id: str, chosen: str, why: dict[str, str]) -> str:
+    def choose_replica(self, id: str, chosen: str, why: dict[str, str]) -> str:
         """Where it goes instead of the replica that the router chose. why: gets the reason, if that is another one."""
         seq = self._seqs.get(id)
         if seq is None or chosen not in self._fleet:
@@ -113,7 +113,7 @@ class _Turn:
         return chosen
 
     def _load(self, view: View) -> int:
-        return load(view) + self._queued[view.id] + PER_REQUEST * self._count[view.id]
+        return load(view) + self._queued[view.id] + DECODE_TO_COME_TOKENS * self._count[view.id]
 
     def _keeps_slo(self, seq: SeqView, view: View, cached: int, more: int, saved: int) -> bool:
         """more: load there beyond that of the router's choice; saved: tokens that are not to be computed there."""

@@ -50,7 +50,7 @@ class PrefixIndex:
         self._caches: dict[str, _Cache] = {}
         self._sessions: dict[tuple[str, str], tuple[str, int]] = {}  # its last replica, and tokens there
         self._prompts: dict[str, _Prompt] = {}  # of requests that were held and have not ended
-        self._served: dict[str, str] = {}  # where each of them was placed
+        self._replica_of: dict[str, str] = {}  # where each of them was placed
         # by replica, what the dispatch in the making places there
         self._coming: defaultdict[str, dict[Hashable, int]] = defaultdict(dict)
 
@@ -62,7 +62,7 @@ class PrefixIndex:
         for seq in held:
             if seq.cached:  # its KV comes along, and its prompt is computed nowhere
                 self._prompts.pop(seq.id, None)
-                self._served.pop(seq.id, None)
+                self._replica_of.pop(seq.id, None)
 
     def cached(self, seq: SeqView, replica: str) -> int:
         """Tokens of this request whose KV that replica is likely to have: never all, the last one must be run."""
@@ -93,10 +93,10 @@ class PrefixIndex:
         for event in events:
             if isinstance(event, Placed):
                 if event.id in self._prompts and event.replica in self._caches:
-                    self._served[event.id] = event.replica
+                    self._replica_of[event.id] = event.replica
                     self._add(self._prompts[event.id], event.replica, 0)
             elif isinstance(event, Finished):
-                prompt, replica = self._prompts.pop(event.id, None), self._served.pop(event.id, None)
+                prompt, replica = self._prompts.pop(event.id, None), self._replica_of.pop(event.id, None)
                 if prompt is not None and replica in self._caches and event.outcome == "completed":
                     self._add(prompt, replica, event.output)
             elif isinstance(event, Left):

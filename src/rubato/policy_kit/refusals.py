@@ -11,7 +11,7 @@ from rubato.core.request import INFEASIBLE, LATE
 
 # One request in so many is not judged by its predicted length: else a mean that has once grown too long would refuse
 # every request that could correct it.
-NOT_PREDICTED = 32
+UNPREDICTED_ONE_IN = 32
 
 
 def refusable(seq: SeqView) -> bool:
@@ -23,7 +23,7 @@ def known_output(seq: SeqView) -> float | None:
     sampling = seq.request.sampling
     if sampling.ignore_eos and not (sampling.stop or sampling.stop_ids) and len(seq.request.stages) == 1:
         return float(sampling.max_tokens - seq.output)
-    return None if crc32(seq.id.encode("utf-8", "replace")) % NOT_PREDICTED == 0 else seq.predicted
+    return None if crc32(seq.id.encode("utf-8", "replace")) % UNPREDICTED_ONE_IN == 0 else seq.predicted
 
 
 def why_infeasible(seq: SeqView, view: View) -> str | None:

@@ -216,7 +216,7 @@ class PolicyDriver(FleetPart):
         if self._room is not None:
             self._room.offered(request)
         if self._fair is not None:
-            self._fair.enter(request, now)
+            self._fair.add_request(request, now)
             self._held[request.id] = seq
         most = min(own.num_prompt_tokens + own.max_tokens + self._kv.ahead, self.limits.max_model_len)
         if self._kv.exact and self.limits.blocks(most) > self.limits.kv_blocks:
@@ -243,7 +243,7 @@ class PolicyDriver(FleetPart):
         if outcome == "completed" and self._lengths is not None:
             self._lengths.learn(seq.request, len(times))
         if self._fair is not None:
-            self._fair.finished(id, outcome, len(times), self.clock())
+            self._fair.record_end(id, outcome, len(times), self.clock())
         self._happened(seq, Finished(self.clock(), id, outcome, reason, verdict, len(times), seq.best_effort))
 
     def _taken_out(self, id: str) -> VllmSeq | None:
@@ -387,8 +387,8 @@ class PolicyDriver(FleetPart):
         seqs = self.seqs.values()
         waiting, running = [s for s in seqs if s.waiting and s.id not in self._held], [s for s in seqs if not s.waiting]
         view = View(NAME, now, waiting, running, 0, self.limits.kv_blocks, self.limits, self.latency)
-        for request in self._fair.open([seq.request for seq in self._held.values()], [view], now):
-            self._fair.placed(request.id)
+        for request in self._fair.release([seq.request for seq in self._held.values()], [view], now):
+            self._fair.record_placement(request.id)
             del self._held[request.id]
         return self._held.keys()
 

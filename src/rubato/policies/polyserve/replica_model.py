@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from rubato.core.interfaces import SeqView, View
-from rubato.policies.polyserve.scheduler import BUDGET, first_prompt_due
+from rubato.policies.polyserve.scheduler import PREFILL_BATCH_TOKENS, first_prompt_due
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_forecast import KVForecast
 from rubato.policy_kit.step_table import StepTable
 
-PREFILL = -1  # the group of the prefill replicas; tiers are counted from 0
+PREFILL_GROUP = -1  # the group of the prefill replicas; tiers are counted from 0
 
 # Share of the time until a prompt behind others is through, by which that may come later than predicted: prompts with
 # nearer deadlines come in between, and steps are a little longer.
-MARGIN = 0.1
+DELAY_MARGIN_SHARE = 0.1
 
 
 @dataclass(slots=True)
@@ -42,10 +42,11 @@ class HeldRequest:
         return int(self.length + self.remaining)
 
 
-class Replica:
-    """group: the tier it serves, `PREFILL`, or None in the pool. draining: it has requests of looser tiers only, and
-    admits none. residents: how many of each tier, those whose prompt is under way elsewhere included. prompts: those to
-    be prefilled here, by id, with when they have to be through. load: None when it is to be worked out again."""
+class TierReplica:
+    """group: the tier it serves, `PREFILL_GROUP`, or None in the pool. draining: it has requests of looser tiers only,
+    and admits none. residents: how many of each tier, those whose prompt is under way elsewhere included. prompts:
+    those to be prefilled here, by id, with when they have to be through. load: None when it is to be worked out
+    again."""
 
     def __init__(self, view: View, index: int, tiers: int, steps: StepTable) -> None:
         self.id = view.id
@@ -92,7 +93,7 @@ class Replica:
         the tokens queued."""
         if self.load is None:
             count = len(self.forecast)
-            if self.group == PREFILL:
+            if self.group == PREFILL_GROUP:
                 self.load = float(sum(prompt.pending for prompt in self.prompts.values()))
             else:
                 self.load = self.steps.decodes(count, self.forecast.peak(self.view.steps)) if count else 0.0
@@ -138,13 +139,13 @@ class Replica:
     # ----------------------------------------------------------------- whether a request fits
 
     def next_token_at(
-        self, request: HeldRequest, tpot: float, now: float, alone: bool = False, later: bool = False
+        self, request: HeldRequest, tpot: float, now: float, is_alone: bool = False, later: bool = False
     ) -> float | None:
         """When its next token would be out beside decodes; None if that is too late, or a step or the KV would come to
         be too much. alone: all that are here leave. later: it comes with its KV once it is prefilled."""
         step = self.renew(now)
         limits = self.view.limits
-        count = 1 if alone else len(self.forecast) + 1
+        count = 1 if is_alone else len(self.forecast) + 1
         if count > limits.max_num_seqs:
             return None
         if count > 1:
@@ -162,12 +163,12 @@ class Replica:
                 return None
             when = self.joins_at(request, now)
         elif count == 1:
-            when += self.steps.alone(request.pending + self.added)
+            when += self.steps.isolated_seconds(request.pending + self.added)
         else:
             when += self._prefilled_in(request, tpot, count - 1, now, when)
         return when if when <= request.due else None
 
-    def keeps(self, request: HeldRequest, tpot: float, now: float) -> bool:
+    def can_keep(self, request: HeldRequest, tpot: float, now: float) -> bool:
         """Whether one of the residents, which brings its KV, has its next token in time, and no step or the KV comes to
         be too much. It counts twice in the former."""
         peak = self.forecast.peak(self.renew(now))
@@ -203,7 +204,7 @@ class Replica:
             return seconds
         most = view.limits.max_num_batched_tokens - seqs
         beside = self.steps.decodes(seqs, kv) - self.steps.decodes(1, 1)
-        whole = self.steps.alone(wanted) + ceil(wanted / most) * beside
+        whole = self.steps.isolated_seconds(wanted) + ceil(wanted / most) * beside
         if at + whole > request.due:  # however much is lent: seen before that is asked, which takes long
             return seconds
         lead = view.first_decode_due + (tpot if at > now else 0.0) - tpot - at
@@ -229,18 +230,18 @@ class Replica:
         self.steps.renew(now)
         steps, busy_until = self.steps, self.view.busy_until
         line = self._waiting_line(busy_until)
-        begin, taken, margin = max(now, busy_until), 0.0, 1.0
+        begin, elapsed, margin = max(now, busy_until), 0.0, 1.0
         own = self._timed(request.due, request.pending, request.length)
         at = bisect_right(line, own)
-        if self._least(own) > self._rooms[at] - begin / (1.0 + MARGIN):
+        if self._least(own) > self._rooms[at] - begin / (1.0 + DELAY_MARGIN_SHARE):
             return False
         for due, tokens, cached, seconds in (*line[:at], own, *line[at:]):
-            through = taken + seconds
+            through = elapsed + seconds
             if begin + margin * through > due:
-                through = taken + steps.alone(tokens, cached)
+                through = elapsed + steps.isolated_seconds(tokens, cached)
                 if begin + margin * through > due >= request.due:
                     return False
-            taken, margin = through, 1.0 + MARGIN
+            elapsed, margin = through, 1.0 + DELAY_MARGIN_SHARE
         wanted = request.pending + sum([tokens for _, tokens, _, _ in line])
         return self.group is None or wanted <= self.view.kv_free * self.view.limits.block_size
 
@@ -266,21 +267,21 @@ class Replica:
     def _room_before(self, line: Sequence[tuple[float, int, int, float]]) -> Sequence[float]:
         """For each place in the line: up to when, divided by the margin, one that takes less would leave those behind
         it in time, were each as short as possible; inf at the end."""
-        rooms, taken, least = [inf], sum(map(self._least, line)), inf
+        rooms, elapsed, least = [inf], sum(map(self._least, line)), inf
         for timed in reversed(line):
-            least = min(least, timed[0] / (1.0 + MARGIN) - taken)
-            taken -= self._least(timed)
+            least = min(least, timed[0] / (1.0 + DELAY_MARGIN_SHARE) - elapsed)
+            elapsed -= self._least(timed)
             rooms.append(least)
         return rooms[::-1]
 
     def _least(self, timed: tuple[float, int, int, float]) -> float:
         """Seconds of these tokens in chunks, or in as few steps as possible if that is less."""
         _, tokens, cached, seconds = timed
-        return min(seconds, self.steps.alone(tokens, cached))
+        return min(seconds, self.steps.isolated_seconds(tokens, cached))
 
     def _timed(self, due: float, tokens: int, length: int) -> tuple[float, int, int, float]:
         """The last tokens of a prompt: when it is due, how many, after how many, and their seconds in chunks."""
-        return due, tokens, length - tokens, self.steps.in_chunks(tokens, length - tokens, BUDGET)
+        return due, tokens, length - tokens, self.steps.in_chunks(tokens, length - tokens, PREFILL_BATCH_TOKENS)
 
     def _wait(self, now: float) -> float:
         """Seconds until the step in flight ends."""
@@ -293,7 +294,7 @@ class Replica:
         return max(0, view.pending - view.decodes.seqs - (flight.tokens - flight.seqs + flight.chunks)) + self.added
 
 
-def is_source(replica: Replica, seq: SeqView) -> bool:
+def is_source(replica: TierReplica, seq: SeqView) -> bool:
     """Whether the KV that it would bring is there, from before that replica served another group."""
     handoff = seq.request.handoff
     return handoff is not None and seq.cached > 0 and handoff.source == replica.id

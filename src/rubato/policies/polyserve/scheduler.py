@@ -13,7 +13,7 @@ from rubato.core.plan import Plan, Shape
 from rubato.policy_kit.batch_builder import decode_first, decodes_only
 from rubato.policy_kit.prefill_queue import nearest_due_first
 
-BUDGET = 2048  # tokens of a prefill batch, by which the router prices prompts, too
+PREFILL_BATCH_TOKENS = 2048  # tokens of a prefill batch, by which the router prices prompts, too
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Scheduler:
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     uses: ClassVar[frozenset[str]] = frozenset({"handoff", "kv_transfer"})
-    budget: int = BUDGET
+    budget: int = PREFILL_BATCH_TOKENS
 
     def __post_init__(self) -> None:
         if self.budget < 1:

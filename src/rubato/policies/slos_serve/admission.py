@@ -29,9 +29,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rubato.policies.slos_serve.demand import Demand, peak_kv, rows
-from rubato.policies.slos_serve.dynamic_program import CLOSE, EPS, best_subset, demand_line
+from rubato.policies.slos_serve.dynamic_program import BATCH_ROUNDING, ROUNDING_TOKENS, best_subset, demand_line
 
-SHORT = 2  # deadlines of new requests for which the first batch may be a short one, the earliest
+MAX_SHORT_BATCHES = 2  # deadlines of new requests for which the first batch may be a short one, the earliest
 
 
 class Phase(NamedTuple):
@@ -96,7 +96,7 @@ def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimi
     best: Admitted | None = None
     least: list[Callable[[int], tuple[float, ...]]] = [lambda i: (new[i].memory / new[i].value,)]
     if len({d.value for d in new}) > 1:  # then that may leave out one worth more than all others
-        least.append(lambda i: (peak.with_([new[i].memory], [new[i].left]) > limits.memory, -new[i].value))
+        least.append(lambda i: (peak.peak_with([new[i].memory], [new[i].left]) > limits.memory, -new[i].value))
     for grid in grids_to_try(forced, new, limits):
         for worst in least:
             able = list(range(len(new)))
@@ -105,20 +105,20 @@ def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimi
                 chosen = best_subset(np.array(grid), served, asked, limits.seats)
                 accepted = [able[i] for i in chosen or ()]
                 more = [new[i].memory for i in accepted], [new[i].left for i in accepted]
-                if not accepted or peak.with_(*more) <= limits.memory:
+                if not accepted or peak.peak_with(*more) <= limits.memory:
                     break
                 able.remove(max(accepted, key=worst))
             value = sum(new[i].value for i in accepted)
-            if chosen is not None and (best is None or value > best.value + EPS):
+            if chosen is not None and (best is None or value > best.value + ROUNDING_TOKENS):
                 best = Admitted(tuple(sorted(accepted)), grid, value)
             if len(able) == len(new):
                 break
-        if best is not None and best.value >= most - EPS:
+        if best is not None and best.value >= most - ROUNDING_TOKENS:
             return best
     if best is None:
         return None
     again = admit(forced, [new[i] for i in best.accepted], limits)  # those that are declined do not shorten batches
-    return best if again is None or again.value < best.value - EPS else best._replace(grid=again.grid)
+    return best if again is None or again.value < best.value - ROUNDING_TOKENS else best._replace(grid=again.grid)
 
 
 def grids_to_try(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Iterator[Grid]:
@@ -144,7 +144,7 @@ def _lay(decodes: Sequence[tuple[float, float]], lead: Phase | None, limits: Adm
         phases, begin = [lead], lead.seconds
     for due, tpot in decodes:
         if tpot < seconds:
-            count = max(0.0, float(floor((due - begin) / seconds + CLOSE)))
+            count = max(0.0, float(floor((due - begin) / seconds + BATCH_ROUNDING)))
             if count:
                 phases.append(Phase(count, seconds, limits.capacity(seconds)))
                 begin += count * seconds
@@ -156,7 +156,7 @@ def _short(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLim
     """Short first batches, until one of the first prompts is due, beside the decodes that are due before the batch
     after it ends. None where two tokens of one would be due in it."""
     longest = limits.longest
-    for end in sorted({d.due for d in new if 0.0 < d.due < longest})[:SHORT]:
+    for end in sorted({d.due for d in new if 0.0 < d.due < longest})[:MAX_SHORT_BATCHES]:
         two = any(d.due < end and d.tpot < end for d in forced)
         beside = 0.0 if two or limits.beside is None else limits.beside(end, sum(d.due < end + longest for d in forced))
         if beside:

@@ -28,7 +28,7 @@ class BatchCapacity:
         self._model, self._slower, self._weight = view.latency, 1.0 + margin, weight
         self._most = limits.max_num_batched_tokens
         self._decodes = min(len(demands), limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._kv = min(peak_kv(demands, block).with_(), view.kv_total) * block
+        self._kv = min(peak_kv(demands, block).peak_with(), view.kv_total) * block
         ends = sorted((d.memory * block for d in demands), reverse=True)
         self._ends = list(accumulate(ends, initial=0))  # KV of the longest ones, by how many
         self._context = max((s.length for s in seqs if s.pending > 1), default=0)

@@ -17,9 +17,9 @@ from rubato.policy_kit.batch_builder import blocks_at_end, remaining_output
 from rubato.policy_kit.kv_forecast import PeakKV
 from rubato.policy_kit.paces import Window, tightest_tpot
 
-PROBE = 512  # tokens of prefill whose time stands for all
-TIGHTER = 0.8  # of its TPOT: the pace of one behind schedule when there is no tighter tier (ours)
-PATIENCE = 4.0  # seconds that a prompt without a TTFT, or best effort, may wait before it is planned (ours)
+PROBE_TOKENS = 512  # tokens of prefill whose time stands for all
+CATCH_UP_TPOT_SHARE = 0.8  # of its TPOT: the pace of one behind schedule when there is no tighter tier (ours)
+PATIENCE_S = 4.0  # seconds that a prompt without a TTFT, or best effort, may wait before it is planned (ours)
 
 
 class Demand(NamedTuple):
@@ -81,7 +81,7 @@ class DemandReader:
             tpot = min(tpot, steady)
             due = min(due, seq.request.arrival + seq.tool_seconds + e2e - (left - 1.0) * steady)
         elif due == inf and (seq.output == 0 or pending > 1):  # also one that is resumed by a prefill
-            due = max(seq.stage_start + PATIENCE, self.now + min(tpot, PATIENCE))
+            due = max(seq.stage_start + PATIENCE_S, self.now + min(tpot, PATIENCE_S))
         if pending == 1 and e2e is None and seq.id in self.windows:
             _, before, began = self.windows[seq.id]
             due = min(due, began + (seq.output + 1 - before) * tpot)
@@ -100,7 +100,7 @@ class DemandReader:
 
         def tighter(demand: Demand) -> Demand:
             below = [p for p in paces if p < demand.tpot]
-            return demand._replace(due=0.0, tpot=below[-1] if below else TIGHTER * demand.tpot)
+            return demand._replace(due=0.0, tpot=below[-1] if below else CATCH_UP_TPOT_SHARE * demand.tpot)
 
         return [tighter(d) if d.tokens == 1 and d.due < soonest and d.tpot < inf else d for d in found]
 
@@ -114,7 +114,7 @@ def prefill_token_weight(view: View, before: float = 1.0) -> float:
         return 1.0
     base = model.step_time(decodes)
     more = model.step_time(Shape(*(2 * part for part in decodes[:3]))) - base
-    chunk = min(PROBE, view.limits.max_num_batched_tokens)
+    chunk = min(PROBE_TOKENS, view.limits.max_num_batched_tokens)
     prefill = (model.step_time(decodes.plus(chunk, 0)) - base) / chunk
     if prefill * decodes.seqs >= more:
         return 1.0
