@@ -32,16 +32,16 @@ MODES = st.sampled_from(["co", "pd"])
 class Watched(Router):
     """Looks at each decision before it is made, and at what is held after."""
 
-    def _sit(self, request: HeldRequest, seat: Any, turn: Any) -> None:
-        replica, group, rule = seat
+    def _reserve_slot(self, request: HeldRequest, slot: Any, routing: Any) -> None:
+        replica, group, rule = slot
         assert request.seq.id not in self._where, "placed twice"
         assert not replica.draining or rule == "claimed"
         assert group <= request.tier or (rule == "has room" and request.due == inf), "a looser tier's replica"
         if rule not in ("own tier", "has room"):
             for nearer in range(request.tier, group if rule.startswith("promoted") else -1, -1):
                 for other in self._groups[nearer]:
-                    assert other.draining or not self._takes(other, request, turn.now), "a nearer tier had room"
-        super()._sit(request, seat, turn)
+                    assert other.draining or not self._takes(other, request, routing.now), "a nearer tier had room"
+        super()._reserve_slot(request, slot, routing)
 
     def _takes(self, replica: TierReplica, request: HeldRequest, now: float) -> bool:
         assert replica.group is not None

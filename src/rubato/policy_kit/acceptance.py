@@ -1,4 +1,4 @@
-"""How often drafted tokens turn out right: learned from what verification brings, or from what drafters say."""
+"""Learns how often drafted tokens are accepted, from verified tokens or from the drafter's own probabilities."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from rubato.core.request import Request
 PRIOR, PRIOR_TRIES = (
     0.7,
     10.0,
-)  # chance that a drafted token is right before any was tried; tries, or trees, it is worth
+)  # acceptance before any was tried; tries, or trees, that it counts as
 MEMORY_TRIES = 2000.0  # tries of a class that are remembered
 MEMORY_TREES = 500.0  # trees of a class that are remembered
 
 
 @dataclass
 class AcceptanceRates:
-    """The share of tried tokens that was right, by class: a request's application, or its tier where it names none.
-    prior: the share before any was tried, worth `PRIOR_TRIES` tries. `MEMORY_TRIES` tries of a class are remembered.
+    """The share of drafted tokens that were accepted, by class: a request's application, or else its tier.
 
-    A try is a place in the output: where several candidates for it were verified, it was right if one of them was.
+    A try is a position in the output: of several candidates for it, one must be accepted. `MEMORY_TRIES` tries of a
+    class are remembered.
+
+    Args:
+        prior: the share before any was tried, which counts as `PRIOR_TRIES` tries
     """
 
     prior: float = PRIOR
@@ -31,7 +34,7 @@ class AcceptanceRates:
     _counts: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)  # right, tried
 
     def follow(self, seqs: Iterable[SeqView]) -> None:
-        """Whose tries are to be counted. Where its class has no tries yet, those that a sequence already has count."""
+        """Starts counting the tries of these sequences; tries that a sequence had before count, too."""
         for seq in seqs:
             if seq.id not in self._class:
                 self._class[seq.id] = class_of(seq.request)
@@ -45,7 +48,7 @@ class AcceptanceRates:
             self._class.pop(event.id, None)
 
     def mean(self, request: Request) -> float:
-        """Probability that a drafted token of such a request is right, all before it being right."""
+        """Returns the probability that a drafted token of this request is accepted if all before it are."""
         right, tried = self._counts.get(class_of(request), (0.0, 0.0))
         return (right + self.prior * PRIOR_TRIES) / (tried + PRIOR_TRIES)
 
@@ -69,7 +72,7 @@ class TreeChances:
     _layers: dict[str, list[tuple[float, float]]] = field(default_factory=dict, init=False)  # by depth: mean, trees
 
     def add_tree(self, request: Request, tree: Tree) -> None:
-        """A tree drafted for this request."""
+        """Learns from a tree drafted for this request."""
         if not tree.paths:
             return
         offered = tree.layers
@@ -81,8 +84,8 @@ class TreeChances:
             layers[i] = mean + (chance - mean) / (trees + 1.0), min(MEMORY_TREES, trees + 1.0)
 
     def chances(self, request: Request, depth: int) -> list[float]:
-        """By depth, 1 first, up to `depth`. Past the deepest seen they fall by the last ratio; with none seen, by
-        `PRIOR`."""
+        """Returns the chances by depth, from 1 to `depth`. Beyond the deepest tree they fall by the last ratio; without
+        any tree, by `PRIOR`."""
         chances = [1.0, *(mean for mean, _ in self._layers.get(class_of(request), ())[:depth])]
         fall = PRIOR
         if len(chances) > 1:

@@ -1,4 +1,4 @@
-"""Requests that only some replicas may serve, for any router: it is asked about each such set apart, shown that alone.
+"""Lets any router place requests that only some replicas may serve, by asking it about each such set separately.
 
 Not every server of a fleet has the model of each request. A data plane may say which endpoints a request may go to (the
 subset of the Gateway API Inference Extension's endpoint picker protocol), and which one it went to.
@@ -13,7 +13,7 @@ from rubato.core.interfaces import Dispatch, Router, SeqView, View
 from rubato.core.request import ALONE_S, NO_REPLICA
 from rubato.policy_kit.wrapper import RouterWrapper
 
-RETRY_S = 0.5  # seconds until it is looked again whether one of a set that has none is there
+RETRY_S = 0.5  # a set without a replica is checked again after this time
 
 
 class Candidates(RouterWrapper):

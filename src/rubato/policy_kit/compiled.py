@@ -1,6 +1,6 @@
-"""Functions compiled by Numba, kept on disk where that can be; for searches that a policy runs between two steps.
+"""Compiles functions with Numba, cached on disk where possible, for searches that run between two steps.
 
-Without Numba (extra `fast`) they run as they stand: the same results, in plain Python's time.
+Without Numba (extra `fast`) they run in plain Python, with the same results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replicas that prefill and replicas that decode, for routers that know nothing else of them."""
+"""Splits a fleet into prefill and decode replicas, for routers with no other roles."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_ratio(prefill: int, decode: int) -> None:
 
 
 def candidates(seq: SeqView, fleet: Sequence[View], kv_taken: Mapping[str, int]) -> Sequence[View]:
-    """The replicas that may take it: those that prefill, or, if it brings KV, those that decode and have memory for
-    that. given: KV blocks given away meanwhile, by replica."""
+    """Returns the replicas that may take it: those that prefill, or, if it brings KV, those that decode and have memory
+    for that. `kv_taken`: KV blocks taken in this dispatch, by replica."""
     if not seq.cached:
         return [view for view in fleet if view.role.phase != "decode"]
     decodes = [view for view in fleet if view.role.phase != "prefill"]

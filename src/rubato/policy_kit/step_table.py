@@ -15,12 +15,12 @@ KV_GRAIN_TOKENS, PROMPT_GRAIN_TOKENS, SEQS_GRAIN = (
     4096,
     256,
     8,
-)  # tokens, and decodes, up to which step times are remembered alike
+)  # step times are rounded up to these
 PROBE_SHAPE = Shape(32, 32, 32_000)
 
 
 class StepTable:
-    """most: tokens that a batch may have."""
+    """Remembered step times of one latency model. `most`: tokens that a batch may have."""
 
     def __init__(self, latency: LatencyModel, most: int) -> None:
         self._latency = latency
@@ -34,7 +34,7 @@ class StepTable:
         self._probed = (-inf, 0.0)  # when, and what a step of some size took
 
     def renew(self, now: float) -> None:
-        """Forget all when the model predicts other times by now; looked at once a second."""
+        """Forgets all times if the model's predictions have changed; checks once a second."""
         when, before = self._probed
         if now - when < 1.0:
             return
@@ -47,12 +47,12 @@ class StepTable:
         self._probed = (now, probe)
 
     def decodes(self, seqs: int, kv: int) -> float:
-        """Seconds of so many decodes with `kv` tokens together."""
+        """Returns the seconds of a step of `seqs` decodes with `kv` tokens together."""
         return self._decodes(seqs, _rounded_up(kv, KV_GRAIN_TOKENS))
 
     def chunk(self, tpot: float, seqs: int, kv: int, prompt: int) -> tuple[int, float]:
-        """The tokens of a prompt that a step of `tpot` has room for beside so many decodes, up to its end; and the
-        seconds of that step. (0, 0.0) for none."""
+        """Returns the tokens of a prompt that fit in each step of `tpot` seconds with `seqs` decodes, to the prompt's
+        end, and the seconds of such a step; (0, 0.0) if none fit."""
         return self._chunk(
             tpot,
             _rounded_up(seqs, SEQS_GRAIN),
@@ -61,11 +61,11 @@ class StepTable:
         )
 
     def isolated_seconds(self, prompt: int, cached: int = 0) -> float:
-        """Seconds of a prompt's tokens after those cached, with nothing beside them, in as few steps as possible."""
+        """Returns the seconds of a prompt's tokens after the cached ones, alone and in as few steps as possible."""
         return self._alone(_rounded_up(prompt, PROMPT_GRAIN_TOKENS), _rounded_up(cached, PROMPT_GRAIN_TOKENS))
 
     def in_chunks(self, prompt: int, cached: int, budget: int) -> float:
-        """The same in dynamic chunks (`prefill_queue`)."""
+        """Returns the same in dynamic chunks (`prefill_queue`)."""
         return self._in_chunks(
             _rounded_up(prompt, PROMPT_GRAIN_TOKENS), _rounded_up(cached, PROMPT_GRAIN_TOKENS), budget
         )

@@ -1,4 +1,4 @@
-"""Turns for what a policy serves last, so that others starve none of it, and decodes that leave it its KV."""
+"""Gives turns to requests without a deadline, so that none starves, and adds decodes that leave them their KV."""
 
 from __future__ import annotations
 

@@ -69,11 +69,11 @@ def test_a_request_that_was_unlucky_is_wanted_in_the_next_batch() -> None:
 def test_the_mean_is_planned_on_where_a_decode_can_be_ahead() -> None:
     seq = Seq(request("a", ttft=1.0, tpot=0.05))
     certain, half = AcceptanceRates(1.0), AcceptanceRates(0.5)
-    assert SpeculationState(9, able=True, accepted=certain).chance(seq) == 1.0
-    assert SpeculationState(9, able=True, accepted=half).chance(seq) == 0.5
-    assert SpeculationState(9, accepted=half).chance(seq) == 0.0
+    assert SpeculationState(9, able=True, acceptance=certain).chance(seq) == 1.0
+    assert SpeculationState(9, able=True, acceptance=half).chance(seq) == 0.5
+    assert SpeculationState(9, acceptance=half).chance(seq) == 0.0
     from_first_token = Seq(request("b", tpot=0.05))
-    assert SpeculationState(9, able=True, accepted=half).chance(from_first_token) == 0.0
+    assert SpeculationState(9, able=True, acceptance=half).chance(from_first_token) == 0.0
 
 
 # --------------------------------------------------------------------------- view in, plan out
