@@ -93,7 +93,7 @@ class Scheduler:
                 self._chances.add_tree(seq.request, seq.draft)
         load = self._load(view)
         draft = self._draft(view, load.decodes)
-        chosen = self._chosen(view, load.decodes, [*load.prompts, *load.starting], draft) if load.decodes else {}
+        chosen = self._choose_nodes(view, load.decodes, [*load.prompts, *load.starting], draft) if load.decodes else {}
         builder = BatchBuilder(view, len(load.decodes) + sum(map(len, chosen.values())) + self.prefill_chunk)
         self._admission.make_room(builder, load, chosen)
         run_in_order(builder, [*load.decodes, *load.prompts], lambda seq: chosen.get(seq.id, ()), draft)
@@ -108,8 +108,8 @@ class Scheduler:
     # ----------------------------------------------------------------- what it drafts and verifies
 
     def _draft(self, view: View, decodes: Sequence[SeqView]) -> Draft | None:
-        """(depth, width) of the next trees; None where nothing is to be drafted. Depths that may pay are the last one's
-        neighbours, all where nothing was drafted last."""
+        """Returns (depth, width) of the next trees, None to draft nothing. It tries the last depth and its neighbours;
+        all depths if nothing was drafted last."""
         n = max(1, len(decodes))
         verify = self.verify_tokens or n * (self.max_depth + 1)  # or whatever any tree may need
         bounds = self.min_depth, self.max_depth, self.max_width if "tree" in view.supports else 1
@@ -124,10 +124,10 @@ class Scheduler:
         best = find_paying_depth(view.latency, n, kv, chances, width, least, depth)
         return (best, width) if best else None
 
-    def _chosen(
+    def _choose_nodes(
         self, view: View, decodes: Sequence[SeqView], prompts: Sequence[SeqView], draft: Draft | None
     ) -> Mapping[str, tuple[int, ...]]:
-        """Of each request the nodes to verify."""
+        """Chooses the nodes of each request to verify."""
         trees, n = [s.draft for s in decodes], len(decodes)
         drafts, kv = drafting(draft, n), sum([s.cached for s in decodes])
         chunk, kv_free = self._beside(view, prompts)
@@ -145,15 +145,15 @@ class Scheduler:
         end = view.now + view.latency.step_time(with_nodes(beside, n, kv, nodes))
         needed = self._needed(decodes, end, view.now)
         deepest = max([max(tree.depths, default=0) for tree in trees if tree is not None], default=0)
-        found = select(trees, needed, n + nodes, deepest + 1)
-        return _within(view, decodes, found, kv_free)
+        selection = select(trees, needed, n + nodes, deepest + 1)
+        return _within(view, decodes, selection, kv_free)
 
     def _needed(self, decodes: Sequence[SeqView], end: float, now: float) -> list[float]:
-        """Tokens that each needs from the step that ends then."""
+        """Returns the tokens that each decode needs from the step that ends at `end`."""
         return [tokens_needed(s, end, now) for s in decodes]
 
     def _beside(self, view: View, prompts: Sequence[SeqView]) -> tuple[int, int]:
-        """Tokens of prompts that run in this step, and the KV blocks that these and the decodes' next tokens leave."""
+        """Returns the prompt tokens of this step, and the KV blocks left after them and the decodes' next tokens."""
         left, free = self.prefill_chunk, view.kv_free - view.decode_blocks
         for seq in prompts:
             tokens = min(seq.pending, left)
@@ -165,11 +165,12 @@ class Scheduler:
 
 
 def _within(
-    view: View, decodes: Sequence[SeqView], found: Sequence[tuple[int, ...]], kv_free: int
+    view: View, decodes: Sequence[SeqView], selection: Sequence[tuple[int, ...]], kv_free: int
 ) -> dict[str, tuple[int, ...]]:
-    """Of each request the first of these nodes, as far as its last block and the free ones go, in order of start."""
+    """Returns the first of these nodes of each request that fit in its last block and the free ones, in order of
+    start."""
     chosen = {}
-    for seq, nodes in zip(decodes, found, strict=True):
+    for seq, nodes in zip(decodes, selection, strict=True):
         held = max(seq.blocks, view.limits.blocks(seq.cached + 1))
         room = (held + kv_free) * view.limits.block_size - seq.cached - 1
         chosen[seq.id] = nodes[:room] if room < len(nodes) else nodes

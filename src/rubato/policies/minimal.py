@@ -56,7 +56,7 @@ class Router:
 
 
 class _Load:
-    """A replica's next iteration. cost: its predicted seconds, then all tokens of prefill pending there."""
+    """A replica's next iteration. `cost` is its predicted seconds, then the pending prefill tokens."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -83,8 +83,7 @@ class _Load:
 
 
 def _running(view: View) -> tuple[Shape, Sequence[SeqView]]:
-    """The decodes of the next iteration, in one shape, and those that prefill. As the replica counts them, unless more
-    decode than a batch takes."""
+    """Returns the shape of the next iteration's decodes, as many as a batch takes, and the running prefills."""
     decodes, prefills = view.decodes, view.prefilling
     if decodes.seqs <= view.limits.max_num_seqs:
         return decodes, prefills

@@ -49,7 +49,7 @@ class Router:
         return Dispatch(place)
 
     def _two(self, replicas: int) -> Sequence[int]:
-        """Two different ones; the only one, if there is one."""
+        """Draws two different replicas, or the only one."""
         if replicas == 1:
             return [0]
         first, second = int(self._draw.integers(replicas)), int(self._draw.integers(replicas - 1))

@@ -111,10 +111,19 @@ class Solution:
 def order(
     requests: Sequence[MappedRequest], model: LatencyModel, max_batch: int, *, seed: int = 0
 ) -> list[list[MappedRequest]]:
-    """The requests in batches of at most `max_batch`, to be sent one after the other.
+    """Orders requests in batches of at most `max_batch`, to be sent one after the other.
 
-    model: a step's time from its shape; `latency.bilinear.Model()` is the paper's. Raises ValueError for a `max_batch`
-    that is no whole number of 1 or more, and when two requests have one id.
+    Args:
+        requests: the waiting requests, with unique ids
+        model: predicts a step's time from its shape; `latency.bilinear.Model()` is the paper's
+        max_batch: requests of a batch, 1 or more
+        seed: of the search
+
+    Returns:
+        the batches
+
+    Raises:
+        ValueError: `max_batch` is no whole number of 1 or more, or two requests have one id
     """
     if not isinstance(max_batch, Integral) or max_batch < 1:
         raise ValueError(f"max_batch is {max_batch}: give a whole number, 1 or more")
@@ -146,7 +155,7 @@ class Predicted:
 
 @dataclass(slots=True)
 class _RequestPrediction:
-    """What was predicted of a request, for batches of 1 up to as many as were asked for, had it just arrived."""
+    """The prediction of a request that has just arrived, by batch size from 1 on."""
 
     request: MappedRequest
     seconds: Floats
@@ -167,7 +176,7 @@ class Predictions:
     _probed: float = 0.0  # seconds of `PROBE_TOKENS` when they were made
 
     def of(self, requests: Sequence[MappedRequest], model: LatencyModel, max_batch: int) -> Predicted:
-        """Of these requests; what is not among them is forgotten."""
+        """Predicts these requests, and forgets all others."""
         sizes = min(max_batch, max(1, len(requests)))
         probed = prefill_seconds(model, 1, PROBE_TOKENS) + decode_seconds(model, 1, PROBE_TOKENS, 1)
         if abs(probed - self._probed) > PREDICTION_TOLERANCE * self._probed:
@@ -196,7 +205,7 @@ class Predictions:
 
 
 def _slack(slo: SLO, prefill: float, decode: float, output: int) -> float:
-    """Seconds until it must be executed; -inf where its TPOT cannot be met in a batch of that size."""
+    """Returns the seconds until it must be executed; -inf if a batch of that size cannot meet its TPOT."""
     if slo.tpot is not None and decode / output > slo.tpot:
         return -inf
     by_ttft = inf if slo.ttft is None else slo.ttft - prefill
@@ -274,8 +283,8 @@ def move(order: Ints, sizes: Ints, most: int, rng: np.random.Generator) -> None:
 def is_accepted(
     now_g: float, now_total: float, g: float, total: float, best_g: float, level: Floats, random: float
 ) -> bool:
-    """Whether the search goes on from a solution that is no better. level: temperature, how many of them were tried,
-    and how many taken; `random`, in [0, 1), decides."""
+    """Returns whether the search accepts a solution that is no better. `level` holds the temperature and the solutions
+    tried and accepted; `random`, in [0, 1), decides."""
     difference = (now_g - g) / best_g if best_g > 0.0 else (total - now_total) / total
     take = random < exp(1000.0 * difference / level[0])
     level[1] += 1

@@ -105,8 +105,8 @@ class Scheduler:
         )  # fmt: skip
 
     def _guard_ttft(self, view: View) -> tuple[list[SeqView], list[SeqView]]:
-        """Of those that wait and are not best effort: the ones that can be in time, by deadline, and the others. One
-        that is to be refused rather than late is among these, too, if it could not meet its SLO even alone."""
+        """Divides waiting requests with SLOs into those that can be in time, by deadline, and the others. A request
+        that prefers a refusal is among the others, too, if it could not meet its SLO even alone."""
         in_time: list[SeqView] = []
         late: list[SeqView] = []
         before = NO_BATCH.with_entries([(s.pending, s.cached) for s in view.prefilling])
@@ -122,7 +122,7 @@ class Scheduler:
         return in_time, late
 
     def _add_decodes(self, builder: BatchBuilder) -> None:
-        """The decodes with the tightest TPOT, and the others that have a credit."""
+        """Adds the decodes with the tightest TPOT, and others that have a credit."""
         decodes = [s for s in builder.view.running if s.pending == 1]
         tpots = _bounded([*map(tpot_of, decodes)])
         tightest = min(tpots, default=inf)
@@ -163,7 +163,7 @@ class Scheduler:
             here.append(seq)
 
     def _admits(self, view: View, here: Sequence[SeqView], seq: SeqView) -> bool:
-        """Whether decodes of these, and of one more, are predicted to keep the tightest TPOT."""
+        """Returns whether decodes of these requests and one more are predicted to keep the tightest TPOT."""
         together = [*here, seq]
         counts = Counter(_bounded([*map(tpot_of, together)]))
         tightest = min(counts)
@@ -176,7 +176,7 @@ class Scheduler:
 
 
 def _bounded(tpots: Sequence[float]) -> list[float]:
-    """With the loosest in the place of none (inf); as they are where none has one."""
+    """Replaces missing TPOTs (inf) by the loosest one, if there is any."""
     loosest = max([t for t in tpots if t < inf], default=inf)
     return [min(t, loosest) for t in tpots]
 

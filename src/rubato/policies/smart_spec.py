@@ -53,8 +53,7 @@ class Scheduler:
         return builder.plan()
 
     def _length(self, view: View, decodes: Sequence[SeqView]) -> int:
-        """The length of chain with which steps of these decodes, drafts and verification included, bring the most
-        tokens per second."""
+        """Returns the chain length with the most tokens per second, drafts and verification included."""
         n, kv = max(1, len(decodes)), sum([s.cached for s in decodes])
         means = [self._acceptance.mean(s.request) for s in decodes] or [self._acceptance.prior]
         best, most, tokens = 0, 0.0, 0.0
@@ -68,5 +67,5 @@ class Scheduler:
 
 
 def _first(seq: SeqView, length: int) -> Sequence[int]:
-    """The first of the drafted tokens, so many."""
+    """Returns the first drafted tokens, up to the chain length."""
     return range(min(length, len(seq.draft.parents))) if seq.draft is not None else ()

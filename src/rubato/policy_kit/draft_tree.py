@@ -1,4 +1,4 @@
-"""Which drafted tokens to verify: AdaServe, SLO-customised speculative decoding (sections 4 and 5.2).
+"""Selects the drafted tokens to verify: AdaServe, SLO-customised speculative decoding (sections 4 and 5.2).
 
 Each of n requests has a tree of candidates after its last token, the root, which every step runs anyway. A node v is
 right with probability f(v), the product along its path, so verifying a set of nodes with all their parents gives
@@ -80,7 +80,7 @@ def check(trees: Sequence[Tree | None], needed: Sequence[float]) -> None:
 
 
 def rank_nodes(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node]]]:
-    """All nodes, the most probable first, and those of each request in the same order."""
+    """Returns all nodes, the most probable first, and the nodes of each request in the same order."""
     layers: list[list[Node]] = []
     for at, tree in enumerate(trees):
         if tree is None:
@@ -98,7 +98,7 @@ def rank_nodes(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node
 
 
 def count_needed_nodes(nodes: Sequence[Node], tokens: float) -> int:
-    """How many of its nodes a request takes until so many tokens are expected; one more than it has where all give
+    """Returns how many of its nodes a request needs for `tokens` expected tokens; one more than it has if all yield
     less."""
     expected = 1.0
     for count, (f, _, _) in enumerate(nodes):
@@ -111,7 +111,7 @@ def count_needed_nodes(nodes: Sequence[Node], tokens: float) -> int:
 def add_most_probable(
     ranking: Sequence[Node], own: Sequence[Sequence[Node]], chosen: list[int], left: int
 ) -> list[tuple[int, ...]]:
-    """The chosen first ones of each request, and the `left` most probable of the others."""
+    """Returns the first `chosen` nodes of each request, plus the `left` most probable of all others."""
     passed = [0] * len(chosen)
     for _, at, _ in ranking if left > 0 else ():
         passed[at] += 1

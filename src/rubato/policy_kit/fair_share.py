@@ -1,11 +1,12 @@
-"""Weighted fair shares between tenants: whose request is placed on a replica next, and whose is held.
+"""Weighted fair shares between tenants: decides whose request may be placed on a replica next, and whose waits.
 
-A gate before the router. Each request is a load: one over the number of its like that would fill the replicas, which is
-what keeps the tightest TPOT promised lately in a steady state where each step decodes a token of every request and
-prefills as much as replaces those that end. While placed requests leave the replicas some room (`MAX_UNSHARED_LOAD`),
-all pass. Beyond that a tenant passes while its own load stays within its share among the tenants that are active; the
-rest waits here, where it delays no other tenant, and goes on in the order of start-time fair queueing (Goyal, Vin and
-Cheng 1996): served tokens, divided by weight, are kept equal between tenants that have something waiting.
+This is a gate before the router. Each request is a load: one over the number of its like that would fill the replicas,
+which is what keeps the tightest TPOT promised lately in a steady state where each step decodes a token of every request
+and prefills as much as replaces those that end. While placed requests leave the replicas some room
+(`MAX_UNSHARED_LOAD`), all pass. Beyond that a tenant passes while its own load stays within its share among the tenants
+that are active; the rest waits here, where it delays no other tenant, and goes on in the order of start-time fair
+queueing (Goyal, Vin and Cheng 1996): served tokens, divided by weight, are kept equal between tenants that have
+something waiting.
 
 A request that alone is more than its tenant's share passes at times: the replica time that it takes is paid back, at
 the rate of the share, before the tenant's next one passes. So does one whose prompt stalls a step for more than the
@@ -45,8 +46,8 @@ PAUSE_FACTOR = 2.0
 
 @dataclass(slots=True)
 class _Account:
-    """One tenant, all its tiers together. finish: the virtual time at which all it was given so far is paid for.
-    debt: replica-seconds beyond its share that it has had, as of `since`."""
+    """One tenant with all its tiers. finish: the virtual time at which its service so far is paid for. debt:
+    replica-seconds used beyond its share, as of `since`."""
 
     weight: float
     finish: float = 0.0
@@ -77,10 +78,13 @@ class _Entry:
 
 @dataclass
 class FairShare:
-    """weights: tenant -> its share relative to the others', 1 where not named.
+    """Holds back requests of tenants beyond their share.
 
-    window: requests of mean work that one replica sustains; None = worked out from its latency model and the promises.
-    wake_at: after `release`, when something held may pass though nothing has happened (None: only when something has).
+    Args:
+        weights: share of each tenant relative to others, 1 for tenants that are not named
+        window: requests of mean work that one replica sustains; None: computed from its latency model and recent SLOs
+
+    After `release`, `wake_at` is the time at which a held request may pass without a further event, None for never.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -103,7 +107,7 @@ class FairShare:
     # ----------------------------------------------------------------- what happens to requests
 
     def add_request(self, request: Request, now: float) -> None:
-        """A request was offered."""
+        """Adds a request that was offered."""
         account = self._account(request.tenant)
         account.last_seen_at = now
         account.waiting += 1
@@ -116,7 +120,7 @@ class FairShare:
         self._recent.append((inf if ttft is None else ttft, min(tpots, default=inf), entry.work))
 
     def record_placement(self, id: str) -> None:
-        """It went to a replica."""
+        """Records that a request went to a replica."""
         entry = self._entries[id]
         entry.is_placed = True
         entry.account.placed_count += 1
@@ -127,16 +131,15 @@ class FairShare:
         self._virtual = max(self._virtual, entry.tag)
 
     def record_return(self, id: str) -> None:
-        """Its replica is gone; it is held again, with the place in the order that it had."""
+        """Records that a request lost its replica: it waits again, at its former place in the order."""
         entry = self._entries[id]
         entry.is_placed = False
         entry.account.waiting += 1
         self._free_place(entry)
 
     def record_end(self, id: str, outcome: Outcome, output: int, now: float) -> None:
-        """It ended, with `output` tokens, here or at a replica. What it was charged too much or too little is made
-        good: it costs its prompt and what it emitted; one that never was placed costs nothing. Only what completed
-        says how long the tenant's answers are."""
+        """Records that a request ended with `output` tokens, and corrects its charge to its prompt and output; a
+        request that was never placed costs nothing. Only completed requests count for the tenant's mean output."""
         entry = self._entries.pop(id)
         account = entry.account
         account.last_seen_at = now
@@ -152,7 +155,7 @@ class FairShare:
     # ----------------------------------------------------------------- what passes
 
     def release(self, held: Iterable[Request], fleet: Sequence[View], now: float) -> list[Request]:
-        """Those of `held` that may go to a replica now, in this order."""
+        """Returns the requests of `held` that may go to a replica now, in order."""
         self.wake_at = None
         if not fleet:
             return list(held)
@@ -192,7 +195,7 @@ class FairShare:
         return released
 
     def beyond_share(self, request: Request, places: int, now: float) -> bool:
-        """Whether this tenant has its share of `places` in flight already, waiting ones included."""
+        """Returns whether this tenant already has its share of `places` in flight, waiting requests included."""
         account = self._account(request.tenant)
         account.last_seen_at = now
         return account.placed_count + account.waiting >= max(1.0, places * self._shares(now)[request.tenant])
@@ -205,26 +208,26 @@ class FairShare:
         return self._accounts[tenant]
 
     def _free_place(self, entry: _Entry) -> None:
-        """It is at no replica any more."""
+        """Takes a request off its replica."""
         account = entry.account
         account.placed_count -= 1
         account.load = max(0.0, account.load - entry.load) if account.placed_count else 0.0  # no rest of rounding stays
 
     def _order(self, request: Request, alone: Callable[[int], float], now: float) -> tuple[bool, float, float]:
-        """By start tag; what would be too late even alone comes after what can still be in time."""
+        """Sort key: start tag, but requests that would be late even alone come last."""
         ttft, late = request.stages[0].slo.ttft, False
         if ttft is not None and request.progress is None:
             late = now + alone(request.stages[0].prompt) > request.arrival + ttft
         return (late, self._entries[request.id].tag, request.arrival)
 
     def _repaid_at(self, account: _Account, share: float, now: float) -> float:
-        """When its debt will be paid back at this share; a past time if none."""
+        """Returns when its debt is paid back at this share, a past time without debt."""
         account.debt = max(0.0, account.debt - share * (now - account.since))
         account.since = now
         return now + account.debt / share
 
     def _shares(self, now: float) -> dict[str, float]:
-        """Of each tenant that is active, its part of all by weight."""
+        """Returns the share of each active tenant, by weight."""
         active = {
             tenant: account.weight
             for tenant, account in self._accounts.items()
@@ -234,7 +237,7 @@ class FairShare:
         return {tenant: weight / total for tenant, weight in active.items()}
 
     def _next_inactive(self, account: _Account, now: float) -> float:
-        """When the next of the others stops being active if nothing happens: shares grow then."""
+        """Returns when the next other tenant becomes inactive if nothing happens: shares grow then."""
         ends = [
             other.last_seen_at + LINGER_S
             for other in self._accounts.values()
@@ -243,25 +246,26 @@ class FairShare:
         return min((end for end in ends if end > now), default=inf)
 
     def _tightest(self, which: int) -> float:
-        """The tightest TTFT (0) or TPOT (1) promised lately, as stated."""
+        """Returns the tightest TTFT (0) or TPOT (1) of recent requests."""
         return min((promised[which] for promised in self._recent), default=inf)
 
     def _busy_seconds(self, entry: _Entry, load: float, tpot: float, step: float) -> float:
-        """Seconds it keeps the replicas busy: its part of its decode time, or its prefill. If no step is as short as
-        the tightest TPOT the load says nothing: then at most its time alone. load: of all its choices."""
+        """Returns the seconds that a request keeps the replicas busy: its part of its decode time, or its prefill; at
+        most its time alone, since the load is meaningless if no step is as short as the tightest TPOT. `load` is that
+        of all its choices."""
         decode = load * entry.expected * min(tpot, 1.0)
         return min(max(decode, entry.stall), entry.stall + entry.expected * step)
 
     def _load(self, request: Request, entry: _Entry, fleet: Sequence[View]) -> float:
-        """The part of the replicas that this request takes while it is served."""
+        """Returns the share of the replicas that this request takes while it is served."""
         if self.window is None:
             return 1.0 / sum(self._sustained(view, request.prompt, entry.expected) for view in fleet)
         mean = sum(work for _, _, work in self._recent) / len(self._recent)
         return entry.work / (mean * self.window * len(fleet))
 
     def _sustained(self, view: View, prompt: int, output: float) -> float:
-        """How many requests of this size one replica sustains within the tightest TPOT; less than 1 when the prefill
-        of one, spread over its steps, is too much for them."""
+        """Returns how many requests of this size one replica sustains within the tightest TPOT; less than 1 if the
+        prefill of one, spread over its steps, is too much."""
         tpot, most = max(self._tightest(1), MIN_PROMISE_STEPS * _step([view])), view.limits.max_num_seqs
         if tpot == inf:
             return most
@@ -281,7 +285,7 @@ class FairShare:
 
 
 def _group_choices(requests: Iterable[Request]) -> Iterable[list[Request]]:
-    """Choices of one prompt as one: they go to one replica, behind a gateway with one body."""
+    """Groups the choices of one prompt: they go to one replica, behind a gateway with one body."""
     groups: dict[str, list[Request]] = {}
     for request in requests:
         groups.setdefault(request.group or request.id, []).append(request)
@@ -289,11 +293,11 @@ def _group_choices(requests: Iterable[Request]) -> Iterable[list[Request]]:
 
 
 def _step(fleet: Sequence[View]) -> float:
-    """Seconds of the shortest step, on the fastest replica."""
+    """Returns the seconds of the shortest step on the fastest replica."""
     return min(view.latency.step_time(Shape(1, 1, 1)) for view in fleet)
 
 
 def _isolated_seconds(fleet: Sequence[View], prompt: int) -> float:
-    """Seconds of a batch of one prompt of so many tokens, on the fastest replica."""
+    """Returns the seconds of a batch with one prompt of `prompt` tokens on the fastest replica."""
     shape = Shape().plus(prompt, 0)
     return min(view.latency.step_time(shape) for view in fleet)

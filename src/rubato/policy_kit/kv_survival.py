@@ -1,4 +1,4 @@
-"""KV memory to come when output lengths are not known: each resident counts by the chance that it is still there.
+"""Forecasts KV when output lengths are unknown: each resident counts by the probability that it is still running.
 
 The chance comes from how long finished requests were, over what was first predicted for them. With exact predictions
 that ratio is always 1 and the forecast is the peak of the residents' sum; with a mean it is the expected sum.
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from rubato.core.interfaces import View
 
-FORECAST_POINTS = 24  # steps from now at which KV is forecast; 48 decide no differently
-MIN_FINISHED_REQUESTS = 8  # finished requests before their ratios count; until then predictions are taken as exact
-MAX_OUTPUT_RATIO = 10.0  # times what was predicted: nothing was known of its class then, and it says nothing of others
-TAIL_DECAY = 5.0  # how fast the chance fades beyond the longest ratio seen: by a factor of e for each fifth more
+FORECAST_POINTS = 24  # steps from now at which KV is forecast; 48 give the same decisions
+MIN_FINISHED_REQUESTS = 8  # before their ratios count; until then predictions are taken as exact
+MAX_OUTPUT_RATIO = 10.0  # above it the prediction knew nothing of the class, and the ratio is ignored
+TAIL_DECAY = 5.0  # beyond the longest known ratio the probability falls by a factor of e for each fifth more
 MAX_CLASSES, ALL_CLASSES = 256, ""  # classes that are remembered, the latest; and the name of all together
 LAST_BLOCK_EMPTY_SHARE = 0.55  # of a resident's last block that is empty, on average, and some for rounding
 
@@ -27,14 +27,14 @@ Array = NDArray[np.float64]
 
 
 class OutputRatios:
-    """Output tokens over those first predicted, of the last requests of each class that finished."""
+    """Ratios of output tokens to the first prediction, of recently finished requests by class."""
 
     def __init__(self, last: int = 256) -> None:
         self._last = last
         self._classes: OrderedDict[str, tuple[deque[float], list[float]]] = OrderedDict()  # by time, ascending
 
     def add(self, kind: str, ratio: float) -> None:
-        """One of a class has finished."""
+        """Adds the ratio of a finished request of class `kind`."""
         if ratio > MAX_OUTPUT_RATIO:
             return
         for name in (kind, ALL_CLASSES):
@@ -48,7 +48,8 @@ class OutputRatios:
             self._classes.popitem(last=False)
 
     def ratios_of(self, kind: str) -> Sequence[float]:
-        """Of its class, ascending; of all while too few of it are known; 1 alone while that is so of all."""
+        """Returns the ratios of a class, ascending; of all classes while it has too few; (1.0,) while all have too
+        few."""
         for name in (kind, ALL_CLASSES):
             _, ascending = self._classes.get(name, ((), ()))
             if len(ascending) >= MIN_FINISHED_REQUESTS:
@@ -96,11 +97,11 @@ class KVSurvival:
             self._blocks[own] *= stays
 
     def cost(self, i: int) -> float:
-        """Block steps of a resident, up to a factor that is the same for all."""
+        """Returns the KV × time of a resident, up to a common factor."""
         return float(self._blocks[i].sum())
 
     def fits(self, i: int, share: float = 1.0) -> bool:
-        """Whether one more never takes all together beyond this share of the memory there is."""
+        """Returns whether one more resident keeps the total within this share of memory at all times."""
         return bool((self._sum + self._blocks[i]).max() <= share * self._free)
 
     def add(self, which: slice) -> None:
@@ -121,7 +122,7 @@ class SurvivalCurve:
         self._after = np.concatenate(([1.0], np.cumprod(1.0 - 1.0 / (longer + 0.5))))
 
     def at(self, ratio: Array) -> Array:
-        """At these ratios; never 0, and falling fast beyond the longest known."""
+        """Returns the survival at these ratios; never 0, falling fast beyond the longest known ratio."""
         share = self._after[np.searchsorted(self._ended, ratio - 1e-9, side="left")]
         beyond: Array = share * np.exp(-TAIL_DECAY * np.maximum(0.0, ratio - self.longest))
         return np.maximum(beyond, 1e-12)

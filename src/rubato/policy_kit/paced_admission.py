@@ -1,4 +1,4 @@
-"""Who runs at all: those that can go on together, each at the pace of its SLO. A part of a policy, or around one.
+"""Admits requests that can run together, each at the pace of its SLO; used inside a policy, or around one.
 
 Those that run go on only while there is a step in which each gets what its pace asks for (`paces.JointPace`); the one
 that would have to run fastest gives up its place. Prompts begin, by deadline, only where the same holds with them; one
@@ -48,7 +48,7 @@ class AdmittedLoad(NamedTuple):
 
 
 def everyone(view: View) -> AdmittedLoad:
-    """No admission: all that run, and all that wait, in order."""
+    """Admits all requests, in order."""
     return AdmittedLoad(
         [s for s in view.running if s.pending == 1], [s for s in view.running if s.pending > 1], view.waiting
     )
@@ -56,7 +56,7 @@ def everyone(view: View) -> AdmittedLoad:
 
 @dataclass
 class PacedAdmission:
-    """chunk: prompt tokens of a step. last_draft: (depth, width) of the trees that the last step drafted."""
+    """chunk: prompt tokens of a step. last_draft: (depth, width) of the trees drafted in the last step."""
 
     chunk: int
     last_draft: Draft | None = field(default=None, init=False)
@@ -111,7 +111,7 @@ class PacedAdmission:
         )
 
     def make_room(self, builder: BatchBuilder, load: AdmittedLoad, chosen: Mapping[str, Sequence[int]]) -> None:
-        """KV that those served lack comes from the youngest of the rest that hold some; the oldest keeps its own."""
+        """Preempts the youngest unadmitted requests for the KV that admitted ones lack; the oldest keeps its own."""
         limits, left = builder.view.limits, self.chunk
         need = sum([max(0, limits.blocks(s.cached + 1 + len(chosen.get(s.id, ()))) - s.blocks) for s in load.decodes])
         for seq in (*load.prompts, *load.starting):
@@ -125,7 +125,7 @@ class PacedAdmission:
         self, builder: BatchBuilder, decodes: Sequence[SeqView], chosen: Mapping[str, Sequence[int]],
         draft: Draft | None,
     ) -> None:  # fmt: skip
-        """Learn the share of prompts in the time."""
+        """Learns the share of the time that prompts take."""
         self.last_draft, seconds, alone = draft, builder.view.latency.step_time(builder.shape), 0.0
         if decodes:
             n, kv = len(decodes), sum([s.cached for s in decodes])
@@ -137,7 +137,7 @@ class PacedAdmission:
     def fill(
         self, builder: BatchBuilder, load: AdmittedLoad, chosen: Mapping[str, Sequence[int]], draft: Draft | None
     ) -> None:
-        """The rest: in the time until the first of those served would be late with what it can expect, and in turns."""
+        """Adds unadmitted requests in the time until the first admitted one would be late, and in turns."""
         self._steps += 1
         view, remaining, until, least = builder.view, load.remaining, inf, inf
         for seq in load.decodes:
@@ -186,11 +186,11 @@ class PacedScheduler(Wrapper[Scheduler]):
         limits = view.limits
         if limits.max_running is not None:  # the rest hold places, too
             limits = replace(limits, max_running=len(running) + builder.slots_left)
-        shown = View(
+        inner_view = View(
             view.id, view.now, load.starting, running, builder.kv_left, view.kv_total, limits, view.latency,
             view.supports, slo_rule=view.slo_rule,
         )  # fmt: skip
-        plan = self.inner.plan(shown)
+        plan = self.inner.plan(inner_view)
         if plan.demote or plan.promote or plan.drop or plan.handoff:
             raise ValueError(
                 f"{type(self.inner).__module__} decides itself who runs: give a policy that only plans work"

@@ -1,5 +1,5 @@
-"""What PolyServe's router knows of a replica: the requests on it, their KV and queue to come, and step times; from
-these, when a request placed there would have its next token."""
+"""PolyServe's account of a replica: its requests, forecast KV, queue and step times; predicts when a request placed
+there would have its next token."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rubato.policy_kit.step_table import StepTable
 
 PREFILL_GROUP = -1  # the group of the prefill replicas; tiers are counted from 0
 
-# Share of the time until a prompt behind others is through, by which that may come later than predicted: prompts with
-# nearer deadlines come in between, and steps are a little longer.
+# Relative delay that a queued prompt must survive: prompts with nearer deadlines overtake it, and steps take a little
+# longer than predicted.
 DELAY_MARGIN_SHARE = 0.1
 
 
@@ -38,7 +38,7 @@ class HeldRequest:
 
     @property
     def most(self) -> int:
-        """Tokens of it at its predicted end."""
+        """Its tokens at its predicted end."""
         return int(self.length + self.remaining)
 
 
@@ -73,12 +73,12 @@ class TierReplica:
         return not (len(self.forecast) or self.prompts)
 
     def receives_kv(self) -> bool:
-        """Whether KV is on its way here, that of one that has left for elsewhere meanwhile included: until it has come
-        the replica does what it does."""
+        """Returns whether KV is on its way here, even of a request that has left since; until it arrives the replica
+        keeps its group."""
         return any((h := s.request.handoff) and h.cached and h.source != self.id for s in self.view.moving)
 
     def renew(self, now: float) -> int:
-        """The replica's step by now. Residents that have outlived what was predicted are predicted again."""
+        """Returns the replica's current step, after predicting residents that outlived their predicted length again."""
         self.steps.renew(now)
         step = self.view.steps
         if late := self.forecast.overdue(step):
@@ -89,8 +89,8 @@ class TierReplica:
         return step
 
     def weigh(self) -> float:
-        """Its load, by which replicas are sorted: its predicted iteration time, at its fullest; for one that prefills,
-        the tokens queued."""
+        """Returns its load, by which replicas are sorted: its longest predicted iteration; for a prefill replica, the
+        queued tokens."""
         if self.load is None:
             count = len(self.forecast)
             if self.group == PREFILL_GROUP:
@@ -100,14 +100,14 @@ class TierReplica:
         return self.load
 
     def add(self, request: HeldRequest) -> None:
-        """It is to decode here."""
+        """Adds a request that is to decode here."""
         self.forecast.add(request.seq.id, request.length, request.remaining, self.view.steps)
         self.residents[request.tier] += 1
         self.load = None
 
     def add_unknown(self, id: str, tier: int | None) -> None:
-        """One that another placed here: overdue from the start, so that its length is looked up next time. tier: None
-        if it is not among `residents`."""
+        """Adds a request that another router placed here, as overdue, so that its length is looked up next time. `tier`
+        is None if it is not among `residents`."""
         self.idle_since = inf
         self.forecast.add(id, 1, 1.0, self.view.steps - 1)
         if tier is not None:
@@ -115,14 +115,14 @@ class TierReplica:
         self.load = None
 
     def drop(self, id: str, tier: int | None) -> None:
-        """It has left. tier: None if it is not among `residents`."""
+        """Removes a request. `tier` is None if it is not among `residents`."""
         self.forecast.drop(id)
         if tier is not None:
             self.residents[tier] -= 1
         self.load = None
 
     def queue(self, request: HeldRequest) -> None:
-        """Its prompt is to be prefilled here."""
+        """Queues a prompt to be prefilled here."""
         self.idle_since = inf
         self.prompts[request.seq.id] = request
         self._times[request.seq.id] = timed = self._timed(request.due, request.pending, request.length)
@@ -132,7 +132,7 @@ class TierReplica:
             self._rooms = ()
 
     def unqueue(self, id: str) -> None:
-        """Its prompt is through, or goes elsewhere."""
+        """Removes a prompt that is done, or goes elsewhere."""
         del self.prompts[id], self._times[id]
         self.load = self._line = None
 
@@ -169,14 +169,14 @@ class TierReplica:
         return when if when <= request.due else None
 
     def can_keep(self, request: HeldRequest, tpot: float, now: float) -> bool:
-        """Whether one of the residents, which brings its KV, has its next token in time, and no step or the KV comes to
-        be too much. It counts twice in the former."""
+        """Returns whether a resident that brings its KV has its next token in time, and steps and KV stay within
+        limits. The resident counts twice in the time."""
         peak = self.forecast.peak(self.renew(now))
         fits = peak <= self.capacity and self.steps.decodes(len(self.forecast), peak) <= tpot
         return fits and self.joins_at(request, now) <= request.due
 
     def joins_at(self, request: HeldRequest, now: float) -> float:
-        """When the next token of one that brings its KV would be out; inf if there is no room for that."""
+        """Returns when the next token of a request that brings its KV would be out; inf without room for the KV."""
         view = self.view
         if view.limits.blocks(request.length) > view.kv_free:
             return inf
@@ -215,7 +215,7 @@ class TierReplica:
         return lead + (1.0 - lead / whole) * seconds
 
     def _longest_prompt(self) -> int:
-        """Tokens of the longest of those that no step has taken up in whole, 0 for none. Looked up when they change."""
+        """Returns the tokens of the longest prompt here that is not done, 0 for none; computed when they change."""
         of = (self.view.steps, self.view.pending)
         if of != self._longest_of:
             self._longest = max([s.length for s in (*self.view.prefilling, *self.view.waiting)], default=0)
@@ -223,10 +223,9 @@ class TierReplica:
         return self._longest
 
     def prefills_in_time(self, request: HeldRequest, now: float) -> bool:
-        """Whether its prompt, and those behind it, would be through in time among those queued here, one after the
-        other, nearest deadline first, and there is KV for all. Each runs in dynamic chunks, or in as few steps as
-        possible where it would be late so. All but the first have a margin; one for the first would refuse prompts
-        that are in time only if they run alone. Sharing steps saves time, for those that come later."""
+        """Returns whether a prompt and those behind it would be done in time in the queue here, nearest deadline first,
+        with KV for all. Each runs in dynamic chunks, or in as few steps as possible if it would be late otherwise. All
+        but the first have a margin: with one, prompts that are in time only alone would be refused."""
         self.steps.renew(now)
         steps, busy_until = self.steps, self.view.busy_until
         line = self._waiting_line(busy_until)
@@ -246,7 +245,7 @@ class TierReplica:
         return self.group is None or wanted <= self.view.kv_free * self.view.limits.block_size
 
     def _waiting_line(self, busy_until: float) -> Sequence[tuple[float, int, int, float]]:
-        """What no step has taken up of the prompts here (`_timed`), by deadline. It stays the same during a step."""
+        """Returns the pending parts of the prompts here (`_timed`), by deadline; constant during a step."""
         of = (self.view.steps, busy_until)
         if self._line is None or of != self._line_of:
             known, times, line = self.view.known, self._times, []
@@ -275,26 +274,26 @@ class TierReplica:
         return rooms[::-1]
 
     def _least(self, timed: tuple[float, int, int, float]) -> float:
-        """Seconds of these tokens in chunks, or in as few steps as possible if that is less."""
+        """Returns the seconds of these tokens in chunks, or in as few steps as possible if that is less."""
         _, tokens, cached, seconds = timed
         return min(seconds, self.steps.isolated_seconds(tokens, cached))
 
     def _timed(self, due: float, tokens: int, length: int) -> tuple[float, int, int, float]:
-        """The last tokens of a prompt: when it is due, how many, after how many, and their seconds in chunks."""
+        """Returns (due, pending tokens, cached tokens, seconds in chunks) of a prompt."""
         return due, tokens, length - tokens, self.steps.in_chunks(tokens, length - tokens, PREFILL_BATCH_TOKENS)
 
     def _wait(self, now: float) -> float:
-        """Seconds until the step in flight ends."""
+        """Returns the seconds until the step in flight ends."""
         return max(0.0, self.view.busy_until - now)
 
     def _backlog(self) -> int:
-        """Tokens of prompts that no step has taken up, those placed just now included."""
+        """Returns the prompt tokens that are in no step yet, including this dispatch's placements."""
         view = self.view
         flight = view.in_flight
         return max(0, view.pending - view.decodes.seqs - (flight.tokens - flight.seqs + flight.chunks)) + self.added
 
 
 def is_source(replica: TierReplica, seq: SeqView) -> bool:
-    """Whether the KV that it would bring is there, from before that replica served another group."""
+    """Returns whether the request's KV is on this replica, from before it served another group."""
     handoff = seq.request.handoff
     return handoff is not None and seq.cached > 0 and handoff.source == replica.id

@@ -1,4 +1,4 @@
-"""PolyServe's router: which replica serves which tier, and which replica each held request goes to."""
+"""PolyServe's router: assigns replicas to tiers, and requests to replicas."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PREFILL_IDLE_S = 0.3
 
 @dataclass(slots=True)
 class _RoutingRound:
-    """One dispatch in the making. no_seat, no_prefill: (tier, length, output) of those that found no place to decode,
-    (due, tokens) of prompts that none can prefill in time: one that asks for more is not tried."""
+    """The decisions of one dispatch. no_slot, no_prefill: (tier, length, output) of those that found no place to
+    decode, (due, tokens) of prompts that none can prefill in time: one that asks for more is not tried."""
 
     now: float
     place: dict[str, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Router:
     )  # and its tier
     _prefills: dict[str, TierReplica] = field(init=False, repr=False, default_factory=dict)  # where prompts are
     _held_until: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # when it may be in time last
-    _lacks: dict[str, str] = field(init=False, repr=False, default_factory=dict)  # what a held prompt has not found
+    _lacks: dict[str, str] = field(init=False, repr=False, default_factory=dict)  # what a held prompt lacks
     _for_pool: set[str] = field(init=False, repr=False, default_factory=set)  # best effort, waits for the pool
     _guest: str | None = field(init=False, repr=False, default=None)  # best effort that is in no pool
     _changed_replicas: dict[str, TierReplica] = field(
@@ -108,7 +108,8 @@ class Router:
                 self._record_placement(event.id, self._replicas[event.replica])
 
     def _record_placement(self, id: str, replica: TierReplica) -> None:
-        """It is there, if that is not where it was sent: with the rest of its group, or where its prefix is cached."""
+        """Records a placement elsewhere than decided here: with the rest of its group, or where its prefix is
+        cached."""
         if (before := self._prefills.get(id)) is not None:
             if before is not replica:
                 prompt = before.prompts[id]
@@ -135,8 +136,8 @@ class Router:
         self._for_pool.discard(id)
         self._guest = None if self._guest == id else self._guest
         self._leave_prefill(id)
-        if (found := self._where.pop(id, None)) is not None:
-            replica, tier = found
+        if (placement := self._where.pop(id, None)) is not None:
+            replica, tier = placement
             replica.drop(id, tier)
             self._changed(replica)
 
@@ -202,7 +203,7 @@ class Router:
         )
 
     def _update_replicas(self, fleet: Sequence[View]) -> None:
-        """The replicas in the fleet, and what they show now."""
+        """Updates the replicas of the fleet and their views."""
         replicas = self._replicas
         if len(fleet) == len(self._fleet) and all(map(is_, fleet, self._fleet)):  # these change by themselves
             return
@@ -225,8 +226,8 @@ class Router:
                 del replicas[lost_replica.id]
 
     def _try(self, seq: SeqView, routing: _RoutingRound, among: Sequence[TierReplica] | None) -> None:
-        """Place it, hold it while it could be in time, or leave it to the pool. among: the replicas that have changed
-        since it was tried before; None: it was not."""
+        """Places a request, holds it while it could be in time, or leaves it to the pool. `among` are the replicas that
+        changed since it was last tried; None for the first try."""
         id = seq.id
         self._held_until.pop(id, None)
         request = self._request(seq, routing.now)
@@ -249,11 +250,12 @@ class Router:
                     self._held_until[id] = inf
 
     def _request(self, seq: SeqView, now: float) -> HeldRequest | None:
-        """None for best effort, and for a TPOT that no tier keeps. With an e2e SLO it belongs to the loosest tier that
-        ends in time, and its next token is due when the rest follow at that tier's pace."""
+        """Returns what a request asks for; None for best effort, and for a TPOT that no tier keeps. With an e2e it
+        belongs to the loosest tier that ends in time, and its next token is due such that the rest follow at that
+        tier's pace."""
         slo, due = seq.request.stages[seq.stage].slo, seq.due
         left, moves = remaining_output(seq), seq.cached > 0 and self.mode == "pd"
-        if seq.best_effort:  # a place to decode was kept for a guest, or for one that was demoted since
+        if seq.best_effort:  # a place to decode was reserved for a guest, or for one that was demoted since
             return self._best_effort(seq) if moves and self._where.get(seq.id, (None, None))[1] is not None else None
         tier = len(self.tiers) - 1
         if slo.tpot is not None:
@@ -272,40 +274,40 @@ class Router:
         return HeldRequest(seq, tier, due, seq.pending, seq.length, left, moves, way)
 
     def _least_seconds(self, seq: SeqView, moves: bool) -> float:
-        """Until its next token on a replica with nothing else to do."""
+        """Returns the seconds until its next token on an idle replica."""
         steps = next(iter(self._replicas.values())).steps
         return steps.decodes(1, seq.length) if moves else steps.isolated_seconds(seq.pending)
 
     def _until(self, request: HeldRequest) -> float:
-        """Until when a replica with nothing else to do could have its next token in time; -inf if its TPOT, or its KV,
-        is too much for every one."""
+        """Returns the latest time at which an idle replica could still have its next token in time; -inf if its TPOT or
+        KV is too much for every replica."""
         tpot, most = self.tiers[request.tier], request.most
         if not any(most <= r.capacity and r.steps.decodes(1, most) <= tpot for r in self._replicas.values()):
             return -inf
         return request.due - self._least_seconds(request.seq, request.moves)
 
     def _try_placing(self, request: HeldRequest, routing: _RoutingRound, among: Sequence[TierReplica] | None) -> bool:
-        """In mode pd a prompt is prefilled once a seat to decode in is kept for it, which it takes when it moves if its
-        next token is in time there."""
+        """Tries to place a request; returns whether it did. In mode pd a prompt is prefilled once a slot to decode in
+        is reserved; it moves there if its next token is in time."""
         id = request.seq.id
         if self.mode == "co":
-            found = self._find_slot(request, routing, among)
-            if found is not None:
-                self._reserve_slot(request, found, routing)
-                routing.place[id], routing.why[id] = found[0].id, found[2]
-            return found is not None
+            slot = self._find_slot(request, routing, among)
+            if slot is not None:
+                self._reserve_slot(request, slot, routing)
+                routing.place[id], routing.why[id] = slot[0].id, slot[2]
+            return slot is not None
         if request.moves:
             if id in self._where and (self._where[id][1] is None or is_source(self._where[id][0], request.seq)):
-                self._leave(id)  # no seat was kept for it
+                self._leave(id)  # no slot was reserved for it
             if id in self._where:
                 self._recheck_slot(request, routing)
             else:
-                found = self._find_slot(request, routing, None)
-                if found is None and request.due == inf:
-                    found = self._room(request)
-                if found is None:
+                slot = self._find_slot(request, routing, None)
+                if slot is None and request.due == inf:
+                    slot = self._room(request)
+                if slot is None:
                     return False
-                self._reserve_slot(request, found, routing)
+                self._reserve_slot(request, slot, routing)
             replica = self._where[id][0]
             if replica.view.limits.blocks(request.length) > replica.view.kv_free:
                 return False
@@ -315,26 +317,26 @@ class Router:
         return self._starts(request, routing, among)
 
     def _recheck_slot(self, request: HeldRequest, routing: _RoutingRound) -> None:
-        """Its KV is there: where its next token would be late at the seat kept it sits elsewhere, though for one
-        token's sake no replica leaves the pool, but for what is late anyway and finds no room. Where steps there have
-        come to be too long it goes to another replica of its tier, not to a tighter one: that would fill up, too."""
-        id, found, now = request.seq.id, None, routing.now
-        kept, tier = self._where[id]
-        group = kept.group
-        if group is not None and group != PREFILL_GROUP and kept.can_keep(request, self.tiers[group], now):
+        """Chooses another slot for a request with KV if its next token would be late at the reserved one. No replica
+        leaves the pool for one token, except for a late request without room. If steps there have become too long, it
+        goes to another replica of its tier, not of a tighter one, which would fill up, too."""
+        id, slot, now = request.seq.id, None, routing.now
+        reserved_replica, tier = self._where[id]
+        group = reserved_replica.group
+        if group is not None and group != PREFILL_GROUP and reserved_replica.can_keep(request, self.tiers[group], now):
             return
         del self._where[id]
-        kept.drop(id, tier)
-        if group is None or group == PREFILL_GROUP or kept.joins_at(request, now) > request.due:
-            found = (self._find_slot if request.due == inf else self._find_slot_in_groups)(request, routing, None)
-        elif kept.next_token_at(request, self.tiers[group], now) is None:
-            found = self._find_slot_in_groups(request, routing, None, tightest=request.tier)
-        if found is None:
-            kept.add(request)
-            self._where[id] = kept, request.tier
+        reserved_replica.drop(id, tier)
+        if group is None or group == PREFILL_GROUP or reserved_replica.joins_at(request, now) > request.due:
+            slot = (self._find_slot if request.due == inf else self._find_slot_in_groups)(request, routing, None)
+        elif reserved_replica.next_token_at(request, self.tiers[group], now) is None:
+            slot = self._find_slot_in_groups(request, routing, None, tightest=request.tier)
+        if slot is None:
+            reserved_replica.add(request)
+            self._where[id] = reserved_replica, request.tier
         else:
-            self._changed(kept)
-            self._reserve_slot(request, found, routing)
+            self._changed(reserved_replica)
+            self._reserve_slot(request, slot, routing)
 
     def _starts(self, request: HeldRequest, routing: _RoutingRound, among: Sequence[TierReplica] | None) -> bool:
         id, short = request.seq.id, self._lacks.get(request.seq.id) == "prefill"
@@ -366,7 +368,7 @@ class Router:
     def _find_prefill_replica(
         self, request: HeldRequest, routing: _RoutingRound, slot: TierReplica
     ) -> TierReplica | None:
-        """The most loaded prefill replica that has its prompt through in time, else one of the pool."""
+        """Returns the most loaded prefill replica that has its prompt done in time, else one of the pool."""
         for replica in self._loaded(PREFILL_GROUP, None):
             if replica.prefills_in_time(request, routing.now):
                 return replica
@@ -376,10 +378,10 @@ class Router:
     def _find_slot(
         self, request: HeldRequest, routing: _RoutingRound, among: Sequence[TierReplica] | None
     ) -> tuple[TierReplica, int, str] | None:
-        """Where it can decode, for which tier that replica serves or is to serve, and why. The order of attempts: own
-        tier, tighter ones, a draining replica, the pool."""
-        if (found := self._find_slot_in_groups(request, routing, among)) is not None:
-            return found
+        """Returns a replica to decode on, the tier that it serves or will serve, and the reason. It tries the own tier,
+        tighter ones, draining replicas, then the pool."""
+        if (slot := self._find_slot_in_groups(request, routing, among)) is not None:
+            return slot
         own, later = request.tier, self.mode == "pd" and not request.moves
         for replica in self._claimable(request):
             pooled = replica.group is None
@@ -390,7 +392,7 @@ class Router:
     def _find_slot_in_groups(
         self, request: HeldRequest, routing: _RoutingRound, among: Sequence[TierReplica] | None, tightest: int = 0
     ) -> tuple[TierReplica, int, str] | None:
-        """The same among those that serve its tier or one from the `tightest` on."""
+        """Returns the same among replicas of its tier or a tighter one, down to `tightest`."""
         own, later = request.tier, self.mode == "pd" and not request.moves
         for group in range(own, tightest - 1, -1):
             for replica in self._loaded(group, among):
@@ -399,8 +401,8 @@ class Router:
         return None
 
     def _room(self, request: HeldRequest) -> tuple[TierReplica, int, str] | None:
-        """For KV that found no seat, and is in the way of prompts where it is: a replica that has room for it now,
-        whatever is kept there, of the loosest tier."""
+        """Returns a replica for KV without a slot, which blocks prompts where it is: one of the loosest tier with room
+        now."""
         for group in range(len(self.tiers) - 1, -1, -1):
             for replica in self._groups[group]:
                 view, limits = replica.view, replica.view.limits
@@ -412,7 +414,7 @@ class Router:
         return None
 
     def _reserve_slot(self, request: HeldRequest, slot: tuple[TierReplica, int, str], routing: _RoutingRound) -> None:
-        """It is to decode there."""
+        """Reserves the slot for a request."""
         replica, group, rule = slot
         if rule in ("scaled up", "claimed"):
             self._enlist(replica, group, routing)
@@ -424,7 +426,8 @@ class Router:
         self._unsorted.add(group)
 
     def _loaded(self, group: int, among: Sequence[TierReplica] | None) -> Sequence[TierReplica]:
-        """The replicas of a group (of these, if given) that admit, the most loaded first; ties by lowest index."""
+        """Returns the admitting replicas of a group (within `among`, if given), the most loaded first; ties by
+        index."""
         if among is not None and all(replica.group != group for replica in among):
             return ()
         replicas = self._groups[group]
@@ -434,30 +437,30 @@ class Router:
         return [r for r in replicas if not r.draining and (among is None or r in among)]
 
     def _claimable(self, request: HeldRequest) -> Sequence[TierReplica]:
-        """Draining replicas whose tightest requests are of this tier, then the one of the pool with the least to do,
-        unless it is the last and none prefills."""
+        """Returns draining replicas whose tightest requests are of this tier, then the idlest of the pool, unless it is
+        the last one and none prefills."""
         group = request.tier
         draining = [r for r in self._replicas.values() if r.draining]
-        found = [r for r in draining if r.residents[group] and not any(r.residents[:group])]
-        kept = self.mode == "pd" and not self._groups[PREFILL_GROUP]
+        claimable = [r for r in draining if r.residents[group] and not any(r.residents[:group])]
+        reserve = self.mode == "pd" and not self._groups[PREFILL_GROUP]
         if (
-            sum(r.group is None for r in self._replicas.values()) > kept
+            sum(r.group is None for r in self._replicas.values()) > reserve
             and (pooled := self._idlest(request.seq)) is not None
         ):
-            found.append(pooled)
-        return found
+            claimable.append(pooled)
+        return claimable
 
     def _idlest(self, seq: SeqView, besides: TierReplica | None = None, enlist: bool = True) -> TierReplica | None:
-        """The replica of the pool with the least to do that can take what this one brings; ties by lowest index.
-        enlist: to change what it is for, which cannot be while KV is on its way to it."""
+        """Returns the idlest replica of the pool that can take this request's KV; ties by lowest index. `enlist`: to
+        change its group, which is impossible while KV is on its way there."""
         pool = [r for r in self._replicas.values() if r.group is None and r is not besides and not is_source(r, seq)]
         if enlist:
             pool = [r for r in pool if not r.receives_kv()]
         return min(pool, key=lambda r: (len(r.forecast), r.index), default=None)
 
     def _send_too_long(self, parked: Sequence[SeqView], routing: _RoutingRound) -> None:
-        """What no replica has the KV for goes to one all the same, which refuses it, or knows better: of a prompt that
-        was sent as text the length is a guess."""
+        """Places requests that are longer than every replica's KV: the replica refuses them, or knows the length of a
+        text prompt better."""
         most = max([replica.capacity for replica in self._replicas.values()], default=inf)
         for seq in parked:
             if not seq.cached and self._best_effort(seq).most > most:
@@ -469,7 +472,7 @@ class Router:
                 )
 
     def _fill_pool(self, parked: Sequence[SeqView], routing: _RoutingRound) -> None:
-        """Best effort goes to the pool, as far as its KV goes."""
+        """Places best effort on the pool as far as its KV goes."""
         for seq in parked:
             replica = self._idlest(seq, enlist=False)
             if replica is None:
@@ -512,7 +515,7 @@ class Router:
     # ----------------------------------------------------------------- roles
 
     def _enlist(self, replica: TierReplica, group: int, routing: _RoutingRound) -> None:
-        """It serves a group from now on; what it did for the pool comes back."""
+        """Moves a replica to a group, and recalls best effort from it."""
         if replica.group is None and not replica.empty:
             routing.recall[replica.id] = "best_effort"
             replica.forecast = KVForecast()
@@ -540,7 +543,7 @@ class Router:
             routing.roles[replica.id] = replace(self._role(group), kind="pending")
 
     def _forget_residents(self, replica: TierReplica) -> None:
-        """Requests that were there are placed nowhere."""
+        """Forgets the placements on a replica."""
         self._where = {id: at for id, at in self._where.items() if at[0] is not replica}
         self._prefills = {id: at for id, at in self._prefills.items() if at is not replica}
 

@@ -1,4 +1,4 @@
-"""What a replica of PolyServe runs: prompts by deadline, decodes alone, or chunks beside decodes within the TPOT."""
+"""Plans a PolyServe replica's steps: prompts by deadline, decodes alone, or chunks with decodes within the TPOT."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Scheduler:
 
 
 def by_deadline(seq: SeqView, now: float) -> tuple[float, float]:
-    """A key to sort by: best effort last and what is late already, ties in order of arrival."""
+    """Sort key: deadline; late requests and best effort last; ties in order of arrival."""
     due = seq.due
     return (inf if seq.best_effort or due < now else due, seq.request.arrival)
 
@@ -80,7 +80,7 @@ def prompt_due(seq: SeqView) -> float:
 
 
 def first_prompt_due(view: View) -> float:
-    """When the first of the prompts here is due, late ones apart."""
+    """Returns when the first prompt here is due that is not late."""
     now = view.now
     return min([due for s in (*view.prefilling, *view.waiting) if (due := s.due) > now], default=inf)
 

@@ -46,7 +46,7 @@ class FleetReplica:
         self.forecast = KVForecast()
         self.prompts: dict[str, PromptPlan] = {}
         self.pace = 1.0
-        self.best_effort_tokens = 0  # tokens of best effort placed here since it was last shown
+        self.best_effort_tokens = 0  # tokens of best effort placed here since it last showed its view
         self._load: float | None = None
         self._line: list[tuple[float, float, float, float]] | None = None
 
@@ -140,19 +140,19 @@ class FleetReplica:
         would become late. A prompt that is late already does not count."""
         now, by = self.view.now, prompt.order if prompt.until < inf else inf
         at = begins = now + self.wait()
-        own, placed = prompt.work * self.pace, False
+        own, is_in_line = prompt.work * self.pace, False
         for order, due, seconds, least in self._waiting_line():
-            if not placed and order > by:
-                begins, placed = at, True
+            if not is_in_line and order > by:
+                begins, is_in_line = at, True
                 at += own
             at += seconds if at + seconds <= due else least  # in few steps, where it is urgent
-            if at + MAX_STEP_DELAY_S > due >= at - own * placed:
+            if at + MAX_STEP_DELAY_S > due >= at - own * is_in_line:
                 return None
-        if not placed:
+        if not is_in_line:
             begins = at
         slack = MAX_STEP_DELAY_S if self._line else 0.0
         late = prompt.until < inf and begins + prompt.isolated_seconds * self.pace + slack > prompt.due
-        return None if late or begins - now > MAX_PREFILL_WAIT_S else at - own * placed - now
+        return None if late or begins - now > MAX_PREFILL_WAIT_S else at - own * is_in_line - now
 
     def _waiting_line(self) -> list[tuple[float, float, float, float]]:
         """Returns the prompts here in order, as (order, due, remaining seconds, least seconds), without the step in

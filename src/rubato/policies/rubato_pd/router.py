@@ -196,7 +196,7 @@ class Router:
 
     def _update_replicas(self, fleet: Sequence[View], now: float) -> Sequence[FleetReplica]:
         """Returns the replicas of the fleet, with current views."""
-        found: list[FleetReplica] = []
+        replicas: list[FleetReplica] = []
         joined = False
         for index, view in enumerate(fleet):
             replica = self._replicas.get(view.id)
@@ -207,7 +207,7 @@ class Router:
                 replica = self._replicas[view.id] = FleetReplica(view, index, len(self.tiers), table)
                 joined = True
             replica.show(view)
-            found.append(replica)
+            replicas.append(replica)
         if joined:
             seconds = {
                 replica: seconds_in_turns(replica.view.latency, PREFILL_STEP_TOKENS)
@@ -215,10 +215,10 @@ class Router:
             }
             for replica, each in seconds.items():
                 replica.pace = each / min(seconds.values())
-        self._credit += self.best_effort * len(found) * (now - self._credit_at)
-        self._credit = min(self._credit, self.best_effort * len(found) * BEST_EFFORT_BURST_S)
+        self._credit += self.best_effort * len(replicas) * (now - self._credit_at)
+        self._credit = min(self._credit, self.best_effort * len(replicas) * BEST_EFFORT_BURST_S)
         self._credit_at = now
-        return found
+        return replicas
 
     def _enqueue(self, seq: SeqView, routing: RoutingRound) -> None:
         """Adds a request without KV to the queue, or to best effort."""
@@ -288,7 +288,7 @@ class Router:
         """Returns the queued prompts in the order to try them; late ones leave the queue."""
         ready: list[tuple[float, str, PromptPlan]] = []
         for id, prompt in list(self._queue.items()):
-            if id not in routing.held:
+            if id not in routing.held_ids:
                 continue
             if prompt.until < routing.now:
                 del self._queue[id]
@@ -365,18 +365,18 @@ class Router:
             source = self._replicas.get(handoff.source)
             prompt = None if seq.best_effort else self._prompt(seq, routing)
             prompt = prompt or plan_best_effort_prompt(seq, self.tiers, routing.fleet[0].view)
-            found = self._find_slot(prompt, routing, besides=source)
-            if found is None:
+            new_slot = self._find_slot(prompt, routing, besides=source)
+            if new_slot is None:
                 groups = [
                     (r, r.group) for r in routing.fleet if r is not source and r.group is not None and r.group >= 0
                 ]
                 groups += [(r, prompt.tier) for r in routing.group(None) if r is not source]
-                found = max(groups, key=lambda at: (at[0].group is not None, at[0].view.kv_free), default=None)
-            if found is None:
+                new_slot = max(groups, key=lambda at: (at[0].group is not None, at[0].view.kv_free), default=None)
+            if new_slot is None:
                 if routing.now > handoff.at + KV_ORPHAN_TIMEOUT_S:
                     routing.reject[id] = "rejected-no-replica: none is left to decode"
                 return
-            self._reserve_slot(prompt, found, routing)
+            self._reserve_slot(prompt, new_slot, routing)
             slot = self._slots[id]
         view = slot.replica.view
         if view.limits.blocks(seq.length) <= view.kv_free:
@@ -391,7 +391,7 @@ class Router:
         if self._credit < 0.0 or any(p.seq.best_effort for p in self._queue.values()):
             return
         for id, seq in self._parked.items():
-            if id in routing.held:
+            if id in routing.held_ids:
                 if routing.now >= seq.request.arrival + PATIENCE_S:
                     self._queue[id] = prompt = plan_best_effort_prompt(seq, self.tiers, routing.fleet[0].view)
                     self._credit -= prompt.work + prompt.left * self.tiers[-1] * routing.fleet[0].share(
@@ -410,7 +410,7 @@ class Router:
         if not pool:
             return
         for id, seq in list(self._parked.items()):
-            if id not in routing.held:
+            if id not in routing.held_ids:
                 continue
             left = remaining_output(seq)
             fits = [r for r in pool if r.view.pending + r.best_effort_tokens <= MAX_POOL_TOKENS + len(r.forecast)]

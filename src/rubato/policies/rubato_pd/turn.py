@@ -13,7 +13,7 @@ class RoutingRound:
     """Decisions so far; `fleet` are the replicas that requests may go to."""
 
     def __init__(self, held: Sequence[SeqView], fleet: Sequence[FleetReplica], now: float) -> None:
-        self.held = {seq.id for seq in held}
+        self.held_ids = {seq.id for seq in held}
         self.fleet = fleet
         self.now = now
         self.place: dict[str, str] = {}

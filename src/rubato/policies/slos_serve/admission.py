@@ -35,7 +35,7 @@ MAX_SHORT_BATCHES = 2  # deadlines of new requests for which the first batch may
 
 
 class Phase(NamedTuple):
-    """So many `batches` (inf: for ever) of at most `seconds` and `tokens`."""
+    """A run of `batches` (inf: without end) of at most `seconds` and `tokens` each."""
 
     batches: float
     seconds: float
@@ -50,17 +50,17 @@ class Grid(tuple[Phase, ...]):
 
     @property
     def leads(self) -> bool:
-        """Whether the first batch is such a short one."""
+        """Whether the first batch is a short one."""
         return len(self) > 1 and self[0].seconds < self[1].seconds
 
     def step(self) -> Grid:
-        """What remains after the first batch."""
+        """Returns the grid after the first batch."""
         left = self[0].batches - 1
         return Grid((self[0]._replace(batches=left), *self[1:])) if left else Grid(self[1:])
 
     def room(self, demands: Sequence[Demand]) -> float:
-        """Tokens that these, served anyway, leave of it for others, the least by any batch by which something of theirs
-        is due; negative: they do not fit. Jobs due at 0 are late already: they are due with the first batch."""
+        """Returns the tokens that these demands leave for others, the least at any of their deadlines; negative if they
+        do not fit. Demands due at 0 are late and count as due with the first batch."""
         return float(demand_line(np.array(self), rows(demands))[3].min(initial=inf))
 
 
@@ -79,7 +79,7 @@ class AdmissionLimits:
 
 
 class Admitted(NamedTuple):
-    """accepted: indices into the new. grid: the one on which they and the forced are all in time."""
+    """accepted: indices of new demands. grid: the one on which they and all forced demands are in time."""
 
     accepted: tuple[int, ...]
     grid: Grid
@@ -87,12 +87,12 @@ class Admitted(NamedTuple):
 
 
 def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Admitted | None:
-    """The set of `new` to add to `forced`, the best but where memory is short. None: not even the forced are in time on
-    any of the grids. Memory is counted by its forecast peak (§3.2.1 has the sum of what each holds at its end, which
+    """Chooses the set of `new` to add to `forced`, the best unless memory is short; None if even the forced are late on
+    every grid. Memory is counted by its forecast peak (§3.2.1 has the sum of what each holds at its end, which
     they never hold together). Equal deadlines are decided in the order given.
     """
     assert all(d.due < inf for d in new), "every new request has a deadline, if one of ours"
-    served, most, peak = rows(forced), sum(d.value for d in new), peak_kv(forced, limits.block)
+    forced_rows, most, peak = rows(forced), sum(d.value for d in new), peak_kv(forced, limits.block)
     best: Admitted | None = None
     least: list[Callable[[int], tuple[float, ...]]] = [lambda i: (new[i].memory / new[i].value,)]
     if len({d.value for d in new}) > 1:  # then that may leave out one worth more than all others
@@ -101,8 +101,8 @@ def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimi
         for worst in least:
             able = list(range(len(new)))
             while True:
-                asked = rows([new[i] for i in able], in_order_given=True)
-                chosen = best_subset(np.array(grid), served, asked, limits.seats)
+                new_rows = rows([new[i] for i in able], in_order_given=True)
+                chosen = best_subset(np.array(grid), forced_rows, new_rows, limits.seats)
                 accepted = [able[i] for i in chosen or ()]
                 more = [new[i].memory for i in accepted], [new[i].left for i in accepted]
                 if not accepted or peak.peak_with(*more) <= limits.memory:
@@ -137,8 +137,8 @@ def grids_to_try(forced: Sequence[Demand], new: Sequence[Demand], limits: Admiss
 
 
 def _lay(decodes: Sequence[tuple[float, float]], lead: Phase | None, limits: AdmissionLimits) -> Grid:
-    """Batches of at most the longest, then of each TPOT, from the last batch that ends before its request is due.
-    decodes: (due, tpot), in order."""
+    """Lays batches of the longest duration, then of each TPOT from the last batch that ends before its request is due.
+    `decodes` are (due, tpot), in order."""
     phases, begin, seconds = [], 0.0, limits.longest
     if lead is not None:
         phases, begin = [lead], lead.seconds

@@ -1,4 +1,4 @@
-"""The next batch: how long it is, what is in it by deadline as far as its time goes, and the rest for best effort."""
+"""Fills the next batch: its length, admitted requests by deadline, and best effort in the remaining time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BatchOrder:
         self.order = sorted(self.seqs, key=lambda s: (self.entries[s.id].due, s.request.arrival))
 
     def spend(self, tokens: float) -> bool:
-        """Take so many tokens of the batch, if they can be spared; returns whether."""
+        """Takes `tokens` of the batch if they can be spared; returns whether they can."""
         if self._tokens_to_spare is None:
             self._tokens_to_spare = self.grid.room([self.entries[s.id] for s in self.order])
         if tokens > self._tokens_to_spare:
@@ -92,7 +92,7 @@ class BatchOrder:
         return by_id
 
     def after(self, work: Mapping[str, Work], early: Collection[str]) -> list[Demand]:
-        """What all demand once a batch of such work has ended, in seconds from then."""
+        """Returns all demands after a batch of this work, in seconds from its end."""
         by_id, seconds = [], self.grid[0].seconds
         for seq, demand in zip(self.seqs, self.demands, strict=True):
             own, due, tokens = work.get(seq.id), demand.due, demand.tokens
@@ -131,7 +131,7 @@ class BatchOrder:
 
 
 def _ends_window(seq: SeqView, work: Work) -> bool:
-    """Whether a decode may reach the end of the window that it is in."""
+    """Returns whether a decode may reach the end of its window."""
     return (seq.output - 1) % WINDOW + 1 + len(work.verify) >= WINDOW
 
 
@@ -155,7 +155,7 @@ class BatchFiller:
         self._full = False  # no further token ends in time
 
     def fill(self, order: Iterable[SeqView]) -> None:
-        """Their pending tokens, in this order: each decode's and its drafted ones, as much of each prefill as fits."""
+        """Adds pending tokens in this order: of each decode with its drafts, and as much of each prefill as fits."""
         for decode, seqs in groupby(order, key=lambda s: s.pending == 1):
             if decode:
                 self._decodes([seq for seq in seqs if seq.id not in self.unfinished])
@@ -164,8 +164,8 @@ class BatchFiller:
                     self._chunk(seq)
 
     def add_best_effort(self, order: Sequence[SeqView], free: int, block: int) -> None:
-        """Best effort, oldest first, in what is left; the younger give up KV for the older. One starts when `free`
-        holds it to its end, so that it need not be preempted for another of its kind."""
+        """Adds best effort, oldest first, in what is left; younger requests give up KV for older ones. A request starts
+        only if `free` blocks hold it to its end, so that no other best effort preempts it."""
         builder = self.builder
         for seq in order:
             if self._full or builder.tokens_left == 0:
@@ -181,7 +181,7 @@ class BatchFiller:
                 self._chunk(seq)
 
     def _chunk(self, seq: SeqView) -> None:
-        """As much of it as fits, of one that is held all but the last token."""
+        """Adds as much of a prompt as fits; of one in `unfinished`, all but its last token."""
         builder, own = self.builder, seq.pending - (seq.id in self.unfinished)
         if self._full:
             return

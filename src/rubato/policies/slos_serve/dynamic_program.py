@@ -92,34 +92,33 @@ def best_subset(grid: Floats, forced: Floats, new: Floats, seats: int) -> list[i
     rate, by, before = verified / tpot, summed(grid, k, SECONDS), np.searchsorted(at, k, side="right")
     own = pending + rounding_allowance(grid, tpot) * verified - rate * by
     left = summed(grid, k, TOKENS) - owed[before] - rates[before] * by
-    between = np.append(
-        np.searchsorted(at, k), len(at)
-    )  # where in `at` deadlines begin that are no earlier than its own
+    # index in `at` of the first deadline that is no earlier than its own
+    between = np.append(np.searchsorted(at, k), len(at))
     classes = [*zip(rate.tolist(), value.tolist(), strict=True)]
     steps, size = {}, 1
     for one in dict.fromkeys(classes):
         steps[one], size = size, size * (classes.count(one) + 1)
-    asked = np.ascontiguousarray(np.stack((own, rate, by, left, value, [steps[one] for one in classes]), axis=1))
+    rows = np.ascontiguousarray(np.stack((own, rate, by, left, value, [steps[one] for one in classes]), axis=1))
     bounds = np.ascontiguousarray(np.stack((room, summed(grid, at, SECONDS)), axis=1))
-    taken = int(accept(asked, between, bounds, slope, seats, size))
+    taken = int(accept(rows, between, bounds, slope, seats, size))
     return [int(i) for n, i in enumerate(able) if taken >> n & 1]
 
 
 @compiled(f"int64({TABLE}, int64[::1], {TABLE}, float64, int64, int64)")
-def accept(asked: Floats, between: NDArray[np.int64], bounds: Floats, slope: float, seats: int, size: int) -> int:
+def accept(rows: Floats, between: NDArray[np.int64], bounds: Floats, slope: float, seats: int, size: int) -> int:
     """The programme, over the new in order of deadline. A state is how many were accepted of each class (tokens a
     second, value), as digits of its number; of sets with the same counts the one that owes least is kept. Which are in
-    the best final state, as bits. asked: rows of what each adds to a state. bounds: rows (room, seconds)."""
+    the best final state, as bits. rows: rows of what each adds to a state. bounds: rows (room, seconds)."""
     owed, rates, worth = np.full(size, np.inf), np.zeros(size), np.zeros(size)
     many, taken = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
     owed[0] = 0.0
-    for n in range(len(asked) + 1):
+    for n in range(len(rows) + 1):
         for j in range(between[n - 1] if n else 0, between[n]):  # the forced are in time at these deadlines of theirs
             for state in range(size):
                 if owed[state] + rates[state] * bounds[j, 1] > bounds[j, 0] + ROUNDING_TOKENS:
                     owed[state] = np.inf
-        for state in range(size - 1 if n < len(asked) else -1, -1, -1):  # the last first: none takes this one twice
-            own, rate, by, left, value, step = asked[n]
+        for state in range(size - 1 if n < len(rows) else -1, -1, -1):  # the last first: none takes this one twice
+            own, rate, by, left, value, step = rows[n]
             more, pace, to = owed[state] + own, rates[state] + rate, state + int(step)
             if (
                 more + pace * by <= left + ROUNDING_TOKENS

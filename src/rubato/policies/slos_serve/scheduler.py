@@ -1,4 +1,4 @@
-"""One replica's scheduler: which requests it admits, and what the next batch holds; the package says when and why."""
+"""One replica's scheduler: admits requests and fills batches. The package docstring has the method."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rubato.policy_kit.paces import Window, tightest_tpot, windows
 from rubato.policy_kit.refusals import refusal
 
 PROMISES = ("start", "arrival")
-DECISION_TIMEOUT_S = 0.1  # seconds after which it decides again, whatever is new (Algorithm 1)
+DECISION_TIMEOUT_S = 0.1  # admission runs at least this often (Algorithm 1)
 MAX_DECISIONS = 12  # requests decided in one admission; the others, due later, wait for the next step
 MAX_RETRIED = 8  # declined requests looked at again in one admission
 MAX_BATCH_S, MAX_BATCH_STEPS = 0.2, 10.0  # of a batch that no TPOT bounds: seconds, or steps of one token (ours)
@@ -43,7 +43,7 @@ PATIENT_TPOT_S = PATIENCE_S / 16  # seconds a token of the oldest best-effort re
 
 @dataclass
 class Decisions:
-    """One plan in the making: the requests there by how they are served, and what is decided of them."""
+    """The decisions of one plan: requests by how they are served, and their changes."""
 
     view: View
     reader: DemandReader
@@ -56,8 +56,8 @@ class Decisions:
     handoff: dict[str, HandoffReason] = field(default_factory=dict)
 
     def decline(self, seq: SeqView, hops: int) -> None:
-        """What becomes of a request without a promise: another replica's, refused if its client asked for that, or best
-        effort. hops: how often it may be handed on."""
+        """Declines a request: hands it to another replica, refuses it if its client asked for that, or serves it as
+        best effort. `hops` is how often it may be handed on."""
         before = seq.request.handoff
         fresh = seq.id not in self.view.running_ids and nothing_sent(seq)
         if fresh and "handoff" in self.view.supports and (before.hops if before is not None else 0) <= hops:
@@ -129,17 +129,17 @@ class Scheduler:
 
     @property
     def uses(self) -> frozenset[str]:
-        """What it makes use of, and can do without."""
+        """Optional features that it uses."""
         return frozenset({"draft"}) if self.max_draft else frozenset()
 
     @property
     def tier_names(self) -> Collection[str]:
-        """Tiers that its settings name; a server checks that it has them."""
+        """Tiers named in its settings; a server checks that they exist."""
         return self.tier_values.keys()
 
     @property
     def promised(self) -> Collection[str]:
-        """Ids of those here whose admission is firm."""
+        """Ids of requests here whose admission is firm."""
         return self._promised.keys()
 
     def observe(self, events: Sequence[Event]) -> None:
@@ -172,7 +172,7 @@ class Scheduler:
         return plan
 
     def _classify(self, view: View) -> Decisions:
-        """The admitted, those still to be decided, and best effort."""
+        """Divides the requests into admitted, undecided and best effort."""
         if view.slo_rule == "windowed":
             self._windows = windows(view, self._windows)
         self._drafts.look(view)
@@ -208,14 +208,14 @@ class Scheduler:
         return view.latency.spread if self.safety_margin is None else self.safety_margin
 
     def _demands(self, step: Decisions, paced: bool = True) -> list[Demand]:
-        """Of the admitted."""
+        """Returns the demands of admitted requests."""
         decodes = step.view.decodes
         alone = Shape(1, 1, decodes.kv // decodes.seqs) if decodes.seqs else Shape()
         soonest = step.view.latency.step_time(alone) * (1.0 + self._margin(step.view)) if decodes.seqs else 0.0
         return step.reader.demands(step.admitted, soonest, paced)
 
     def _oldest(self, step: Decisions) -> SeqView | None:
-        """The oldest of best effort, or of those that nothing bounds, once it is behind: it is planned as if it were
+        """Returns the oldest request that is best effort or has no SLO, once it is behind: it is planned as if
         admitted, so that none starves. The same one until it ends."""
         id, length, due = self._claim
         unbound = [s for s in step.admitted if s.due == inf and tightest_tpot(s) == inf]
@@ -232,54 +232,56 @@ class Scheduler:
         return reader.demand(oldest)._replace(due=max(self._claim[2] - reader.now, 0.0), tpot=PATIENT_TPOT_S)
 
     def _decide(self, step: Decisions, demands: list[Demand], oldest: SeqView | None) -> tuple[Grid, list[Demand]]:
-        """Admit those that can be in time beside the admitted, and lay the grid for all of them. Returns it, and what
-        the admitted demand: by deadlines alone where their paces cannot all be kept."""
+        """Admits requests that can be in time with the admitted ones, and lays a grid for all. Returns the grid and the
+        admitted demands, by deadlines only if not all paces can be kept."""
         view, reader = step.view, step.reader
         able = [
             s for s in step.best_effort if s.demoted and s is not oldest and not s.missed and reader.now < s.due < inf
         ]
         again = heapq.nsmallest(MAX_RETRIED, able, key=lambda s: (s.pending, _arrival(s)))  # could be in time after all
         values = self.tier_values
-        asked = heapq.nsmallest(
+        candidates = heapq.nsmallest(
             MAX_DECISIONS,
             [*step.undecided, *again],
             key=lambda s: (-values.get(s.request.tier, 1.0), s.due, _arrival(s)),
         )
-        asked.sort(key=lambda s: (s.due, _arrival(s)))
-        new = [reader.demand(s) for s in asked]
+        candidates.sort(key=lambda s: (s.due, _arrival(s)))
+        new = [reader.demand(s) for s in candidates]
         forced = demands
         if oldest is not None:
             if self._claim[2] == inf:
                 self._claim = (*self._claim[:2], reader.now + 0.5 * PATIENCE_S)
             forced = [*(d for d in demands if d.id != oldest.id), self._as_admitted(oldest, reader)]
-        capacity = BatchCapacity(view, [*step.admitted, *asked], [*forced, *new], self._margin(view), reader.weight)
-        later = [s for s in step.undecided if s not in asked and s.id in view.running_ids]  # they keep their KV
+        capacity = BatchCapacity(
+            view, [*step.admitted, *candidates], [*forced, *new], self._margin(view), reader.weight
+        )
+        later = [s for s in step.undecided if s not in candidates and s.id in view.running_ids]  # they keep their KV
         memory = view.kv_total - sum(s.blocks for s in [*view.moving, *later])
         choose = partial(self._choose, view, capacity, memory)
         fits = oldest is None or peak_kv(forced, view.limits.block_size).peak_with() <= memory
-        found, speculation = choose(forced, new) if fits else (None, NO_SPECULATION)
-        if found is None and oldest is not None:  # it has to wait until others end; none is added meanwhile
+        best, speculation = choose(forced, new) if fits else (None, NO_SPECULATION)
+        if best is None and oldest is not None:  # it has to wait until others end; none is added meanwhile
             self._claim = (*self._claim[:2], inf)
-            found, speculation = choose(demands, [])
+            best, speculation = choose(demands, [])
         in_force = self._drafts.in_force
         if (
-            found is None
+            best is None
             and self._grid
             and self._grid.room(in_force.entries(demands, self._drafts.draft_tokens)) >= -ROUNDING_TOKENS
         ):
-            found, speculation = Admitted((), self._grid, 0.0), in_force  # on which they were admitted
-        if found is None:
+            best, speculation = Admitted((), self._grid, 0.0), in_force  # on which they were admitted
+        if best is None:
             demands = self._demands(step, paced=False)
-            found, speculation = choose(demands, [])
-        if found is None:
+            best, speculation = choose(demands, [])
+        if best is None:
             shortest = min([d.tpot for d in demands], default=inf)
             batch = Phase(inf, seconds := min(self._unbound(capacity), shortest), capacity.tokens(seconds))
-            found = Admitted((), self._grid or Grid((batch,)), 0.0)
+            best = Admitted((), self._grid or Grid((batch,)), 0.0)
         else:
             self._drafts.in_force = speculation
-        accepted = {new[i].id for i in found.accepted}
-        step.undecided = [s for s in step.undecided if s not in asked]
-        for seq in asked:
+        accepted = {new[i].id for i in best.accepted}
+        step.undecided = [s for s in step.undecided if s not in candidates]
+        for seq in candidates:
             if seq.id in accepted:
                 firm = self.promise == "arrival" or seq.id in view.running_ids or not nothing_sent(seq)
                 (self._promised if firm else self._revocable)[seq.id] = prompt_stage(seq)
@@ -290,7 +292,7 @@ class Scheduler:
             elif not seq.demoted:
                 step.decline(seq, self.max_hops)
         self._decided, self._any_finished = view.now, False
-        return found.grid, [*demands, *(d for d in new if d.id in accepted)]
+        return best.grid, [*demands, *(d for d in new if d.id in accepted)]
 
     def _choose(
         self, view: View, capacity: BatchCapacity, memory: int, forced: Sequence[Demand], new: Sequence[Demand]
@@ -304,9 +306,9 @@ class Scheduler:
             tokens, beside = (partial(count, steps=plan.steps) for count in (capacity.tokens, capacity.beside))
             most_seconds, draft_tokens = max(min(longest, full), TOLERANCE), self._drafts.draft_tokens
             there = AdmissionLimits(most_seconds, tokens, memory, seats, beside, limits.block_size)
-            found = admit(plan.entries(forced, draft_tokens), plan.entries(new, draft_tokens), there)
-            if found is not None and (best is None or found.value > best.value + ROUNDING_TOKENS):
-                best, chosen = found, plan
+            admitted = admit(plan.entries(forced, draft_tokens), plan.entries(new, draft_tokens), there)
+            if admitted is not None and (best is None or admitted.value > best.value + ROUNDING_TOKENS):
+                best, chosen = admitted, plan
             if best is not None and best.value >= most - ROUNDING_TOKENS:
                 break
         return best, chosen
@@ -333,10 +335,10 @@ class Scheduler:
     def _too_early(self, batch: BatchOrder, work: Mapping[str, Work]) -> set[str]:
         """What begins a pace before its time in such a batch, the last due first, while not all can keep theirs then,
         neither on the grid in force nor on another."""
-        found: set[str] = set()
+        too_early: set[str] = set()
         early = batch.early(work)
         while early and not batch.spend(sum(early.values())):
-            work = {id: own for id, own in work.items() if id not in found}
+            work = {id: own for id, own in work.items() if id not in too_early}
             after = batch.after(work, early)
             if batch.grid.step().room(self._drafts.in_force.entries(after, {})) >= -ROUNDING_TOKENS:
                 break
@@ -344,20 +346,22 @@ class Scheduler:
             if self._choose(batch.view, capacity, batch.view.kv_total, after, [])[0] is not None:
                 break
             id, _ = early.popitem()
-            found.add(id)
-        return found
+            too_early.add(id)
+        return too_early
 
     def _filled(self, step: Decisions, grid: Grid, demands: dict[str, Demand], oldest: SeqView | None) -> Plan:
-        view, block, kept = step.view, step.view.limits.block_size, step.admitted
+        view, block, planned_seqs = step.view, step.view.limits.block_size, step.admitted
         rest = sorted(step.best_effort, key=_arrival)
         if oldest is not None and self._claim[2] < inf:
             demands[oldest.id] = self._as_admitted(oldest, step.reader)
-            kept = [*(s for s in kept if s is not oldest), oldest]
+            planned_seqs = [*(s for s in planned_seqs if s is not oldest), oldest]
             rest = [s for s in rest if s is not oldest]
         undecided = [s for s in step.undecided if s.id in view.running_ids]  # they keep their KV, and wait
         holders = [*undecided, *(s for s in rest if s.id in view.running_ids)]
         margin, weight, first = self._margin(view), step.reader.weight, grid[0]
-        batch = BatchOrder(view, grid, kept, [demands[s.id] for s in kept], self._drafts, margin, weight, self._skipped)
+        batch = BatchOrder(
+            view, grid, planned_seqs, [demands[s.id] for s in planned_seqs], self._drafts, margin, weight, self._skipped
+        )
         bound, most = batch.bounds()
         drafts, late = self._drafts.to_draft(view, batch.order, most, first.tokens / weight, bound)
         order, verified = batch.in_order()
@@ -370,8 +374,8 @@ class Scheduler:
             early |= more
         builder = filler.builder
         if rest:
-            held = sum(demands[s.id].memory for s in kept) + sum(blocks_at_end(s, block) for s in holders)
-            filler.add_best_effort(rest, view.kv_total - held - sum(s.blocks for s in view.moving), block)
+            reserved = sum(demands[s.id].memory for s in planned_seqs) + sum(blocks_at_end(s, block) for s in holders)
+            filler.add_best_effort(rest, view.kv_total - reserved - sum(s.blocks for s in view.moving), block)
         if not builder.work:  # for lack of memory: the admitted first, the oldest after them
             line = [*sorted(batch.order, key=lambda s: s is oldest), *undecided, *rest]
             able = [s for s in line if s not in builder.preempted]

@@ -46,12 +46,12 @@ class EntryLengths(NamedTuple):
 
 
 def expected(acceptance: float, length: int) -> float:
-    """Acc(sl): tokens that verifying so many gives on average."""
+    """Returns Acc(sl): the average tokens from an entry of `length` verified tokens."""
     return float(length) if acceptance >= 1.0 else (1.0 - acceptance**length) / (1.0 - acceptance)
 
 
 def keeping_up(tpot: float, acceptance: float, seconds: float, longest: int = MAX_ENTRY_TOKENS) -> int:
-    """The smallest length with which a decode keeps up with batches of so many seconds; `longest` where none does."""
+    """Returns the smallest length with which a decode keeps up with batches of `seconds`; `longest` if none does."""
     enough = seconds * (1.0 - TPOT_ROUNDING) / tpot
     return next((n for n in range(1, longest) if expected(acceptance, n) >= enough), longest)
 
@@ -97,7 +97,7 @@ class SpeculationPlan:
     longest: int = 1
 
     def entries(self, demands: Iterable[Demand], draft_tokens: Mapping[str, int]) -> list[Demand]:
-        """The demands as entries of verified tokens; drafted: how many tokens there are to be verified now, by id."""
+        """Returns the demands as entries of verified tokens; `draft_tokens` are those to verify now, by id."""
         return [self._entry(d, draft_tokens.get(d.id, 0)) for d in demands] if self.steps else list(demands)
 
     def _entry(self, demand: Demand, draft_tokens: int) -> Demand:
@@ -120,7 +120,7 @@ NO_SPECULATION = SpeculationPlan()
 
 @dataclass
 class SpeculationState:
-    """most: tokens drafted for an entry at most. able: whether the engine drafts."""
+    """most: largest number of tokens drafted for an entry. able: whether the engine drafts."""
 
     most: int
     able: bool = False
@@ -130,7 +130,7 @@ class SpeculationState:
     lag: DrafterLag = field(default_factory=DrafterLag)
 
     def look(self, view: View) -> None:
-        """What there is to be verified, not beyond ends that are known, and whose tries are to be counted."""
+        """Updates the drafted tokens to verify, up to known ends, and the requests whose tries count."""
         self.able = self.most > 0 and "draft" in view.supports
         if self.able:
             self.acceptance.follow(view.running)
@@ -138,8 +138,8 @@ class SpeculationState:
             self.draft_tokens = {id: min(nodes, max(0, ceil(left) - 1)) for id, (nodes, left) in there.items()}
 
     def chance(self, seq: SeqView) -> float:
-        """What plans assume for it: the mean; 0 where deadlines run from the first token, as no decode is then
-        ahead."""
+        """Returns the acceptance that plans assume: the mean; 0 if deadlines run from the first token, since no decode
+        is ahead then."""
         slo = seq.request.stages[prompt_stage(seq)].slo
         if not self.able or (slo.ttft is None and slo.e2e is None):
             return 0.0
@@ -178,7 +178,7 @@ class SpeculationState:
         return drafts_by_id, late
 
     def fastest(self, view: View, seqs: Sequence[SeqView]) -> int:
-        """Tokens to draft for each of these, for all to be done soonest and their memory free."""
+        """Returns the tokens to draft for each request so that all end soonest and free their memory."""
         if not seqs or not self.able:
             return 0
         chances = [[self.acceptance.mean(s.request) ** depth for depth in range(1, self.most + 1)] for s in seqs]
