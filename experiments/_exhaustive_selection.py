@@ -64,7 +64,7 @@ def optimal(trees: Sequence[Tree | None], needed: Sequence[float], budget: int) 
 
     `select` gives the same where this is not None and `most_nodes` does not bind.
     """
-    draft_tree.check(trees, needed)
+    draft_tree.check_needs(trees, needed)
     ranking, own = draft_tree.rank_nodes(trees)
     left = budget - len(trees)
     if left < 0:

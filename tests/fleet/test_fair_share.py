@@ -256,7 +256,7 @@ def test_step_times_asked_once_decide_as_those_asked_for_each_request(
         for each in fair.release(asked, fleet, 0.0):
             if int(each.id[1:]) in placed:
                 fair.record_placement(each.id)
-        held = [each for each in asked if not fair._entries[each.id].placed]
+        held = [each for each in asked if not fair._entries[each.id].is_placed]
         return [each.id for each in fair.release(held, fleet, now)], fair.wake_at
 
     with pytest.MonkeyPatch.context() as patch:

@@ -70,8 +70,8 @@ def test_an_error_of_the_shares_ends_no_request(method: str, router: str) -> Non
     )  # fmt: skip
     outcomes = {id: e.outcome for id, e in ends(events).items()}  # each ended once, as `serve` saw
     assert outcomes.pop("q1") == "cancelled"
-    # without `enter` nothing is known to be in flight: the tenant still has places
-    assert outcomes.pop("q8") == ("completed" if method == "enter" else "refused")
+    # without `add_request` nothing is known to be in flight: the tenant still has places
+    assert outcomes.pop("q8") == ("completed" if method == "add_request" else "refused")
     assert set(outcomes.values()) == {"completed"}
     assert clusters[0].listener_errors[f"FairShare.{method}"] > 0
     own = [message for message in said if message.startswith(f"FairShare.{method} ")]

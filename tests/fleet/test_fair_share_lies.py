@@ -144,10 +144,10 @@ def test_accounts_stay_finite_and_end_empty(acts: list[Any], window: int | None,
             for value in (account.finish, account.load, account.output, account.debt):
                 assert isfinite(value)
                 assert value >= 0.0
-            assert account.placed >= 0
+            assert account.placed_count >= 0
             assert account.waiting >= 0
         assert sum(a.waiting for a in fair._accounts.values()) == len(held)
-        assert sum(a.placed for a in fair._accounts.values()) == len(placed)
+        assert sum(a.placed_count for a in fair._accounts.values()) == len(placed)
 
     def passes() -> None:
         while through := fair.release(list(held.values()), fleet, now):
@@ -192,4 +192,4 @@ def test_accounts_stay_finite_and_end_empty(acts: list[Any], window: int | None,
             passes()
     assert not held
     for account in fair._accounts.values():
-        assert (account.placed, account.waiting, account.load) == (0, 0, 0.0)
+        assert (account.placed_count, account.waiting, account.load) == (0, 0, 0.0)

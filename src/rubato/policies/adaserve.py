@@ -34,7 +34,7 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
 from rubato.policy_kit.acceptance import TreeChances
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order
-from rubato.policy_kit.draft_tree import DEPTH, DRAFT_TOKENS, WIDTH, adaptive, select
+from rubato.policy_kit.draft_tree import MAX_DEPTH, MAX_DRAFT_TOKENS, MAX_WIDTH, adaptive, select
 from rubato.policy_kit.draft_value import (
     count_paying_nodes,
     drafting,
@@ -65,10 +65,10 @@ class Scheduler:
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft"})
     uses: ClassVar[frozenset[str]] = frozenset({"tree"})
     verify_tokens: int = 0
-    draft_tokens: int = DRAFT_TOKENS
+    draft_tokens: int = MAX_DRAFT_TOKENS
     min_depth: int = 1
-    max_depth: int = DEPTH
-    max_width: int = WIDTH
+    max_depth: int = MAX_DEPTH
+    max_width: int = MAX_WIDTH
     prefill_chunk: int = 256
     _chances: TreeChances = field(default_factory=TreeChances, init=False, repr=False)
     _admission: PacedAdmission = field(init=False, repr=False)

@@ -42,7 +42,7 @@ from rubato.policy_kit.refusals import refusable, refusals, wants_refusal
 from rubato.policy_kit.turns import Turns, add_decodes
 
 SOURCE = "QoServe (ASPLOS 2026), before Niyama: Breaking the Silos of LLM Inference Serving (arXiv 2503.22562)"
-MIN_THROUGHPUT_SHARE = 0.995  # weight of the old prefill throughput at each step that prefills
+THROUGHPUT_MEMORY = 0.995  # weight of the old prefill throughput at each step that prefills
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Scheduler:
             self._throughput = most / view.latency.step_time(NO_BATCH.plus(most, 0))
         began, tokens = self._last
         if tokens and view.now > began:
-            self._throughput = MIN_THROUGHPUT_SHARE * self._throughput + (1.0 - MIN_THROUGHPUT_SHARE) * tokens / (
+            self._throughput = THROUGHPUT_MEMORY * self._throughput + (1.0 - THROUGHPUT_MEMORY) * tokens / (
                 view.now - began
             )
 

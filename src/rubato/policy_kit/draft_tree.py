@@ -20,7 +20,7 @@ from operator import itemgetter
 from rubato.core.plan import Tree
 
 # The paper's bounds (its artifact, Llama-70B) of trees' depth and width, and of the tokens of a drafter's step.
-DEPTH, WIDTH, DRAFT_TOKENS = 8, 3, 96
+MAX_DEPTH, MAX_WIDTH, MAX_DRAFT_TOKENS = 8, 3, 96
 
 Node = tuple[float, int, int]  # f, index of the request, id in its tree
 
@@ -42,7 +42,7 @@ def select(
     f may be wrong, then so are the expected tokens; but if it rises along a path, a node is chosen without its parent.
     Raises ValueError unless there are as many `needed` as trees, and for a `most_nodes` below 1.
     """
-    check(trees, needed)
+    check_needs(trees, needed)
     if most_nodes < 1:
         raise ValueError(f"most_nodes {most_nodes}: a request holds its root at least, give 1 or more")
     ranking, own = rank_nodes(trees)
@@ -74,7 +74,7 @@ def adaptive(n: int, b1: int, b2: int, c1: int, c2: int, d_min: int, d_max: int,
     return max(d_min, min(d_max, depth)), max(1, min(w_max, width))
 
 
-def check(trees: Sequence[Tree | None], needed: Sequence[float]) -> None:
+def check_needs(trees: Sequence[Tree | None], needed: Sequence[float]) -> None:
     if len(trees) != len(needed):
         raise ValueError(f"{len(trees)} trees and {len(needed)} requests' needs: give one of each per request")
 

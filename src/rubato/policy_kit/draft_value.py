@@ -78,7 +78,7 @@ def find_paying_depth(
     nothing, 0 if no drafts pay.
 
     chances: of each of the `decodes` sequences, which have `kv` tokens in KV together, the chance by depth that one of
-    a tree's nodes there comes out (`acceptance.Offered`); of none, one of which nothing is known is reckoned with.
+    a tree's nodes there comes out (`acceptance.TreeChances`); without any sequence, an unknown one is assumed.
     """
     chances = chances or [[PRIOR**depth for depth in range(1, most + 1)]]
     plain = latency.step_time(with_nodes(Shape(), decodes, kv, 0))

@@ -118,12 +118,12 @@ class PeakKV:
         left: tokens to come of each resident
         block: tokens of a block
         """
-        self._final, self._left = np.array(final, dtype=np.float64), np.array(left, dtype=np.float64)
+        self._final, self._tokens_left = np.array(final, dtype=np.float64), np.array(left, dtype=np.float64)
         self._block = block
 
     def peak_with(self, final: Sequence[int] = (), left: Sequence[float] = ()) -> int:
         """Returns the peak with more residents, in whole blocks, at the `MAX_PEAK_ENDS` ends with the most tokens."""
-        final_, left_ = np.append(self._final, final), np.append(self._left, left)
+        final_, left_ = np.append(self._final, final), np.append(self._tokens_left, left)
         last = np.argsort(-left_)  # the last to end first
         final_, left_ = final_[last], left_[last]
         tokens = (final_ - left_ / self._block).cumsum() + left_ / self._block * np.arange(1, len(last) + 1)

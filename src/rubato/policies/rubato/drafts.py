@@ -13,7 +13,7 @@ from math import floor
 from rubato.core.interfaces import View
 from rubato.policies.rubato.supply import PLAIN_DECODE, DecodeEntry, Task
 from rubato.policy_kit.acceptance import TreeChances
-from rubato.policy_kit.draft_tree import DEPTH, DRAFT_TOKENS, WIDTH, adaptive, select
+from rubato.policy_kit.draft_tree import MAX_DEPTH, MAX_DRAFT_TOKENS, MAX_WIDTH, adaptive, select
 from rubato.policy_kit.draft_value import drafting, find_fastest_nodes, find_paying_depth
 
 
@@ -32,9 +32,9 @@ class DraftPlanner:
                 self._chances.add_tree(job.seq.request, job.seq.draft)
         n = max(1, len(decodes))
         kv = sum([job.cached for job in decodes])
-        width = adaptive(n, n, DRAFT_TOKENS, 0, 0, 1, DEPTH, WIDTH if "tree" in view.supports else 1)[1]
-        chances = [self._chances.chances(job.seq.request, DEPTH) for job in decodes]
-        depth = find_paying_depth(view.latency, n, kv, chances, width, 1, DEPTH)
+        width = adaptive(n, n, MAX_DRAFT_TOKENS, 0, 0, 1, MAX_DEPTH, MAX_WIDTH if "tree" in view.supports else 1)[1]
+        chances = [self._chances.chances(job.seq.request, MAX_DEPTH) for job in decodes]
+        depth = find_paying_depth(view.latency, n, kv, chances, width, 1, MAX_DEPTH)
         if not depth:
             return PLAIN_DECODE
         draft, trees = (depth, width), [tree for job in decodes if (tree := job.seq.draft) is not None]
@@ -65,5 +65,5 @@ def nodes_to_verify(decodes: Sequence[Task], end: float, budget: int) -> Mapping
     # A need beyond what the whole budget brings would get nothing: of it as much as that counts.
     brings = [1.0 + (sum(sorted(tree.paths)[-budget:]) if tree is not None else 0.0) for tree in trees]
     needed = [min(need, whole) for need, whole in zip(needed, brings, strict=True)]
-    found = select(trees, needed, len(decodes) + budget, DEPTH * WIDTH + 1)
-    return {job.id: nodes for job, nodes in zip(decodes, found, strict=True) if nodes}
+    selection = select(trees, needed, len(decodes) + budget, MAX_DEPTH * MAX_WIDTH + 1)
+    return {job.id: nodes for job, nodes in zip(decodes, selection, strict=True) if nodes}

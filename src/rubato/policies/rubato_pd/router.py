@@ -68,7 +68,7 @@ class Router:
     _tier_loss: list[float] = field(init=False, repr=False, default_factory=list)
     _need: list[float] = field(init=False, repr=False, default_factory=list)  # replicas that each tier's residents take
     _credit: float = field(init=False, repr=False, default=0.0)  # replica-seconds that best effort may take
-    _credit_at: float = field(init=False, repr=False, default=0.0)
+    _credit_since: float = field(init=False, repr=False, default=0.0)
 
     def __post_init__(self) -> None:
         if not 0.0 < self.best_effort <= 1.0:
@@ -215,9 +215,9 @@ class Router:
             }
             for replica, each in seconds.items():
                 replica.pace = each / min(seconds.values())
-        self._credit += self.best_effort * len(replicas) * (now - self._credit_at)
+        self._credit += self.best_effort * len(replicas) * (now - self._credit_since)
         self._credit = min(self._credit, self.best_effort * len(replicas) * BEST_EFFORT_BURST_S)
-        self._credit_at = now
+        self._credit_since = now
         return replicas
 
     def _enqueue(self, seq: SeqView, routing: RoutingRound) -> None:

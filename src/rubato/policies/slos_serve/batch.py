@@ -149,7 +149,7 @@ class BatchFiller:
     ) -> None:  # fmt: skip
         self.unfinished = unfinished
         self.builder = BatchBuilder(view, steps=max((depth for depth, _ in drafts.values()), default=0))
-        self._drafted, self._drafts = draft_tokens, drafts
+        self._draft_tokens, self._drafts = draft_tokens, drafts
         self._bound, self._model = bound, view.latency
         self.victims = list(victims)
         self._full = False  # no further token ends in time
@@ -194,7 +194,7 @@ class BatchFiller:
 
     def _decodes(self, seqs: Sequence[SeqView]) -> None:
         builder, model, before = self.builder, self._model, self.builder.shape
-        if not self._drafted:
+        if not self._draft_tokens:
             kv = list(accumulate((s.cached + 1 for s in seqs), initial=before.kv))
             together = range(1, len(seqs) + 1)
             fitting = bisect_right(together, self._bound, key=lambda n: model.step_time(
@@ -206,7 +206,7 @@ class BatchFiller:
             make_room(builder, seq, 1, self.victims[::-1])
             if builder.tokens_that_fit(seq) == 0:
                 continue
-            verified = builder.verifiable(seq, self._drafted.get(seq.id, 0))
+            verified = builder.verifiable(seq, self._draft_tokens.get(seq.id, 0))
             while verified and model.step_time(builder.shape.plus(1 + verified, seq.cached)) > self._bound:
                 verified -= 1
             if builder.work and model.step_time(builder.shape.plus(1 + verified, seq.cached)) > self._bound:

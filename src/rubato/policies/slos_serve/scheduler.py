@@ -166,7 +166,7 @@ class Scheduler:
         ):  # fmt: skip
             grid, demands = self._decide(step, demands, oldest)
         self._undecided = frozenset(s.id for s in step.undecided)
-        self._give_up(step)
+        self._decline_hopeless(step)
         plan = self._filled(step, grid, {d.id: d for d in demands}, oldest)
         self._grid = grid.step() if plan.work or plan.decode_all else grid
         return plan
@@ -321,8 +321,8 @@ class Scheduler:
             return max(MAX_BATCH_S, MAX_BATCH_STEPS * alone)
         return max(self.max_batch_seconds, 2.0 * alone)
 
-    def _give_up(self, step: Decisions) -> None:
-        """Decline each whose prompt cannot be done in time any more, even alone."""
+    def _decline_hopeless(self, step: Decisions) -> None:
+        """Declines admitted requests whose prompt would be late now even alone."""
         view, now, most = step.view, step.reader.now, step.view.limits.max_num_batched_tokens
         for seq in [s for s in step.admitted if s.pending > 1 and s.due < inf and s.id not in step.promote]:
             equal = -(-seq.pending // -(-seq.pending // most))  # step times are convex
@@ -333,8 +333,8 @@ class Scheduler:
                 step.decline(seq, -1)
 
     def _too_early(self, batch: BatchOrder, work: Mapping[str, Work]) -> set[str]:
-        """What begins a pace before its time in such a batch, the last due first, while not all can keep theirs then,
-        neither on the grid in force nor on another."""
+        """Returns requests that would begin a pace too early in such a batch, the last due first, until the others can
+        keep their paces on the grid in force or another."""
         too_early: set[str] = set()
         early = batch.early(work)
         while early and not batch.spend(sum(early.values())):
