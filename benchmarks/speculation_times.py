@@ -82,7 +82,7 @@ class TimedModel(affine.Model):
 
 def time_selection(times: Times) -> None:
     """From now on `adaserve` says what choosing nodes takes it."""
-    chosen = adaserve.Scheduler._chosen
+    chosen = adaserve.Scheduler._choose_nodes
 
     def timed(self: Any, view: View, decodes: Sequence[SeqView], *others: Any) -> Any:
         began = CLOCK.now()
@@ -100,7 +100,7 @@ def time_selection(times: Times) -> None:
             times.plans.append(CLOCK.now() - began)
         return made
 
-    adaserve.Scheduler._chosen = timed  # type: ignore[method-assign,assignment]
+    adaserve.Scheduler._choose_nodes = timed  # type: ignore[method-assign,assignment]
     adaserve.Scheduler.plan = timed_plan  # type: ignore[method-assign]
 
 

@@ -31,7 +31,7 @@ def page(name: str, text: str) -> str:
     router = _class_of(policy, "Router")
     tables = [_table("policy", scheduler, policies.settings_of(scheduler, "Scheduler"))]
     if router is not None:
-        elsewhere = {*policies.settings_of(scheduler, "Scheduler"), *policies.OF_EVERY_ROUTER}
+        elsewhere = {*policies.settings_of(scheduler, "Scheduler"), *policies.COMMON_ROUTER_SETTINGS}
         own = policies.settings_of(router, "Router")
         tables.append(_table("router", router, {name: own[name] for name in own if name not in elsewhere}))
     made = "\n\n".join(table for table in tables if table)

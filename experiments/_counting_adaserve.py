@@ -22,12 +22,12 @@ class Scheduler(adaserve.Scheduler):
     counts: ClassVar[dict[str, int]] = {}
     _needless: bool = field(default=False, init=False, repr=False)
 
-    def _chosen(
+    def _choose_nodes(
         self, view: View, decodes: Sequence[SeqView], prompts: Sequence[SeqView], draft: Draft | None
     ) -> Mapping[str, tuple[int, ...]]:
-        chosen = super()._chosen(view, decodes, prompts, draft)
+        chosen = super()._choose_nodes(view, decodes, prompts, draft)
         self._needless = True
-        without = super()._chosen(view, decodes, prompts, draft)
+        without = super()._choose_nodes(view, decodes, prompts, draft)
         self._needless = False
         if any(chosen.values()):
             moved = sum(len(set(nodes) - set(without.get(id, ()))) for id, nodes in chosen.items())

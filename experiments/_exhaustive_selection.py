@@ -64,16 +64,16 @@ def optimal(trees: Sequence[Tree | None], needed: Sequence[float], budget: int) 
 
     `select` gives the same where this is not None and `most_nodes` does not bind.
     """
-    draft_tree.check(trees, needed)
-    ranking, own = draft_tree.ranked(trees)
+    draft_tree.check_needs(trees, needed)
+    ranking, own = draft_tree.rank_nodes(trees)
     left = budget - len(trees)
     if left < 0:
         return None
     chosen: list[int] = []
     for nodes, tokens in zip(own, needed, strict=True):
-        count = draft_tree.enough(nodes, tokens)
+        count = draft_tree.count_needed_nodes(nodes, tokens)
         if count > min(left, len(nodes)):
             return None
         chosen.append(count)
         left -= count
-    return draft_tree.with_most_probable(ranking, own, chosen, left)
+    return draft_tree.add_most_probable(ranking, own, chosen, left)

@@ -28,9 +28,9 @@ class Scheduler(adaserve.Scheduler):
         self.spent["plan"] += cost.cpu
         return plan
 
-    def _chosen(
+    def _choose_nodes(
         self, view: View, decodes: Sequence[SeqView], prompts: Sequence[SeqView], draft: Draft | None
     ) -> Mapping[str, tuple[int, ...]]:
-        chosen, cost = measured(partial(super()._chosen, view, decodes, prompts, draft))
+        chosen, cost = measured(partial(super()._choose_nodes, view, decodes, prompts, draft))
         self.spent["selection"] += cost.cpu
         return chosen

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rubato.core.interfaces import View
 from rubato.policies import adaserve
-from rubato.policy_kit.paced_admission import Load, everyone
+from rubato.policy_kit.paced_admission import AdmittedLoad, everyone
 
 SOURCE = "ours, to see what trees alone bring"
 
@@ -15,5 +15,5 @@ SOURCE = "ours, to see what trees alone bring"
 class Scheduler(adaserve.Scheduler):
     """As `adaserve`."""
 
-    def _load(self, view: View) -> Load:
+    def _load(self, view: View) -> AdmittedLoad:
         return everyone(view)

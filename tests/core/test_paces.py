@@ -9,7 +9,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from rubato.policy_kit.draft_value import drafting, with_nodes
-from rubato.policy_kit.paces import Together, pace_of, time_for, tokens_needed
+from rubato.policy_kit.paces import JointPace, pace_of, time_for, tokens_needed
 from tests.doubles import Linear, Seq
 from tests.policies.test_tables import decode
 
@@ -49,20 +49,20 @@ def test_against_all_numbers_of_nodes(
         found = asked(latency.step_time(with_nodes(base, n, kv, nodes)) * stretch)
         can = can or (found is not None and found <= nodes)
     event(f"together: {can}")
-    together = Together(latency, (len(tree), 1), [tree] * n, stretch)
-    assert together.can(seqs, paces) == can
+    together = JointPace(latency, (len(tree), 1), [tree] * n, stretch)
+    assert together.can_keep(seqs, paces) == can
     order = sorted(paces, reverse=True)
-    most = together.most(seqs, order)
-    assert most == max([1, *(k for k in range(1, n + 1) if together.can(seqs[:k], order[:k]))])
+    most = together.count_that_can(seqs, order)
+    assert most == max([1, *(k for k in range(1, n + 1) if together.can_keep(seqs[:k], order[:k]))])
 
 
 def test_without_drafts_a_step_brings_a_token() -> None:
     one = [decode("r")]
-    assert Together(Linear(0.01, 0.0), None, [[0.9, 0.8]], 1.0).can(one, [0.01])
-    assert not Together(Linear(0.01, 0.0), None, [[0.9, 0.8]], 1.0).can(one, [0.009])
+    assert JointPace(Linear(0.01, 0.0), None, [[0.9, 0.8]], 1.0).can_keep(one, [0.01])
+    assert not JointPace(Linear(0.01, 0.0), None, [[0.9, 0.8]], 1.0).can_keep(one, [0.009])
     # with no tree yet, chains of the drafter's prior: 1.7 tokens of 10 ms
-    assert Together(Linear(0.01, 0.0), (1, 1), [], 1.0).can(one, [0.006])
-    assert not Together(Linear(0.01, 0.0), (1, 1), [], 1.0).can(one, [0.006], 1.1)
+    assert JointPace(Linear(0.01, 0.0), (1, 1), [], 1.0).can_keep(one, [0.006])
+    assert not JointPace(Linear(0.01, 0.0), (1, 1), [], 1.0).can_keep(one, [0.006], 1.1)
 
 
 def begun(**slo: float) -> Seq:

@@ -141,10 +141,10 @@ def test_what_is_too_late_even_alone_waits_for_what_can_be_in_time() -> None:
     fair = FairShare(window=1)
     first, second = (request(id, 200, ttft=0.2, arrival=at) for id, at in (("late", 0.0), ("hopeful", 0.05)))
     for r in (first, second):
-        fair.enter(r, r.arrival)
+        fair.add_request(r, r.arrival)
     slow = [view(latency=Linear(0.01, 0.0008))]  # 0.17 s for a prompt
-    assert [r.id for r in fair.open([first, second], slow, 0.02)] == ["late"]
-    assert [r.id for r in fair.open([first, second], slow, 0.06)] == ["hopeful"]
+    assert [r.id for r in fair.release([first, second], slow, 0.02)] == ["late"]
+    assert [r.id for r in fair.release([first, second], slow, 0.06)] == ["hopeful"]
 
 
 def test_weights_divide_the_tokens_of_those_who_all_want_more() -> None:
@@ -169,22 +169,22 @@ def test_alone_a_tenant_has_the_whole_window() -> None:
     fair = FairShare(window=4)
     asked = [request(f"a{i}", 10) for i in range(6)]
     for r in asked:
-        fair.enter(r, 0.0)
-    through = fair.open(asked, [view()], 0.0)
+        fair.add_request(r, 0.0)
+    through = fair.release(asked, [view()], 0.0)
     assert len(through) == 4
     for r in through:
-        fair.placed(r.id)
-    assert fair.open(asked[4:], [view()], 0.0) == []
-    fair.finished("a0", "completed", 16, 1.0)
-    assert [r.id for r in fair.open(asked[4:], [view()], 1.0)] == ["a4"]
-    fair.returned("a1")  # its replica is gone: it goes before those who came later
-    assert next(r.id for r in fair.open([*asked[4:], asked[1]], [view()], 1.0)) == "a1"
+        fair.record_placement(r.id)
+    assert fair.release(asked[4:], [view()], 0.0) == []
+    fair.record_end("a0", "completed", 16, 1.0)
+    assert [r.id for r in fair.release(asked[4:], [view()], 1.0)] == ["a4"]
+    fair.record_return("a1")  # its replica is gone: it goes before those who came later
+    assert next(r.id for r in fair.release([*asked[4:], asked[1]], [view()], 1.0)) == "a1"
 
 
 def test_the_window_is_what_keeps_the_tightest_tpot() -> None:
     fair = FairShare()
     for i in range(8):
-        fair.enter(request(f"a{i}", 90, tpot=0.05, most=30), 0.0)
+        fair.add_request(request(f"a{i}", 90, tpot=0.05, most=30), 0.0)
     # 0.01 + 0.001 * (n + 3 n) <= 0.05
     assert fair._sustained(view(latency=Linear(0.01, 0.001)), 90, 30) == 10
     # a long prompt for one token: (0.05 - 0.011) / (1.011 - 0.011) of one
@@ -227,11 +227,11 @@ def test_what_thousands_held_cost_is_by_their_lengths_not_by_their_number() -> N
     model, fair = Counting(), FairShare()
     waiting = [replace(request(f"q{i}", 100 + i % 5, ttft=1.0, tpot=0.05), tenant="ab"[i % 2]) for i in range(2000)]
     for each in waiting:
-        fair.enter(each, 0.0)
+        fair.add_request(each, 0.0)
     fleet = [view(latency=model), view(latency=model)]
-    fair.open(waiting, fleet, 0.0)  # works out each one's load, once
+    fair.release(waiting, fleet, 0.0)  # works out each one's load, once
     model.asked = 0
-    fair.open(waiting, fleet, 0.1)
+    fair.release(waiting, fleet, 0.1)
     assert model.asked == 2 * 5 + 2
 
 
@@ -252,12 +252,12 @@ def test_step_times_asked_once_decide_as_those_asked_for_each_request(
         ]
         fleet = [view(latency=Linear(0.01)), view(latency=Linear(0.005, 0.002))]
         for each in asked:
-            fair.enter(each, 0.0)
-        for each in fair.open(asked, fleet, 0.0):
+            fair.add_request(each, 0.0)
+        for each in fair.release(asked, fleet, 0.0):
             if int(each.id[1:]) in placed:
-                fair.placed(each.id)
-        held = [each for each in asked if not fair._entries[each.id].placed]
-        return [each.id for each in fair.open(held, fleet, now)], fair.wake_at
+                fair.record_placement(each.id)
+        held = [each for each in asked if not fair._entries[each.id].is_placed]
+        return [each.id for each in fair.release(held, fleet, now)], fair.wake_at
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rubato.policy_kit.fair_share.cache", lambda ask: ask)

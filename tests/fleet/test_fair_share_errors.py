@@ -45,11 +45,13 @@ def as_live() -> tuple[list[str], Callable[[Cluster], None]]:
 
 def test_a_simulation_ends_with_an_error_of_the_shares() -> None:
     with pytest.raises(OverflowError):
-        serve("simulated", router_for("edf", "least_loaded"), [request("q")], fair=Fails("open"))
+        serve("simulated", router_for("edf", "least_loaded"), [request("q")], fair=Fails("release"))
 
 
 @pytest.mark.parametrize("router", ["least_loaded", "sa"])  # placed at once, and in a timer
-@pytest.mark.parametrize("method", ["open", "enter", "placed", "returned", "finished", "beyond_share"])
+@pytest.mark.parametrize(
+    "method", ["release", "add_request", "record_placement", "record_return", "record_end", "beyond_share"]
+)
 def test_an_error_of_the_shares_ends_no_request(method: str, router: str) -> None:
     """One is cancelled, one is beyond what may be in flight, and a replica is lost: the others complete."""
     clusters: list[Cluster] = []
@@ -68,8 +70,8 @@ def test_an_error_of_the_shares_ends_no_request(method: str, router: str) -> Non
     )  # fmt: skip
     outcomes = {id: e.outcome for id, e in ends(events).items()}  # each ended once, as `serve` saw
     assert outcomes.pop("q1") == "cancelled"
-    # without `enter` nothing is known to be in flight: the tenant still has places
-    assert outcomes.pop("q8") == ("completed" if method == "enter" else "refused")
+    # without `add_request` nothing is known to be in flight: the tenant still has places
+    assert outcomes.pop("q8") == ("completed" if method == "add_request" else "refused")
     assert set(outcomes.values()) == {"completed"}
     assert clusters[0].listener_errors[f"FairShare.{method}"] > 0
     own = [message for message in said if message.startswith(f"FairShare.{method} ")]
@@ -78,5 +80,5 @@ def test_an_error_of_the_shares_ends_no_request(method: str, router: str) -> Non
 
 def test_shares_that_fail_let_all_pass_in_order_of_arrival() -> None:
     requests = [replace(request(f"q{i}"), tenant="ab"[i % 2]) for i in range(6)]
-    events = serve("simulated", router_for("edf", "least_loaded"), requests, fair=Fails("open"), setup=as_live()[1])
+    events = serve("simulated", router_for("edf", "least_loaded"), requests, fair=Fails("release"), setup=as_live()[1])
     assert [e.id for e in events if isinstance(e, Placed)] == [f"q{i}" for i in range(6)]

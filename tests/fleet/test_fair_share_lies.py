@@ -97,11 +97,11 @@ def test_only_what_completed_says_how_long_answers_are(outcome: Outcome) -> None
 
     def ends(id: str, how: Outcome, output: int, at: float) -> float:
         one = replace(request(id, 200, tpot=0.05, most=1000), tenant="evil")
-        fair.enter(one, at)
+        fair.add_request(one, at)
         expected = fair._entries[id].expected
-        assert fair.open([one], replicas, at) == [one]
-        fair.placed(id)
-        fair.finished(id, how, output, at)
+        assert fair.release([one], replicas, at) == [one]
+        fair.record_placement(id)
+        fair.record_end(id, how, output, at)
         return expected
 
     before = ends("first", "completed", 100, 0.0), ends("second", "completed", 100, 0.0)
@@ -144,21 +144,21 @@ def test_accounts_stay_finite_and_end_empty(acts: list[Any], window: int | None,
             for value in (account.finish, account.load, account.output, account.debt):
                 assert isfinite(value)
                 assert value >= 0.0
-            assert account.placed >= 0
+            assert account.placed_count >= 0
             assert account.waiting >= 0
         assert sum(a.waiting for a in fair._accounts.values()) == len(held)
-        assert sum(a.placed for a in fair._accounts.values()) == len(placed)
+        assert sum(a.placed_count for a in fair._accounts.values()) == len(placed)
 
     def passes() -> None:
-        while through := fair.open(list(held.values()), fleet, now):
+        while through := fair.release(list(held.values()), fleet, now):
             for one in through[:2]:  # the router takes some of them
-                fair.placed(one.id)
+                fair.record_placement(one.id)
                 placed[one.id] = held.pop(one.id)
             books()
         assert fair.wake_at is None or now < fair.wake_at < float("inf")
 
     def end(id: str, outcome: Outcome, output: int) -> None:
-        fair.finished(id, outcome, 0 if id in held else output, now)
+        fair.record_end(id, outcome, 0 if id in held else output, now)
         (held if id in held else placed).pop(id)
 
     for kind, given_ in acts:
@@ -167,13 +167,13 @@ def test_accounts_stay_finite_and_end_empty(acts: list[Any], window: int | None,
             one = Request(f"q{made}", (Stage(prompt, slo),), now, tenant=tenant, sampling=Sampling(most))
             made += 1
             fair.beyond_share(one, 4, now)
-            fair.enter(one, now)
+            fair.add_request(one, now)
             held[one.id] = one
         elif kind == "end" and (ids := [*held, *placed]):
             end(ids[given_[0] % len(ids)], given_[1], given_[2])
         elif kind == "lose" and placed:
             id = list(placed)[given_ % len(placed)]
-            fair.returned(id)
+            fair.record_return(id)
             held[id] = placed.pop(id)
         elif kind == "wait":
             now += given_
@@ -192,4 +192,4 @@ def test_accounts_stay_finite_and_end_empty(acts: list[Any], window: int | None,
             passes()
     assert not held
     for account in fair._accounts.values():
-        assert (account.placed, account.waiting, account.load) == (0, 0, 0.0)
+        assert (account.placed_count, account.waiting, account.load) == (0, 0, 0.0)

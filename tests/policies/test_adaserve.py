@@ -11,7 +11,7 @@ from rubato.core.events import Event
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Plan, Shape, Tree
 from rubato.policies import PolicyError
-from rubato.policy_kit.draft_value import fastest, worth
+from rubato.policy_kit.draft_value import count_paying_nodes, find_fastest_nodes
 from rubato.policy_kit.paced_admission import PacedScheduler
 from rubato.policy_kit.paces import tokens_needed
 from tests.doubles import Linear, Seq, view
@@ -108,10 +108,10 @@ def test_a_long_prompt_beside_makes_no_node_worth_more() -> None:
     plan = load("adaserve").plan(seen([drafted("r", CHAIN)], (prompt("p", 80),), latency=costly))
     assert verified(plan) == {"r": (0, 1)}
     assert {w.seq: w.tokens for w in plan.work} == {"r": 1, "p": 80}
-    alone = fastest(costly, Shape(), 1, 20, CHAIN.paths)
+    alone = find_fastest_nodes(costly, Shape(), 1, 20, CHAIN.paths)
     beside = Shape().plus(80, 0)
-    assert worth(costly, beside, 1, 20, CHAIN.paths, alone.token) == alone.nodes
-    assert fastest(costly, beside, 1, 20, CHAIN.paths).nodes == 4
+    assert count_paying_nodes(costly, beside, 1, 20, CHAIN.paths, alone.token) == alone.nodes
+    assert find_fastest_nodes(costly, beside, 1, 20, CHAIN.paths).nodes == 4
 
 
 def test_with_more_requests_than_budget_each_keeps_its_root_and_nothing_is_drafted() -> None:

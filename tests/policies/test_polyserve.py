@@ -17,8 +17,8 @@ from rubato.core.plan import Limits, Role
 from rubato.core.request import SLO, Handoff, Request, Stage
 from rubato.policies import polyserve
 from rubato.policies.polyserve import Router
-from rubato.policies.polyserve.replica_model import PREFILL, HeldRequest, Replica
-from rubato.policy_kit.prefill_queue import Prompt, prefill_chunks
+from rubato.policies.polyserve.replica_model import PREFILL_GROUP, HeldRequest, TierReplica
+from rubato.policy_kit.prefill_queue import QueuedPrompt, prefill_chunks
 from rubato.policy_kit.step_table import StepTable
 from rubato.simulation.simulate import simulate_events
 from tests.doubles import Linear, Seq, request, run_spec
@@ -32,24 +32,24 @@ MODES = st.sampled_from(["co", "pd"])
 class Watched(Router):
     """Looks at each decision before it is made, and at what is held after."""
 
-    def _sit(self, request: HeldRequest, seat: Any, turn: Any) -> None:
-        replica, group, rule = seat
+    def _reserve_slot(self, request: HeldRequest, slot: Any, routing: Any) -> None:
+        replica, group, rule = slot
         assert request.seq.id not in self._where, "placed twice"
         assert not replica.draining or rule == "claimed"
         assert group <= request.tier or (rule == "has room" and request.due == inf), "a looser tier's replica"
         if rule not in ("own tier", "has room"):
             for nearer in range(request.tier, group if rule.startswith("promoted") else -1, -1):
                 for other in self._groups[nearer]:
-                    assert other.draining or not self._takes(other, request, turn.now), "a nearer tier had room"
-        super()._sit(request, seat, turn)
+                    assert other.draining or not self._takes(other, request, routing.now), "a nearer tier had room"
+        super()._reserve_slot(request, slot, routing)
 
-    def _takes(self, replica: Replica, request: HeldRequest, now: float) -> bool:
+    def _takes(self, replica: TierReplica, request: HeldRequest, now: float) -> bool:
         assert replica.group is not None
         later = self.mode == "pd" and not request.moves
         return replica.next_token_at(request, self.tiers[replica.group], now, later=later) is not None
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        before, freed = set(self._held_until), set(self._freed)
+        before, freed = set(self._held_until), set(self._changed_replicas)
         dispatch = super().place(held, fleet, now)
         for seq in held:
             if seq.id not in self._held_until or self.mode == "pd":
@@ -270,13 +270,15 @@ def test_decodes_lend_their_lead(decode_due: float, prompts_due: tuple[float, fl
 
 def test_a_prefill_step_ends_before_a_prompt_in_it_is_due() -> None:
     """Two prompts fit the budget; together they would make the first one late."""
-    first, second = Prompt(0.007, 40, 0), Prompt(1.0, 60, 0)
+    first, second = QueuedPrompt(0.007, 40, 0), QueuedPrompt(1.0, 60, 0)
     chunks, shape = prefill_chunks([first, second], 0.0, budget=100, most=200, latency=STEP)
     assert (chunks, shape.tokens) == ([40, 10], 50)
     chunks, _ = prefill_chunks([first._replace(due=0.005), second], 0.0, budget=100, most=200, latency=STEP)
     assert chunks == [40], "late anyway, and no later than it must be"
-    assert prefill_chunks([Prompt(1.0, 500, 0)], 0.0, 100, 400, STEP)[0] == [100]
-    assert prefill_chunks([Prompt(0.05, 500, 0)], 0.0, 100, 400, STEP)[0] == [400], "in few steps, where it is urgent"
+    assert prefill_chunks([QueuedPrompt(1.0, 500, 0)], 0.0, 100, 400, STEP)[0] == [100]
+    assert prefill_chunks([QueuedPrompt(0.05, 500, 0)], 0.0, 100, 400, STEP)[0] == [400], (
+        "in few steps, where it is urgent"
+    )
 
 
 @pytest.mark.parametrize(
@@ -291,9 +293,9 @@ def test_a_prefill_step_ends_before_a_prompt_in_it_is_due() -> None:
 )
 def test_prompts_of_a_prefill_replica_count_one_after_the_other(queued: float, own: float, in_time: bool) -> None:
     view = View("r0", 0.0, [], [], kv_free=100, kv_total=200, limits=LIMITS, latency=STEP)
-    replica = Replica(view, 0, 1, StepTable(STEP, 40))
-    replica.group = PREFILL
-    alone = replica.steps.alone(20)
+    replica = TierReplica(view, 0, 1, StepTable(STEP, 40))
+    replica.group = PREFILL_GROUP
+    alone = replica.steps.isolated_seconds(20)
 
     def prompt(id: str, due: float) -> HeldRequest:
         return HeldRequest(Seq(request(id, 20), length=20), 0, due * alone, 20, 20, 4.0, False)
@@ -302,7 +304,7 @@ def test_prompts_of_a_prefill_replica_count_one_after_the_other(queued: float, o
     assert replica.prefills_in_time(prompt("own", own), 0.0) is in_time
 
 
-class WithoutRoom(Replica):
+class WithoutRoom(TierReplica):
     """Looks at each prompt behind the new one."""
 
     def _room_before(self, line: Sequence[Any]) -> Sequence[float]:
@@ -313,7 +315,7 @@ class WithoutRoom(Replica):
 def test_room_in_a_prefill_line_only_saves_looking_at_it(queued: list[tuple[int, float]], busy_until: float) -> None:
     """The line is kept from one question to the next, as prompts come."""
     view = View("r0", 0.0, [], [], kv_free=400, kv_total=400, limits=LIMITS, latency=STEP, busy_until=busy_until)
-    both = [kind(view, 0, 1, StepTable(STEP, 40)) for kind in (Replica, WithoutRoom)]
+    both = [kind(view, 0, 1, StepTable(STEP, 40)) for kind in (TierReplica, WithoutRoom)]
     for n, (tokens, due) in enumerate(queued):
         own = HeldRequest(Seq(request(f"p{n}", tokens), length=tokens), 0, due, tokens, tokens, 4.0, False)
         kept, looked = (replica.prefills_in_time(own, 0.0) for replica in both)
@@ -336,7 +338,7 @@ def test_the_rest_of_a_prompt_attends_to_what_is_done(done: int, due: float, in_
     model, limits = Linear(0.0, 1e-5, 8e-6), LONG_PROMPTS
     begun = Seq(request("begun", 16_384), length=16_384, cached=done)
     view = View("r0", 0.0, [], [begun], kv_free=10_000, kv_total=10_000, limits=limits, latency=model)
-    replica = Replica(view, 0, 1, StepTable(model, 8192))
+    replica = TierReplica(view, 0, 1, StepTable(model, 8192))
     replica.queue(HeldRequest(begun, 0, due, 16_384, 16_384, 4.0, False))
     own = HeldRequest(Seq(request("own", 1), length=1), 0, 0.1, 1, 1, 4.0, False)
     assert replica.prefills_in_time(own, 0.0) is in_time
@@ -353,7 +355,7 @@ def test_the_rest_of_a_prompt_attends_to_what_is_done(done: int, due: float, in_
 def test_prompts_count_in_the_chunks_that_run(first_due: float, own_due: float, in_time: bool) -> None:
     model, limits = Linear(0.01, 1e-5), LONG_PROMPTS
     view = View("r0", 0.0, [], [], kv_free=10_000, kv_total=10_000, limits=limits, latency=model)
-    replica = Replica(view, 0, 1, StepTable(model, 8192))
+    replica = TierReplica(view, 0, 1, StepTable(model, 8192))
 
     def prompt(id: str, due: float) -> HeldRequest:
         return HeldRequest(Seq(request(id, 8192), length=8192), 0, due, 8192, 8192, 4.0, False)
@@ -374,7 +376,7 @@ def test_prompts_count_in_the_chunks_that_run(first_due: float, own_due: float, 
 )
 def test_arriving_kv_has_its_way_first(way: float, busy_until: float, at: float | None) -> None:
     view = View("r0", 0.0, [], [], kv_free=100, kv_total=200, limits=LIMITS, latency=STEP, busy_until=busy_until)
-    replica = Replica(view, 0, 1, StepTable(STEP, 40))
+    replica = TierReplica(view, 0, 1, StepTable(STEP, 40))
     held = HeldRequest(Seq(request("a", 20), length=21, cached=20), 0, 0.05, 1, 21, 4.0, True, way)
     assert replica.next_token_at(held, 0.05, 0.0) == (None if at is None else pytest.approx(at))
 

@@ -193,7 +193,7 @@ def test_the_index_is_bounded_and_keeps_its_count(placed: list[tuple[int, int, s
             assert all(tokens >= 0 for tokens in cache.entries.values())
         held = {key for cache in index._caches.values() for key in cache.entries if isinstance(key, tuple)}
         assert held == set(index._sessions)
-    assert not (ends and (index._prompts or index._served))
+    assert not (ends and (index._prompts or index._replica_of))
 
 
 # --------------------------------------------------------------------------- which requests move

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from rubato.core.events import Demoted, Finished, Tokens
 from rubato.core.plan import Tree
 from rubato.latency.roofline import Model
-from rubato.policies.rubato.drafts import Drafts, nodes_to_verify
+from rubato.policies.rubato.drafts import DraftPlanner, nodes_to_verify
 from rubato.policies.rubato.requests import TierLosses
-from rubato.policies.rubato.supply import PLAIN, DecodeSteps, Job, StepErrors, left_out
-from rubato.policy_kit.kv_survival import ENOUGH, KVSurvival, OutputRatios, Resident, SurvivalCurve
+from rubato.policies.rubato.supply import PLAIN_DECODE, DecodeSteps, StepErrors, Task, find_omitted
+from rubato.policy_kit.kv_survival import MIN_FINISHED_REQUESTS, KVSurvival, OutputRatios, Resident, SurvivalCurve
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
@@ -113,11 +113,11 @@ def test_requests_longer_than_predicted_count_by_how_often_that_was() -> None:
     assert shares[5] == pytest.approx(1.0)
     assert shares[15] == pytest.approx(0.5, abs=0.02)
     known.add("b", 9.0)
-    assert tuple(known.of("b")) == tuple(known.of(""))  # too few of its own
-    for _ in range(ENOUGH):
+    assert tuple(known.ratios_of("b")) == tuple(known.ratios_of(""))  # too few of its own
+    for _ in range(MIN_FINISHED_REQUESTS):
         known.add("b", 9.0)
-    assert set(known.of("b")) == {9.0}
-    assert tuple(OutputRatios().of("a")) == (1.0,)
+    assert set(known.ratios_of("b")) == {9.0}
+    assert tuple(OutputRatios().ratios_of("a")) == (1.0,)
 
 
 # ----------------------------------------------------------------- time
@@ -127,7 +127,7 @@ def test_requests_longer_than_predicted_count_by_how_often_that_was() -> None:
 def test_as_few_prompts_as_possible_are_left_out(jobs: list[tuple[int, int]]) -> None:
     jobs = sorted(jobs, key=lambda job: job[1])
     seconds, room = [float(s) for s, _ in jobs], np.array([float(r) for _, r in jobs])
-    gone = left_out(seconds, seconds, room)
+    gone = find_omitted(seconds, seconds, room)
     kept = [i for i in range(len(jobs)) if i not in gone]
     assert in_time(kept, seconds, room)
     most = max(
@@ -150,9 +150,9 @@ def in_time(kept: list[int], seconds: list[float], room: Any) -> bool:
 def test_what_decodes_are_owed_is_counted_by_their_deadlines() -> None:
     first = decode("a", ttft=1.0, tpot=0.1, due=0.05)
     second = decode("b", ttft=1.0, tpot=0.04, due=0.2)
-    jobs = [Job(s.due, 0.0, s.id, s.request.stages[0].slo.tpot or 0.0, 1, s.cached, s) for s in (first, second)]
+    jobs = [Task(s.due, 0.0, s.id, s.request.stages[0].slo.tpot or 0.0, 1, s.cached, s) for s in (first, second)]
     steps = DecodeSteps(seen([], [first, second]), jobs, 0.0, 0.0, 1.0)
-    most, all_ = steps.owed(np.array([0.04, 0.16, 0.25]))
+    most, all_ = steps.entries_owed(np.array([0.04, 0.16, 0.25]))
     assert list(most) == [0, 2, 3]  # a at 0.05, 0.15, 0.25; b at 0.2, 0.24
     assert list(all_) == [0, 2, 5]
     assert steps.due_by(0.1) == 1
@@ -163,7 +163,7 @@ def test_errors_are_measured_from_plan_to_plan_mean_and_deviation_apart() -> Non
     errors, now, running = StepErrors(), 0.0, [decode("a")]
     for i in range(400):
         errors.learn(seen([], running, now=now))
-        errors.planned(now, 0.1)
+        errors.record_plan(now, 0.1)
         now += 0.1 * (1.2 if i % 2 else 1.0)
     assert errors.slower == pytest.approx(1.1, abs=0.01)
     assert errors.spread(0.0) == pytest.approx(0.1, abs=0.01)
@@ -174,7 +174,7 @@ def lead_after(*took: float) -> float:
     """Of steps of 100 ms that took so long, in seconds, after 16 that took what was predicted."""
     errors, now, running = StepErrors(), 0.0, [decode("a")]
     for seconds in [*[0.1] * 16, *took]:
-        errors.planned(now, 0.1)
+        errors.record_plan(now, 0.1)
         now += seconds
         errors.learn(seen([], running, now=now))
     return errors.lead
@@ -262,22 +262,22 @@ def test_a_tier_that_loses_more_is_left_out_less() -> None:
     losses = TierLosses(10.0)
     assert losses.weights() == {}
     for _ in range(100):
-        losses.count("a", True)
-        losses.count("b", False)
+        losses.count_request("a", True)
+        losses.count_request("b", False)
     weights = losses.weights()
     assert weights["a"] < 1.0 < weights["b"]
-    assert losses.share() == pytest.approx(0.5, abs=0.02)
+    assert losses.lost_share() == pytest.approx(0.5, abs=0.02)
     assert TierLosses(0.0).weights() == {}
     for i in range(5000):
-        losses.count(f"tier {i}", False)
+        losses.count_request(f"tier {i}", False)
     assert len(losses._tiers) < 1000  # a client may name any
 
 
 # ----------------------------------------------------------------- drafts
 
 
-def job(seq: Seq) -> Job:
-    return Job(seq.due, 0.0, seq.id, seq.request.stages[0].slo.tpot or 0.0, 1, seq.cached, seq)
+def job(seq: Seq) -> Task:
+    return Task(seq.due, 0.0, seq.id, seq.request.stages[0].slo.tpot or 0.0, 1, seq.cached, seq)
 
 
 def test_nodes_go_to_decodes_that_are_due_again_too_soon_then_to_the_likeliest() -> None:
@@ -295,16 +295,16 @@ def test_an_entry_verifies_as_much_as_pays_and_brings_what_its_trees_promise() -
     """10 ms, 1 ms a token, 1 ms a draft step, two of which pay once such trees are known: of 0.9, 0.8, 0.3 and 0.1 the
     last does not."""
     running = [drafted("a", CHAIN, tpot=0.04, due=9.0)]
-    shown, drafts = drafting_view(running, latency=Drafting(per_draft=0.001)), Drafts()
+    shown, drafts = drafting_view(running, latency=Drafting(per_draft=0.001)), DraftPlanner()
     for _ in range(200):
         entry = drafts.entry(shown, [job(s) for s in running])
     assert (entry.draft, entry.nodes, entry.tokens) == ((2, 3), 3.0, pytest.approx(3.0))
     steps = DecodeSteps(shown, [job(s) for s in running], 0.0, 0.0, 1.0, entry)
     assert steps.full == pytest.approx(entry.seconds) == pytest.approx(0.016)
-    assert steps.least(1) == pytest.approx(0.011)
-    most, _ = steps.owed(np.array([9.0, 9.0 + 3.1 * 0.04]))
+    assert steps.seconds_without_drafts(1) == pytest.approx(0.011)
+    most, _ = steps.entries_owed(np.array([9.0, 9.0 + 3.1 * 0.04]))
     assert list(most) == [1.0, pytest.approx(5 / 3)]  # entries: one, then all that its five tokens to come take
-    assert Drafts().entry(replace(shown, supports=frozenset()), [job(s) for s in running]) == PLAIN
+    assert DraftPlanner().entry(replace(shown, supports=frozenset()), [job(s) for s in running]) == PLAIN_DECODE
 
 
 def test_nodes_take_no_kv_that_decodes_need() -> None:

@@ -18,8 +18,8 @@ from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine
 from rubato.measure.promises import Promises, promises
 from rubato.policies.rubato.batch import StepBatch
-from rubato.policies.rubato.requests import Parts
-from rubato.policies.rubato.supply import MEMORY, DecodeSteps, Job, StepErrors
+from rubato.policies.rubato.requests import PlanCandidates
+from rubato.policies.rubato.supply import MEMORY_STEPS, DecodeSteps, StepErrors, Task
 from rubato.replica.plan_check import spelled_out
 from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate
@@ -69,7 +69,7 @@ def test_no_step_is_below_the_floor_while_a_decode_is_left_out(
     jobs, kept = sorted(map(job, running)), sorted(map(job, waiting))
     steps = DecodeSteps(shown, jobs, 0.0, 0.0, 1.0)
     floor = steps.shortest()
-    batch = StepBatch(shown, steps, Parts(jobs, kept), kept, None, floor)
+    batch = StepBatch(shown, steps, PlanCandidates(jobs, kept), kept, None, floor)
     batch.fill(1.25 * steps.unit, laxity, 1)
     planned = {w.seq for w in spelled_out(batch.plan([], {}), shown).work}
     if any(seq.id not in planned for seq in running):
@@ -92,8 +92,8 @@ def test_the_floor_holds_for_steps_once_one_was_late() -> None:
 def test_how_far_steps_were_behind_fades_over_thousands() -> None:
     errors, now = StepErrors(), 0.0
     shown = view([], [decode("d")])
-    for i in range(1 + round(MEMORY**2 * log(2.0))):
-        errors.planned(now, 0.01)
+    for i in range(1 + round(MEMORY_STEPS**2 * log(2.0))):
+        errors.record_plan(now, 0.01)
         now += 0.07 if i == 0 else 0.01
         errors.learn(replace(shown, now=now))
         if i == 0:
@@ -102,9 +102,9 @@ def test_how_far_steps_were_behind_fades_over_thousands() -> None:
     assert errors.lead == pytest.approx(first / 2.0, rel=0.01)
 
 
-def job(seq: Seq) -> Job:
+def job(seq: Seq) -> Task:
     slo = seq.request.stages[0].slo
-    return Job(seq.due, 0.0, seq.id, slo.tpot or inf, seq.pending, seq.cached, seq)
+    return Task(seq.due, 0.0, seq.id, slo.tpot or inf, seq.pending, seq.cached, seq)
 
 
 # ----------------------------------------------------------------- answers with a deadline for their end

@@ -19,8 +19,8 @@ from rubato.core.request import SLO, Handoff, Request, Stage
 from rubato.policies.rubato import Scheduler
 from rubato.policies.rubato_pd import Router
 from rubato.policies.rubato_pd.prefill_step import prefill_step
-from rubato.policies.rubato_pd.prompt import Prompt
-from rubato.policies.rubato_pd.replica_model import AHEAD, PREFILL, Replica
+from rubato.policies.rubato_pd.prompt import PromptPlan
+from rubato.policies.rubato_pd.replica_model import MAX_PREFILL_WAIT_S, PREFILL_GROUP, FleetReplica
 from rubato.policy_kit.step_table import StepTable
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
@@ -79,7 +79,7 @@ def test_every_request_ends_where_replicas_are_lost(
     )  # fmt: skip
     if not (gone or broken or cancelled):
         assert {e.outcome for e in events if isinstance(e, Finished)} == {"completed"}
-    assert not any((router._queue, router._parked, router._seats, router._prefills, router._moving))
+    assert not any((router._queue, router._parked, router._slots, router._prefills, router._moving))
     for replica in router._replicas.values():
         assert (sum(replica.residents), len(replica.forecast), replica.prompts) == (0, 0, {})
     assert max(map(abs, router._need)) < 1e-9
@@ -216,10 +216,10 @@ def test_best_effort_has_its_share_while_no_replica_is_idle() -> None:
 # --------------------------------------------------------------------------- prompts at a replica
 
 
-def prompt(id: str, order: float, tokens: int = 20, until: float = 0.0) -> Prompt:
+def prompt(id: str, order: float, tokens: int = 20, until: float = 0.0) -> PromptPlan:
     seconds = STEP.fixed + STEP.per_token * tokens
     seq = Seq(request(id, tokens, ttft=1.0, tpot=0.05), length=tokens)
-    return Prompt(seq, 0, order, order, until, tokens, 4.0, seconds, seconds)
+    return PromptPlan(seq, 0, order, order, until, tokens, 4.0, seconds, seconds)
 
 
 @pytest.mark.parametrize(
@@ -237,19 +237,19 @@ def prompt(id: str, order: float, tokens: int = 20, until: float = 0.0) -> Promp
 def test_which_prompts_a_replica_takes(
     queued: list[tuple[float, int]], own: tuple[float, int], backlog: float | None
 ) -> None:
-    here = Replica(replica("r0"), 0, 1, StepTable(STEP, 64))
-    here.group = PREFILL
+    here = FleetReplica(replica("r0"), 0, 1, StepTable(STEP, 64))
+    here.group = PREFILL_GROUP
     for i, (due, tokens) in enumerate(queued):
         here.queue(prompt(f"q{i}", due, tokens))
-    assert here.takes(prompt("own", *own)) == (None if backlog is None else pytest.approx(backlog))
-    assert AHEAD == 0.1
+    assert here.seconds_before(prompt("own", *own)) == (None if backlog is None else pytest.approx(backlog))
+    assert MAX_PREFILL_WAIT_S == 0.1
 
 
 def test_behind_what_is_promised_nothing_no_prompt_is_sent() -> None:
     """So it ends, though it gives way to every other."""
-    here = Replica(replica("r0"), 0, 1, StepTable(STEP, 64))
+    here = FleetReplica(replica("r0"), 0, 1, StepTable(STEP, 64))
     here.queue(prompt("patient", -inf, 2000, until=inf))
-    assert here.takes(prompt("own", 1.0)) is None
+    assert here.seconds_before(prompt("own", 1.0)) is None
 
 
 def test_a_prompt_that_has_begun_gives_way_to_a_nearer_deadline() -> None:

@@ -19,8 +19,8 @@ from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Stage
 from rubato.policies import least_loaded, rubato_pd
 from rubato.policies.rubato import Router, Scheduler, router
-from rubato.policies.rubato.division import Recent, divided, prompts_gain
-from rubato.policies.rubato.router import GAIN, SEEN_REQUESTS, STEP_TIMES
+from rubato.policies.rubato.division import Recent, divide_by_tpot, gain_of_prompts
+from rubato.policies.rubato.router import MIN_GAIN, RECENT_REQUESTS, STEP_TIMES
 from tests.conftest import few
 from tests.doubles import Linear, Seq, request, shown
 from tests.fleet.routers import serve
@@ -29,8 +29,8 @@ from tests.fleet.test_conservation import LINK, Breaks, Elsewhere, breaks, cance
 from tests.policies.test_properties import Load, loads, run
 
 MODES = st.sampled_from(["co", "auto"])
-SOONER = {"SEEN_REQUESTS": 8, "FEWEST_REPLICAS": 2, "GAIN": 1.15}
-EVERY = SEEN_REQUESTS // 4  # requests from decision to decision
+SOONER = {"RECENT_REQUESTS": 8, "MIN_REPLICAS_TO_DIVIDE": 2, "MIN_GAIN": 1.15}
+EVERY = RECENT_REQUESTS // 4  # requests from decision to decision
 
 
 @few
@@ -106,7 +106,7 @@ def asked(id: str, tpot: float | None, **more: Any) -> Request:
     return request(id, 20, **{"ttft": 1.0, "tpot": tpot, **more})
 
 
-def many(name: str, tpot: float | None, count: int = SEEN_REQUESTS, **more: Any) -> list[Seq]:
+def many(name: str, tpot: float | None, count: int = RECENT_REQUESTS, **more: Any) -> list[Seq]:
     return shown(*(asked(f"{name}{i}", tpot, **more) for i in range(count)))
 
 
@@ -128,13 +128,13 @@ def test_mode_auto_starts_with_all_alike() -> None:
 def test_mode_auto_divides_and_joins_again() -> None:
     """By the TPOTs of late: a step takes 2.1 ms at least, so that those of 3 and 60 ms leave prompts 0.3 and 0.965 of
     the time on replicas of their own, and 0.3 of all where both are on one."""
-    assert prompts_gain([0.003, 0.06], fleet(4)) == pytest.approx((0.3 + 0.965) / 2 / 0.3)
+    assert gain_of_prompts([0.003, 0.06], fleet(4)) == pytest.approx((0.3 + 0.965) / 2 / 0.3)
     views, own = fleet(8), Router()
     told = [own.place(many("l", 0.06, EVERY), views, 0.0)]
     assert not is_divided(own, views)
     told.append(own.place([*many("m", 0.06, EVERY), *many("t", 0.003, EVERY)], views, 1.0))
     assert is_divided(own, views)
-    told.append(own.place(many("n", 0.06, SEEN_REQUESTS - EVERY), views, 2.0))
+    told.append(own.place(many("n", 0.06, RECENT_REQUESTS - EVERY), views, 2.0))
     assert is_divided(own, views), "a quarter are still tight"
     told.append(own.place(many("o", 0.06, EVERY), views, 3.0))
     assert not is_divided(own, views)
@@ -154,10 +154,10 @@ def test_replicas_whose_step_times_are_not_known_are_alike() -> None:
 
 def test_between_the_bounds_it_stays_as_it_is() -> None:
     """Of those of 4.35 ms and 60 ms prompts get 1.65 times as much."""
-    between = [*many("t", 0.00435, SEEN_REQUESTS // 4), *many("m", 0.06, SEEN_REQUESTS // 4 * 3)]
-    assert prompts_gain([0.00435, 0.06, 0.06, 0.06], fleet(4)) == pytest.approx(GAIN, rel=0.02)
+    between = [*many("t", 0.00435, RECENT_REQUESTS // 4), *many("m", 0.06, RECENT_REQUESTS // 4 * 3)]
+    assert gain_of_prompts([0.00435, 0.06, 0.06, 0.06], fleet(4)) == pytest.approx(MIN_GAIN, rel=0.02)
     views, alike, split = fleet(4), Router(), Router()
-    split.place([*many("t", 0.003), *many("l", 0.06, SEEN_REQUESTS // 2)], views, 0.0)
+    split.place([*many("t", 0.003), *many("l", 0.06, RECENT_REQUESTS // 2)], views, 0.0)
     for own, what in ((alike, False), (split, True)):
         own.place(between, views, 1.0)
         assert is_divided(own, views) is what
@@ -166,16 +166,16 @@ def test_between_the_bounds_it_stays_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("others", "divides"),
     [
-        (many("t", 0.003, SEEN_REQUESTS // 10), True),
-        (many("t", 0.003, SEEN_REQUESTS // 40), False),  # too few to decide
-        (many("t", 0.001, SEEN_REQUESTS // 10), False),  # shorter than any step
-        (many("t", 0.02, SEEN_REQUESTS // 10), False),  # 0.9 of the time is left
-        (many("e", None, SEEN_REQUESTS // 10, ttft=None, e2e=0.05), False),  # which TPOT that takes varies
+        (many("t", 0.003, RECENT_REQUESTS // 10), True),
+        (many("t", 0.003, RECENT_REQUESTS // 40), False),  # too few to decide
+        (many("t", 0.001, RECENT_REQUESTS // 10), False),  # shorter than any step
+        (many("t", 0.02, RECENT_REQUESTS // 10), False),  # 0.9 of the time is left
+        (many("e", None, RECENT_REQUESTS // 10, ttft=None, e2e=0.05), False),  # which TPOT that takes varies
     ],
 )
 def test_what_divides(others: list[Seq], divides: bool) -> None:
     own, views = Router(), fleet(4)
-    own.place([*many("l", 0.06, SEEN_REQUESTS - len(others)), *others], views, 0.0)
+    own.place([*many("l", 0.06, RECENT_REQUESTS - len(others)), *others], views, 0.0)
     assert is_divided(own, views) is divides
 
 
@@ -203,7 +203,7 @@ def test_by_the_number_of_replicas_that_there_are() -> None:
 )
 def test_replicas_are_divided_by_the_work_of_late(works: dict[float, float], replicas: int, tpots: list[float]) -> None:
     recent = [Recent(tpot, work / 10) for tpot, work in works.items() for _ in range(10)]
-    assert divided(recent, 0.01, replicas) == tpots
+    assert divide_by_tpot(recent, 0.01, replicas) == tpots
 
 
 @given(
@@ -211,7 +211,7 @@ def test_replicas_are_divided_by_the_work_of_late(works: dict[float, float], rep
     st.integers(1, 9),
 )
 def test_every_tpot_of_late_has_a_replica(recent: list[tuple[float, float]], replicas: int) -> None:
-    tpots = divided([Recent(*one) for one in recent], 0.01, replicas)
+    tpots = divide_by_tpot([Recent(*one) for one in recent], 0.01, replicas)
     assert len(tpots) == replicas
     assert tpots == sorted(tpots)
     assert tpots[0] == min(tpot for tpot, _ in recent)

@@ -226,7 +226,7 @@ def test_edf_keeps_a_bounded_number_of_tiers_and_drops_only_the_long_unseen() ->
         tier = "again" if i % 50 == 0 else f"tier{i}"
         policy.plan(seen([Seq(request(f"r{i}", 10, ttft=9.0, tier=tier), 10, due=9.0)], []))
         policy.observe([Finished(0.0, f"r{i}", "completed", "stop", Verdict(i % 2 == 0, "deadline"))])
-    offered, lost = policy._offered, policy._lost  # type: ignore[attr-defined]
+    offered, lost = policy._offered_by_tier, policy._lost_by_tier  # type: ignore[attr-defined]
     assert len(offered) < 800
     assert offered.keys() == lost.keys()
     assert {"again", "tier1999"} < offered.keys()

@@ -248,7 +248,7 @@ async def test_an_e2e_that_cannot_be_met_is_refused_as_soon_as_its_length_is_kno
 
     whole = "and 100 of output take 10000 ms here alone; asked 1000 ms."
     # one id in so many is not judged by its predicted length
-    with mock.patch("rubato.policy_kit.refusals.NOT_PREDICTED", 1 << 40):
+    with mock.patch("rubato.policy_kit.refusals.UNPREDICTED_ONE_IN", 1 << 40):
         assert whole in await error(max_tokens=100, ignore_eos=True)
         first = (await at.chat(slo=slo, max_tokens=100)).json()
         assert first["usage"]["completion_tokens"] == 100

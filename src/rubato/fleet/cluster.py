@@ -214,7 +214,7 @@ class Cluster:
         self.offered += 1
         seq = self._requests.hold(request)
         if self._fair is not None:
-            self._listeners.guarded(now, None, self._fair.enter, request, now)
+            self._listeners.guarded(now, None, self._fair.add_request, request, now)
         if listener is not None:
             self._request_listeners[request.id] = listener
         self._emit(Offered(now, request.id, request))
@@ -352,7 +352,7 @@ class Cluster:
         new = {s.id: s for s in unplaced if s.request.handoff is None}
         handed_off = [s for s in unplaced if s.id not in new]
         requests = [s.request for s in new.values()]
-        passing = self._listeners.guarded(now, None, fair.open, requests, views, now)
+        passing = self._listeners.guarded(now, None, fair.release, requests, views, now)
         self._timer.set_shares_time(None if passing is None else fair.wake_at)
         return handed_off + [new[request.id] for request in (requests if passing is None else passing)]
 
@@ -419,7 +419,7 @@ class Cluster:
             return False
         self._requests.place(request, replica)
         if self._fair is not None and request.handoff is None:
-            self._listeners.guarded(now, None, self._fair.placed, request.id)
+            self._listeners.guarded(now, None, self._fair.record_placement, request.id)
         self._emit(Placed(now, request.id, replica, why))
         if request.id not in self._requests.placed:  # a listener to `Placed` cancelled it
             return True
@@ -500,7 +500,7 @@ class Cluster:
             self._transfers.end(request)
         if self._fair is not None:
             self._listeners.guarded(
-                event.at, None, self._fair.finished, event.id, event.outcome, event.output, event.at
+                event.at, None, self._fair.record_end, event.id, event.outcome, event.output, event.at
             )
         self.finished += 1
         if event.outcome == "completed":
@@ -520,7 +520,7 @@ class Cluster:
                 self._requests.take_from_replica(request.id)
                 self._requests.hold(self._transfers.without_lost_kv(request))
                 if self._fair is not None and request.handoff is None:
-                    self._listeners.guarded(now, None, self._fair.returned, request.id)
+                    self._listeners.guarded(now, None, self._fair.record_return, request.id)
                 self._emit(Lost(now, request.id, id))
                 self._end_after_losses(request.id)
         for seq in list(self._requests.unplaced.values()):

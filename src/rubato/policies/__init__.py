@@ -1,8 +1,7 @@
 """Scheduling and routing policies, one file each; a module's name is the policy's name.
 
-A policy module defines a dataclass `Scheduler` (and/or `Router`) whose fields are its settings, and `SOURCE`, where it
-comes from. `load` and `load_router` also take a file (`my_policy.py`) or a dotted module (`my_pkg.my_policy`) of
-anyone's.
+A policy module defines a dataclass `Scheduler` (and/or `Router`) whose fields are its settings, and `SOURCE`, its
+origin. `load` and `load_router` also take your own file (`my_policy.py`) or dotted module (`my_pkg.my_policy`).
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from rubato.core.interfaces import Router, Scheduler
 from rubato.core.length_prediction import PREDICTORS
 from rubato.policy_kit import prefix_affinity
 
-OF_EVERY_ROUTER: Mapping[str, object] = {prefix_affinity.SETTING: False}  # settings, with their defaults
-PARTS = {"Scheduler": ("needs", "observe", "plan"), "Router": ("needs", "observe", "place")}  # of a dataclass
+COMMON_ROUTER_SETTINGS: Mapping[str, object] = {prefix_affinity.SETTING: False}  # settings, with their defaults
+REQUIRED_ATTRIBUTES = {"Scheduler": ("needs", "observe", "plan"), "Router": ("needs", "observe", "place")}
 _local: dict[str, ModuleType] = {}  # policies of this process alone, by name
 
 
@@ -33,17 +32,17 @@ class PolicyError(ValueError):
 
 
 def names() -> list[str]:
-    """Every packaged policy, sorted."""
+    """Returns the names of all packaged policies, sorted."""
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
 
 
 def load(name: str, settings: Mapping[str, object] | None = None) -> Scheduler:
-    """The Scheduler of a policy module, built with these settings. Raises PolicyError."""
+    """Builds the Scheduler of a policy module with these settings. Raises PolicyError."""
     return cast(Scheduler, _build(name, "Scheduler", settings or {}))
 
 
 def load_router(name: str, settings: Mapping[str, object] | None = None) -> Router:
-    """The Router of a policy module, built with these settings, and with prefix affinity if they ask for it
+    """Builds the Router of a policy module with these settings, and with prefix affinity if they ask for it
     (`policy_kit.prefix_affinity`). Raises PolicyError."""
     own, wanted = dict(settings or {}), False
     if prefix_affinity.SETTING not in _fields(getattr(module_of(name), "Router", None)):
@@ -55,10 +54,16 @@ def load_router(name: str, settings: Mapping[str, object] | None = None) -> Rout
 def router_for(
     policy: str, router: str, settings: Mapping[str, object] | None = None, own: Mapping[str, object] | None = None
 ) -> Router:
-    """`router`; for "auto" the policy's own, or `least_loaded` where it has none. Raises PolicyError.
+    """Builds the router of a fleet.
 
-    own: the policy's settings. Its own Router also takes those of these settings that it has and `settings` does not
-    name.
+    Args:
+        policy: name of the policy
+        router: name of the router; "auto": the policy's own, or `least_loaded`
+        settings: of the router
+        own: of the policy; its own Router also takes those of them that it has and `settings` does not name
+
+    Raises:
+        PolicyError
     """
     module = module_of(policy)
     paired = getattr(module, "Router", None)
@@ -77,9 +82,8 @@ def router_for(
 
 
 def default_lengths(policy: str, router: str = "auto") -> str | None:
-    """The name of the length predictor that `router` ("auto": the policy's own), or else the policy's scheduler, uses
-    where none is configured (`default_lengths`), None for no predictor. Raises PolicyError, also for a name that is no
-    predictor's."""
+    """Returns the length predictor that `router` ("auto": the policy's own), or else the policy's scheduler, uses by
+    default (`default_lengths`); None for no predictor. Raises PolicyError, also for an unknown predictor."""
     for chosen, part in ((policy if router == "auto" else router, "Router"), (policy, "Scheduler")):
         name: str | None = getattr(getattr(module_of(chosen), part, None), "default_lengths", None)
         if name is not None and name not in PREDICTORS:
@@ -90,13 +94,13 @@ def default_lengths(policy: str, router: str = "auto") -> str | None:
 
 
 def optional(scheduler: Scheduler) -> frozenset[str]:
-    """Features beyond its needs that it uses if available (`uses`, in the words of `View.supports`)."""
-    found: frozenset[str] = getattr(scheduler, "uses", frozenset())
-    return found
+    """Returns the features beyond its needs that a scheduler uses if available (`uses`, as in `View.supports`)."""
+    uses: frozenset[str] = getattr(scheduler, "uses", frozenset())
+    return uses
 
 
 def describe() -> Iterator[tuple[str, str, str, str, dict[str, object]]]:
-    """(name, "scheduler" | "router", first line of its docstring, source, settings with defaults) of each policy."""
+    """Yields (name, "scheduler" | "router", first line of its docstring, source, settings with defaults)."""
     for name in names():
         module = module_of(name)
         for kind in ("Scheduler", "Router"):
@@ -107,20 +111,28 @@ def describe() -> Iterator[tuple[str, str, str, str, dict[str, object]]]:
 
 
 def _is_own(module: ModuleType, cls: type) -> bool:
-    """Whether a policy defines this class itself, and does not take it from another."""
+    """Returns whether a policy defines this class itself."""
     return f"{cls.__module__}.".startswith(f"{module.__name__}.")
 
 
 def register(policy: object) -> tuple[str, dict[str, object]]:
-    """The name and settings by which a scheduler or a router, an object or its class, is built in this process.
+    """Registers a scheduler or router, an object or its class, in this process.
 
-    A packaged one has its own name, any other that of its class; of two with one name the later is meant. Every replica
-    gets an object of its own, with these settings. Raises PolicyError for what is no policy.
+    A packaged policy has its own name, any other the name of its class; a later one replaces an earlier one. Every
+    replica gets its own object with these settings.
+
+    Returns:
+        name and settings to build it with
+
+    Raises:
+        PolicyError: it is no policy
     """
     cls = policy if isinstance(policy, type) else type(policy)
-    kind = next((kind for kind, parts in PARTS.items() if all(hasattr(cls, part) for part in parts)), None)
+    kind = next(
+        (kind for kind, parts in REQUIRED_ATTRIBUTES.items() if all(hasattr(cls, part) for part in parts)), None
+    )
     if kind is None:
-        words = " or ".join(f"a {kind} (with {', '.join(parts)})" for kind, parts in PARTS.items())
+        words = " or ".join(f"a {kind} (with {', '.join(parts)})" for kind, parts in REQUIRED_ATTRIBUTES.items())
         raise PolicyError(f"{cls.__name__} is no policy: give {words}, or the name of one")
     given = {} if policy is cls else {name: getattr(policy, name) for name in _fields(cls)}
     settings = {name: value for name, value in given.items() if value != _fields(cls)[name]}
@@ -133,7 +145,7 @@ def register(policy: object) -> tuple[str, dict[str, object]]:
 
 
 def is_local(name: str) -> bool:
-    """Whether a policy is known to this process alone (`register`)."""
+    """Returns whether a policy is known to this process only (`register`)."""
     return name in _local
 
 
@@ -153,7 +165,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def _file(path: Path) -> ModuleType:
-    """The module in any user's file: read once, under whatever name it is loaded."""
+    """Returns the module of a policy file, which is read once however it is named."""
     key = f"rubato policy {path.resolve()}"
     if key not in sys.modules:
         spec = importlib.util.spec_from_file_location(key, path)
@@ -178,8 +190,10 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
         raise PolicyError(
             f"policy {name!r}: {kind} is no dataclass; its fields are to be the settings, put @dataclass there"
         )
-    if lacking := [part for part in PARTS[kind] if not hasattr(cls, part)]:
-        raise PolicyError(f"policy {name!r}: {kind} lacks {', '.join(lacking)}; it must have {', '.join(PARTS[kind])}")
+    if lacking := [part for part in REQUIRED_ATTRIBUTES[kind] if not hasattr(cls, part)]:
+        raise PolicyError(
+            f"policy {name!r}: {kind} lacks {', '.join(lacking)}; it must have {', '.join(REQUIRED_ATTRIBUTES[kind])}"
+        )
     if not isinstance(cls.needs, frozenset | set):
         raise PolicyError(
             f"policy {name!r}: {kind}.needs is {cls.needs!r}: give a frozenset of features, empty for none"
@@ -190,7 +204,7 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
             other = getattr(module, "Router", None) if kind == "Scheduler" else None
             if other is not None and key in _fields(other):
                 raise PolicyError(f"{key!r} is a setting of {name}'s router: write {name}@{name}:{key}={value}")
-            if kind == "Scheduler" and key in OF_EVERY_ROUTER:
+            if kind == "Scheduler" and key in COMMON_ROUTER_SETTINGS:
                 raise PolicyError(f"{key!r} is a setting of the router: write {name}@auto:{key}={value}")
             raise PolicyError(f"policy {name!r} has no setting {key!r}{nearest(key, list(known))}")
         _checked(name, key, value, known[key])
@@ -202,27 +216,27 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
 
 
 def _checked(name: str, key: str, value: object, default: object) -> object:
-    """A setting's value. Raises PolicyError for one of another kind than its default, if that is known."""
+    """Returns a setting's value. Raises PolicyError if its kind differs from that of its default, if known."""
     if default is not None and not _same_kind(value, default):
         raise PolicyError(f"policy {name!r}: setting {key} is {value!r}; give a {_kind(default)}, like {default!r}")
     return value
 
 
 def settings_of(cls: Any, kind: str) -> dict[str, object]:
-    """What can be set of a policy's part, with the defaults."""
+    """Returns the settings of a policy's scheduler or router, with defaults."""
     own = _fields(cls)
-    return own | {name: value for name, value in OF_EVERY_ROUTER.items() if kind == "Router" and name not in own}
+    return own | {name: value for name, value in COMMON_ROUTER_SETTINGS.items() if kind == "Router" and name not in own}
 
 
 def _fields(cls: Any) -> dict[str, object]:
-    """The fields of a policy's dataclass that can be set, with their defaults; none of what is no dataclass."""
+    """Returns the settable fields of a policy's dataclass, with defaults; {} for other classes."""
     if not dataclasses.is_dataclass(cls):
         return {}
     return {f.name: _default(f) for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")}
 
 
 def _default(setting: dataclasses.Field[Any]) -> object:
-    """None of one that must be given."""
+    """Returns the default of a field, None if there is none."""
     if setting.default_factory is not dataclasses.MISSING:
         return setting.default_factory()
     return None if setting.default is dataclasses.MISSING else setting.default

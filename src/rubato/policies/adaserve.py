@@ -32,11 +32,17 @@ from typing import ClassVar
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
-from rubato.policy_kit.acceptance import Offered
+from rubato.policy_kit.acceptance import TreeChances
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order
-from rubato.policy_kit.draft_tree import DEPTH, DRAFT_TOKENS, WIDTH, adaptive, select
-from rubato.policy_kit.draft_value import depth_that_pays, drafting, fastest, with_nodes, worth
-from rubato.policy_kit.paced_admission import Draft, Load, PacedAdmission, everyone
+from rubato.policy_kit.draft_tree import MAX_DEPTH, MAX_DRAFT_TOKENS, MAX_WIDTH, adaptive, select
+from rubato.policy_kit.draft_value import (
+    count_paying_nodes,
+    drafting,
+    find_fastest_nodes,
+    find_paying_depth,
+    with_nodes,
+)
+from rubato.policy_kit.paced_admission import AdmittedLoad, Draft, PacedAdmission, everyone
 from rubato.policy_kit.paces import tokens_needed
 
 SOURCE = "AdaServe: SLO-customized speculative decoding (2025)"
@@ -59,12 +65,12 @@ class Scheduler:
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft"})
     uses: ClassVar[frozenset[str]] = frozenset({"tree"})
     verify_tokens: int = 0
-    draft_tokens: int = DRAFT_TOKENS
+    draft_tokens: int = MAX_DRAFT_TOKENS
     min_depth: int = 1
-    max_depth: int = DEPTH
-    max_width: int = WIDTH
+    max_depth: int = MAX_DEPTH
+    max_width: int = MAX_WIDTH
     prefill_chunk: int = 256
-    _offered: Offered = field(default_factory=Offered, init=False, repr=False)
+    _chances: TreeChances = field(default_factory=TreeChances, init=False, repr=False)
     _admission: PacedAdmission = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,26 +90,26 @@ class Scheduler:
     def plan(self, view: View) -> Plan:
         for seq in view.running:
             if seq.draft is not None and seq.pending == 1:
-                self._offered.see(seq.request, seq.draft)
+                self._chances.add_tree(seq.request, seq.draft)
         load = self._load(view)
         draft = self._draft(view, load.decodes)
-        chosen = self._chosen(view, load.decodes, [*load.prompts, *load.starting], draft) if load.decodes else {}
+        chosen = self._choose_nodes(view, load.decodes, [*load.prompts, *load.starting], draft) if load.decodes else {}
         builder = BatchBuilder(view, len(load.decodes) + sum(map(len, chosen.values())) + self.prefill_chunk)
         self._admission.make_room(builder, load, chosen)
         run_in_order(builder, [*load.decodes, *load.prompts], lambda seq: chosen.get(seq.id, ()), draft)
         admit_in_order(builder, load.starting, draft)
         self._admission.follow(builder, load.decodes, chosen, draft)
         self._admission.fill(builder, load, chosen, draft)
-        return builder.plan(demote=load.demoted, drop=load.refused)
+        return builder.plan(demote=load.demote_ids, drop=load.refusal_reasons)
 
-    def _load(self, view: View) -> Load:
+    def _load(self, view: View) -> AdmittedLoad:
         return everyone(view) if self.verify_tokens else self._admission.load(view)
 
     # ----------------------------------------------------------------- what it drafts and verifies
 
     def _draft(self, view: View, decodes: Sequence[SeqView]) -> Draft | None:
-        """(depth, width) of the next trees; None where nothing is to be drafted. Depths that may pay are the last one's
-        neighbours, all where nothing was drafted last."""
+        """Returns (depth, width) of the next trees, None to draft nothing. It tries the last depth and its neighbours;
+        all depths if nothing was drafted last."""
         n = max(1, len(decodes))
         verify = self.verify_tokens or n * (self.max_depth + 1)  # or whatever any tree may need
         bounds = self.min_depth, self.max_depth, self.max_width if "tree" in view.supports else 1
@@ -111,17 +117,17 @@ class Scheduler:
         if self.verify_tokens:
             return (depth, width) if verify > n else None
         least, kv = self.min_depth, sum([s.cached for s in decodes])
-        drafted = self._admission.drafted
+        drafted = self._admission.last_draft
         if drafted is not None:
             least, depth = max(least, min(depth, drafted[0]) - 1), min(depth, drafted[0] + 1)
-        chances = [self._offered.chances(s.request, depth) for s in decodes]
-        best = depth_that_pays(view.latency, n, kv, chances, width, least, depth)
+        chances = [self._chances.chances(s.request, depth) for s in decodes]
+        best = find_paying_depth(view.latency, n, kv, chances, width, least, depth)
         return (best, width) if best else None
 
-    def _chosen(
+    def _choose_nodes(
         self, view: View, decodes: Sequence[SeqView], prompts: Sequence[SeqView], draft: Draft | None
     ) -> Mapping[str, tuple[int, ...]]:
-        """Of each request the nodes to verify."""
+        """Chooses the nodes of each request to verify."""
         trees, n = [s.draft for s in decodes], len(decodes)
         drafts, kv = drafting(draft, n), sum([s.cached for s in decodes])
         chunk, kv_free = self._beside(view, prompts)
@@ -131,23 +137,23 @@ class Scheduler:
         if self.verify_tokens:
             nodes = min(self.verify_tokens - n, len(likely))
         else:
-            nodes, token = fastest(view.latency, drafts, n, kv, likely)
+            nodes, token = find_fastest_nodes(view.latency, drafts, n, kv, likely)
             if chunk:
-                nodes = worth(view.latency, beside, n, kv, likely, token)
+                nodes = count_paying_nodes(view.latency, beside, n, kv, likely, token)
         if nodes < 1:
             return {}
         end = view.now + view.latency.step_time(with_nodes(beside, n, kv, nodes))
         needed = self._needed(decodes, end, view.now)
         deepest = max([max(tree.depths, default=0) for tree in trees if tree is not None], default=0)
-        found = select(trees, needed, n + nodes, deepest + 1)
-        return _within(view, decodes, found, kv_free)
+        selection = select(trees, needed, n + nodes, deepest + 1)
+        return _within(view, decodes, selection, kv_free)
 
     def _needed(self, decodes: Sequence[SeqView], end: float, now: float) -> list[float]:
-        """Tokens that each needs from the step that ends then."""
+        """Returns the tokens that each decode needs from the step that ends at `end`."""
         return [tokens_needed(s, end, now) for s in decodes]
 
     def _beside(self, view: View, prompts: Sequence[SeqView]) -> tuple[int, int]:
-        """Tokens of prompts that run in this step, and the KV blocks that these and the decodes' next tokens leave."""
+        """Returns the prompt tokens of this step, and the KV blocks left after them and the decodes' next tokens."""
         left, free = self.prefill_chunk, view.kv_free - view.decode_blocks
         for seq in prompts:
             tokens = min(seq.pending, left)
@@ -159,11 +165,12 @@ class Scheduler:
 
 
 def _within(
-    view: View, decodes: Sequence[SeqView], found: Sequence[tuple[int, ...]], kv_free: int
+    view: View, decodes: Sequence[SeqView], selection: Sequence[tuple[int, ...]], kv_free: int
 ) -> dict[str, tuple[int, ...]]:
-    """Of each request the first of these nodes, as far as its last block and the free ones go, in order of start."""
+    """Returns the first of these nodes of each request that fit in its last block and the free ones, in order of
+    start."""
     chosen = {}
-    for seq, nodes in zip(decodes, found, strict=True):
+    for seq, nodes in zip(decodes, selection, strict=True):
         held = max(seq.blocks, view.limits.blocks(seq.cached + 1))
         room = (held + kv_free) * view.limits.block_size - seq.cached - 1
         chosen[seq.id] = nodes[:room] if room < len(nodes) else nodes

@@ -45,7 +45,7 @@ from rubato.policy_kit.batch_builder import (
 SOURCE = "Ascendra (2025): dynamic request prioritization on low- and high-priority instances"
 
 LP, HP = "lp", "hp"
-SPARE_KV = 0.1  # share of all KV: an elastic HP starts prompts while more than that is free and not reserved
+SPARE_KV_SHARE = 0.1  # share of all KV: an elastic HP starts prompts while more than that is free and not reserved
 
 Value = Callable[[SeqView, View], float]
 T = TypeVar("T")
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 def deadline(seq: SeqView) -> float:
-    """When the first token of its stage is due; inf = no TTFT."""
+    """Returns when the first token of its stage is due, inf without a TTFT."""
     ttft = seq.request.stages[seq.stage].slo.ttft
     return inf if ttft is None else seq.stage_start + ttft
 
@@ -84,7 +84,7 @@ VALUES: Mapping[str, Value] = {f.__name__: f for f in (edf, sjf, ljf, fcfs)}
 
 
 def value_function(name: str) -> Value:
-    """One of `VALUES`, or another, as package.module:function or package.module.function. Raises ValueError."""
+    """Returns one of `VALUES`, or your own function by `package.module:function`. Raises ValueError."""
     if name in VALUES:
         return VALUES[name]
     if "." not in name and ":" not in name:
@@ -93,12 +93,12 @@ def value_function(name: str) -> Value:
             "package.module:function"
         )
     try:
-        found = pkgutil.resolve_name(name)
+        function = pkgutil.resolve_name(name)
     except Exception as error:  # whatever its module may raise
         raise ValueError(f"value {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not callable(found):
+    if not callable(function):
         raise ValueError(f"value {name!r} is no function")
-    return cast(Value, found)
+    return cast(Value, function)
 
 
 # --------------------------------------------------------------------------- one replica
@@ -141,7 +141,7 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        """Without a role, as where another router places, it is an LP that offloads nothing."""
+        """Plans a step; a replica without a role, as under another router, is an LP that offloads nothing."""
         drop = {s.id: SATURATED for s in view.waiting if self.drop and _too_late(s, view.now)}
         waiting = [s for s in view.waiting if s.id not in drop]
         if view.role.kind == HP:
@@ -221,7 +221,7 @@ class Scheduler:
     # ----------------------------------------------------------------- high priority
 
     def _high_priority(self, view: View, waiting: Sequence[SeqView]) -> BatchBuilder:
-        """Prompts alone while any can run, else decodes."""
+        """Plans prompts alone while any can run, else decodes."""
         builder = BatchBuilder(view, self.hp_tokens)
         begun = resume_prefills(builder)
         if all(s.id in builder.work and builder.work[s.id].tokens == s.pending for s in begun):
@@ -229,12 +229,12 @@ class Scheduler:
         return builder if builder.work else decodes_or_prefills(view)
 
     def _start(self, builder: BatchBuilder, view: View, waiting: Sequence[SeqView]) -> None:
-        """Whole prompts in the order of the queue; one longer than a step alone, in chunks."""
+        """Starts whole prompts in queue order; one longer than a step runs alone, in chunks."""
         places = _places(view, view.limits.max_num_seqs if self.elastic else self.batch_size)
         free = unreserved_blocks(view) if self.elastic and waiting else 0
         idle = not view.running
         for seq in waiting:
-            short_of_kv = self.elastic and free <= SPARE_KV * view.kv_total
+            short_of_kv = self.elastic and free <= SPARE_KV_SHARE * view.kv_total
             whole = seq.pending <= builder.tokens_left
             if (short_of_kv and not idle) or not (whole or not builder.work) or not _startable(builder, seq, places):
                 return
@@ -248,7 +248,7 @@ class Scheduler:
 
 
 def _alone(seq: SeqView, view: View, begun: int = 0) -> float:
-    """Seconds of its prompt on an idle replica, after the `begun` tokens that a step runs already."""
+    """Returns the seconds of its prompt on an idle replica, after the `begun` tokens that a step runs already."""
     cached = seq.cached + begun
     return prefill_time(view.latency, seq.pending - begun, cached, view.limits.max_num_batched_tokens)
 
@@ -260,12 +260,12 @@ def _can_stall(hp: View, seconds: float, most: int) -> bool:
 
 
 def _full(hp: View) -> bool:
-    """Whether an elastic HP starts no prompt now, for want of KV (§6.2)."""
-    return bool(hp.running) and unreserved_blocks(hp) <= SPARE_KV * hp.kv_total
+    """Returns whether an elastic HP lacks the KV to start a prompt now (§6.2)."""
+    return bool(hp.running) and unreserved_blocks(hp) <= SPARE_KV_SHARE * hp.kv_total
 
 
 def _hopeless(seq: SeqView, view: View) -> bool:
-    """Whether its first token is still to come, and late even if its prompt started alone now."""
+    """Returns whether its first token would be late even if its prompt started alone now."""
     if seq.first_token_at is not None:
         return False
     due = deadline(seq)
@@ -282,23 +282,24 @@ def _until_late(view: View) -> float:
 
 
 def _due_by_mean(seq: SeqView) -> float:
-    """When its next token must be out for a mean TBT within its TPOT; inf before its first one, or with no TPOT."""
+    """Returns when its next token is due for a mean TBT within its TPOT; inf before its first token or without a
+    TPOT."""
     tpot = seq.request.stages[seq.stage].slo.tpot
     return inf if tpot is None or seq.first_token_at is None else seq.first_token_at + tpot * seq.output
 
 
 def _places(view: View, most: int) -> int:
-    """How many more may run."""
+    """Returns how many more requests may run."""
     return min(most, view.limits.max_num_seqs) - len(view.running)
 
 
 def _startable(builder: BatchBuilder, seq: SeqView, places: int) -> bool:
-    """Whether the batch has a place for it, and the replica all the KV that its prompt takes."""
+    """Returns whether the batch has a place for it, and the replica the KV for its whole prompt."""
     return min(builder.tokens_left, builder.seqs_left, places) > 0 and not builder.lacks(seq, seq.pending)
 
 
 def _too_late(seq: SeqView, now: float) -> bool:
-    """Whether it waits beyond its TTFT and nothing of it has been sent."""
+    """Returns whether it waits beyond its TTFT and nothing of it has been sent."""
     return now > deadline(seq) and nothing_sent(seq) and not seq.best_effort
 
 
@@ -327,7 +328,7 @@ class Router:
         self._sizes = _parsed(self.groups)
 
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
-        """LPs first in each group."""
+        """Gives the roles of LPs and HPs, LPs first in each group."""
         low, high = self._sizes
         if len(replicas) < 2:
             raise ValueError(f"ascendra needs at least 2 replicas, one LP and one HP: there is {len(replicas)}")
@@ -373,14 +374,14 @@ class Router:
         return Dispatch(place)
 
     def _high(self, seq: SeqView, hps: Sequence[View], home: str, now: float) -> View | None:
-        """The next HP in turn where its prompt can be in time after the step that runs and the prompts that wait; None
-        if there is none. An HP is first come, first served: one that is late there makes others late."""
+        """Returns the next HP in turn where its prompt can be in time after the running step and the waiting prompts,
+        else None. An HP serves first come, first served, so a late prompt there makes others late."""
         due = deadline(seq)
         able = [hp for hp in hps if not _full(hp) and now + self._queued(hp, now) + _alone(seq, hp) <= due]
         return self._next(able, (home, HP)) if able else None
 
     def _back(self, seq: SeqView, lps: Sequence[View], hps: Sequence[View], home: str) -> View:
-        """Where a prompt goes that is late at any HP: to the LP that it comes from, or the next one."""
+        """Returns the replica for a prompt that is late at every HP: the LP that it comes from, or the next one."""
         source = seq.request.handoff
         own = [lp for lp in lps if source is not None and lp.id == source.source]
         if own:
@@ -388,15 +389,16 @@ class Router:
         return self._next(lps, (home, LP)) if lps else self._next(hps, (home, HP))
 
     def _queued(self, hp: View, now: float) -> float:
-        """Seconds of prompts that an HP has before one placed there now, and what is left of the step that runs."""
-        self._seen(hp)
+        """Returns the seconds of prompts on an HP before one placed there now, plus the rest of the running step."""
+        self._forget_arrived(hp)
         here = [s for s in hp.waiting if not s.best_effort] + [s for s in hp.prefilling if s.pending > s.in_flight]
         seconds = sum(_alone(s, hp, s.in_flight) for s in here)
         seconds += sum(own for replica, own in self._coming.values() if replica == hp.id)
         return max(0.0, hp.busy_until - now) + seconds
 
     def _new(self, seq: SeqView, low: Mapping[str, Sequence[View]], high: Mapping[str, Sequence[View]]) -> View:
-        """Groups in turn; in a group an HP that has a ticket and can stall its decodes, else its LPs in turn."""
+        """Returns the replica for a new request: groups in turn; in a group an HP with a ticket whose decodes can
+        stall, else its LPs in turn."""
         group = self._next(sorted({*low, *high}), "group")
         if group not in low:
             return self._next(high[group], (group, HP))
@@ -413,17 +415,17 @@ class Router:
         return among[(self._turns[turn] - 1) % len(among)]
 
     def _ticket(self, hp: View) -> bool:
-        """Whether no prompt waits there, nor is one on its way: so there is at most one ticket. A full HP issues none:
-        what comes by ticket is to wait for one batch at most (§6.1)."""
+        """Returns whether an HP issues a ticket: no prompt waits there or is on its way, so there is at most one. A
+        full HP issues none, since a request with a ticket must wait for at most one batch (§6.1)."""
         if hp.waiting or any(s.pending > s.in_flight for s in hp.prefilling):
             return False
         if _full(hp):
             return False
-        self._seen(hp)
+        self._forget_arrived(hp)
         return all(replica != hp.id for replica, _ in self._coming.values())
 
-    def _seen(self, hp: View) -> None:
-        """Forget as coming what its view shows."""
+    def _forget_arrived(self, hp: View) -> None:
+        """Forgets the coming requests that its view shows."""
         if coming := [id for id, (replica, _) in self._coming.items() if replica == hp.id]:
             here = hp.known
             for id in coming:
@@ -432,7 +434,7 @@ class Router:
 
 
 def _parsed(groups: str) -> tuple[int, int]:
-    """LPs and HPs of a group, of "2L1H". Raises ValueError."""
+    """Parses "2L1H" into the LPs and HPs of a group. Raises ValueError."""
     low, _, high = groups.upper().removesuffix("H").partition("L")
     if not (groups.upper().endswith("H") and low.isdecimal() and high.isdecimal() and int(low) and int(high)):
         raise ValueError(f"groups is {groups!r}: give how many LPs and HPs work together, 1 or more of each, as 2L1H")

@@ -83,7 +83,7 @@ class Router:
             )
 
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
-        """The first ones prefill, as many as the ratio says, to the nearest."""
+        """Gives the first replicas the prefill role, in the ratio of the settings, rounded."""
         return split("distserve", replicas, self.prefill, self.decode)
 
     def observe(self, events: Sequence[Event]) -> None:
@@ -124,7 +124,7 @@ class Router:
         return Dispatch(place, reject, assign=assign)
 
     def _free(self, view: View) -> int:
-        """KV blocks for those that come."""
+        """Returns the KV blocks free for arriving requests."""
         if not self.reserve_kv:
             return view.kv_free
         return view.kv_total - sum(
@@ -132,7 +132,7 @@ class Router:
         )
 
     def _taker(self, decodes: Sequence[View], free: Mapping[str, int], request: Request, tokens: int) -> View | None:
-        """The decode replica with the largest share of its KV free, if that is enough."""
+        """Returns the decode replica with the largest free share of KV, None if that is not enough."""
         able = []
         for view in decodes:
             alone = free[view.id] == view.kv_total

@@ -22,12 +22,12 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan, Shape
 from rubato.policy_kit.batch_builder import BatchBuilder, make_room
 from rubato.policy_kit.prefill_jobs import (
-    DecodesToBe,
+    DecodeCapacity,
     PrefillJob,
     PrefillRate,
     feasible,
-    fitting_together_with,
-    place_of,
+    index_of,
+    insertable_jobs,
     schedulable,
     seq_of,
     tpot_of,
@@ -35,11 +35,13 @@ from rubato.policy_kit.prefill_jobs import (
 from rubato.policy_kit.refusals import refusals
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for which prefills to set aside"
-DECODES = 2.0  # times as long as its decodes a step may always be, whatever the tightest TTFT: half of it is prefill
-DIP = 1.0  # of a token: the lead decodes keep while they lend the rest to a protected prefill
-MEMORY = 256  # requests of all tiers, over which losses are counted: one clock, however rare a tier is
-FORGOTTEN = 0.05  # a tier offered less than this, after fading, is dropped: its last request was 767 requests ago
-RECENT = 64  # requests that the tightest TTFT is remembered over
+# Times as long as its decodes a step may always be, whatever the tightest TTFT: half of it is prefill.
+MIN_STEP_IN_DECODE_TIMES = 2.0
+LEAD_FLOOR_TOKENS = 1.0  # lead that decodes keep while they lend the rest of it to a protected prefill
+LOSS_MEMORY_REQUESTS = 256  # requests of all tiers, over which losses are counted: one clock, however rare a tier is
+# A tier offered less than this, after fading, is dropped: its last request was 767 requests ago.
+MIN_OFFERED_REQUESTS = 0.05
+RECENT_REQUESTS = 64  # requests among which the tightest TTFT counts
 ARRIVAL = attrgetter("request.arrival")
 
 
@@ -71,11 +73,11 @@ class Scheduler:
     decode_share: float = 0.9
     _turn: int = field(default=0, init=False)
     _tiers: dict[str, str] = field(default_factory=dict, init=False)
-    _offered: dict[str, float] = field(default_factory=dict, init=False)  # by tier, fading
-    _lost: dict[str, float] = field(default_factory=dict, init=False)  # of these: set aside, or missed
-    _counted: set[str] = field(default_factory=set, init=False)  # ids that are in _lost now
-    _given_up: set[str] = field(default_factory=set, init=False)  # ids that are best effort to their end
-    _ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT), init=False)
+    _offered_by_tier: dict[str, float] = field(default_factory=dict, init=False)  # by tier, fading
+    _lost_by_tier: dict[str, float] = field(default_factory=dict, init=False)  # of these: set aside, or missed
+    _counted: set[str] = field(default_factory=set, init=False)  # ids that are in _lost_by_tier now
+    _permanently_best_effort: set[str] = field(default_factory=set, init=False)  # ids that are best effort to their end
+    _ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_REQUESTS), init=False)
 
     def __post_init__(self) -> None:
         if min(self.safety_margin, self.deadline_reserve, self.fairness, self.decode_lead) < 0:
@@ -100,7 +102,7 @@ class Scheduler:
                     # what its client cancelled is no loss
                     self._count_lost(event.id, tier, event.verdict.missed and event.outcome != "cancelled")
                 self._counted.discard(event.id)
-                self._given_up.discard(event.id)
+                self._permanently_best_effort.discard(event.id)
 
     def plan(self, view: View) -> Plan:
         running = view.running
@@ -111,7 +113,7 @@ class Scheduler:
         for seq in [s for s in map(seq_of, strict) if s.id in self._counted] if self._counted else ():
             self._count_lost(seq.id, seq.request.tier, False)  # it has come back
         drop = refusals(tried.declined, view)
-        best_effort = _BestEffort(view, running, self._given_up, tried.set_aside - drop.keys())
+        best_effort = _BestEffort(view, running, self._permanently_best_effort, tried.set_aside - drop.keys())
         builder = BatchBuilder(view)
         self._give_turn(builder, best_effort, strict)
         limits = self._add_decodes(builder, tried, best_effort)
@@ -126,57 +128,61 @@ class Scheduler:
         builder.fold_decodes()
         return builder.plan(
             demote=[s.id for s in tried.declined if s.id not in drop],
-            promote=[seq_of(job).id for job in sorted([j for j in strict if seq_of(j).demoted], key=place_of)],
+            promote=[seq_of(job).id for job in sorted([j for j in strict if seq_of(j).demoted], key=index_of)],
             drop=drop,
         )
 
     # ----------------------------------------------------------------- what is tried
 
     def _count_lost(self, id: str, tier: str, lost: bool) -> None:
-        """Count a request as lost, or as lost no more: once, however often it is set aside and comes back."""
+        """Counts a request as lost, or no longer so: once, however often it is set aside and comes back."""
         if lost == (id in self._counted):
             return
         self._counted ^= {id}
-        if tier in self._lost:  # it may have been dropped while this request was in flight
-            self._lost[tier] = max(0.0, self._lost[tier] + (1.0 if lost else -1.0))  # what was counted fades
+        if tier in self._lost_by_tier:  # it may have been dropped while this request was in flight
+            self._lost_by_tier[tier] = max(
+                0.0, self._lost_by_tier[tier] + (1.0 if lost else -1.0)
+            )  # what was counted fades
 
     def _count_offered(self, seq: SeqView) -> None:
         tier = self._tiers[seq.id] = seq.request.tier
-        for counts in (self._offered, self._lost):
+        for counts in (self._offered_by_tier, self._lost_by_tier):
             for name in counts:
-                counts[name] *= 1.0 - 1.0 / MEMORY
-        self._offered[tier] = self._offered.get(tier, 0.0) + 1.0
-        self._lost.setdefault(tier, 0.0)
+                counts[name] *= 1.0 - 1.0 / LOSS_MEMORY_REQUESTS
+        self._offered_by_tier[tier] = self._offered_by_tier.get(tier, 0.0) + 1.0
+        self._lost_by_tier.setdefault(tier, 0.0)
         # A tier may be a client's free text (inside vLLM), so the names kept must be bounded.
-        for name in [name for name, count in self._offered.items() if count < FORGOTTEN]:
-            del self._offered[name], self._lost[name]
+        for name in [name for name, count in self._offered_by_tier.items() if count < MIN_OFFERED_REQUESTS]:
+            del self._offered_by_tier[name], self._lost_by_tier[name]
         ttft = seq.request.stages[0].slo.ttft
         if ttft is not None:
             self._ttfts.append(ttft)
 
     def _classify(self, view: View, running: Sequence[SeqView]) -> _Candidates:
-        """The requests tried now, and those not: best effort by wish, late already, or set aside for the others' sake.
+        """Divides requests into those to try now and the others: best effort, late, or set aside so that others are in
+        time.
 
-        A late one misses for good: once demoted for it, as if it had no SLO, it is not looked at again, however many of
-        them wait."""
-        now, tiers, given_up = view.now, self._tiers, self._given_up
+        A late request has missed for good: once demoted it is best effort to its end and not considered again."""
+        now, tiers, permanently_best_effort = view.now, self._tiers, self._permanently_best_effort
         decodes: list[PrefillJob] = []
         fresh: list[PrefillJob] = []
         demoted: list[PrefillJob] = []
         late: list[PrefillJob] = []
         kv = 0
-        here = [s for s in running if s.id not in given_up] + [s for s in view.waiting if s.id not in given_up]
-        for place, seq in enumerate(here):
+        present = [s for s in running if s.id not in permanently_best_effort] + [
+            s for s in view.waiting if s.id not in permanently_best_effort
+        ]
+        for place, seq in enumerate(present):
             if seq.id not in tiers:
                 if seq.request.best_effort:
-                    given_up.add(seq.id)
+                    permanently_best_effort.add(seq.id)
                     continue
                 self._count_offered(seq)
             due = seq.due
             if due < now or seq.missed:
                 late.append((due, 0.0, place, 0, seq))
                 if seq.demoted:
-                    given_up.add(seq.id)
+                    permanently_best_effort.add(seq.id)
                 continue
             pending = seq.pending
             job = (due, seq.request.arrival, place, pending, seq)
@@ -197,19 +203,19 @@ class Scheduler:
             rate = PrefillRate(view, shape, spare, min(tightest, default=inf), 1.0 + self.safety_margin)
             able, reserve = feasible(view, sorted(fresh), rate), self.deadline_reserve
             on_time = schedulable(able, rate, now, reserve, self._behind())
-            if back := fitting_together_with(on_time, demoted, rate, now, reserve):
+            if back := insertable_jobs(on_time, demoted, rate, now, reserve):
                 on_time = sorted(on_time + back)
         set_aside = late
         if len(on_time) < len(fresh) + len(demoted):
-            places = set(map(place_of, on_time))
-            set_aside = sorted(late + [job for job in fresh + demoted if place_of(job) not in places], key=place_of)
+            places = set(map(index_of, on_time))
+            set_aside = sorted(late + [job for job in fresh + demoted if index_of(job) not in places], key=index_of)
         declined = [seq for seq in map(seq_of, set_aside) if not seq.demoted]
         return _Candidates(decodes, on_time, {seq.id for seq in map(seq_of, set_aside)}, declined, tightest)
 
     def _behind(self) -> set[str]:
-        """Tiers that one more loss would put further behind the average than allowed (never a lone tier): their
-        requests are protected."""
-        offered, lost = self._offered, self._lost
+        """Returns the protected tiers: one more loss would put them further behind the average than `fairness` allows.
+        A lone tier is never protected."""
+        offered, lost = self._offered_by_tier, self._lost_by_tier
         if len(offered) < 2:
             return set()
         most = (sum(lost.values()) + 1.0) / sum(offered.values()) + self.fairness
@@ -218,7 +224,7 @@ class Scheduler:
     # ----------------------------------------------------------------- what they get
 
     def _add_decodes(self, builder: BatchBuilder, tried: _Candidates, best_effort: _BestEffort) -> tuple[float, float]:
-        """Every strict decode, tightest first; returns the seconds this step may take, and those it may take for a
+        """Adds every strict decode, tightest first. Returns the longest step in seconds, and the longest for a
         protected prefill."""
         view = builder.view
         tightest = tried.tightest
@@ -234,10 +240,12 @@ class Scheduler:
                 tpot = tpot_of(seq)
                 tightest[tpot] = min(tightest.get(tpot, inf), seq.due)
         lends = self._lendable(tightest, view.now, self.decode_lead)
-        lends_protected = self._lendable(tightest, view.now, min(DIP, self.decode_lead))
+        lends_protected = self._lendable(tightest, view.now, min(LEAD_FLOOR_TOKENS, self.decode_lead))
         safe = 1.0 + self.safety_margin
         cap = self.max_ttft_share * min(self._ttfts, default=inf) / safe
-        cap = max(cap, DECODES * view.latency.step_time(builder.shape.plus(1, 0)))  # plus 1: of no decodes too
+        cap = max(
+            cap, MIN_STEP_IN_DECODE_TIMES * view.latency.step_time(builder.shape.plus(1, 0))
+        )  # plus 1: of no decodes too
         return min(lends / safe, cap), min(lends_protected / safe, cap)
 
     def _lendable(self, tightest: Mapping[float, float], now: float, cushion: float) -> float:
@@ -254,14 +262,14 @@ class Scheduler:
     def _add_prefills(
         self, builder: BatchBuilder, tried: _Candidates, best_effort: _BestEffort, limits: tuple[float, float]
     ) -> None:
-        """By deadline, until not even a token fits. One that gets none now preempts none either."""
+        """Adds prefills by deadline until no token fits. A prefill that gets no token preempts no request either."""
         if not tried.prefills:
             return
         step_limit, protected_step_limit = limits
         view, running = builder.view, builder.running
         block = view.limits.block_size
         behind = self._behind()
-        together: DecodesToBe | None = None
+        together: DecodeCapacity | None = None
         victims: list[SeqView] | None = None
         full = _step_is_full(builder, step_limit)
         full_for_all = full and (not behind or _step_is_full(builder, protected_step_limit))
@@ -281,9 +289,9 @@ class Scheduler:
                 if lacks and (not victims or lacking > reclaimable):
                     continue
                 if together is None:
-                    here = [s for s in map(seq_of, (*tried.decodes, *tried.prefills)) if s.id in running]
-                    together = DecodesToBe(view, here, 1.0 + self.safety_margin, self.decode_share)
-                if not together.sustain(seq):
+                    present = [s for s in map(seq_of, (*tried.decodes, *tried.prefills)) if s.id in running]
+                    together = DecodeCapacity(view, present, 1.0 + self.safety_margin, self.decode_share)
+                if not together.can_add(seq):
                     continue
                 while victims and builder.lacks(seq, need):
                     victim = victims.pop()
@@ -296,14 +304,14 @@ class Scheduler:
                 full_for_all = full and (not behind or _step_is_full(builder, protected_step_limit))
 
     def _fill_with_best_effort(self, builder: BatchBuilder, best_effort: _BestEffort, step_limit: float) -> None:
-        """Best effort, oldest first: what is left of the step, the engine and the KV; never another's SLO. One that
-        waits starts where there is KV for its prompt, and a block for each to grow."""
+        """Adds best effort, oldest first, in what is left of the step, the engine and the KV. A waiting request starts
+        if there is KV for its prompt and a block for each request to grow."""
         view, running = builder.view, builder.running
         block = view.limits.block_size
         full = _step_is_full(builder, step_limit)
 
         def room() -> int:
-            """The longest that can still start, in tokens pending."""
+            """Returns the most pending tokens with which a request can still start."""
             return 0 if full or builder.slots_left < 1 else (builder.kv_left - len(builder.work) - 1) * block
 
         todo = best_effort.up_to(room())[::-1]
@@ -328,7 +336,8 @@ class Scheduler:
                     todo = [s for s in todo if s.id in running]
 
     def _leading_decodes(self, builder: BatchBuilder, todo: list[SeqView], step_limit: float) -> bool:
-        """Give the decodes that come first (at the end of `todo`) a token each, if all can have one."""
+        """Gives the decodes that come first (at the end of `todo`) a token each, if all fit; returns whether they
+        do."""
         running, work, decodes = builder.running, builder.work, []
         for seq in reversed(todo):
             if seq.id not in running or seq.pending != 1 or seq.id in work or seq in builder.preempted:
@@ -343,7 +352,8 @@ class Scheduler:
         return True
 
     def _give_turn(self, builder: BatchBuilder, best_effort: _BestEffort, strict: Iterable[PrefillJob]) -> None:
-        """One step in `turn_every`: the oldest set aside gets some tokens first, and the KV for them from any other."""
+        """In one step of `turn_every`, gives the oldest best effort some tokens first, with KV from any other
+        request."""
         self._turn += 1
         if self._turn >= self.turn_every and (oldest := best_effort.oldest()) is not None:
             self._turn = 0
@@ -357,7 +367,7 @@ class Scheduler:
             builder.add(seq, tokens)
 
     def _add_chunk(self, builder: BatchBuilder, seq: SeqView, step_limit: float) -> int:
-        """As many tokens of it as fit; how many these are."""
+        """Adds as many of its tokens as fit; returns how many."""
         tokens = builder.tokens_that_fit(seq)
         if tokens and step_limit < inf:
             tokens = builder.view.latency.largest_chunk(step_limit, builder.shape, seq.cached, tokens)
@@ -368,8 +378,8 @@ class Scheduler:
 
 @dataclass(slots=True)
 class _Candidates:
-    """decodes, prefills: those tried, by deadline. set_aside: ids of the others, except those given up long ago.
-    declined: the newly set aside. tightest: TPOT -> when the first of the decodes that has it is due."""
+    """decodes, prefills: to try, by deadline. set_aside: ids of other requests that are not permanently best effort.
+    declined: newly set aside. tightest: TPOT -> when its first decode is due."""
 
     decodes: list[PrefillJob]
     prefills: list[PrefillJob]
@@ -379,21 +389,21 @@ class _Candidates:
 
 
 class _BestEffort:
-    """What is served as best effort. Those that wait, maybe thousands, are looked up on demand."""
+    """Requests served as best effort. Waiting ones, maybe thousands, are looked up on demand."""
 
     def __init__(
-        self, view: View, running: Sequence[SeqView], given_up: Container[str], set_aside: Container[str]
+        self, view: View, running: Sequence[SeqView], permanently_best_effort: Container[str], set_aside: Container[str]
     ) -> None:
-        self._view, self._given_up, self._set_aside = view, given_up, set_aside
+        self._view, self._permanently_best_effort, self._set_aside = view, permanently_best_effort, set_aside
         self.running = sorted(self._of(running), key=ARRIVAL)  # oldest first
 
     def _of(self, seqs: Iterable[SeqView]) -> list[SeqView]:
-        given_up, set_aside = self._given_up, self._set_aside
-        return [s for s in seqs if s.id in given_up or s.id in set_aside]
+        permanently_best_effort, set_aside = self._permanently_best_effort, self._set_aside
+        return [s for s in seqs if s.id in permanently_best_effort or s.id in set_aside]
 
     def up_to(self, pending: int, running: Sequence[SeqView] | None = None, since: float = -inf) -> list[SeqView]:
-        """These running ones (or all), and of those that wait the ones with at most so many tokens pending that arrived
-        at `since` or later; oldest first."""
+        """Returns `running` (default: all that run), and waiting requests that arrived at `since` or later with at most
+        `pending` tokens; oldest first."""
         own = self.running if running is None else running
         if pending < 1:
             return list(own)
@@ -406,18 +416,19 @@ class _BestEffort:
         return min([*self.running[:1], *self._of(self._view.waiting)], key=ARRIVAL, default=None)
 
     def younger(self) -> Sequence[SeqView]:
-        """Those that may lose their KV, latest first: all but the oldest, whose turns would else be in vain."""
+        """Returns the requests that may lose their KV, latest first: all but the oldest, which needs it for its
+        turns."""
         oldest = self.oldest() if self.running else None
         return [s for s in self.running[::-1] if s is not oldest]
 
 
 def _step_is_full(builder: BatchBuilder, step_limit: float) -> bool:
-    """Whether not even one token more fits in so many seconds: an entry of one token without context takes least."""
+    """Returns whether no token more fits within `step_limit` seconds."""
     if builder.tokens_left == 0 or builder.seqs_left == 0:
         return True
     return step_limit < inf and builder.view.latency.step_time(builder.shape.plus(1, 0)) > step_limit
 
 
 def _latest(jobs: Iterable[PrefillJob]) -> list[SeqView]:
-    """Latest deadline first."""
+    """Returns the requests of these jobs, latest deadline first."""
     return [*map(seq_of, sorted(jobs, key=lambda job: (-job[0], -job[1], job[2])))]

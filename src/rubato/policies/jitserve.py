@@ -37,10 +37,10 @@ from rubato.policy_kit.prefill_jobs import tpot_of
 from rubato.policy_kit.turns import Turns, add_decodes
 
 SOURCE = "JITServe: SLO-aware LLM Serving with Imprecise Request Information (NSDI 2026, arXiv 2504.20068)"
-OUTPUT_WEIGHT = 8.0  # of an output token, beside 1 of a prompt's
+OUTPUT_WEIGHT = 8.0  # of an output token; a prompt token weighs 1
 CANDIDATES, SWAPS = 3, 3  # the scripts' `top_k_selection`; `max_swaps_per_iter`
-INTERVALS = 10  # between choices, over which a step's mean is taken
-LEAST_DEADLINE_SHARE = 1e-6  # of the predicted time: what counts of a deadline at least
+INTERVALS = 10  # the mean step time is taken over this many intervals between choices
+MIN_DEADLINE_SHARE = 1e-6  # least deadline, as a share of the predicted time
 
 
 @dataclass
@@ -95,8 +95,7 @@ class Scheduler:
         return builder.plan()  # no step repeats it: each counts towards the next choice and in the mean
 
     def _run(self, builder: BatchBuilder) -> None:
-        """Decodes, prompts that have begun, and, unless one lacked KV, those that wait, by density, while there are
-        seats."""
+        """Adds decodes, running prompts and, unless a request lacked KV, waiting ones by density while seats last."""
         view, exchanged = builder.view, len(builder.preempted)
         self._turns.give(builder)
         if builder.work or builder.preempted or not builder.decode_all():
@@ -117,7 +116,7 @@ class Scheduler:
             builder.add(seq, tokens)
 
     def _outside_window(self, view: View) -> list[SeqView]:
-        """Running requests that give up their KV: shorter or longer than all of the best window."""
+        """Returns running requests to preempt: those shorter or longer than all of the best window."""
         seats = min(self.max_num_seqs, view.limits.max_num_seqs)
         if view.count <= seats:
             return []
@@ -130,13 +129,13 @@ class Scheduler:
         return [s for s in view.running if not shortest <= s.length <= longest][:SWAPS]
 
     def _by_density(self, view: View, seqs: Sequence[SeqView]) -> list[SeqView]:
-        """The densest first, best effort last."""
+        """Sorts the densest first, best effort last."""
         if any(s.id not in self._density for s in seqs):
             self._weigh(view)
         return sorted(seqs, key=lambda s: (s.best_effort, -self._density[s.id], s.request.arrival, s.id))
 
     def _weigh(self, view: View) -> None:
-        """The densities of all that have none yet. A session's requests earn together."""
+        """Computes the density of every request without one. Requests of a session earn together."""
         together: dict[object, list[SeqView]] = defaultdict(list)
         for seq in [*view.waiting, *view.running]:
             request = seq.request
@@ -150,7 +149,7 @@ class Scheduler:
             self._density.update((s.id, density) for s in peers)
 
     def _earns(self, seq: SeqView, now: float, seconds: float) -> float:
-        """Tokens, weighed, if it ends so many seconds from now."""
+        """Returns the weighted tokens that it earns if it ends `seconds` from now."""
         if seq.best_effort:
             return 0.0
         slo, request = seq.request.stages[seq.stage].slo, seq.request
@@ -163,14 +162,14 @@ class Scheduler:
         output = OUTPUT_WEIGHT * (left if begun else tokens) * self._late(pace, end - seq.stage_start)
         return output if begun else output + prompt * self._late(slo.ttft, now + self._step - seq.stage_start)
 
-    def _late(self, asked: float | None, seconds: float) -> float:
-        """The share that is earned of what is asked within a time and takes so many seconds."""
-        ratio = 1.0 if asked is None or seconds <= asked else max(LEAST_DEADLINE_SHARE, asked / seconds)
+    def _late(self, bound: float | None, seconds: float) -> float:
+        """Returns the share earned by work due within `bound` seconds that takes `seconds`."""
+        ratio = 1.0 if bound is None or seconds <= bound else max(MIN_DEADLINE_SHARE, bound / seconds)
         share: float = ratio**self.penalty_factor
         return share
 
 
 def _ends_once(seq: SeqView) -> bool:
-    """Whether it has an e2e alone, and earns what it earns at its end."""
+    """Returns whether it has only an e2e, and so earns all its tokens at its end."""
     slo = seq.request.stages[seq.stage].slo
     return slo.e2e is not None and slo.ttft is None and slo.tpot is None

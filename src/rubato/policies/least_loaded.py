@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.policy_kit.backlog import PER_REQUEST
+from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS
 from rubato.policy_kit.backlog import load as load_of
 
 SOURCE = "join-the-shortest-queue, in tokens, as gateways in front of vLLM do it"
@@ -22,7 +22,7 @@ class Router:
     """per_request: tokens that a request counts for beside its pending prefill (its decode to come)."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    per_request: int = PER_REQUEST
+    per_request: int = DECODE_TO_COME_TOKENS
 
     def observe(self, events: Sequence[Event]) -> None:
         pass

@@ -44,19 +44,19 @@ class Router:
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         loads = {view.id: _Load(view) for view in fleet}
         place: dict[str, str] = {}
-        given: Counter[str] = Counter()  # KV blocks
+        kv_taken: Counter[str] = Counter()  # KV blocks
         for seq in held:
-            able = candidates(seq, fleet, given) if self.prefill else fleet
+            able = candidates(seq, fleet, kv_taken) if self.prefill else fleet
             if able:
                 least = min((loads[view.id] for view in able), key=lambda load: load.cost)
                 place[seq.id] = least.view.id
-                given[least.view.id] += least.view.limits.blocks(seq.cached)
+                kv_taken[least.view.id] += least.view.limits.blocks(seq.cached)
                 least.add(seq.pending, seq.cached)
         return Dispatch(place)
 
 
 class _Load:
-    """A replica's next iteration. cost: its predicted seconds, then all tokens of prefill pending there."""
+    """A replica's next iteration. `cost` is its predicted seconds, then the pending prefill tokens."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -83,8 +83,7 @@ class _Load:
 
 
 def _running(view: View) -> tuple[Shape, Sequence[SeqView]]:
-    """The decodes of the next iteration, in one shape, and those that prefill. As the replica counts them, unless more
-    decode than a batch takes."""
+    """Returns the shape of the next iteration's decodes, as many as a batch takes, and the running prefills."""
     decodes, prefills = view.decodes, view.prefilling
     if decodes.seqs <= view.limits.max_num_seqs:
         return decodes, prefills

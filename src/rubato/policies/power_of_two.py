@@ -15,7 +15,7 @@ import numpy as np
 
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.policy_kit.backlog import PER_REQUEST
+from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS
 from rubato.policy_kit.backlog import load as load_of
 
 SOURCE = "Mitzenmacher, The Power of Two Choices in Randomized Load Balancing (IEEE TPDS 2001)"
@@ -28,7 +28,7 @@ class Router:
 
     needs: ClassVar[frozenset[str]] = frozenset()
     seed: int = 0
-    per_request: int = PER_REQUEST
+    per_request: int = DECODE_TO_COME_TOKENS
     _draw: np.random.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Router:
         return Dispatch(place)
 
     def _two(self, replicas: int) -> Sequence[int]:
-        """Two different ones; the only one, if there is one."""
+        """Draws two different replicas, or the only one."""
         if replicas == 1:
             return [0]
         first, second = int(self._draw.integers(replicas)), int(self._draw.integers(replicas - 1))

@@ -91,7 +91,7 @@ class Scheduler:
         return builder.plan()
 
     def _starved(self, view: View, order: Sequence[SeqView]) -> SeqView | None:
-        """The oldest request behind the tightest priority here, if it has been here for long."""
+        """Returns the oldest request behind the tightest priority here, if it has waited for `max_wait`."""
         behind = [s for s in order if tightness(s) > tightness(order[0])]
         oldest = min(behind, key=lambda s: (s.request.arrival, s.id), default=None)
         if oldest is None or view.now - oldest.request.arrival < self.max_wait:
@@ -109,7 +109,8 @@ class Scheduler:
 
 
 def tightness(seq: SeqView) -> tuple[float, float, float]:
-    """Priority, smaller is sooner: seconds of the tightest TTFT, TPOT and e2e over all stages, inf where none."""
+    """Returns the priority, smaller is sooner: the tightest TTFT, TPOT and e2e of all stages in seconds, inf
+    without."""
     slos = [stage.slo for stage in seq.request.stages]
     return _least(s.ttft for s in slos), _least(s.tpot for s in slos), _least(s.e2e for s in slos)
 

@@ -42,7 +42,7 @@ from rubato.policy_kit.refusals import refusable, refusals, wants_refusal
 from rubato.policy_kit.turns import Turns, add_decodes
 
 SOURCE = "QoServe (ASPLOS 2026), before Niyama: Breaking the Silos of LLM Inference Serving (arXiv 2503.22562)"
-KEEPS = 0.995  # of the throughput of prefill, at each step that prefills
+THROUGHPUT_MEMORY = 0.995  # weight of the old prefill throughput at each step that prefills
 
 
 @dataclass
@@ -102,16 +102,19 @@ class Scheduler:
         )
 
     def _measure(self, view: View) -> None:
-        """The throughput of prefill, from the step that has ended; at first, of the largest batch alone."""
+        """Updates the throughput of prefill from the step that ended; the first value is that of the largest batch
+        alone."""
         if not self._throughput:
             most = min(self.max_budget, view.limits.max_num_batched_tokens)
             self._throughput = most / view.latency.step_time(NO_BATCH.plus(most, 0))
         began, tokens = self._last
         if tokens and view.now > began:
-            self._throughput = KEEPS * self._throughput + (1.0 - KEEPS) * tokens / (view.now - began)
+            self._throughput = THROUGHPUT_MEMORY * self._throughput + (1.0 - THROUGHPUT_MEMORY) * tokens / (
+                view.now - began
+            )
 
     def _by_priority(self, view: View) -> list[SeqView]:
-        """All that prefill or wait for it; best effort last."""
+        """Sorts requests that prefill or wait, best effort last."""
 
         def key(seq: SeqView) -> tuple[bool, float, float, str]:
             place = _prefill_due(view, seq) + self.alpha * seq.pending
@@ -120,7 +123,7 @@ class Scheduler:
         return sorted([*view.prefilling, *view.waiting], key=key)
 
     def _chunk(self, view: View, decodes: Sequence[SeqView], queue: Sequence[SeqView]) -> int:
-        """Tokens of prefill that end before the first decode is due."""
+        """Returns the tokens of prefill that end before the first decode is due."""
         least = max(0, self.min_budget - len(decodes))
         most = max(least, self.max_budget - len(decodes))
         slack = min([_decode_due(s) for s in decodes], default=inf) - view.now
@@ -131,7 +134,7 @@ class Scheduler:
         return max(least, view.latency.largest_chunk(slack / self.margin, view.decodes, queue[0].cached, most))
 
     def _add_prefills(self, builder: BatchBuilder, queue: list[SeqView]) -> list[SeqView]:
-        """In this order, what is left of the batch. Returns those relegated now, which go to the end of the queue."""
+        """Fills the batch in this order. Returns the requests relegated now, which go to the end of the queue."""
         view, running, block = builder.view, builder.running, builder.view.limits.block_size
         relegated: dict[str, SeqView] = {}
         here, admitting = len(running), not builder.preempted  # what waits would take the KV just freed
@@ -157,8 +160,8 @@ class Scheduler:
         return [*relegated.values()]
 
     def _is_late(self, view: View, seq: SeqView) -> bool:
-        """Whether one that is to have its first token could not, if it were prefilled now; or, to be refused, could not
-        meet its SLO even alone."""
+        """Returns whether its first token would be late if it were prefilled now; or, if it prefers a refusal, whether
+        it could not meet its SLO even alone."""
         if seq.best_effort or seq.first_token_at is not None:
             return False
         if view.now + seq.pending / self._throughput > _prefill_due(view, seq):
@@ -167,7 +170,7 @@ class Scheduler:
 
 
 def _prefill_due(view: View, seq: SeqView) -> float:
-    """When its prefill must be done: for its next token, or, with an e2e alone, for all output to follow."""
+    """Returns when its prefill must be done: for its next token, or, with only an e2e, for all output to follow."""
     slo = seq.request.stages[seq.stage].slo
     if slo.e2e is None or slo.ttft is not None or seq.due == inf:
         return seq.due
@@ -175,7 +178,7 @@ def _prefill_due(view: View, seq: SeqView) -> float:
 
 
 def _decode_due(seq: SeqView) -> float:
-    """When its next token is due, counted from its first where that was late; inf without a TPOT."""
+    """Returns when its next token is due, counted from its first token if that was late; inf without a TPOT."""
     tpot, first = tpot_of(seq), seq.first_token_at
     if tpot == inf:
         return inf

@@ -47,10 +47,10 @@ class Router:
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         place: dict[str, str] = {}
-        given: Counter[str] = Counter()  # KV blocks
+        kv_taken: Counter[str] = Counter()  # KV blocks
         for seq in held:
-            if able := candidates(seq, fleet, given) if self.prefill else fleet:
+            if able := candidates(seq, fleet, kv_taken) if self.prefill else fleet:
                 view = able[int(self._draw.integers(len(able)))]
                 place[seq.id] = view.id
-                given[view.id] += view.limits.blocks(seq.cached)
+                kv_taken[view.id] += view.limits.blocks(seq.cached)
         return Dispatch(place)

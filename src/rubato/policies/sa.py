@@ -41,11 +41,12 @@ SOURCE = "SLO-Aware Scheduling for Large Language Model Inferences, §3 and §4"
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 
-APART = 1e-4  # seconds between the batches (§5.1)
-MEMORY_USE = 0.9  # μ of equation 20: the share of KV memory that tokens fill (§5.1)
+BATCH_GAP_S = 1e-4  # seconds between the batches (§5.1)
+KV_USE_SHARE = 0.9  # μ of equation 20: the share of KV memory that tokens fill (§5.1)
 DISPATCHES = ("place", "interval", "batch_end")
-CLOSE = 0.025  # a prediction stands while the length and the step times behind it move by less: G is the same (§5.3)
-PROBE = 1024  # tokens whose prefill and decode step tell how fast a latency model believes its engine to be
+# A prediction stands while the length and the step times behind it move by less: G is the same (§5.3).
+PREDICTION_TOLERANCE = 0.025
+PROBE_TOKENS = 1024  # tokens whose prefill and decode step tell how fast a latency model believes its engine to be
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +111,19 @@ class Solution:
 def order(
     requests: Sequence[MappedRequest], model: LatencyModel, max_batch: int, *, seed: int = 0
 ) -> list[list[MappedRequest]]:
-    """The requests in batches of at most `max_batch`, to be sent one after the other.
+    """Orders requests in batches of at most `max_batch`, to be sent one after the other.
 
-    model: a step's time from its shape; `latency.bilinear.Model()` is the paper's. Raises ValueError for a `max_batch`
-    that is no whole number of 1 or more, and when two requests have one id.
+    Args:
+        requests: the waiting requests, with unique ids
+        model: predicts a step's time from its shape; `latency.bilinear.Model()` is the paper's
+        max_batch: requests of a batch, 1 or more
+        seed: of the search
+
+    Returns:
+        the batches
+
+    Raises:
+        ValueError: `max_batch` is no whole number of 1 or more, or two requests have one id
     """
     if not isinstance(max_batch, Integral) or max_batch < 1:
         raise ValueError(f"max_batch is {max_batch}: give a whole number, 1 or more")
@@ -144,8 +154,8 @@ class Predicted:
 
 
 @dataclass(slots=True)
-class _Kept:
-    """What was predicted of a request, for batches of 1 up to as many as were asked for, had it just arrived."""
+class _RequestPrediction:
+    """The prediction of a request that has just arrived, by batch size from 1 on."""
 
     request: MappedRequest
     seconds: Floats
@@ -154,7 +164,7 @@ class _Kept:
     def stands(self, request: MappedRequest) -> bool:
         own = self.request
         same = own.prompt == request.prompt and own.slo == request.slo
-        return same and abs(request.output - own.output) <= CLOSE * own.output
+        return same and abs(request.output - own.output) <= PREDICTION_TOLERANCE * own.output
 
 
 @dataclass
@@ -162,27 +172,27 @@ class Predictions:
     """Predictions of the requests that wait for one replica, kept by id and batch size from one mapping to the next:
     each is a few calls of the latency model, for as many batch sizes as there are, and few change."""
 
-    _kept: dict[str, _Kept] = field(default_factory=dict)
-    _probed: float = 0.0  # seconds of `PROBE` when they were made
+    _rows_by_id: dict[str, _RequestPrediction] = field(default_factory=dict)
+    _probed: float = 0.0  # seconds of `PROBE_TOKENS` when they were made
 
     def of(self, requests: Sequence[MappedRequest], model: LatencyModel, max_batch: int) -> Predicted:
-        """Of these requests; what is not among them is forgotten."""
+        """Predicts these requests, and forgets all others."""
         sizes = min(max_batch, max(1, len(requests)))
-        probed = prefill_seconds(model, 1, PROBE) + decode_seconds(model, 1, PROBE, 1)
-        if abs(probed - self._probed) > CLOSE * self._probed:
-            self._kept, self._probed = {}, probed
+        probed = prefill_seconds(model, 1, PROBE_TOKENS) + decode_seconds(model, 1, PROBE_TOKENS, 1)
+        if abs(probed - self._probed) > PREDICTION_TOLERANCE * self._probed:
+            self._rows_by_id, self._probed = {}, probed
         rows = [self._row(request, model, sizes) for request in requests]
-        self._kept = {request.id: row for request, row in zip(requests, rows, strict=True)}
+        self._rows_by_id = {request.id: row for request, row in zip(requests, rows, strict=True)}
         seconds, slack = np.empty((2, len(requests), sizes))
         for j, (request, row) in enumerate(zip(requests, rows, strict=True)):
             seconds[j] = row.seconds[:sizes]
             slack[j] = row.slack[:sizes] - request.waited
         return Predicted(seconds, slack, sum(request.waited for request in requests))
 
-    def _row(self, request: MappedRequest, model: LatencyModel, sizes: int) -> _Kept:
-        row = self._kept.get(request.id)
+    def _row(self, request: MappedRequest, model: LatencyModel, sizes: int) -> _RequestPrediction:
+        row = self._rows_by_id.get(request.id)
         if row is None or not row.stands(request):
-            row = _Kept(request, np.empty(0), np.empty(0))
+            row = _RequestPrediction(request, np.empty(0), np.empty(0))
         known = len(row.seconds)
         if known < sizes:
             own, new = row.request, np.empty((2, sizes - known))
@@ -195,7 +205,7 @@ class Predictions:
 
 
 def _slack(slo: SLO, prefill: float, decode: float, output: int) -> float:
-    """Seconds until it must be executed; -inf where its TPOT cannot be met in a batch of that size."""
+    """Returns the seconds until it must be executed; -inf if a batch of that size cannot meet its TPOT."""
     if slo.tpot is not None and decode / output > slo.tpot:
         return -inf
     by_ttft = inf if slo.ttft is None else slo.ttft - prefill
@@ -270,9 +280,11 @@ def move(order: Ints, sizes: Ints, most: int, rng: np.random.Generator) -> None:
 
 
 @compiled()
-def taken(now_g: float, now_total: float, g: float, total: float, best_g: float, level: Floats, random: float) -> bool:
-    """Whether the search goes on from a solution that is no better. level: temperature, how many of them were tried,
-    and how many taken; `random`, in [0, 1), decides."""
+def is_accepted(
+    now_g: float, now_total: float, g: float, total: float, best_g: float, level: Floats, random: float
+) -> bool:
+    """Returns whether the search accepts a solution that is no better. `level` holds the temperature and the solutions
+    tried and accepted; `random`, in [0, 1), decides."""
     difference = (now_g - g) / best_g if best_g > 0.0 else (total - now_total) / total
     take = random < exp(1000.0 * difference / level[0])
     level[1] += 1
@@ -286,7 +298,7 @@ def annealed(
     iterations: int, rng: np.random.Generator, levels: Floats,
 ) -> tuple[int, float]:  # fmt: skip
     """From a solution with `met` requests in SLO and this sum of latencies; leaves the best in `order` and `sizes`, and
-    returns its two numbers. levels: a row for each temperature, as `taken` has it."""
+    returns its two numbers. levels: a row for each temperature, as `is_accepted` has it."""
     best_order, best_sizes, best_met, best_total = order.copy(), sizes.copy(), met, total
     tried_order, tried_sizes = order.copy(), sizes.copy()
     g = best_g = met / total
@@ -297,7 +309,7 @@ def annealed(
             now_met, now_total = evaluated(tried_order, tried_sizes, seconds, slack, waited)
             now_g = now_met / now_total
             better = now_g > g or (now_g == g and now_total < total)
-            if better or taken(now_g, now_total, g, total, best_g, level, rng.random()):
+            if better or is_accepted(now_g, now_total, g, total, best_g, level, rng.random()):
                 order[:], sizes[:] = tried_order, tried_sizes
                 met, total, g = now_met, now_total, now_g
                 if g > best_g or (g == best_g and total < best_total):
@@ -332,7 +344,7 @@ def annealed_one_by_one(
             now_total = total + later * (j - i)
             now_g = now_met / now_total
             better = now_g > g or (now_g == g and now_total < total)
-            if better or taken(now_g, now_total, g, total, best_g, level, rng.random()):
+            if better or is_accepted(now_g, now_total, g, total, best_g, level, rng.random()):
                 for each in (took, may_wait):
                     each[i], each[j] = each[j], each[i]
                 order[i], order[j] = order[j], order[i]
@@ -466,7 +478,7 @@ class Router:
     def _assigned(self, new: Sequence[SeqView], fleet: Sequence[View]) -> list[str]:
         """Each to the replica with the most memory left; when that has none for it, a new round begins (equation 20).
         Returns the replicas that have new ones, in the fleet's order: each search draws from one stream."""
-        full = {view.id: MEMORY_USE * view.kv_total * view.limits.block_size for view in fleet}
+        full = {view.id: KV_USE_SHARE * view.kv_total * view.limits.block_size for view in fleet}
         left = {id: self._memory.get(id, tokens) for id, tokens in full.items()}
         changed = set()
         for seq in new:
@@ -510,7 +522,7 @@ class Router:
             return ordered[:free]
         if (self.dispatch == "batch_end" and there) or now + SOONEST < self._next_at.get(view.id, 0.0):
             return []
-        self._next_at[view.id] = now + APART
+        self._next_at[view.id] = now + BATCH_GAP_S
         return batches.pop(0)
 
 

@@ -7,7 +7,7 @@ TPOT of the requests here. The paper profiles one static number for the deployme
 never allows less where a static one would keep the TPOT, so this baseline is the stronger of the two.
 
 `min_prefill_chunk_tokens` is that of vLLM's pull request 54145: beside decodes, prompts that would get fewer tokens in
-all wait for more to come, up to `HELD_STEPS` steps. There each prompt has its own count of steps.
+all wait for more to come, up to `TTFT_HOLD_STEPS` steps. There each prompt has its own count of steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rubato.core.plan import Plan
 from rubato.policy_kit.batch_builder import BatchBuilder, decode_first
 
 SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it as a baseline"
-HELD_STEPS = 8  # ours: what the pull request sets was not found
+TTFT_HOLD_STEPS = 8  # ours: what the pull request sets was not found
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Scheduler:
     min_chunk: int = 32
     min_prefill_chunk_tokens: int = 0
     reserve_kv: bool = False
-    _held: int = field(default=0, init=False)  # steps in a row
+    _held_steps: int = field(default=0, init=False)  # steps in a row
 
     def __post_init__(self) -> None:
         if self.budget < 0 or self.min_chunk < 1 or self.min_prefill_chunk_tokens < 0:
@@ -52,12 +52,12 @@ class Scheduler:
     def plan(self, view: View) -> Plan:
         builder = decode_first(view, self.budget or self._tuned(view), self.reserve_kv)
         prefill = sum(work.tokens for work in builder.work.values())
-        if builder.decode and 0 < prefill < self.min_prefill_chunk_tokens and self._held < HELD_STEPS:
-            self._held += 1
+        if builder.decode and 0 < prefill < self.min_prefill_chunk_tokens and self._held_steps < TTFT_HOLD_STEPS:
+            self._held_steps += 1
             builder = BatchBuilder(view)
             builder.decode_all()
             return builder.plan()
-        self._held = 0
+        self._held_steps = 0
         fixed = self.budget > 0 or not (view.waiting or view.prefilling)  # a tuned one changes with every token of KV
         return builder.plan(repeat_steps=builder.repeat_steps() if fixed else 0)
 

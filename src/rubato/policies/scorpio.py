@@ -45,7 +45,7 @@ from rubato.policy_kit.turns import Turns, add_decodes
 SOURCE = (
     "SCORPIO: Serving the Right Requests at the Right Time for Heterogeneous SLOs in LLM Inference (arXiv 2505.23022)"
 )
-ROUNDING = 1e-9  # of a credit: ten times a tenth is one
+CREDIT_ROUNDING = 1e-9  # of a credit: ten times a tenth is one
 
 
 @dataclass
@@ -105,9 +105,9 @@ class Scheduler:
         )  # fmt: skip
 
     def _guard_ttft(self, view: View) -> tuple[list[SeqView], list[SeqView]]:
-        """Of those that wait and are not best effort: the ones that can be in time, by deadline, and the others. One
-        that is to be refused rather than late is among these, too, if it could not meet its SLO even alone."""
-        kept: list[SeqView] = []
+        """Divides waiting requests with SLOs into those that can be in time, by deadline, and the others. A request
+        that prefers a refusal is among the others, too, if it could not meet its SLO even alone."""
+        in_time: list[SeqView] = []
         late: list[SeqView] = []
         before = NO_BATCH.with_entries([(s.pending, s.cached) for s in view.prefilling])
         for seq in sorted([s for s in view.waiting if not s.best_effort], key=_deadline):
@@ -117,12 +117,12 @@ class Scheduler:
             if not begun and (seq.due < first or wants_refusal(seq, view)):
                 late.append(seq)
             else:
-                kept.append(seq)
+                in_time.append(seq)
                 before = together
-        return kept, late
+        return in_time, late
 
     def _add_decodes(self, builder: BatchBuilder) -> None:
-        """The decodes with the tightest TPOT, and the others that have a credit."""
+        """Adds the decodes with the tightest TPOT, and others that have a credit."""
         decodes = [s for s in builder.view.running if s.pending == 1]
         tpots = _bounded([*map(tpot_of, decodes)])
         tightest = min(tpots, default=inf)
@@ -130,7 +130,7 @@ class Scheduler:
         for seq, tpot in zip(decodes, tpots, strict=True):
             if tpot > tightest:
                 credit = self._credit.get(seq.id, 0.0) + tightest / tpot
-                runs = credit >= 1.0 - ROUNDING
+                runs = credit >= 1.0 - CREDIT_ROUNDING
                 self._credit[seq.id] = credit - runs
                 if not runs:
                     continue
@@ -163,20 +163,20 @@ class Scheduler:
             here.append(seq)
 
     def _admits(self, view: View, here: Sequence[SeqView], seq: SeqView) -> bool:
-        """Whether decodes of these, and of one more, are predicted to keep the tightest TPOT."""
+        """Returns whether decodes of these requests and one more are predicted to keep the tightest TPOT."""
         together = [*here, seq]
         counts = Counter(_bounded([*map(tpot_of, together)]))
         tightest = min(counts)
         if tightest == inf:
             return True
-        size = ceil(sum(count * tightest / tpot for tpot, count in counts.items()) - ROUNDING)
+        size = ceil(sum(count * tightest / tpot for tpot, count in counts.items()) - CREDIT_ROUNDING)
         length = sum(s.length for s in together) / len(together) + remaining_output(seq) / 2.0
         step = view.latency.step_time(Shape(size, size, ceil(size * length)))
         return step * self.inefficiency < tightest
 
 
 def _bounded(tpots: Sequence[float]) -> list[float]:
-    """With the loosest in the place of none (inf); as they are where none has one."""
+    """Replaces missing TPOTs (inf) by the loosest one, if there is any."""
     loosest = max([t for t in tpots if t < inf], default=inf)
     return [min(t, loosest) for t in tpots]
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
-from rubato.policy_kit.acceptance import Accepted
+from rubato.policy_kit.acceptance import AcceptanceRates
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order, waiting_that_fit
 from rubato.policy_kit.draft_value import drafting, with_nodes
 
@@ -32,7 +32,7 @@ class Scheduler:
     budget: int = 2048
     most: int = 8
     reserve_kv: bool = False
-    _accepted: Accepted = field(default_factory=Accepted, init=False, repr=False)
+    _acceptance: AcceptanceRates = field(default_factory=AcceptanceRates, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.budget < 1 or self.most < 1:
@@ -40,12 +40,12 @@ class Scheduler:
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
-            self._accepted.observe(event)
+            self._acceptance.observe(event)
 
     def plan(self, view: View) -> Plan:
         builder = BatchBuilder(view, self.budget)
         decodes = [s for s in view.running if s.pending == 1]
-        self._accepted.follow(decodes)
+        self._acceptance.follow(decodes)
         length = self._length(view, decodes)
         chain = (length, 1) if length else None
         run_in_order(builder, view.running, lambda seq: _first(seq, length), chain)
@@ -53,10 +53,9 @@ class Scheduler:
         return builder.plan()
 
     def _length(self, view: View, decodes: Sequence[SeqView]) -> int:
-        """The length of chain with which steps of these decodes, drafts and verification included, bring the most
-        tokens per second."""
+        """Returns the chain length with the most tokens per second, drafts and verification included."""
         n, kv = max(1, len(decodes)), sum([s.cached for s in decodes])
-        means = [self._accepted.mean(s.request) for s in decodes] or [self._accepted.prior]
+        means = [self._acceptance.mean(s.request) for s in decodes] or [self._acceptance.prior]
         best, most, tokens = 0, 0.0, 0.0
         for length in range(self.most + 1):
             tokens += sum([mean**length for mean in means])
@@ -68,5 +67,5 @@ class Scheduler:
 
 
 def _first(seq: SeqView, length: int) -> Sequence[int]:
-    """The first of the drafted tokens, so many."""
+    """Returns the first drafted tokens, up to the chain length."""
     return range(min(length, len(seq.draft.parents))) if seq.draft is not None else ()

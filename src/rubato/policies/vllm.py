@@ -64,7 +64,7 @@ class Scheduler:
         return builder.plan(drop=drop, repeat_steps=builder.repeat_steps())
 
     def _over_limit(self, view: View) -> dict[str, str]:
-        """New requests that came when the queue was full."""
+        """Returns new requests that arrived when the queue was full."""
         most, most_tokens = self.max_num_queued_reqs or inf, self.max_num_queued_tokens or inf
         if not view.waiting or most == most_tokens == inf:
             return {}

@@ -42,10 +42,10 @@ class Scheduler:
     def plan(self, view: View) -> Plan:
         builder = BatchBuilder(view, self.budget)
         chain = (self.n, 1)
-        run_in_order(builder, view.running, _drafted, chain)
+        run_in_order(builder, view.running, _draft_count, chain)
         admit_in_order(builder, waiting_that_fit(view, self.reserve_kv), chain)
         return builder.plan()
 
 
-def _drafted(seq: SeqView) -> Sequence[int]:
+def _draft_count(seq: SeqView) -> Sequence[int]:
     return range(len(seq.draft.parents)) if seq.draft is not None else ()

@@ -1,1 +1,1 @@
-"""What policies share: building a batch, drafted trees and their worth, forecasts of KV, pools of replicas."""
+"""Building blocks for policies: batches, drafted trees, KV forecasts, admission, fair shares, routing."""

@@ -1,4 +1,4 @@
-"""How often drafted tokens turn out right: learned from what verification brings, or from what drafters say."""
+"""Learns how often drafted tokens are accepted, from verified tokens or from the drafter's own probabilities."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from rubato.core.interfaces import SeqView
 from rubato.core.plan import Tree
 from rubato.core.request import Request
 
-PRIOR, WEIGHT = 0.7, 10.0  # chance that a drafted token is right before any was tried; tries, or trees, it is worth
-MEMORY = 2000.0  # tries of a class that are remembered
-TREES = 500.0  # trees of a class that are remembered
+PRIOR, PRIOR_TRIES = (
+    0.7,
+    10.0,
+)  # acceptance before any was tried; tries, or trees, that it counts as
+MEMORY_TRIES = 2000.0  # tries of a class that are remembered
+MEMORY_TREES = 500.0  # trees of a class that are remembered
 
 
 @dataclass
-class Accepted:
-    """The share of tried tokens that was right, by class: a request's application, or its tier where it names none.
-    prior: the share before any was tried, worth `WEIGHT` tries. `MEMORY` tries of a class are remembered.
+class AcceptanceRates:
+    """The share of drafted tokens that were accepted, by class: a request's application, or else its tier.
 
-    A try is a place in the output: where several candidates for it were verified, it was right if one of them was.
+    A try is a position in the output: of several candidates for it, one must be accepted. `MEMORY_TRIES` tries of a
+    class are remembered.
+
+    Args:
+        prior: the share before any was tried, which counts as `PRIOR_TRIES` tries
     """
 
     prior: float = PRIOR
@@ -28,7 +34,7 @@ class Accepted:
     _counts: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)  # right, tried
 
     def follow(self, seqs: Iterable[SeqView]) -> None:
-        """Whose tries are to be counted. Where its class has no tries yet, those that a sequence already has count."""
+        """Starts counting the tries of these sequences; tries that a sequence had before count, too."""
         for seq in seqs:
             if seq.id not in self._class:
                 self._class[seq.id] = class_of(seq.request)
@@ -42,51 +48,51 @@ class Accepted:
             self._class.pop(event.id, None)
 
     def mean(self, request: Request) -> float:
-        """Probability that a drafted token of such a request is right, all before it being right."""
+        """Returns the probability that a drafted token of this request is accepted if all before it are."""
         right, tried = self._counts.get(class_of(request), (0.0, 0.0))
-        return (right + self.prior * WEIGHT) / (tried + WEIGHT)
+        return (right + self.prior * PRIOR_TRIES) / (tried + PRIOR_TRIES)
 
     def _add(self, name: str, right: float, tried: float) -> None:
         before = self._counts.get(name, (0.0, 0.0))
         all_ = before[1] + tried
-        kept = min(1.0, MEMORY / all_) if all_ else 1.0
+        kept = min(1.0, MEMORY_TRIES / all_) if all_ else 1.0
         self._counts[name] = ((before[0] + right) * kept, all_ * kept)
 
 
 @dataclass
-class Offered:
+class TreeChances:
     """By class and depth: the chance that one of a drafted tree's nodes there comes out, the sum of their path
-    probabilities. What was reckoned with before the first tree so deep is worth `WEIGHT` trees: one unlucky tree must
-    not end drafting. `TREES` trees of a class are remembered.
+    probabilities. What was reckoned with before the first tree so deep is worth `PRIOR_TRIES` trees: one unlucky tree
+    must not end drafting. `MEMORY_TREES` trees of a class are remembered.
 
     Learned from all that was drafted. Of the nodes that a policy verifies, because they are likely, more turn out right
-    than the next tree's will: `Accepted` would promise too much of deep trees.
+    than the next tree's will: `AcceptanceRates` would promise too much of deep trees.
     """
 
     _layers: dict[str, list[tuple[float, float]]] = field(default_factory=dict, init=False)  # by depth: mean, trees
 
-    def see(self, request: Request, tree: Tree) -> None:
-        """A tree drafted for this request."""
+    def add_tree(self, request: Request, tree: Tree) -> None:
+        """Learns from a tree drafted for this request."""
         if not tree.paths:
             return
         offered = tree.layers
         layers = self._layers.setdefault(class_of(request), [])
         if len(layers) < len(offered):
-            layers += [(chance, WEIGHT) for chance in self.chances(request, len(offered))[len(layers) :]]
+            layers += [(chance, PRIOR_TRIES) for chance in self.chances(request, len(offered))[len(layers) :]]
         for i, chance in enumerate(offered):
             mean, trees = layers[i]
-            layers[i] = mean + (chance - mean) / (trees + 1.0), min(TREES, trees + 1.0)
+            layers[i] = mean + (chance - mean) / (trees + 1.0), min(MEMORY_TREES, trees + 1.0)
 
     def chances(self, request: Request, depth: int) -> list[float]:
-        """By depth, 1 first, up to `depth`. Past the deepest seen they fall by the last ratio; with none seen, by
-        `PRIOR`."""
-        found = [1.0, *(mean for mean, _ in self._layers.get(class_of(request), ())[:depth])]
+        """Returns the chances by depth, from 1 to `depth`. Beyond the deepest tree they fall by the last ratio; without
+        any tree, by `PRIOR`."""
+        chances = [1.0, *(mean for mean, _ in self._layers.get(class_of(request), ())[:depth])]
         fall = PRIOR
-        if len(found) > 1:
-            fall = min(1.0, found[-1] / found[-2]) if found[-2] else 0.0
-        while len(found) <= depth:
-            found.append(found[-1] * fall)
-        return found[1:]
+        if len(chances) > 1:
+            fall = min(1.0, chances[-1] / chances[-2]) if chances[-2] else 0.0
+        while len(chances) <= depth:
+            chances.append(chances[-1] * fall)
+        return chances[1:]
 
 
 def class_of(request: Request) -> str:

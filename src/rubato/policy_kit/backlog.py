@@ -1,21 +1,21 @@
-"""What a replica has still to do: in seconds of prefill, and in tokens."""
+"""Measures the pending work of a replica, in seconds of prefill and in tokens."""
 
 from __future__ import annotations
 
 from rubato.core.interfaces import View
 from rubato.core.plan import Shape
 
-PER_REQUEST = 64  # tokens that a request counts for beside its pending ones: its decode to come
+DECODE_TO_COME_TOKENS = 64  # what the decode to come of a request counts for
 
 
-def load(view: View, per_request: int = PER_REQUEST) -> int:
-    """Pending tokens of all that are at a replica, and their decodes to come."""
+def load(view: View, per_request: int = DECODE_TO_COME_TOKENS) -> int:
+    """Returns the pending tokens of all requests at a replica, plus `per_request` for the decode of each."""
     return view.pending + per_request * view.count
 
 
 def prefill_seconds(view: View, prompt: int) -> float:
-    """Expected until a replica, as it is now, has prefilled what waits and then `prompt` tokens more: full batches,
-    decodes going on beside them. What is predicted of a request in the moment it is placed."""
+    """Predicts the seconds until a replica has prefilled all pending prompts and `prompt` tokens more, in full batches
+    with its current decodes."""
     decodes = sum(seq.pending == 1 for seq in view.running)
     kv = sum(seq.length for seq in view.running)
     pending = prompt + sum(seq.pending for seq in view.waiting)

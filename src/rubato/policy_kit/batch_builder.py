@@ -8,7 +8,7 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import NO_BATCH, Plan, Shape, Work, blocks_for
 from rubato.core.request import NOTHING, HandoffReason
 
-FOR_EVER = 1 << 30
+UNLIMITED_STEPS = 1 << 30
 
 
 class BatchBuilder:
@@ -54,13 +54,13 @@ class BatchBuilder:
 
     @property
     def decodes(self) -> Shape:
-        """The view's, asked once: it may have to look at every sequence."""
+        """The view's decodes, computed once: the view may have to look at every sequence."""
         if self._decodes is None:  # not `cached_property`, whose lock costs more than all else here
             self._decodes = self.view.decodes
         return self._decodes
 
     def decode_all(self) -> bool:
-        """One token of every running sequence that has one pending, before anything else; False if not all fit."""
+        """Adds one token of every running decode, before anything else; returns False if not all fit."""
         decodes, need = self.decodes, self.view.decode_blocks
         if decodes.seqs > min(self.seqs_left, self.tokens_left) or need > self.kv_left:
             return False
@@ -78,39 +78,40 @@ class BatchBuilder:
         if not self.decode or self.preempted:
             return 0
         if not self.work:
-            return FOR_EVER
+            return UNLIMITED_STEPS
         known = self.view.known
         alone = len(self.work) == len(self.view.waiting) + len(self.view.prefilling)
         if len(self.work) == 1:
             [work] = self.work.values()
             pending = known[work.seq].pending
             if alone and (work.tokens == pending or not self.tokens_left):
-                return FOR_EVER
+                return UNLIMITED_STEPS
             return 0 if self.tokens_left else pending // work.tokens - 1
-        return FOR_EVER if alone and all(work.tokens == known[id].pending for id, work in self.work.items()) else 0
+        return (
+            UNLIMITED_STEPS if alone and all(work.tokens == known[id].pending for id, work in self.work.items()) else 0
+        )
 
     def tokens_that_fit(self, seq: SeqView) -> int:
-        """The most tokens of `seq` that still fit (0: none), for a sequence not in the batch yet."""
+        """Returns how many tokens of `seq`, which is not in the batch yet, still fit."""
         if self.seqs_left == 0 or self.lacks_slot(seq):
             return 0
         by_kv = (seq.blocks + self.kv_left) * self._block - seq.cached
         return max(0, min(seq.pending, self.tokens_left, by_kv))
 
     def lacks_slot(self, seq: SeqView) -> bool:
-        """Whether so many hold KV already that this one may not start."""
+        """Returns whether the engine has no slot left for this sequence to start."""
         return self.slots_left < 1 and seq.id not in self.running
 
     def lacks(self, seq: SeqView, tokens: int) -> bool:
-        """Whether another must be preempted first: for KV, or for a slot."""
+        """Returns whether another sequence must be preempted first, for KV or for a slot."""
         return self.missing_blocks(seq, tokens) > 0 or self.lacks_slot(seq)
 
     def missing_blocks(self, seq: SeqView, tokens: int) -> int:
-        """How many KV blocks it lacks for so many tokens; below 0: how many would be left."""
+        """Returns how many KV blocks are missing for `tokens` of it; below 0, how many would be left."""
         return self._more_blocks(seq, tokens) - self.kv_left
 
     def verifiable(self, seq: SeqView, drafted: int) -> int:
-        """As many of its drafted tokens as fit beside the pending ones, for which the caller has asked
-        `tokens_that_fit`."""
+        """Returns how many of its drafted tokens fit in addition to its pending ones; call `tokens_that_fit` first."""
         most = max(0, min(drafted, self.tokens_left - seq.pending))
         while most and self.missing_blocks(seq, seq.pending + most) > 0:
             most -= 1
@@ -119,15 +120,20 @@ class BatchBuilder:
     def add(
         self, seq: SeqView, tokens: int, verify: tuple[int, ...] = (), draft: tuple[int, int] | None = None
     ) -> None:
-        """Put work into the batch: so many of its pending tokens, and beside all of them the nodes of its draft to
-        verify, parents with their children, and the (depth, width) of the next one (`Work`). The caller has asked
-        `tokens_that_fit`, or `verifiable`."""
+        """Puts work into the batch; call `tokens_that_fit` or `verifiable` first.
+
+        Args:
+            seq: a sequence that is not in the batch yet
+            tokens: number of its pending tokens
+            verify: nodes of its draft, with their parents; only with all pending tokens
+            draft: (depth, width) of its next draft (`Work`)
+        """
         self._put(seq, tokens, verify, draft, self._more_blocks(seq, tokens + len(verify)))
 
     def _put(
         self, seq: SeqView, tokens: int, verify: tuple[int, ...], draft: tuple[int, int] | None, blocks: int
     ) -> None:
-        """`add`. blocks: that it lacks for all of it (`_more_blocks`)."""
+        """Does the work of `add`; `blocks` are the missing ones (`_more_blocks`)."""
         id, count = seq.id, tokens + len(verify)
         self.work[id] = Work(id, tokens, verify, draft)
         self.slots_left -= id not in self.running
@@ -140,8 +146,8 @@ class BatchBuilder:
             self._drafts.append(draft)
 
     def add_decodes(self, seqs: Sequence[SeqView], drafts: Mapping[str, tuple[int, int]] = NOTHING) -> bool:
-        """One token of each in one go, where all run and there is room for all; else False, and nothing is done.
-        drafts: what to draft at the end of the step, by id (`Work.draft`)."""
+        """Adds one token of each sequence at once if all run and fit; else returns False and adds nothing. `drafts`
+        holds what to draft at the end of the step, by id (`Work.draft`)."""
         count, running, block = len(seqs), self.running, self.view.limits.block_size
         if count > min(self.seqs_left, self.tokens_left) or any(s.id not in running for s in seqs):
             return False
@@ -167,8 +173,8 @@ class BatchBuilder:
         return True
 
     def fold_decodes(self) -> None:
-        """Say `decode_all` instead of naming each, where every running sequence that has one token pending is in the
-        batch with just that: the plan is carried out sooner. The last thing before `plan`."""
+        """Replaces single decodes by `decode_all` if every running decode is in the batch with one token: such a plan
+        is executed faster. Call it last, before `plan`."""
         running, prefilling = self.running, {s.id for s in self.view.prefilling}
         each = {
             id for id, (_, tokens, verify, draft) in self.work.items()
@@ -179,7 +185,7 @@ class BatchBuilder:
             self.work = {id: work for id, work in self.work.items() if id not in each}
 
     def remove(self, seq: SeqView) -> None:
-        """Take its work out of the batch again."""
+        """Takes its work out of the batch again."""
         shape, work = self.shape, self.work.pop(seq.id)
         count = work.tokens + len(work.verify)
         self.slots_left += seq.id not in self.running
@@ -192,7 +198,7 @@ class BatchBuilder:
             self._drafts = [w.draft for w in self.work.values() if w.draft is not None]
 
     def preempt(self, seq: SeqView) -> None:
-        """Give back a running sequence's KV, and its place in this batch if it has one."""
+        """Preempts a running sequence: frees its KV, and its place in this batch if it has one."""
         if seq.id in self.work:
             self.remove(seq)
         self.kv_left += seq.own_blocks
@@ -216,40 +222,40 @@ class BatchBuilder:
         )
 
     def _more_blocks(self, seq: SeqView, tokens: int) -> int:
-        """KV blocks for so many tokens beyond those it has; below 0: as many more than it needs."""
+        """Returns the KV blocks that it needs for `tokens` beyond those it has; below 0, how many it has too many."""
         return blocks_for(seq.cached + tokens, self._block) - seq.blocks
 
 
 def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
-    """Preempt `victims` in order until `seq` has a slot and KV for `tokens`; none if all are not enough. Whether it has
-    them now."""
+    """Preempts `victims` in order until `seq` has a slot and KV for `tokens`, none if all would not be enough. Returns
+    whether it has them now."""
     if not builder.lacks(seq, tokens):
         return True
-    taken, lacking = [], builder.missing_blocks(seq, tokens)
+    preemptable, lacking = [], builder.missing_blocks(seq, tokens)
     for victim in victims:
         if victim is not seq and victim not in builder.preempted and (own := victim.own_blocks):
-            taken.append(victim)
+            preemptable.append(victim)
             lacking -= own
             if lacking <= 0:  # each victim leaves a slot, too
                 break
     else:
         return False
-    for one in taken:
+    for one in preemptable:
         if builder.lacks(seq, tokens):  # less, once a victim was taken out of the batch
             builder.preempt(one)
     return True
 
 
 def decode_first(view: View, budget: int | None, reserve_kv: bool = False) -> BatchBuilder:
-    """All that run (`run_all`), then those that wait (`waiting_that_fit`)."""
+    """Builds a batch of running requests (`run_all`), then waiting ones (`waiting_that_fit`)."""
     builder = run_all(view, budget)
     admit_in_order(builder, waiting_that_fit(view, reserve_kv))
     return builder
 
 
 def run_all(view: View, budget: int | None = None) -> BatchBuilder:
-    """Every decode, then running prefills in order of start. One that lacks KV takes it from the one started last, as
-    in vLLM."""
+    """Builds a batch of every decode, then running prefills in order of start. As in vLLM, a request that lacks KV
+    takes it from the one started last."""
     builder = BatchBuilder(view, budget)
     if not builder.decode_all() or not _run_chunks(builder):
         builder = BatchBuilder(view, budget)
@@ -259,8 +265,8 @@ def run_all(view: View, budget: int | None = None) -> BatchBuilder:
 
 
 def decodes_only(view: View) -> Plan:
-    """Of a replica that decodes what others have prefilled: every decode. One that needs a prefill gives up its KV and,
-    holding none, goes back."""
+    """Plans a decode replica's step: every decode. A request that needs a prefill gives up its KV and is handed
+    back."""
     back: dict[str, HandoffReason] = {s.id: "declined" for s in view.waiting}
     prefilling = view.prefilling
     if not prefilling:
@@ -274,7 +280,7 @@ def decodes_only(view: View) -> Plan:
 
 
 def decodes_or_prefills(view: View) -> BatchBuilder:
-    """Every decode and nothing else; where none decodes, the running prefills, which lack KV (`run_in_order`)."""
+    """Builds a batch of decodes only; without any, of the running prefills, which lack KV (`run_in_order`)."""
     builder = BatchBuilder(view)
     if not builder.decode_all() or not builder.decode:
         run_in_order(builder, view.running)
@@ -282,7 +288,7 @@ def decodes_or_prefills(view: View) -> BatchBuilder:
 
 
 def resume_prefills(builder: BatchBuilder) -> Sequence[SeqView]:
-    """Running prefills, in order of start, each as far as tokens and free KV go. Returns all of them."""
+    """Adds running prefills in order of start, as far as tokens and free KV go. Returns all of them."""
     begun = builder.view.prefilling
     for seq in begun:
         if tokens := builder.tokens_that_fit(seq):
@@ -291,7 +297,7 @@ def resume_prefills(builder: BatchBuilder) -> Sequence[SeqView]:
 
 
 def _run_chunks(builder: BatchBuilder) -> bool:
-    """Running prefills, in order of start, as far as tokens go; False if one lacks KV."""
+    """Adds running prefills in order of start, as far as tokens go; returns False if one lacks KV."""
     for seq in builder.view.prefilling:
         tokens = min(seq.pending, builder.tokens_left) if builder.seqs_left else 0
         if tokens == 0:
@@ -333,8 +339,9 @@ def run_in_order(
 
 
 def admit_in_order(builder: BatchBuilder, waiting: Iterable[SeqView], draft: tuple[int, int] | None = None) -> None:
-    """First come, first served, by chunks; stop at the first that does not fit. A step that preempted admits none: it
-    would take the KV just freed. For those that sample, a tree of this (depth, width) is drafted."""
+    """Admits waiting requests in chunks, first come, first served, up to the first that does not fit. A step that
+    preempted admits none, since it would take the KV just freed. `draft` is the (depth, width) of a tree for requests
+    that sample."""
     if builder.preempted:
         return
     for seq in waiting:
@@ -351,8 +358,8 @@ def _add(builder: BatchBuilder, seq: SeqView, tokens: int, nodes: Sequence[int],
 
 
 def waiting_that_fit(view: View, reserve_kv: bool) -> Iterator[SeqView]:
-    """Those that wait, in order. reserve_kv: only while the KV that each needs until its end is free beside what the
-    others need until theirs, so with exact predictions none is preempted."""
+    """Yields waiting requests in order. With `reserve_kv`, only while there is KV for each to its end in addition to
+    all others' needs: with exact predictions none is preempted then."""
     if not reserve_kv:
         yield from view.waiting
         return
@@ -367,14 +374,14 @@ def waiting_that_fit(view: View, reserve_kv: bool) -> Iterator[SeqView]:
 
 
 def unreserved_blocks(view: View) -> int:
-    """KV blocks that are left when all that run have what they take to their ends; below 0 if that is too much."""
+    """Returns the KV blocks left if all running requests took what they need to their ends; below 0 if too few."""
     block = view.limits.block_size
     return view.kv_total - sum(blocks_at_end(s, block) for s in view.running) - sum(s.blocks for s in view.moving)
 
 
 def blocks_at_end(seq: SeqView, block: int, left: float | None = None) -> int:
-    """KV blocks that it takes at its end: all its prompts, and all its output. left: output to come, if the caller
-    knows it."""
+    """Returns the KV blocks that a request has at its end: all prompts and all output. `left` is the output to come, if
+    the caller knows it."""
     stages, length = seq.request.stages, seq.length
     if len(stages) > 1:
         length += sum([stage.prompt for stage in stages[seq.stage + 1 :]])
@@ -382,7 +389,7 @@ def blocks_at_end(seq: SeqView, block: int, left: float | None = None) -> int:
 
 
 def remaining_output(seq: SeqView) -> float:
-    """Output tokens still to come: predicted, or as many as it may ask for."""
+    """Returns the output tokens still to come: as predicted, else up to `max_tokens`."""
     predicted = seq.predicted
     if predicted is not None:
         return predicted

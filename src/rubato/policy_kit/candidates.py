@@ -1,4 +1,4 @@
-"""Requests that only some replicas may serve, for any router: it is asked about each such set apart, shown that alone.
+"""Lets any router place requests that only some replicas may serve, by asking it about each such set separately.
 
 Not every server of a fleet has the model of each request. A data plane may say which endpoints a request may go to (the
 subset of the Gateway API Inference Extension's endpoint picker protocol), and which one it went to.
@@ -13,7 +13,7 @@ from rubato.core.interfaces import Dispatch, Router, SeqView, View
 from rubato.core.request import ALONE_S, NO_REPLICA
 from rubato.policy_kit.wrapper import RouterWrapper
 
-AGAIN = 0.5  # seconds until it is looked again whether one of a set that has none is there
+RETRY_S = 0.5  # a set without a replica is checked again after this time
 
 
 class Candidates(RouterWrapper):
@@ -41,21 +41,21 @@ class Candidates(RouterWrapper):
         if list(sets) == [None]:
             self._missing.clear()
             return self.inner.place(held, fleet, now)
-        said, before, self._missing = Dispatch(), self._missing, {}
+        combined, before, self._missing = Dispatch(), self._missing, {}
         for endpoints, seqs in sets.items():
             views = [view for view in fleet if endpoints is None or self._endpoint(view.id) in endpoints]
             if endpoints is not None and not views:  # lost, or given a rest: no event tells that it is over
                 since = self._missing[endpoints] = before.get(endpoints, now)
                 if now >= since + ALONE_S:
                     return Dispatch(reject={seq.id: NO_REPLICA for seq in seqs})
-                said = said._replace(wake_at=min(now + AGAIN, said.wake_at or inf))
+                combined = combined._replace(wake_at=min(now + RETRY_S, combined.wake_at or inf))
                 continue
             own = self.inner.place(seqs, views, now)
             if own.place or own.reject:
                 return own
-            wake_at = said.wake_at if own.wake_at is None else min(own.wake_at, said.wake_at or inf)
-            said = said._replace(
-                demote=[*said.demote, *own.demote], recall={**said.recall, **own.recall},
-                assign={**said.assign, **own.assign}, wake_at=wake_at,
+            wake_at = combined.wake_at if own.wake_at is None else min(own.wake_at, combined.wake_at or inf)
+            combined = combined._replace(
+                demote=[*combined.demote, *own.demote], recall={**combined.recall, **own.recall},
+                assign={**combined.assign, **own.assign}, wake_at=wake_at,
             )  # fmt: skip
-        return said
+        return combined

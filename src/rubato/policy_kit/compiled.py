@@ -1,6 +1,6 @@
-"""Functions compiled by Numba, kept on disk where that can be; for searches that a policy runs between two steps.
+"""Compiles functions with Numba, cached on disk where possible, for searches that run between two steps.
 
-Without Numba (extra `fast`) they run as they stand: the same results, in plain Python's time.
+Without Numba (extra `fast`) they run in plain Python, with the same results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def compiled(signature: str | None = None) -> Callable[[F], F]:
     """For these argument types now, if given; else for those of the call. A function kept on disk is compiled anew when
     its own file changes, not when one that it calls does: keep those that call each other in one file."""
 
-    def made(function: F) -> F:
+    def compile_function(function: F) -> F:
         if njit is None:
             return function
         try:
@@ -36,7 +36,7 @@ def compiled(signature: str | None = None) -> Callable[[F], F]:
         except RuntimeError:  # there is no folder to write to
             return cast(F, njit(signature)(function))
 
-    return made
+    return compile_function
 
 
 @lru_cache

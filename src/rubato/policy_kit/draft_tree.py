@@ -1,4 +1,4 @@
-"""Which drafted tokens to verify: AdaServe, SLO-customised speculative decoding (sections 4 and 5.2).
+"""Selects the drafted tokens to verify: AdaServe, SLO-customised speculative decoding (sections 4 and 5.2).
 
 Each of n requests has a tree of candidates after its last token, the root, which every step runs anyway. A node v is
 right with probability f(v), the product along its path, so verifying a set of nodes with all their parents gives
@@ -20,7 +20,7 @@ from operator import itemgetter
 from rubato.core.plan import Tree
 
 # The paper's bounds (its artifact, Llama-70B) of trees' depth and width, and of the tokens of a drafter's step.
-DEPTH, WIDTH, DRAFT_TOKENS = 8, 3, 96
+MAX_DEPTH, MAX_WIDTH, MAX_DRAFT_TOKENS = 8, 3, 96
 
 Node = tuple[float, int, int]  # f, index of the request, id in its tree
 
@@ -42,13 +42,13 @@ def select(
     f may be wrong, then so are the expected tokens; but if it rises along a path, a node is chosen without its parent.
     Raises ValueError unless there are as many `needed` as trees, and for a `most_nodes` below 1.
     """
-    check(trees, needed)
+    check_needs(trees, needed)
     if most_nodes < 1:
         raise ValueError(f"most_nodes {most_nodes}: a request holds its root at least, give 1 or more")
-    ranking, own = ranked(trees)
+    ranking, own = rank_nodes(trees)
     left = budget - len(trees)
     chosen = [0] * len(trees)
-    lacking = [enough(nodes, tokens) for nodes, tokens in zip(own, needed, strict=True)]
+    lacking = [count_needed_nodes(nodes, tokens) for nodes, tokens in zip(own, needed, strict=True)]
     for at in sorted(range(len(trees)), key=lacking.__getitem__):
         if lacking[at] <= len(own[at]):
             count = min(most_nodes - 1, lacking[at])
@@ -56,7 +56,7 @@ def select(
                 break
             chosen[at] = count
             left -= count
-    return with_most_probable(ranking, own, chosen, left)
+    return add_most_probable(ranking, own, chosen, left)
 
 
 def adaptive(n: int, b1: int, b2: int, c1: int, c2: int, d_min: int, d_max: int, w_max: int) -> tuple[int, int]:
@@ -74,13 +74,13 @@ def adaptive(n: int, b1: int, b2: int, c1: int, c2: int, d_min: int, d_max: int,
     return max(d_min, min(d_max, depth)), max(1, min(w_max, width))
 
 
-def check(trees: Sequence[Tree | None], needed: Sequence[float]) -> None:
+def check_needs(trees: Sequence[Tree | None], needed: Sequence[float]) -> None:
     if len(trees) != len(needed):
         raise ValueError(f"{len(trees)} trees and {len(needed)} requests' needs: give one of each per request")
 
 
-def ranked(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node]]]:
-    """All nodes, the most probable first, and those of each request in the same order."""
+def rank_nodes(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node]]]:
+    """Returns all nodes, the most probable first, and the nodes of each request in the same order."""
     layers: list[list[Node]] = []
     for at, tree in enumerate(trees):
         if tree is None:
@@ -97,8 +97,8 @@ def ranked(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node]]]:
     return ranking, own
 
 
-def enough(nodes: Sequence[Node], tokens: float) -> int:
-    """How many of its nodes a request takes until so many tokens are expected; one more than it has where all give
+def count_needed_nodes(nodes: Sequence[Node], tokens: float) -> int:
+    """Returns how many of its nodes a request needs for `tokens` expected tokens; one more than it has if all yield
     less."""
     expected = 1.0
     for count, (f, _, _) in enumerate(nodes):
@@ -108,10 +108,10 @@ def enough(nodes: Sequence[Node], tokens: float) -> int:
     return len(nodes) if expected >= tokens else len(nodes) + 1
 
 
-def with_most_probable(
+def add_most_probable(
     ranking: Sequence[Node], own: Sequence[Sequence[Node]], chosen: list[int], left: int
 ) -> list[tuple[int, ...]]:
-    """The chosen first ones of each request, and the `left` most probable of the others."""
+    """Returns the first `chosen` nodes of each request, plus the `left` most probable of all others."""
     passed = [0] * len(chosen)
     for _, at, _ in ranking if left > 0 else ():
         passed[at] += 1

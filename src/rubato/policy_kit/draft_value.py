@@ -1,4 +1,4 @@
-"""What verifying drafted tokens costs and what it brings, in seconds by a latency model: how many of them pay."""
+"""Weighs the cost of verifying drafted tokens against their yield, in seconds of a latency model."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from rubato.core.plan import Shape, later_draft_tokens
 from rubato.policy_kit.acceptance import PRIOR
 
 
-class Paying(NamedTuple):
-    """nodes: how many to verify, the most probable first. token: seconds of step time that an output token then takes,
-    on average, over all sequences."""
+class BestNodes(NamedTuple):
+    """nodes: number to verify, the most probable first. token: average seconds of step time for each output token."""
 
     nodes: int
     token: float
 
 
 def drafting(draft: tuple[int, int] | None, sequences: int) -> Shape:
-    """What drafting a tree of this (depth, width) for so many sequences adds to a step; None: nothing is drafted."""
+    """Returns the shape that drafting trees of this (depth, width) for `sequences` adds to a step."""
     if draft is None:
         return Shape()
     return Shape(spec_steps=draft[0], draft_tokens=sequences * later_draft_tokens(draft))
 
 
 def with_nodes(base: Shape, decodes: int, kv: int, nodes: int) -> Shape:
-    """`base` with so many decodes, which have `kv` tokens in KV together, and `nodes` drafted tokens to verify, spread
-    evenly over them."""
+    """Returns `base` plus decodes that hold `kv` tokens together and verify `nodes` drafted tokens, spread evenly."""
     each, more = divmod(nodes, decodes)
     cached, run = kv // decodes, decodes + nodes
     read = decodes * cached + run
@@ -43,23 +41,29 @@ def with_nodes(base: Shape, decodes: int, kv: int, nodes: int) -> Shape:
     return Shape(tokens + run, seqs + decodes, all_kv + read, context, square, steps, chunks, chunk_kv, drafts)
 
 
-def fastest(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float]) -> Paying:
-    """How many of these nodes bring the most tokens per second.
+def find_fastest_nodes(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float]) -> BestNodes:
+    """Finds the number of nodes with the most tokens per second, among numbers that grow by a quarter.
 
-    likely: the probability of each that it comes out, descending. base: what the step runs beside, its draft steps
-    too. decodes: at least 1 sequence, of `kv` tokens in KV together. Tried are numbers that grow by a quarter.
+    Args:
+        latency: predicts step times
+        base: other work of the step, draft steps included
+        decodes: sequences, at least 1
+        kv: tokens in KV of all sequences together
+        likely: probability of each node, descending
     """
     best, lowest, step_time = 0, inf, latency.step_time
     for nodes, tokens in _grid(decodes, likely):
         token = step_time(with_nodes(base, decodes, kv, nodes)) / tokens
         if token < lowest:
             best, lowest = nodes, token
-    return Paying(best, lowest)
+    return BestNodes(best, lowest)
 
 
-def worth(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float], token: float) -> int:
-    """How many of these nodes pay in a step that runs other work, too, where an output token is worth `token` seconds:
-    those for which the step grows by less than that. Parameters as `fastest`'s."""
+def count_paying_nodes(
+    latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float], token: float
+) -> int:
+    """Returns how many of these nodes pay in a step that runs other work, too, where an output token is worth `token`
+    seconds: those for which the step grows by less than that. Parameters as `find_fastest_nodes`'s."""
     tried = (
         (latency.step_time(with_nodes(base, decodes, kv, nodes)) - token * tokens, nodes)
         for nodes, tokens in _grid(decodes, likely)
@@ -67,14 +71,14 @@ def worth(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Seq
     return min(tried)[1]
 
 
-def depth_that_pays(
+def find_paying_depth(
     latency: LatencyModel, decodes: int, kv: int, chances: Sequence[Sequence[float]], width: int, least: int, most: int
 ) -> int:
-    """The depth of trees, from `least` to `most`, that brings the most tokens per second; `most` where drafting costs
-    nothing, 0 where no drafts pay.
+    """Returns the depth of trees, from `least` to `most`, with the most tokens per second; `most` if drafting costs
+    nothing, 0 if no drafts pay.
 
     chances: of each of the `decodes` sequences, which have `kv` tokens in KV together, the chance by depth that one of
-    a tree's nodes there comes out (`acceptance.Offered`); of none, one of which nothing is known is reckoned with.
+    a tree's nodes there comes out (`acceptance.TreeChances`); without any sequence, an unknown one is assumed.
     """
     chances = chances or [[PRIOR**depth for depth in range(1, most + 1)]]
     plain = latency.step_time(with_nodes(Shape(), decodes, kv, 0))
@@ -87,14 +91,14 @@ def depth_that_pays(
         likely.sort(reverse=True)
         if depth < least:
             continue
-        token = fastest(latency, drafting((depth, width), decodes), decodes, kv, likely).token
+        token = find_fastest_nodes(latency, drafting((depth, width), decodes), decodes, kv, likely).token
         if token <= lowest:
             best, lowest = depth, token
     return best
 
 
 def _grid(decodes: int, likely: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """Numbers of nodes, from none to all, and the tokens expected with each."""
+    """Yields numbers of nodes, from 0 to all, with the expected tokens of each."""
     nodes, tokens = 0, float(decodes)
     yield nodes, tokens
     while nodes < len(likely):

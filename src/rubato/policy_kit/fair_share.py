@@ -1,25 +1,25 @@
-"""Weighted fair shares between tenants: whose request is placed on a replica next, and whose is held.
+"""Weighted fair shares between tenants: decides whose request may be placed on a replica next, and whose waits.
 
-A gate before the router. Each request is a load: one over the number of its like that would fill the replicas, which is
-what keeps the tightest TPOT promised lately in a steady state where each step decodes a token of every request and
-prefills as much as replaces those that end. While placed requests leave the replicas some room (`HEADROOM`), all pass.
-Beyond that a tenant passes while its own load stays within its share among the tenants that are active; the rest waits
-here, where it delays no other tenant, and goes on in the order of start-time fair queueing (Goyal, Vin and Cheng 1996):
-served tokens, divided by weight, are kept equal between tenants that have something waiting.
+This is a gate before the router. Each request is a load: one over the number of its like that would fill the replicas,
+which is what keeps the tightest TPOT promised lately in a steady state where each step decodes a token of every request
+and prefills as much as replaces those that end. While placed requests leave the replicas some room
+(`MAX_UNSHARED_LOAD`), all pass. Beyond that a tenant passes while its own load stays within its share among the tenants
+that are active; the rest waits here, where it delays no other tenant, and goes on in the order of start-time fair
+queueing (Goyal, Vin and Cheng 1996): served tokens, divided by weight, are kept equal between tenants that have
+something waiting.
 
 A request that alone is more than its tenant's share passes at times: the replica time that it takes is paid back, at
 the rate of the share, before the tenant's next one passes. So does one whose prompt stalls a step for more than the
 share of the tightest TTFT.
 
-Promises are what clients state, and some lie. So the tightest TTFT and TPOT count as no less than `LEAST_STEPS` of the
-shortest step, where the replicas still do 0.6 of all they can do, feasible or not; and a prompt that stalls costs its
-tenant the seconds that it adds to a step, not its place: a tenant has its share of the replicas' time for prefill
-whatever the others promise. What a false SLO still gains its tenant: the others are held to their shares sooner, as
-beside one that states true SLOs. Where the others' load fits beside it, that costs them little. On a replica that one
-tenant fills, with prompts of 400 or 1000 tokens, it has half of what it has beside a neighbour with looser promises,
-which is still about what it would have on a machine of its share of the speed; where one request is more than a share,
-half of that (`PAUSE`). A promise tighter than `LEAST_STEPS` counts as `LEAST_STEPS`.
-"""
+Promises are what clients state, and some lie. So the tightest TTFT and TPOT count as no less than `MIN_PROMISE_STEPS`
+of the shortest step, where the replicas still do 0.6 of all they can do, feasible or not; and a prompt that stalls
+costs its tenant the seconds that it adds to a step, not its place: a tenant has its share of the replicas' time for
+prefill whatever the others promise. What a false SLO still gains its tenant: the others are held to their shares
+sooner, as beside one that states true SLOs. Where the others' load fits beside it, that costs them little. On a replica
+that one tenant fills, with prompts of 400 or 1000 tokens, it has half of what it has beside a neighbour with looser
+promises, which is still about what it would have on a machine of its share of the speed; where one request is more than
+a share, half of that (`PAUSE_FACTOR`). A promise tighter than `MIN_PROMISE_STEPS` counts as `MIN_PROMISE_STEPS`."""
 
 from __future__ import annotations
 
@@ -33,27 +33,29 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Shape
 from rubato.core.request import Outcome, Request
 
-LINGER = 10.0  # seconds that a tenant without requests still counts as active: its next one finds its share free
-RECENT = 64  # requests that the tightest promises and the mean work are taken over
-LEAST_STEPS = 2.5  # of the shortest: a tighter promise counts as this, so that none can stop the others
-HEADROOM = 0.6  # of the replicas' load, beyond which a tenant is held to its share: real prefill comes in bunches
-GUESS = 64.0  # output tokens of a tenant's request before one has finished
-LEAST = 1e-3  # of a request, that a replica sustains at least: what a request can be charged is bounded
-PAUSE = 2.0  # times as long as its share would have it, a tenant waits after a request that is more than its share
+LINGER_S = 10.0  # seconds that a tenant without requests still counts as active: its next one finds its share free
+RECENT_REQUESTS = 64  # requests that the tightest promises and the mean work are taken over
+MIN_PROMISE_STEPS = 2.5  # of the shortest: a tighter promise counts as this, so that none can stop the others
+# Of the replicas' load, beyond which a tenant is held to its share: real prefill comes in bunches.
+MAX_UNSHARED_LOAD = 0.6
+UNKNOWN_OUTPUT_TOKENS = 64.0  # output tokens of a tenant's request before one has finished
+MIN_SUSTAINED = 1e-3  # of a request, that a replica sustains at least: what a request can be charged is bounded
+# Times as long as its share would have it, a tenant waits after a request that is more than its share.
+PAUSE_FACTOR = 2.0
 
 
 @dataclass(slots=True)
 class _Account:
-    """One tenant, all its tiers together. finish: the virtual time at which all it was given so far is paid for.
-    debt: replica-seconds beyond its share that it has had, as of `since`."""
+    """One tenant with all its tiers. finish: the virtual time at which its service so far is paid for. debt:
+    replica-seconds used beyond its share, as of `since`."""
 
     weight: float
     finish: float = 0.0
-    placed: int = 0  # requests at replicas
+    placed_count: int = 0  # requests at replicas
     load: float = 0.0  # of these
     waiting: int = 0
-    seen: float = -inf
-    output: float = GUESS  # running mean of what its completed requests emit
+    last_seen_at: float = -inf
+    output: float = UNKNOWN_OUTPUT_TOKENS  # running mean of what its completed requests emit
     debt: float = 0.0
     since: float = 0.0
 
@@ -67,7 +69,7 @@ class _Entry:
     load: float = 0.0  # 0 = not worked out yet
     stall: float = 0.0  # seconds that its prefill adds to a step
     owes: float = 0.0  # replica-seconds that it is to pay back once it is placed
-    placed: bool = False
+    is_placed: bool = False
 
     @property
     def work(self) -> float:
@@ -76,10 +78,13 @@ class _Entry:
 
 @dataclass
 class FairShare:
-    """weights: tenant -> its share relative to the others', 1 where not named.
+    """Holds back requests of tenants beyond their share.
 
-    window: requests of mean work that one replica sustains; None = worked out from its latency model and the promises.
-    wake_at: after `open`, when something held may pass though nothing has happened (None: only when something has).
+    Args:
+        weights: share of each tenant relative to others, 1 for tenants that are not named
+        window: requests of mean work that one replica sustains; None: computed from its latency model and recent SLOs
+
+    After `release`, `wake_at` is the time at which a held request may pass without a further event, None for never.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -88,7 +93,9 @@ class FairShare:
     _accounts: dict[str, _Account] = field(default_factory=dict, init=False)
     _entries: dict[str, _Entry] = field(default_factory=dict, init=False)
     _virtual: float = field(default=0.0, init=False)
-    _recent: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=RECENT), init=False)
+    _recent: deque[tuple[float, float, float]] = field(
+        default_factory=lambda: deque(maxlen=RECENT_REQUESTS), init=False
+    )
 
     def __post_init__(self) -> None:
         for tenant, weight in self.weights.items():
@@ -99,10 +106,10 @@ class FairShare:
 
     # ----------------------------------------------------------------- what happens to requests
 
-    def enter(self, request: Request, now: float) -> None:
-        """A request was offered."""
+    def add_request(self, request: Request, now: float) -> None:
+        """Adds a request that was offered."""
         account = self._account(request.tenant)
-        account.seen = now
+        account.last_seen_at = now
         account.waiting += 1
         expected = max(1.0, min(account.output, request.sampling.max_tokens))
         tag = max(self._virtual, account.finish)
@@ -112,33 +119,32 @@ class FairShare:
         ttft = request.stages[0].slo.ttft
         self._recent.append((inf if ttft is None else ttft, min(tpots, default=inf), entry.work))
 
-    def placed(self, id: str) -> None:
-        """It went to a replica."""
+    def record_placement(self, id: str) -> None:
+        """Records that a request went to a replica."""
         entry = self._entries[id]
-        entry.placed = True
-        entry.account.placed += 1
+        entry.is_placed = True
+        entry.account.placed_count += 1
         entry.account.load += entry.load
         entry.account.waiting -= 1
         if entry.owes:
             entry.account.debt = entry.owes
         self._virtual = max(self._virtual, entry.tag)
 
-    def returned(self, id: str) -> None:
-        """Its replica is gone; it is held again, with the place in the order that it had."""
+    def record_return(self, id: str) -> None:
+        """Records that a request lost its replica: it waits again, at its former place in the order."""
         entry = self._entries[id]
-        entry.placed = False
+        entry.is_placed = False
         entry.account.waiting += 1
-        self._gave_up(entry)
+        self._free_place(entry)
 
-    def finished(self, id: str, outcome: Outcome, output: int, now: float) -> None:
-        """It ended, with `output` tokens, here or at a replica. What it was charged too much or too little is made
-        good: it costs its prompt and what it emitted; one that never was placed costs nothing. Only what completed
-        says how long the tenant's answers are."""
+    def record_end(self, id: str, outcome: Outcome, output: int, now: float) -> None:
+        """Records that a request ended with `output` tokens, and corrects its charge to its prompt and output; a
+        request that was never placed costs nothing. Only completed requests count for the tenant's mean output."""
         entry = self._entries.pop(id)
         account = entry.account
-        account.seen = now
-        if entry.placed:
-            self._gave_up(entry)
+        account.last_seen_at = now
+        if entry.is_placed:
+            self._free_place(entry)
             account.finish += (output - entry.expected) / account.weight
             if outcome == "completed":
                 account.output += 0.1 * (output - account.output)
@@ -148,30 +154,30 @@ class FairShare:
 
     # ----------------------------------------------------------------- what passes
 
-    def open(self, held: Iterable[Request], fleet: Sequence[View], now: float) -> list[Request]:
-        """Those of `held` that may go to a replica now, in this order."""
+    def release(self, held: Iterable[Request], fleet: Sequence[View], now: float) -> list[Request]:
+        """Returns the requests of `held` that may go to a replica now, in order."""
         self.wake_at = None
         if not fleet:
             return list(held)
         shares, step = self._shares(now), _step(fleet)
         spent = {tenant: account.load for tenant, account in self._accounts.items()}
         total = sum(spent.values())
-        ttft, tpot = (max(self._tightest(which), LEAST_STEPS * step) for which in (0, 1))
-        paid = {tenant: self._pay_back(self._accounts[tenant], share, now) for tenant, share in shares.items()}
-        through = []
-        alone_seconds = cache(partial(_alone, fleet))  # of thousands held many are as long
-        for group in _together(sorted(held, key=lambda r: self._order(r, alone_seconds, now))):
+        ttft, tpot = (max(self._tightest(which), MIN_PROMISE_STEPS * step) for which in (0, 1))
+        paid = {tenant: self._repaid_at(self._accounts[tenant], share, now) for tenant, share in shares.items()}
+        released = []
+        isolated_seconds = cache(partial(_isolated_seconds, fleet))  # of thousands held many are as long
+        for group in _group_choices(sorted(held, key=lambda r: self._order(r, isolated_seconds, now))):
             request = group[0]
             entry, tenant = self._entries[request.id], request.tenant
             share = shares[tenant]
             for one in group:
                 if not (own := self._entries[one.id]).load:
                     own.load = self._load(one, own, fleet)
-                    own.stall = max(0.0, alone_seconds(one.stages[0].prompt) - step)
+                    own.stall = max(0.0, isolated_seconds(one.stages[0].prompt) - step)
             load = sum([self._entries[one.id].load for one in group])
             idle = total == 0.0  # whatever passes now delays nobody who is here
             alone = len(shares) == 1 and idle
-            fits = alone or total + load <= HEADROOM or spent[tenant] + load <= share
+            fits = alone or total + load <= MAX_UNSHARED_LOAD or spent[tenant] + load <= share
             # it takes more of the tightest TTFT than its share, and another tenant is active
             stalls = len(shares) > 1 and entry.stall > share * ttft
             entry.owes = 0.0
@@ -181,18 +187,18 @@ class FairShare:
                 if paid[tenant] > now and not idle:
                     self.wake_at = min(paid[tenant], self._next_inactive(entry.account, now), self.wake_at or inf)
                     continue
-                entry.owes = entry.stall if fits else PAUSE * self._kept(entry, load, tpot, step)
+                entry.owes = entry.stall if fits else PAUSE_FACTOR * self._busy_seconds(entry, load, tpot, step)
                 paid[tenant] = now + entry.owes / share
-            through += group
+            released += group
             spent[tenant] += load
             total += load
-        return through
+        return released
 
     def beyond_share(self, request: Request, places: int, now: float) -> bool:
-        """Whether this tenant has its share of `places` in flight already, waiting ones included."""
+        """Returns whether this tenant already has its share of `places` in flight, waiting requests included."""
         account = self._account(request.tenant)
-        account.seen = now
-        return account.placed + account.waiting >= max(1.0, places * self._shares(now)[request.tenant])
+        account.last_seen_at = now
+        return account.placed_count + account.waiting >= max(1.0, places * self._shares(now)[request.tenant])
 
     # ----------------------------------------------------------------- parts
 
@@ -201,65 +207,66 @@ class FairShare:
             self._accounts[tenant] = _Account(float(self.weights.get(tenant, 1.0)))
         return self._accounts[tenant]
 
-    def _gave_up(self, entry: _Entry) -> None:
-        """It is at no replica any more."""
+    def _free_place(self, entry: _Entry) -> None:
+        """Takes a request off its replica."""
         account = entry.account
-        account.placed -= 1
-        account.load = max(0.0, account.load - entry.load) if account.placed else 0.0  # no rest of rounding stays
+        account.placed_count -= 1
+        account.load = max(0.0, account.load - entry.load) if account.placed_count else 0.0  # no rest of rounding stays
 
     def _order(self, request: Request, alone: Callable[[int], float], now: float) -> tuple[bool, float, float]:
-        """By start tag; what would be too late even alone comes after what can still be in time."""
+        """Sort key: start tag, but requests that would be late even alone come last."""
         ttft, late = request.stages[0].slo.ttft, False
         if ttft is not None and request.progress is None:
             late = now + alone(request.stages[0].prompt) > request.arrival + ttft
         return (late, self._entries[request.id].tag, request.arrival)
 
-    def _pay_back(self, account: _Account, share: float, now: float) -> float:
-        """When its debt will be paid back at this share; a past time if none."""
+    def _repaid_at(self, account: _Account, share: float, now: float) -> float:
+        """Returns when its debt is paid back at this share, a past time without debt."""
         account.debt = max(0.0, account.debt - share * (now - account.since))
         account.since = now
         return now + account.debt / share
 
     def _shares(self, now: float) -> dict[str, float]:
-        """Of each tenant that is active, its part of all by weight."""
+        """Returns the share of each active tenant, by weight."""
         active = {
             tenant: account.weight
             for tenant, account in self._accounts.items()
-            if account.placed or account.waiting or now < account.seen + LINGER
+            if account.placed_count or account.waiting or now < account.last_seen_at + LINGER_S
         }
         total = sum(active.values())
         return {tenant: weight / total for tenant, weight in active.items()}
 
     def _next_inactive(self, account: _Account, now: float) -> float:
-        """When the next of the others stops being active if nothing happens: shares grow then."""
+        """Returns when the next other tenant becomes inactive if nothing happens: shares grow then."""
         ends = [
-            other.seen + LINGER
+            other.last_seen_at + LINGER_S
             for other in self._accounts.values()
-            if other is not account and not other.placed and not other.waiting
+            if other is not account and not other.placed_count and not other.waiting
         ]
         return min((end for end in ends if end > now), default=inf)
 
     def _tightest(self, which: int) -> float:
-        """The tightest TTFT (0) or TPOT (1) promised lately, as stated."""
+        """Returns the tightest TTFT (0) or TPOT (1) of recent requests."""
         return min((promised[which] for promised in self._recent), default=inf)
 
-    def _kept(self, entry: _Entry, load: float, tpot: float, step: float) -> float:
-        """Seconds it keeps the replicas busy: its part of its decode time, or its prefill. If no step is as short as
-        the tightest TPOT the load says nothing: then at most its time alone. load: of all its choices."""
+    def _busy_seconds(self, entry: _Entry, load: float, tpot: float, step: float) -> float:
+        """Returns the seconds that a request keeps the replicas busy: its part of its decode time, or its prefill; at
+        most its time alone, since the load is meaningless if no step is as short as the tightest TPOT. `load` is that
+        of all its choices."""
         decode = load * entry.expected * min(tpot, 1.0)
         return min(max(decode, entry.stall), entry.stall + entry.expected * step)
 
     def _load(self, request: Request, entry: _Entry, fleet: Sequence[View]) -> float:
-        """The part of the replicas that this request takes while it is served."""
+        """Returns the share of the replicas that this request takes while it is served."""
         if self.window is None:
             return 1.0 / sum(self._sustained(view, request.prompt, entry.expected) for view in fleet)
         mean = sum(work for _, _, work in self._recent) / len(self._recent)
         return entry.work / (mean * self.window * len(fleet))
 
     def _sustained(self, view: View, prompt: int, output: float) -> float:
-        """How many requests of this size one replica sustains within the tightest TPOT; less than 1 when the prefill
-        of one, spread over its steps, is too much for them."""
-        tpot, most = max(self._tightest(1), LEAST_STEPS * _step([view])), view.limits.max_num_seqs
+        """Returns how many requests of this size one replica sustains within the tightest TPOT; less than 1 if the
+        prefill of one, spread over its steps, is too much."""
+        tpot, most = max(self._tightest(1), MIN_PROMISE_STEPS * _step([view])), view.limits.max_num_seqs
         if tpot == inf:
             return most
 
@@ -274,11 +281,11 @@ class FairShare:
         if low:
             return low
         idle = view.latency.step_time(Shape(1, 1, 1))
-        return max(LEAST, (tpot - idle) / (seconds(1) - idle)) if seconds(1) > idle else LEAST
+        return max(MIN_SUSTAINED, (tpot - idle) / (seconds(1) - idle)) if seconds(1) > idle else MIN_SUSTAINED
 
 
-def _together(requests: Iterable[Request]) -> Iterable[list[Request]]:
-    """Choices of one prompt as one: they go to one replica, behind a gateway with one body."""
+def _group_choices(requests: Iterable[Request]) -> Iterable[list[Request]]:
+    """Groups the choices of one prompt: they go to one replica, behind a gateway with one body."""
     groups: dict[str, list[Request]] = {}
     for request in requests:
         groups.setdefault(request.group or request.id, []).append(request)
@@ -286,11 +293,11 @@ def _together(requests: Iterable[Request]) -> Iterable[list[Request]]:
 
 
 def _step(fleet: Sequence[View]) -> float:
-    """Seconds of the shortest step, on the fastest replica."""
+    """Returns the seconds of the shortest step on the fastest replica."""
     return min(view.latency.step_time(Shape(1, 1, 1)) for view in fleet)
 
 
-def _alone(fleet: Sequence[View], prompt: int) -> float:
-    """Seconds of a batch of one prompt of so many tokens, on the fastest replica."""
+def _isolated_seconds(fleet: Sequence[View], prompt: int) -> float:
+    """Returns the seconds of a batch with one prompt of `prompt` tokens on the fastest replica."""
     shape = Shape().plus(prompt, 0)
     return min(view.latency.step_time(shape) for view in fleet)

@@ -1,11 +1,10 @@
-"""How much KV a replica will come to hold as its residents grow: asked before one more is placed there.
+"""Forecasts the KV of a replica as its residents grow, before one more is placed there.
 
 Each resident grows by a token a step and leaves at its predicted end (PolyServe, §4.5). `PeakKV` is made for one
 question, `KVForecast` kept from step to step: in steps counted from the replica's first, a resident that had `length`
 tokens at step s has length + (T - s) at any step T before its end, so that its share of the sum changes with T alone.
-The sums are kept for stretches of `WIDTH` steps, each at its last step: placing or leaving is one addition over them,
-the largest sum to come one maximum.
-"""
+The sums are kept for stretches of `STRETCH_STEPS` steps, each at its last step: placing or leaving is one addition over
+them, the largest sum to come one maximum."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-WIDTH = 16  # steps of a stretch; a resident counts for up to so many tokens too many
-PEAKS = 4  # ends that are looked at, of `PeakKV`
-STRETCHES = 512  # kept at a time; what ends later counts as ending in the last
+STRETCH_STEPS = 16  # steps of a stretch; a resident counts for up to so many tokens too many
+MAX_PEAK_ENDS = 4  # ends that are looked at, of `PeakKV`
+MAX_STRETCHES = 512  # kept at a time; what ends later counts as ending in the last
 
 
 class KVForecast:
@@ -24,8 +23,10 @@ class KVForecast:
 
     def __init__(self) -> None:
         self._first = 0  # the step at which the first stretch begins
-        self._after = WIDTH * np.arange(1, STRETCHES + 1, dtype=np.int64)  # steps from there to each stretch's end
-        self._sums = np.zeros(STRETCHES, dtype=np.int64)
+        self._after = STRETCH_STEPS * np.arange(
+            1, MAX_STRETCHES + 1, dtype=np.int64
+        )  # steps from there to each stretch's end
+        self._sums = np.zeros(MAX_STRETCHES, dtype=np.int64)
         self._used = 0  # stretches that have a resident
         self._of: dict[str, tuple[int, int]] = {}  # resident -> (length less the step it had it at, end)
         self._ends: list[tuple[int, str]] = []  # by end, some of them gone already
@@ -34,7 +35,7 @@ class KVForecast:
         return len(self._of)
 
     def add(self, id: str, length: int, remaining: float, step: int) -> None:
-        """A resident of `length` tokens at `step`, `remaining` to come, takes its place; or gets other numbers."""
+        """Adds a resident with `length` tokens at `step` and `remaining` to come, or updates it."""
         self.drop(id)
         base, end = length - step, step + max(1, round(remaining))
         self._of[id] = base, end
@@ -42,7 +43,7 @@ class KVForecast:
         self._count(base, end, 1)
 
     def drop(self, id: str) -> None:
-        """It has left. Nothing, if it is not here."""
+        """Removes a resident, if it is here."""
         found = self._of.pop(id, None)
         if found is None:
             return
@@ -52,17 +53,17 @@ class KVForecast:
             self._ends.clear()
 
     def now(self, step: int) -> int:
-        """Tokens at `step`."""
+        """Returns the tokens at `step`."""
         at = self._at(step)
         return int(self._sums[at]) if at < self._used else 0
 
     def peak(self, step: int) -> int:
-        """The most tokens from `step` on."""
+        """Returns the most tokens at any time from `step` on."""
         at = self._at(step)
         return int(self._sums[at : self._used].max()) if at < self._used else 0
 
     def peak_with(self, length: int, remaining: float, step: int) -> int:
-        """The same with one resident more."""
+        """Returns the same with one resident more."""
         at = self._at(step)
         base, end = length - step, step + max(1, round(remaining))
         until = max(at, self._stretch(end)) + 1
@@ -71,8 +72,8 @@ class KVForecast:
         return max(beside, later)
 
     def overdue(self, step: int) -> list[str]:
-        """Residents whose predicted end has passed though they are here: to be added again with what is now expected
-        of them, for they are in no sum any more."""
+        """Returns residents that outlived their predicted end; they are in no sum any more, so add them again with a
+        new prediction."""
         late: list[str] = []
         while self._ends and self._ends[0][0] <= step:
             end, id = heappop(self._ends)
@@ -81,19 +82,19 @@ class KVForecast:
         return late
 
     def _stretch(self, step: int) -> int:
-        """In which a step lies; below 0 if it is before the first."""
-        return min((step - self._first) // WIDTH, STRETCHES - 1)
+        """Returns the stretch of a step, below 0 if it is before the first."""
+        return min((step - self._first) // STRETCH_STEPS, MAX_STRETCHES - 1)
 
     def _at(self, step: int) -> int:
-        """The stretch that `step` lies in; now and then those behind it are dropped first."""
-        at = (step - self._first) // WIDTH
-        if at >= STRETCHES // 2:
+        """Returns the stretch of `step`, and drops past stretches now and then."""
+        at = (step - self._first) // STRETCH_STEPS
+        if at >= MAX_STRETCHES // 2:
             self._begin_at(step)
             at = 0
         return at
 
     def _begin_at(self, step: int) -> None:
-        """Count stretches from this step on. Ends beyond the last stretch may fall into different stretches now."""
+        """Counts stretches from this step on; ends beyond the last stretch may now be in other stretches."""
         self._first = step
         self._sums[:] = 0
         self._used = 0
@@ -101,28 +102,32 @@ class KVForecast:
             self._count(base, end, 1)
 
     def _count(self, base: int, end: int, times: int) -> None:
-        """A resident in the sums up to its end: once more, or (-1) no longer."""
+        """Adds a resident to the sums up to its end (`times` 1), or removes it (-1)."""
         until = max(0, self._stretch(end) + 1)  # 0: it ended before the first
         self._sums[:until] += times * (base + self._first + self._after[:until])
         self._used = max(self._used, until)
 
 
 class PeakKV:
-    """The most KV, in blocks, that residents will hold together if each has a token in every step until it ends: that
-    is just before one of them does. Less than what all hold at their ends, for these are at different times."""
+    """The largest KV, in blocks, that residents will hold together if each gets a token in every step: just before one
+    of them ends. It is less than the sum of their final sizes, since they end at different times."""
 
     def __init__(self, final: Sequence[int], left: Sequence[float], block: int) -> None:
-        """final: blocks that each holds at its end. left: tokens to come of each. block: tokens of a block."""
-        self._final, self._left = np.array(final, dtype=np.float64), np.array(left, dtype=np.float64)
+        """Args:
+        final: blocks that each resident holds at its end
+        left: tokens to come of each resident
+        block: tokens of a block
+        """
+        self._final, self._tokens_left = np.array(final, dtype=np.float64), np.array(left, dtype=np.float64)
         self._block = block
 
-    def with_(self, final: Sequence[int] = (), left: Sequence[float] = ()) -> int:
-        """With these beside. Counted in whole blocks at the `PEAKS` ends at which they have most tokens."""
-        final_, left_ = np.append(self._final, final), np.append(self._left, left)
+    def peak_with(self, final: Sequence[int] = (), left: Sequence[float] = ()) -> int:
+        """Returns the peak with more residents, in whole blocks, at the `MAX_PEAK_ENDS` ends with the most tokens."""
+        final_, left_ = np.append(self._final, final), np.append(self._tokens_left, left)
         last = np.argsort(-left_)  # the last to end first
         final_, left_ = final_[last], left_[last]
         tokens = (final_ - left_ / self._block).cumsum() + left_ / self._block * np.arange(1, len(last) + 1)
-        ends = np.argsort(-tokens)[:PEAKS]
+        ends = np.argsort(-tokens)[:MAX_PEAK_ENDS]
         to_come = np.floor((left_ - left_[ends, None]).clip(0.0) / self._block)
         there = np.arange(len(last)) <= ends[:, None]  # those before have ended
         return int(((final_ - to_come) * there).sum(axis=1).max(initial=0.0))

@@ -1,4 +1,4 @@
-"""KV memory to come when output lengths are not known: each resident counts by the chance that it is still there.
+"""Forecasts KV when output lengths are unknown: each resident counts by the probability that it is still running.
 
 The chance comes from how long finished requests were, over what was first predicted for them. With exact predictions
 that ratio is always 1 and the forecast is the peak of the residents' sum; with a mean it is the expected sum.
@@ -16,42 +16,43 @@ from numpy.typing import NDArray
 
 from rubato.core.interfaces import View
 
-POINTS = 24  # steps from now at which KV is forecast; 48 decide no differently
-ENOUGH = 8  # finished requests before their ratios count; until then predictions are taken as exact
-SENSELESS = 10.0  # times what was predicted: nothing was known of its class then, and it says nothing of others
-TAIL = 5.0  # how fast the chance fades beyond the longest ratio seen: by a factor of e for each fifth more
-CLASSES, ALL = 256, ""  # classes that are remembered, the latest; and the name of all together
-LAST_BLOCK = 0.55  # of a resident's last block that is empty, on average, and some for rounding
+FORECAST_POINTS = 24  # steps from now at which KV is forecast; 48 give the same decisions
+MIN_FINISHED_REQUESTS = 8  # before their ratios count; until then predictions are taken as exact
+MAX_OUTPUT_RATIO = 10.0  # above it the prediction knew nothing of the class, and the ratio is ignored
+TAIL_DECAY = 5.0  # beyond the longest known ratio the probability falls by a factor of e for each fifth more
+MAX_CLASSES, ALL_CLASSES = 256, ""  # classes that are remembered, the latest; and the name of all together
+LAST_BLOCK_EMPTY_SHARE = 0.55  # of a resident's last block that is empty, on average, and some for rounding
 
 Array = NDArray[np.float64]
 
 
 class OutputRatios:
-    """Output tokens over those first predicted, of the last requests of each class that finished."""
+    """Ratios of output tokens to the first prediction, of recently finished requests by class."""
 
     def __init__(self, last: int = 256) -> None:
         self._last = last
         self._classes: OrderedDict[str, tuple[deque[float], list[float]]] = OrderedDict()  # by time, ascending
 
     def add(self, kind: str, ratio: float) -> None:
-        """One of a class has finished."""
-        if ratio > SENSELESS:
+        """Adds the ratio of a finished request of class `kind`."""
+        if ratio > MAX_OUTPUT_RATIO:
             return
-        for name in (kind, ALL):
+        for name in (kind, ALL_CLASSES):
             by_time, ascending = self._classes.setdefault(name, (deque(maxlen=self._last), []))
             if len(by_time) == self._last:
                 ascending.remove(by_time[0])
             by_time.append(ratio)
             insort(ascending, ratio)
             self._classes.move_to_end(name)
-        if len(self._classes) > CLASSES:
+        if len(self._classes) > MAX_CLASSES:
             self._classes.popitem(last=False)
 
-    def of(self, kind: str) -> Sequence[float]:
-        """Of its class, ascending; of all while too few of it are known; 1 alone while that is so of all."""
-        for name in (kind, ALL):
+    def ratios_of(self, kind: str) -> Sequence[float]:
+        """Returns the ratios of a class, ascending; of all classes while it has too few; (1.0,) while all have too
+        few."""
+        for name in (kind, ALL_CLASSES):
             _, ascending = self._classes.get(name, ((), ()))
-            if len(ascending) >= ENOUGH:
+            if len(ascending) >= MIN_FINISHED_REQUESTS:
                 return ascending
         return (1.0,)
 
@@ -68,12 +69,13 @@ class Resident(NamedTuple):
 
 
 class KVSurvival:
-    """KV blocks that residents are expected to hold, at `POINTS` steps from now on. All that may be counted are given
-    at once; `add` says which are. Every resident in every step: those that sit out only hold theirs for longer."""
+    """KV blocks that residents are expected to hold, at `FORECAST_POINTS` steps from now on. All that may be counted
+    are given at once; `add` says which are. Every resident in every step: those that sit out only hold theirs for
+    longer."""
 
     def __init__(self, view: View, ratios: OutputRatios, residents: Sequence[Resident]) -> None:
         self._free = view.kv_total - sum([s.blocks for s in view.moving])
-        self._sum: Array = np.zeros(POINTS)
+        self._sum: Array = np.zeros(FORECAST_POINTS)
         output, expected, most, length = np.array([r[1:] for r in residents], dtype=np.float64).T
         expected = np.maximum(expected, 1.0)
         rows: dict[str, list[int]] = {}
@@ -82,10 +84,12 @@ class KVSurvival:
         longest = np.empty(len(residents))
         curves: dict[str, SurvivalCurve] = {}
         for kind, own in rows.items():
-            curve = curves[kind] = SurvivalCurve(ratios.of(kind), (output[own] / expected[own])[output[own] > 0.0])
+            curve = curves[kind] = SurvivalCurve(
+                ratios.ratios_of(kind), (output[own] / expected[own])[output[own] > 0.0]
+            )
             longest[own] = np.minimum(expected[own] * curve.longest, most[own]) - output[own]
-        ahead = np.linspace(0.0, max(1.0, float(longest.max())), POINTS)
-        self._blocks: Array = (length[:, None] + ahead) / view.limits.block_size + LAST_BLOCK
+        ahead = np.linspace(0.0, max(1.0, float(longest.max())), FORECAST_POINTS)
+        self._blocks: Array = (length[:, None] + ahead) / view.limits.block_size + LAST_BLOCK_EMPTY_SHARE
         for kind, own in rows.items():
             out, all_ = output[own][:, None], expected[own][:, None]
             stays = curves[kind].at((out + ahead) / all_) / curves[kind].at(out / all_)
@@ -93,11 +97,11 @@ class KVSurvival:
             self._blocks[own] *= stays
 
     def cost(self, i: int) -> float:
-        """Block steps of a resident, up to a factor that is the same for all."""
+        """Returns the KV × time of a resident, up to a common factor."""
         return float(self._blocks[i].sum())
 
     def fits(self, i: int, share: float = 1.0) -> bool:
-        """Whether one more never takes all together beyond this share of the memory there is."""
+        """Returns whether one more resident keeps the total within this share of memory at all times."""
         return bool((self._sum + self._blocks[i]).max() <= share * self._free)
 
     def add(self, which: slice) -> None:
@@ -118,7 +122,7 @@ class SurvivalCurve:
         self._after = np.concatenate(([1.0], np.cumprod(1.0 - 1.0 / (longer + 0.5))))
 
     def at(self, ratio: Array) -> Array:
-        """At these ratios; never 0, and falling fast beyond the longest known."""
+        """Returns the survival at these ratios; never 0, falling fast beyond the longest known ratio."""
         share = self._after[np.searchsorted(self._ended, ratio - 1e-9, side="left")]
-        beyond: Array = share * np.exp(-TAIL * np.maximum(0.0, ratio - self.longest))
+        beyond: Array = share * np.exp(-TAIL_DECAY * np.maximum(0.0, ratio - self.longest))
         return np.maximum(beyond, 1e-12)

@@ -1,6 +1,6 @@
-"""Who runs at all: those that can go on together, each at the pace of its SLO. A part of a policy, or around one.
+"""Admits requests that can run together, each at the pace of its SLO; used inside a policy, or around one.
 
-Those that run go on only while there is a step in which each gets what its pace asks for (`paces.Together`); the one
+Those that run go on only while there is a step in which each gets what its pace asks for (`paces.JointPace`); the one
 that would have to run fastest gives up its place. Prompts begin, by deadline, only where the same holds with them; one
 whose TTFT has passed is best effort, or refused if it asked for that. These and best effort get the time until the
 first of the others would be late, and the oldest a turn in any case.
@@ -18,19 +18,23 @@ from rubato.core.interfaces import Scheduler, SeqView, View
 from rubato.core.plan import Plan
 from rubato.policy_kit.batch_builder import BatchBuilder, make_room
 from rubato.policy_kit.draft_value import drafting, with_nodes
-from rubato.policy_kit.paces import Together, pace_of, time_for
+from rubato.policy_kit.paces import JointPace, pace_of, time_for
 from rubato.policy_kit.refusals import refusals, wants_refusal
 from rubato.policy_kit.wrapper import Wrapper
 
 ARRIVAL, DUE = attrgetter("request.arrival"), attrgetter("due")
-SAFETY = 1.2  # a prompt begins if all could go on together with steps so many times as long: what drafts bring is luck
-MEMORY = 10.0  # seconds over which the share of prompts in the time is averaged
-TURN, TURN_TOKENS = 16, 64  # one step in 16 is a turn of the oldest of the rest, with so many tokens of its prompt
+# A prompt begins if all could go on together with steps so many times as long: what drafts bring is luck.
+STEP_SAFETY = 1.2
+PROMPT_SHARE_MEMORY_S = 10.0  # seconds over which the share of prompts in the time is averaged
+TURN_EVERY_STEPS, TURN_TOKENS = (
+    16,
+    64,
+)  # one step in 16 is a turn of the oldest of the rest, with so many tokens of its prompt
 
 Draft = tuple[int, int]
 
 
-class Load(NamedTuple):
+class AdmittedLoad(NamedTuple):
     """decodes, prompts: that run, and are in this step. starting: prompts that wait, and may begin. rest: the others,
     first those that would have to run fastest, then by arrival. demoted, refused: ids of those whose TTFT has passed.
     """
@@ -38,71 +42,82 @@ class Load(NamedTuple):
     decodes: Sequence[SeqView]
     prompts: Sequence[SeqView]
     starting: Sequence[SeqView]
-    rest: Sequence[SeqView] = ()
-    demoted: Sequence[str] = ()
-    refused: dict[str, str] = {}  # noqa: RUF012  nobody writes to it
+    remaining: Sequence[SeqView] = ()
+    demote_ids: Sequence[str] = ()
+    refusal_reasons: dict[str, str] = {}  # noqa: RUF012  nobody writes to it
 
 
-def everyone(view: View) -> Load:
-    """No admission: all that run, and all that wait, in order."""
-    return Load([s for s in view.running if s.pending == 1], [s for s in view.running if s.pending > 1], view.waiting)
+def everyone(view: View) -> AdmittedLoad:
+    """Admits all requests, in order."""
+    return AdmittedLoad(
+        [s for s in view.running if s.pending == 1], [s for s in view.running if s.pending > 1], view.waiting
+    )
 
 
 @dataclass
 class PacedAdmission:
-    """chunk: prompt tokens of a step. drafted: (depth, width) of the trees that the last step drafted."""
+    """chunk: prompt tokens of a step. last_draft: (depth, width) of the trees drafted in the last step."""
 
     chunk: int
-    drafted: Draft | None = field(default=None, init=False)
+    last_draft: Draft | None = field(default=None, init=False)
     _prompts: float = field(default=0.0, init=False)  # share of the time that prompts take
     _steps: int = field(default=0, init=False)
 
-    def load(self, view: View) -> Load:
+    def load(self, view: View) -> AdmittedLoad:
         running, waiting = view.running, view.waiting
         asking = [s for s in (*running, *waiting) if not s.best_effort]
         late = [
             s for s in asking
             if s.first_token_at is None and (s.due < view.now or wants_refusal(s, view))
         ]  # fmt: skip
-        refused = refusals(late, view)
+        refusal_reasons = refusals(late, view)
         out = {s.id for s in late}
         pace = {s.id: pace_of(s, view.now) for s in asking if s.id not in out}
         trees = [s.draft.paths for s in running if s.draft is not None and s.pending == 1]
-        together = Together(view.latency, self.drafted, trees, 1.0 / (1.0 - self._prompts))
+        together = JointPace(view.latency, self.last_draft, trees, 1.0 / (1.0 - self._prompts))
         able = sorted([s for s in running if s.id in pace], key=lambda s: pace[s.id], reverse=True)
-        served = able[: together.most(able, [pace[s.id] for s in able])]
-        kept = {s.id for s in served}
+        paced = able[: together.count_that_can(able, [pace[s.id] for s in able])]
+        strict_ids = {s.id for s in paced}
         starting, tight = list[SeqView](), -1.0
         for seq in sorted([s for s in waiting if s.id in pace], key=DUE):
             if sum([s.pending for s in starting]) >= self.chunk:
                 break
             if pace[seq.id] > tight:  # where one was too much, so is one of a tighter pace
-                joined = [*served, seq]
-                if served and not together.can(joined, [pace[s.id] for s in joined], SAFETY):
+                joined = [*paced, seq]
+                if paced and not together.can_keep(joined, [pace[s.id] for s in joined], STEP_SAFETY):
                     tight = pace[seq.id]
                 else:
-                    starting, served = [*starting, seq], joined
-        others = [s for s in (*running, *waiting) if s.id not in pace and s.id not in refused]
-        kept |= {s.id for s in starting}
+                    starting, paced = [*starting, seq], joined
+        others = [s for s in (*running, *waiting) if s.id not in pace and s.id not in refusal_reasons]
+        strict_ids |= {s.id for s in starting}
         others += [
-            s for s in waiting if s.id in pace and s.id not in kept and (s.first_token_at is not None or s.due == inf)
+            s
+            for s in waiting
+            if s.id in pace and s.id not in strict_ids and (s.first_token_at is not None or s.due == inf)
         ]
-        rest = [*(s for s in able if s.id not in kept), *sorted(others, key=ARRIVAL)]
-        strict = [s for s in running if s.id in kept]
+        remaining = [*(s for s in able if s.id not in strict_ids), *sorted(others, key=ARRIVAL)]
+        strict = [s for s in running if s.id in strict_ids]
         decodes, prompts = [s for s in strict if s.pending == 1], [s for s in strict if s.pending > 1]
         if not strict:
-            decodes = [s for s in rest if s.pending == 1 and s.id in view.running_ids]
-            rest = [s for s in rest if s not in decodes]
-        return Load(decodes, sorted(prompts, key=DUE), starting, rest, sorted(out - refused.keys()), refused)
+            decodes = [s for s in remaining if s.pending == 1 and s.id in view.running_ids]
+            remaining = [s for s in remaining if s not in decodes]
+        return AdmittedLoad(
+            decodes,
+            sorted(prompts, key=DUE),
+            starting,
+            remaining,
+            sorted(out - refusal_reasons.keys()),
+            refusal_reasons,
+        )
 
-    def make_room(self, builder: BatchBuilder, load: Load, chosen: Mapping[str, Sequence[int]]) -> None:
-        """KV that those served lack comes from the youngest of the rest that hold some; the oldest keeps its own."""
+    def make_room(self, builder: BatchBuilder, load: AdmittedLoad, chosen: Mapping[str, Sequence[int]]) -> None:
+        """Preempts the youngest unadmitted requests for the KV that admitted ones lack; the oldest keeps its own."""
         limits, left = builder.view.limits, self.chunk
         need = sum([max(0, limits.blocks(s.cached + 1 + len(chosen.get(s.id, ()))) - s.blocks) for s in load.decodes])
         for seq in (*load.prompts, *load.starting):
             tokens = min(seq.pending, left)
             need, left = need + max(0, limits.blocks(seq.cached + tokens) - seq.blocks), left - tokens
-        for seq in sorted(load.rest, key=ARRIVAL)[:0:-1]:
+        for seq in sorted(load.remaining, key=ARRIVAL)[:0:-1]:
             if builder.kv_left < need and seq.own_blocks:
                 builder.preempt(seq)
 
@@ -110,28 +125,30 @@ class PacedAdmission:
         self, builder: BatchBuilder, decodes: Sequence[SeqView], chosen: Mapping[str, Sequence[int]],
         draft: Draft | None,
     ) -> None:  # fmt: skip
-        """Learn the share of prompts in the time."""
-        self.drafted, seconds, alone = draft, builder.view.latency.step_time(builder.shape), 0.0
+        """Learns the share of the time that prompts take."""
+        self.last_draft, seconds, alone = draft, builder.view.latency.step_time(builder.shape), 0.0
         if decodes:
             n, kv = len(decodes), sum([s.cached for s in decodes])
             shape = with_nodes(drafting(draft, n), n, kv, sum(map(len, chosen.values())))
             alone = builder.view.latency.step_time(shape)
         share = min(0.9, max(0.0, 1.0 - alone / seconds)) if builder.work else 0.0
-        self._prompts += (share - self._prompts) * min(1.0, seconds / MEMORY)
+        self._prompts += (share - self._prompts) * min(1.0, seconds / PROMPT_SHARE_MEMORY_S)
 
-    def fill(self, builder: BatchBuilder, load: Load, chosen: Mapping[str, Sequence[int]], draft: Draft | None) -> None:
-        """The rest: in the time until the first of those served would be late with what it can expect, and in turns."""
+    def fill(
+        self, builder: BatchBuilder, load: AdmittedLoad, chosen: Mapping[str, Sequence[int]], draft: Draft | None
+    ) -> None:
+        """Adds unadmitted requests in the time until the first admitted one would be late, and in turns."""
         self._steps += 1
-        view, rest, until, least = builder.view, load.rest, inf, inf
+        view, remaining, until, least = builder.view, load.remaining, inf, inf
         for seq in load.decodes:
             expected = [seq.draft.paths[node] for node in chosen.get(seq.id, ())] if seq.draft is not None else []
             until, least = min(until, time_for(seq, 1.0 + sum(expected), view.now)), min([least, *expected])
-        turn = self._steps % TURN == 0 or not builder.work
-        oldest = min(rest, key=ARRIVAL, default=None) if turn else None
+        turn = self._steps % TURN_EVERY_STEPS == 0 or not builder.work
+        oldest = min(remaining, key=ARRIVAL, default=None) if turn else None
         if oldest is not None:
-            victims = [*sorted(rest, key=ARRIVAL)[:0:-1], *load.prompts[::-1], *load.decodes[::-1]]
+            victims = [*sorted(remaining, key=ARRIVAL)[:0:-1], *load.prompts[::-1], *load.decodes[::-1]]
             make_room(builder, oldest, min(oldest.pending, TURN_TOKENS), victims)
-        for seq in sorted(rest, key=lambda s: s is not oldest):
+        for seq in sorted(remaining, key=lambda s: s is not oldest):
             fits = seq is oldest or seq.id in builder.running or not builder.lacks(seq, seq.pending)
             tokens = builder.tokens_that_fit(seq) if fits and seq not in builder.preempted else 0
             if tokens and until < inf:
@@ -169,11 +186,11 @@ class PacedScheduler(Wrapper[Scheduler]):
         limits = view.limits
         if limits.max_running is not None:  # the rest hold places, too
             limits = replace(limits, max_running=len(running) + builder.slots_left)
-        shown = View(
+        inner_view = View(
             view.id, view.now, load.starting, running, builder.kv_left, view.kv_total, limits, view.latency,
             view.supports, slo_rule=view.slo_rule,
         )  # fmt: skip
-        plan = self.inner.plan(shown)
+        plan = self.inner.plan(inner_view)
         if plan.demote or plan.promote or plan.drop or plan.handoff:
             raise ValueError(
                 f"{type(self.inner).__module__} decides itself who runs: give a policy that only plans work"
@@ -191,4 +208,4 @@ class PacedScheduler(Wrapper[Scheduler]):
         draft = max((work.draft for work in plan.work if work.draft is not None), default=None)
         admission.follow(builder, load.decodes, chosen, draft)
         admission.fill(builder, load, chosen, draft)
-        return builder.plan(demote=load.demoted, drop=load.refused)
+        return builder.plan(demote=load.demote_ids, drop=load.refusal_reasons)

@@ -71,19 +71,19 @@ Window = tuple[int, int, float]  # stage, tokens of it that were out when it beg
 
 
 def windows(view: View, before: Mapping[str, Window]) -> dict[str, Window]:
-    """By id, the `WINDOW` tokens that each decode is in, which the paper's judge times together. The first of a stage
-    begins with its first token."""
-    found = {}
+    """Returns the current window of `WINDOW` tokens of each decode, by id; the paper judges a window as a whole. The
+    first window of a stage begins with its first token."""
+    new_windows = {}
     for seq in view.running:
         if seq.output:
             new = seq.stage, seq.output - (seq.output - 1) % WINDOW, view.now
             known = before.get(seq.id, new)
-            found[seq.id] = known if known[:2] == new[:2] else new
-    return found
+            new_windows[seq.id] = known if known[:2] == new[:2] else new
+    return new_windows
 
 
-class Together:
-    """Which sequences can go on together, each at its pace.
+class JointPace:
+    """Checks which sequences can continue together, each at its pace.
 
     There must be a step, as long as s seconds, in which one whose tokens may take p seconds each gets s / p of them, on
     average. The shortest is found by lengthening a step of the roots by the nodes that this asks for, until it asks for
@@ -107,8 +107,14 @@ class Together:
         expected = list(accumulate(likely))
         self._brings = np.array([1.0, *[1.0 + tokens / n for tokens in expected[n - 1 :: n]]])  # by nodes of each
 
-    def can(self, seqs: Sequence[SeqView], paces: Sequence[float], safety: float = 1.0) -> bool:
-        """Whether these can (at least one). paces: `pace_of` each. safety: with steps so many times as long."""
+    def can_keep(self, seqs: Sequence[SeqView], paces: Sequence[float], safety: float = 1.0) -> bool:
+        """Returns whether these sequences (at least one) can continue.
+
+        Args:
+            seqs: the sequences
+            paces: `pace_of` each
+            safety: factor on step times
+        """
         n, kv = len(seqs), sum([s.length for s in seqs])
         base, asked = drafting(self._draft, n), np.array(paces) + 1e-9
         seconds, nodes = 0.0, 0
@@ -122,12 +128,12 @@ class Together:
                 return False
             nodes = int(each.sum())
 
-    def most(self, seqs: Sequence[SeqView], paces: Sequence[float]) -> int:
-        """How many of these, from the first on, can; the first in any case."""
+    def count_that_can(self, seqs: Sequence[SeqView], paces: Sequence[float]) -> int:
+        """Returns how many of these, from the first on, can continue; at least 1."""
         low, high = min(1, len(seqs)), len(seqs)
         middle = high
         while low < high:
-            if self.can(seqs[:middle], paces[:middle]):
+            if self.can_keep(seqs[:middle], paces[:middle]):
                 low = middle
             else:
                 high = middle - 1

@@ -1,4 +1,4 @@
-"""Replicas that prefill and replicas that decode, for routers that know nothing else of them."""
+"""Splits a fleet into prefill and decode replicas, for routers with no other roles."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def check_ratio(prefill: int, decode: int) -> None:
         raise ValueError(f"prefill {prefill}, decode {decode}: give at least 1 of both, or leave both out")
 
 
-def candidates(seq: SeqView, fleet: Sequence[View], given: Mapping[str, int]) -> Sequence[View]:
-    """The replicas that may take it: those that prefill, or, if it brings KV, those that decode and have memory for
-    that. given: KV blocks given away meanwhile, by replica."""
+def candidates(seq: SeqView, fleet: Sequence[View], kv_taken: Mapping[str, int]) -> Sequence[View]:
+    """Returns the replicas that may take it: those that prefill, or, if it brings KV, those that decode and have memory
+    for that. `kv_taken`: KV blocks taken in this dispatch, by replica."""
     if not seq.cached:
         return [view for view in fleet if view.role.phase != "decode"]
     decodes = [view for view in fleet if view.role.phase != "prefill"]
-    return [v for v in decodes if v.limits.blocks(seq.cached) <= v.kv_free - given.get(v.id, 0)]
+    return [v for v in decodes if v.limits.blocks(seq.cached) <= v.kv_free - kv_taken.get(v.id, 0)]

@@ -1,5 +1,5 @@
-"""Prefills as jobs of one machine, which does one after another: which of them can have their first token in time,
-and whether their decodes can go together."""
+"""Schedules prefills as jobs of one machine: which can have their first token in time, and whether their decodes fit
+together."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
 from rubato.policy_kit.refusals import known_output, refusable, why_infeasible
 
-PROBE = 256  # tokens of prefill whose marginal time stands for all
-MARGIN = 1.2  # times the tokens: what comes back after it was set aside must fit with so many
+PROBE_TOKENS = 256  # marginal prefill time is measured on these
+REINSTATE_MARGIN = 1.2  # a job that was set aside comes back only if this many times its tokens fit
 
 # Due, arrival, place among all that are here, tokens pending, sequence; sorts by deadline. A plain tuple: a NamedTuple
 # makes a plan up to a quarter longer where thousands wait.
 PrefillJob = tuple[float, float, int, int, SeqView]
 due_of: Callable[[PrefillJob], float] = itemgetter(0)
-place_of: Callable[[PrefillJob], int] = itemgetter(2)
+index_of: Callable[[PrefillJob], int] = itemgetter(2)
 pending_of: Callable[[PrefillJob], int] = itemgetter(3)
 seq_of: Callable[[PrefillJob], SeqView] = itemgetter(4)
 
 
 class PrefillRate:
-    """How fast prefill can go beside the decodes: at full speed while they have time to spare, then in the time that
-    each TPOT leaves after a token for each decode."""
+    """The speed of prefill with decodes: full while they have time to spare, then the part of each TPOT that is left
+    after a token of each decode."""
 
     def __init__(self, view: View, decodes: Shape, spare: float, tpot: float, safety: float) -> None:
         latency = view.latency
         alone = latency.step_time(decodes) * safety if decodes.seqs else 0.0
         self._first = latency.step_time(decodes.plus(1, 0)) * safety
-        self._token = (latency.step_time(decodes.plus(PROBE, 0)) * safety - self._first) / (PROBE - 1)
+        self._token = (latency.step_time(decodes.plus(PROBE_TOKENS, 0)) * safety - self._first) / (PROBE_TOKENS - 1)
         self._sprint = max(0.0, spare - self._first)
         self._share = max(0.02, 1.0 - alone / tpot) if tpot < inf else 1.0
 
     def seconds_at_full_speed(self, tokens: int) -> float:
-        """As if nothing were decoded meanwhile: no sooner than this."""
+        """Returns the least seconds for `tokens`, as if nothing were decoded meanwhile."""
         return self._first + tokens * self._token
 
     def seconds(self, tokens: int) -> float:
-        """Seconds until `tokens` tokens of prefill are done."""
+        """Returns the seconds until `tokens` tokens of prefill are done."""
         work = tokens * self._token
         late = max(0.0, work - self._sprint)
         return self._first + work - late + late / self._share
 
     def seconds_each(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """`seconds` of each of these."""
+        """Returns `seconds` of each element."""
         work = tokens * self._token
         late = np.maximum(0.0, work - self._sprint)
         each: NDArray[np.float64] = self._first + work - late + late / self._share
         return each
 
     def tokens_each(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The inverse of `seconds_each`, to rounding: tokens that each of these suffices for."""
+        """Returns the tokens done in each of `seconds`: the inverse of `seconds_each`, up to rounding."""
         left = seconds - self._first
         sprint = min(self._sprint, 1e12)
         work: NDArray[np.float64] = np.minimum(left, sprint) + np.maximum(left - sprint, 0.0) * self._share
@@ -65,8 +65,8 @@ class PrefillRate:
 
 
 def feasible(view: View, jobs: Sequence[PrefillJob], rate: PrefillRate) -> Sequence[PrefillJob]:
-    """Without those that are to be refused rather than late, and could not keep their pace if they were alone: their
-    TPOT, and their e2e as far as their length is known."""
+    """Returns the jobs without those that prefer a refusal and could not keep their TPOT, or their e2e as far as their
+    length is known, even alone."""
     to_refuse = [job for job in jobs if refusable(seq_of(job))]
     longest: dict[float, int] = {}  # by TPOT: a step of the longest takes longest, and mostly says enough of all
     for job in to_refuse:
@@ -86,7 +86,7 @@ def feasible(view: View, jobs: Sequence[PrefillJob], rate: PrefillRate) -> Seque
             late = late or end > arrival + seq.tool_seconds + e2e
         if late:
             slow.add(place)
-    return [job for job in jobs if place_of(job) not in slow] if slow else jobs
+    return [job for job in jobs if index_of(job) not in slow] if slow else jobs
 
 
 def schedulable(
@@ -98,7 +98,7 @@ def schedulable(
     A protected one may count on decodes that end meanwhile, and no other starts at its expense; unless it would be late
     even alone."""
     longest: list[tuple[int, int]] = []  # a heap
-    gone: set[int] = set()
+    omitted: set[int] = set()
     tokens, seconds = 0, rate.seconds
     for i, (due, _, _, pending, seq) in enumerate(jobs):
         tokens += pending
@@ -107,55 +107,55 @@ def schedulable(
         while longest and now + seconds(tokens) > due - reserve:
             less, one = heappop(longest)
             tokens += less
-            gone.add(one)
-    return [job for i, job in enumerate(jobs) if i not in gone]
+            omitted.add(one)
+    return [job for i, job in enumerate(jobs) if i not in omitted]
 
 
-def fitting_together_with(
+def insertable_jobs(
     on_time: Sequence[PrefillJob], others: Sequence[PrefillJob], rate: PrefillRate, now: float, reserve: float
 ) -> list[PrefillJob]:
-    """Those of `others`, cheapest first, that fit beside all that are on time, by a margin.
+    """Returns the jobs of `others`, cheapest first, that fit by a margin together with all jobs that are on time.
 
-    All stand in line by deadline. One of p tokens fits where none behind it has fewer than p tokens to spare; that is
-    found in tokens, to rounding, and then decided in seconds."""
-    able = [job for job in others if rate.seconds(int(pending_of(job) * MARGIN)) <= due_of(job) - now]
+    Jobs run by deadline. A job of p tokens fits where no later job has fewer than p tokens to spare; this is estimated
+    in tokens and then decided in seconds."""
+    able = [job for job in others if rate.seconds(int(pending_of(job) * REINSTATE_MARGIN)) <= due_of(job) - now]
     if not able:
         return []
     line = sorted([*on_time, *able])
-    places = set(map(place_of, on_time))
-    taken = np.array([place_of(job) in places for job in line])
-    done = np.cumsum(np.where(taken, np.array([*map(pending_of, line)], dtype=np.float64), 0.0))
+    places = set(map(index_of, on_time))
+    is_in_line = np.array([index_of(job) in places for job in line])
+    done = np.cumsum(np.where(is_in_line, np.array([*map(pending_of, line)], dtype=np.float64), 0.0))
     ends = np.array([*map(due_of, line)]) - reserve
     within = rate.tokens_each(ends - now)
     back: list[PrefillJob] = []
 
     def room() -> NDArray[np.float64]:
-        """Tokens that the job at each place, and all behind it, can spare."""
-        spare = np.where(taken, within - done, inf)
+        """Returns the tokens that the job at each place, and all later ones, can spare."""
+        spare = np.where(is_in_line, within - done, inf)
         return np.minimum.accumulate(spare[::-1])[::-1]
 
-    if np.any(taken & (now + rate.seconds_each(done) > ends)):
+    if np.any(is_in_line & (now + rate.seconds_each(done) > ends)):
         return []
-    order = sorted(range(len(line)), key=lambda i: (pending_of(line[i]), place_of(line[i])))
-    todo = np.array([i for i in order if place_of(line[i]) not in places])
+    order = sorted(range(len(line)), key=lambda i: (pending_of(line[i]), index_of(line[i])))
+    todo = np.array([i for i in order if index_of(line[i]) not in places])
     tokens = np.array([pending_of(line[i]) for i in todo], dtype=np.float64)
     spare = room()
     fit = (tokens <= spare[todo] + 1.0) & (done[todo] + tokens <= within[todo] + 1.0)
     for i, need in zip(todo[fit].tolist(), tokens[fit].tolist(), strict=True):
         if need > spare[i] + 1.0 or done[i] + need > within[i] + 1.0:
             continue
-        later, held = done[i:] + need, taken[i:].copy()
-        held[0] = True
-        if not np.any(held & (now + rate.seconds_each(later) > ends[i:])):
+        later, is_counted = done[i:] + need, is_in_line[i:].copy()
+        is_counted[0] = True
+        if not np.any(is_counted & (now + rate.seconds_each(later) > ends[i:])):
             back.append(line[i])
-            done[i:], taken[i] = later, True
+            done[i:], is_in_line[i] = later, True
             spare = room()
     return back
 
 
-class DecodesToBe:
-    """Those that hold KV and will decode together: whether one more could join within the tightest TPOT. (The first
-    always may.)"""
+class DecodeCapacity:
+    """Checks whether one more request can decode with those that hold KV, within the tightest TPOT. The first always
+    can."""
 
     def __init__(self, view: View, seqs: Sequence[SeqView], safety: float, share: float) -> None:
         self._latency, self._safety, self._share = view.latency, safety, share
@@ -164,7 +164,7 @@ class DecodesToBe:
         self._tpot = min(map(tpot_of, seqs), default=inf)
         self._refused = (inf, -inf)  # length and TPOT: one as long, with as tight a TPOT, is too much
 
-    def sustain(self, seq: SeqView) -> bool:
+    def can_add(self, seq: SeqView) -> bool:
         tpot, length = min(self._tpot, tpot_of(seq)), seq.length
         if not self._count:
             return True
@@ -183,6 +183,6 @@ class DecodesToBe:
 
 
 def tpot_of(seq: SeqView) -> float:
-    """Seconds; inf: none is asked for."""
+    """Returns the TPOT of its stage in seconds, inf without one."""
     tpot = seq.request.stages[seq.stage].slo.tpot
     return inf if tpot is None else tpot

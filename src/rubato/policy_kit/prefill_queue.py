@@ -1,4 +1,4 @@
-"""Prompts of one replica that prefills, nearest deadline first: its next step."""
+"""Plans the steps of a prefill replica, nearest deadline first."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rubato.core.request import HandoffReason
 from rubato.policy_kit.batch_builder import BatchBuilder
 
 
-class Prompt(NamedTuple):
-    """A prompt to be computed: when it has to be through, in seconds, and its tokens pending and in KV."""
+class QueuedPrompt(NamedTuple):
+    """A prompt to compute: its deadline in seconds, and its tokens pending and in KV."""
 
     due: float
     pending: int
     cached: int
 
 
-def _first_chunk(prompt: Prompt, at: float, budget: int, most: int, latency: LatencyModel) -> int:
+def _first_chunk(prompt: QueuedPrompt, at: float, budget: int, most: int, latency: LatencyModel) -> int:
     """Dynamic (§4.7), unless the prompt would be late so: then as much of it as a batch may have."""
     tokens = min(dynamic_chunk(prompt.pending, budget), most)
     if tokens < prompt.pending and at + prefill_time(latency, prompt.pending, prompt.cached, budget) > prompt.due:
@@ -30,11 +30,21 @@ def _first_chunk(prompt: Prompt, at: float, budget: int, most: int, latency: Lat
 
 
 def prefill_chunks(
-    prompts: Sequence[Prompt], at: float, budget: int, most: int, latency: LatencyModel
+    prompts: Sequence[QueuedPrompt], at: float, budget: int, most: int, latency: LatencyModel
 ) -> tuple[list[int], Shape]:
-    """Tokens of each prompt (the nearest deadline first; those at the end may get none) in a step that begins at `at`,
-    and its shape. The first gets a dynamic chunk (§4.7), others what is left of the budget, unless the step would last
-    beyond the time at which one that it completes has to be through. most: tokens that a batch may have."""
+    """Divides a step between prompts: the first gets a dynamic chunk (§4.7), others the remaining budget, unless the
+    step would then end after the deadline of a prompt that it completes.
+
+    Args:
+        prompts: nearest deadline first
+        at: when the step begins, seconds
+        budget: tokens of a chunk
+        most: tokens that a batch may have
+        latency: predicts step times
+
+    Returns:
+        tokens of each prompt, fewer entries if the last get none, and the shape of the step
+    """
     due = inf
     for limited in (False, True):  # limits are seldom needed, and dear to ask for
         chunks: list[int] = []
@@ -56,12 +66,12 @@ def prefill_chunks(
 
 
 def dynamic_chunk(left: int, budget: int) -> int:
-    """Tokens of a prompt's next chunk: all of them, where less than two budgets are left."""
+    """Returns the tokens of a prompt's next chunk: all of them if less than two budgets are left."""
     return left if left < 2 * budget else budget
 
 
 def dynamic_prefill_time(latency: LatencyModel, tokens: int, cached: int, budget: int, most: int) -> float:
-    """Seconds that the last `tokens` of a prompt take in dynamic chunks with nothing beside them."""
+    """Returns the seconds of the last `tokens` of a prompt, alone and in dynamic chunks."""
     head = max(0, tokens // budget - 1) * budget
     seconds = prefill_time(latency, head, cached, min(budget, most))
     return seconds + prefill_time(latency, tokens - head, cached + head, most)
@@ -76,17 +86,17 @@ def nearest_due_first(
     builder, limits = BatchBuilder(view), view.limits
     ready: dict[str, HandoffReason] = {s.id: "prefilled" for s in view.running if s.pending == 1}
     begun = view.prefilling
-    owed = sum(limits.blocks(s.length) - s.blocks for s in begun)
+    missing = sum(limits.blocks(s.length) - s.blocks for s in begun)
 
     def key(seq: SeqView) -> tuple[float, float]:
         return (order(seq), seq.request.arrival)
 
     seqs = sorted((*begun, *view.waiting), key=key)
-    prompts = [Prompt(due(s), s.pending, s.cached) for s in seqs]
+    prompts = [QueuedPrompt(due(s), s.pending, s.cached) for s in seqs]
     chunks, _ = prefill_chunks(prompts, view.now, budget, limits.max_num_batched_tokens, view.latency)
     for seq, tokens in zip(seqs, chunks, strict=False):
         new = seq.id not in builder.running
-        if builder.tokens_that_fit(seq) < tokens or (new and builder.missing_blocks(seq, seq.pending) + owed > 0):
+        if builder.tokens_that_fit(seq) < tokens or (new and builder.missing_blocks(seq, seq.pending) + missing > 0):
             break
         builder.add(seq, tokens)
     if not builder.work and begun:  # none may start, and the nearest deadline is of one that has not begun

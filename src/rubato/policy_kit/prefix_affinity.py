@@ -23,7 +23,7 @@ from math import inf
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, Router, SeqView, View
 from rubato.core.plan import Role, Shape
-from rubato.policy_kit.backlog import PER_REQUEST, load, prefill_seconds
+from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS, load, prefill_seconds
 from rubato.policy_kit.prefix_index import PrefixIndex
 from rubato.policy_kit.wrapper import RouterWrapper
 
@@ -48,15 +48,14 @@ class PrefixAffinity(RouterWrapper):
         if not (isinstance(dispatch, Dispatch) and isinstance(dispatch.place, Mapping) and dispatch.place):
             return dispatch  # nothing to move, or an error that the check of each dispatch names
         self._index.begin(held, fleet)
-        turn = _Turn(self._index, held, fleet, dispatch, now)
+        redirection = _Redirection(self._index, held, fleet, dispatch, now)
         why = dict(dispatch.why)
-        place = {id: turn.placed(id, chosen, why) for id, chosen in dispatch.place.items()}
+        place = {id: redirection.choose_replica(id, chosen, why) for id, chosen in dispatch.place.items()}
         return dispatch._replace(place=place, why=why)
 
 
-class _Turn:
-    """One dispatch, with where its requests go so far: queued are the tokens that it adds to a replica, count the
-    requests."""
+class _Redirection:
+    """The placements of one dispatch so far: `_queued` are the tokens added to each replica, `_count` the requests."""
 
     def __init__(
         self, index: PrefixIndex, held: Sequence[SeqView], fleet: Sequence[View], dispatch: Dispatch, now: float
@@ -75,8 +74,9 @@ class _Turn:
                 self._queued[replica] += seq.pending - self._cached(seq, replica)
                 self._count[replica] += 1
 
-    def placed(self, id: str, chosen: str, why: dict[str, str]) -> str:
-        """Where it goes instead of the replica that the router chose. why: gets the reason, if that is another one."""
+    def choose_replica(self, id: str, chosen: str, why: dict[str, str]) -> str:
+        """Returns the replica for a request instead of the router's choice; `why` gets the reason if it is another
+        one."""
         seq = self._seqs.get(id)
         if seq is None or chosen not in self._fleet:
             return chosen
@@ -113,10 +113,11 @@ class _Turn:
         return chosen
 
     def _load(self, view: View) -> int:
-        return load(view) + self._queued[view.id] + PER_REQUEST * self._count[view.id]
+        return load(view) + self._queued[view.id] + DECODE_TO_COME_TOKENS * self._count[view.id]
 
     def _keeps_slo(self, seq: SeqView, view: View, cached: int, more: int, saved: int) -> bool:
-        """more: load there beyond that of the router's choice; saved: tokens that are not to be computed there."""
+        """Returns whether `view` keeps its SLO. `more`: its load beyond the router's choice; `saved`: tokens not
+        computed there."""
         promised = not (seq.best_effort or seq.id in self._demoted)
         due, tpot = (seq.due, seq.request.stages[seq.stage].slo.tpot) if promised else (inf, None)
         if due == inf:
@@ -127,7 +128,7 @@ class _Turn:
         return tpot is None or self._step_of_all(seq, view) <= tpot
 
     def _step_of_all(self, seq: SeqView, view: View) -> float:
-        """Seconds of one token of each that is there or placed there now, and of this one."""
+        """Returns the seconds of a step with a token of every request there or placed there now, and of this one."""
         count = min(view.count + self._count[view.id] + 1, view.limits.max_num_seqs)
         kv = sum([s.length for s in view.running]) + sum([s.length for s in view.waiting])
         return view.latency.step_time(Shape(count, count, kv + self._queued[view.id] + seq.length))

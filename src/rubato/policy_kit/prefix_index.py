@@ -1,4 +1,4 @@
-"""Which prompts' KV a replica is likely to have, as a router knows it: by what was placed there.
+"""Estimates which prompts' KV each replica holds, from the placements that a router sees.
 
 Approximate, as in the routers of SGLang and llm-d: a prompt counts as cached from its placement on, and until so much
 has been placed on that replica since as its KV memory holds. The index is derived state: a new one is empty, and
@@ -50,22 +50,23 @@ class PrefixIndex:
         self._caches: dict[str, _Cache] = {}
         self._sessions: dict[tuple[str, str], tuple[str, int]] = {}  # its last replica, and tokens there
         self._prompts: dict[str, _Prompt] = {}  # of requests that were held and have not ended
-        self._served: dict[str, str] = {}  # where each of them was placed
+        self._replica_of: dict[str, str] = {}  # where each of them was placed
         # by replica, what the dispatch in the making places there
         self._coming: defaultdict[str, dict[Hashable, int]] = defaultdict(dict)
 
     def begin(self, held: Sequence[SeqView], fleet: Sequence[View]) -> None:
-        """A dispatch begins, with these requests and replicas."""
+        """Begins a dispatch with these requests and replicas."""
         self._coming.clear()
         for view in fleet:
             self._caches.setdefault(view.id, _Cache()).most = view.kv_total * view.limits.block_size
         for seq in held:
             if seq.cached:  # its KV comes along, and its prompt is computed nowhere
                 self._prompts.pop(seq.id, None)
-                self._served.pop(seq.id, None)
+                self._replica_of.pop(seq.id, None)
 
     def cached(self, seq: SeqView, replica: str) -> int:
-        """Tokens of this request whose KV that replica is likely to have: never all, the last one must be run."""
+        """Returns the tokens of this request that are likely in that replica's KV; never all, since the last one must
+        run."""
         prompt = self._prompt(seq)
         if (cache := self._caches.get(replica)) is None:
             return 0
@@ -81,7 +82,7 @@ class PrefixIndex:
         return min(tokens, seq.length - 1)
 
     def expect(self, seq: SeqView, replica: str) -> None:
-        """The dispatch in the making places it there: what comes after it in the same dispatch may share its KV."""
+        """Notes a placement of the current dispatch: later requests of the same dispatch may share its KV."""
         if not seq.cached:
             prompt = self._prompt(seq)
             self._coming[replica].update(dict.fromkeys(prompt.keys, PREFIX_BLOCK))
@@ -89,14 +90,14 @@ class PrefixIndex:
                 self._coming[replica][prompt.session] = prompt.tokens
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Learn from what was placed, whichever router decided it."""
+        """Learns from placements, whichever router made them."""
         for event in events:
             if isinstance(event, Placed):
                 if event.id in self._prompts and event.replica in self._caches:
-                    self._served[event.id] = event.replica
+                    self._replica_of[event.id] = event.replica
                     self._add(self._prompts[event.id], event.replica, 0)
             elif isinstance(event, Finished):
-                prompt, replica = self._prompts.pop(event.id, None), self._served.pop(event.id, None)
+                prompt, replica = self._prompts.pop(event.id, None), self._replica_of.pop(event.id, None)
                 if prompt is not None and replica in self._caches and event.outcome == "completed":
                     self._add(prompt, replica, event.output)
             elif isinstance(event, Left):
@@ -112,7 +113,7 @@ class PrefixIndex:
         return prompt
 
     def _add(self, prompt: _Prompt, replica: str, output: int) -> None:
-        """The end of a prompt is forgotten before its beginning, and a session's output before its prompt."""
+        """Adds a prompt; its end is forgotten before its beginning, and a session's output before its prompt."""
         cache, session = self._caches[replica], prompt.session
         if session is not None:
             last = self._sessions.get(session)
@@ -131,8 +132,8 @@ class PrefixIndex:
 
 
 def block_keys(request: Request) -> tuple[int, ...]:
-    """A key for each full block of its first prompt, that two prompts of one tenant share as far as they begin alike:
-    `Request.prefix`, or worked out from token ids. None where neither is known."""
+    """Returns a key for each full block of the first prompt, shared by a tenant's prompts as far as they begin alike:
+    from `Request.prefix`, or from token ids; () if neither is known."""
     if request.prefix:
         return tuple([hash((request.tenant, key)) for key in request.prefix])
     ids, keys = request.stages[0].token_ids, []

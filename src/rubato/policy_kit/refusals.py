@@ -9,9 +9,9 @@ from rubato.core.infeasible import StageLengths, find_infeasible
 from rubato.core.interfaces import SeqView, View, nothing_sent
 from rubato.core.request import INFEASIBLE, LATE
 
-# One request in so many is not judged by its predicted length: else a mean that has once grown too long would refuse
-# every request that could correct it.
-NOT_PREDICTED = 32
+# One request in so many is not judged by its predicted length: otherwise a mean that is too long would refuse every
+# request that could correct it.
+UNPREDICTED_ONE_IN = 32
 
 
 def refusable(seq: SeqView) -> bool:
@@ -19,16 +19,16 @@ def refusable(seq: SeqView) -> bool:
 
 
 def known_output(seq: SeqView) -> float | None:
-    """Output tokens still to come: exactly, where nothing but `max_tokens` ends them; else as predicted, if at all."""
+    """Returns the output tokens still to come: exact if only `max_tokens` ends them, else as predicted, if at all."""
     sampling = seq.request.sampling
     if sampling.ignore_eos and not (sampling.stop or sampling.stop_ids) and len(seq.request.stages) == 1:
         return float(sampling.max_tokens - seq.output)
-    return None if crc32(seq.id.encode("utf-8", "replace")) % NOT_PREDICTED == 0 else seq.predicted
+    return None if crc32(seq.id.encode("utf-8", "replace")) % UNPREDICTED_ONE_IN == 0 else seq.predicted
 
 
 def why_infeasible(seq: SeqView, view: View) -> str | None:
-    """Why one that has not begun would miss the SLO of its first stage alone on this replica, with the numbers; None if
-    it would not, or that is not known: what a token takes where the engine may draft several for a step."""
+    """Returns why a request that has not begun would miss the SLO of its first stage even alone on this replica, with
+    numbers; None if it would not, or if that is unknown, as where the engine may draft."""
     stage, fewest, most = seq.request.stages[0], 1, seq.request.sampling.max_tokens
     if "draft" in view.supports:
         most = 1
@@ -40,21 +40,21 @@ def why_infeasible(seq: SeqView, view: View) -> str | None:
 
 
 def wants_refusal(seq: SeqView, view: View) -> bool:
-    """Whether one that is to be refused rather than late could not meet its SLO here even alone."""
+    """Returns whether a request that prefers a refusal could not meet its SLO here even alone."""
     return refusable(seq) and why_infeasible(seq, view) is not None
 
 
 def refusal(seq: SeqView, *views: View) -> str:
-    """The reason of refusing a request whose SLO cannot be met at the replicas of these views, as they are now."""
+    """Returns the reason to refuse a request whose SLO cannot be met at these replicas now."""
     found = [why_infeasible(seq, view) for view in views]
     return f"{INFEASIBLE}: {found[0]}" if found and all(found) else LATE
 
 
 def refusals(seqs: Iterable[SeqView], view: View) -> dict[str, str]:
-    """Of these, whose SLO cannot be met now, those that are refused for it; id -> reason."""
+    """Returns reasons by id for the requests, all unable to meet their SLO, that are to be refused for it."""
     return {seq.id: refusal(seq, view) for seq in seqs if refusable(seq)}
 
 
 def fleet_refusal(seq: SeqView, fleet: Sequence[View]) -> str:
-    """As `refusal`, of a router: of a server whose step times are a guess nothing is claimed."""
+    """Returns `refusal` for a router; a generic reason if a server's step times are a guess."""
     return refusal(seq, *fleet) if all("step_times" in view.supports for view in fleet) else LATE

@@ -11,12 +11,16 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
 from rubato.policy_kit.prefill_queue import dynamic_prefill_time
 
-KV_GRAIN, PROMPT_GRAIN, SEQS_GRAIN = 4096, 256, 8  # tokens, and decodes, up to which step times are remembered alike
-PROBE = Shape(32, 32, 32_000)
+KV_GRAIN_TOKENS, PROMPT_GRAIN_TOKENS, SEQS_GRAIN = (
+    4096,
+    256,
+    8,
+)  # step times are rounded up to these
+PROBE_SHAPE = Shape(32, 32, 32_000)
 
 
 class StepTable:
-    """most: tokens that a batch may have."""
+    """Remembered step times of one latency model. `most`: tokens that a batch may have."""
 
     def __init__(self, latency: LatencyModel, most: int) -> None:
         self._latency = latency
@@ -30,11 +34,11 @@ class StepTable:
         self._probed = (-inf, 0.0)  # when, and what a step of some size took
 
     def renew(self, now: float) -> None:
-        """Forget all when the model predicts other times by now; looked at once a second."""
+        """Forgets all times if the model's predictions have changed; checks once a second."""
         when, before = self._probed
         if now - when < 1.0:
             return
-        probe = self._latency.step_time(PROBE)
+        probe = self._latency.step_time(PROBE_SHAPE)
         if abs(probe - before) > 0.02 * before:
             for times in (self._decodes, self._chunk, self._alone, self._in_chunks):
                 times.cache_clear()
@@ -43,23 +47,28 @@ class StepTable:
         self._probed = (now, probe)
 
     def decodes(self, seqs: int, kv: int) -> float:
-        """Seconds of so many decodes with `kv` tokens together."""
-        return self._decodes(seqs, _rounded_up(kv, KV_GRAIN))
+        """Returns the seconds of a step of `seqs` decodes with `kv` tokens together."""
+        return self._decodes(seqs, _rounded_up(kv, KV_GRAIN_TOKENS))
 
     def chunk(self, tpot: float, seqs: int, kv: int, prompt: int) -> tuple[int, float]:
-        """The tokens of a prompt that a step of `tpot` has room for beside so many decodes, up to its end; and the
-        seconds of that step. (0, 0.0) for none."""
+        """Returns the tokens of a prompt that fit in each step of `tpot` seconds with `seqs` decodes, to the prompt's
+        end, and the seconds of such a step; (0, 0.0) if none fit."""
         return self._chunk(
-            tpot, _rounded_up(seqs, SEQS_GRAIN), _rounded_up(kv, KV_GRAIN), _rounded_up(prompt, PROMPT_GRAIN)
+            tpot,
+            _rounded_up(seqs, SEQS_GRAIN),
+            _rounded_up(kv, KV_GRAIN_TOKENS),
+            _rounded_up(prompt, PROMPT_GRAIN_TOKENS),
         )
 
-    def alone(self, prompt: int, cached: int = 0) -> float:
-        """Seconds of a prompt's tokens after those cached, with nothing beside them, in as few steps as possible."""
-        return self._alone(_rounded_up(prompt, PROMPT_GRAIN), _rounded_up(cached, PROMPT_GRAIN))
+    def isolated_seconds(self, prompt: int, cached: int = 0) -> float:
+        """Returns the seconds of a prompt's tokens after the cached ones, alone and in as few steps as possible."""
+        return self._alone(_rounded_up(prompt, PROMPT_GRAIN_TOKENS), _rounded_up(cached, PROMPT_GRAIN_TOKENS))
 
     def in_chunks(self, prompt: int, cached: int, budget: int) -> float:
-        """The same in dynamic chunks (`prefill_queue`)."""
-        return self._in_chunks(_rounded_up(prompt, PROMPT_GRAIN), _rounded_up(cached, PROMPT_GRAIN), budget)
+        """Returns the same in dynamic chunks (`prefill_queue`)."""
+        return self._in_chunks(
+            _rounded_up(prompt, PROMPT_GRAIN_TOKENS), _rounded_up(cached, PROMPT_GRAIN_TOKENS), budget
+        )
 
     def _find_chunk(self, tpot: float, seqs: int, kv: int, prompt: int) -> tuple[int, float]:
         base = Shape(seqs, seqs, kv)

@@ -1,4 +1,4 @@
-"""Turns for what a policy serves last, so that others starve none of it, and decodes that leave it its KV."""
+"""Gives turns to requests without a deadline, so that none starves, and adds decodes that leave them their KV."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from math import inf
 from rubato.core.interfaces import SeqView, View
 from rubato.policy_kit.batch_builder import BatchBuilder, make_room
 
-EVERY, TOKENS = 16, 16  # one step in so many gives the oldest so many tokens, as in `edf` and `priority`
+TURN_EVERY_STEPS, TURN_TOKENS = (
+    16,
+    16,
+)  # one step in so many gives the oldest so many tokens, as in `edf` and `priority`
 
 
 @dataclass
@@ -19,16 +22,16 @@ class Turns:
     _count: int = 0
 
     def give(self, builder: BatchBuilder) -> None:
-        """In one step of `EVERY` the oldest without a deadline gets up to `TOKENS` of its tokens before all others, and
-        the KV for them from those started last. Before anything else is put into the batch."""
+        """In one step of `TURN_EVERY_STEPS` the oldest without a deadline gets up to `TURN_TOKENS` of its tokens before
+        all others, and the KV for them from those started last. Before anything else is put into the batch."""
         view = builder.view
         if not (view.waiting or view.prefilling):
             return
         self._count += 1
-        if self._count < EVERY or (seq := oldest_without_deadline(view)) is None:
+        if self._count < TURN_EVERY_STEPS or (seq := oldest_without_deadline(view)) is None:
             return
         self._count = 0
-        tokens = min(seq.pending, TOKENS, builder.tokens_left)
+        tokens = min(seq.pending, TURN_TOKENS, builder.tokens_left)
         make_room(builder, seq, tokens, reversed(view.running))
         if tokens := min(tokens, builder.tokens_that_fit(seq)):
             builder.add(seq, tokens)

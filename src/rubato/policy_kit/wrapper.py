@@ -1,4 +1,4 @@
-"""A router or scheduler around another one, which decides most: it has all that the other has."""
+"""Wraps a router or scheduler, and passes on all of its attributes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Inner = TypeVar("Inner", bound=Router | Scheduler)
 
 
 class Wrapper(Generic[Inner]):
-    """inner: what is asked."""
+    """A wrapper around `inner`."""
 
     def __init__(self, inner: Inner) -> None:
         self.inner = inner

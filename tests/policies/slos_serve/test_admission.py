@@ -16,7 +16,7 @@ from rubato.measure.records import rejudged
 from rubato.policies.slos_serve import dynamic_program
 from rubato.policies.slos_serve.admission import AdmissionLimits, admit
 from rubato.policies.slos_serve.demand import Demand, rows
-from rubato.policies.slos_serve.dynamic_program import EPS, SECONDS, TOKENS, summed
+from rubato.policies.slos_serve.dynamic_program import ROUNDING_TOKENS, SECONDS, TOKENS, summed
 from rubato.simulation.run_spec import RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
 from tests.policies.slos_serve import reference
@@ -69,7 +69,7 @@ def test_what_is_left_of_grids_is_as_in_plain_python(instance: Instance) -> None
         assert dynamic_program.index(made, due).tolist() == [reference.index(grid, at) for at in due]
         *_, room, slope = dynamic_program.demand_line(made, rows(forced))
         assert room.tolist() == pytest.approx(reference.room(grid, forced))
-        assert (slope >= -EPS and room.min() >= -EPS) == reference.holds(grid, forced)
+        assert (slope >= -ROUNDING_TOKENS and room.min() >= -ROUNDING_TOKENS) == reference.holds(grid, forced)
 
 
 def test_memory_is_for_those_that_take_least_of_it() -> None:

@@ -18,8 +18,8 @@ from rubato.latency.roofline import Model
 from rubato.policies import PolicyError, load
 from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.demand import Demand
-from rubato.policies.slos_serve.speculation import PLAIN, Drafts, SpeculationPlan
-from rubato.policy_kit.acceptance import Accepted
+from rubato.policies.slos_serve.speculation import NO_SPECULATION, SpeculationPlan, SpeculationState
+from rubato.policy_kit.acceptance import AcceptanceRates
 from rubato.replica.plan_check import spelled_out
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
@@ -54,7 +54,7 @@ def test_a_request_whose_drafts_are_not_there_yet_is_wanted_sooner() -> None:
 def test_a_loose_tier_decodes_as_before() -> None:
     loose = Demand("a", 0.1, 1, 0.1, accepts=0.7)
     assert SpeculationPlan(0.1, 3, 10).entries([loose], {"a": 3}) == [loose]
-    assert PLAIN.entries([loose._replace(tpot=0.01)], {}) == [loose._replace(tpot=0.01)]
+    assert NO_SPECULATION.entries([loose._replace(tpot=0.01)], {}) == [loose._replace(tpot=0.01)]
 
 
 def test_a_request_that_was_unlucky_is_wanted_in_the_next_batch() -> None:
@@ -68,12 +68,12 @@ def test_a_request_that_was_unlucky_is_wanted_in_the_next_batch() -> None:
 
 def test_the_mean_is_planned_on_where_a_decode_can_be_ahead() -> None:
     seq = Seq(request("a", ttft=1.0, tpot=0.05))
-    certain, half = Accepted(1.0), Accepted(0.5)
-    assert Drafts(9, able=True, accepted=certain).chance(seq) == 1.0
-    assert Drafts(9, able=True, accepted=half).chance(seq) == 0.5
-    assert Drafts(9, accepted=half).chance(seq) == 0.0
+    certain, half = AcceptanceRates(1.0), AcceptanceRates(0.5)
+    assert SpeculationState(9, able=True, acceptance=certain).chance(seq) == 1.0
+    assert SpeculationState(9, able=True, acceptance=half).chance(seq) == 0.5
+    assert SpeculationState(9, acceptance=half).chance(seq) == 0.0
     from_first_token = Seq(request("b", tpot=0.05))
-    assert Drafts(9, able=True, accepted=half).chance(from_first_token) == 0.0
+    assert SpeculationState(9, able=True, acceptance=half).chance(from_first_token) == 0.0
 
 
 # --------------------------------------------------------------------------- view in, plan out
@@ -134,7 +134,7 @@ class Recording:
 
     def __init__(self, prior: float) -> None:
         self.inner = Scheduler()
-        self.inner._drafts.accepted.prior = prior
+        self.inner._drafts.acceptance.prior = prior
         self.promised: set[str] = set()
         self.verified = self.beyond = 0
 

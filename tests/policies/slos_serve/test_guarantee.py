@@ -120,9 +120,9 @@ def test_nor_does_one_in_short_batches_or_beside_one_that_has_waited_for_long(
 ) -> None:
     """`max_batch_seconds`: where a batch does not hold all decodes they take turns."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "PATIENCE", patience)
-        patch.setattr(demand, "PATIENCE", patience)
-        patch.setattr(scheduler, "PATIENT_PACE", patience / 16)
+        patch.setattr(scheduler, "PATIENCE_S", patience)
+        patch.setattr(demand, "PATIENCE_S", patience)
+        patch.setattr(scheduler, "PATIENT_TPOT_S", patience / 16)
         admitted, met = played(*case, max_batch_seconds=longest)
     assert admitted <= met
 

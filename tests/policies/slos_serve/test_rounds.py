@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rubato.core.events import Event, Finished, Preempted
 from rubato.core.plan import Limits, blocks_for
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.policies.slos_serve.scheduler import ASKED
+from rubato.policies.slos_serve.scheduler import MAX_DECISIONS
 from rubato.simulation.run_spec import Hardware, oracle_lengths
 from tests.conftest import few
 from tests.doubles import Linear
@@ -23,7 +23,9 @@ def crowd(holders: int, others: int, ttft: float, at: float, blocks: int, tool: 
     truth: dict[str, tuple[int, ...]] = {}
     second = Stage(2, SLO(10.0, 0.1), tool=tool > 0.0)
     for i in range(holders):
-        prompt, output = (20, 5) if i < ASKED else (21, 4)  # the first that are decided are a token ahead of the others
+        prompt, output = (
+            (20, 5) if i < MAX_DECISIONS else (21, 4)
+        )  # the first that are decided are a token ahead of the others
         stages = (Stage(prompt, SLO(1.0, 0.1)), second)
         requests.append(Request(f"t{i:02}", stages, 0.0, sampling=Sampling(max_tokens=output + 3)))
         truth[f"t{i:02}"] = (output, 3)
@@ -51,7 +53,7 @@ def crowds(draw: st.DrawFn) -> Load:
         )
         for _ in range(draw(st.integers(1, 3)))
     ]
-    for i in range(draw(st.integers(2, 3 * ASKED))):
+    for i in range(draw(st.integers(2, 3 * MAX_DECISIONS))):
         kind = draw(st.sampled_from([*alike, ()]))
         id, arrival = f"q{i:02}", draw(st.sampled_from([0.0, 0.0, 0.0, 0.03, 0.045, 0.1]))
         stages = [Stage(prompt, slo, tool=tool and at > 0) for at, (prompt, slo, _) in enumerate(kind)]
@@ -93,6 +95,6 @@ def test_whatever_is_undecided_every_request_ends_once_and_no_step_fails(load: L
 
 def test_no_request_is_promised_memory_that_an_undecided_one_holds() -> None:
     """Requests whose second prompt has begun have all KV; more that are due sooner came than are decided at once."""
-    events, finished = ends(crowd(20, ASKED, 0.5, 0.045, 40))
+    events, finished = ends(crowd(20, MAX_DECISIONS, 0.5, 0.045, 40))
     assert not [e for e in events if isinstance(e, Preempted)]
     assert all(end.verdict.met for id, end in finished.items() if id.startswith("t"))

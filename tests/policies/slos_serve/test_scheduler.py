@@ -17,7 +17,7 @@ from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.batch_capacity import BatchCapacity
 from rubato.policies.slos_serve.demand import Demand, DemandReader, prefill_token_weight, prompt_stage, tightest_tpot
-from rubato.policies.slos_serve.scheduler import ASKED
+from rubato.policies.slos_serve.scheduler import MAX_DECISIONS
 from rubato.policy_kit.batch_builder import blocks_at_end
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
@@ -87,10 +87,10 @@ def test_whose_output_does_not_fit_in_memory_is_declined() -> None:
 
 def test_none_of_a_burst_runs_before_it_is_decided() -> None:
     """Those due last wait for the next step: run as best effort they could not be refused any more."""
-    burst = [prompt(f"q{i:02}", 2, ttft=2.0 + i, refuse=True) for i in range(ASKED + 3)]
+    burst = [prompt(f"q{i:02}", 2, ttft=2.0 + i, refuse=True) for i in range(MAX_DECISIONS + 3)]
     made = plan(seen(burst, []))
     assert work(made)
-    last = {f"q{i:02}" for i in range(ASKED, ASKED + 3)}
+    last = {f"q{i:02}" for i in range(MAX_DECISIONS, MAX_DECISIONS + 3)}
     assert not last & {*work(made), *made.drop, *made.demote}
 
 

@@ -142,7 +142,7 @@ class FleetPart:
         if cached:
             self.leaving[id] = seq
         if self._fair is not None:
-            self._fair.finished(id, "cancelled", len(seq.times_of_stage()), now)
+            self._fair.record_end(id, "cancelled", len(seq.times_of_stage()), now)
         moved = Handoff.after(seq.request.handoff, REPLICA_NAME, reason, now, cached)
         self._queue_for_policy(HandedOff(now, id, replace(seq.request, handoff=moved)))
         self._gateways.hand_off(seq, reason, now, cached)

@@ -222,7 +222,7 @@ class PolicyDriver(FleetPart):
         if self._slack_check is not None:
             self._slack_check.add_request(request)
         if self._fair is not None:
-            self._fair.enter(request, now)
+            self._fair.add_request(request, now)
             self._over_share[request.id] = seq
         most = vllm_request.num_prompt_tokens + vllm_request.max_tokens + self._kv.lookahead_tokens
         most = min(most, self.limits.max_model_len)
@@ -250,7 +250,7 @@ class PolicyDriver(FleetPart):
         if outcome == "completed" and self._lengths is not None:
             self._lengths.learn(seq.request, len(times))
         if self._fair is not None:
-            self._fair.finished(id, outcome, len(times), self.clock())
+            self._fair.record_end(id, outcome, len(times), self.clock())
         self._record(seq, Finished(self.clock(), id, outcome, reason, verdict, len(times), seq.best_effort))
 
     def _remove(self, id: str) -> VllmSeq | None:
@@ -401,8 +401,8 @@ class PolicyDriver(FleetPart):
         waiting = [s for s in seqs if s.waiting and s.id not in self._over_share]
         running = [s for s in seqs if not s.waiting]
         view = View(REPLICA_NAME, now, waiting, running, 0, self.limits.kv_blocks, self.limits, self.latency)
-        for request in self._fair.open([seq.request for seq in self._over_share.values()], [view], now):
-            self._fair.placed(request.id)
+        for request in self._fair.release([seq.request for seq in self._over_share.values()], [view], now):
+            self._fair.record_placement(request.id)
             del self._over_share[request.id]
         return self._over_share.keys()
 

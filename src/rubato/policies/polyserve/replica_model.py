@@ -1,5 +1,5 @@
-"""What PolyServe's router knows of a replica: the requests on it, their KV and queue to come, and step times; from
-these, when a request placed there would have its next token."""
+"""PolyServe's account of a replica: its requests, forecast KV, queue and step times; predicts when a request placed
+there would have its next token."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from rubato.core.interfaces import SeqView, View
-from rubato.policies.polyserve.scheduler import BUDGET, first_prompt_due
+from rubato.policies.polyserve.scheduler import PREFILL_BATCH_TOKENS, first_prompt_due
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_forecast import KVForecast
 from rubato.policy_kit.step_table import StepTable
 
-PREFILL = -1  # the group of the prefill replicas; tiers are counted from 0
+PREFILL_GROUP = -1  # the group of the prefill replicas; tiers are counted from 0
 
-# Share of the time until a prompt behind others is through, by which that may come later than predicted: prompts with
-# nearer deadlines come in between, and steps are a little longer.
-MARGIN = 0.1
+# Relative delay that a queued prompt must survive: prompts with nearer deadlines overtake it, and steps take a little
+# longer than predicted.
+DELAY_MARGIN_SHARE = 0.1
 
 
 @dataclass(slots=True)
@@ -38,14 +38,15 @@ class HeldRequest:
 
     @property
     def most(self) -> int:
-        """Tokens of it at its predicted end."""
+        """Its tokens at its predicted end."""
         return int(self.length + self.remaining)
 
 
-class Replica:
-    """group: the tier it serves, `PREFILL`, or None in the pool. draining: it has requests of looser tiers only, and
-    admits none. residents: how many of each tier, those whose prompt is under way elsewhere included. prompts: those to
-    be prefilled here, by id, with when they have to be through. load: None when it is to be worked out again."""
+class TierReplica:
+    """group: the tier it serves, `PREFILL_GROUP`, or None in the pool. draining: it has requests of looser tiers only,
+    and admits none. residents: how many of each tier, those whose prompt is under way elsewhere included. prompts:
+    those to be prefilled here, by id, with when they have to be through. load: None when it is to be worked out
+    again."""
 
     def __init__(self, view: View, index: int, tiers: int, steps: StepTable) -> None:
         self.id = view.id
@@ -72,12 +73,12 @@ class Replica:
         return not (len(self.forecast) or self.prompts)
 
     def receives_kv(self) -> bool:
-        """Whether KV is on its way here, that of one that has left for elsewhere meanwhile included: until it has come
-        the replica does what it does."""
+        """Returns whether KV is on its way here, even of a request that has left since; until it arrives the replica
+        keeps its group."""
         return any((h := s.request.handoff) and h.cached and h.source != self.id for s in self.view.moving)
 
     def renew(self, now: float) -> int:
-        """The replica's step by now. Residents that have outlived what was predicted are predicted again."""
+        """Returns the replica's current step, after predicting residents that outlived their predicted length again."""
         self.steps.renew(now)
         step = self.view.steps
         if late := self.forecast.overdue(step):
@@ -88,25 +89,25 @@ class Replica:
         return step
 
     def weigh(self) -> float:
-        """Its load, by which replicas are sorted: its predicted iteration time, at its fullest; for one that prefills,
-        the tokens queued."""
+        """Returns its load, by which replicas are sorted: its longest predicted iteration; for a prefill replica, the
+        queued tokens."""
         if self.load is None:
             count = len(self.forecast)
-            if self.group == PREFILL:
+            if self.group == PREFILL_GROUP:
                 self.load = float(sum(prompt.pending for prompt in self.prompts.values()))
             else:
                 self.load = self.steps.decodes(count, self.forecast.peak(self.view.steps)) if count else 0.0
         return self.load
 
     def add(self, request: HeldRequest) -> None:
-        """It is to decode here."""
+        """Adds a request that is to decode here."""
         self.forecast.add(request.seq.id, request.length, request.remaining, self.view.steps)
         self.residents[request.tier] += 1
         self.load = None
 
     def add_unknown(self, id: str, tier: int | None) -> None:
-        """One that another placed here: overdue from the start, so that its length is looked up next time. tier: None
-        if it is not among `residents`."""
+        """Adds a request that another router placed here, as overdue, so that its length is looked up next time. `tier`
+        is None if it is not among `residents`."""
         self.idle_since = inf
         self.forecast.add(id, 1, 1.0, self.view.steps - 1)
         if tier is not None:
@@ -114,14 +115,14 @@ class Replica:
         self.load = None
 
     def drop(self, id: str, tier: int | None) -> None:
-        """It has left. tier: None if it is not among `residents`."""
+        """Removes a request. `tier` is None if it is not among `residents`."""
         self.forecast.drop(id)
         if tier is not None:
             self.residents[tier] -= 1
         self.load = None
 
     def queue(self, request: HeldRequest) -> None:
-        """Its prompt is to be prefilled here."""
+        """Queues a prompt to be prefilled here."""
         self.idle_since = inf
         self.prompts[request.seq.id] = request
         self._times[request.seq.id] = timed = self._timed(request.due, request.pending, request.length)
@@ -131,20 +132,20 @@ class Replica:
             self._rooms = ()
 
     def unqueue(self, id: str) -> None:
-        """Its prompt is through, or goes elsewhere."""
+        """Removes a prompt that is done, or goes elsewhere."""
         del self.prompts[id], self._times[id]
         self.load = self._line = None
 
     # ----------------------------------------------------------------- whether a request fits
 
     def next_token_at(
-        self, request: HeldRequest, tpot: float, now: float, alone: bool = False, later: bool = False
+        self, request: HeldRequest, tpot: float, now: float, is_alone: bool = False, later: bool = False
     ) -> float | None:
         """When its next token would be out beside decodes; None if that is too late, or a step or the KV would come to
         be too much. alone: all that are here leave. later: it comes with its KV once it is prefilled."""
         step = self.renew(now)
         limits = self.view.limits
-        count = 1 if alone else len(self.forecast) + 1
+        count = 1 if is_alone else len(self.forecast) + 1
         if count > limits.max_num_seqs:
             return None
         if count > 1:
@@ -162,20 +163,20 @@ class Replica:
                 return None
             when = self.joins_at(request, now)
         elif count == 1:
-            when += self.steps.alone(request.pending + self.added)
+            when += self.steps.isolated_seconds(request.pending + self.added)
         else:
             when += self._prefilled_in(request, tpot, count - 1, now, when)
         return when if when <= request.due else None
 
-    def keeps(self, request: HeldRequest, tpot: float, now: float) -> bool:
-        """Whether one of the residents, which brings its KV, has its next token in time, and no step or the KV comes to
-        be too much. It counts twice in the former."""
+    def can_keep(self, request: HeldRequest, tpot: float, now: float) -> bool:
+        """Returns whether a resident that brings its KV has its next token in time, and steps and KV stay within
+        limits. The resident counts twice in the time."""
         peak = self.forecast.peak(self.renew(now))
         fits = peak <= self.capacity and self.steps.decodes(len(self.forecast), peak) <= tpot
         return fits and self.joins_at(request, now) <= request.due
 
     def joins_at(self, request: HeldRequest, now: float) -> float:
-        """When the next token of one that brings its KV would be out; inf if there is no room for that."""
+        """Returns when the next token of a request that brings its KV would be out; inf without room for the KV."""
         view = self.view
         if view.limits.blocks(request.length) > view.kv_free:
             return inf
@@ -203,7 +204,7 @@ class Replica:
             return seconds
         most = view.limits.max_num_batched_tokens - seqs
         beside = self.steps.decodes(seqs, kv) - self.steps.decodes(1, 1)
-        whole = self.steps.alone(wanted) + ceil(wanted / most) * beside
+        whole = self.steps.isolated_seconds(wanted) + ceil(wanted / most) * beside
         if at + whole > request.due:  # however much is lent: seen before that is asked, which takes long
             return seconds
         lead = view.first_decode_due + (tpot if at > now else 0.0) - tpot - at
@@ -214,7 +215,7 @@ class Replica:
         return lead + (1.0 - lead / whole) * seconds
 
     def _longest_prompt(self) -> int:
-        """Tokens of the longest of those that no step has taken up in whole, 0 for none. Looked up when they change."""
+        """Returns the tokens of the longest prompt here that is not done, 0 for none; computed when they change."""
         of = (self.view.steps, self.view.pending)
         if of != self._longest_of:
             self._longest = max([s.length for s in (*self.view.prefilling, *self.view.waiting)], default=0)
@@ -222,30 +223,29 @@ class Replica:
         return self._longest
 
     def prefills_in_time(self, request: HeldRequest, now: float) -> bool:
-        """Whether its prompt, and those behind it, would be through in time among those queued here, one after the
-        other, nearest deadline first, and there is KV for all. Each runs in dynamic chunks, or in as few steps as
-        possible where it would be late so. All but the first have a margin; one for the first would refuse prompts
-        that are in time only if they run alone. Sharing steps saves time, for those that come later."""
+        """Returns whether a prompt and those behind it would be done in time in the queue here, nearest deadline first,
+        with KV for all. Each runs in dynamic chunks, or in as few steps as possible if it would be late otherwise. All
+        but the first have a margin: with one, prompts that are in time only alone would be refused."""
         self.steps.renew(now)
         steps, busy_until = self.steps, self.view.busy_until
         line = self._waiting_line(busy_until)
-        begin, taken, margin = max(now, busy_until), 0.0, 1.0
+        begin, elapsed, margin = max(now, busy_until), 0.0, 1.0
         own = self._timed(request.due, request.pending, request.length)
         at = bisect_right(line, own)
-        if self._least(own) > self._rooms[at] - begin / (1.0 + MARGIN):
+        if self._least(own) > self._rooms[at] - begin / (1.0 + DELAY_MARGIN_SHARE):
             return False
         for due, tokens, cached, seconds in (*line[:at], own, *line[at:]):
-            through = taken + seconds
+            through = elapsed + seconds
             if begin + margin * through > due:
-                through = taken + steps.alone(tokens, cached)
+                through = elapsed + steps.isolated_seconds(tokens, cached)
                 if begin + margin * through > due >= request.due:
                     return False
-            taken, margin = through, 1.0 + MARGIN
+            elapsed, margin = through, 1.0 + DELAY_MARGIN_SHARE
         wanted = request.pending + sum([tokens for _, tokens, _, _ in line])
         return self.group is None or wanted <= self.view.kv_free * self.view.limits.block_size
 
     def _waiting_line(self, busy_until: float) -> Sequence[tuple[float, int, int, float]]:
-        """What no step has taken up of the prompts here (`_timed`), by deadline. It stays the same during a step."""
+        """Returns the pending parts of the prompts here (`_timed`), by deadline; constant during a step."""
         of = (self.view.steps, busy_until)
         if self._line is None or of != self._line_of:
             known, times, line = self.view.known, self._times, []
@@ -266,34 +266,34 @@ class Replica:
     def _room_before(self, line: Sequence[tuple[float, int, int, float]]) -> Sequence[float]:
         """For each place in the line: up to when, divided by the margin, one that takes less would leave those behind
         it in time, were each as short as possible; inf at the end."""
-        rooms, taken, least = [inf], sum(map(self._least, line)), inf
+        rooms, elapsed, least = [inf], sum(map(self._least, line)), inf
         for timed in reversed(line):
-            least = min(least, timed[0] / (1.0 + MARGIN) - taken)
-            taken -= self._least(timed)
+            least = min(least, timed[0] / (1.0 + DELAY_MARGIN_SHARE) - elapsed)
+            elapsed -= self._least(timed)
             rooms.append(least)
         return rooms[::-1]
 
     def _least(self, timed: tuple[float, int, int, float]) -> float:
-        """Seconds of these tokens in chunks, or in as few steps as possible if that is less."""
+        """Returns the seconds of these tokens in chunks, or in as few steps as possible if that is less."""
         _, tokens, cached, seconds = timed
-        return min(seconds, self.steps.alone(tokens, cached))
+        return min(seconds, self.steps.isolated_seconds(tokens, cached))
 
     def _timed(self, due: float, tokens: int, length: int) -> tuple[float, int, int, float]:
-        """The last tokens of a prompt: when it is due, how many, after how many, and their seconds in chunks."""
-        return due, tokens, length - tokens, self.steps.in_chunks(tokens, length - tokens, BUDGET)
+        """Returns (due, pending tokens, cached tokens, seconds in chunks) of a prompt."""
+        return due, tokens, length - tokens, self.steps.in_chunks(tokens, length - tokens, PREFILL_BATCH_TOKENS)
 
     def _wait(self, now: float) -> float:
-        """Seconds until the step in flight ends."""
+        """Returns the seconds until the step in flight ends."""
         return max(0.0, self.view.busy_until - now)
 
     def _backlog(self) -> int:
-        """Tokens of prompts that no step has taken up, those placed just now included."""
+        """Returns the prompt tokens that are in no step yet, including this dispatch's placements."""
         view = self.view
         flight = view.in_flight
         return max(0, view.pending - view.decodes.seqs - (flight.tokens - flight.seqs + flight.chunks)) + self.added
 
 
-def is_source(replica: Replica, seq: SeqView) -> bool:
-    """Whether the KV that it would bring is there, from before that replica served another group."""
+def is_source(replica: TierReplica, seq: SeqView) -> bool:
+    """Returns whether the request's KV is on this replica, from before it served another group."""
     handoff = seq.request.handoff
     return handoff is not None and seq.cached > 0 and handoff.source == replica.id

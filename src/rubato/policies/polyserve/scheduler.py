@@ -1,4 +1,4 @@
-"""What a replica of PolyServe runs: prompts by deadline, decodes alone, or chunks beside decodes within the TPOT."""
+"""Plans a PolyServe replica's steps: prompts by deadline, decodes alone, or chunks with decodes within the TPOT."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rubato.core.plan import Plan, Shape
 from rubato.policy_kit.batch_builder import decode_first, decodes_only
 from rubato.policy_kit.prefill_queue import nearest_due_first
 
-BUDGET = 2048  # tokens of a prefill batch, by which the router prices prompts, too
+PREFILL_BATCH_TOKENS = 2048  # tokens of a prefill batch, by which the router prices prompts, too
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Scheduler:
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     uses: ClassVar[frozenset[str]] = frozenset({"handoff", "kv_transfer"})
-    budget: int = BUDGET
+    budget: int = PREFILL_BATCH_TOKENS
 
     def __post_init__(self) -> None:
         if self.budget < 1:
@@ -68,7 +68,7 @@ class Scheduler:
 
 
 def by_deadline(seq: SeqView, now: float) -> tuple[float, float]:
-    """A key to sort by: best effort last and what is late already, ties in order of arrival."""
+    """Sort key: deadline; late requests and best effort last; ties in order of arrival."""
     due = seq.due
     return (inf if seq.best_effort or due < now else due, seq.request.arrival)
 
@@ -80,7 +80,7 @@ def prompt_due(seq: SeqView) -> float:
 
 
 def first_prompt_due(view: View) -> float:
-    """When the first of the prompts here is due, late ones apart."""
+    """Returns when the first prompt here is due that is not late."""
     now = view.now
     return min([due for s in (*view.prefilling, *view.waiting) if (due := s.due) > now], default=inf)
 

@@ -1,4 +1,4 @@
-"""Ours: one queue for the fleet, deadlines decide each step, and what is promised is kept.
+"""Ours: one queue for the fleet, steps planned by deadline, admitted requests kept in time.
 
 For tiers with TTFTs and TPOTs, or deadlines for whole answers, near and beyond capacity, on one replica or many, with
 a length predictor that learns. The default. docs/policies/rubato.md says what it does and where it loses.

@@ -1,7 +1,7 @@
-"""What a step computes, once it is clear which prompts are to be served.
+"""Fills a step with tokens, once the prompts to serve are chosen.
 
-Decodes that are due before the next step could end are in it; of the others as many as the prompts can spare; then
-prompts by deadline, as much as the step's length allows; then the decodes left out; then best effort.
+The step takes decodes that are due before the next step could end, and as many others as the prompts can spare; then
+prompts by deadline, up to the step's length; then the remaining decodes; then best effort.
 """
 
 from __future__ import annotations
@@ -11,30 +11,48 @@ from collections.abc import Mapping, Sequence
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
 from rubato.policies.rubato.drafts import nodes_to_verify
-from rubato.policies.rubato.requests import ARRIVAL, Parts
-from rubato.policies.rubato.supply import DecodeSteps, Job
+from rubato.policies.rubato.requests import ARRIVAL, PlanCandidates
+from rubato.policies.rubato.supply import DecodeSteps, Task
 from rubato.policy_kit import turns
 from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end, make_room
 from rubato.policy_kit.draft_value import drafting, with_nodes
 
-SPARE = 0.5  # of the time that prompts can spare, taken by decodes that could wait: with none, Coder loses 15 points
+# Share of the time that prompts can spare which goes to decodes that could wait: without it Coder loses 15 points.
+DECODE_SHARE_OF_SPARE_TIME = 0.5
 
 
 class StepBatch:
-    """kept: the prompts to be served, by deadline. oldest: best effort that has turns. floor: seconds that a step takes
-    at least, where there is that much to do."""
+    """One step in the making.
+
+    Args:
+        on_time: the prompts to serve, by deadline
+        oldest: the best-effort request that gets turns
+        floor: shortest step, in seconds, while there is enough to do
+    """
 
     def __init__(
-        self, view: View, steps: DecodeSteps, parts: Parts, kept: Sequence[Job], oldest: SeqView | None, floor: float
+        self,
+        view: View,
+        steps: DecodeSteps,
+        candidates: PlanCandidates,
+        on_time: Sequence[Task],
+        oldest: SeqView | None,
+        floor: float,
     ) -> None:
         self._floor = floor
-        self._view, self._steps, self._parts, self._kept, self._oldest = view, steps, parts, kept, oldest
+        self._view, self._steps, self._candidates, self._on_time, self._oldest = (
+            view,
+            steps,
+            candidates,
+            on_time,
+            oldest,
+        )
         self._builder = BatchBuilder(view)
-        parts.held.sort(key=ARRIVAL)
-        self._victims = [s for s in reversed(parts.held) if s is not oldest]
+        candidates.best_effort_running.sort(key=ARRIVAL)
+        self._victims = [s for s in reversed(candidates.best_effort_running) if s is not oldest]
 
     def seconds(self) -> float:
-        """As the latency model predicts it; 0 of an empty one."""
+        """Returns the predicted seconds of the step, 0 for an empty one."""
         builder = self._builder
         return self._view.latency.step_time(builder.shape) if builder.work else 0.0
 
@@ -43,15 +61,23 @@ class StepBatch:
         return self._builder.plan(demote=demote, drop=drop)
 
     def fill(self, longest: float, laxity: float, turn: int) -> bool:
-        """longest: seconds that the step may take for the prompts; laxity: that these can spare. turn: steps since the
-        oldest best effort had its turn, this one included. Whether it has one now."""
+        """Fills the step.
+
+        Args:
+            longest: seconds that the step may take for the prompts
+            laxity: seconds that the prompts can spare
+            turn: steps since the oldest best effort had its turn, this one included
+
+        Returns:
+            whether the oldest best effort has its turn in this step
+        """
         builder, decodes, latency = self._builder, self._steps.decodes, self._view.latency
         count, bound = self._decodes_and_length(longest, laxity)
         bound /= self._steps.slower  # in the model's own seconds from here on
         self._add_decodes(decodes[:count], bound, longest)
-        pressed = bool(self._kept) and count < len(decodes)
-        had_turn = (not pressed or turn >= turns.EVERY) and self._give_turn()
-        for job in self._kept:
+        pressed = bool(self._on_time) and count < len(decodes)
+        had_turn = (not pressed or turn >= turns.TURN_EVERY_STEPS) and self._give_turn()
+        for job in self._on_time:
             if job.id not in builder.running and not self._make_room(
                 job.seq, job.pending + self._view.limits.block_size
             ):
@@ -72,30 +98,32 @@ class StepBatch:
     # ----------------------------------------------------------------- how long, and how many decodes
 
     def _decodes_and_length(self, longest: float, laxity: float) -> tuple[int, float]:
-        """How many decodes, those due first, are in the step whatever prompts there are; and its seconds at most."""
+        """Returns how many decodes, the first due first, the step takes in any case, and its longest duration in
+        seconds."""
         steps = self._steps
         all_, now = len(steps.decodes), steps.now
         bound = max(min(longest, steps.first_due() - now), steps.base, self._floor)
-        if not self._kept:
-            return (all_ if steps.least(all_) <= bound else steps.most_within(all_, bound)), bound
+        if not self._on_time:
+            return (all_ if steps.seconds_without_drafts(all_) <= bound else steps.most_within(all_, bound)), bound
         urgent = steps.due_by(now + bound + longest)  # before the step after this one would end
-        spared = SPARE * max(0.0, laxity) / max(steps.each, 1e-9)
+        spared = DECODE_SHARE_OF_SPARE_TIME * max(0.0, laxity) / max(steps.each, 1e-9)
         count = min(all_, int(min(1e9, urgent + spared)))
-        if steps.least(count) > bound:
+        if steps.seconds_without_drafts(count) > bound:
             count = steps.most_within(count, bound)
-        first = self._kept[0]
-        left = steps.within(first.due - now)
+        first = self._on_time[0]
+        left = steps.max_step_until(first.due - now)
         return count, min(bound, left) if steps.seconds_with(count, first) <= left else bound
 
     # ----------------------------------------------------------------- what is in it
 
     def _make_room(self, seq: SeqView, tokens: int, others: Sequence[SeqView] = ()) -> bool:
-        """Whether there is KV for so many tokens more, once best effort, the youngest first, and then others gave up
-        theirs as far as need be."""
+        """Preempts best effort, the youngest first, then `others`, until `tokens` more fit in KV. Returns whether they
+        fit."""
         return make_room(self._builder, seq, tokens, [*self._victims, *others])
 
-    def _add_decodes(self, jobs: Sequence[Job], bound: float, longest: float) -> None:
-        """A token of each, and what it verifies; where KV lacks even so, the decode due last gives up its own."""
+    def _add_decodes(self, jobs: Sequence[Task], bound: float, longest: float) -> None:
+        """Adds a token of each decode and the drafted tokens that it verifies; if KV is short, the decode due last is
+        preempted."""
         builder, chosen = self._builder, [job.seq for job in jobs]
         nodes, draft = self._verified(jobs, bound, longest)
         if not nodes and builder.add_decodes(chosen, {seq.id: draft for seq in chosen} if draft else {}):
@@ -109,9 +137,9 @@ class StepBatch:
                 builder.add(seq, 1, own[: builder.verifiable(seq, len(own))], draft)
 
     def _verified(
-        self, jobs: Sequence[Job], bound: float, longest: float
+        self, jobs: Sequence[Task], bound: float, longest: float
     ) -> tuple[Mapping[str, tuple[int, ...]], tuple[int, int] | None]:
-        """Nodes that these decodes verify, by id, as far as the step has time and KV for them; and what they draft."""
+        """Returns the nodes that each decode verifies, as far as time and KV allow, and the (depth, width) to draft."""
         steps, builder, count = self._steps, self._builder, len(jobs)
         draft, most = steps.entry.draft, round(steps.entry.nodes * count)
         if draft is None or not count:
@@ -132,8 +160,8 @@ class StepBatch:
         return nodes_to_verify(jobs, end, low), draft
 
     def _add_chunk(self, seq: SeqView, bound: float, draft: tuple[int, int] | None = None) -> bool | None:
-        """As much of a prompt as the step has time for, and what to draft at its end. Whether that is all that the
-        engine would take of it; None: it takes nothing."""
+        """Adds as much of a prompt as the step has time for, and its draft at the end. Returns whether that is all that
+        the engine would take of it; None if it takes nothing."""
         builder = self._builder
         most = 0 if seq in builder.preempted else builder.tokens_that_fit(seq)
         if not most:
@@ -144,11 +172,11 @@ class StepBatch:
         return tokens == most
 
     def _give_turn(self) -> bool:
-        """Some tokens of the oldest best effort, whose KV is kept free."""
+        """Adds some tokens of the oldest best effort, for which KV is freed. Returns whether it got any."""
         oldest, builder = self._oldest, self._builder
         if oldest is None or oldest in builder.preempted or oldest.id in builder.work:
             return False
-        tokens = min(oldest.pending, turns.TOKENS)
+        tokens = min(oldest.pending, turns.TURN_TOKENS)
         needs = tokens if oldest.id in builder.running else oldest.pending + self._view.limits.block_size
         if not self._make_room(oldest, needs) and oldest.id not in builder.running:
             return False
@@ -158,19 +186,22 @@ class StepBatch:
         return tokens > 0
 
     def _add_best_effort(self, bound: float) -> None:
-        """What is left of the step: those that hold KV, oldest first; and, where no prompt is waited for, those that
-        have room until their end beside all others."""
-        view, builder, parts, block = self._view, self._builder, self._parts, self._view.limits.block_size
-        if not (parts.held or parts.queued) or view.latency.step_time(builder.shape.plus(1, 0)) > bound:
+        """Gives the remaining time to best effort: first requests that hold KV, oldest first; then, if no prompt is
+        waiting, requests whose KV fits to their end next to all others."""
+        view, builder, candidates, block = self._view, self._builder, self._candidates, self._view.limits.block_size
+        if (
+            not (candidates.best_effort_running or candidates.best_effort_waiting)
+            or view.latency.step_time(builder.shape.plus(1, 0)) > bound
+        ):
             return
-        for seq in parts.held:
+        for seq in candidates.best_effort_running:
             if seq.id not in builder.work:
                 self._add_chunk(seq, bound)
-        if self._kept or builder.preempted or not parts.queued:
+        if self._on_time or builder.preempted or not candidates.best_effort_waiting:
             return
-        here = [*(job.seq for job in self._steps.decodes), *parts.held]
+        here = [*(job.seq for job in self._steps.decodes), *candidates.best_effort_running]
         free = view.kv_total - sum([s.blocks for s in view.moving]) - sum([blocks_at_end(s, block) for s in here])
-        for seq in parts.queued:
+        for seq in candidates.best_effort_waiting:
             if seq.id in builder.work:
                 continue
             free -= blocks_at_end(seq, block)
@@ -180,15 +211,19 @@ class StepBatch:
                 return
 
     def _add_anything(self) -> None:
-        """A replica with work must do something: the first of all, with KV from the last if need be."""
-        builder, parts = self._builder, self._parts
-        rest = sorted([*parts.held, *parts.queued], key=ARRIVAL)
-        order = [*(job.seq for job in (*self._steps.decodes, *self._kept)), *rest, *(job.seq for job in parts.prompts)]
+        """Runs the first request if the step would be empty, with KV from the last one if necessary."""
+        builder, candidates = self._builder, self._candidates
+        best_effort = sorted([*candidates.best_effort_running, *candidates.best_effort_waiting], key=ARRIVAL)
+        order = [
+            *(job.seq for job in (*self._steps.decodes, *self._on_time)),
+            *best_effort,
+            *(job.seq for job in candidates.prompts),
+        ]
         able = [s for s in dict.fromkeys(order) if s not in builder.preempted]
         if not able:
             return
         first = able[0]
-        tokens = min(first.pending, turns.TOKENS)
+        tokens = min(first.pending, turns.TURN_TOKENS)
         make_room(builder, first, tokens, [seq for seq in able[:0:-1] if seq.id in builder.running])
         if tokens := min(tokens, builder.tokens_that_fit(first)):
             builder.add(first, tokens)

@@ -1,4 +1,4 @@
-"""Which TPOTs a replica is for, where replicas are divided by TPOT, and how much is gained by it."""
+"""Divides replicas by TPOT, and estimates the gain."""
 
 from __future__ import annotations
 
@@ -11,44 +11,54 @@ from rubato.core.plan import Shape
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.step_table import StepTable
 
-TIGHTEST = 1 / 32  # the part of the requests that a TPOT must have to count as the tightest
-ALIKE = 1.25  # TPOTs up to so many times each other are one
+MIN_TIGHTEST_SHARE = 1 / 32  # share of the requests below which a TPOT does not count as the tightest
+SAME_TPOT_RATIO = 1.25  # TPOTs within this ratio of each other count as one
 
 
 class Recent(NamedTuple):
-    """A request of late: its TPOT, inf without one, and the seconds that a replica works for it."""
+    """A recent request: its TPOT (inf without one) and the replica seconds that it takes."""
 
     tpot: float
     work: float
 
 
 def work(seq: SeqView, steps: StepTable) -> float:
-    """Seconds of a replica that its prompt takes alone, and its tokens as parts of full steps."""
+    """Returns the replica seconds of a request: its prompt alone, and its output tokens as shares of full steps."""
     each = (steps.decodes(64, 64 * seq.length) - steps.decodes(1, 1)) / 64
-    return steps.alone(seq.pending) + remaining_output(seq) * max(0.0, each)
+    return steps.isolated_seconds(seq.pending) + remaining_output(seq) * max(0.0, each)
 
 
-def prompts_gain(tpots: Sequence[float], fleet: Sequence[View]) -> float:
-    """How many times as much of a replica's time prompts get where each replica has one of these TPOTs, and steps as
-    long, as where all have steps of the tightest: a step costs a part that no token in it can share."""
+def gain_of_prompts(tpots: Sequence[float], fleet: Sequence[View]) -> float:
+    """Returns how many times as much time prompts get if each replica serves one TPOT with steps of that length,
+    compared with steps of the tightest TPOT everywhere. Each step has a fixed cost, so longer steps leave more time for
+    prompts."""
     least = min([view.latency.step_time(Shape(1, 1, 1)) for view in fleet])
     left = sorted([1.0 - least / tpot for tpot in tpots if tpot > least])
-    return sum(left) / len(left) / left[int(len(left) * TIGHTEST)] if left else 1.0
+    return sum(left) / len(left) / left[int(len(left) * MIN_TIGHTEST_SHARE)] if left else 1.0
 
 
-def divided(recent: Sequence[Recent], step: float, replicas: int) -> list[float]:
-    """The TPOTs that so many replicas are for, ascending, such that the one with most to do has least; neighbours share
-    replicas of the tightest of them. Of the time there a step of `step` seconds, the shortest, is lost in each TPOT.
-    All inf where no request tells."""
+def divide_by_tpot(recent: Sequence[Recent], step: float, replicas: int) -> list[float]:
+    """Assigns a TPOT to each replica so that the busiest one has as little work as possible.
+
+    Neighbouring TPOTs share replicas of the tighter one. Each step loses its fixed cost.
+
+    Args:
+        recent: requests to divide by
+        step: seconds of the shortest step
+        replicas: number of replicas
+
+    Returns:
+        TPOTs, ascending, one a replica; all inf without requests
+    """
     kinds: dict[int, list[Recent]] = {}
     for one in recent:
         if one.tpot > step:
-            kinds.setdefault(floor(log(min(one.tpot, 1e6), ALIKE)), []).append(one)
+            kinds.setdefault(floor(log(min(one.tpot, 1e6), SAME_TPOT_RATIO)), []).append(one)
     found = [kinds[kind] for kind in sorted(kinds)] or [[Recent(inf, 1.0)]]
     tpots, works = [min(found)[0] for found in found], [sum(one.work for one in own) for own in found]
 
     def within(seconds: float) -> list[float]:
-        """As few replicas as can be, none with more to do."""
+        """Returns the fewest replicas' TPOTs such that none has more work than `seconds`."""
         best: list[list[float]] = [[] for _ in range(len(tpots) + 1)]  # for those of this TPOT and looser ones
         for first, tpot in reversed(list(enumerate(tpots))):
             total, choices = 0.0, []

@@ -1,18 +1,25 @@
-"""What the router knows of a replica where these are divided by TPOT: what is promised there, and if more can be."""
+"""The router's account of a replica that serves one TPOT: admitted work, and whether one more request fits."""
 
 from __future__ import annotations
 
 from math import inf
 
 from rubato.core.interfaces import SeqView, View
-from rubato.policies.rubato.supply import SLACK
+from rubato.policies.rubato.supply import SLACK_SHARE
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.step_table import StepTable
 
 
-class Replica:
-    """A replica in one dispatch, and those that it has promised something. tpot: the tightest that it is for, in
-    seconds. prompts: (due, seconds to come). others: best effort that is here, other_prompts: with a prompt to come."""
+class ReplicaLoad:
+    """A replica and its requests during one dispatch.
+
+    Args:
+        tpot: the tightest TPOT that it serves, in seconds
+        steps: its step times
+
+    `prompts` are (due, remaining seconds). `others` counts best effort, `other_prompts` best effort before its first
+    token.
+    """
 
     def __init__(self, view: View, tpot: float, steps: StepTable) -> None:
         self.view, self.tpot, self.steps = view, tpot, steps
@@ -30,7 +37,9 @@ class Replica:
         self.count += 1
         self.kv += seq.length
         if seq.pending > 1:
-            seconds = self.steps.alone(seq.pending - seq.in_flight) - self.steps.decodes(1, 1)  # it shares a step
+            seconds = self.steps.isolated_seconds(seq.pending - seq.in_flight) - self.steps.decodes(
+                1, 1
+            )  # it shares a step
             self.prompts.append((seq.due, max(0.0, seconds)))
             return
         self.decodes += 1
@@ -41,13 +50,14 @@ class Replica:
 
     @property
     def load(self) -> float:
-        """Seconds of a step of all that are here, and of their prompts."""
+        """Returns seconds: a step with a token of every request here, and their prompts."""
         step = self.steps.decodes(self.count, self.kv) if self.count else 0.0
         return step + sum([seconds for _, seconds in self.prompts])
 
-    def keeps(self, seq: SeqView, tpot: float, now: float) -> bool:
-        """Whether one more finds memory, steps within its TPOT and the replica's, and time for its prompt and those
-        that are due later: all of it until the first decode is due, then what decodes leave of each TPOT."""
+    def can_keep(self, seq: SeqView, tpot: float, now: float) -> bool:
+        """Returns whether one more request fits: its KV, steps within its TPOT and the replica's, and time for its
+        prompt and for prompts due later. Prompts get all the time until the first decode is due, then the part of each
+        TPOT that decodes leave."""
         tpot, limits, left = min(tpot, self.tpot), self.view.limits, remaining_output(seq)
         if self.count >= limits.max_num_seqs or self.kv + seq.length + left > self.view.kv_total * limits.block_size:
             return False
@@ -61,7 +71,9 @@ class Replica:
         def end(seconds: float) -> float:
             return at + min(seconds, ahead) + max(0.0, seconds - ahead) / rest
 
-        own = (1.0 + SLACK) * self.steps.alone(seq.pending)  # steps are off, and its replica keeps that, too
+        own = (1.0 + SLACK_SHARE) * self.steps.isolated_seconds(
+            seq.pending
+        )  # steps are off, and its replica keeps that, too
         total = sum([seconds for due, seconds in self.prompts if due <= seq.due])
         if end(total + own) > seq.due:
             return False

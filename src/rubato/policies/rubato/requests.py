@@ -1,5 +1,5 @@
-"""What a replica's requests are to the policy: decodes and prompts that can still be in time, by deadline; the rest is
-best effort, to its end."""
+"""Sorts a replica's requests: decodes and prompts that can still be in time, by deadline; all others are best effort to
+their end."""
 
 from __future__ import annotations
 
@@ -12,47 +12,56 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.length_prediction import class_of
 from rubato.core.plan import Shape
 from rubato.core.slo import WINDOW
-from rubato.policies.rubato.supply import LADDER, MEMORY, MOST_AHEAD_STEPS, SLACK, Entry, Job
+from rubato.policies.rubato.supply import MAX_LEAD_STEPS, MEMORY_STEPS, SLACK_SHARE, STEP_LENGTHS, DecodeEntry, Task
 from rubato.policy_kit.batch_builder import remaining_output
-from rubato.policy_kit.kv_survival import SENSELESS, Resident
+from rubato.policy_kit.kv_survival import MAX_OUTPUT_RATIO, Resident
 from rubato.policy_kit.paces import Window, tightest_tpot, windows
 from rubato.policy_kit.refusals import wants_refusal
 
-# Steps of a single token, as long as which a step of decodes with an e2e SLO is taken to be at least: paced by shorter
-# ones they force steps to be short, and these lose capacity.
-E2E_STEP = 3.0
+# Least pace of decodes with an e2e SLO, in steps of a single token: a tighter pace forces short steps, which lose
+# capacity.
+MIN_E2E_PACE_STEPS = 3.0
 ARRIVAL = attrgetter("request.arrival")
 
 
 @dataclass(slots=True)
-class _Known:
-    """expected: output tokens in all, as predicted by its first one (0: nothing was). tpot: the tightest of `stage` and
-    of what follows it without a prompt. job: as it waits, good until then."""
+class _TrackedRequest:
+    """expected: output tokens as predicted at its first one, 0 if unknown. tpot: the tightest of `stage` and of the
+    stages that follow without a prompt. job: the task while it waits, valid up to `until`."""
 
     tier: str
     kind: str
     expected: float = 0.0
     tpot: float = inf
     stage: int = -1
-    job: Job | None = None
+    job: Task | None = None
     until: float = -inf
 
 
 @dataclass(slots=True)
-class Parts:
-    """decodes, prompts: that can be in time, by deadline. held, queued: best effort, with KV and without, the second
-    in the view's order. late: of these, those that are so from now on."""
+class PlanCandidates:
+    """decodes, prompts: that can be in time, by deadline. best_effort_running,
+    best_effort_waiting: best effort with KV and without, the latter in the view's order. late: best effort since this
+    step."""
 
-    decodes: list[Job] = field(default_factory=list)
-    prompts: list[Job] = field(default_factory=list)
-    held: list[SeqView] = field(default_factory=list)
-    queued: list[SeqView] = field(default_factory=list)
+    decodes: list[Task] = field(default_factory=list)
+    prompts: list[Task] = field(default_factory=list)
+    best_effort_running: list[SeqView] = field(default_factory=list)
+    best_effort_waiting: list[SeqView] = field(default_factory=list)
     late: list[SeqView] = field(default_factory=list)
 
-    def in_order(self, now: float, lead: float, doubt: float, reserve: float, entry: Entry) -> None:
-        """Decodes and prompts by deadline. lead: seconds that decodes stay ahead, at most some tokens; with drafts,
-        whose luck varies, more, and prompts are due sooner by what is more."""
-        self.decodes = [_ahead(job, now, lead, entry, doubt, reserve) for job in self.decodes]
+    def sort_by_deadline(self, now: float, lead: float, doubt: float, reserve: float, entry: DecodeEntry) -> None:
+        """Sorts decodes and prompts by deadline.
+
+        Args:
+            now: seconds
+            lead: seconds that decodes stay ahead of their deadlines, bounded in tokens; drafts, whose yield varies, add
+                to it, and prompts are due sooner by that
+            doubt: relative error that one step may have
+            reserve: seconds kept before a deadline
+            entry: the average entry of a decode
+        """
+        self.decodes = [_with_lead(job, now, lead, entry, doubt, reserve) for job in self.decodes]
         if entry.draft is not None:
             self.prompts = [job._replace(due=job.due - entry.unlucky(job.tpot)) for job in self.prompts]
         self.decodes.sort()
@@ -60,99 +69,109 @@ class Parts:
 
 
 class TierLosses:
-    """How many requests of each tier were lost of late, and what a tier's prompts therefore weigh when some are to be
-    left out: less, the more it loses beyond others."""
+    """Counts the recent losses of each tier, and weighs its prompts: a tier that loses more than others is omitted
+    less."""
 
     def __init__(self, fairness: float) -> None:
         self._fairness = fairness
         self._tiers: dict[str, tuple[float, float]] = {}  # offered, and of these lost
 
-    def count(self, tier: str, lost: bool) -> None:
-        """A request has ended in time, or is lost. All tiers fade with each, so that they compare."""
-        fade = 1.0 - 1.0 / MEMORY
+    def count_request(self, tier: str, lost: bool) -> None:
+        """Counts a request that ended in time or was lost. All tiers fade with each, so that they compare."""
+        fade = 1.0 - 1.0 / MEMORY_STEPS
         # A client may name any tier: one that has faded away is dropped.
-        self._tiers = {name: (o * fade, n * fade) for name, (o, n) in self._tiers.items() if o > 1.0 / MEMORY}
+        self._tiers = {name: (o * fade, n * fade) for name, (o, n) in self._tiers.items() if o > 1.0 / MEMORY_STEPS}
         offered, before = self._tiers.get(tier, (0.0, 0.0))
         self._tiers[tier] = offered + 1.0, before + lost
 
-    def share(self) -> float:
-        """Of all requests of late, those that were lost."""
+    def lost_share(self) -> float:
+        """Returns the share of recent requests that were lost."""
         offered = sum([o for o, _ in self._tiers.values()])
         return sum([n for _, n in self._tiers.values()]) / offered if offered else 0.0
 
     def weights(self) -> Mapping[str, float]:
-        """By tier; those not named weigh 1."""
+        """Returns weights by tier; a tier that is not named weighs 1."""
         if not self._fairness or len(self._tiers) < 2:
             return {}
-        mean, fairness = self.share(), self._fairness
+        mean, fairness = self.lost_share(), self._fairness
         return {tier: exp(fairness * (mean - n / o)) for tier, (o, n) in self._tiers.items()}
 
 
-class Requests:
-    """patience: seconds in which a prompt without a TTFT is due, and after which the oldest best effort has turns."""
+class RequestBook:
+    """Tracks the requests of a replica from step to step.
+
+    Args:
+        patience: seconds in which a prompt without a TTFT is due, and after which the oldest best effort gets turns
+        fairness: how strongly tiers that lose more are favoured
+    """
 
     def __init__(self, patience: float, fairness: float) -> None:
         self._patience = patience
-        self._known: dict[str, _Known] = {}
-        self._given_up: set[str] = set()  # best effort to their ends: not looked at again
+        self._tracked: dict[str, _TrackedRequest] = {}
+        self._permanently_best_effort: set[str] = set()  # best effort to their ends: not looked at again
         self._windows: Mapping[str, Window] = {}  # of decodes, if these are judged
         self._oldest = ""
         self.losses = TierLosses(fairness)
         self._pace = self._quickest = 0.0  # seconds of a token of a decode with an e2e SLO: as expected, and at best
 
-    def left(self, id: str, finished: bool) -> tuple[str, float]:
-        """A request has left the replica: its class, and the output tokens first predicted for it, 0 if unknown. One
-        that was given up has been counted as lost."""
-        known = self._known.pop(id, None)
-        if id in self._given_up:
-            self._given_up.discard(id)
+    def forget_request(self, id: str, finished: bool) -> tuple[str, float]:
+        """Forgets a request that left the replica. Returns its class and the output tokens first predicted, 0 if
+        unknown. A request that became best effort has been counted as lost before."""
+        known = self._tracked.pop(id, None)
+        if id in self._permanently_best_effort:
+            self._permanently_best_effort.discard(id)
         elif known is not None and finished:
-            self.losses.count(known.tier, False)
+            self.losses.count_request(known.tier, False)
         return ("", 0.0) if known is None else (known.kind, known.expected)
 
-    def steps_take(self, quickest: float, usual: float) -> None:
-        """Seconds of a step of a single token, and of one as they are of late."""
-        self._quickest, self._pace = quickest, LADDER[0] * max(usual, E2E_STEP * quickest)
+    def set_step_seconds(self, quickest: float, usual: float) -> None:
+        """Sets the seconds of a step of a single token, and of a recent average step."""
+        self._quickest, self._pace = quickest, STEP_LENGTHS[0] * max(usual, MIN_E2E_PACE_STEPS * quickest)
 
-    def parts(self, view: View) -> Parts:
-        """What is here; `Parts.in_order` must be called before decodes and prompts are used."""
-        parts, now, given_up, all_ = Parts(), view.now, self._given_up, self._known
+    def find_candidates(self, view: View) -> PlanCandidates:
+        """Sorts the requests at the replica; call `sort_by_deadline` on the result before use."""
+        candidates, now, permanently_best_effort, all_ = (
+            PlanCandidates(),
+            view.now,
+            self._permanently_best_effort,
+            self._tracked,
+        )
         if view.slo_rule == "windowed":
             self._windows = windows(view, self._windows)
         for seq in view.running:
-            if seq.id in given_up:
-                parts.held.append(seq)
+            if seq.id in permanently_best_effort:
+                candidates.best_effort_running.append(seq)
             else:
-                self._sort_in(view, seq, parts, parts.held, parts.decodes)
-        prompts, queued = parts.prompts, parts.queued
+                self._classify(view, seq, candidates, candidates.best_effort_running, candidates.decodes)
+        prompts, best_effort_waiting = candidates.prompts, candidates.best_effort_waiting
         for seq in view.waiting:
             id = seq.id
-            if id in given_up:
-                queued.append(seq)
+            if id in permanently_best_effort:
+                best_effort_waiting.append(seq)
                 continue
             known = all_.get(id)
             job = known.job if known is not None and now < known.until else None
             if job is not None and seq.cached == job.cached and seq.length - job.cached == job.pending:
                 prompts.append(job)
                 continue
-            self._sort_in(view, seq, parts, queued, prompts)
-        return parts
+            self._classify(view, seq, candidates, best_effort_waiting, prompts)
+        return candidates
 
-    def oldest(self, view: View, parts: Parts) -> SeqView | None:
-        """The best effort that has been here longest, once it is longer than `patience`; the same until it ends."""
-        if not (parts.held or parts.queued):
+    def find_oldest(self, view: View, candidates: PlanCandidates) -> SeqView | None:
+        """Returns the oldest best effort once it is older than `patience`; the same one until it ends."""
+        if not (candidates.best_effort_running or candidates.best_effort_waiting):
             return None
-        if self._oldest in self._given_up and (seq := view.known.get(self._oldest)) is not None:
+        if self._oldest in self._permanently_best_effort and (seq := view.known.get(self._oldest)) is not None:
             return seq
-        oldest = min([*parts.held, *parts.queued], key=ARRIVAL)
+        oldest = min([*candidates.best_effort_running, *candidates.best_effort_waiting], key=ARRIVAL)
         if view.now < oldest.request.arrival + self._patience:
             return None
         self._oldest = oldest.id
         return oldest
 
-    def resident(self, seq: SeqView) -> Resident:
-        """As `KVSurvival` counts it, up to the end of its last stage."""
-        known, stages = self._known.get(seq.id), seq.request.stages
+    def as_resident(self, seq: SeqView) -> Resident:
+        """Returns the request as `KVSurvival` counts it, up to the end of its last stage."""
+        known, stages = self._tracked.get(seq.id), seq.request.stages
         output, later = seq.length, 0
         for i, stage in enumerate(stages):
             if i <= seq.stage:
@@ -160,7 +179,7 @@ class Requests:
             else:
                 later += stage.prompt
         expected = known.expected if known is not None else 0.0
-        unsure = not output or output > SENSELESS * expected  # by its first token more may be known of its class
+        unsure = not output or output > MAX_OUTPUT_RATIO * expected  # by its first token more may be known of its class
         if unsure and (predicted := seq.predicted) is not None:
             expected = output + predicted
             if known is not None:
@@ -169,36 +188,41 @@ class Requests:
         kind = class_of(seq.request)
         return Resident(kind, output, expected or output + remaining_output(seq), most, seq.length + later)
 
-    def _sort_in(self, view: View, seq: SeqView, parts: Parts, best_effort: list[SeqView], single: list[Job]) -> None:
-        """best_effort, single: where it belongs if it cannot be in time, and if it has one token pending. (One that
-        waits is a prompt even then, however much of it a prefix cache holds: it has to be let in.)"""
-        known = self._known.get(seq.id)
+    def _classify(
+        self, view: View, seq: SeqView, candidates: PlanCandidates, best_effort: list[SeqView], single: list[Task]
+    ) -> None:
+        """Appends a request to the right list: `best_effort` if it cannot be in time, `single` if one token is pending.
+        A waiting request is a prompt even if a prefix cache holds all but one of its tokens, since it must be
+        admitted."""
+        known = self._tracked.get(seq.id)
         if known is None:
             if seq.best_effort:
-                self._given_up.add(seq.id)
+                self._permanently_best_effort.add(seq.id)
                 best_effort.append(seq)
                 return
-            known = self._known[seq.id] = _Known(seq.request.tier, class_of(seq.request))
+            known = self._tracked[seq.id] = _TrackedRequest(seq.request.tier, class_of(seq.request))
         cached = seq.cached
         pending = seq.length - cached
         due, tpot, until, last = self._times(view, seq, known, pending)
         alone = view.latency.step_time(Shape().plus(pending, cached)) if pending > 1 else 0.0
         if last < view.now + alone or seq.missed or wants_refusal(seq, view):
-            self._given_up.add(seq.id)
-            self.losses.count(known.tier, True)
+            self._permanently_best_effort.add(seq.id)
+            self.losses.count_request(known.tier, True)
             best_effort.append(seq)
-            parts.late.append(seq)
+            candidates.late.append(seq)
             return
-        job = Job(due, seq.request.arrival, seq.id, tpot, pending, cached, seq)
+        job = Task(due, seq.request.arrival, seq.id, tpot, pending, cached, seq)
         if pending == 1:
             single.append(job)
         else:
-            parts.prompts.append(job)
+            candidates.prompts.append(job)
             known.job, known.until = job, min(until, due - alone)
 
-    def _times(self, view: View, seq: SeqView, known: _Known, pending: int) -> tuple[float, float, float, float]:
-        """When its next token is due, the seconds from there to the one after it, until when that is so if nothing
-        comes out, and when that token must be out at the very latest."""
+    def _times(
+        self, view: View, seq: SeqView, known: _TrackedRequest, pending: int
+    ) -> tuple[float, float, float, float]:
+        """Returns when its next token is due, seconds to the token after it, until when this stays true if no token
+        comes out, and the latest time for that token."""
         if known.stage != seq.stage:
             known.stage, known.tpot = seq.stage, tightest_tpot(seq)
         due, tpot, now = seq.due, known.tpot, view.now
@@ -220,10 +244,10 @@ class Requests:
         return due, tpot, inf, last
 
 
-def _ahead(job: Job, now: float, lead: float, entry: Entry, doubt: float, reserve: float) -> Job:
-    """A decode that is to stay so many seconds ahead, and more with drafts; one that is not gets there by and by."""
-    ahead = min(lead, MOST_AHEAD_STEPS * job.tpot) + entry.unlucky(job.tpot)
-    soon = now + (1.0 - SLACK if entry.tokens == 1.0 else 1.0 + SLACK) * job.tpot * entry.tokens
+def _with_lead(job: Task, now: float, lead: float, entry: DecodeEntry, doubt: float, reserve: float) -> Task:
+    """Returns a decode with its deadline moved up by the lead; a decode without that lead gains it gradually."""
+    ahead = min(lead, MAX_LEAD_STEPS * job.tpot) + entry.unlucky(job.tpot)
+    soon = now + (1.0 - SLACK_SHARE if entry.tokens == 1.0 else 1.0 + SLACK_SHARE) * job.tpot * entry.tokens
     due = max(job.due - ahead, min(job.due, soon))
     return job._replace(due=min(due, now + (job.due - now - reserve) / (1.0 + doubt)))
 

@@ -1,4 +1,4 @@
-"""Which replica each request goes to: all replicas alike, or divided by TPOT while the requests of late gain by it."""
+"""Places requests: on replicas that are alike, or divided by TPOT while recent requests gain by it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import ClassVar
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.policies import least_loaded, rubato_pd
-from rubato.policies.rubato.division import Recent, divided, prompts_gain, work
-from rubato.policies.rubato.replica_load import Replica
-from rubato.policies.rubato.supply import SLACK
+from rubato.policies.rubato.division import Recent, divide_by_tpot, gain_of_prompts, work
+from rubato.policies.rubato.replica_load import ReplicaLoad
+from rubato.policies.rubato.supply import SLACK_SHARE
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.refusals import fleet_refusal, refusable
 from rubato.policy_kit.step_table import StepTable
 
 MODES = ("co", "pd", "auto")
 STEP_TIMES = frozenset({"step_times"})
-FEWEST_REPLICAS = 4  # replicas from which on mode auto divides them: each is too large a part of a smaller fleet
-SEEN_REQUESTS = 256  # requests of late by which replicas are divided; it is decided anew when a quarter of them is new
-# How many times as much of their time prompts must get (`prompts_gain`) for mode auto to divide, `SLACK` more, or
-# not to join again, `SLACK` less. On 4 replicas each alike holds, of what bins hold: slos-serve-mixed (1.2) 1.3 times,
-# the 70B model of the gate (1.5) 1.2 to 1.8 times, uniform-4096-1024 with TPOTs doubled (1.6) as much, half as long
-# again (1.4) 0.75 times; mooncake-conversation with TPOTs a quarter longer (2.7) 0.7 times.
-GAIN = 1.65
+MIN_REPLICAS_TO_DIVIDE = 4  # mode auto divides no smaller fleet: one replica is too large a part of it
+RECENT_REQUESTS = 256  # replicas are divided by these; reconsidered when a quarter of them is new
+# Gain of prompts (`gain_of_prompts`) above which mode auto divides; `SLACK_SHARE` more to divide,
+# `SLACK_SHARE` less to stay divided. Capacity of 4 alike over 4 divided replicas, with the gain: slos-serve-mixed (1.2)
+# 1.3 times, the 70B model of the gate (1.5) 1.2 to 1.8 times, uniform-4096-1024 with TPOTs doubled (1.6) as much, half
+# as long again (1.4) 0.75 times; mooncake-conversation with TPOTs a quarter longer (2.7) 0.7 times.
+MIN_GAIN = 1.65
 
 
 @dataclass
@@ -43,10 +43,10 @@ class Router:
     mode: str = "auto"
     _apart: rubato_pd.Router | None = field(init=False, repr=False, default=None)
     _alike: least_loaded.Router = field(init=False, repr=False, default_factory=least_loaded.Router)
-    _recent: deque[Recent] = field(init=False, repr=False, default_factory=lambda: deque(maxlen=SEEN_REQUESTS))
-    _fresh: int = field(init=False, repr=False, default=0)  # requests since the last decision
+    _recent: deque[Recent] = field(init=False, repr=False, default_factory=lambda: deque(maxlen=RECENT_REQUESTS))
+    _requests_since_decision: int = field(init=False, repr=False, default=0)  # requests since the last decision
     _tpots: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # by replica; {}: all are alike
-    _held: set[str] = field(init=False, repr=False, default_factory=set)
+    _unplaced: set[str] = field(init=False, repr=False, default_factory=set)
     _tables: dict[tuple[int, int], StepTable] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,57 +67,61 @@ class Router:
         if self._apart is not None:
             return self._apart.place(held, fleet, now)
         if all(view.supports >= STEP_TIMES for view in fleet):
-            self._look_back(held, fleet)
+            self._reconsider_division(held, fleet)
         else:
             self._tpots = {}
         if self._tpots:
             dispatch = self._place_by_tpot(held, fleet, now)
         else:
             dispatch = self._alike.place(held, fleet, now)
-        self._held = {seq.id for seq in held} - dispatch.place.keys()
+        self._unplaced = {seq.id for seq in held} - dispatch.place.keys()
         return dispatch
 
-    def _look_back(self, held: Sequence[SeqView], fleet: Sequence[View]) -> None:
-        """Whether replicas are to be divided, and how: anew now and then, and when one came or went. It decides where
-        requests go from now on; what a replica has, it keeps."""
+    def _reconsider_division(self, held: Sequence[SeqView], fleet: Sequence[View]) -> None:
+        """Decides whether and how replicas are divided: now and then, and when a replica joined or left. Requests that
+        are placed stay where they are."""
         steps = self._steps(fleet[0])
         for seq in held:
             slo = seq.request.stages[seq.stage].slo
-            if seq.id not in self._held:
-                self._fresh += 1
+            if seq.id not in self._unplaced:
+                self._requests_since_decision += 1
                 if not seq.best_effort and (slo.tpot is not None or slo.e2e is None):  # which TPOT an e2e takes varies
                     self._recent.append(Recent(slo.tpot or inf, work(seq, steps)))
         divides = self.mode == "co" or bool(self._tpots)
-        if 4 * self._fresh < SEEN_REQUESTS and not (divides and self._tpots.keys() != {view.id for view in fleet}):
+        if 4 * self._requests_since_decision < RECENT_REQUESTS and not (
+            divides and self._tpots.keys() != {view.id for view in fleet}
+        ):
             return
-        self._fresh = 0
+        self._requests_since_decision = 0
         if self.mode == "auto":
-            gain = prompts_gain([each.tpot for each in self._recent], fleet)
-            if len(fleet) < FEWEST_REPLICAS or gain < GAIN * (1.0 - SLACK if self._tpots else 1.0 + SLACK):
+            gain = gain_of_prompts([each.tpot for each in self._recent], fleet)
+            if len(fleet) < MIN_REPLICAS_TO_DIVIDE or gain < MIN_GAIN * (
+                1.0 - SLACK_SHARE if self._tpots else 1.0 + SLACK_SHARE
+            ):
                 self._tpots = {}
                 return
-        tpots = divided(self._recent, steps.decodes(1, 1), len(fleet))
+        tpots = divide_by_tpot(self._recent, steps.decodes(1, 1), len(fleet))
         before = sorted(fleet, key=lambda view: self._tpots.get(view.id, inf))  # stable: few get another TPOT
         self._tpots = {view.id: tpot for view, tpot in zip(before, tpots, strict=True)}
 
     def _place_by_tpot(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        """Each as soon as a replica can keep its promise and those given. What could not be in time even alone is best
-        effort from then on, or refused."""
-        replicas = [Replica(view, self._tpots[view.id], self._steps(view)) for view in fleet]
+        """Places each request once a replica can keep its SLO and those of the requests there. A request that could not
+        be in time even alone becomes best effort, or is refused."""
+        replicas = [ReplicaLoad(view, self._tpots[view.id], self._steps(view)) for view in fleet]
         place: dict[str, str] = {}
         why: dict[str, str] = {}
         reject: dict[str, str] = {}
         demote: list[str] = []
         wake_at = inf
-        for seq in sorted(held, key=in_turn):
-            latest = seq.due - min([r.steps.alone(seq.pending) for r in replicas])
+        for seq in sorted(held, key=placement_order):
+            latest = seq.due - min([r.steps.isolated_seconds(seq.pending) for r in replicas])
             late = not seq.best_effort and latest < now
             if late and refusable(seq):
                 reject[seq.id] = fleet_refusal(seq, fleet)
                 continue
             if late:
                 demote.append(seq.id)
-            found = with_time(replicas) if late or seq.best_effort else keeping(seq, replicas, now)
+            found = find_with_time(replicas) if late or seq.best_effort else find_keeping(seq, replicas, now)
             if found is not None:
                 replica, why[seq.id] = found
                 replica.add(seq)
@@ -129,7 +133,8 @@ class Router:
         return Dispatch(place, reject, demote, wake_at=nextafter(wake_at, inf) if wake_at < inf else None, why=why)
 
     def _steps(self, view: View) -> StepTable:
-        """Its step times: one table for all with the same latency model, which takes a thousand questions to fill."""
+        """Returns its step times. Replicas with one latency model share a table, since filling it takes a thousand
+        calls."""
         most = view.limits.max_num_batched_tokens
         table = self._tables.get((id(view.latency), most))
         if table is None:
@@ -138,28 +143,28 @@ class Router:
         return table
 
 
-def in_turn(seq: SeqView) -> tuple[bool, float]:
-    """A key to sort by: nearest deadline first, best effort last, the oldest first."""
+def placement_order(seq: SeqView) -> tuple[bool, float]:
+    """Sort key: nearest deadline first, then best effort, oldest first."""
     return seq.best_effort, seq.request.arrival if seq.best_effort else seq.due
 
 
-def keeping(seq: SeqView, replicas: Sequence[Replica], now: float) -> tuple[Replica, str] | None:
-    """Where its promise is kept, and why there: of the replicas for TPOTs no looser than its own the nearest, and of
-    these the least loaded. One without a TTFT goes to that, whatever it keeps, and so does one whose TPOT none can."""
+def find_keeping(seq: SeqView, replicas: Sequence[ReplicaLoad], now: float) -> tuple[ReplicaLoad, str] | None:
+    """Returns the replica that keeps its SLO, and the reason: the one with the nearest TPOT that is no looser, then the
+    least loaded. A request without a TTFT, or with a TPOT that no replica keeps, goes there in any case."""
     slo, tpot = seq.request.stages[seq.stage].slo, tpot_of(seq, now)
     order = sorted(replicas, key=lambda r: (-r.tpot, r.load))
     order = [r for r in order if r.tpot <= tpot * (1.0 + 1e-9)] or order[::-1]
     for replica in order:
-        if replica.keeps(seq, tpot, now):
+        if replica.can_keep(seq, tpot, now):
             return replica, "keeps its TPOT" if replica.tpot == inf else f"for TPOTs from {1e3 * replica.tpot:g} ms"
     if slo.ttft is None or not any(r.steps.decodes(1, seq.length) <= tpot for r in replicas):
         return order[0], "the nearest TPOT"
     return None
 
 
-def with_time(replicas: Sequence[Replica]) -> tuple[Replica, str] | None:
-    """For best effort: an idle replica, or one for the loosest TPOT: where no prompt waits, or one does if there is no
-    other best effort anywhere."""
+def find_with_time(replicas: Sequence[ReplicaLoad]) -> tuple[ReplicaLoad, str] | None:
+    """Returns a replica for best effort: an idle one, or one with the loosest TPOT where no prompt waits. If there is
+    no other best effort, a replica with waiting prompts will do."""
     loosest = max([replica.tpot for replica in replicas])
     for replica in sorted(replicas, key=lambda r: (r.count > 0, r.count + r.others)):
         if not replica.other_prompts and (not replica.count or (replica.tpot == loosest and not replica.prompts)):
@@ -170,7 +175,7 @@ def with_time(replicas: Sequence[Replica]) -> tuple[Replica, str] | None:
 
 
 def tpot_of(seq: SeqView, now: float) -> float:
-    """Seconds in which its tokens are wanted: its TPOT, or what its e2e leaves for each; inf for one without."""
+    """Returns the seconds that each token may take: its TPOT, or the even share of its e2e; inf without either."""
     slo = seq.request.stages[seq.stage].slo
     if slo.e2e is None:
         return slo.tpot or inf

@@ -1,4 +1,4 @@
-"""Ours for a fleet: one queue, prefill and decode apart; the router that `rubato` has in mode pd.
+"""Ours for a fleet: one queue, prefill and decode on separate replicas; `rubato` uses this router in mode pd.
 
 For eight replicas or more between which KV moves, when requests differ in TPOT.
 

@@ -1,5 +1,4 @@
-"""What a replica that prefills for others runs in a step, and when a prompt there has to be through: the router plans
-with the same rules."""
+"""Plans the step of a prefill replica, and sets the deadlines of prompts there; the router uses the same rules."""
 
 from __future__ import annotations
 
@@ -10,21 +9,22 @@ from rubato.core.interfaces import LatencyModel, SeqView, View
 from rubato.core.plan import Plan
 from rubato.policy_kit.prefill_queue import nearest_due_first
 
-# Tokens of a prefill step. Longer steps leave less room for a nearer deadline that comes in between, shorter ones read
-# the weights more often: 4,096 loses 8 points on splitwise.
-BUDGET = 2048
-LEAD = 0.05  # seconds before its first token is due that a prompt is through at the earliest: its second token waits
-MOVES = 0.1  # seconds that KV is taken to be on its way, of those that it took to be computed
-PATIENCE = 5.0  # seconds after which what has no deadline is treated as if it were due
+# Longer steps make a nearer deadline wait, shorter ones read the weights more often: 4,096 loses 8 points on splitwise.
+PREFILL_STEP_TOKENS = 2048
+# Seconds before its first token is due that a prompt is through at the earliest: its second token waits.
+MAX_PROMPT_LEAD_S = 0.05
+TRANSFER_PER_PREFILL_TIME = 0.1  # seconds that KV is taken to be on its way, of those that it took to be computed
+PATIENCE_S = 5.0  # seconds after which what has no deadline is treated as if it were due
 
 
 def prefill_step(view: View) -> Plan:
-    """The nearest due first, begun or not, in chunks of `BUDGET` tokens, so that a prompt which has begun gives way to
-    one that is due earlier; in as few steps as possible where it would be late otherwise, its KV's way included."""
-    moves = MOVES * seconds_in_turns(view.latency, 1)
+    """The nearest due first, begun or not, in chunks of `PREFILL_STEP_TOKENS` tokens, so that a prompt which has begun
+    gives way to one that is due earlier; in as few steps as possible where it would be late otherwise, its KV's way
+    included."""
+    moves = TRANSFER_PER_PREFILL_TIME * seconds_in_turns(view.latency, 1)
     return nearest_due_first(
         view,
-        BUDGET,
+        PREFILL_STEP_TOKENS,
         due=lambda seq: prompt_due(seq) - moves * seq.length,
         order=lambda seq: inf if seq.due < view.now else prompt_due(seq),
     )
@@ -37,12 +37,12 @@ def prompt_due(seq: SeqView) -> float:
         return inf
     due = seq.due
     if due == inf:
-        return seq.stage_start + PATIENCE
-    return due - min(seq.request.stages[seq.stage].slo.tpot or 0.0, LEAD)
+        return seq.stage_start + PATIENCE_S
+    return due - min(seq.request.stages[seq.stage].slo.tpot or 0.0, MAX_PROMPT_LEAD_S)
 
 
 def seconds_in_turns(latency: LatencyModel, tokens: int) -> float:
-    """Of a prompt in chunks of `BUDGET`; of a shorter one its part of a step that it shares."""
-    if tokens < BUDGET:
-        return prefill_time(latency, BUDGET, 0, BUDGET) * tokens / BUDGET
-    return prefill_time(latency, tokens, 0, BUDGET)
+    """Of a prompt in chunks of `PREFILL_STEP_TOKENS`; of a shorter one its part of a step that it shares."""
+    if tokens < PREFILL_STEP_TOKENS:
+        return prefill_time(latency, PREFILL_STEP_TOKENS, 0, PREFILL_STEP_TOKENS) * tokens / PREFILL_STEP_TOKENS
+    return prefill_time(latency, tokens, 0, PREFILL_STEP_TOKENS)

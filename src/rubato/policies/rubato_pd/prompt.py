@@ -1,4 +1,4 @@
-"""A prompt that is to be computed: when it has to be through, and how long that takes."""
+"""Plans a prompt: its deadline, and the seconds that it takes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rubato.policy_kit.batch_builder import remaining_output
 
 
 @dataclass(slots=True)
-class Prompt:
-    """A request whose prompt is to be computed. order: by which prefill replicas take it up (`prompt_due`); due: when
+class PromptPlan:
+    """A request whose prompt is to be computed. order: sort key at prefill replicas (`prompt_due`); due: when
     it has to be through, in seconds as all times; until: when it is given up, inf for one that is promised nothing;
     tokens: of the prompt; left: of output expected; alone: seconds it takes at best, on the fastest replica; work:
     seconds in the chunks that prefill replicas run."""
@@ -28,30 +28,40 @@ class Prompt:
     until: float
     tokens: int
     left: float
-    alone: float
+    isolated_seconds: float
     work: float
 
 
 def tier_of(tpot: float, tiers: Sequence[float]) -> int:
-    """The loosest tier that is no looser; -1 where none is."""
+    """Returns the loosest tier whose TPOT is at most `tpot`, -1 if there is none."""
     return bisect_right(tiers, tpot * (1.0 + 1e-9)) - 1
 
 
-def promised(
+def plan_prompt(
     seq: SeqView, tiers: Sequence[float], fleet: Sequence[View], now: float, token_moves: float
-) -> Prompt | None:
-    """Of a request with an SLO. None for a TPOT that no tier, or no replica, keeps. With an e2e SLO it belongs to the
-    loosest tier that ends in time, and its next token is due when the rest follow at that tier's pace. tiers: TPOTs in
-    seconds, ascending. token_moves: seconds that the KV of a token is on its way to where it decodes."""
+) -> PromptPlan | None:
+    """Plans the prompt of a request with an SLO. With an e2e it belongs to the loosest tier that ends in time, and its
+    next token is due such that the remaining tokens follow at that tier's pace.
+
+    Args:
+        seq: the request
+        tiers: TPOTs in seconds, ascending
+        fleet: all replicas
+        now: seconds
+        token_moves: seconds that the KV of one token takes to its decode replica
+
+    Returns:
+        None for a TPOT that no tier, or no replica, keeps
+    """
     slo, last, left = seq.request.stages[seq.stage].slo, seq.due, remaining_output(seq)
     kinds = {(id(view.latency), view.limits.max_num_batched_tokens): view for view in fleet}
-    alone = min([prefill_time(view.latency, seq.pending, 0, most) for (_, most), view in kinds.items()])
+    isolated_seconds = min([prefill_time(view.latency, seq.pending, 0, most) for (_, most), view in kinds.items()])
     tier = len(tiers) - 1
     if slo.tpot is not None:
         tier = tier_of(slo.tpot, tiers)
     if slo.e2e is not None:
         end = seq.request.arrival + slo.e2e + seq.tool_seconds
-        while tier > 0 and min(last, end - left * tiers[tier]) - alone < now:
+        while tier > 0 and min(last, end - left * tiers[tier]) - isolated_seconds < now:
             tier -= 1
         last = min(last, end - left * tiers[tier])
     decode = min([view.latency.step_time(Shape(1, 1, int(seq.length + left))) for view in kinds.values()])
@@ -65,13 +75,13 @@ def promised(
         ideal = last - (seq.due - order) - moves
         # or the second token at least is in time, which waits for a step, and takes one
         last = min(last, last + (slo.tpot or inf) - moves - 2.0 * decode)
-        due = last - max(0.0, min(last - ideal, 0.5 * (last - now - alone)))
-        until = due - alone
+        due = last - max(0.0, min(last - ideal, 0.5 * (last - now - isolated_seconds)))
+        until = due - isolated_seconds
     work = min([seconds_in_turns(view.latency, seq.pending) for view in kinds.values()])
-    return Prompt(seq, tier, order, due, until, seq.pending, left, alone, work)
+    return PromptPlan(seq, tier, order, due, until, seq.pending, left, isolated_seconds, work)
 
 
-def unpromised(seq: SeqView, tiers: Sequence[float], view: View) -> Prompt:
-    """Of best effort, and of what is too late: it comes before all others."""
+def plan_best_effort_prompt(seq: SeqView, tiers: Sequence[float], view: View) -> PromptPlan:
+    """Plans the prompt of a best-effort or late request, which goes before all others."""
     work, left = seconds_in_turns(view.latency, seq.pending), remaining_output(seq)
-    return Prompt(seq, len(tiers) - 1, -inf, -inf, inf, seq.pending, left, work, work)
+    return PromptPlan(seq, len(tiers) - 1, -inf, -inf, inf, seq.pending, left, work, work)

@@ -1,4 +1,4 @@
-"""What the router knows of a request and of a replica: the prompts and residents there, and what more would fit."""
+"""The router's account of a replica: its prompts and residents, and whether one more fits."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from dataclasses import dataclass
 from math import inf
 
 from rubato.core.interfaces import View
-from rubato.policies.rubato_pd.prompt import Prompt
+from rubato.policies.rubato_pd.prompt import PromptPlan
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_forecast import KVForecast
 from rubato.policy_kit.step_table import StepTable
 
-PREFILL = -1  # the group of the prefill replicas; tiers are counted from 0
+PREFILL_GROUP = -1  # the group of the prefill replicas; tiers are counted from 0
 
-# Seconds by which steps may be late before a prompt behind them is: half a step of 2,048 tokens.
-MARGIN = 0.02
-# Seconds in which a prompt is to begin at the replica it is sent to. Sent later, it may go where room turns up first,
-# and behind those that come meanwhile and are due earlier; 0.05 and 0.2 hold as much.
-AHEAD = 0.1
+# Lateness of steps that a waiting prompt must survive: half a step of 2,048 tokens.
+MAX_STEP_DELAY_S = 0.02
+# A prompt is sent to a replica only if it can begin there within this time. Until then it may still go elsewhere, and
+# prompts that are due earlier may overtake it; 0.05 and 0.2 hold as much.
+MAX_PREFILL_WAIT_S = 0.1
 
 
 @dataclass(slots=True)
-class Seat:
-    """Where a request decodes, or will. tier: its own, None for best effort in the pool. share: how much of a replica
-    of its tier it takes."""
+class DecodeSlot:
+    """A place to decode, in use or reserved. tier: the request's, None for best effort in the pool. share: of a replica
+    of its tier."""
 
-    replica: Replica
+    replica: FleetReplica
     tier: int | None
     share: float
 
 
-class Replica:
-    """group: the tier it serves, `PREFILL`, or None in the pool. residents: how many of each tier decode here, those
-    whose prompt is under way elsewhere included. prompts: those to be prefilled here for others. pace: how many times
-    the seconds of the fastest replica a prompt takes."""
+class FleetReplica:
+    """group: the tier it serves, `PREFILL_GROUP`, or None in the pool. residents: how many of each tier decode here,
+    those whose prompt is under way elsewhere included. prompts: those to be prefilled here for others. pace: how many
+    times the seconds of the fastest replica a prompt takes."""
 
     def __init__(self, view: View, index: int, tiers: int, steps: StepTable) -> None:
         self.id = view.id
@@ -44,9 +44,9 @@ class Replica:
         self.role = view.role
         self.residents = [0] * tiers
         self.forecast = KVForecast()
-        self.prompts: dict[str, Prompt] = {}
+        self.prompts: dict[str, PromptPlan] = {}
         self.pace = 1.0
-        self.given = 0  # tokens of best effort placed here since it was last shown
+        self.best_effort_tokens = 0  # tokens of best effort placed here since it last showed its view
         self._load: float | None = None
         self._line: list[tuple[float, float, float, float]] | None = None
 
@@ -59,10 +59,10 @@ class Replica:
         """Residents of no tier."""
         return len(self.forecast) - sum(self.residents)
 
-    def look(self, view: View) -> None:
-        """This is what it shows now. Residents that have outlived what was predicted are predicted again."""
+    def show(self, view: View) -> None:
+        """Takes the current view. Residents that outlived their predicted length are predicted again."""
         self.view = view
-        self.given = 0
+        self.best_effort_tokens = 0
         self._line = None
         self.steps.renew(view.now)
         if late := self.forecast.overdue(view.steps):
@@ -98,9 +98,9 @@ class Replica:
             self.residents[tier] -= 1
         self._load = None
 
-    def has_seat(self, length: int, left: float, tpot: float = inf) -> bool:
-        """Whether one more, of so many tokens and with so many to come, finds KV, and a step within `tpot` seconds, at
-        every time to come."""
+    def has_slot(self, length: int, left: float, tpot: float = inf) -> bool:
+        """Returns whether one more request of `length` tokens, with `left` to come, always has KV and steps within
+        `tpot` seconds."""
         count = len(self.forecast) + 1
         if count > self.view.limits.max_num_seqs:
             return False
@@ -115,7 +115,7 @@ class Replica:
         return self.view.kv_total * self.view.limits.block_size
 
     def fullness(self, tpot: float) -> float:
-        """How much of it is taken, were steps to take up to `tpot` seconds: of a step, of KV, or of places."""
+        """Returns the used share of the scarcest resource with steps of `tpot` seconds: step time, KV or places."""
         count = len(self.forecast)
         if not count:
             return 0.0
@@ -125,7 +125,7 @@ class Replica:
         return max(step, kv, count / self.view.limits.max_num_seqs)
 
     def share(self, length: float, left: float, tpot: float) -> float:
-        """How much of this replica one resident takes, were the others of its tier, too: of a step, or of KV."""
+        """Returns the share of this replica that one resident takes among others of its tier: of step time or KV."""
         steps, limits = self.steps, self.view.limits
         least, some = steps.decodes(1, 1), steps.decodes(64, 4096)
         room = max(0.001, tpot - least)
@@ -135,28 +135,28 @@ class Replica:
 
     # ----------------------------------------------------------------- prompts
 
-    def takes(self, prompt: Prompt) -> float | None:
-        """Seconds of work that is here, if it could be prefilled here by deadline, beginning soon; None if not, or if
-        it or one that is here would be late. What is late already cannot be made late."""
+    def seconds_before(self, prompt: PromptPlan) -> float | None:
+        """Returns the seconds of work before a prompt here; None if it could not begin soon, or if it or a prompt here
+        would become late. A prompt that is late already does not count."""
         now, by = self.view.now, prompt.order if prompt.until < inf else inf
         at = begins = now + self.wait()
-        own, placed = prompt.work * self.pace, False
+        own, is_in_line = prompt.work * self.pace, False
         for order, due, seconds, least in self._waiting_line():
-            if not placed and order > by:
-                begins, placed = at, True
+            if not is_in_line and order > by:
+                begins, is_in_line = at, True
                 at += own
             at += seconds if at + seconds <= due else least  # in few steps, where it is urgent
-            if at + MARGIN > due >= at - own * placed:
+            if at + MAX_STEP_DELAY_S > due >= at - own * is_in_line:
                 return None
-        if not placed:
+        if not is_in_line:
             begins = at
-        slack = MARGIN if self._line else 0.0
-        late = prompt.until < inf and begins + prompt.alone * self.pace + slack > prompt.due
-        return None if late or begins - now > AHEAD else at - own * placed - now
+        slack = MAX_STEP_DELAY_S if self._line else 0.0
+        late = prompt.until < inf and begins + prompt.isolated_seconds * self.pace + slack > prompt.due
+        return None if late or begins - now > MAX_PREFILL_WAIT_S else at - own * is_in_line - now
 
     def _waiting_line(self) -> list[tuple[float, float, float, float]]:
-        """Prompts here in order, as (order, due, seconds to come, at least), without what the step in flight does.
-        Those that are promised nothing run last, and count as first: nothing more is sent until they are through."""
+        """Returns the prompts here in order, as (order, due, remaining seconds, least seconds), without the step in
+        flight. Best effort runs last but counts as first: nothing more is sent until it is done."""
         if self._line is None:
             known, line = self.view.known, []
             for id, prompt in self.prompts.items():
@@ -165,15 +165,15 @@ class Replica:
                 if left > 1 or seq is None:
                     order, due = (prompt.order, prompt.due) if prompt.until < inf else (-inf, inf)
                     part = self.pace * left / prompt.tokens
-                    line.append((order, due, prompt.work * part, prompt.alone * part))
+                    line.append((order, due, prompt.work * part, prompt.isolated_seconds * part))
             line.sort()
             self._line = line
         return self._line
 
-    def queue(self, prompt: Prompt) -> None:
+    def queue(self, prompt: PromptPlan) -> None:
         self.prompts[prompt.seq.id] = prompt
         self._line = None
 
-    def unqueue(self, id: str) -> Prompt | None:
+    def unqueue(self, id: str) -> PromptPlan | None:
         self._line = None
         return self.prompts.pop(id, None)

@@ -1,4 +1,4 @@
-"""Which replica prefills, which tier another decodes for, and where each held request goes."""
+"""Assigns replicas to prefill and to tiers of decodes, and places requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rubato.core.events import Event, Finished, HandedOff, Left, Lost, Placed, T
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Role
 from rubato.core.request import Handoff
-from rubato.policies.rubato_pd.prefill_step import BUDGET, PATIENCE, seconds_in_turns
-from rubato.policies.rubato_pd.prompt import Prompt, promised, unpromised
-from rubato.policies.rubato_pd.replica_model import PREFILL, Replica, Seat
-from rubato.policies.rubato_pd.turn import Turn
+from rubato.policies.rubato_pd.prefill_step import PATIENCE_S, PREFILL_STEP_TOKENS, seconds_in_turns
+from rubato.policies.rubato_pd.prompt import PromptPlan, plan_best_effort_prompt, plan_prompt
+from rubato.policies.rubato_pd.replica_model import PREFILL_GROUP, DecodeSlot, FleetReplica
+from rubato.policies.rubato_pd.turn import RoutingRound
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_forecast import KVForecast
 from rubato.policy_kit.refusals import fleet_refusal
@@ -27,19 +27,23 @@ PREFILL_ROLE = Role("prefill", kind="prefill")
 # The order of the queue is by deadline, but a tier that loses all its requests is put forward by so many seconds, and a
 # prompt back by so many times its work where all requests are lost: so each tier loses as much, and long prompts first.
 # On mooncake-conversation at 45/s the worst tier loses 2.5 points without the first, 7 with a third of the second.
-FAIRNESS, PRICE = 20.0, 30.0
-TIER_MEMORY, MEMORY = 200.0, 500.0  # requests over which the share lost is a mean, of a tier and of all: some seconds
-TRIES = 3  # prompts in a row without a prefill replica, after which the others are not asked about: it saves CPU time
-# Part of a replica that guests leave, of as many as their hosts need: else hosts find those full and claim others. 0.3
-# leaves too few guests (splitwise at 464/s: 0.88 instead of 0.92 in time), none too many (0.89).
-HOST_ROOM = 0.1
-# Part of the fleet that stays idle before best effort gets the pool: a claim waits for the step there.
-SPARE_SHARE = 0.1
-POOL_TOKENS = 4096  # of best effort that may wait at a replica of the pool: what is recalled has begun in vain
-CREDIT = 2.0  # seconds for which best effort's share may be saved up: more would come at once
-AGAIN_SECONDS = 0.5  # seconds after which a request that found nothing is looked at again, whatever happens
-FORLORN = 30.0  # seconds that KV waits for a replica to decode, where only the one that holds it is left
-SOON = 1e-5  # seconds from now at which the router is asked again at the earliest
+MAX_TIER_ADVANCE_S, MAX_DELAY_PER_WORK = 20.0, 30.0
+TIER_MEMORY_REQUESTS, MEMORY_REQUESTS = (
+    200.0,
+    500.0,
+)  # requests over which the share lost is a mean, of a tier and of all: some seconds
+# In a row without a prefill replica; then the remaining prompts are not tried.
+MAX_FAILED_PROMPTS = 3
+# Part of a replica that guests leave free for their host tier, which would otherwise claim another replica. 0.3 leaves
+# too few guests (splitwise at 464/s: 0.88 instead of 0.92 in time), 0 too many (0.89).
+TIER_HEADROOM = 0.1
+# Share of the fleet that stays idle before best effort gets the pool, since a claim waits for the step there.
+IDLE_SHARE = 0.1
+MAX_POOL_TOKENS = 4096  # of best effort waiting at a pool replica: recalled requests have lost their work
+BEST_EFFORT_BURST_S = 2.0  # best effort's share is saved up for at most this time
+RETRY_S = 0.5  # an unplaced request is tried again after this time
+KV_ORPHAN_TIMEOUT_S = 30.0  # KV without a decode replica is dropped after this time
+MIN_WAKE_S = 1e-5  # the earliest next dispatch
 
 
 @dataclass
@@ -52,11 +56,11 @@ class Router:
     default_lengths: ClassVar[str] = "conditional_mean"
     tiers: Sequence[float] = (0.02, 0.03, 0.05, 0.1)
     best_effort: float = 0.02
-    _replicas: dict[str, Replica] = field(init=False, repr=False, default_factory=dict)
+    _replicas: dict[str, FleetReplica] = field(init=False, repr=False, default_factory=dict)
     _tables: dict[tuple[int, int], StepTable] = field(init=False, repr=False, default_factory=dict)
-    _queue: dict[str, Prompt] = field(init=False, repr=False, default_factory=dict)
-    _prefills: dict[str, Replica] = field(init=False, repr=False, default_factory=dict)  # where prompts are
-    _seats: dict[str, Seat] = field(init=False, repr=False, default_factory=dict)
+    _queue: dict[str, PromptPlan] = field(init=False, repr=False, default_factory=dict)
+    _prefills: dict[str, FleetReplica] = field(init=False, repr=False, default_factory=dict)  # where prompts are
+    _slots: dict[str, DecodeSlot] = field(init=False, repr=False, default_factory=dict)
     _parked: dict[str, SeqView] = field(init=False, repr=False, default_factory=dict)  # best effort, oldest first
     _moving: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # KV on its way: since
     _token_moves: float = field(init=False, repr=False, default=0.0)  # seconds of a token's KV on its way
@@ -64,7 +68,7 @@ class Router:
     _tier_loss: list[float] = field(init=False, repr=False, default_factory=list)
     _need: list[float] = field(init=False, repr=False, default_factory=list)  # replicas that each tier's residents take
     _credit: float = field(init=False, repr=False, default=0.0)  # replica-seconds that best effort may take
-    _credit_at: float = field(init=False, repr=False, default=0.0)
+    _credit_since: float = field(init=False, repr=False, default=0.0)
 
     def __post_init__(self) -> None:
         if not 0.0 < self.best_effort <= 1.0:
@@ -93,45 +97,46 @@ class Router:
                 if (since := self._moving.pop(event.id, None)) is not None:
                     self._token_moves += 0.1 * ((event.at - since) / event.tokens - self._token_moves)
             elif isinstance(event, Placed):
-                self._placed(event.id, self._replicas.get(event.replica))
+                self._record_placement(event.id, self._replicas.get(event.replica))
             elif isinstance(event, Left):
                 self._forget(self._replicas.pop(event.id, None))
 
-    def _placed(self, id: str, replica: Replica | None) -> None:
-        """It is there, if that is not where it was sent: with the rest of its group, or where its prefix is cached."""
+    def _record_placement(self, id: str, replica: FleetReplica | None) -> None:
+        """Records a placement elsewhere than decided here: with the rest of its group, or where its prefix is
+        cached."""
         self._queue.pop(id, None)
         self._parked.pop(id, None)
-        before, seat = self._prefills.get(id), self._seats.get(id)
-        if replica is None or replica is (before or (seat and seat.replica)):
+        before, slot = self._prefills.get(id), self._slots.get(id)
+        if replica is None or replica is (before or (slot and slot.replica)):
             return
-        if before is not None and replica.group == PREFILL:
+        if before is not None and replica.group == PREFILL_GROUP:
             prompt = before.unqueue(id)
             if prompt is not None:
                 replica.queue(prompt)
             self._prefills[id] = replica
             return
         self._leave(id)
-        self._seats[id] = Seat(replica, None, 0.0)
+        self._slots[id] = DecodeSlot(replica, None, 0.0)
         replica.add(id, None, 1, 1.0)  # its length is looked up when that has passed
 
     def _leave(self, id: str) -> None:
-        """It ends, or is to be placed anew."""
+        """Forgets a request that ended, or is to be placed anew."""
         self._queue.pop(id, None)
         self._parked.pop(id, None)
         self._moving.pop(id, None)
         self._leave_prefill(id)
-        if (seat := self._seats.pop(id, None)) is not None:
-            seat.replica.drop(id, seat.tier)
-            if seat.tier is not None:
-                self._need[seat.tier] -= seat.share
+        if (slot := self._slots.pop(id, None)) is not None:
+            slot.replica.drop(id, slot.tier)
+            if slot.tier is not None:
+                self._need[slot.tier] -= slot.share
 
     def _leave_prefill(self, id: str) -> None:
         if (replica := self._prefills.pop(id, None)) is not None:
             replica.unqueue(id)
 
-    def _forget(self, replica: Replica | None) -> None:
-        """It is gone, with all that was there."""
-        for id in [id for id, seat in self._seats.items() if seat.replica is replica]:
+    def _forget(self, replica: FleetReplica | None) -> None:
+        """Forgets a lost replica and all requests there."""
+        for id in [id for id, slot in self._slots.items() if slot.replica is replica]:
             prefills = self._prefills.pop(id, None)
             self._leave(id)
             if prefills is not None and prefills is not replica:
@@ -142,56 +147,56 @@ class Router:
     # ----------------------------------------------------------------- what goes where
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        replicas = self._look(fleet, now)
-        turn = Turn(held, replicas, now)
-        self._settle(turn)
+        replicas = self._update_replicas(fleet, now)
+        routing = RoutingRound(held, replicas, now)
+        self._reassign_replicas(routing)
         if len(replicas) == 1 and replicas[0].role.phase == "both":
-            return self._to_the_last(held, turn)
+            return self._place_on_last(held, routing)
         queue, parked = self._queue, self._parked
         for seq in held:
             if seq.cached > 0:
-                self._move(seq, turn)
+                self._move(seq, routing)
             elif seq.id in queue:
                 queue[seq.id].seq = seq
             elif seq.id not in parked:
-                self._enter(seq, turn)
-        self._admit_best_effort(turn)
+                self._enqueue(seq, routing)
+        self._admit_best_effort(routing)
         if queue:
-            self._start(turn)
+            self._start(routing)
         if parked:
-            self._fill_pool(turn)
+            self._fill_pool(routing)
         until = min([prompt.until for prompt in queue.values()], default=inf)
-        if parked or any(seq.id not in turn.place and seq.id not in queue for seq in held):
-            until = min(until, now + AGAIN_SECONDS)
+        if parked or any(seq.id not in routing.place and seq.id not in queue for seq in held):
+            until = min(until, now + RETRY_S)
         elif queue:
-            until = min(until, now + PATIENCE)
+            until = min(until, now + PATIENCE_S)
         return Dispatch(
-            place=turn.place,
-            reject=turn.reject,
-            demote=turn.demote,
-            recall=turn.recall,
-            wake_at=max(until, now + SOON) if until < inf else None,
-            assign=self._assigned(turn),
-            why=turn.why,
+            place=routing.place,
+            reject=routing.reject,
+            demote=routing.demote,
+            recall=routing.recall,
+            wake_at=max(until, now + MIN_WAKE_S) if until < inf else None,
+            assign=self._assigned(routing),
+            why=routing.why,
         )
 
-    def _to_the_last(self, held: Sequence[SeqView], turn: Turn) -> Dispatch:
-        """One replica is left: it takes all but KV, which only it may hold."""
+    def _place_on_last(self, held: Sequence[SeqView], routing: RoutingRound) -> Dispatch:
+        """Places all requests without KV on the only replica left."""
         for seq in held:
             if seq.cached > 0:
-                self._move(seq, turn)
+                self._move(seq, routing)
             else:
                 self._leave(seq.id)
-                turn.place[seq.id] = turn.fleet[0].id
-        wake_at = turn.now + AGAIN_SECONDS if len(turn.place) + len(turn.reject) < len(held) else None
-        return Dispatch(turn.place, turn.reject, wake_at=wake_at, assign=self._assigned(turn), why=turn.why)
+                routing.place[seq.id] = routing.fleet[0].id
+        wake_at = routing.now + RETRY_S if len(routing.place) + len(routing.reject) < len(held) else None
+        return Dispatch(routing.place, routing.reject, wake_at=wake_at, assign=self._assigned(routing), why=routing.why)
 
-    def _assigned(self, turn: Turn) -> Mapping[str, Role]:
-        return {id: role for id, role in turn.roles.items() if self._replicas[id].view.role != role}
+    def _assigned(self, routing: RoutingRound) -> Mapping[str, Role]:
+        return {id: role for id, role in routing.roles.items() if self._replicas[id].view.role != role}
 
-    def _look(self, fleet: Sequence[View], now: float) -> Sequence[Replica]:
-        """The replicas of the fleet, as they are now."""
-        found: list[Replica] = []
+    def _update_replicas(self, fleet: Sequence[View], now: float) -> Sequence[FleetReplica]:
+        """Returns the replicas of the fleet, with current views."""
+        replicas: list[FleetReplica] = []
         joined = False
         for index, view in enumerate(fleet):
             replica = self._replicas.get(view.id)
@@ -199,254 +204,266 @@ class Router:
                 most = view.limits.max_num_batched_tokens
                 # one table for all with the same latency model: it takes a thousand questions to fill
                 table = self._tables.setdefault((id(view.latency), most), StepTable(view.latency, most))
-                replica = self._replicas[view.id] = Replica(view, index, len(self.tiers), table)
+                replica = self._replicas[view.id] = FleetReplica(view, index, len(self.tiers), table)
                 joined = True
-            replica.look(view)
-            found.append(replica)
+            replica.show(view)
+            replicas.append(replica)
         if joined:
-            seconds = {replica: seconds_in_turns(replica.view.latency, BUDGET) for replica in self._replicas.values()}
+            seconds = {
+                replica: seconds_in_turns(replica.view.latency, PREFILL_STEP_TOKENS)
+                for replica in self._replicas.values()
+            }
             for replica, each in seconds.items():
                 replica.pace = each / min(seconds.values())
-        self._credit += self.best_effort * len(found) * (now - self._credit_at)
-        self._credit = min(self._credit, self.best_effort * len(found) * CREDIT)
-        self._credit_at = now
-        return found
+        self._credit += self.best_effort * len(replicas) * (now - self._credit_since)
+        self._credit = min(self._credit, self.best_effort * len(replicas) * BEST_EFFORT_BURST_S)
+        self._credit_since = now
+        return replicas
 
-    def _enter(self, seq: SeqView, turn: Turn) -> None:
-        """A request without KV: to the queue, or to best effort."""
-        if seq.id in self._seats or seq.id in self._prefills:  # it came back, or was not taken
+    def _enqueue(self, seq: SeqView, routing: RoutingRound) -> None:
+        """Adds a request without KV to the queue, or to best effort."""
+        if seq.id in self._slots or seq.id in self._prefills:  # it came back, or was not taken
             self._leave(seq.id)
         if seq.best_effort:
             self._parked[seq.id] = seq
             return
-        prompt = self._prompt(seq, turn)
-        if prompt is None or prompt.until < turn.now:
-            self._give_up(seq, turn)
+        prompt = self._prompt(seq, routing)
+        if prompt is None or prompt.until < routing.now:
+            self._decline(seq, routing)
             if prompt is not None:
-                self._count(prompt.tier, 1.0)
+                self._count_loss(prompt.tier, 1.0)
             return
         self._queue[seq.id] = prompt
 
-    def _prompt(self, seq: SeqView, turn: Turn) -> Prompt | None:
-        return promised(seq, self.tiers, [r.view for r in turn.fleet], turn.now, self._token_moves)
+    def _prompt(self, seq: SeqView, routing: RoutingRound) -> PromptPlan | None:
+        return plan_prompt(seq, self.tiers, [r.view for r in routing.fleet], routing.now, self._token_moves)
 
-    def _give_up(self, seq: SeqView, turn: Turn) -> None:
-        """It cannot be in time any more."""
+    def _decline(self, seq: SeqView, routing: RoutingRound) -> None:
+        """Refuses or demotes a request that cannot be in time any more."""
         if seq.request.on_decline == "refuse" and seq.request.progress is None:
-            turn.reject[seq.id] = fleet_refusal(seq, [r.view for r in turn.fleet])
+            routing.reject[seq.id] = fleet_refusal(seq, [r.view for r in routing.fleet])
             return
-        turn.demote.append(seq.id)
+        routing.demote.append(seq.id)
         self._parked[seq.id] = seq
 
-    def _count(self, tier: int, lost: float) -> None:
-        self._tier_loss[tier] += (lost - self._tier_loss[tier]) / TIER_MEMORY
-        self._loss += (lost - self._loss) / MEMORY
+    def _count_loss(self, tier: int, lost: float) -> None:
+        self._tier_loss[tier] += (lost - self._tier_loss[tier]) / TIER_MEMORY_REQUESTS
+        self._loss += (lost - self._loss) / MEMORY_REQUESTS
 
     # ----------------------------------------------------------------- prompts
 
-    def _start(self, turn: Turn) -> None:
-        """Prompts go to replicas that have time for them, each with a seat to decode in, until none has."""
+    def _start(self, routing: RoutingRound) -> None:
+        """Places prompts on replicas that have time for them, each with a slot to decode in, until none has."""
         full: set[int] = set()
         failed = 0
-        for prompt in self._ready(turn):
+        for prompt in self._prompts_in_order(routing):
             if prompt.tier in full:
                 continue
-            lacks = self._found_lacking(prompt, turn)
-            if lacks == "seat" and prompt.until < inf:  # what is promised nothing waits alone
+            lacks = self._place_or_name_lack(prompt, routing)
+            if lacks == "slot" and prompt.until < inf:  # what is promised nothing waits alone
                 full.add(prompt.tier)
-            elif lacks and (failed := failed + 1) >= TRIES:
+            elif lacks and (failed := failed + 1) >= MAX_FAILED_PROMPTS:
                 return
 
-    def _found_lacking(self, prompt: Prompt, turn: Turn) -> str:
-        """Place it; or say what it lacks."""
+    def _place_or_name_lack(self, prompt: PromptPlan, routing: RoutingRound) -> str:
+        """Places a prompt. Returns what it lacks ("prefill" or "slot"), "" if it was placed."""
         id = prompt.seq.id
-        if (to := self._prefiller(prompt, turn)) is None:
+        if (to := self._find_prefill_replica(prompt, routing)) is None:
             return "prefill"
-        if (seat := self._find_seat(prompt, turn, besides=to)) is None:
-            return "seat"
+        if (slot := self._find_slot(prompt, routing, besides=to)) is None:
+            return "slot"
         del self._queue[id]
         if to.group is None:
-            self._enlist(to, PREFILL, turn)
-        self._sit(prompt, seat, turn)
-        turn.why[id] = f"prefill, then {seat[0].id}"
+            self._enlist(to, PREFILL_GROUP, routing)
+        self._reserve_slot(prompt, slot, routing)
+        routing.why[id] = f"prefill, then {slot[0].id}"
         to.queue(prompt)
         self._prefills[id] = to
-        turn.place[id] = to.id
+        routing.place[id] = to.id
         if prompt.until < inf:
-            self._count(prompt.tier, 0.0)
+            self._count_loss(prompt.tier, 0.0)
         return ""
 
-    def _ready(self, turn: Turn) -> Sequence[Prompt]:
-        """Those of the queue in the order in which they are tried; those that are too late leave it."""
-        ready: list[tuple[float, str, Prompt]] = []
+    def _prompts_in_order(self, routing: RoutingRound) -> Sequence[PromptPlan]:
+        """Returns the queued prompts in the order to try them; late ones leave the queue."""
+        ready: list[tuple[float, str, PromptPlan]] = []
         for id, prompt in list(self._queue.items()):
-            if id not in turn.held:
+            if id not in routing.held_ids:
                 continue
-            if prompt.until < turn.now:
+            if prompt.until < routing.now:
                 del self._queue[id]
-                self._give_up(prompt.seq, turn)
-                self._count(prompt.tier, 1.0)
+                self._decline(prompt.seq, routing)
+                self._count_loss(prompt.tier, 1.0)
                 continue
-            back = PRICE * self._loss * prompt.work - FAIRNESS * self._tier_loss[prompt.tier]
+            back = MAX_DELAY_PER_WORK * self._loss * prompt.work - MAX_TIER_ADVANCE_S * self._tier_loss[prompt.tier]
             ready.append((prompt.due + back, id, prompt))
         ready.sort()
         return [prompt for _, _, prompt in ready]
 
-    def _prefiller(self, prompt: Prompt, turn: Turn) -> Replica | None:
-        """Where it can begin soon and nothing would be late: short ones where most is queued, which share steps, long
-        ones where least is; one of the pool if there is none, or for a long one that would wait."""
-        short = prompt.tokens < BUDGET
+    def _find_prefill_replica(self, prompt: PromptPlan, routing: RoutingRound) -> FleetReplica | None:
+        """Returns a replica where the prompt can begin soon and nothing becomes late: for a short prompt the one with
+        the most queued work, to share steps, for a long one the one with the least. Otherwise, or if a long one would
+        wait, a replica of the pool."""
+        short = prompt.tokens < PREFILL_STEP_TOKENS
         best, queued = None, 0.0
-        for replica in turn.group(PREFILL):
-            seconds = replica.takes(prompt)
+        for replica in routing.group(PREFILL_GROUP):
+            seconds = replica.seconds_before(prompt)
             if seconds is not None and (best is None or (seconds > queued if short else seconds < queued)):
                 best, queued = replica, seconds
         if best is not None and (queued == 0.0 or short):
             return best
-        for replica in turn.group(None):
-            if turn.now + replica.wait() + prompt.alone * replica.pace <= prompt.due or prompt.until == inf:
+        for replica in routing.group(None):
+            if (
+                routing.now + replica.wait() + prompt.isolated_seconds * replica.pace <= prompt.due
+                or prompt.until == inf
+            ):
                 return replica
         return best
 
     # ----------------------------------------------------------------- seats to decode in
 
-    def _find_seat(self, prompt: Prompt, turn: Turn, besides: Replica | None) -> tuple[Replica, int] | None:
-        """Where it can decode, and in which tier's group that replica is or is to be: the fullest of its own; as a
-        guest of a tighter tier; one of the pool. Guests go where their hosts would be anyway, so that the other
-        replicas can empty."""
+    def _find_slot(
+        self, prompt: PromptPlan, routing: RoutingRound, besides: FleetReplica | None
+    ) -> tuple[FleetReplica, int] | None:
+        """Returns a replica to decode on and its tier: the fullest of its own tier, a tighter tier's as a guest, or one
+        of the pool. Guests go where the host tier needs replicas anyway, so that other replicas can empty."""
         tier = prompt.tier
-        if (replica := _fullest(turn.group(tier), prompt, self.tiers[tier], besides)) is not None:
+        if (replica := _fullest(routing.group(tier), prompt, self.tiers[tier], besides)) is not None:
             return replica, tier
-        rest = len(turn.group(PREFILL)) + len(turn.group(None)) - 1  # that prefill, or could
-        pool = [replica for replica in turn.group(None) if replica is not besides] if rest > 0 else []
+        rest = len(routing.group(PREFILL_GROUP)) + len(routing.group(None)) - 1  # that prefill, or could
+        pool = [replica for replica in routing.group(None) if replica is not besides] if rest > 0 else []
         for group in range(tier - 1, -1, -1):
-            hosts, tpot = turn.group(group), self.tiers[group]
-            room = ceil(self._need[group]) - HOST_ROOM - sum([host.fullness(tpot) for host in hosts])
+            hosts, tpot = routing.group(group), self.tiers[group]
+            room = ceil(self._need[group]) - TIER_HEADROOM - sum([host.fullness(tpot) for host in hosts])
             if not hosts or hosts[0].share(prompt.seq.length, prompt.left, tpot) > room:
                 continue
             if (replica := _fullest(hosts, prompt, tpot, besides)) is not None:
                 return replica, group
         return (pool[0], tier) if pool else None
 
-    def _sit(self, prompt: Prompt, seat: tuple[Replica, int], turn: Turn) -> None:
-        replica, group = seat
+    def _reserve_slot(self, prompt: PromptPlan, slot: tuple[FleetReplica, int], routing: RoutingRound) -> None:
+        replica, group = slot
         if replica.group is None:
-            self._enlist(replica, group, turn)
+            self._enlist(replica, group, routing)
         length, tier = prompt.seq.length, prompt.tier
         share = replica.share(length, prompt.left, self.tiers[tier])
         replica.add(prompt.seq.id, tier, length, prompt.left)
-        self._seats[prompt.seq.id] = Seat(replica, tier, share)
+        self._slots[prompt.seq.id] = DecodeSlot(replica, tier, share)
         self._need[tier] += share
-        turn.changed(group)
+        routing.invalidate_groups(group)
 
-    def _move(self, seq: SeqView, turn: Turn) -> None:
-        """It brings KV: to its seat; without one to the decode replica with most KV free, whatever it misses."""
-        id, handoff = seq.id, seq.request.handoff or Handoff("", "failed", turn.now)
-        seat = self._seats.get(id)
-        if seat is not None and (
-            seat.tier is None or seat.replica.id == handoff.source or seat.replica not in turn.fleet
+    def _move(self, seq: SeqView, routing: RoutingRound) -> None:
+        """Moves a request with KV to its slot; without one, to the decode replica with the most free KV."""
+        id, handoff = seq.id, seq.request.handoff or Handoff("", "failed", routing.now)
+        slot = self._slots.get(id)
+        if slot is not None and (
+            slot.tier is None or slot.replica.id == handoff.source or slot.replica not in routing.fleet
         ):
             self._leave(id)
-            seat = None
-        if seat is None:
+            slot = None
+        if slot is None:
             source = self._replicas.get(handoff.source)
-            prompt = None if seq.best_effort else self._prompt(seq, turn)
-            prompt = prompt or unpromised(seq, self.tiers, turn.fleet[0].view)
-            found = self._find_seat(prompt, turn, besides=source)
-            if found is None:
-                groups = [(r, r.group) for r in turn.fleet if r is not source and r.group is not None and r.group >= 0]
-                groups += [(r, prompt.tier) for r in turn.group(None) if r is not source]
-                found = max(groups, key=lambda at: (at[0].group is not None, at[0].view.kv_free), default=None)
-            if found is None:
-                if turn.now > handoff.at + FORLORN:
-                    turn.reject[id] = "rejected-no-replica: none is left to decode"
+            prompt = None if seq.best_effort else self._prompt(seq, routing)
+            prompt = prompt or plan_best_effort_prompt(seq, self.tiers, routing.fleet[0].view)
+            new_slot = self._find_slot(prompt, routing, besides=source)
+            if new_slot is None:
+                groups = [
+                    (r, r.group) for r in routing.fleet if r is not source and r.group is not None and r.group >= 0
+                ]
+                groups += [(r, prompt.tier) for r in routing.group(None) if r is not source]
+                new_slot = max(groups, key=lambda at: (at[0].group is not None, at[0].view.kv_free), default=None)
+            if new_slot is None:
+                if routing.now > handoff.at + KV_ORPHAN_TIMEOUT_S:
+                    routing.reject[id] = "rejected-no-replica: none is left to decode"
                 return
-            self._sit(prompt, found, turn)
-            seat = self._seats[id]
-        view = seat.replica.view
+            self._reserve_slot(prompt, new_slot, routing)
+            slot = self._slots[id]
+        view = slot.replica.view
         if view.limits.blocks(seq.length) <= view.kv_free:
-            self._moving[id] = turn.now
-            turn.place[id], turn.why[id] = seat.replica.id, "decodes"
+            self._moving[id] = routing.now
+            routing.place[id], routing.why[id] = slot.replica.id, "decodes"
 
     # ----------------------------------------------------------------- best effort
 
-    def _admit_best_effort(self, turn: Turn) -> None:
-        """The one that waits longest joins the queue, at its head, once the share of the fleet that is best effort's
-        has paid for those before it."""
+    def _admit_best_effort(self, routing: RoutingRound) -> None:
+        """Puts the oldest best effort at the head of the queue once best effort's share of the fleet has paid for
+        earlier ones."""
         if self._credit < 0.0 or any(p.seq.best_effort for p in self._queue.values()):
             return
         for id, seq in self._parked.items():
-            if id in turn.held:
-                if turn.now >= seq.request.arrival + PATIENCE:
-                    self._queue[id] = prompt = unpromised(seq, self.tiers, turn.fleet[0].view)
-                    self._credit -= prompt.work + prompt.left * self.tiers[-1] * turn.fleet[0].share(
+            if id in routing.held_ids:
+                if routing.now >= seq.request.arrival + PATIENCE_S:
+                    self._queue[id] = prompt = plan_best_effort_prompt(seq, self.tiers, routing.fleet[0].view)
+                    self._credit -= prompt.work + prompt.left * self.tiers[-1] * routing.fleet[0].share(
                         prompt.tokens, prompt.left, self.tiers[-1]
                     )
                     del self._parked[id]
                 return
 
-    def _fill_pool(self, turn: Turn) -> None:
-        """Best effort goes to the pool, as far as KV goes, but for some of it that stays idle for what has an SLO."""
-        pool = turn.group(None)
-        busy = bool(self._queue or self._prefills or any(seat.tier is not None for seat in self._seats.values()))
+    def _fill_pool(self, routing: RoutingRound) -> None:
+        """Places best effort on the pool as far as KV goes; a part of the pool stays idle for requests with SLOs."""
+        pool = routing.group(None)
+        busy = bool(self._queue or self._prefills or any(slot.tier is not None for slot in self._slots.values()))
         idle = [replica for replica in pool if not replica.others]
-        for replica in idle[: ceil(SPARE_SHARE * len(turn.fleet)) if busy else 0]:
+        for replica in idle[: ceil(IDLE_SHARE * len(routing.fleet)) if busy else 0]:
             pool = [other for other in pool if other is not replica]
         if not pool:
             return
         for id, seq in list(self._parked.items()):
-            if id not in turn.held:
+            if id not in routing.held_ids:
                 continue
             left = remaining_output(seq)
-            fits = [r for r in pool if r.view.pending + r.given <= POOL_TOKENS + len(r.forecast)]
-            fits = [r for r in fits if not len(r.forecast) or r.has_seat(seq.length, left)]
+            fits = [r for r in pool if r.view.pending + r.best_effort_tokens <= MAX_POOL_TOKENS + len(r.forecast)]
+            fits = [r for r in fits if not len(r.forecast) or r.has_slot(seq.length, left)]
             if not fits:
                 return
             replica = min(fits, key=lambda r: (len(r.forecast), r.index))
             replica.add(id, None, seq.length, left)
-            replica.given += seq.pending
-            self._seats[id] = Seat(replica, None, 0.0)
+            replica.best_effort_tokens += seq.pending
+            self._slots[id] = DecodeSlot(replica, None, 0.0)
             del self._parked[id]
-            turn.place[id], turn.why[id] = replica.id, "best effort: in the pool"
-        turn.changed(None)
+            routing.place[id], routing.why[id] = replica.id, "best effort: in the pool"
+        routing.invalidate_groups(None)
 
     # ----------------------------------------------------------------- roles
 
-    def _enlist(self, replica: Replica, group: int, turn: Turn) -> None:
-        """It leaves the pool for a group; best effort that is there comes back."""
+    def _enlist(self, replica: FleetReplica, group: int, routing: RoutingRound) -> None:
+        """Moves a replica from the pool to a group, and recalls best effort from it."""
         if len(replica.forecast):
-            turn.recall[replica.id] = "best_effort"
+            routing.recall[replica.id] = "best_effort"
             replica.forecast = KVForecast()
-            self._seats = {id: seat for id, seat in self._seats.items() if seat.replica is not replica}
-        self._assign(replica, group, turn)
+            self._slots = {id: slot for id, slot in self._slots.items() if slot.replica is not replica}
+        self._assign(replica, group, routing)
 
-    def _settle(self, turn: Turn) -> None:
-        """Replicas that are empty go to the pool; where no resident of its tier or a tighter one is left, a replica
-        serves its tightest ones' tier; and the only one that is left does both, once no KV is on its way to it."""
-        for replica in turn.fleet:
+    def _reassign_replicas(self, routing: RoutingRound) -> None:
+        """Returns empty replicas to the pool, and moves a replica whose residents are all of looser tiers to the
+        tightest of these. The only replica left prefills and decodes, once no KV is on its way to it."""
+        for replica in routing.fleet:
             group = replica.group
             tightest = next((tier for tier, count in enumerate(replica.residents) if count), None)
             if group is not None and replica.empty:
-                self._assign(replica, None, turn)
-            elif group is not None and group != PREFILL and tightest is not None and tightest > group:
-                self._assign(replica, tightest, turn)
-        only, coming = turn.fleet[0], [self._seats[id].replica for id in self._moving if id in self._seats]
-        if len(turn.fleet) == 1 and only.role.phase != "both" and only not in coming:
-            self._assign(only, None, turn)
+                self._assign(replica, None, routing)
+            elif group is not None and group != PREFILL_GROUP and tightest is not None and tightest > group:
+                self._assign(replica, tightest, routing)
+        only, coming = routing.fleet[0], [self._slots[id].replica for id in self._moving if id in self._slots]
+        if len(routing.fleet) == 1 and only.role.phase != "both" and only not in coming:
+            self._assign(only, None, routing)
 
-    def _assign(self, replica: Replica, group: int | None, turn: Turn) -> None:
-        turn.changed(replica.group, group)
+    def _assign(self, replica: FleetReplica, group: int | None, routing: RoutingRound) -> None:
+        routing.invalidate_groups(replica.group, group)
         replica.group = group
         replica.role = POOL_ROLE
-        if group == PREFILL:
+        if group == PREFILL_GROUP:
             replica.role = PREFILL_ROLE
         elif group is not None:
             replica.role = Role("decode", f"{self.tiers[group]:g}", kind="tier")
-        turn.roles[replica.id] = replica.role
+        routing.roles[replica.id] = replica.role
 
 
-def _fullest(replicas: Sequence[Replica], prompt: Prompt, tpot: float, besides: Replica | None) -> Replica | None:
+def _fullest(
+    replicas: Sequence[FleetReplica], prompt: PromptPlan, tpot: float, besides: FleetReplica | None
+) -> FleetReplica | None:
     for replica in replicas:
-        if replica is not besides and replica.has_seat(prompt.seq.length, prompt.left, tpot):
+        if replica is not besides and replica.has_slot(prompt.seq.length, prompt.left, tpot):
             return replica
     return None

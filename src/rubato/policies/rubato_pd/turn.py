@@ -1,4 +1,4 @@
-"""One dispatch of the router, in the making."""
+"""The decisions of one dispatch, collected while it is made."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from rubato.core.interfaces import SeqView
 from rubato.core.plan import Recall, Role
-from rubato.policies.rubato_pd.replica_model import Replica
+from rubato.policies.rubato_pd.replica_model import FleetReplica
 
 
-class Turn:
-    """fleet: what may be named in it."""
+class RoutingRound:
+    """Decisions so far; `fleet` are the replicas that requests may go to."""
 
-    def __init__(self, held: Sequence[SeqView], fleet: Sequence[Replica], now: float) -> None:
-        self.held = {seq.id for seq in held}
+    def __init__(self, held: Sequence[SeqView], fleet: Sequence[FleetReplica], now: float) -> None:
+        self.held_ids = {seq.id for seq in held}
         self.fleet = fleet
         self.now = now
         self.place: dict[str, str] = {}
@@ -22,15 +22,18 @@ class Turn:
         self.recall: dict[str, Recall] = {}
         self.roles: dict[str, Role] = {}
         self.why: dict[str, str] = {}
-        self._groups: dict[int | None, list[Replica]] = {}
+        self._groups: dict[int | None, list[FleetReplica]] = {}
 
-    def group(self, group: int | None) -> list[Replica]:
-        """Its replicas, the most loaded first; of the pool the idlest first. Ties by lowest index."""
-        if (found := self._groups.get(group)) is None:
-            found = self._groups[group] = [r for r in self.fleet if r.group == group]
-            found.sort(key=(lambda r: (len(r.forecast), r.index)) if group is None else (lambda r: (-r.load, r.index)))
-        return found
+    def group(self, group: int | None) -> list[FleetReplica]:
+        """Returns its replicas, the most loaded first; for the pool (None) the idlest first. Ties go by lowest
+        index."""
+        if (replicas := self._groups.get(group)) is None:
+            replicas = self._groups[group] = [r for r in self.fleet if r.group == group]
+            replicas.sort(
+                key=(lambda r: (len(r.forecast), r.index)) if group is None else (lambda r: (-r.load, r.index))
+            )
+        return replicas
 
-    def changed(self, *groups: int | None) -> None:
+    def invalidate_groups(self, *groups: int | None) -> None:
         for group in groups:
             self._groups.pop(group, None)

@@ -29,13 +29,13 @@ from typing import NamedTuple
 import numpy as np
 
 from rubato.policies.slos_serve.demand import Demand, peak_kv, rows
-from rubato.policies.slos_serve.dynamic_program import CLOSE, EPS, best_subset, demand_line
+from rubato.policies.slos_serve.dynamic_program import BATCH_ROUNDING, ROUNDING_TOKENS, best_subset, demand_line
 
-SHORT = 2  # deadlines of new requests for which the first batch may be a short one, the earliest
+MAX_SHORT_BATCHES = 2  # deadlines of new requests for which the first batch may be a short one, the earliest
 
 
 class Phase(NamedTuple):
-    """So many `batches` (inf: for ever) of at most `seconds` and `tokens`."""
+    """A run of `batches` (inf: without end) of at most `seconds` and `tokens` each."""
 
     batches: float
     seconds: float
@@ -50,17 +50,17 @@ class Grid(tuple[Phase, ...]):
 
     @property
     def leads(self) -> bool:
-        """Whether the first batch is such a short one."""
+        """Whether the first batch is a short one."""
         return len(self) > 1 and self[0].seconds < self[1].seconds
 
     def step(self) -> Grid:
-        """What remains after the first batch."""
+        """Returns the grid after the first batch."""
         left = self[0].batches - 1
         return Grid((self[0]._replace(batches=left), *self[1:])) if left else Grid(self[1:])
 
     def room(self, demands: Sequence[Demand]) -> float:
-        """Tokens that these, served anyway, leave of it for others, the least by any batch by which something of theirs
-        is due; negative: they do not fit. Jobs due at 0 are late already: they are due with the first batch."""
+        """Returns the tokens that these demands leave for others, the least at any of their deadlines; negative if they
+        do not fit. Demands due at 0 are late and count as due with the first batch."""
         return float(demand_line(np.array(self), rows(demands))[3].min(initial=inf))
 
 
@@ -79,7 +79,7 @@ class AdmissionLimits:
 
 
 class Admitted(NamedTuple):
-    """accepted: indices into the new. grid: the one on which they and the forced are all in time."""
+    """accepted: indices of new demands. grid: the one on which they and all forced demands are in time."""
 
     accepted: tuple[int, ...]
     grid: Grid
@@ -87,38 +87,38 @@ class Admitted(NamedTuple):
 
 
 def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Admitted | None:
-    """The set of `new` to add to `forced`, the best but where memory is short. None: not even the forced are in time on
-    any of the grids. Memory is counted by its forecast peak (§3.2.1 has the sum of what each holds at its end, which
+    """Chooses the set of `new` to add to `forced`, the best unless memory is short; None if even the forced are late on
+    every grid. Memory is counted by its forecast peak (§3.2.1 has the sum of what each holds at its end, which
     they never hold together). Equal deadlines are decided in the order given.
     """
     assert all(d.due < inf for d in new), "every new request has a deadline, if one of ours"
-    served, most, peak = rows(forced), sum(d.value for d in new), peak_kv(forced, limits.block)
+    forced_rows, most, peak = rows(forced), sum(d.value for d in new), peak_kv(forced, limits.block)
     best: Admitted | None = None
     least: list[Callable[[int], tuple[float, ...]]] = [lambda i: (new[i].memory / new[i].value,)]
     if len({d.value for d in new}) > 1:  # then that may leave out one worth more than all others
-        least.append(lambda i: (peak.with_([new[i].memory], [new[i].left]) > limits.memory, -new[i].value))
+        least.append(lambda i: (peak.peak_with([new[i].memory], [new[i].left]) > limits.memory, -new[i].value))
     for grid in grids_to_try(forced, new, limits):
         for worst in least:
             able = list(range(len(new)))
             while True:
-                asked = rows([new[i] for i in able], in_order_given=True)
-                chosen = best_subset(np.array(grid), served, asked, limits.seats)
+                new_rows = rows([new[i] for i in able], in_order_given=True)
+                chosen = best_subset(np.array(grid), forced_rows, new_rows, limits.seats)
                 accepted = [able[i] for i in chosen or ()]
                 more = [new[i].memory for i in accepted], [new[i].left for i in accepted]
-                if not accepted or peak.with_(*more) <= limits.memory:
+                if not accepted or peak.peak_with(*more) <= limits.memory:
                     break
                 able.remove(max(accepted, key=worst))
             value = sum(new[i].value for i in accepted)
-            if chosen is not None and (best is None or value > best.value + EPS):
+            if chosen is not None and (best is None or value > best.value + ROUNDING_TOKENS):
                 best = Admitted(tuple(sorted(accepted)), grid, value)
             if len(able) == len(new):
                 break
-        if best is not None and best.value >= most - EPS:
+        if best is not None and best.value >= most - ROUNDING_TOKENS:
             return best
     if best is None:
         return None
     again = admit(forced, [new[i] for i in best.accepted], limits)  # those that are declined do not shorten batches
-    return best if again is None or again.value < best.value - EPS else best._replace(grid=again.grid)
+    return best if again is None or again.value < best.value - ROUNDING_TOKENS else best._replace(grid=again.grid)
 
 
 def grids_to_try(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Iterator[Grid]:
@@ -137,14 +137,14 @@ def grids_to_try(forced: Sequence[Demand], new: Sequence[Demand], limits: Admiss
 
 
 def _lay(decodes: Sequence[tuple[float, float]], lead: Phase | None, limits: AdmissionLimits) -> Grid:
-    """Batches of at most the longest, then of each TPOT, from the last batch that ends before its request is due.
-    decodes: (due, tpot), in order."""
+    """Lays batches of the longest duration, then of each TPOT from the last batch that ends before its request is due.
+    `decodes` are (due, tpot), in order."""
     phases, begin, seconds = [], 0.0, limits.longest
     if lead is not None:
         phases, begin = [lead], lead.seconds
     for due, tpot in decodes:
         if tpot < seconds:
-            count = max(0.0, float(floor((due - begin) / seconds + CLOSE)))
+            count = max(0.0, float(floor((due - begin) / seconds + BATCH_ROUNDING)))
             if count:
                 phases.append(Phase(count, seconds, limits.capacity(seconds)))
                 begin += count * seconds
@@ -156,7 +156,7 @@ def _short(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLim
     """Short first batches, until one of the first prompts is due, beside the decodes that are due before the batch
     after it ends. None where two tokens of one would be due in it."""
     longest = limits.longest
-    for end in sorted({d.due for d in new if 0.0 < d.due < longest})[:SHORT]:
+    for end in sorted({d.due for d in new if 0.0 < d.due < longest})[:MAX_SHORT_BATCHES]:
         two = any(d.due < end and d.tpot < end for d in forced)
         beside = 0.0 if two or limits.beside is None else limits.beside(end, sum(d.due < end + longest for d in forced))
         if beside:

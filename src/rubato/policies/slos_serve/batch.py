@@ -1,4 +1,4 @@
-"""The next batch: how long it is, what is in it by deadline as far as its time goes, and the rest for best effort."""
+"""Fills the next batch: its length, admitted requests by deadline, and best effort in the remaining time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rubato.core.slo import WINDOW
 from rubato.policies.slos_serve.admission import Grid
 from rubato.policies.slos_serve.batch_capacity import BatchCapacity
 from rubato.policies.slos_serve.demand import Demand
-from rubato.policies.slos_serve.speculation import Drafts, expected
+from rubato.policies.slos_serve.speculation import SpeculationState, expected
 from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end, make_room
 
 DRAFT_FREELY_BELOW_KV_SHARE = 0.5  # share of memory: while less is promised, decodes need not hurry
@@ -34,27 +34,27 @@ class BatchOrder:
     grid: Grid
     seqs: Sequence[SeqView]
     demands: Sequence[Demand]
-    drafts: Drafts
+    drafts: SpeculationState
     margin: float
     weight: float
     skipped: Collection[str] = ()
     raw: dict[str, Demand] = field(init=False)  # the demands
     entries: dict[str, Demand] = field(init=False)
     order: list[SeqView] = field(init=False)
-    _left: float | None = field(default=None, init=False)
+    _tokens_to_spare: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.raw = {d.id: d for d in self.demands}
-        self.entries = {d.id: d for d in self.drafts.in_force.entries(self.demands, self.drafts.drafted)}
+        self.entries = {d.id: d for d in self.drafts.in_force.entries(self.demands, self.drafts.draft_tokens)}
         self.order = sorted(self.seqs, key=lambda s: (self.entries[s.id].due, s.request.arrival))
 
     def spend(self, tokens: float) -> bool:
-        """Take so many tokens of the batch, if they can be spared; returns whether."""
-        if self._left is None:
-            self._left = self.grid.room([self.entries[s.id] for s in self.order])
-        if tokens > self._left:
+        """Takes `tokens` of the batch if they can be spared; returns whether they can."""
+        if self._tokens_to_spare is None:
+            self._tokens_to_spare = self.grid.room([self.entries[s.id] for s in self.order])
+        if tokens > self._tokens_to_spare:
             return False
-        self._left -= max(0.0, tokens)
+        self._tokens_to_spare -= max(0.0, tokens)
         return True
 
     def bounds(self) -> tuple[float, int]:
@@ -81,19 +81,19 @@ class BatchOrder:
         """What would begin a pace before its time in a batch of such work, in order of deadline, and how many of its
         tokens would be due so much sooner: a prompt that ends before its deadline, from which admission counts its
         decode, and a decode at the end of a window, with which its lead is gone."""
-        found, seconds = {}, self.grid[0].seconds
+        by_id, seconds = {}, self.grid[0].seconds
         soon = seconds + self.grid.step()[0].seconds
         for seq in self.order:
             own, demand = work.get(seq.id), self.raw[seq.id]
             if own is None or demand.due < soon or demand.tpot == inf:
                 continue
             if own.tokens == seq.pending if seq.first_token_at is None or seq.pending > 1 else _ends_window(seq, own):
-                found[seq.id] = 1.0 + (demand.due - seconds) / demand.tpot
-        return found
+                by_id[seq.id] = 1.0 + (demand.due - seconds) / demand.tpot
+        return by_id
 
     def after(self, work: Mapping[str, Work], early: Collection[str]) -> list[Demand]:
-        """What all demand once a batch of such work has ended, in seconds from then."""
-        found, seconds = [], self.grid[0].seconds
+        """Returns all demands after a batch of this work, in seconds from its end."""
+        by_id, seconds = [], self.grid[0].seconds
         for seq, demand in zip(self.seqs, self.demands, strict=True):
             own, due, tokens = work.get(seq.id), demand.due, demand.tokens
             if seq.id in early or (own is not None and own.tokens == seq.pending > 1):
@@ -102,8 +102,8 @@ class BatchOrder:
                 tokens -= own.tokens * self.weight
             elif own is not None:
                 due += demand.tpot * expected(demand.accepts, 1 + len(own.verify))
-            found.append(demand._replace(due=max(0.0, due - seconds), tokens=tokens))
-        return found
+            by_id.append(demand._replace(due=max(0.0, due - seconds), tokens=tokens))
+        return by_id
 
     def in_order(self) -> tuple[list[SeqView], dict[str, int]]:
         """In order of deadline, but decodes that are ahead come before prompts due sooner, as far as their tokens can
@@ -111,17 +111,17 @@ class BatchOrder:
         after those that cannot wait for the next batch: where kernels make a prompt's first tokens cost more than the
         others, fewer fit than were counted. And how many drafted tokens to verify for each: what was planned on, or all
         there are where they can be spared, counted as those of a prompt: they share the context that is read."""
-        entries, order, grid, drafted = self.entries, self.order, self.grid, self.drafts.drafted
-        if not grid.leads and (self.skipped or not drafted):
+        entries, order, grid, draft_tokens = self.entries, self.order, self.grid, self.drafts.draft_tokens
+        if not grid.leads and (self.skipped or not draft_tokens):
             soon = grid[0].seconds + grid.step()[0].seconds
             urgent = bisect_left(order, soon, key=lambda s: entries[s.id].due)
             able = {s.id: s for s in order[urgent:] if s.pending == 1}
-            first = [*(id for id in self.skipped if id in able), *(() if drafted else able)]
+            first = [*(id for id in self.skipped if id in able), *(() if draft_tokens else able)]
             turn = {id: able[id] for id in dict.fromkeys(first) if self.spend(entries[id].tokens)}
             order = [*order[:urgent], *turn.values(), *(s for s in order[urgent:] if s.id not in turn)]
         verified: dict[str, int] = {}
-        for seq in order if drafted else ():
-            there = drafted.get(seq.id, 0) if seq.pending == 1 else 0
+        for seq in order if draft_tokens else ():
+            there = draft_tokens.get(seq.id, 0) if seq.pending == 1 else 0
             planned = min(there, entries[seq.id].verified - 1)
             if there > planned and self.spend((there - planned) * self.weight):
                 planned = there
@@ -131,7 +131,7 @@ class BatchOrder:
 
 
 def _ends_window(seq: SeqView, work: Work) -> bool:
-    """Whether a decode may reach the end of the window that it is in."""
+    """Returns whether a decode may reach the end of its window."""
     return (seq.output - 1) % WINDOW + 1 + len(work.verify) >= WINDOW
 
 
@@ -144,28 +144,28 @@ class BatchFiller:
     """
 
     def __init__(
-        self, view: View, bound: float, victims: Sequence[SeqView], drafted: Mapping[str, int] = NOTHING,
-        drafts: Mapping[str, tuple[int, int]] = NOTHING, held: Collection[str] = (),
+        self, view: View, bound: float, victims: Sequence[SeqView], draft_tokens: Mapping[str, int] = NOTHING,
+        drafts: Mapping[str, tuple[int, int]] = NOTHING, unfinished: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self.held = held
+        self.unfinished = unfinished
         self.builder = BatchBuilder(view, steps=max((depth for depth, _ in drafts.values()), default=0))
-        self._drafted, self._drafts = drafted, drafts
+        self._draft_tokens, self._drafts = draft_tokens, drafts
         self._bound, self._model = bound, view.latency
         self.victims = list(victims)
         self._full = False  # no further token ends in time
 
     def fill(self, order: Iterable[SeqView]) -> None:
-        """Their pending tokens, in this order: each decode's and its drafted ones, as much of each prefill as fits."""
+        """Adds pending tokens in this order: of each decode with its drafts, and as much of each prefill as fits."""
         for decode, seqs in groupby(order, key=lambda s: s.pending == 1):
             if decode:
-                self._decodes([seq for seq in seqs if seq.id not in self.held])
+                self._decodes([seq for seq in seqs if seq.id not in self.unfinished])
             else:
                 for seq in seqs:
                     self._chunk(seq)
 
     def add_best_effort(self, order: Sequence[SeqView], free: int, block: int) -> None:
-        """Best effort, oldest first, in what is left; the younger give up KV for the older. One starts when `free`
-        holds it to its end, so that it need not be preempted for another of its kind."""
+        """Adds best effort, oldest first, in what is left; younger requests give up KV for older ones. A request starts
+        only if `free` blocks hold it to its end, so that no other best effort preempts it."""
         builder = self.builder
         for seq in order:
             if self._full or builder.tokens_left == 0:
@@ -181,8 +181,8 @@ class BatchFiller:
                 self._chunk(seq)
 
     def _chunk(self, seq: SeqView) -> None:
-        """As much of it as fits, of one that is held all but the last token."""
-        builder, own = self.builder, seq.pending - (seq.id in self.held)
+        """Adds as much of a prompt as fits; of one in `unfinished`, all but its last token."""
+        builder, own = self.builder, seq.pending - (seq.id in self.unfinished)
         if self._full:
             return
         make_room(builder, seq, min(own, builder.tokens_left), self.victims[::-1])
@@ -194,7 +194,7 @@ class BatchFiller:
 
     def _decodes(self, seqs: Sequence[SeqView]) -> None:
         builder, model, before = self.builder, self._model, self.builder.shape
-        if not self._drafted:
+        if not self._draft_tokens:
             kv = list(accumulate((s.cached + 1 for s in seqs), initial=before.kv))
             together = range(1, len(seqs) + 1)
             fitting = bisect_right(together, self._bound, key=lambda n: model.step_time(
@@ -206,7 +206,7 @@ class BatchFiller:
             make_room(builder, seq, 1, self.victims[::-1])
             if builder.tokens_that_fit(seq) == 0:
                 continue
-            verified = builder.verifiable(seq, self._drafted.get(seq.id, 0))
+            verified = builder.verifiable(seq, self._draft_tokens.get(seq.id, 0))
             while verified and model.step_time(builder.shape.plus(1 + verified, seq.cached)) > self._bound:
                 verified -= 1
             if builder.work and model.step_time(builder.shape.plus(1 + verified, seq.cached)) > self._bound:

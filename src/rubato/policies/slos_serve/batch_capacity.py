@@ -1,4 +1,4 @@
-"""How many tokens a batch of so many seconds holds (time2bs, §3.1.1), by a latency model that may see KV."""
+"""Computes how many tokens a batch of given seconds holds (time2bs, §3.1.1), by a latency model that may see KV."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class BatchCapacity:
         self._model, self._slower, self._weight = view.latency, 1.0 + margin, weight
         self._most = limits.max_num_batched_tokens
         self._decodes = min(len(demands), limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._kv = min(peak_kv(demands, block).with_(), view.kv_total) * block
+        self._kv = min(peak_kv(demands, block).peak_with(), view.kv_total) * block
         ends = sorted((d.memory * block for d in demands), reverse=True)
         self._ends = list(accumulate(ends, initial=0))  # KV of the longest ones, by how many
         self._context = max((s.length for s in seqs if s.pending > 1), default=0)
         self._longest = max((s.length for s in seqs), default=0)
-        self._known: dict[tuple[float, int], int] = {}
+        self._tokens_by_key: dict[tuple[float, int], int] = {}
 
     def seconds(self, tokens: int, steps: int = 0) -> float:
-        """That a batch of as many takes at most, `steps` draft steps at its end."""
+        """Returns the longest time of a batch of `tokens` with `steps` draft steps at its end."""
         decodes = min(tokens, self._decodes)
         shape = self._shape(decodes, steps)
         if tokens > decodes:
@@ -44,9 +44,9 @@ class BatchCapacity:
         return self._model.step_time(shape) * self._slower
 
     def tokens(self, seconds: float, steps: int = 0) -> int:
-        """The most tokens that end within as many seconds, whatever they are."""
-        asked = (seconds, steps)
-        if asked not in self._known:
+        """Returns the most tokens that surely end within `seconds`."""
+        key = (seconds, steps)
+        if key not in self._tokens_by_key:
             base = self._shape(self._decodes, steps)
             if self._model.step_time(base) * self._slower <= seconds:
                 together = self._decodes + self._weight * self._chunk(seconds, base, self._most - self._decodes)
@@ -55,11 +55,11 @@ class BatchCapacity:
                 together = bisect_right(fewer, seconds, key=lambda n: self.seconds(n, steps))
             if self._weight < 1.0 and together >= 1.0:
                 together = min(together, self._weight * self._chunk(seconds, Shape(spec_steps=steps), self._most))
-            self._known[asked] = int(together)
-        return self._known[asked]
+            self._tokens_by_key[key] = int(together)
+        return self._tokens_by_key[key]
 
     def beside(self, seconds: float, decodes: int, steps: int = 0) -> float:
-        """As `tokens`, of a batch in which no more than so many decode; 0 where these do not fit."""
+        """Returns `tokens` for a batch with at most `decodes` decodes; 0 if these do not fit."""
         decodes = min(decodes, self._decodes)
         base = self._shape(decodes, steps, min(self._kv, self._ends[decodes]))
         if decodes and self._model.step_time(base) * self._slower > seconds:

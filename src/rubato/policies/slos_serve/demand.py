@@ -1,4 +1,4 @@
-"""From what a replica shows to what admission counts with: deadlines, paces and memory of each request."""
+"""Derives each request's demand for admission from the view: deadline, pace and memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rubato.policy_kit.batch_builder import blocks_at_end, remaining_output
 from rubato.policy_kit.kv_forecast import PeakKV
 from rubato.policy_kit.paces import Window, tightest_tpot
 
-PROBE = 512  # tokens of prefill whose time stands for all
-TIGHTER = 0.8  # of its TPOT: the pace of one behind schedule when there is no tighter tier (ours)
-PATIENCE = 4.0  # seconds that a prompt without a TTFT, or best effort, may wait before it is planned (ours)
+PROBE_TOKENS = 512  # marginal prefill time is measured on these
+CATCH_UP_TPOT_SHARE = 0.8  # of its TPOT: the pace of one behind schedule when there is no tighter tier (ours)
+PATIENCE_S = 4.0  # seconds that a prompt without a TTFT, or best effort, may wait before it is planned (ours)
 
 
 class Demand(NamedTuple):
@@ -40,8 +40,8 @@ class Demand(NamedTuple):
 
 
 def rows(demands: Sequence[Demand], in_order_given: bool = False) -> NDArray[np.float64]:
-    """What those with a deadline demand, (due, tokens, tpot, verified, memory, value), in order of deadline if not as
-    given: made once, used for many grids."""
+    """Returns rows (due, tokens, tpot, verified, memory, value) of demands with a deadline, sorted by deadline unless
+    `in_order_given`; computed once for many grids."""
     each = [(d.due, d.tokens, d.tpot, d.verified, d.memory, d.value) for d in demands if d.due < inf]
     if not in_order_given:
         each.sort()
@@ -50,7 +50,8 @@ def rows(demands: Sequence[Demand], in_order_given: bool = False) -> NDArray[np.
 
 
 def prompt_stage(seq: SeqView) -> int:
-    """The stage with a prompt that it is in, or that its decode-only stage goes on from: what a promise is made for."""
+    """Returns the stage with a prompt that it is in, or that its decode-only stage continues: admission is per such
+    stage."""
     at, stages = seq.stage, seq.request.stages
     while stages[at].prompt == 0:
         at -= 1
@@ -81,7 +82,7 @@ class DemandReader:
             tpot = min(tpot, steady)
             due = min(due, seq.request.arrival + seq.tool_seconds + e2e - (left - 1.0) * steady)
         elif due == inf and (seq.output == 0 or pending > 1):  # also one that is resumed by a prefill
-            due = max(seq.stage_start + PATIENCE, self.now + min(tpot, PATIENCE))
+            due = max(seq.stage_start + PATIENCE_S, self.now + min(tpot, PATIENCE_S))
         if pending == 1 and e2e is None and seq.id in self.windows:
             _, before, began = self.windows[seq.id]
             due = min(due, began + (seq.output + 1 - before) * tpot)
@@ -93,16 +94,16 @@ class DemandReader:
         """Of each. One that is behind, whose next token is due before a batch of it alone would end, in `soonest`
         seconds, counts as of the next tighter tier. paced: by windows, too."""
         reader = self if paced else replace(self, windows={})
-        found = [reader.demand(seq) for seq in seqs]
-        if not any(d.due < soonest for d in found):
-            return found
-        paces = sorted({d.tpot for d in found})
+        demands = [reader.demand(seq) for seq in seqs]
+        if not any(d.due < soonest for d in demands):
+            return demands
+        paces = sorted({d.tpot for d in demands})
 
         def tighter(demand: Demand) -> Demand:
             below = [p for p in paces if p < demand.tpot]
-            return demand._replace(due=0.0, tpot=below[-1] if below else TIGHTER * demand.tpot)
+            return demand._replace(due=0.0, tpot=below[-1] if below else CATCH_UP_TPOT_SHARE * demand.tpot)
 
-        return [tighter(d) if d.tokens == 1 and d.due < soonest and d.tpot < inf else d for d in found]
+        return [tighter(d) if d.tokens == 1 and d.due < soonest and d.tpot < inf else d for d in demands]
 
 
 def prefill_token_weight(view: View, before: float = 1.0) -> float:
@@ -114,7 +115,7 @@ def prefill_token_weight(view: View, before: float = 1.0) -> float:
         return 1.0
     base = model.step_time(decodes)
     more = model.step_time(Shape(*(2 * part for part in decodes[:3]))) - base
-    chunk = min(PROBE, view.limits.max_num_batched_tokens)
+    chunk = min(PROBE_TOKENS, view.limits.max_num_batched_tokens)
     prefill = (model.step_time(decodes.plus(chunk, 0)) - base) / chunk
     if prefill * decodes.seqs >= more:
         return 1.0

@@ -1,4 +1,4 @@
-"""One replica's scheduler: which requests it admits, and what the next batch holds; the package says when and why."""
+"""One replica's scheduler: admits requests and fills batches. The package docstring has the method."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from rubato.policies.slos_serve.admission import AdmissionLimits, Admitted, Grid
 from rubato.policies.slos_serve.batch import BatchFiller, BatchOrder
 from rubato.policies.slos_serve.batch_capacity import BatchCapacity
 from rubato.policies.slos_serve.demand import (
-    PATIENCE,
+    PATIENCE_S,
     Demand,
     DemandReader,
     peak_kv,
     prefill_token_weight,
     prompt_stage,
 )
-from rubato.policies.slos_serve.dynamic_program import EPS
-from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, Drafts, SpeculationPlan
+from rubato.policies.slos_serve.dynamic_program import ROUNDING_TOKENS
+from rubato.policies.slos_serve.speculation import MAX_ENTRY_TOKENS, NO_SPECULATION, SpeculationPlan, SpeculationState
 from rubato.policy_kit.batch_builder import blocks_at_end
 from rubato.policy_kit.compiled import warn_if_plain
 from rubato.policy_kit.paces import Window, tightest_tpot, windows
 from rubato.policy_kit.refusals import refusal
 
 PROMISES = ("start", "arrival")
-TIMEOUT = 0.1  # seconds after which it decides again, whatever is new (Algorithm 1)
-ASKED = 12  # requests decided in one admission; the others, due later, wait for the next step
-RETRIED = 8  # declined requests looked at again in one admission
-LONGEST_BATCH, LONGEST_IN_STEPS = 0.2, 10.0  # of a batch that no TPOT bounds: seconds, or steps of one token (ours)
-PATIENT_PACE = PATIENCE / 16  # seconds a token of the oldest best-effort request, once it is behind
+DECISION_TIMEOUT_S = 0.1  # admission runs at least this often (Algorithm 1)
+MAX_DECISIONS = 12  # requests decided in one admission; the others, due later, wait for the next step
+MAX_RETRIED = 8  # declined requests looked at again in one admission
+MAX_BATCH_S, MAX_BATCH_STEPS = 0.2, 10.0  # of a batch that no TPOT bounds: seconds, or steps of one token (ours)
+PATIENT_TPOT_S = PATIENCE_S / 16  # seconds a token of the oldest best-effort request, once it is behind
 
 
 @dataclass
-class Step:
-    """One plan in the making: the requests there by how they are served, and what is decided of them."""
+class Decisions:
+    """The decisions of one plan: requests by how they are served, and their changes."""
 
     view: View
     reader: DemandReader
@@ -56,8 +56,8 @@ class Step:
     handoff: dict[str, HandoffReason] = field(default_factory=dict)
 
     def decline(self, seq: SeqView, hops: int) -> None:
-        """What becomes of a request without a promise: another replica's, refused if its client asked for that, or best
-        effort. hops: how often it may be handed on."""
+        """Declines a request: hands it to another replica, refuses it if its client asked for that, or serves it as
+        best effort. `hops` is how often it may be handed on."""
         before = seq.request.handoff
         fresh = seq.id not in self.view.running_ids and nothing_sent(seq)
         if fresh and "handoff" in self.view.supports and (before.hops if before is not None else 0) <= hops:
@@ -92,7 +92,7 @@ class Scheduler:
     safety_margin: float | None = None
     max_batch_seconds: float | None = None
     tier_values: Mapping[str, float] = field(default_factory=dict)
-    max_draft: int = LONGEST - 1
+    max_draft: int = MAX_ENTRY_TOKENS - 1
     max_hops: int = 3
     promise: str = "start"
     _promised: dict[str, int] = field(default_factory=dict, init=False)  # id -> the round the promise is for
@@ -100,12 +100,12 @@ class Scheduler:
     _undecided: frozenset[str] = field(default=frozenset(), init=False)
     _grid: Grid | None = field(default=None, init=False)
     _decided: float = field(default=-inf, init=False)
-    _finished: bool = field(default=False, init=False)
+    _any_finished: bool = field(default=False, init=False)
     _weight: float = field(default=1.0, init=False)
     _windows: dict[str, Window] = field(default_factory=dict, init=False)  # of decodes, if these are judged
     _skipped: list[str] = field(default_factory=list, init=False)  # decodes left out of the last batches, in turn
     _claim: tuple[str, int, float] = field(default=("", 0, inf), init=False)  # the oldest: id, length, when due
-    _drafts: Drafts = field(init=False)
+    _drafts: SpeculationState = field(init=False)
 
     def __post_init__(self) -> None:
         warn_if_plain("slos_serve", "a few times slower")
@@ -116,39 +116,40 @@ class Scheduler:
         values = self.tier_values.values() if isinstance(self.tier_values, Mapping) else [self.tier_values]
         if wrong := [v for v in values if not (type(v) in (int, float) and 0.0 < v < inf)]:
             raise ValueError(f"tier_values has {wrong[0]!r}: give numbers above 0 by tier, like {{gold: 4}}")
-        longest = LONGEST_BATCH if self.max_batch_seconds is None else self.max_batch_seconds
-        if not 0.0 < longest < inf or not 0 <= self.max_draft < LONGEST or self.max_hops < -1:
+        longest = MAX_BATCH_S if self.max_batch_seconds is None else self.max_batch_seconds
+        if not 0.0 < longest < inf or not 0 <= self.max_draft < MAX_ENTRY_TOKENS or self.max_hops < -1:
             raise ValueError(
                 f"max_batch_seconds {self.max_batch_seconds}, max_draft {self.max_draft}, max_hops {self.max_hops}: "
-                f"give seconds, more than 0; 0 to {LONGEST - 1} tokens; 0 hops or more, or -1 for none handed on"
+                f"give seconds, more than 0; 0 to {MAX_ENTRY_TOKENS - 1} tokens; 0 hops or more, or -1 for none "
+                "handed on"
             )
         if self.promise not in PROMISES:
             raise ValueError(f"promise is {self.promise!r}: give one of {', '.join(PROMISES)}")
-        self._drafts = Drafts(self.max_draft)
+        self._drafts = SpeculationState(self.max_draft)
 
     @property
     def uses(self) -> frozenset[str]:
-        """What it makes use of, and can do without."""
+        """Optional features that it uses."""
         return frozenset({"draft"}) if self.max_draft else frozenset()
 
     @property
     def tier_names(self) -> Collection[str]:
-        """Tiers that its settings name; a server checks that it has them."""
+        """Tiers named in its settings; a server checks that they exist."""
         return self.tier_values.keys()
 
     @property
     def promised(self) -> Collection[str]:
-        """Ids of those here whose admission is firm."""
+        """Ids of requests here whose admission is firm."""
         return self._promised.keys()
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
-            self._finished |= isinstance(event, Finished)
+            self._any_finished |= isinstance(event, Finished)
             if isinstance(event, Finished | HandedOff):  # it is here no longer
                 self._promised.pop(event.id, None)
                 self._revocable.pop(event.id, None)
             if self._drafts.able:
-                self._drafts.accepted.observe(event)
+                self._drafts.acceptance.observe(event)
                 self._drafts.lag.observe(event)
 
     def plan(self, view: View) -> Plan:
@@ -157,25 +158,25 @@ class Scheduler:
             self._weight, self._grid = step.reader.weight, None
         oldest = self._oldest(step)
         demands = self._demands(step)
-        grid, entries = self._grid, self._drafts.in_force.entries(demands, self._drafts.drafted)
-        is_time = step.undecided or self._finished or view.now - self._decided >= TIMEOUT
+        grid, entries = self._grid, self._drafts.in_force.entries(demands, self._drafts.draft_tokens)
+        is_time = step.undecided or self._any_finished or view.now - self._decided >= DECISION_TIMEOUT_S
         if (
             grid is None or is_time or any(0.0 < d.due < grid[0].seconds for d in entries)
-            or grid.room(entries) < -EPS  # prompts done early decode early
+            or grid.room(entries) < -ROUNDING_TOKENS  # prompts done early decode early
         ):  # fmt: skip
             grid, demands = self._decide(step, demands, oldest)
         self._undecided = frozenset(s.id for s in step.undecided)
-        self._give_up(step)
+        self._decline_hopeless(step)
         plan = self._filled(step, grid, {d.id: d for d in demands}, oldest)
         self._grid = grid.step() if plan.work or plan.decode_all else grid
         return plan
 
-    def _classify(self, view: View) -> Step:
-        """The admitted, those still to be decided, and best effort."""
+    def _classify(self, view: View) -> Decisions:
+        """Divides the requests into admitted, undecided and best effort."""
         if view.slo_rule == "windowed":
             self._windows = windows(view, self._windows)
         self._drafts.look(view)
-        step = Step(view, DemandReader(
+        step = Decisions(view, DemandReader(
             max(view.now, view.busy_until), view.limits.block_size, self.tier_values, self._windows,
             prefill_token_weight(view, self._weight), self._drafts.chance,
         ))  # fmt: skip
@@ -206,73 +207,81 @@ class Scheduler:
     def _margin(self, view: View) -> float:
         return view.latency.spread if self.safety_margin is None else self.safety_margin
 
-    def _demands(self, step: Step, paced: bool = True) -> list[Demand]:
-        """Of the admitted."""
+    def _demands(self, step: Decisions, paced: bool = True) -> list[Demand]:
+        """Returns the demands of admitted requests."""
         decodes = step.view.decodes
         alone = Shape(1, 1, decodes.kv // decodes.seqs) if decodes.seqs else Shape()
         soonest = step.view.latency.step_time(alone) * (1.0 + self._margin(step.view)) if decodes.seqs else 0.0
         return step.reader.demands(step.admitted, soonest, paced)
 
-    def _oldest(self, step: Step) -> SeqView | None:
-        """The oldest of best effort, or of those that nothing bounds, once it is behind: it is planned as if it were
+    def _oldest(self, step: Decisions) -> SeqView | None:
+        """Returns the oldest request that is best effort or has no SLO, once it is behind: it is planned as if
         admitted, so that none starves. The same one until it ends."""
         id, length, due = self._claim
         unbound = [s for s in step.admitted if s.due == inf and tightest_tpot(s) == inf]
         able = [*step.best_effort, *unbound]
         oldest = next((s for s in able if s.id == id), None)
         if oldest is None:
-            behind = [s for s in able if step.reader.now > s.stage_start + PATIENCE + s.output * PATIENT_PACE]
+            behind = [s for s in able if step.reader.now > s.stage_start + PATIENCE_S + s.output * PATIENT_TPOT_S]
             oldest, length, due = min(behind, key=_arrival, default=None), 0, inf
         held = oldest.length if oldest is not None else 0
-        self._claim = (oldest.id, held, due + (held - length) * PATIENT_PACE) if oldest is not None else ("", 0, inf)
+        self._claim = (oldest.id, held, due + (held - length) * PATIENT_TPOT_S) if oldest is not None else ("", 0, inf)
         return oldest
 
     def _as_admitted(self, oldest: SeqView, reader: DemandReader) -> Demand:
-        return reader.demand(oldest)._replace(due=max(self._claim[2] - reader.now, 0.0), tpot=PATIENT_PACE)
+        return reader.demand(oldest)._replace(due=max(self._claim[2] - reader.now, 0.0), tpot=PATIENT_TPOT_S)
 
-    def _decide(self, step: Step, demands: list[Demand], oldest: SeqView | None) -> tuple[Grid, list[Demand]]:
-        """Admit those that can be in time beside the admitted, and lay the grid for all of them. Returns it, and what
-        the admitted demand: by deadlines alone where their paces cannot all be kept."""
+    def _decide(self, step: Decisions, demands: list[Demand], oldest: SeqView | None) -> tuple[Grid, list[Demand]]:
+        """Admits requests that can be in time with the admitted ones, and lays a grid for all. Returns the grid and the
+        admitted demands, by deadlines only if not all paces can be kept."""
         view, reader = step.view, step.reader
         able = [
             s for s in step.best_effort if s.demoted and s is not oldest and not s.missed and reader.now < s.due < inf
         ]
-        again = heapq.nsmallest(RETRIED, able, key=lambda s: (s.pending, _arrival(s)))  # could be in time after all
+        again = heapq.nsmallest(MAX_RETRIED, able, key=lambda s: (s.pending, _arrival(s)))  # could be in time after all
         values = self.tier_values
-        asked = heapq.nsmallest(
-            ASKED, [*step.undecided, *again], key=lambda s: (-values.get(s.request.tier, 1.0), s.due, _arrival(s))
+        candidates = heapq.nsmallest(
+            MAX_DECISIONS,
+            [*step.undecided, *again],
+            key=lambda s: (-values.get(s.request.tier, 1.0), s.due, _arrival(s)),
         )
-        asked.sort(key=lambda s: (s.due, _arrival(s)))
-        new = [reader.demand(s) for s in asked]
+        candidates.sort(key=lambda s: (s.due, _arrival(s)))
+        new = [reader.demand(s) for s in candidates]
         forced = demands
         if oldest is not None:
             if self._claim[2] == inf:
-                self._claim = (*self._claim[:2], reader.now + 0.5 * PATIENCE)
+                self._claim = (*self._claim[:2], reader.now + 0.5 * PATIENCE_S)
             forced = [*(d for d in demands if d.id != oldest.id), self._as_admitted(oldest, reader)]
-        capacity = BatchCapacity(view, [*step.admitted, *asked], [*forced, *new], self._margin(view), reader.weight)
-        later = [s for s in step.undecided if s not in asked and s.id in view.running_ids]  # they keep their KV
+        capacity = BatchCapacity(
+            view, [*step.admitted, *candidates], [*forced, *new], self._margin(view), reader.weight
+        )
+        later = [s for s in step.undecided if s not in candidates and s.id in view.running_ids]  # they keep their KV
         memory = view.kv_total - sum(s.blocks for s in [*view.moving, *later])
         choose = partial(self._choose, view, capacity, memory)
-        fits = oldest is None or peak_kv(forced, view.limits.block_size).with_() <= memory
-        found, speculation = choose(forced, new) if fits else (None, PLAIN)
-        if found is None and oldest is not None:  # it has to wait until others end; none is added meanwhile
+        fits = oldest is None or peak_kv(forced, view.limits.block_size).peak_with() <= memory
+        best, speculation = choose(forced, new) if fits else (None, NO_SPECULATION)
+        if best is None and oldest is not None:  # it has to wait until others end; none is added meanwhile
             self._claim = (*self._claim[:2], inf)
-            found, speculation = choose(demands, [])
+            best, speculation = choose(demands, [])
         in_force = self._drafts.in_force
-        if found is None and self._grid and self._grid.room(in_force.entries(demands, self._drafts.drafted)) >= -EPS:
-            found, speculation = Admitted((), self._grid, 0.0), in_force  # on which they were admitted
-        if found is None:
+        if (
+            best is None
+            and self._grid
+            and self._grid.room(in_force.entries(demands, self._drafts.draft_tokens)) >= -ROUNDING_TOKENS
+        ):
+            best, speculation = Admitted((), self._grid, 0.0), in_force  # on which they were admitted
+        if best is None:
             demands = self._demands(step, paced=False)
-            found, speculation = choose(demands, [])
-        if found is None:
+            best, speculation = choose(demands, [])
+        if best is None:
             shortest = min([d.tpot for d in demands], default=inf)
             batch = Phase(inf, seconds := min(self._unbound(capacity), shortest), capacity.tokens(seconds))
-            found = Admitted((), self._grid or Grid((batch,)), 0.0)
+            best = Admitted((), self._grid or Grid((batch,)), 0.0)
         else:
             self._drafts.in_force = speculation
-        accepted = {new[i].id for i in found.accepted}
-        step.undecided = [s for s in step.undecided if s not in asked]
-        for seq in asked:
+        accepted = {new[i].id for i in best.accepted}
+        step.undecided = [s for s in step.undecided if s not in candidates]
+        for seq in candidates:
             if seq.id in accepted:
                 firm = self.promise == "arrival" or seq.id in view.running_ids or not nothing_sent(seq)
                 (self._promised if firm else self._revocable)[seq.id] = prompt_stage(seq)
@@ -282,25 +291,25 @@ class Scheduler:
                     step.promote.append(seq.id)
             elif not seq.demoted:
                 step.decline(seq, self.max_hops)
-        self._decided, self._finished = view.now, False
-        return found.grid, [*demands, *(d for d in new if d.id in accepted)]
+        self._decided, self._any_finished = view.now, False
+        return best.grid, [*demands, *(d for d in new if d.id in accepted)]
 
     def _choose(
         self, view: View, capacity: BatchCapacity, memory: int, forced: Sequence[Demand], new: Sequence[Demand]
     ) -> tuple[Admitted | None, SpeculationPlan]:
         """Which of the new to admit beside the forced, in so many KV blocks, and with which drafts."""
-        best, chosen, most, limits = None, PLAIN, sum(d.value for d in new), view.limits
+        best, chosen, most, limits = None, NO_SPECULATION, sum(d.value for d in new), view.limits
         seats = min(limits.max_num_seqs, limits.max_running or limits.max_num_seqs) - len(forced)
         longest = self._unbound(capacity)
         for plan in self._drafts.candidates([*forced, *new], capacity, longest):
             full = capacity.seconds(limits.max_num_batched_tokens, plan.steps)
             tokens, beside = (partial(count, steps=plan.steps) for count in (capacity.tokens, capacity.beside))
-            most_seconds, drafted = max(min(longest, full), TOLERANCE), self._drafts.drafted
+            most_seconds, draft_tokens = max(min(longest, full), TOLERANCE), self._drafts.draft_tokens
             there = AdmissionLimits(most_seconds, tokens, memory, seats, beside, limits.block_size)
-            found = admit(plan.entries(forced, drafted), plan.entries(new, drafted), there)
-            if found is not None and (best is None or found.value > best.value + EPS):
-                best, chosen = found, plan
-            if best is not None and best.value >= most - EPS:
+            admitted = admit(plan.entries(forced, draft_tokens), plan.entries(new, draft_tokens), there)
+            if admitted is not None and (best is None or admitted.value > best.value + ROUNDING_TOKENS):
+                best, chosen = admitted, plan
+            if best is not None and best.value >= most - ROUNDING_TOKENS:
                 break
         return best, chosen
 
@@ -309,11 +318,11 @@ class Scheduler:
         mostly what any step costs, and hold few tokens of prefill."""
         alone = capacity.seconds(1)
         if self.max_batch_seconds is None:
-            return max(LONGEST_BATCH, LONGEST_IN_STEPS * alone)
+            return max(MAX_BATCH_S, MAX_BATCH_STEPS * alone)
         return max(self.max_batch_seconds, 2.0 * alone)
 
-    def _give_up(self, step: Step) -> None:
-        """Decline each whose prompt cannot be done in time any more, even alone."""
+    def _decline_hopeless(self, step: Decisions) -> None:
+        """Declines admitted requests whose prompt would be late now even alone."""
         view, now, most = step.view, step.reader.now, step.view.limits.max_num_batched_tokens
         for seq in [s for s in step.admitted if s.pending > 1 and s.due < inf and s.id not in step.promote]:
             equal = -(-seq.pending // -(-seq.pending // most))  # step times are convex
@@ -324,33 +333,35 @@ class Scheduler:
                 step.decline(seq, -1)
 
     def _too_early(self, batch: BatchOrder, work: Mapping[str, Work]) -> set[str]:
-        """What begins a pace before its time in such a batch, the last due first, while not all can keep theirs then,
-        neither on the grid in force nor on another."""
-        found: set[str] = set()
+        """Returns requests that would begin a pace too early in such a batch, the last due first, until the others can
+        keep their paces on the grid in force or another."""
+        too_early: set[str] = set()
         early = batch.early(work)
         while early and not batch.spend(sum(early.values())):
-            work = {id: own for id, own in work.items() if id not in found}
+            work = {id: own for id, own in work.items() if id not in too_early}
             after = batch.after(work, early)
-            if batch.grid.step().room(self._drafts.in_force.entries(after, {})) >= -EPS:
+            if batch.grid.step().room(self._drafts.in_force.entries(after, {})) >= -ROUNDING_TOKENS:
                 break
             capacity = BatchCapacity(batch.view, batch.seqs, after, batch.margin, batch.weight)
             if self._choose(batch.view, capacity, batch.view.kv_total, after, [])[0] is not None:
                 break
             id, _ = early.popitem()
-            found.add(id)
-        return found
+            too_early.add(id)
+        return too_early
 
-    def _filled(self, step: Step, grid: Grid, demands: dict[str, Demand], oldest: SeqView | None) -> Plan:
-        view, block, kept = step.view, step.view.limits.block_size, step.admitted
+    def _filled(self, step: Decisions, grid: Grid, demands: dict[str, Demand], oldest: SeqView | None) -> Plan:
+        view, block, planned_seqs = step.view, step.view.limits.block_size, step.admitted
         rest = sorted(step.best_effort, key=_arrival)
         if oldest is not None and self._claim[2] < inf:
             demands[oldest.id] = self._as_admitted(oldest, step.reader)
-            kept = [*(s for s in kept if s is not oldest), oldest]
+            planned_seqs = [*(s for s in planned_seqs if s is not oldest), oldest]
             rest = [s for s in rest if s is not oldest]
         undecided = [s for s in step.undecided if s.id in view.running_ids]  # they keep their KV, and wait
         holders = [*undecided, *(s for s in rest if s.id in view.running_ids)]
         margin, weight, first = self._margin(view), step.reader.weight, grid[0]
-        batch = BatchOrder(view, grid, kept, [demands[s.id] for s in kept], self._drafts, margin, weight, self._skipped)
+        batch = BatchOrder(
+            view, grid, planned_seqs, [demands[s.id] for s in planned_seqs], self._drafts, margin, weight, self._skipped
+        )
         bound, most = batch.bounds()
         drafts, late = self._drafts.to_draft(view, batch.order, most, first.tokens / weight, bound)
         order, verified = batch.in_order()
@@ -363,12 +374,12 @@ class Scheduler:
             early |= more
         builder = filler.builder
         if rest:
-            held = sum(demands[s.id].memory for s in kept) + sum(blocks_at_end(s, block) for s in holders)
-            filler.add_best_effort(rest, view.kv_total - held - sum(s.blocks for s in view.moving), block)
+            reserved = sum(demands[s.id].memory for s in planned_seqs) + sum(blocks_at_end(s, block) for s in holders)
+            filler.add_best_effort(rest, view.kv_total - reserved - sum(s.blocks for s in view.moving), block)
         if not builder.work:  # for lack of memory: the admitted first, the oldest after them
             line = [*sorted(batch.order, key=lambda s: s is oldest), *undecided, *rest]
             able = [s for s in line if s not in builder.preempted]
-            filler.victims, filler.held = [s for s in able[1:] if s.id in view.running_ids], ()
+            filler.victims, filler.unfinished = [s for s in able[1:] if s.id in view.running_ids], ()
             filler.fill(able[:1])
         for id in self._revocable.keys() & builder.work.keys():
             self._promised[id] = self._revocable.pop(id)

@@ -16,19 +16,19 @@ from typing import NamedTuple
 from rubato.core.interfaces import SeqView, View
 from rubato.policies.slos_serve.batch_capacity import BatchCapacity
 from rubato.policies.slos_serve.demand import Demand, prompt_stage
-from rubato.policy_kit.acceptance import Accepted
+from rubato.policy_kit.acceptance import AcceptanceRates
 from rubato.policy_kit.batch_builder import remaining_output
-from rubato.policy_kit.draft_value import depth_that_pays
+from rubato.policy_kit.draft_value import find_paying_depth
 from rubato.policy_kit.drafter_lag import DrafterLag
 
-LONGEST = 10  # tokens verified in one entry (the paper: lengths are below ten)
-CLOSE = 1e-9  # relative: TPOTs times expected tokens that are equal but for rounding
+MAX_ENTRY_TOKENS = 10  # tokens verified in one entry (the paper: lengths are below ten)
+TPOT_ROUNDING = 1e-9  # relative: TPOTs times expected tokens that are equal but for rounding
 LONGER_BATCH_GAIN = 1.5  # times the prefill throughput of plain decoding: what makes longer batches worth their risk
-CATCHING_UP = 0.1  # of a batch: what the drafter may take for prompts that it has not seen
+DRAFTER_CATCH_UP_SHARE = 0.1  # of a batch: what the drafter may take for prompts that it has not seen
 ACCEPTANCE_STEP = 0.02  # of planned chances: lengths do not change with every try
 
 
-class Tier(NamedTuple):
+class DecodeTier(NamedTuple):
     """`requests` that decode at `tpot` seconds a token; acceptance: probability that a drafted token is right."""
 
     tpot: float
@@ -36,7 +36,7 @@ class Tier(NamedTuple):
     acceptance: float
 
 
-class Lengths(NamedTuple):
+class EntryLengths(NamedTuple):
     """verified: tokens an entry, by tier (1: plain decoding). seconds: of a batch. throughput: tokens a second that are
     left for prefill."""
 
@@ -46,19 +46,22 @@ class Lengths(NamedTuple):
 
 
 def expected(acceptance: float, length: int) -> float:
-    """Acc(sl): tokens that verifying so many gives on average."""
+    """Returns Acc(sl): the average tokens from an entry of `length` verified tokens."""
     return float(length) if acceptance >= 1.0 else (1.0 - acceptance**length) / (1.0 - acceptance)
 
 
-def keeping_up(tpot: float, acceptance: float, seconds: float, longest: int = LONGEST) -> int:
-    """The smallest length with which a decode keeps up with batches of so many seconds; `longest` where none does."""
-    enough = seconds * (1.0 - CLOSE) / tpot
+def keeping_up(tpot: float, acceptance: float, seconds: float, longest: int = MAX_ENTRY_TOKENS) -> int:
+    """Returns the smallest length with which a decode keeps up with batches of `seconds`; `longest` if none does."""
+    enough = seconds * (1.0 - TPOT_ROUNDING) / tpot
     return next((n for n in range(1, longest) if expected(acceptance, n) >= enough), longest)
 
 
 def best_lengths(
-    tiers: Sequence[Tier], time2bs: Callable[[float, int], int], longest: int = LONGEST, most: float = inf
-) -> Lengths | None:
+    tiers: Sequence[DecodeTier],
+    time2bs: Callable[[float, int], int],
+    longest: int = MAX_ENTRY_TOKENS,
+    most: float = inf,
+) -> EntryLengths | None:
     """The lengths with the largest prefill throughput; of equal ones those that verify least. None: decodes alone do
     not fit.
 
@@ -73,9 +76,9 @@ def best_lengths(
             lasts = [tier.tpot * expected(tier.acceptance, n) for tier, n in zip(tiers, verified, strict=True)]
             cost = sum(tier.requests * n for tier, n in zip(tiers, verified, strict=True))
             left = time2bs(seconds, max(verified) - 1) - cost
-            if left >= 0 and min(lasts) >= seconds * (1.0 - CLOSE) and (left / seconds, -cost) > highest:
+            if left >= 0 and min(lasts) >= seconds * (1.0 - TPOT_ROUNDING) and (left / seconds, -cost) > highest:
                 highest = left / seconds, -cost
-                best = Lengths(tuple(verified), seconds, left / seconds)
+                best = EntryLengths(tuple(verified), seconds, left / seconds)
     return best
 
 
@@ -93,18 +96,18 @@ class SpeculationPlan:
     steps: int = 0
     longest: int = 1
 
-    def entries(self, demands: Iterable[Demand], drafted: Mapping[str, int]) -> list[Demand]:
-        """The demands as entries of verified tokens; drafted: how many tokens there are to be verified now, by id."""
-        return [self._entry(d, drafted.get(d.id, 0)) for d in demands] if self.steps else list(demands)
+    def entries(self, demands: Iterable[Demand], draft_tokens: Mapping[str, int]) -> list[Demand]:
+        """Returns the demands as entries of verified tokens; `draft_tokens` are those to verify now, by id."""
+        return [self._entry(d, draft_tokens.get(d.id, 0)) for d in demands] if self.steps else list(demands)
 
-    def _entry(self, demand: Demand, drafted: int) -> Demand:
+    def _entry(self, demand: Demand, draft_tokens: int) -> Demand:
         verified = keeping_up(demand.tpot, demand.accepts, self.seconds, self.longest)
         if verified == 1 or demand.tpot == inf:
             return demand
         period = demand.tpot * expected(demand.accepts, verified)
         now, tokens = 1.0, demand.tokens
         if tokens == 1:
-            there = min(verified, 1 + drafted)
+            there = min(verified, 1 + draft_tokens)
             now, tokens = expected(demand.accepts, there), float(there)
         due = demand.due - (period - demand.tpot * now)
         if demand.accepts < 1.0 and due < period:  # behind by chance, or too soon to be ahead
@@ -112,42 +115,42 @@ class SpeculationPlan:
         return demand._replace(due=due, tokens=tokens, tpot=period, verified=verified)
 
 
-PLAIN = SpeculationPlan()
+NO_SPECULATION = SpeculationPlan()
 
 
 @dataclass
-class Drafts:
-    """most: tokens drafted for an entry at most. able: whether the engine drafts."""
+class SpeculationState:
+    """most: largest number of tokens drafted for an entry. able: whether the engine drafts."""
 
     most: int
     able: bool = False
-    in_force: SpeculationPlan = PLAIN
-    drafted: dict[str, int] = field(default_factory=dict)  # tokens there are to be verified now, by id
-    accepted: Accepted = field(default_factory=Accepted)
+    in_force: SpeculationPlan = NO_SPECULATION
+    draft_tokens: dict[str, int] = field(default_factory=dict)  # tokens there are to be verified now, by id
+    acceptance: AcceptanceRates = field(default_factory=AcceptanceRates)
     lag: DrafterLag = field(default_factory=DrafterLag)
 
     def look(self, view: View) -> None:
-        """What there is to be verified, not beyond ends that are known, and whose tries are to be counted."""
+        """Updates the drafted tokens to verify, up to known ends, and the requests whose tries count."""
         self.able = self.most > 0 and "draft" in view.supports
         if self.able:
-            self.accepted.follow(view.running)
+            self.acceptance.follow(view.running)
             there = {s.id: (len(s.draft.parents), remaining_output(s)) for s in view.running if s.draft is not None}
-            self.drafted = {id: min(nodes, max(0, ceil(left) - 1)) for id, (nodes, left) in there.items()}
+            self.draft_tokens = {id: min(nodes, max(0, ceil(left) - 1)) for id, (nodes, left) in there.items()}
 
     def chance(self, seq: SeqView) -> float:
-        """What plans assume for it: the mean; 0 where deadlines run from the first token, as no decode is then
-        ahead."""
+        """Returns the acceptance that plans assume: the mean; 0 if deadlines run from the first token, since no decode
+        is ahead then."""
         slo = seq.request.stages[prompt_stage(seq)].slo
         if not self.able or (slo.ttft is None and slo.e2e is None):
             return 0.0
-        return floor(self.accepted.mean(seq.request) / ACCEPTANCE_STEP + CLOSE) * ACCEPTANCE_STEP
+        return floor(self.acceptance.mean(seq.request) / ACCEPTANCE_STEP + TPOT_ROUNDING) * ACCEPTANCE_STEP
 
     def candidates(self, demands: Sequence[Demand], capacity: BatchCapacity, most: float) -> Iterator[SpeculationPlan]:
         """What to try, in this order: none, and the one with the largest prefill throughput if all are there, whose
         batches take at most `most` seconds."""
-        yield PLAIN
+        yield NO_SPECULATION
         counts = Counter((d.tpot, d.accepts) for d in demands if d.tpot < inf) if self.able else {}
-        tiers = [Tier(tpot, count, chance) for (tpot, chance), count in counts.items()]
+        tiers = [DecodeTier(tpot, count, chance) for (tpot, chance), count in counts.items()]
         plain = best_lengths(tiers, capacity.tokens, 1, most)
         best = best_lengths(tiers, capacity.tokens, self.most + 1, most)
         least = LONGER_BATCH_GAIN * plain.throughput if plain is not None else 0.0
@@ -160,23 +163,23 @@ class Drafts:
         """(Depth, width) of what to draft for each whose entry may end in a batch of so many tokens of prefill, and
         seconds: `most` deep, but not beyond its end; of those whose tokens the drafter has not all seen, no more than a
         part of the batch's time is enough for. And the seconds of that, which a batch's shape does not say."""
-        found: dict[str, tuple[int, int]] = {}
+        drafts_by_id: dict[str, tuple[int, int]] = {}
         lag, late = 0, 0.0
         for seq in seqs if most else ():
             depth = min(most, ceil(remaining_output(seq)) - 2)
             if seq.pending > tokens or depth < 1:
                 continue
-            if behind := self.lag.of(seq):
+            if behind := self.lag.tokens_behind(seq):
                 seconds = self.lag.seconds(view.latency, lag + behind)
-                if lag and seconds > CATCHING_UP * bound:
+                if lag and seconds > DRAFTER_CATCH_UP_SHARE * bound:
                     continue
                 lag, late = lag + behind, seconds
-            found[seq.id] = (depth, 1)
-        return found, late
+            drafts_by_id[seq.id] = (depth, 1)
+        return drafts_by_id, late
 
     def fastest(self, view: View, seqs: Sequence[SeqView]) -> int:
-        """Tokens to draft for each of these, for all to be done soonest and their memory free."""
+        """Returns the tokens to draft for each request so that all end soonest and free their memory."""
         if not seqs or not self.able:
             return 0
-        chances = [[self.accepted.mean(s.request) ** depth for depth in range(1, self.most + 1)] for s in seqs]
-        return depth_that_pays(view.latency, len(seqs), sum(s.length for s in seqs), chances, 1, 1, self.most)
+        chances = [[self.acceptance.mean(s.request) ** depth for depth in range(1, self.most + 1)] for s in seqs]
+        return find_paying_depth(view.latency, len(seqs), sum(s.length for s in seqs), chances, 1, 1, self.most)
