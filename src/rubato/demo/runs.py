@@ -79,7 +79,7 @@ class Unloaded:
 
     def scaled(self, scale: float, model: affine.Model) -> Unloaded:
         """With prompts `scale` times as long, by the model."""
-        whole, part = (model.step_time(Shape().plus(max(1, round(PROMPT * s)), 0)) for s in (1.0, scale))
+        whole, part = (model.step_time(Shape.prefill(max(1, round(PROMPT * s)))) for s in (1.0, scale))
         return dataclasses.replace(self, ttft=self.ttft * part / whole)
 
 

@@ -11,7 +11,7 @@ def prefill_seconds(model: LatencyModel, jobs: int, prompt: int) -> float:
     """Of a step that prefills `jobs` prompts of `prompt` tokens."""
     if isinstance(model, bilinear.Model):
         return model.online.factor * model.prefill(jobs, prompt)
-    one = Shape().plus(prompt, 0)
+    one = Shape.prefill(prompt)
     return model.step_time(Shape(*(jobs * part for part in one)))  # what a shape holds adds up
 
 
@@ -21,5 +21,5 @@ def decode_seconds(model: LatencyModel, jobs: int, prompt: int, output: int) -> 
     if isinstance(model, bilinear.Model):
         return model.online.factor * model.decode(jobs, prompt, output)
     half = (1 + output) // 2
-    first, middle, last = (model.step_time(Shape(jobs, jobs, jobs * (prompt + at))) for at in (1, half, output))
+    first, middle, last = (model.step_time(Shape.decodes(jobs, jobs * (prompt + at))) for at in (1, half, output))
     return half * (first + middle) / 2.0 + (output - half) * (middle + last) / 2.0 + (last - middle) / 2.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf
 
 from rubato.core.request import Request
-from rubato.core.slo import TOLERANCE, StageTimes, deadlines, tool_seconds
+from rubato.core.slo import TOLERANCE_S, StageTimes, deadlines, tool_seconds
 from rubato.measure.records import BenchResult, Record, stages
 from rubato.workloads import Arrival
 from rubato.workloads.offering import as_offered
@@ -73,7 +73,7 @@ def _promised(request: Request, record: Record) -> bool:
     demoted_at = record.demoted_at
     if demoted_at is None:
         demoted_at = record.at if record.best_effort else inf
-    return first <= min(slo.ttft or inf, slo.e2e or inf) + TOLERANCE and record.at + first <= demoted_at + TOLERANCE
+    return first <= min(slo.ttft or inf, slo.e2e or inf) + TOLERANCE_S and record.at + first <= demoted_at + TOLERANCE_S
 
 
 def _broken_at(request: Request, arrival: Arrival, record: Record) -> float:
@@ -92,7 +92,7 @@ def _broken_at(request: Request, arrival: Arrival, record: Record) -> float:
         if not len(tokens):
             missing = due.token(0)
             break
-        late = due.late(list(tokens))
+        late = due.are_late(list(tokens))
         if late.any():
             return float(tokens[int(late.argmax())])
         missing = due.token(len(tokens), float(tokens[-1]))

@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 
 from rubato.core.clock import measured
-from rubato.core.cpu_usage import usable
+from rubato.core.cpu_usage import usable_cores
 from rubato.core.json_lines import json_object
 from rubato.measure.progress_bar import ProgressBar
 
@@ -167,7 +167,7 @@ class JobRunner:
 
 def _starter(workers: int | None, ray: str | None) -> contextlib.AbstractContextManager[Start | None]:
     if ray is None:
-        return _pool(workers or len(usable()))
+        return _pool(workers or len(usable_cores()))
     from rubato.planning.ray_jobs import ray_pool  # needs the extra `ray`
 
     return ray_pool(ray, _run)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from rubato.core.interfaces import Dispatch, Router, SeqView, View
-from rubato.core.request import ALONE_S, NO_REPLICA
+from rubato.core.request import NO_REPLICA, NO_REPLICA_TIMEOUT_S
 from rubato.policy_kit.wrapper import RouterWrapper
 
 AGAIN = 0.5  # seconds until it is looked again whether one of a set that has none is there
@@ -46,7 +46,7 @@ class Candidates(RouterWrapper):
             views = [view for view in fleet if endpoints is None or self._endpoint(view.id) in endpoints]
             if endpoints is not None and not views:  # lost, or given a rest: no event tells that it is over
                 since = self._missing[endpoints] = before.get(endpoints, now)
-                if now >= since + ALONE_S:
+                if now >= since + NO_REPLICA_TIMEOUT_S:
                     return Dispatch(reject={seq.id: NO_REPLICA for seq in seqs})
                 said = said._replace(wake_at=min(now + AGAIN, said.wake_at or inf))
                 continue

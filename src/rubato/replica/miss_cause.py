@@ -123,7 +123,7 @@ class MissCauses:
             again = 0.0
         else:
             beside = model.step_time(single.plus(tokens, start))
-            alone = model.step_time(Shape().plus(tokens, start))
+            alone = model.step_time(Shape.prefill(tokens, start))
             by_prefill, by_decode = predicted - beside, beside - alone
             wait = next(wait for wait in reversed(seq.waits) if wait.until <= at)
             came = any(wait.until <= first < at for first, _ in seq.token_spans_now())
@@ -139,7 +139,7 @@ class MissCauses:
         for due, times in zip([*seq.past_deadlines, seq.deadlines], seq.times_of_all(), strict=True):
             if not times:
                 break
-            late = due.late(times)
+            late = due.are_late(times)
             if late.any():
                 return self._steps.which(times[int(np.argmax(late))])
         return self._steps.tick

@@ -9,7 +9,7 @@ from math import inf
 from typing import get_args
 
 from rubato.core.events import CLIENT_ERRORS
-from rubato.core.interfaces import SOONEST, Dispatch, SeqView, View, nothing_sent
+from rubato.core.interfaces import MIN_WAKE_S, Dispatch, SeqView, View, nothing_sent
 from rubato.core.plan import Emitted, Plan, Recall, Role, Tree, Work, blocks_for
 from rubato.core.request import SATURATED, Request
 
@@ -301,8 +301,8 @@ def _dispatch_problems(
     for id in why:
         if id not in place:
             yield f"why explains {id!r}, which place does not name"
-    if wake_at is not None and not now + SOONEST <= wake_at < inf:
-        yield f"wake_at {wake_at!r} is not {SOONEST} s or more in the future: it would spin, or never wake"
+    if wake_at is not None and not now + MIN_WAKE_S <= wake_at < inf:
+        yield f"wake_at {wake_at!r} is not {MIN_WAKE_S} s or more in the future: it would spin, or never wake"
     quiet = not (place or reject or placed) and not any(view.in_flight.seqs for view in fleet)
     if quiet and wake_at is None:
         yield (

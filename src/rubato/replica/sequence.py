@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.plan import Tree
-from rubato.core.request import Cause, Progress, Request
-from rubato.core.slo import TOLERANCE, Deadlines, deadlines
+from rubato.core.request import SLO, Cause, Progress, Request
+from rubato.core.slo import TOLERANCE_S, Deadlines, deadlines
 from rubato.replica.kv_blocks import next_key
 
 
@@ -157,6 +157,10 @@ class Seq:
     # ----------------------------------------------------------------- SeqView
 
     @property
+    def slo(self) -> SLO:
+        return self.request.stages[self.stage].slo
+
+    @property
     def output(self) -> int:
         return self._output + self.steps.tick if self.decoding else self._output
 
@@ -230,11 +234,11 @@ class Seq:
         if self._checked < output and not self._missed:
             due, steps = self.deadlines, self.steps
             if self._checked == output - 1 and self.decoding and self._logged < steps.tick and due.max_pause == inf:
-                self._missed = steps.last > due.token(self._checked) + TOLERANCE
+                self._missed = steps.last > due.token(self._checked) + TOLERANCE_S
             elif due.first < inf or due.end < inf:
                 first, times = self._checked, self.times_of_stage()
                 self._missed = any(
-                    times[i] > due.token(i, times[i - 1] if i else inf) + TOLERANCE for i in range(first, output)
+                    times[i] > due.token(i, times[i - 1] if i else inf) + TOLERANCE_S for i in range(first, output)
                 )
             self._checked = output
         return self._missed
@@ -273,14 +277,9 @@ class Seq:
             yield first, self.steps.tick if after < 0 else after
 
     def _renewed(self) -> Deadlines:
-        stage = self.request.stages[self.stage]
-        due = self._deadlines = deadlines(
-            stage.slo,
-            self.request.arrival + self.tool_seconds,
-            self.stage_start,
-            self.first_token_at,
-            self.deadline_base,
-        )
+        arrival = self.request.arrival + self.tool_seconds
+        due = deadlines(self.slo, arrival, self.stage_start, self.first_token_at, self.deadline_base)
+        self._deadlines = due
         return due
 
     # ----------------------------------------------------------------- what changes it

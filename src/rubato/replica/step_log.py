@@ -73,7 +73,7 @@ class StepRun:
         entries = [chunk.at(i) for chunk in self.chunks]
         if decodes:
             entries = [entry for entry in entries if entry[0] == 1]
-        shape = Shape(n, n, self.kv + (i + 1) * n).with_entries(entries)
+        shape = Shape.decodes(n, self.kv + (i + 1) * n).with_entries(entries)
         if not self.speculation:
             return shape
         every = self.speculation.values()

@@ -137,7 +137,7 @@ class LiveView(View):
             if seq.decoding:
                 count -= 1
                 kv -= seq.cached
-        return Shape(count, count, kv + count)
+        return Shape.decodes(count, kv + count)
 
     @property
     def decode_blocks(self) -> int:

@@ -24,18 +24,18 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from rubato.core.request import LEAST, NOTHING, Outcome, Request
+from rubato.core.request import MIN_SLO_S, NOTHING, Outcome, Request
 
 Follows = Mapping[str, tuple[str, float]]  # request id -> the request that it goes on from, and seconds after its end
 
 
 def as_offered(request: Request, at: float, began: float, sessions: Mapping[str, float]) -> Request:
     """A request of a workload as it came, at `at`, in a session that began at `began`: within what remains of that, if
-    the session has a deadline; at least `LEAST` seconds, which no server keeps."""
+    the session has a deadline; at least `MIN_SLO_S` seconds, which no server keeps."""
     seconds = sessions.get(request.session)
     if seconds is None:
         return request if request.arrival == at else replace(request, arrival=at)
-    left = max(LEAST, began + seconds - at)
+    left = max(MIN_SLO_S, began + seconds - at)
     first = request.stages[0]
     e2e = left if first.slo.e2e is None else min(left, first.slo.e2e)
     stages = (replace(first, slo=replace(first.slo, e2e=e2e)), *request.stages[1:])

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from rubato.core.did_you_mean import nearest
-from rubato.core.request import LEAST_MS, MOST_MS, SLO
+from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS, SLO
 from rubato.workloads import trace_sessions
 from rubato.workloads.arrivals import Process, Replay
 from rubato.workloads.generate import Prefill, SLOAssignment
@@ -178,8 +178,8 @@ def _offer(
     output = value_of(layout.output, _whole, "a whole number of tokens, 0 or more", lambda n: n >= 0)
     tpot = slowdown = None
     if row.get("slo_ratio") not in (None, ""):
-        wanted = f"1.2 (x unloaded) or -50 (ms, from {LEAST_MS:g} to {MOST_MS:g})"
-        ratio = value_of("slo_ratio", float, wanted, lambda x: 0.0 < x < math.inf or LEAST_MS <= -x <= MOST_MS)
+        wanted = f"1.2 (x unloaded) or -50 (ms, from {MIN_SLO_MS:g} to {MAX_SLO_MS:g})"
+        ratio = value_of("slo_ratio", float, wanted, lambda x: 0.0 < x < math.inf or MIN_SLO_MS <= -x <= MAX_SLO_MS)
         tpot, slowdown = (None, ratio) if ratio > 0 else (-ratio / 1e3, None)
     blocks: tuple[int, ...] = ()
     if row.get("hash_ids"):

@@ -16,7 +16,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rubato.core.did_you_mean import nearest
-from rubato.core.request import LEAST, MOST, SLO
+from rubato.core.request import MAX_SLO_S, MIN_SLO_S, SLO
 from rubato.workloads.workload import HASH_BLOCK, NO_SLO, Arrival, OfferedStage, Workload
 
 FORMAT = "rubato-workload/2"
@@ -136,7 +136,7 @@ class _Request(_Fields):
     after: str = ""
     gap: Number = 0.0
     session: str = ""
-    session_e2e: Annotated[float, Field(ge=LEAST, le=MOST)] | None = None
+    session_e2e: Annotated[float, Field(ge=MIN_SLO_S, le=MAX_SLO_S)] | None = None
 
 
 def read(path: str | Path) -> Workload:

@@ -101,5 +101,5 @@ def _first_late(seq: VllmSeq) -> float:
     times = seq.times_of_stage()
     if not times:
         return inf
-    late = seq.deadlines.late(times)
+    late = seq.deadlines.are_late(times)
     return float(times[int(np.argmax(late))]) if late.any() else float(times[-1])

@@ -10,8 +10,8 @@ from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from rubato.core.interfaces import LengthPredictor
-from rubato.core.request import LEAST_MS, MOST_MS, SLO, Cause, OnDecline, Request, Sampling, Stage
-from rubato.core.slo import TOLERANCE
+from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS, SLO, Cause, OnDecline, Request, Sampling, Stage
+from rubato.core.slo import TOLERANCE_S
 from rubato.engines.vllm import link
 from rubato.replica.sequence import Seq
 from rubato.wire.messages import Contract
@@ -102,8 +102,8 @@ def _seconds(key: str, value: object) -> float | None:
         milliseconds = float(value) if isinstance(value, int | float | str) else 0.0
     except (ValueError, OverflowError):
         milliseconds = 0.0
-    if not LEAST_MS <= milliseconds <= MOST_MS:
-        raise ValueError(f"vllm_xargs: {key} is {_shown(value)}: give {LEAST_MS:g} to {MOST_MS:g} milliseconds")
+    if not MIN_SLO_MS <= milliseconds <= MAX_SLO_MS:
+        raise ValueError(f"vllm_xargs: {key} is {_shown(value)}: give {MIN_SLO_MS:g} to {MAX_SLO_MS:g} milliseconds")
     return milliseconds / 1e3
 
 
@@ -249,6 +249,6 @@ class VllmSeq(Seq):
         place = self._checked  # of one token more, as after most steps
         times = self.times[-1]
         due = self.deadlines.token(place, times[place - 1] if place else inf)
-        self._missed = times[place] > due + TOLERANCE
+        self._missed = times[place] > due + TOLERANCE_S
         self._checked += 1
         return self._missed

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
-from rubato.core.slo import TOLERANCE
+from rubato.core.slo import TOLERANCE_S
 from rubato.planning.bound.minorant import Array, Minorant, minorants
 from rubato.planning.feasibility import fitting
 from rubato.simulation.run_spec import Hardware
@@ -186,7 +186,7 @@ class _Charged:
     def in_time(self, stage: OfferedStage) -> bool:
         """Whether an idle replica could keep each deadline, if its steps took no longer than is known here."""
         earliest = self._first[stage.prompt - 1] + self._step * np.arange(stage.output)
-        return bool(np.all(earliest <= _due(stage.slo, stage.output) + TOLERANCE))
+        return bool(np.all(earliest <= _due(stage.slo, stage.output) + TOLERANCE_S))
 
     def pieces(self, request: int, at: float, stage: OfferedStage) -> tuple[Array, ...]:
         """release, due, request, tokens, prompt; own and spread [charge][piece]. A step on token i (from 1; 0 is what
