@@ -466,7 +466,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         """Show in the view what has come."""
         if len(count.times) > count.settled:
             if (seq := self._started().known(count.id)) is not None:
-                seq.got(count.times[count.settled :])
+                seq.add_tokens(count.times[count.settled :])
             count.settled = len(count.times)
 
     def _finish(self, id: str, outcome: Outcome, reason: str) -> None:

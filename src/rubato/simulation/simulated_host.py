@@ -165,7 +165,7 @@ class SimulatedHost:
             self._changed()
 
     async def transfer(self, id: str, to: Host) -> None:
-        seq = self.replica.leaving.get(id)
+        seq = self.replica.migrating_out.get(id)
         if seq is None:
             raise TransferError(f"replica {self.id} has no KV of request {id!r} any more")
         kv = await self._engine.export_kv(seq.block_ids, seq.cached)
@@ -173,10 +173,10 @@ class SimulatedHost:
         self.release(id)
 
     async def receive(self, id: str, kv: KV) -> None:
-        seq = self.replica.arriving.get(id)
+        seq = self.replica.migrating_in.get(id)
         if seq is not None:
             await self._engine.import_kv(range(self.replica.limits.blocks(kv.tokens)), kv)
-        if seq is None or self.replica.arriving.get(id) is not seq:
+        if seq is None or self.replica.migrating_in.get(id) is not seq:
             raise TransferError(f"replica {self.id} expects no KV of request {id!r} any more")
         self.replica.sync()
         self._tell(handoff.arrive(self.replica, id, kv.size, self.clock.time))
@@ -214,7 +214,7 @@ class SimulatedHost:
             if self._milestones and self._milestones[0][0] <= self._steps.tick:
                 looked_at = self._reached_milestones()
             emitted = self._due(run, looked_at) if run.chunks or looked_at else NOTHING
-        busy = bool(emitted or run.chunks or replica.resting or replica.ending)
+        busy = bool(emitted or run.chunks or replica.idle_decodes or replica.ending)
         events = replica.end(emitted, now)
         if told is not None:
             seconds = now - (run.ends[last - 1] if last else run.begin)
@@ -297,7 +297,7 @@ class SimulatedHost:
                     most = min(most, -(-chunk.total // chunk.tokens))
                 kv = self.replica.kv
                 assert isinstance(kv, KVCounts)
-                most = kv.fitting(run, most)
+                most = kv.steps_that_fit(run, most)
                 if run.chunks and most > 1:
                     self.view = self._synced
             self._repeat_steps -= most
@@ -385,7 +385,7 @@ class SimulatedHost:
     def _forget(self) -> None:
         """A request may come back that the engine still has from when it was handed off."""
         self.replica.sync()
-        gone = self.replica.gone()
+        gone = self.replica.take_gone_ids()
         if gone:
             self._engine.forget(gone)
             self._needs_engine.difference_update(gone)
@@ -409,7 +409,7 @@ class SimulatedHost:
         run, now = self.replica.run, self.clock.time
         if run is None or run.steps == 1:
             return
-        keep = run.done + (run.done == 0 or run.ends[run.done - 1] < now)
+        keep = run.steps_done + (run.steps_done == 0 or run.ends[run.steps_done - 1] < now)
         if keep < run.steps:
             self._repeat_steps += run.steps - keep if self._repeat_steps else 0
             del run.ends[keep:]

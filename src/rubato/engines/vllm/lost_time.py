@@ -16,7 +16,7 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
 from rubato.core.request import Cause
 from rubato.engines.vllm.sequence import VllmSeq
-from rubato.replica.miss_cause import Shares, book, of_decode
+from rubato.replica.miss_cause import Shares, add_delay, decode_interference
 
 KEPT = 8192  # steps that are remembered, at least
 
@@ -57,7 +57,7 @@ class LostTime:
         times, late = seq.times_of_stage(), _first_late(seq)
         waited = [*seq.waited, (inf, inf, "queue")]
         for at, (begin, until, cause) in enumerate(waited[:-1]):
-            book(delays, cause, min(until, late) - begin)
+            add_delay(delays, cause, min(until, late) - begin)
             runs_until = min(waited[at + 1][0], late)
             came = bisect_right(times, until)
             token = min(times[came] if came < len(times) else inf, runs_until)
@@ -76,22 +76,22 @@ class LostTime:
         alone = min(seconds, self._latency.step_time(Shape().plus(max(1, tokens), 0)))
         together = sum(self._latency.step_time(step.decodes) for step in steps if step.decodes.seqs)
         by_decode = min(seconds - alone, together)
-        book(delays, "preemption", alone if again else 0.0)
-        book(delays, "prefill interference", seconds - alone - by_decode)
-        book(delays, "decode interference", by_decode)
+        add_delay(delays, "preemption", alone if again else 0.0)
+        add_delay(delays, "prefill interference", seconds - alone - by_decode)
+        add_delay(delays, "decode interference", by_decode)
 
     def _decode(self, delays: dict[Cause, float], begin: float, end: float) -> None:
         for step in self._between(begin, end):
             if step.shares is None:
                 step.shares = self._shares(step)
-            book(delays, "prefill interference", step.shares[0])
-            book(delays, "decode interference", step.shares[1])
+            add_delay(delays, "prefill interference", step.shares[0])
+            add_delay(delays, "decode interference", step.shares[1])
 
     def _shares(self, step: _Step) -> Shares:
         if not step.decodes.seqs:
             return step.seconds, 0.0  # a step that passed this one over
         predicted = self._latency.step_time(step.shape)
-        by_prefill, by_decode = of_decode(self._latency, predicted, step.decodes)
+        by_prefill, by_decode = decode_interference(self._latency, predicted, step.decodes)
         scale = step.seconds / predicted
         return max(by_prefill * scale, 0.0), max(by_decode * scale, 0.0)
 

@@ -219,7 +219,7 @@ class VllmSeq(Seq):
 
     @property
     def due(self) -> float:
-        due = self._deadlines or self._renewed()
+        due = self._deadlines or self._compute_deadlines()
         i = self._output + self.coming
         at = due.first + i * due.tpot if i else due.first
         if due.max_pause < inf and i:  # from the last that is out, since when those in flight come is not known
