@@ -116,10 +116,10 @@ class Model(FittedModel):
         shared = np.array([self.host_per_seq, self.a, self.d, self.e])
         return self.online.refit(Coefficients(np.array([self.k, self.b]).T.copy(), shared), self.host)
 
-    def _take(self, found: Coefficients) -> None:
-        (k, b), (k_, b_) = found.planes.tolist()
+    def _take(self, fitted: Coefficients) -> None:
+        (k, b), (k_, b_) = fitted.planes.tolist()
         self.k, self.b = (k, k_), (b, b_)
-        self.host_per_seq, self.a, self.d, self.e = found.shared.tolist()
+        self.host_per_seq, self.a, self.d, self.e = fitted.shared.tolist()
 
     def _flatten(self) -> None:
         """The coefficients as step_time wants them: times the factor of the moment, host within b."""

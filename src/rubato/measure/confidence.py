@@ -135,8 +135,8 @@ def attainment_over_seeds(met: Sequence[int], offered: Sequence[int]) -> Estimat
 
 ALL = "all"
 ONE_SEED = "one seed has no interval: give several (--seeds 0,1,2)"
-BLOCKS = 12  # by default a twelfth of the time is resampled together,
-SHORTEST = 5.0  # but at least so many seconds
+DEFAULT_BLOCKS = 12  # by default a twelfth of the time is resampled together,
+MIN_BLOCK_S = 5.0  # but at least so many seconds
 
 
 def default_block(durations: Mapping[str, float]) -> float:
@@ -145,7 +145,7 @@ def default_block(durations: Mapping[str, float]) -> float:
     Blocks should outlast a spell of congestion. With spells of about 8 s, twelve blocks covered a planted difference in
     86 % of trials of 60 s, 91 % of 120 s and 93-95 % of 300 s and more; thirty blocks in 80, 86 and 91-93 %.
     """
-    return max(SHORTEST, sum(durations.values()) / BLOCKS)
+    return max(MIN_BLOCK_S, sum(durations.values()) / DEFAULT_BLOCKS)
 
 
 def proportion(
@@ -172,7 +172,7 @@ def paired(
     met_b: Sequence[bool],
     durations: Mapping[str, float],
     *,
-    block: float = SHORTEST,
+    block: float = MIN_BLOCK_S,
     resamples: int = 5000,
 ) -> dict[str, Difference]:
     """Differences per tier and over "all", with expanded percentile intervals of a moving-block bootstrap.

@@ -17,7 +17,7 @@ NAMES = {"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"}  # vLLM's names and ours
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class SLOBounds:
     """Seconds, None = not bounded. All given ones must hold."""
 
     ttft: float | None = None
@@ -36,7 +36,7 @@ class Bounds:
         return " ".join(f"{name}:{1e3 * bound:g}" for name, bound in values.items() if bound is not None)
 
 
-def parse(words: Sequence[str]) -> Bounds:
+def parse(words: Sequence[str]) -> SLOBounds:
     """Bounds from words such as `tpot:30` (milliseconds). Raises ValueError for an unknown name or no number."""
     bounds: dict[str, float] = {}
     for word in words:
@@ -52,4 +52,4 @@ def parse(words: Sequence[str]) -> Bounds:
         bounds[NAMES[name]] = milliseconds / 1e3
     if not bounds:
         raise ValueError("goodput needs at least one bound, such as ttft:200")
-    return Bounds(**bounds)
+    return SLOBounds(**bounds)

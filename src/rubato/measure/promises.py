@@ -18,7 +18,7 @@ from rubato.measure.records import BenchResult, Record, stages
 from rubato.workloads import Arrival
 from rubato.workloads.offering import as_offered
 
-TOGETHER_SECONDS = 1.0
+TOGETHER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def promises(runs: BenchResult | Sequence[BenchResult]) -> Promises:
                 else:
                     timed = False
         late.sort()
-        together = max([together, *(i + 1 - bisect_left(late, at - TOGETHER_SECONDS) for i, at in enumerate(late))])
+        together = max([together, *(i + 1 - bisect_left(late, at - TOGETHER_S) for i, at in enumerate(late))])
     return Promises(made, broken, together if timed else None)
 
 

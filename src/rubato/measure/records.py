@@ -23,7 +23,7 @@ from rubato.core.events import Verdict
 from rubato.core.request import SLO, Outcome, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.measure.confidence import ALL, RequestOutcome, proportion, wilson
-from rubato.measure.goodput import Bounds
+from rubato.measure.goodput import SLOBounds
 from rubato.measure.replica_seconds import ReplicaSeconds
 from rubato.workloads import Arrival, Workload
 from rubato.workloads.offering import as_offered
@@ -89,7 +89,7 @@ class BenchResult:
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    goodput: Bounds | None = None
+    goodput: SLOBounds | None = None
     replica_seconds: ReplicaSeconds | None = None
     paced_seconds: float | None = None
 

@@ -32,9 +32,9 @@ from rubato.workloads.workload import check_rate
 
 FORMAT = "rubato-capacity/1"
 TARGETS = (0.9, 0.98)
-FACTOR = 2.0  # of the bracket's steps
-TRIES = 12  # steps of the bracket, with `FACTOR` 4096 times the rate, before giving up
-LONG = 5.0  # a run should last so many times as long as a request takes (p99)
+BRACKET_FACTOR = 2.0  # of the bracket's steps
+MAX_BRACKET_STEPS = 12  # steps of the bracket, with `BRACKET_FACTOR` 4096 times the rate, before giving up
+MIN_RUN_IN_E2ES = 5.0  # a run should last so many times as long as a request takes (p99)
 
 
 @dataclass(frozen=True)
@@ -133,16 +133,16 @@ class AlwaysAttained(ValueError):
 
 
 def crossing(
-    attained: Callable[[float], float], target: float, start: float, tolerance: float, factor: float = FACTOR
+    attained: Callable[[float], float], target: float, start: float, tolerance: float, factor: float = BRACKET_FACTOR
 ) -> float:
     """The rate at which `attained` (of a rate) falls below `target`: the middle of a bracket no wider than `tolerance`.
 
     factor: between rates tried until one holds and one does not; small where runs far beyond the capacity take
-    long. Raises AlwaysAttained when all `TRIES` rates attain the target, NoCapacity when none of them does.
+    long. Raises AlwaysAttained when all `MAX_BRACKET_STEPS` rates attain the target, NoCapacity when none of them does.
     """
     low = high = start
     up = attained(start) >= target
-    for _ in range(TRIES):
+    for _ in range(MAX_BRACKET_STEPS):
         low, high = (high, high * factor) if up else (low / factor, low)
         if (attained(high if up else low) >= target) is not up:
             break
@@ -183,18 +183,18 @@ def estimate(load: Workload, spec: RunSpec) -> float:
 
 
 def too_short(runs: Sequence[Mapping[str, Any]]) -> str:
-    """A warning where arrivals (`seconds`) did not last `LONG` times as long as a request takes (`e2e_p99`), else "".
+    """Returns a warning if arrivals (`seconds`) lasted less than `MIN_RUN_IN_E2ES` times the `e2e_p99`, else "".
 
-    runs: each with both; others are left out."""
+    runs: those without both keys are skipped."""
     known = [run for run in runs if "seconds" in run and "e2e_p99" in run]
-    short = [run for run in known if run["seconds"] < LONG * run["e2e_p99"]]
+    short = [run for run in known if run["seconds"] < MIN_RUN_IN_E2ES * run["e2e_p99"]]
     if not short:
         return ""
     worst = min(short, key=lambda run: run["seconds"] / run["e2e_p99"])
     return (
-        f"{len(short)} of {len(known)} runs are too short for their requests (arrivals for less than {LONG:g} times "
-        f"the p99 of e2e; worst: {worst['seconds']:.0f} s of arrivals, p99 {worst['e2e_p99']:.0f} s): queues had no "
-        "time to grow, what is held is overestimated"
+        f"{len(short)} of {len(known)} runs are too short for their requests (arrivals for less than "
+        f"{MIN_RUN_IN_E2ES:g} times the p99 of e2e; worst: {worst['seconds']:.0f} s of arrivals, p99 {worst['e2e_p99']:.0f} s): "
+        "queues had no time to grow, what is held is overestimated"
     )
 
 

@@ -26,7 +26,7 @@ from rubato.core.json_lines import json_object
 from rubato.measure.progress_bar import ProgressBar
 
 FORMAT = "rubato-jobs/2"
-SHUTDOWN_SECONDS = 3.0  # for a pool to end in, once the command is told to
+SHUTDOWN_S = 3.0  # for a pool to end in, once the command is told to
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class JobResult:
     """What a job returned, read back from JSON, and its wall and CPU seconds."""
 
     key: str
@@ -53,7 +53,7 @@ class Result:
 class JobResults:
     """The results of all jobs, in order. resumed: how many the file held already; dropped: half-written lines."""
 
-    results: tuple[Result, ...]
+    results: tuple[JobResult, ...]
     resumed: int = 0
     dropped: int = 0
 
@@ -93,7 +93,7 @@ def run(jobs: Sequence[Job], *, about: str = "jobs", **how: Any) -> JobResults:
         return runner.done()
 
 
-Start = Callable[[Sequence[Job]], list[Future[Result]]]
+Start = Callable[[Sequence[Job]], list[Future[JobResult]]]
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ class JobRunner:
     progress bar says it."""
 
     def __init__(
-        self, start: Start | None, file: Path | None, stored: Mapping[str, Result], dropped: int, bar: ProgressBar
+        self, start: Start | None, file: Path | None, stored: Mapping[str, JobResult], dropped: int, bar: ProgressBar
     ) -> None:
         self.about = "jobs"
         self._start = start
@@ -148,7 +148,7 @@ class JobRunner:
         self._bar.n = len(self._asked) - len(missing)
         self._bar.refresh()
         if self._start is None or len(missing) < 2:
-            finished: Iterator[Result] = map(_run, missing)
+            finished: Iterator[JobResult] = map(_run, missing)
         else:  # in the order of finishing
             finished = (future.result() for future in as_completed(self._start(missing)))
         for result in finished:
@@ -191,7 +191,7 @@ def _pool(count: int) -> Iterator[Start | None]:
         _kill_children()
         # a pool whose processes were ended as they started has been seen to wait for ever
         status = end.code if isinstance(end, SystemExit) else 128 + signal.SIGINT
-        watch = threading.Timer(SHUTDOWN_SECONDS, _exit, (status,))
+        watch = threading.Timer(SHUTDOWN_S, _exit, (status,))
         watch.daemon = True
         watch.start()
         try:
@@ -214,16 +214,16 @@ def _exit(status: object) -> None:
     os._exit(status if isinstance(status, int) else 1)
 
 
-def _run(job: Job) -> Result:
+def _run(job: Job) -> JobResult:
     value, cost = measured(lambda: job.work(*job.given))
-    return Result(job.key, orjson.loads(orjson.dumps(value)), cost.wall, cost.cpu)
+    return JobResult(job.key, orjson.loads(orjson.dumps(value)), cost.wall, cost.cpu)
 
 
 def _line(value: object) -> bytes:
     return orjson.dumps(value) + b"\n"
 
 
-def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, Result], int]:
+def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, JobResult], int]:
     """Results in the file by key, and the number of half-written lines, which are cut off. A new file gets its head."""
     expected = orjson.loads(orjson.dumps({"format": FORMAT, **head}))
     text = path.read_bytes() if path.exists() else b""
@@ -247,10 +247,10 @@ def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, Result], int]:
     return {result.key: result for result in results}, dropped
 
 
-def _result(path: Path, number: int, line: bytes) -> Result:
+def _result(path: Path, number: int, line: bytes) -> JobResult:
     try:
         found = orjson.loads(line)
-        return Result(found["key"], found["value"], found["wall"], found["cpu"])
+        return JobResult(found["key"], found["value"], found["wall"], found["cpu"])
     except (orjson.JSONDecodeError, TypeError, KeyError) as error:
         says = f"{path}, line {number}: not the result of a job ({error!r}): remove the line, its job runs again"
         raise ValueError(says) from error

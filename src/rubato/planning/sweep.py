@@ -102,7 +102,7 @@ def left_out(reasons: Mapping[str, str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """One policy at one rate, over all seeds. attainment per tier and "all"; the rest are means over seeds, in seconds
     and requests/s; against: attainment minus that of the sweep's first policy, paired by seed, in [-1, 1]. by_deadline,
     by_windows: attainment by these two rules, whichever judged; pause_p99, pause_max: of each request's longest pause
@@ -135,7 +135,7 @@ class SweepResult(Result):
         """Of the policies that ran, the one first that the others are compared with."""
         return [spec.choice.label for spec in self.sweep.specs]
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[SweepPoint]:
         labels = self.labels
         found: dict[tuple[str, float], list[_Tiers]] = {}  # an entry for each seed, in one order
         for value in self.done.values:
@@ -252,10 +252,10 @@ class SweepResult(Result):
 _Tiers = Mapping[str, Mapping[str, Any]]  # of one run: a row of its results for each tier
 
 
-def _point(policy: str, rate: float, own: Sequence[_Tiers], first: Sequence[_Tiers]) -> Point:
+def _point(policy: str, rate: float, own: Sequence[_Tiers], first: Sequence[_Tiers]) -> SweepPoint:
     by_tier = {tier: [tiers[tier] for tiers in own if tier in tiers] for tier in own[0]}
     longest = {tier: [row["pause_max"] for row in rows] for tier, rows in by_tier.items()}
-    return Point(
+    return SweepPoint(
         policy,
         rate,
         {tier: _attainment(rows) for tier, rows in by_tier.items()},

@@ -17,7 +17,7 @@ import numpy as np
 from rubato.workloads.lengths import Floats
 
 
-class Process(Protocol):
+class ArrivalProcess(Protocol):
     def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
         """The first n arrivals, ascending, in seconds; `rate` requests/s on average."""
         ...
@@ -195,12 +195,12 @@ class AtOnce:
         return "at-once"
 
 
-def parse(text: str) -> Process:
+def parse(text: str) -> ArrivalProcess:
     """`poisson`, `at-once`, `gamma:cv=3`, `bursts:peak=6,size=130`, `on-off:on=10,off=50,quiet=0.1`,
     `piecewise:0=1,60=3,90=1,360=0` (from each second on that level; the last begins the pattern again). Raises
     ValueError saying what is wrong."""
     name, _, rest = text.partition(":")
-    made: dict[str, Callable[..., Process]] = {"poisson": Poisson, "at-once": AtOnce, "gamma": Gamma}
+    made: dict[str, Callable[..., ArrivalProcess]] = {"poisson": Poisson, "at-once": AtOnce, "gamma": Gamma}
     made |= {"bursts": Bursts, "on-off": on_off}
     try:
         pairs = [part.split("=") for part in rest.split(",")] if rest else []
@@ -219,7 +219,9 @@ WORDS = (
 )
 
 
-def offered(process: Process, rate: float, stream: Sequence[int], count: int | None, duration: float | None) -> Floats:
+def offered(
+    process: ArrivalProcess, rate: float, stream: Sequence[int], count: int | None, duration: float | None
+) -> Floats:
     """Times of `count` requests, or of all within `duration` seconds. Raises ValueError unless exactly one is given."""
     if (duration is None) == (count is None):
         raise ValueError("give either duration (seconds) or count (requests)")

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from rubato.core.request import SLO
-from rubato.workloads.arrivals import Poisson, Process, offered
+from rubato.workloads.arrivals import ArrivalProcess, Poisson, offered
 from rubato.workloads.lengths import Floats, Ints, of
 from rubato.workloads.prompts import Count, with_texts
 from rubato.workloads.request_kinds import FollowUp, Kind, MixChange, tiers_of
@@ -37,7 +37,7 @@ def make(
     count: int | None = None,
     seed: int = 0,
     count_tokens: Count | None = None,
-    arrivals: Process | None = None,
+    arrivals: ArrivalProcess | None = None,
     changes: Sequence[MixChange] = (),
     prefill: Prefill | None = None,
     texts: bool = True,

@@ -15,7 +15,7 @@ from functools import cache
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import SLO
 from rubato.workloads import sessions
-from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson, Process
+from rubato.workloads.arrivals import ArrivalProcess, AtOnce, Bursts, Gamma, Piecewise, Poisson
 from rubato.workloads.generate import Prefill
 from rubato.workloads.generate import make as drawn
 from rubato.workloads.lengths import Lengths, Normal, Percentiles, Uniform, fixed, log_normal, log_normal_p90, mean, of
@@ -34,7 +34,7 @@ class Scenario:
 
     about: str
     kinds: tuple[Kind, ...]
-    arrivals: Process
+    arrivals: ArrivalProcess
     profile: str = ""
     changes: Callable[[int, float], tuple[MixChange, ...]] = lambda count, seconds: ()
     max_model_len: int | None = None
@@ -69,7 +69,7 @@ def _slos_serve() -> dict[str, Scenario]:
         "reasoning", TIGHT_TPOT, log_normal(127, 83, 421), log_normal(4693, 1442, 7297), ttft_slowdown=TIGHT,
         ends="</think>", then=(FollowUp(log_normal(803, 280, 1650), slo=LOOSE_TPOT),),
     )  # fmt: skip
-    of_opt: dict[str, tuple[str, tuple[Kind, ...], Process]] = {
+    of_opt: dict[str, tuple[str, tuple[Kind, ...], ArrivalProcess]] = {
         "chatbot": ("ChatBot: TTFT 5x, TPOT 100 ms", (chat,), CHAT_ARRIVALS),
         "coder": ("Coder: TTFT 5x, TPOT 50 ms", (code,), CODE_ARRIVALS),
         "summarizer": ("Summarizer: TTFT 3x, TPOT 100 ms", (report,), CHAT_ARRIVALS),
@@ -167,23 +167,23 @@ def categories(unloaded: float, shares: Sequence[float] = (0.6, 0.2, 0.2), outpu
 # Ours: in its peak a category has five times its usual rate of requests.
 PEAKS = ((0.0, (1, 1, 1)), (60.0, (1, 5, 1)), (90.0, (1, 1, 1)), (180.0, (5, 1, 1)), (210.0, (1, 1, 1)),
          (270.0, (1, 1, 5)), (300.0, (1, 1, 1)))  # fmt: skip
-PEAKS_PERIOD = 360.0
+PEAKS_PERIOD_S = 360.0
 
 
 def _peaks(profile: str, unloaded: float) -> Scenario:
     mixes = [categories(unloaded, [float(level) for level in levels]) for _, levels in PEAKS]
 
     def changes(count: int, seconds: float) -> tuple[MixChange, ...]:
-        again = range(2 + int(1.5 * seconds / PEAKS_PERIOD))  # a run of `count` may take longer than expected
+        again = range(2 + int(1.5 * seconds / PEAKS_PERIOD_S))  # a run of `count` may take longer than expected
         every = [
-            MixChange(mix, at=n * PEAKS_PERIOD + start)
+            MixChange(mix, at=n * PEAKS_PERIOD_S + start)
             for n in again
             for (start, _), mix in zip(PEAKS, mixes, strict=True)
         ]
         return tuple(every[1:])
 
     levels = tuple(float(sum(level)) for _, level in PEAKS)
-    process = Piecewise(tuple(start for start, _ in PEAKS), levels, PEAKS_PERIOD)
+    process = Piecewise(tuple(start for start, _ in PEAKS), levels, PEAKS_PERIOD_S)
     about = "AdaServe: peaks of chat, code, summary one after the other every 360 s (levels ours)"
     return Scenario(about, mixes[0], process, profile, changes)
 
@@ -314,7 +314,7 @@ def make(
     count: int | None = None,
     duration: float | None = None,
     seed: int = 0,
-    arrivals: Process | None = None,
+    arrivals: ArrivalProcess | None = None,
     prefill: Prefill | None = None,
     scale: float = 1.0,
     kinds: Sequence[Kind] | None = None,

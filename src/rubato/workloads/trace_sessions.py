@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rubato.core.request import SLO
-from rubato.workloads.workload import HASH_BLOCK, Arrival
+from rubato.workloads.workload import HASH_BLOCK_TOKENS, Arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def coarser(ids: Sequence[int], block: int, names: dict[tuple[int, ...], int]) -
 
     A prefix that ends within 512 tokens is found up to the last whole ones only.
     """
-    each = HASH_BLOCK // block
+    each = HASH_BLOCK_TOKENS // block
     runs = (tuple(ids[first : first + each]) for first in range(0, len(ids), each))
     return tuple(names.setdefault(run, len(names)) for run in runs)
 
@@ -76,7 +76,7 @@ def of_sessions(offers: Sequence[TraceRequest]) -> list[TraceRequest]:
     where blocks of the prompt do."""
     last: dict[str, TraceRequest] = {}
     base: dict[str, int] = {}  # session -> id of its first block
-    longest = sum((o.prompt + o.output) // HASH_BLOCK + 1 for o in offers)  # blocks, more than any session has
+    longest = sum((o.prompt + o.output) // HASH_BLOCK_TOKENS + 1 for o in offers)  # blocks, more than any session has
     made: list[TraceRequest] = []
     for offer in offers:
         before = last.get(offer.session)
@@ -84,7 +84,7 @@ def of_sessions(offers: Sequence[TraceRequest]) -> list[TraceRequest]:
         prompt, at = offer.prompt, offer.at
         if before is not None:
             prompt, at = prompt + before.prompt + before.output, max(at, before.at + offer.gap)
-        blocks = tuple(range(first, first - -prompt // HASH_BLOCK))
+        blocks = tuple(range(first, first - -prompt // HASH_BLOCK_TOKENS))
         last[offer.session] = replace(
             offer, at=at, prompt=prompt, blocks=blocks, after="" if before is None else before.id
         )  # fmt: skip

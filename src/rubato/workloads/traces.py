@@ -32,7 +32,7 @@ import numpy as np
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS, SLO
 from rubato.workloads import trace_sessions
-from rubato.workloads.arrivals import Process, Replay
+from rubato.workloads.arrivals import ArrivalProcess, Replay
 from rubato.workloads.generate import Prefill, SLOAssignment
 from rubato.workloads.prompts import Count, with_texts
 from rubato.workloads.request_kinds import Kind, tiers_of
@@ -40,7 +40,7 @@ from rubato.workloads.trace_layouts import AIPERF, BAILIAN, EVENTS, Columns, Lay
 from rubato.workloads.trace_rows import TraceError as TraceError
 from rubato.workloads.trace_rows import read_rows
 from rubato.workloads.trace_sessions import TraceRequest as TraceRequest
-from rubato.workloads.workload import HASH_BLOCK, Arrival, Workload
+from rubato.workloads.workload import HASH_BLOCK_TOKENS, Arrival, Workload
 
 NOTES = ("empty", "failed", "skipped", "times")  # of `Trace.notes`, in the order in which they are said
 _KINDS, _ARRIVALS = 10, 12  # random streams, none of `generate.make`'s
@@ -186,7 +186,7 @@ def _offer(
         count = -(-prompt // layout.block)
         wanted = f"{count} whole numbers, one for each {layout.block} of {prompt} prompt tokens"
         blocks = value_of("hash_ids", _ids, wanted, lambda ids: len(ids) == count)
-        if layout.block != HASH_BLOCK:
+        if layout.block != HASH_BLOCK_TOKENS:
             blocks = trace_sessions.coarser(blocks, layout.block, names)
     text = value_of("prompt", lambda t: t, "text", lambda t: isinstance(t, str)) if "prompt" in row else ""
     found = TraceRequest(at, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
@@ -227,7 +227,7 @@ def make(
     kinds: Sequence[Kind] = (),
     *,
     rate: float | None = None,
-    arrivals: Process | None = None,
+    arrivals: ArrivalProcess | None = None,
     seed: int = 0,
     count_tokens: Count | None = None,
     prefill: Prefill | None = None,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import MAX_SLO_S, MIN_SLO_S, SLO
-from rubato.workloads.workload import HASH_BLOCK, NO_SLO, Arrival, OfferedStage, Workload
+from rubato.workloads.workload import HASH_BLOCK_TOKENS, NO_SLO, Arrival, OfferedStage, Workload
 
 FORMAT = "rubato-workload/2"
 DEFAULTS = {
@@ -194,8 +194,10 @@ def _arrival(row: _Request, tiers: Mapping[str, SLO], slos: dict[SLO, SLO]) -> A
     if row.stages and not row.stages[0].prompt_tokens:
         raise ValueError("stages[0].prompt_tokens is 0: the first stage has a prompt of 1 token or more")
     prompt = row.stages[0].prompt_tokens if row.stages else row.prompt_tokens
-    if row.blocks and len(row.blocks) != -(-prompt // HASH_BLOCK):
-        raise ValueError(f"blocks has {len(row.blocks)} ids for {prompt} prompt tokens: give one for each {HASH_BLOCK}")
+    if row.blocks and len(row.blocks) != -(-prompt // HASH_BLOCK_TOKENS):
+        raise ValueError(
+            f"blocks has {len(row.blocks)} ids for {prompt} prompt tokens: give one for each {HASH_BLOCK_TOKENS}"
+        )
     if {"prompt", "messages"} <= given:
         raise ValueError("messages stands beside prompt: give one of them")
     messages = tuple((message.role, message.content) for message in row.messages)

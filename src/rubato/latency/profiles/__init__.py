@@ -13,12 +13,12 @@ from importlib import resources
 from pathlib import Path
 
 from rubato.core.did_you_mean import nearest
-from rubato.latency.profiles.profile import Factor, Host, Profile, parsed, positive, read
+from rubato.latency.profiles.profile import Factor, HostTime, Profile, parsed, positive, read
 
-__all__ = ["POLYSERVE_HOST", "Factor", "Host", "Profile", "load", "named", "names"]
+__all__ = ["POLYSERVE_HOST_S", "Factor", "HostTime", "Profile", "load", "named", "names"]
 
 _DATA = resources.files("rubato.latency.profiles") / "data"
-POLYSERVE_HOST = 10.2e-3  # seconds a step: the paper's 15 ms at batch 1 less the 4.8 ms that the kernels sum to
+POLYSERVE_HOST_S = 10.2e-3  # seconds a step: the paper's 15 ms at batch 1 less the 4.8 ms that the kernels sum to
 
 
 def names() -> list[str]:
@@ -76,6 +76,6 @@ def load(
     per = positive("host_per_seq", term.host_per_seq if host_per_seq is None else host_per_seq)
     return replace(
         profile,
-        host_term=Host(scale * step, scale * per, "given" if given else term.source),
+        host_term=HostTime(scale * step, scale * per, "given" if given else term.source),
         factors={**profile.factors, **own},
     )

@@ -48,7 +48,7 @@ from rubato.measure.result import Result, with_interval
 from rubato.measure.tables import Table, number
 from rubato.planning import jobs
 from rubato.planning.bound.programme import ALIKE, Alike, Share, largest_share
-from rubato.planning.bound.work import Work, work_of
+from rubato.planning.bound.work import RequestWork, work_of
 from rubato.planning.capacity import narrowed
 from rubato.planning.jobs import Job, JobResults
 from rubato.planning.request_source import RequestSource
@@ -72,7 +72,7 @@ DRAINS = 0.5  # of a period: with deadlines longer than that in the mean, a shor
 
 
 @dataclass(frozen=True)
-class Offered:
+class OfferedWork:
     """What a bound is of: the requests of a workload, at any rate, on n replicas. endless: they repeat end to end, and
     a rate is that of the stream, requests over period; else they come once, and a rate is what `rubato capacity` calls
     so, that which the workload was made for. prefix_cache: replicas keep the KV of prompts' beginnings. Raises
@@ -99,7 +99,7 @@ class Offered:
             raise ValueError("requests that all come at one instant make no stream: bound them as they come once")
         return replace(self.load, rate=(len(times) - 1) / (times[-1] - times[0])).rescaled(rate)
 
-    def work(self, rate: float) -> Work:
+    def work(self, rate: float) -> RequestWork:
         """At `rate` requests/s. Raises ValueError for requests that are not covered."""
         return work_of(self.at(rate), self.machine, endless=self.endless)
 
@@ -152,7 +152,7 @@ def _check_apart(load: Workload) -> None:
 @dataclass(frozen=True)
 class BoundQuestion:
     """rate: at which shares are asked for; None: the largest rates at which `target` can be attained. endless,
-    prefix_cache: as in `Offered`. tolerance: relative width of a search's bracket."""
+    prefix_cache: as in `OfferedWork`. tolerance: relative width of a search's bracket."""
 
     source: RequestSource
     machine: Hardware
@@ -188,7 +188,7 @@ class BoundQuestion:
 def bounded(question: BoundQuestion, seed: int, alike: Alike) -> dict[str, Any]:
     """Of one seed's requests: the rate (0: none), the share there, and what binds."""
     own = (question.replicas, question.endless, question.prefix_cache)
-    offered = Offered(question.source.make(seed), question.machine, *own)
+    offered = OfferedWork(question.source.make(seed), question.machine, *own)
     rate = question.rate or offered.rate(question.target, alike, question.tolerance)
     of = {"alike": alike, "seed": seed, "rate": rate, "requests": len(offered.load.arrivals)}
     if not rate:

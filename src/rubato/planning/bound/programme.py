@@ -11,7 +11,7 @@ import numpy as np
 from rubato.core.extras import extra
 from rubato.planning.bound.minorant import Array
 from rubato.planning.bound.rows import Row, Windows, period_rows
-from rubato.planning.bound.work import Ints, Work
+from rubato.planning.bound.work import Ints, RequestWork
 
 Alike = Literal["anybody", "deciles", "lottery"]
 ALIKE: tuple[Alike, ...] = get_args(Alike)
@@ -33,7 +33,7 @@ class Share:
     steps: float
 
 
-def largest_share(work: Work, replicas: int, alike: Alike, target: float | None = None) -> Share:
+def largest_share(work: RequestWork, replicas: int, alike: Alike, target: float | None = None) -> Share:
     """Rows are added until none is exceeded, the share has settled, or it is below `target`."""
     programme = _Programme(work, alike)
     rows = list(period_rows(work, replicas))
@@ -70,7 +70,7 @@ def grouped(cost: Array, alike: Alike) -> list[Ints]:
 class _Programme:
     """max φ, x in [0, possible], mean of x over each group >= φ, and rows."""
 
-    def __init__(self, work: Work, alike: Alike) -> None:
+    def __init__(self, work: RequestWork, alike: Alike) -> None:
         with extra("bound", "a bound"):
             from scipy import sparse
             from scipy.optimize import linprog

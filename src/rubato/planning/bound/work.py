@@ -29,7 +29,7 @@ from rubato.simulation.run_spec import Hardware
 from rubato.workloads import OfferedStage, Workload
 
 PIECES = 10  # of the outputs of a request; more are tighter
-CLOSE, MOST = 0.8, 6  # charges whose mean is this near to the largest are in use, at most so many
+NEAR_LARGEST, MAX_CHARGES = 0.8, 6  # charges whose mean is this near to the largest are in use, at most so many
 Ints = NDArray[np.int64]
 
 
@@ -42,7 +42,7 @@ class Charge:
 
 
 @dataclass(frozen=True)
-class Work:
+class RequestWork:
     """Pieces, by index: release and due (seconds), request (index), tokens that come out, whether it is a prompt.
 
     own: [charge][piece] seconds of its entries; spread: [charge][piece] its part of the fixed costs of steps. possible:
@@ -89,7 +89,7 @@ def sums(request: Ints, seconds: Array, requests: int) -> Array:
     return found
 
 
-def work_of(load: Workload, machine: Hardware, *, endless: bool) -> Work:
+def work_of(load: Workload, machine: Hardware, *, endless: bool) -> RequestWork:
     """All pieces of a workload, times as they are in it. Raises ValueError for requests that are not covered."""
     if load.paced_by_ends:
         raise ValueError(
@@ -117,7 +117,7 @@ def work_of(load: Workload, machine: Hardware, *, endless: bool) -> Work:
         request, tokens, prompt = (np.tile(part, 2) for part in (request, tokens, prompt))
         own, spread = np.tile(own, (1, 2)), np.tile(spread, (1, 2))
     charges = tuple(charged.charges[k] for k in kept)
-    return Work(release, due, request, tokens, prompt, own, spread, charges, possible, at, period)
+    return RequestWork(release, due, request, tokens, prompt, own, spread, charges, possible, at, period)
 
 
 def _covered(stages: Sequence[OfferedStage], name: str) -> OfferedStage:
@@ -157,8 +157,8 @@ def _minorants(machine: Hardware, offered: Sequence[OfferedStage]) -> list[Minor
 def _largest(seconds: Array) -> Ints:
     """Indices of the charges that matter: to leave others out only loosens a bound."""
     mean = seconds.mean(axis=1)
-    best = np.argsort(-mean)[:MOST]
-    kept: Ints = best[mean[best] >= CLOSE * mean[best[0]]]
+    best = np.argsort(-mean)[:MAX_CHARGES]
+    kept: Ints = best[mean[best] >= NEAR_LARGEST * mean[best[0]]]
     return kept
 
 

@@ -20,7 +20,7 @@ from rubato.measure.result import Result
 from rubato.measure.tables import Table, listed
 from rubato.planning import jobs
 from rubato.planning.jobs import Job, JobResults
-from rubato.planning.judge.loads import Load
+from rubato.planning.judge.loads import JudgedLoad
 from rubato.planning.judge.search import FIRST, TOLERANCE, search
 from rubato.planning.judge.table import bars, result, rows_of, table, told, winner
 from rubato.planning.request_source import digest
@@ -35,7 +35,7 @@ REFERENCE = "edf"  # the policy that others are set against
 class JudgeQuestion:
     """specs: of each policy, for the hardware that a load is offered to; `REFERENCE` is among them."""
 
-    loads: Sequence[Load]
+    loads: Sequence[JudgedLoad]
     specs: Callable[[Hardware], Sequence[RunSpec]]
     seeds: Sequence[int]
 
@@ -68,7 +68,7 @@ def run(question: JudgeQuestion, **how: Any) -> JudgeResult:
 class _JudgedLoad:
     """A load with the policies that can run, and why the others cannot."""
 
-    load: Load
+    load: JudgedLoad
     specs: tuple[RunSpec, ...]
     skipped: Mapping[str, str]
 

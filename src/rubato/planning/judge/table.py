@@ -14,17 +14,17 @@ from rubato.measure.result import told_apart, with_interval
 from rubato.measure.tables import Table, number, percent
 from rubato.planning import feasibility
 from rubato.planning.capacity import too_short
-from rubato.planning.judge.loads import Load
+from rubato.planning.judge.loads import JudgedLoad
 from rubato.planning.judge.search import ALWAYS, FIRST, INFEASIBLE
 from rubato.simulation.run_spec import RunSpec
-from rubato.workloads.resample import BLOCK
+from rubato.workloads.resample import BLOCK_S
 
 MIN_BLOCKS = 5  # of which a bootstrap says little
 
 Value = Mapping[str, Any]  # what `judge.search.search` returns, read back from JSON
 
 
-def result(load: Load, specs: Sequence[RunSpec], values: Sequence[Value], notes: Sequence[str]) -> dict[str, Any]:
+def result(load: JudgedLoad, specs: Sequence[RunSpec], values: Sequence[Value], notes: Sequence[str]) -> dict[str, Any]:
     """A load's part of the JSON. values: of each policy and seed; notes: on what did not run."""
     labels = [spec.choice.label for spec in specs]
     by_policy = {label: [value for value in values if value["policy"] == label] for label in labels}
@@ -139,13 +139,13 @@ def _reasons(values: Sequence[Value]) -> list[str]:
     ]
 
 
-def _few(load: Load, values: Sequence[Value]) -> list[str]:
+def _few(load: JudgedLoad, values: Sequence[Value]) -> list[str]:
     """Notes on runs that are too short, seeds that say little, one seed."""
     short = too_short(values)
-    blocks = ceil(load.own.duration / BLOCK)
+    blocks = ceil(load.own.duration / BLOCK_S)
     few = (
-        f"it lasts {load.own.duration:.0f} s, blocks of {BLOCK:g} s to draw from: {blocks} (fewer than {MIN_BLOCKS}), "
-        "so that seeds differ by little more than where they begin, and intervals are too narrow"
+        f"it lasts {load.own.duration:.0f} s, blocks of {BLOCK_S:g} s to draw from: {blocks} (fewer than "
+        f"{MIN_BLOCKS}), so that seeds differ by little more than where they begin, and intervals are too narrow"
     )
     seeds = {value["seed"] for value in values}
     return [
