@@ -45,7 +45,7 @@ def test_what_is_no_bound_is_refused(words, says):
     ],
 )
 def test_a_good_request_completes_and_keeps_every_bound(outcome, ttft, tpot, e2e, good):
-    assert parse(["ttft:200", "tpot:30", "e2el:5000"]).kept(outcome, ttft, tpot, e2e) is good
+    assert parse(["ttft:200", "tpot:30", "e2el:5000"]).are_met(outcome, ttft, tpot, e2e) is good
 
 
 def test_a_summary_counts_good_requests_beside_attained_ones():

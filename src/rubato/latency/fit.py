@@ -134,21 +134,21 @@ def fit_groups(
 
     Raises ValueError when there are no such groups, or their steps cannot determine the model.
     """
-    chosen = [tag for tag in groups if not train or any(part in tag for part in train)]
-    others = [tag for tag in groups if tag not in chosen and (not test or any(part in tag for part in test))]
-    for what, parts, found in (("fit on", train, chosen), ("test on", test, others)):
+    fit_tags = [tag for tag in groups if not train or any(part in tag for part in train)]
+    others = [tag for tag in groups if tag not in fit_tags and (not test or any(part in tag for part in test))]
+    for what, parts, found in (("fit on", train, fit_tags), ("test on", test, others)):
         if parts and not found:
             raise ValueError(f"no steps to {what}: no tag contains {' or '.join(parts)}; tags are {', '.join(groups)}")
-    samples = [sample for tag in chosen for sample in groups[tag]]
-    seen = [s for i, s in enumerate(samples) if i % FOLDS]
+    samples = [sample for tag in fit_tags for sample in groups[tag]]
+    fit_samples = [s for i, s in enumerate(samples) if i % FOLDS]
     trial, model = blank(kind, of), blank(kind, of)
     model.fit(samples)
-    trial.fit(seen)
+    trial.fit(fit_samples)
     outside = {tag: error_report(trial, groups[tag]) for tag in others}
     if len(others) > 1:
         outside["all of these"] = error_report(trial, [sample for tag in others for sample in groups[tag]])
-    inside, held = error_report(trial, seen), error_report(trial, samples[::FOLDS])
-    return Fitted(kind, model, inside, held, "every fifth", outside, residuals(model, samples))
+    inside, left_out_error = error_report(trial, fit_samples), error_report(trial, samples[::FOLDS])
+    return Fitted(kind, model, inside, left_out_error, "every fifth", outside, residuals(model, samples))
 
 
 def fit_file(

@@ -91,8 +91,8 @@ class Online:
 
     @property
     def spread(self) -> float:
-        """Relative error of step predictions, root mean square over the last MAX_REFIT_STEPS, less what idle time forgets; 0
-        while fewer than FIRST_REFIT_STEPS are known."""
+        """Relative error of step predictions, root mean square over the last `MAX_REFIT_STEPS`, faded by idle time;
+        0 while fewer than `FIRST_REFIT_STEPS` are known."""
         if len(self._errors) < FIRST_REFIT_STEPS:
             return 0.0
         spread = self._belief * math.sqrt(math.fsum(self._errors) / len(self._errors))

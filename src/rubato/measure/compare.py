@@ -213,21 +213,21 @@ def _fates(runs: Sequence[SavedRun], column: str) -> list[RequestOutcome]:
 def _latency(
     a: Sequence[SavedRun], b: Sequence[SavedRun], tier: str
 ) -> dict[tuple[str, float], tuple[float | None, float | None]]:
-    found: dict[tuple[str, float], tuple[float | None, float | None]] = {}
+    quantiles: dict[tuple[str, float], tuple[float | None, float | None]] = {}
     for measure in MEASURES:
         one, other = (_quantiles(side, tier, measure) for side in (a, b))
-        found |= {(measure, q): (one[i], other[i]) for i, q in enumerate(QUANTILES)}
-    return found
+        quantiles |= {(measure, q): (one[i], other[i]) for i, q in enumerate(QUANTILES)}
+    return quantiles
 
 
 def _quantiles(runs: Sequence[SavedRun], tier: str, measure: str) -> list[float | None]:
-    known = [
+    numbers = [
         value
         for run in runs
         for value, own in zip(run.requests[measure], run.requests["tier"], strict=True)
         if value is not None and tier in (own, ALL)
     ]
-    return [float(q) for q in np.quantile(known, QUANTILES)] if known else [None] * len(QUANTILES)
+    return [float(q) for q in np.quantile(numbers, QUANTILES)] if numbers else [None] * len(QUANTILES)
 
 
 def _once(rows: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -149,21 +149,21 @@ def default_block(durations: Mapping[str, float]) -> float:
 
 
 def proportion(
-    fates: Sequence[RequestOutcome], durations: Mapping[str, float], *, resamples: int = 2000
+    outcomes: Sequence[RequestOutcome], durations: Mapping[str, float], *, resamples: int = 2000
 ) -> tuple[float, float]:
     """An interval for met / offered in [0, 1]: the wider, on each side, of Wilson's and a moving-block bootstrap's.
 
     Where all or none were met, or in a calm run, resampling finds no spread and Wilson's holds; where misses come in
     spells it is the bootstrap's. durations as in `paired`. (0, 1) when nothing was offered.
     """
-    low, high = wilson(sum(fate.met for fate in fates), len(fates))
-    if not fates:
+    low, high = wilson(sum(outcome.met for outcome in outcomes), len(outcomes))
+    if not outcomes:
         return low, high
-    blocks = _Blocks([(f.workload, f.at) for f in fates], durations, default_block(durations), resamples)
-    held = blocks.resampled(np.ones(len(fates)))
-    met = blocks.resampled(np.array([fate.met for fate in fates], dtype=np.float64))
+    blocks = _Blocks([(f.workload, f.at) for f in outcomes], durations, default_block(durations), resamples)
+    weights = blocks.resampled(np.ones(len(outcomes)))
+    met = blocks.resampled(np.array([outcome.met for outcome in outcomes], dtype=np.float64))
     tail = _tail(blocks.count)
-    below, above = (float(q) for q in np.quantile(met[held > 0] / held[held > 0], [tail, 1 - tail]))
+    below, above = (float(q) for q in np.quantile(met[weights > 0] / weights[weights > 0], [tail, 1 - tail]))
     return min(low, below), max(high, above)
 
 
@@ -281,30 +281,30 @@ class _Side:
 
 
 def _side(
-    fates: Sequence[RequestOutcome], durations: Mapping[str, float], block: float, resamples: int, seconds: float = 1.0,
-    seed: int = 0,
+    outcomes: Sequence[RequestOutcome], durations: Mapping[str, float], block: float, resamples: int,
+    seconds: float = 1.0, seed: int = 0,
 ) -> _Side:  # fmt: skip
-    tiers = np.array([fate.tier for fate in fates])
-    masks = {tier: (tiers == tier).astype(np.float64) for tier in dict.fromkeys(fate.tier for fate in fates)}
-    blocks = _Blocks([(fate.workload, fate.at) for fate in fates], durations, block, resamples, seed)
-    met = np.array([fate.met for fate in fates], dtype=np.float64)
-    return _Side(blocks, masks | {ALL: np.ones(len(fates))}, met, seconds)
+    tiers = np.array([outcome.tier for outcome in outcomes])
+    masks = {tier: (tiers == tier).astype(np.float64) for tier in dict.fromkeys(outcome.tier for outcome in outcomes)}
+    blocks = _Blocks([(outcome.workload, outcome.at) for outcome in outcomes], durations, block, resamples, seed)
+    met = np.array([outcome.met for outcome in outcomes], dtype=np.float64)
+    return _Side(blocks, masks | {ALL: np.ones(len(outcomes))}, met, seconds)
 
 
 def _difference(a: _Side, b: _Side, tier: str) -> Difference:
     tail = _tail(min(a.blocks.count, b.blocks.count))
-    offered_a, met_a, held_a, got_a = a.counts(tier)
-    offered_b, met_b, held_b, got_b = b.counts(tier)
-    some = (held_a > 0) & (held_b > 0)  # a rare tier can be absent from a resample
-    differences = got_a[some] / held_a[some] - got_b[some] / held_b[some]
+    offered_a, met_a, weights_a, met_weights_a = a.counts(tier)
+    offered_b, met_b, weights_b, met_weights_b = b.counts(tier)
+    some = (weights_a > 0) & (weights_b > 0)  # a rare tier can be absent from a resample
+    differences = met_weights_a[some] / weights_a[some] - met_weights_b[some] / weights_b[some]
     low, high = np.quantile(differences, [tail, 1 - tail]) if some.any() else (-1.0, 1.0)
     ratio = ratio_low = ratio_high = None
     if met_a or met_b:
         scale = b.seconds / a.seconds if a.seconds else 1.0
         ratio = scale * met_a / met_b if met_b else inf
-        defined = (got_a > 0) | (got_b > 0)
+        defined = (met_weights_a > 0) | (met_weights_b > 0)
         with np.errstate(divide="ignore"):
-            ratios = scale * got_a[defined] / got_b[defined]
+            ratios = scale * met_weights_a[defined] / met_weights_b[defined]
         # "inverted_cdf": a quantile that is one of the values, as interpolation between infinities is not a number
         ratio_low, ratio_high = (float(q) for q in np.quantile(ratios, [tail, 1 - tail], method="inverted_cdf"))
     difference = met_a / offered_a - met_b / offered_b

@@ -24,7 +24,7 @@ class SLOBounds:
     tpot: float | None = None
     e2e: float | None = None
 
-    def kept(self, outcome: Outcome, ttft: float | None, tpot: float | None, e2e: float | None) -> bool:
+    def are_met(self, outcome: Outcome, ttft: float | None, tpot: float | None, e2e: float | None) -> bool:
         """Did a request with these measures (seconds) keep every bound?"""
         if outcome != "completed" or ttft is None:
             return False

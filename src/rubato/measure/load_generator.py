@@ -192,7 +192,7 @@ async def _offer_in_turn(calls: _Calls, offering: Offering, bar: Any) -> None:
         some_end.set()
 
     async with asyncio.TaskGroup() as group:
-        while offering.left:
+        while offering.remaining:
             for request in offering.due(calls.now()):
                 calls.restate(places[request.id], request)
                 group.create_task(one(places[request.id], request))
@@ -269,14 +269,14 @@ def _problems(client: ClientLoad, records: Sequence[Record], answers: Sequence[A
 
 def _notes(records: Sequence[Record], answers: Sequence[AnswerStream]) -> list[str]:
     notes: list[str] = []
-    done = [(r, a) for r, a in zip(records, answers, strict=True) if r.outcome == "completed"]
-    spread = sum(not r.counted and a.total > 0 for r, a in done)
-    guessed = sum(not r.counted and a.total == 0 for r, a in done)
+    completed = [(r, a) for r, a in zip(records, answers, strict=True) if r.outcome == "completed"]
+    spread = sum(not r.counted and a.total > 0 for r, a in completed)
+    guessed = sum(not r.counted and a.total == 0 for r, a in completed)
     if spread:
         notes.append(f"{spread} responses had usage at the end only: its tokens were spread evenly over their chunks")
     if guessed:
         notes.append(f"{guessed} responses had no usage: one token was assumed per non-empty chunk")
-    other = sum(r.output != r.asked for r, _ in done)
+    other = sum(r.output != r.asked for r, _ in completed)
     if other:
         notes.append(f"{other} completed requests have another output length than asked for (ignore_eos not obeyed?)")
     return notes

@@ -51,14 +51,14 @@ async def measure(engine: Engine, repeats: int, seed: int, clock: Clock, said: C
     await engine.start()
     todo = points(engine.limits)
     rng = np.random.default_rng([seed, ORDER])
-    taken: dict[ProfilePoint, list[float]] = {point: [] for point in todo}
+    seconds_of: dict[ProfilePoint, list[float]] = {point: [] for point in todo}
     for round_ in range(repeats + 1):
         for i in rng.permutation(len(todo)).tolist():
             seconds = await _step(engine, _batch(todo[i], engine.limits), clock)
             if round_:
-                taken[todo[i]].append(seconds)
+                seconds_of[todo[i]].append(seconds)
         said(f"round {round_} of {repeats}: {len(todo)} steps")
-    return [Sample(_batch(point, engine.limits).shape, median(seconds)) for point, seconds in taken.items()]
+    return [Sample(_batch(point, engine.limits).shape, median(seconds)) for point, seconds in seconds_of.items()]
 
 
 async def profile_of(

@@ -79,15 +79,19 @@ def _promised(request: Request, record: Record) -> bool:
 def _broken_at(request: Request, arrival: Arrival, record: Record) -> float:
     """When the first token that was late came; where none did, when it was demoted, or else when the token was due that
     never came, or the last one came."""
-    found = stages(arrival, record.times, record.tokens)
-    found[0] = found[0]._replace(start=record.at)  # where that follows from the run its workload does not know it
-    reached = len(found)
-    if reached < len(request.stages) and len(found[-1].tokens) == arrival.parts[reached - 1].output:  # none of the next
-        found.append(StageTimes(record.times[-1] + arrival.parts[reached].pause, []))
+    timed_stages = stages(arrival, record.times, record.tokens)
+    timed_stages[0] = timed_stages[0]._replace(
+        start=record.at
+    )  # where that follows from the run its workload does not know it
+    reached = len(timed_stages)
+    if (
+        reached < len(request.stages) and len(timed_stages[-1].tokens) == arrival.parts[reached - 1].output
+    ):  # none of the next
+        timed_stages.append(StageTimes(record.times[-1] + arrival.parts[reached].pause, []))
     continues: float | None = None
     missing = inf  # when the token after the last one was due
-    for i, (stage, (start, tokens)) in enumerate(zip(request.stages, found, strict=False)):
-        begun, before = record.at + tool_seconds(found[: i + 1]), None if stage.prompt else continues
+    for i, (stage, (start, tokens)) in enumerate(zip(request.stages, timed_stages, strict=False)):
+        begun, before = record.at + tool_seconds(timed_stages[: i + 1]), None if stage.prompt else continues
         due = deadlines(stage.slo, begun, start, float(tokens[0]) if len(tokens) else None, before)
         if not len(tokens):
             missing = due.token(0)

@@ -37,11 +37,11 @@ CLEAR_MARGINS = (
 
 
 def plan(question: FleetQuestion, **how: Any) -> FleetPlan:
-    """The smallest fleet that attains the question's target. `how`: as `jobs.opened` takes it. Raises ValueError, with
-    the reason, when no number of replicas attains the target."""
-    with jobs.opened(head={"plan": question.describe()}, **how) as runner:
+    """Finds the smallest fleet that attains the question's target. `how`: options of `jobs.open_runner`. Raises
+    ValueError, with the reason, when no number of replicas attains the target."""
+    with jobs.open_runner(head={"plan": question.describe()}, **how) as runner:
         found = _Search(question, runner).plan()
-        return replace(found, done=runner.done())
+        return replace(found, job_results=runner.job_results())
 
 
 @gc_paused()
@@ -95,13 +95,13 @@ class _Search:
 
     def plan(self) -> FleetPlan:
         self.runner.about = "search"
-        [known] = self.runner.run([Job("survey", survey, (self.question,))])
-        first = self.first(known["replicas"])
+        [survey_result] = self.runner.run([Job("survey", survey, (self.question,))])
+        first = self.first(survey_result["replicas"])
         self.runner.about = "confirm"
         replicas, seeds, decided = self.settle(first)
         self.runner.about = "verify"
-        attained, relaxed_seeds = self.verify(replicas, seeds, known["stated"])
-        start, end = known["stretch"]
+        attained, relaxed_seeds = self.verify(replicas, seeds, survey_result["stated"])
+        start, end = survey_result["stretch"]
         return FleetPlan(
             self.question,
             (start, end),
@@ -114,7 +114,7 @@ class _Search:
             relaxed={what: self.relaxed(replicas, seeds, what, count) for what, count in relaxed_seeds.items()},
             relaxed_by=_factor(replicas),
             relaxed_seeds=relaxed_seeds,
-            infeasible=feasibility.Feasibility(**known["infeasible"]),
+            infeasible=feasibility.Feasibility(**survey_result["infeasible"]),
             tried={n: self.shown(n, count) for n, count in sorted(self.tried.items())},
         )
 

@@ -85,19 +85,19 @@ class JobResults:
 
 
 def run(jobs: Sequence[Job], *, about: str = "jobs", **how: Any) -> JobResults:
-    """Run the jobs that the file does not hold yet; results are in the order of the jobs. `how`: as `opened` takes it.
-    Raises as `opened` and `JobRunner.run`."""
-    with opened(**how) as runner:
+    """Runs the jobs that the file does not have yet; results are in the order of the jobs. `how`: options of
+    `open_runner`. Raises as `open_runner` and `JobRunner.run`."""
+    with open_runner(**how) as runner:
         runner.about = about
         runner.run(jobs)
-        return runner.done()
+        return runner.job_results()
 
 
 Start = Callable[[Sequence[Job]], list[Future[JobResult]]]
 
 
 @contextlib.contextmanager
-def opened(
+def open_runner(
     *,
     file: str | Path | None = None,
     head: Mapping[str, Any] | None = None,
@@ -134,7 +134,7 @@ class JobRunner:
         self._stored = stored
         self._results = dict(stored)
         self._dropped = dropped
-        self._asked: dict[str, None] = {}  # in order
+        self._job_keys: dict[str, None] = {}  # in order
         self._bar = bar
 
     def run(self, jobs: Sequence[Job]) -> list[Any]:
@@ -143,9 +143,9 @@ class JobRunner:
         if len({job.key for job in jobs}) != len(jobs):
             raise ValueError("two jobs have the same key: each needs its own")
         missing = [job for job in jobs if job.key not in self._results]
-        self._asked |= dict.fromkeys(job.key for job in jobs)
-        self._bar.desc, self._bar.total = f"{self.about}: ", len(self._asked)
-        self._bar.n = len(self._asked) - len(missing)
+        self._job_keys |= dict.fromkeys(job.key for job in jobs)
+        self._bar.desc, self._bar.total = f"{self.about}: ", len(self._job_keys)
+        self._bar.n = len(self._job_keys) - len(missing)
         self._bar.refresh()
         if self._start is None or len(missing) < 2:
             finished: Iterator[JobResult] = map(_run, missing)
@@ -159,10 +159,10 @@ class JobRunner:
             self._bar.update()
         return [self._results[job.key].value for job in jobs]
 
-    def done(self) -> JobResults:
+    def job_results(self) -> JobResults:
         """The results of the jobs asked for, in the order of asking."""
-        results = tuple(self._results[key] for key in self._asked)
-        return JobResults(results, sum(key in self._stored for key in self._asked), self._dropped)
+        results = tuple(self._results[key] for key in self._job_keys)
+        return JobResults(results, sum(key in self._stored for key in self._job_keys), self._dropped)
 
 
 def _starter(workers: int | None, ray: str | None) -> contextlib.AbstractContextManager[Start | None]:

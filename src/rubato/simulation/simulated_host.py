@@ -206,9 +206,9 @@ class SimulatedHost:
             self._ran(self.id, run)
         last = run.steps - 1
         emitted, self._emitted = self._emitted, None
-        told = None
+        shape = None
         if self._report_this_step:
-            told = run.shape(last) if emitted is None else self._shape
+            shape = run.shape(last) if emitted is None else self._shape
         looked_at: Sequence[Seq] = ()
         if emitted is None:
             if self._milestones and self._milestones[0][0] <= self._steps.tick:
@@ -216,11 +216,11 @@ class SimulatedHost:
             emitted = self._due(run, looked_at) if run.chunks or looked_at else NOTHING
         busy = bool(emitted or run.chunks or replica.idle_decodes or replica.ending)
         events = replica.end(emitted, now)
-        if told is not None:
+        if shape is not None:
             seconds = now - (run.ends[last - 1] if last else run.begin)
             if self._learns:
-                replica.latency.update(Sample(told, seconds))
-            self._outbox.append(Stepped(now, self.id, told, seconds))
+                replica.latency.update(Sample(shape, seconds))
+            self._outbox.append(Stepped(now, self.id, shape, seconds))
         self._outbox += events
         run.ends = []
         self._planned = True
@@ -342,14 +342,14 @@ class SimulatedHost:
 
     def _reached_milestones(self) -> list[Seq]:
         """The sequences whose first or last token of a stage has come."""
-        found: list[Seq] = []
+        reached: list[Seq] = []
         milestones, tick = self._milestones, self._steps.tick
         while milestones and milestones[0][0] <= tick:
             at, _, seq = heappop(milestones)
             if seq.milestone == at and seq.decoding and not seq.ended:
                 seq.milestone = -1  # it may be there twice, having rested
-                found.append(seq)
-        return found
+                reached.append(seq)
+        return reached
 
     def _next_milestone(self) -> int:
         """No step before this one brings a first or last token of a stage."""

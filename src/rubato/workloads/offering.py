@@ -56,7 +56,7 @@ class Offering:
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: give 1 or more requests in flight, or none for no bound")
         self.requests = requests
-        self.left = len(requests)  # neither offered nor dropped yet
+        self.remaining = len(requests)  # neither offered nor dropped yet
         self.dropped: dict[str, tuple[float, str]] = {}  # id -> when that was known, and why
         self._follows = follows
         self._sessions = sessions
@@ -67,15 +67,15 @@ class Offering:
         # from when a request may come, and its place in the order: of those that go on from none, and of the others
         self._first: list[tuple[float, int]] = []
         self._later: list[tuple[float, int]] = []
-        known: set[str] = set()
+        earlier_ids: set[str] = set()
         for place, request in enumerate(requests):
             if request.id not in follows:
                 self._first.append((request.arrival, place))
-            elif (before := follows[request.id][0]) in known:
+            elif (before := follows[request.id][0]) in earlier_ids:
                 self._next[before].append(place)
             else:
                 raise ValueError(f"request {request.id!r} goes on from {before!r}, which does not come before it")
-            known.add(request.id)
+            earlier_ids.add(request.id)
         heapify(self._first)
 
     @property
@@ -89,16 +89,16 @@ class Offering:
 
     def due(self, now: float) -> list[Request]:
         """What is to be offered by now, in order; each request's arrival is the instant at which it was to come."""
-        found: list[Request] = []
+        due_now: list[Request] = []
         while (at := self.next_at) <= now:
             _, place = heappop(self._later if self._later and self._later[0][0] <= at else self._first)
             if self._free is not None:
                 heappop(self._free)
             request = self.requests[place]
             began = self._began.setdefault(request.session, at)
-            found.append(as_offered(request, at, began, self._sessions))
-        self.left -= len(found)
-        return found
+            due_now.append(as_offered(request, at, began, self._sessions))
+        self.remaining -= len(due_now)
+        return due_now
 
     def ended(self, id: str, at: float, outcome: Outcome) -> None:
         """A request that was offered has ended."""
@@ -117,5 +117,5 @@ class Offering:
             for place in self._next.pop(before.pop(), ()):
                 dropped = self.requests[place].id
                 self.dropped[dropped] = at, why
-                self.left -= 1
+                self.remaining -= 1
                 before.append(dropped)

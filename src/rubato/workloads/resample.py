@@ -83,18 +83,18 @@ def bootstrapped(load: Workload, seed: int) -> Workload:
     if times[-1] > load.duration:
         raise ValueError(f"workload {load.name!r} lasts {load.duration:g} s and has a request at {times[-1]:g} s")
     ring = np.concatenate([times, times + load.duration])
-    made: list[Arrival] = []
+    arrivals: list[Arrival] = []
     for index, start in enumerate(starts.tolist()):
         end = start + min(block, load.duration - index * block)
         for place in range(*np.searchsorted(ring, [start, end]).tolist()):
             one = load.arrivals[place % len(times)]
             at = index * block + float(ring[place]) - start
-            made.append(replace(one, id=f"{load.name}-{len(made)}", at=at))
-    if not made:
+            arrivals.append(replace(one, id=f"{load.name}-{len(arrivals)}", at=at))
+    if not arrivals:
         raise ValueError(f"workload {load.name!r}: the blocks drawn by seed {seed} hold no request")
-    made.sort(key=lambda one: one.at)
-    rate = len(made) / load.duration
-    return replace(load, seed=seed, rate=rate, arrivals=tuple(made), notes={**load.notes, "blocks": block})
+    arrivals.sort(key=lambda one: one.at)
+    rate = len(arrivals) / load.duration
+    return replace(load, seed=seed, rate=rate, arrivals=tuple(arrivals), notes={**load.notes, "blocks": block})
 
 
 def sampled(load: Workload, share: float) -> Workload:

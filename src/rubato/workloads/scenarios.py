@@ -209,7 +209,7 @@ QWEN_14B_CONTEXT, SHORTEST_ANSWER = 8192, 512  # ours: what is longer would be r
 
 def _ascendra() -> dict[str, Scenario]:
     longbench = log_normal(7000, 4000, 16000), log_normal(180, 90, 500)  # ours: 6,700 English words are 9,000 tokens
-    made: dict[str, Scenario] = {}
+    scenarios: dict[str, Scenario] = {}
     for data, app, lengths, ttfts in (
         ("ShareGPT4", "chat", SHAREGPT4, (1.0, 1.0, 1.5)),
         ("LongBench", "summary", longbench, (2.5, 2.5, 3.0)),
@@ -221,8 +221,8 @@ def _ascendra() -> dict[str, Scenario]:
                 kind = within(replace(kind, prompt=replace(lengths[0], most=context - SHORTEST_ANSWER)), context)
             about = f"Ascendra: {data} (lengths assumed), TTFT {ttft:g} s, TBT 150 ms"
             name = f"ascendra-{data.lower()}-{model.partition('-')[0]}"
-            made[name] = Scenario(about, (kind,), Poisson(), f"{model}-a100@vllm-2024", max_model_len=context)
-    return made
+            scenarios[name] = Scenario(about, (kind,), Poisson(), f"{model}-a100@vllm-2024", max_model_len=context)
+    return scenarios
 
 
 def _sa() -> dict[str, Scenario]:
@@ -327,21 +327,21 @@ def make(
     the scenario's first mix, for other shares or SLOs. max_model_len: tokens of prompt and output, instead of the
     scenario's; 0 = no limit. Raises ValueError for impossible arguments.
     """
-    asked = get(name)
+    scenario = get(name)
     check_rate(rate)
-    limit = asked.max_model_len if max_model_len is None else max_model_len or None
+    limit = scenario.max_model_len if max_model_len is None else max_model_len or None
     turns = 0.0
-    if asked.sessions is not None:
+    if scenario.sessions is not None:
         if kinds:
             raise ValueError(f"scenario {name!r} is made of sessions: its kinds cannot be replaced")
-        each = asked.sessions.means()[0]
-        turns = each / (each + len(asked.kinds))  # of all requests
+        each = scenario.sessions.means()[0]
+        turns = each / (each + len(scenario.kinds))  # of all requests
         own = sessions.make(
-            f"{name}-session" if asked.kinds else name, asked.sessions, rate * turns,
+            f"{name}-session" if scenario.kinds else name, scenario.sessions, rate * turns,
             count=None if count is None else round(count * turns), duration=duration, seed=seed,
-            arrivals=arrivals or asked.arrivals, scale=scale, max_model_len=limit, profile=asked.profile,
+            arrivals=arrivals or scenario.arrivals, scale=scale, max_model_len=limit, profile=scenario.profile,
         )  # fmt: skip
-        if not asked.kinds:
+        if not scenario.kinds:
             return own
 
     def fitted(kind: Kind) -> Kind:
@@ -350,23 +350,23 @@ def make(
 
     expected = (count, count / rate) if count is not None else (round(rate * (duration or 0.0)), duration or 0.0)
     changes = [
-        MixChange(tuple(map(fitted, change.kinds)), change.request, change.at) for change in asked.changes(*expected)
+        MixChange(tuple(map(fitted, change.kinds)), change.request, change.at) for change in scenario.changes(*expected)
     ]
-    made = drawn(
+    workload = drawn(
         name,
-        [fitted(kind) for kind in kinds or asked.kinds],
+        [fitted(kind) for kind in kinds or scenario.kinds],
         rate * (1.0 - turns),
         count=None if count is None else count - round(count * turns),
         duration=duration,
         seed=seed,
-        arrivals=arrivals or asked.arrivals,
+        arrivals=arrivals or scenario.arrivals,
         changes=changes,
         prefill=prefill,
         texts=False,
         max_model_len=limit,
-        profile=asked.profile,
+        profile=scenario.profile,
     )
-    return made if asked.sessions is None else _scaled_in_turn(_together(made, own), asked.slo_scales)
+    return workload if scenario.sessions is None else _scaled_in_turn(_together(workload, own), scenario.slo_scales)
 
 
 def _together(one: Workload, other: Workload) -> Workload:

@@ -79,7 +79,7 @@ def make(
     begins = offered(process, rate / mean, [seed, _ARRIVALS], sessions, duration)
     turns = np.maximum(1, of.turns.at(np.random.default_rng([seed, _TURNS]).random(len(begins))))
     new_of = of.new if scale == 1.0 else of.new.scaled(scale)
-    made: list[Arrival] = []
+    all_turns: list[Arrival] = []
     block = of.system // HASH_BLOCK_TOKENS  # ids below are the system prompt's
     for number, (at, n) in enumerate(zip(begins.tolist(), turns.tolist(), strict=True)):
         u = np.random.default_rng([seed, _LENGTHS, number]).random((2, n))
@@ -88,20 +88,20 @@ def make(
         gaps[0] = 0.0
         own = _turns(of, f"{name}-{number}", at, (new, output, gaps), block, max_model_len)
         block += -(-(own[-1].prompt_tokens) // HASH_BLOCK_TOKENS) if own else 0
-        made += own
-    if not made:
+        all_turns += own
+    if not all_turns:
         raise ValueError(f"workload {name!r} is empty: no session begins in {duration} s, or no turn fits")
-    made.sort(key=lambda a: a.at)
+    all_turns.sort(key=lambda a: a.at)
     length = duration if duration is not None else float(begins[-1])
-    notes = {"arrivals": f"{process}, of sessions", "sessions": len({a.session for a in made})}
-    return Workload(name, seed, rate, length, {of.tier: of.slo}, tuple(made), True, notes, profile)
+    notes = {"arrivals": f"{process}, of sessions", "sessions": len({a.session for a in all_turns})}
+    return Workload(name, seed, rate, length, {of.tier: of.slo}, tuple(all_turns), True, notes, profile)
 
 
 def _turns(
     of: Sessions, session: str, at: float, drawn: tuple[Ints, Ints, Any], block: int, max_model_len: int | None
 ) -> list[Arrival]:
     """One session's. drawn: new tokens, output tokens and gaps of each turn; block: id of its own first block."""
-    made: list[Arrival] = []
+    session_turns: list[Arrival] = []
     prompt = of.system
     for turn, (new, output, gap) in enumerate(zip(*(column.tolist() for column in drawn), strict=True)):
         prompt += new
@@ -109,14 +109,14 @@ def _turns(
             break
         at += gap
         ids = (*range(of.system // HASH_BLOCK_TOKENS), *range(block, block - (of.system - prompt) // HASH_BLOCK_TOKENS))
-        made.append(
+        session_turns.append(
             Arrival(
                 f"{session}-{turn}", at, of.tier, of.tier, prompt, output, blocks=ids, session=session,
                 after=f"{session}-{turn - 1}" if turn else "", gap=gap,
             )
         )  # fmt: skip
         prompt += output
-    if not made:
+    if not session_turns:
         return []
-    e2e = sum(a.gap for a in made) + of.seconds_per_turn * len(made)
-    return [replace(made[0], session_e2e=e2e), *made[1:]]
+    e2e = sum(a.gap for a in session_turns) + of.seconds_per_turn * len(session_turns)
+    return [replace(session_turns[0], session_e2e=e2e), *session_turns[1:]]

@@ -131,16 +131,16 @@ def read(path: str | Path, how: TraceOptions = WHOLE) -> Trace:
         offers = trace_sessions.of_sessions(offers)
     offers.sort(key=lambda offer: offer.at)
     doubt = unit_doubt(layout, [offer.at for offer in offers]) if how.time_scale == 1.0 else ""
-    kept = _window(path, offers, how)
-    empty = sum(offer.output == 0 for offer in kept)
+    window = _window(path, offers, how)
+    empty = sum(offer.output == 0 for offer in window)
     notes = {
         "empty": f"{empty} requests without output tokens were given one" if empty else "",
         "failed": f"{failed} failed requests ({layout.output} 0) are left out" if failed else "",
         "skipped": f"{len(skipped)} malformed rows left out; the first: {skipped[0]}" if skipped else "",
         "times": doubt,
     }
-    kept = [offer if offer.output else replace(offer, output=1) for offer in kept]
-    return Trace(path.name, tuple(kept), {kind: note for kind, note in notes.items() if note})
+    window = [offer if offer.output else replace(offer, output=1) for offer in window]
+    return Trace(path.name, tuple(window), {kind: note for kind, note in notes.items() if note})
 
 
 def _window(path: Path, offers: Sequence[TraceRequest], how: TraceOptions) -> list[TraceRequest]:
@@ -189,21 +189,21 @@ def _offer(
         if layout.block != HASH_BLOCK_TOKENS:
             blocks = trace_sessions.coarser(blocks, layout.block, names)
     text = value_of("prompt", lambda t: t, "text", lambda t: isinstance(t, str)) if "prompt" in row else ""
-    found = TraceRequest(at, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
+    offer = TraceRequest(at, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
     if layout is EVENTS:
-        return replace(found, slo=row["slo"])
+        return replace(offer, slo=row["slo"])
     if layout is BAILIAN:
         own, parent = (
             value_of(name, _whole, "a whole number", lambda n: n >= -1) for name in ("chat_id", "parent_chat_id")
         )
-        return replace(found, id=str(own), after="" if parent == -1 else str(parent))
+        return replace(offer, id=str(own), after="" if parent == -1 else str(parent))
     if layout is AIPERF:
         delay = (
             value_of("delay", milliseconds, "ms, 0 or more", lambda s: 0.0 <= s < math.inf) if row.get("delay") else 0.0
         )
         named = row.get("session_id") not in (None, "")
-        return replace(found, id=where, session=str(row["session_id"]) if named else where, gap=delay)
-    return found
+        return replace(offer, id=where, session=str(row["session_id"]) if named else where, gap=delay)
+    return offer
 
 
 def _whole(value: Any) -> int:

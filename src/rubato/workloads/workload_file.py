@@ -185,11 +185,11 @@ def _arrival(row: _Request, tiers: Mapping[str, SLO], slos: dict[SLO, SLO]) -> A
     """slos: those met so far, so that equal ones are one object. Raises ValueError naming the field."""
     if row.tier not in tiers:
         raise ValueError(f"tier is {row.tier!r}: the header has {', '.join(tiers)}")
-    given = row.model_fields_set
+    fields_set = row.model_fields_set
     for field in ("prompt_tokens", "output_tokens", "slo"):
-        if row.stages and field in given:
+        if row.stages and field in fields_set:
             raise ValueError(f"{field} stands beside stages, which say it")
-        if not row.stages and field not in given and field != "slo":
+        if not row.stages and field not in fields_set and field != "slo":
             raise ValueError(f"{field} is missing")
     if row.stages and not row.stages[0].prompt_tokens:
         raise ValueError("stages[0].prompt_tokens is 0: the first stage has a prompt of 1 token or more")
@@ -198,7 +198,7 @@ def _arrival(row: _Request, tiers: Mapping[str, SLO], slos: dict[SLO, SLO]) -> A
         raise ValueError(
             f"blocks has {len(row.blocks)} ids for {prompt} prompt tokens: give one for each {HASH_BLOCK_TOKENS}"
         )
-    if {"prompt", "messages"} <= given:
+    if {"prompt", "messages"} <= fields_set:
         raise ValueError("messages stands beside prompt: give one of them")
     messages = tuple((message.role, message.content) for message in row.messages)
     return Arrival(

@@ -70,12 +70,12 @@ def load(
         if host is not None or host_per_seq is not None or host_scale != 1.0:
             raise ValueError(f"profile {name!r} was measured whole, the host's time in it: leave out host settings")
         return profile
-    given = host is not None or host_per_seq is not None
+    has_own_host = host is not None or host_per_seq is not None
     scale = positive("host_scale", host_scale)
     step = positive("host", term.host if host is None else host)
     per = positive("host_per_seq", term.host_per_seq if host_per_seq is None else host_per_seq)
     return replace(
         profile,
-        host_term=HostTime(scale * step, scale * per, "given" if given else term.source),
+        host_term=HostTime(scale * step, scale * per, "given" if has_own_host else term.source),
         factors={**profile.factors, **own},
     )

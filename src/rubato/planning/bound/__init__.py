@@ -204,7 +204,7 @@ class BoundResult(Result):
 
     title = "Bound"
     question: BoundQuestion
-    done: JobResults
+    job_results: JobResults
 
     def estimates(self) -> dict[Alike, Estimate]:
         """Over seeds: of the share at the rate asked for, else of the rate."""
@@ -214,15 +214,16 @@ class BoundResult(Result):
     @property
     def notes(self) -> tuple[str, ...]:
         alone = (ONE_SEED,) if len(self.question.seeds) < 2 else ()
-        drains = max(v["drains"] for v in self.done.values)
+        drains = max(v["drains"] for v in self.job_results.values)
         short = (SHORT.format(drains),) if drains > DRAINS else ()
-        return (*self.done.notes, *self.question.source.notes, *short, *alone)
+        return (*self.job_results.notes, *self.question.source.notes, *short, *alone)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "format": FORMAT, **self.question.describe(), "seeds": self.question.seeds, "slo_rule": "deadline",
-            "bounds": {alike: asdict(e) for alike, e in self.estimates().items()}, "found": self.done.costed(),
-            "wall": self.done.wall, "cpu": self.done.cpu, "notes": self.notes, "versions": versions("numpy"),
+            "bounds": {alike: asdict(e) for alike, e in self.estimates().items()}, "found": self.job_results.costed(),
+            "wall": self.job_results.wall, "cpu": self.job_results.cpu, "notes": self.notes,
+            "versions": versions("numpy"),
         }  # fmt: skip
 
     @property
@@ -240,15 +241,15 @@ class BoundResult(Result):
         return f"No policy without drafts attains {goal} above {number(most)} requests/s."
 
     def tables(self) -> list[Table]:
-        asked, replicas = self.question, self.question.replicas
-        head = f"attained at {asked.rate:g} req/s" if asked.rate else "req/s"
+        question, replicas = self.question, self.question.replicas
+        head = f"attained at {question.rate:g} req/s" if question.rate else "req/s"
         rows = []
         for alike, found in self.estimates().items():
             rate = number(found) if found.value else "at no rate"
-            rows.append((NAMES[alike], _share(found) if asked.rate else rate, *self._reasons(alike)))
-        stream = "repeated end to end" if asked.endless else "once"
-        what = f"{replicas} replica{'s' * (replicas > 1)} of {asked.machine.name}, requests {stream}, deadline rule"
-        goal = "" if asked.rate else f", {100 * asked.target:g} % of these attained"
+            rows.append((NAMES[alike], _share(found) if question.rate else rate, *self._reasons(alike)))
+        stream = "repeated end to end" if question.endless else "once"
+        what = f"{replicas} replica{'s' * (replicas > 1)} of {question.machine.name}, requests {stream}, deadline rule"
+        goal = "" if question.rate else f", {100 * question.target:g} % of these attained"
         return [Table(
             ("of whom", head, "what binds", "of it steps as such"), tuple(rows),
             f"What no policy without drafts exceeds ({what}{goal})",
@@ -260,22 +261,26 @@ class BoundResult(Result):
 
     def picture(self) -> Picture:
         """The bound for each way to count, with its interval."""
-        asked, found = self.question, self._each()
+        question, estimates = self.question, self._each()
 
         def draw(figure: Any, ink: Ink) -> None:
             axes = figure.add_subplot()
-            said = _share if asked.rate else number
-            bars_with_intervals(axes, [(NAMES[alike], e, said(e), COLOURS[0]) for alike, e in found], ink)
-            axes.set_xlabel("share of requests attained" if asked.rate else "requests/s of the fleet")
+            said = _share if question.rate else number
+            bars_with_intervals(axes, [(NAMES[alike], e, said(e), COLOURS[0]) for alike, e in estimates], ink)
+            axes.set_xlabel("share of requests attained" if question.rate else "requests/s of the fleet")
 
-        goal = f"at {asked.rate:g} requests/s" if asked.rate else f"with {100 * asked.target:g} % of requests attained"
+        goal = (
+            f"at {question.rate:g} requests/s"
+            if question.rate
+            else f"with {100 * question.target:g} % of requests attained"
+        )
         return Picture(f"What no policy without drafts exceeds {goal}", draw, (WIDTH, 2.6))
 
     def _each(self) -> list[tuple[Alike, Estimate]]:
         return list(self.estimates().items())
 
     def _of(self, alike: Alike) -> list[dict[str, Any]]:
-        return [v for v in self.done.values if v["alike"] == alike]
+        return [v for v in self.job_results.values if v["alike"] == alike]
 
     def _reasons(self, alike: Alike) -> list[str]:
         """Means over the seeds in which something binds."""

@@ -181,7 +181,7 @@ class Sequences:
 
     def steps(self, column: int, end: float, fixed: float, decode_fixed: float) -> Array:
         """[request] the same, of its pieces in the sequence that was chosen from a start to `end`."""
-        found = np.zeros(self._requests)
+        seconds = np.zeros(self._requests)
         k, later = int(np.searchsorted(self._end, end, side="right")), inf
         while k > 0:
             if not self._taken[k, column]:
@@ -190,9 +190,9 @@ class Sequences:
             k -= 1
             if self._end[k] > later or self._begin[k] < self.starts[column]:
                 raise RuntimeError(f"sequence of pieces: one ends at {self._end[k]}, after the next begins at {later}")
-            found[self._request[k]] += (fixed + decode_fixed) * self._tokens[k] - decode_fixed * self._prompt[k]
+            seconds[self._request[k]] += (fixed + decode_fixed) * self._tokens[k] - decode_fixed * self._prompt[k]
             k, later = int(self._before[k]), self._begin[k]
-        return found
+        return seconds
 
 
 def _runs(work: RequestWork) -> tuple[Array, Array, Ints, Ints, NDArray[np.bool_]]:

@@ -108,15 +108,15 @@ def work_of(load: Workload, machine: Hardware, *, endless: bool) -> RequestWork:
     rows = [charged.pieces(i, float(at[i]), stage) for i, stage in enumerate(offered)]
     release, due, request, tokens, prompt = (np.concatenate([row[k] for row in rows]) for k in range(5))
     own, spread = (np.concatenate([row[k] for row in rows], axis=1) for k in (5, 6))
-    kept = _largest(own + spread)
+    largest = _largest(own + spread)
     fits = fitting(machine)
     possible = np.array([s.prompt + s.output <= fits and charged.in_time(s) for s in offered])
-    own, spread = own[kept], spread[kept]
+    own, spread = own[largest], spread[largest]
     if endless:
         release, due = np.concatenate([release, release + period]), np.concatenate([due, due + period])
         request, tokens, prompt = (np.tile(part, 2) for part in (request, tokens, prompt))
         own, spread = np.tile(own, (1, 2)), np.tile(spread, (1, 2))
-    charges = tuple(charged.charges[k] for k in kept)
+    charges = tuple(charged.charges[k] for k in largest)
     return RequestWork(release, due, request, tokens, prompt, own, spread, charges, possible, at, period)
 
 
