@@ -32,8 +32,8 @@ from rubato.latency.least_squares import isotonic, nnls
 from rubato.latency.model_base import ModelBase
 from rubato.latency.roofline_fit import Array, largest
 
-MAX_DECODE_GEMM_TOKENS = 16  # tokens up to which `decode_gemm` holds
-MIN_PREFILL_GEMM_TOKENS = 1024  # and from which `prefill_gemm` does
+MAX_DECODE_GEMM_TOKENS = 16  # up to here `decode_gemm` applies
+MIN_PREFILL_GEMM_TOKENS = 1024  # from here on `prefill_gemm` applies
 OCTAVES, MAX_OCTAVE = 24, 62  # KV totals up to 2^24 tokens; beyond, the last slope goes on
 MICROSECOND_S = 1e-6
 ROUNDS = 4

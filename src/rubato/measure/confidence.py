@@ -56,7 +56,7 @@ def _student_within(angle: float, degrees: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """One request of one run. workload: which one it belongs to; at: seconds from its start."""
+    """The outcome of one request of one run. workload: its workload's name; at: its arrival, seconds from the start."""
 
     workload: str
     at: float
@@ -82,7 +82,7 @@ class Difference:
 
     @property
     def estimate(self) -> Estimate:
-        """Of `difference`."""
+        """Returns the estimate of `difference`."""
         return Estimate(self.difference, self.difference_low, self.difference_high)
 
 
@@ -96,19 +96,19 @@ class Estimate:
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
-        """Of what has no spread: a count, a value in virtual time that no seed changes."""
+        """Makes an estimate without spread: of a count, or a value in virtual time that no seed changes."""
         return cls(value, value, value)
 
     def interval(self, shown: Callable[[float], str]) -> str:
-        """For a table: its ends, or that one seed gives none."""
+        """Formats the interval for a table; one seed has none. shown: formats one end."""
         return "(one seed)" if isinf(self.high) else f"[{shown(self.low)}, {shown(self.high)}]"
 
     def shown(self, form: str = ".2f") -> str:
-        """For a table: the number and its interval, as `1.68 [1.57, 1.80]`. form: a format of one number."""
+        """Formats the number and its interval for a table, as `1.68 [1.57, 1.80]`. form: the format of one number."""
         return f"{self.value:{form}} {self.interval(lambda end: f'{end:{form}}')}"
 
     def exp(self) -> Estimate:
-        """Of the number whose logarithm this is."""
+        """Returns the estimate of the number whose logarithm this is."""
         with np.errstate(over="ignore"):
             return Estimate(*(float(np.exp(end)) for end in (self.value, self.low, self.high)))
 
@@ -234,7 +234,7 @@ class _Blocks:
         self._high = np.searchsorted(ring, starts + length / self.count, side="left")
 
     def resampled(self, values: np.ndarray) -> np.ndarray:
-        """The sum of `values` (one per request, in the order given) in each resample."""
+        """Returns the sum of `values` (one per request, in their order) in each resample."""
         ordered = values[self._order]
         total = np.concatenate([[0.0], np.cumsum(np.concatenate([ordered, ordered]))])
         return np.asarray((total[self._high] - total[self._low]).sum(axis=1), dtype=np.float64)
@@ -275,7 +275,7 @@ class _Side:
     seconds: float
 
     def counts(self, tier: str) -> tuple[int, int, np.ndarray, np.ndarray]:
-        """Offered and met, in all and in each resample."""
+        """Returns the numbers of offered and met requests, in all and in each resample."""
         mask, met = self.masks[tier], self.masks[tier] * self.met
         return int(mask.sum()), int(met.sum()), self.blocks.resampled(mask), self.blocks.resampled(met)
 

@@ -18,14 +18,14 @@ NAMES = {"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"}  # vLLM's names and ours
 
 @dataclass(frozen=True, slots=True)
 class SLOBounds:
-    """Seconds, None = not bounded. All given ones must hold."""
+    """Bounds in seconds; None = not bounded. A good request meets all of them."""
 
     ttft: float | None = None
     tpot: float | None = None
     e2e: float | None = None
 
     def are_met(self, outcome: Outcome, ttft: float | None, tpot: float | None, e2e: float | None) -> bool:
-        """Did a request with these measures (seconds) keep every bound?"""
+        """Whether a request with these measures (seconds) meets every bound."""
         if outcome != "completed" or ttft is None:
             return False
         measures = ((self.ttft, ttft), (self.tpot, 0.0 if tpot is None else tpot), (self.e2e, e2e))
@@ -37,7 +37,7 @@ class SLOBounds:
 
 
 def parse(words: Sequence[str]) -> SLOBounds:
-    """Bounds from words such as `tpot:30` (milliseconds). Raises ValueError for an unknown name or no number."""
+    """Parses bounds from words such as `tpot:30` (milliseconds). Raises ValueError for an unknown name or no number."""
     bounds: dict[str, float] = {}
     for word in words:
         name, _, text = word.partition(":")

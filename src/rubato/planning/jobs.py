@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What a job returned, read back from JSON, and its wall and CPU seconds."""
+    """A job's return value, read back from JSON, and its wall and CPU seconds."""
 
     key: str
     value: Any
@@ -51,7 +51,8 @@ class JobResult:
 
 @dataclass(frozen=True)
 class JobResults:
-    """The results of all jobs, in order. resumed: how many the file held already; dropped: half-written lines."""
+    """The results of all jobs, in order. resumed: number of results that the file had already; dropped: half-written
+    lines."""
 
     results: tuple[JobResult, ...]
     resumed: int = 0
@@ -62,7 +63,7 @@ class JobResults:
         return [result.value for result in self.results]
 
     def costed(self) -> list[dict[str, Any]]:
-        """The values, which are mappings, each with its wall and CPU seconds added."""
+        """Returns the values, which are mappings, each with its wall and CPU seconds added."""
         return [result.value | {"wall": result.wall, "cpu": result.cpu} for result in self.results]
 
     @property
@@ -105,7 +106,7 @@ def open_runner(
     ray: str | None = None,
     progress: bool = False,
 ) -> Iterator[JobRunner]:
-    """A runner of jobs, for a program that chooses its jobs by the results of others.
+    """Opens a runner of jobs, for a program that chooses its jobs by the results of others.
 
     file: where results are kept, and taken from; head: every input that decides what the jobs are. workers: processes
     (None: one a core; 1: this process). ray: the address of a Ray cluster that runs them instead. Raises ValueError for
@@ -160,7 +161,7 @@ class JobRunner:
         return [self._results[job.key].value for job in jobs]
 
     def job_results(self) -> JobResults:
-        """The results of the jobs asked for, in the order of asking."""
+        """Returns the results of all jobs that `run` was called with, in that order."""
         results = tuple(self._results[key] for key in self._job_keys)
         return JobResults(results, sum(key in self._stored for key in self._job_keys), self._dropped)
 

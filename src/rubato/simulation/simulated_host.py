@@ -33,7 +33,7 @@ from rubato.replica.step_log import StepRun
 from rubato.simulation.queue_clock import QueueClock
 from rubato.simulation.step_times import StepTimes
 
-MAX_STEPS_AHEAD = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
+MAX_STEPS_AHEAD = 24  # steps of a run computed ahead; an arrival discards the rest
 NEVER = 1 << 60
 DRAFTER = "--set engine.drafter.alpha=0.7: how often it is right"
 ONE = Emitted(1)
@@ -106,18 +106,18 @@ class SimulatedHost:
         self._learns = learns
         self._ran = host_options.ran
         self._outbox: list[Event] = []
-        self._milestones: list[tuple[int, int, Seq]] = []  # the steps of first and last tokens of stages
+        self._milestones: list[tuple[int, int, Seq]] = []  # (step, order, sequence) of first and last tokens of stages
         self._milestone_order = itertools.count()  # orders the milestones of a step
-        self._needs_engine: set[str] = set()  # whose tokens have to be looked at one by one
-        self._report_this_step = False  # whether the end of the step under way is told
-        self._emitted: Mapping[str, Emitted] | None = None  # what the step under way brings, where the engine runs it
+        self._needs_engine: set[str] = set()  # sequences whose tokens the engine must check one by one
+        self._report_this_step = False  # report the end of the step under way
+        self._emitted: Mapping[str, Emitted] | None = None  # output of the step under way, where the engine runs it
         self._shape = NO_BATCH  # of that step
         self._version = 0
         self._planned = False
-        self._repeat_steps = 0  # for how many more steps the last plan stands, unless something happens
+        self._repeat_steps = 0  # more steps for which the last plan stands, unless an event comes
         self._refresh = learns or not host_options.counts
         self._live_view = self.replica.view(clock.time)
-        self._at_once = repeat(self._live_view).__next__  # asked of every host at every arrival
+        self._at_once = repeat(self._live_view).__next__  # called for every host at every arrival
         self.view: Callable[[], View] = self._refreshed if self._refresh else self._at_once
         self._plan_at(clock.time)  # hosts that begin together plan in the order in which they began
 
