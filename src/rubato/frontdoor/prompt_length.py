@@ -76,7 +76,7 @@ def prefix_keys(body: BodyFields) -> tuple[int, ...]:
     """A key for each full block of the prompt, that stands for all up to its end (`Request.prefix`)."""
     text = b"\n".join([found for name in TEXTS if (found := body.json(name))])
     block = int(PREFIX_BLOCK_TOKENS / TOKENS_PER_BYTE)
-    if body.prompt_ids:  # PREFIX_BLOCK ids each
+    if body.prompt_ids:  # PREFIX_BLOCK_TOKENS ids each
         commas = np.flatnonzero(np.frombuffer(text, np.uint8) == ord(","))
         ends = [int(end) for end in commas[PREFIX_BLOCK_TOKENS - 1 :: PREFIX_BLOCK_TOKENS]]
     else:

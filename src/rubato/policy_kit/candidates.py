@@ -34,7 +34,7 @@ class Candidates(RouterWrapper):
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         """What `inner` decides for the first set of which it places or rejects something: the cluster then asks again.
         Of sets of which it does nothing of that kind, what else it says is put together. Of one of which none has been
-        there for ALONE_S all are rejected."""
+        there for NO_REPLICA_TIMEOUT_S all are rejected."""
         sets: dict[frozenset[str] | None, list[SeqView]] = {}
         for seq in held:
             sets.setdefault(self._only(seq.id), []).append(seq)
