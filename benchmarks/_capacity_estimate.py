@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rubato.latency.least_squares import isotonic
-from rubato.measure.confidence import BLOCKS, LEVEL
+from rubato.measure.confidence import DEFAULT_BLOCKS, LEVEL
 
 HOLDS = 0.9  # attainment at which a rate is held
 WIDEN = 1.5  # factor from one rate that is tried to the next, until one is held and one is not
@@ -117,7 +117,7 @@ class _Draws:
         self.rates = list(runs)
         first = runs[self.rates[0]]
         self.seeds, self.requests = len(first), len(first[0])
-        self.length = ceil(self.requests / BLOCKS)
+        self.length = ceil(self.requests / DEFAULT_BLOCKS)
         rng = np.random.default_rng(0)
         self._seed = rng.integers(self.seeds, size=(resamples, self.seeds))
         self._start = rng.integers(self.requests, size=(resamples, self.seeds, ceil(self.requests / self.length)))

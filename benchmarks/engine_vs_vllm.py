@@ -152,7 +152,7 @@ class RubatoSide:
         events += self.replica.commit(batch, result, executed)
         self.latency.update(Sample(batch.shape, result.seconds))
         self.policy.observe(events)
-        self.engine.forget(self.replica.gone())
+        self.engine.forget(self.replica.take_gone_ids())
         end = CLOCK()
         self.prefilling -= {e.id for e in events if isinstance(e, Tokens)}
         self.live -= {e.id for e in events if isinstance(e, Finished)}
@@ -165,7 +165,7 @@ class RubatoSide:
     def clear(self) -> None:
         for name in self.live:
             self.replica.cancel(name, CLOCK(), "benchmark")
-        self.engine.forget(self.replica.gone())
+        self.engine.forget(self.replica.take_gone_ids())
         self.live.clear()
         self.prefilling.clear()
 

@@ -24,7 +24,7 @@ from typing import Any
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Sample, Shape
 from rubato.latency import profiles, step_samples
-from rubato.latency.fit import Report, blank, error_report, fit_groups
+from rubato.latency.fit import FitReport, blank, error_report, fit_groups
 from rubato.latency.model_kinds import MODELS
 
 Groups = Mapping[str, Sequence[Sample]]
@@ -47,15 +47,15 @@ def splits(groups: Groups) -> dict[str, tuple[list[str], list[str]]]:
     }
 
 
-def compared(groups: Groups, of: str) -> dict[str, dict[str, Report]]:
+def compared(groups: Groups, of: str) -> dict[str, dict[str, FitReport]]:
     """split -> model -> its errors."""
     profile = profiles.load(of)
     factors: dict[str, Any] = dict.fromkeys(profile.factors, 1.0)
     plain = profiles.load(of, host=0.0, **factors).model()
     per = profile.host_term.host_per_seq if profile.host_term else 0.0
-    found: dict[str, dict[str, Report]] = {}
+    found: dict[str, dict[str, FitReport]] = {}
     for name, (train, test) in splits(groups).items():
-        rows: dict[str, Report] = {}
+        rows: dict[str, FitReport] = {}
         for kind in MODELS:
             fitted = fit_groups(groups, kind, train, test, profile)
             rows[kind] = (
@@ -86,7 +86,7 @@ def speeds(groups: Groups, of: str) -> dict[str, tuple[float, float]]:
     return found
 
 
-def text(found: Mapping[str, Mapping[str, Report]]) -> str:
+def text(found: Mapping[str, Mapping[str, FitReport]]) -> str:
     kinds = list(next(iter(found.values())))
     lines = [f"| split | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
     for name, rows in found.items():

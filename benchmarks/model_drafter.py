@@ -49,7 +49,7 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency import affine
-from rubato.latency.with_drafter import Learnt
+from rubato.latency.with_drafter import WithLearntDrafter
 from rubato_torch import Engine, bundled_model
 from rubato_torch.drafters import Drafter
 from rubato_torch.drafters.suffix import SuffixDrafter
@@ -222,7 +222,7 @@ async def started(policy: str, drafter: Drafter | None, device: str) -> Cluster:
     engine = Engine(
         bundled_model.ensure(), device=device, kv_gib=0.7, max_num_seqs=AT_ONCE, max_model_len=2048, drafter=drafter
     )
-    latency = affine.Model() if drafter is None else Learnt(affine.Model())
+    latency = affine.Model() if drafter is None else WithLearntDrafter(affine.Model())
     cluster = local_cluster([engine], [latency], WallClock(), ClusterOptions(choice, ReplicaOptions(slo_rule="mean")))
     await cluster.start()
     return cluster

@@ -24,7 +24,7 @@ from rubato.core.request import SLO
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.simulation.run_spec import RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate_events
-from rubato.workloads.workload import HASH_BLOCK, Arrival, Workload
+from rubato.workloads.workload import HASH_BLOCK_TOKENS, Arrival, Workload
 
 PLAIN = ("least_loaded", "power_of_two", "round_robin", "lmetric")
 ROUTERS = [router + setting for router in PLAIN for setting in ("", ":prefix_affinity=true")]
@@ -44,8 +44,8 @@ def offered(rate: float, count: int, seed: int) -> Workload:
     for i in range(count):
         shared = 3 + system[i] % 4
         blocks = [10 * system[i] + j for j in range(shared)]
-        blocks += [next(fresh) for _ in range(-(-own[i] // HASH_BLOCK))]
-        prompt = HASH_BLOCK * shared + own[i]
+        blocks += [next(fresh) for _ in range(-(-own[i] // HASH_BLOCK_TOKENS))]
+        prompt = HASH_BLOCK_TOKENS * shared + own[i]
         arrivals.append(Arrival(f"q{i}", at[i], "chat", "chat", prompt, outputs[i], blocks=tuple(blocks)))
     return Workload("shared prefixes", seed, rate, at[-1], {"chat": PROMISE}, tuple(arrivals))
 

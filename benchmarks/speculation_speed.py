@@ -34,7 +34,7 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency import affine
-from rubato.latency.with_drafter import Learnt
+from rubato.latency.with_drafter import WithLearntDrafter
 from rubato.measure.confidence import over_seeds
 from rubato.policies import load
 from rubato.workloads import traces
@@ -123,7 +123,7 @@ def engine_with(drafter: SuffixDrafter | None, seqs: int = 32) -> Engine:
 
 async def cluster_of(policy: str, store: int, seqs: int = 32) -> Cluster:
     choice = PolicyChoice.parse(policy)
-    latency = Learnt(affine.Model()) if "draft" in load(choice.policy).needs else affine.Model()
+    latency = WithLearntDrafter(affine.Model()) if "draft" in load(choice.policy).needs else affine.Model()
     cluster = local_cluster(
         [engine(choice.policy, store, seqs)], [latency], WallClock(),
         ClusterOptions(choice, ReplicaOptions(slo_rule="mean")),

@@ -150,13 +150,13 @@ def run(
     if getattr(figure, "ALONE", False):
         how["workers"] = 1
     origin = provenance.origin([name, *(["--small"] if small else []), *(f"--{o} {v}" for o, v in given.items())])
-    with jobs.opened(head={"figure": name, "small": small, **recorded}, **how) as runner:
+    with jobs.open_runner(head={"figure": name, "small": small, **recorded}, **how) as runner:
         runner.about = name
         values = provenance.values(runner.run([provenance.recorded(job) for job in figure.jobs(small, **given)]))
         then = getattr(figure, "then", None)
         if then is not None:
             runner.run([provenance.recorded(job) for job in then(values, small, **given)])
-        done = runner.done()
+        done = runner.job_results()
     found = figure.found(provenance.values(done.values), small)
     known = claims().get(name, {})
     if found.estimates.keys() != known.keys():

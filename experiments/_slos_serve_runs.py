@@ -23,7 +23,7 @@ from rubato.planning.capacity import rate_or_zero
 from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths, packaged_hardware
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload, scenarios, traces
-from rubato.workloads.arrivals import Process
+from rubato.workloads.arrivals import ArrivalProcess
 from rubato.workloads.scenarios import CODE_STAND_IN
 
 ALPHA = 0.7  # how often a drafted token is right: the paper does not print it (ours)
@@ -68,7 +68,7 @@ def hardware(scenario: str, scale: Scale, profile: str = "") -> Hardware:
 
 
 def load(
-    scenario: str, seed: int, scale: Scale, profile: str = "", count: int = 0, arrivals: Process | None = None,
+    scenario: str, seed: int, scale: Scale, profile: str = "", count: int = 0, arrivals: ArrivalProcess | None = None,
     server: float = 0.0,
 ) -> Workload:  # fmt: skip
     """count: requests, where not the scale's or those of `COUNTS`. arrivals: instead of the scenario's. server: the
@@ -99,7 +99,7 @@ PATTERNS = {  # Table 2; Mixed's is ours
 }  # fmt: skip
 
 
-def stand_in(scenario: str) -> Process | None:
+def stand_in(scenario: str) -> ArrivalProcess | None:
     """Arrivals as uneven as Azure's; None where the scenario's own are (figure `slos-serve-arrivals`)."""
     return CODE_STAND_IN if PATTERNS[scenario] == "code" else None
 
@@ -124,7 +124,7 @@ def trace_files(path: str | Path) -> dict[str, Path]:
 
 
 @cache
-def replayed(path: str, seed: int) -> Process:
+def replayed(path: str, seed: int) -> ArrivalProcess:
     """A trace's arrivals, stretched to the rate asked for. Each seed begins elsewhere in it, a tenth of it further."""
     times = traces.read(path).times
     return times.beginning_at(seed * len(times.seconds) // 10 % len(times.seconds))

@@ -29,7 +29,7 @@ from rubato.core.plan import Shape
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.tables import markdown
-from rubato.planning.bound import NAMES, Offered
+from rubato.planning.bound import NAMES, OfferedWork
 from rubato.planning.bound.minorant import minorants
 from rubato.planning.bound.programme import Alike
 from rubato.planning.bound.rows import Windows
@@ -137,18 +137,18 @@ def _seeds(name: str, scale: Scale) -> tuple[int, ...]:
 
 
 @cache
-def offered(name: str, seed: int, small: bool) -> Offered:
+def offered(name: str, seed: int, small: bool) -> OfferedWork:
     """A scenario's requests, or a mix's."""
     scale = _scale(small)
     if name in SCENARIOS:
         machine = slos_serve.hardware(name, scale.slos)
         count = scale.bursts if name == BURSTS else scale.count
-        return Offered(slos_serve.load(name, seed, scale.slos, count=count), machine)
+        return OfferedWork(slos_serve.load(name, seed, scale.slos, count=count), machine)
     load, machine = polyserve.promised(name, HOST, scale.fleet, seed), polyserve.hardware(HOST)
     if small:  # so few requests that some rate is too high for them
         load = slos_serve.with_outputs(load, lambda output: max(2, output // scale.slos.shorter))
         machine = replace(machine, limits=replace(machine.limits, max_num_seqs=1))
-    return Offered(load, machine, scale.replicas)
+    return OfferedWork(load, machine, scale.replicas)
 
 
 def stream(load: Workload) -> Workload:
@@ -175,7 +175,7 @@ class StreamSearch(RateSearch):
 
     measures: Mapping[str, tuple[str, float]] = {"held": ("all", TARGET)}
 
-    def __init__(self, own: Offered, seed: int, grid: float) -> None:
+    def __init__(self, own: OfferedWork, seed: int, grid: float) -> None:
         super().__init__(grid, grid - 1.0 + 1e-6)
         self.own, self.seed = own, seed
         self.met: dict[tuple[str, float], list[bool]] = {}

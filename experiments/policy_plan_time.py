@@ -78,6 +78,10 @@ class Shown:
         self.id = self.request.id
 
     @property
+    def slo(self) -> SLO:
+        return self.request.stages[self.stage].slo
+
+    @property
     def pending(self) -> int:
         return self.length - self.cached
 

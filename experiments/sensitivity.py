@@ -36,7 +36,7 @@ from rubato.planning.request_source import ScenarioSource
 from rubato.simulation.run_spec import Hardware, RunSpec, Truth, conditional_mean, packaged_hardware
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload, scenarios
-from rubato.workloads.workload import HASH_BLOCK
+from rubato.workloads.workload import HASH_BLOCK_TOKENS
 
 SOURCE = "ours"
 SECONDS = 1100.0
@@ -116,7 +116,7 @@ def cached(load: Workload, percent: int) -> Workload:
     rng = np.random.default_rng(load.seed)
 
     def own(number: int, a: Arrival) -> Arrival:
-        blocks = -(-a.prompt_tokens // HASH_BLOCK)
+        blocks = -(-a.prompt_tokens // HASH_BLOCK_TOKENS)
         shared = rng.random() < percent / 100.0
         first = int(rng.integers(TEMPLATES)) if shared else TEMPLATES + number
         return replace(a, blocks=tuple(1 + first * 1000 + i for i in range(blocks)))

@@ -37,7 +37,7 @@ from rubato.planning.jobs import Job
 from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate, simulate_events, simulate_requests
 from rubato.workloads import Arrival, Workload
-from rubato.workloads.workload import HASH_BLOCK
+from rubato.workloads.workload import HASH_BLOCK_TOKENS
 
 SOURCE = "ours; bars from prototypes, 14,000 to 35,000 requests/s counting and 5,500 one by one"
 SECONDS = 430.0
@@ -155,8 +155,8 @@ def workload(case: Case, count: int, rate: float, seed: int) -> Workload:
 
 def _blocks(number: int, prompt: int, texts: int, text: int) -> tuple[int, ...]:
     """Of request `number`: the first half of its blocks are the first of `text`, of `texts`, the rest its own."""
-    most = LONGEST_IN // HASH_BLOCK
-    count = -(-prompt // HASH_BLOCK)
+    most = LONGEST_IN // HASH_BLOCK_TOKENS
+    count = -(-prompt // HASH_BLOCK_TOKENS)
     return tuple((text if i < count // 2 else texts + number) * most + i for i in range(count))
 
 

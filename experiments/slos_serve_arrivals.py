@@ -19,7 +19,7 @@ from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.workloads import traces
-from rubato.workloads.arrivals import Process
+from rubato.workloads.arrivals import ArrivalProcess
 from rubato.workloads.lengths import Floats
 from rubato.workloads.scenarios import CHAT_ARRIVALS, CODE_ARRIVALS, CODE_STAND_IN
 
@@ -29,7 +29,7 @@ SECONDS = 0.1
 WINDOWS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)  # seconds
 MET = (1.0, 5.0, 20.0)  # seconds, of the rates that requests meet
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.97)  # of requests
-STAND_INS: Mapping[str, tuple[str, Process]] = {
+STAND_INS: Mapping[str, tuple[str, ArrivalProcess]] = {
     "code": ("code", CODE_STAND_IN), "code-alike": ("code", CODE_ARRIVALS), "conv": ("conv", CHAT_ARRIVALS),
 }  # fmt: skip
 SEEDS = tuple(range(1, 11))

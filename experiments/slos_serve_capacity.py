@@ -29,7 +29,7 @@ from experiments._slos_serve_runs import FULL, OURS, PAPERS, SMALL_SEARCH, Capac
 from rubato.core.plan import Shape
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.tables import markdown
-from rubato.planning.capacity import LONG
+from rubato.planning.capacity import MIN_RUN_IN_E2ES
 from rubato.planning.jobs import Job
 
 SOURCE = "SLOs-Serve, Fig. 1, Fig. 9 and §6.1"
@@ -333,7 +333,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
         begun = [v["begun"][judge] for v in values if v["case"] not in SEVERAL_PROMPTS]
         made, broken = (sum(own) for own in zip(*begun, strict=True))
         estimates[f"begun-broken-{judge}"] = Estimate.exact(broken / made)
-    estimates["short-runs"] = Estimate.exact(sum(v["seconds"] < LONG * v["e2e_p99"] for v in values))
+    estimates["short-runs"] = Estimate.exact(sum(v["seconds"] < MIN_RUN_IN_E2ES * v["e2e_p99"] for v in values))
     estimates["unfinished"] = Estimate.exact(sum(v["unfinished"] for v in values))
     estimates["verdicts-differ"] = Estimate.exact(sum(v["differ"] for v in values))
     scale = SMALL_SEARCH if small else FULL

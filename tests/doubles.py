@@ -95,6 +95,10 @@ class Seq:
         return self.request.id
 
     @property
+    def slo(self) -> SLO:
+        return self.request.stages[self.stage].slo
+
+    @property
     def own_blocks(self) -> int:
         return self.blocks
 

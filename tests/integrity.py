@@ -15,15 +15,15 @@ def check(replica: ReplicaState) -> None:
     """Raise AssertionError unless the counts are what looking at every sequence gives, KV is conserved and the queues
     agree with each other."""
     seqs = replica.seqs.values()
-    _check_kv(replica.kv, [*replica.running.values(), *replica.leaving.values(), *replica.arriving.values()])
+    _check_kv(replica.kv, [*replica.running.values(), *replica.migrating_out.values(), *replica.migrating_in.values()])
     held = [s for s in seqs if s.waits_for_group]
     calling = [s for s in seqs if s.waiting_for_tool]
-    ids = [s.id for s in [*replica.waiting, *held, *calling]] + [*replica.running, *replica.arriving]
+    ids = [s.id for s in [*replica.waiting, *held, *calling]] + [*replica.running, *replica.migrating_in]
     assert sorted(ids) == sorted(replica.seqs), "waiting, held, calling, running and arriving are not a partition"
     assert not held or len(held) < len(replica.seqs), "all wait for the first of their group, which is not here"
     running = [s for s in replica.running.values() if not s.ended]
-    assert sorted(replica.here) == sorted(s.id for s in [*replica.waiting, *running]), "what a plan can be about"
-    assert replica.pending == sum(s.pending for s in replica.here.values()), "pending tokens"
+    assert sorted(replica.present) == sorted(s.id for s in [*replica.waiting, *running]), "what a plan can be about"
+    assert replica.pending == sum(s.pending for s in replica.present.values()), "pending tokens"
     decodes = [s for s in replica.running.values() if s.decoding]
     assert replica.pool.count == len(decodes), "those that decode"
     assert replica.pool.kv == sum(s.cached for s in decodes), "their KV"

@@ -12,7 +12,7 @@ import orjson
 
 from rubato.latency import bilinear
 from rubato.latency.profiles import aiconfigurator
-from rubato.latency.profiles.kernel_profiles import CONTEXT, MODELS, made
+from rubato.latency.profiles.kernel_profiles import MAX_CONTEXT_TOKENS, MODELS, made
 from rubato.latency.profiles.profile import Profile
 
 # name of the model, of the GPU, how many
@@ -42,7 +42,9 @@ PACKAGED = (
 def paper_v100() -> Profile:
     """The SA paper's Qwen2.5-7B on two V100s: its coefficients of whole steps, capacity worked out as elsewhere."""
     dims = MODELS["qwen2.5-7b"].dims
-    room = 2 * (aiconfigurator.USABLE * 32 * aiconfigurator.GIB - aiconfigurator.RESERVE) - dims.weight_bytes
+    room = (
+        2 * (aiconfigurator.USABLE_SHARE * 32 * aiconfigurator.GIB - aiconfigurator.RESERVE_BYTES) - dims.weight_bytes
+    )
     return Profile(
         name="qwen2.5-7b-2xv100",
         about="Qwen2.5-7B, float16, on 2 x V100 32 GB",
@@ -50,7 +52,7 @@ def paper_v100() -> Profile:
         gpus=2,
         kv_tokens=int(room // dims.kv_bytes),
         kv_bytes_per_token=dims.kv_bytes,
-        max_model_len=CONTEXT,
+        max_model_len=MAX_CONTEXT_TOKENS,
         data=bilinear.Model().to_dict(),
         host_term=None,
         factors={},

@@ -16,7 +16,7 @@ from rubato.core.plan import Sample, Shape
 from rubato.core.request import SLO
 from rubato.core.timeline import Timeline, steps
 from rubato.latency import affine
-from rubato.latency.fit import Report, fit
+from rubato.latency.fit import FitReport, fit
 from rubato.measure.records import BenchResult, Record, rejudged
 
 DISTURBED = 1.1  # seconds in steps for each that the median step would say: beyond, the machine had other work
@@ -36,8 +36,8 @@ class LearnedModel:
 
     truth: affine.Model
     believed: affine.Model
-    inside: Report | None = None
-    held_out: Report | None = None
+    inside: FitReport | None = None
+    held_out: FitReport | None = None
     noise: float = 0.0
     gap: float = 0.0
     first: float = 0.0

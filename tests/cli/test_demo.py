@@ -28,7 +28,7 @@ from rubato.demo.runs import (
     sustained_rate,
 )
 from rubato.latency import affine
-from rubato.latency.fit import Report
+from rubato.latency.fit import FitReport
 from rubato.measure.compare import compare, saved
 from rubato.measure.http_client import BenchError
 from rubato.measure.records import BenchResult, Record
@@ -185,9 +185,9 @@ def test_the_sentence_and_the_intervals() -> None:
 
 
 def test_how_to_read_a_poor_fit_and_a_disturbed_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert demo_runs.poor_fit(Report(0.99, 0.05, 0.3, 100)) == ""
-    assert "half of them by over 20%" in demo_runs.poor_fit(Report(0.5, 0.2, 0.4, 100))
-    assert demo_runs.poor_fit(Report(0.5, 0.05, 0.7, 100))
+    assert demo_runs.poor_fit(FitReport(0.99, 0.05, 0.3, 100)) == ""
+    assert "half of them by over 20%" in demo_runs.poor_fit(FitReport(0.5, 0.2, 0.4, 100))
+    assert demo_runs.poor_fit(FitReport(0.5, 0.05, 0.7, 100))
     progress = Progress("edf")
     assert progress.disturbance() == ""
     busy = iter([10.0, 10.0, 20.0, 21e9])

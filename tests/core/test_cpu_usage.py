@@ -84,7 +84,7 @@ def test_a_stat_file_that_goes_away_is_no_error(stat: Path) -> None:
 def test_this_machine_says_what_this_process_uses() -> None:
     if not cpu_usage.STAT.exists():
         pytest.skip("no /proc here")
-    found = cpu_usage.busy_seconds(cpu_usage.usable())
+    found = cpu_usage.busy_seconds(cpu_usage.usable_cores())
     assert found is not None
     assert found > 0.0
     assert cpu_usage.cpu_seconds_of(os.getpid()) > 0.0

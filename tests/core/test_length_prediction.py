@@ -17,16 +17,16 @@ from rubato.config.build import lengths_of
 from rubato.config.schema import ConfigError, load
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.length_prediction import (
-    CLASSES,
-    LAST,
+    MAX_CLASSES,
+    MAX_LENGTHS,
     PREDICTORS,
     ConditionalMean,
     Gaussian,
+    LengthRange,
+    NormalLengths,
     Oracle,
     Quantile,
     RunningMean,
-    StatedNormal,
-    StatedRange,
 )
 from rubato.core.plan import Limits
 from rubato.core.request import Request, Sampling, Stage
@@ -110,7 +110,7 @@ def test_running_mean_goes_by_tier_where_no_app_is_named_and_keeps_a_bounded_num
     mean.learn(of("", tier="completion"), 10)
     mean.learn(of("", tier="chat"), 300)
     assert [mean.remaining(of("", tier=tier), 0) for tier in ("completion", "chat", "new")] == [10, 300, 155]
-    for i in range(CLASSES):
+    for i in range(MAX_CLASSES):
         mean.learn(of("", tier=f"any text of a client {i}"), 50)
     assert mean.remaining(of("", tier="completion"), 0) == 50
 
@@ -120,10 +120,10 @@ def test_a_class_is_the_tier_where_no_app_is_named_and_old_lengths_are_forgotten
     mean.learn(of("", tier="gold"), 10)
     mean.learn(of("", tier="free"), 30)
     assert [mean.remaining(of("", tier=tier), 0) for tier in ("gold", "free", "new")] == [10, 30, 20]
-    for _ in range(LAST):
+    for _ in range(MAX_LENGTHS):
         mean.learn(of("", tier="gold"), 50)
     assert [mean.remaining(of("", tier=tier), 0) for tier in ("gold", "free", "new")] == [50, 30, 50]
-    for i in range(CLASSES):
+    for i in range(MAX_CLASSES):
         mean.learn(of("", tier=f"any text of a client {i}"), 50)
     assert mean.remaining(of("", tier="free"), 0) == 50
 
@@ -261,7 +261,7 @@ def test_a_draw_is_from_what_is_stated() -> None:
 
 @given(mean=st.floats(1, 2000), std=st.floats(0, 500), output=st.integers(0, 5000))
 def test_what_is_beyond_a_stated_length_is_longer(mean: float, std: float, output: int) -> None:
-    for stated in (StatedNormal(mean, std), StatedRange(mean, mean + std)):
+    for stated in (NormalLengths(mean, std), LengthRange(mean, mean + std)):
         beyond = stated.mean_beyond(output)
         assert beyond is None or beyond >= max(output, stated.mean) - 1e-6 * mean
         below = stated.share_below(output)

@@ -43,7 +43,7 @@ def test_a_life() -> None:
     assert end.verdict.ttft == pytest.approx(0.7)
     assert r.empty
     assert r.kv.free == 8
-    assert r.gone() == ["a"]
+    assert r.take_gone_ids() == ["a"]
 
 
 def test_a_latency_model_is_told_how_long_nothing_ran_since_the_replica_began() -> None:

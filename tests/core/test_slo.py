@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.request import LEAST, LEAST_MS, MOST, MOST_MS, SLO, Request, Sampling, Stage
+from rubato.core.request import MAX_SLO_MS, MAX_SLO_S, MIN_SLO_MS, MIN_SLO_S, SLO, Request, Sampling, Stage
 from rubato.core.slo import SLO_RULES, StageTimes, as_passed_on, judge
 from tests.doubles import request
 
@@ -126,7 +126,7 @@ def test_an_absurd_slo_is_named(name: str, bad: float) -> None:
 
 
 def test_the_bounds_are_allowed_and_the_same_in_milliseconds() -> None:
-    assert SLO(LEAST, LEAST, MOST) == SLO(LEAST_MS / 1e3, LEAST_MS / 1e3, MOST_MS / 1e3)
+    assert SLO(MIN_SLO_S, MIN_SLO_S, MAX_SLO_S) == SLO(MIN_SLO_MS / 1e3, MIN_SLO_MS / 1e3, MAX_SLO_MS / 1e3)
 
 
 def test_the_time_of_a_tool_is_in_no_slo() -> None:

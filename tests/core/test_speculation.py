@@ -19,7 +19,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency import affine
-from rubato.latency.with_drafter import Drafted, Learnt, without_drafts
+from rubato.latency.with_drafter import WithDrafter, WithLearntDrafter, without_drafts
 from rubato.policy_kit.batch_builder import BatchBuilder
 from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
@@ -318,7 +318,7 @@ def test_a_workloads_own_acceptance_is_what_happens() -> None:
 
 def test_a_scheduler_knows_the_drafters_time() -> None:
     """10 ms and 1 ms a token; a draft step 2 ms and 0.1 ms a token, the first of all that the batch brings."""
-    model = Drafted(Linear(), Linear(0.002, 0.0001))
+    model = WithDrafter(Linear(), Linear(0.002, 0.0001))
     batch = Shape().plus(30, 0).plus(1, 50)
     assert model.step_time(batch) == Linear().step_time(batch)
     assert model.step_time(batch._replace(spec_steps=3)) == pytest.approx(0.041 + 0.0051 + 2 * 0.0022)
@@ -327,7 +327,7 @@ def test_a_scheduler_knows_the_drafters_time() -> None:
     assert model.step_time(base.plus(chunk, 0)) <= 0.05 < model.step_time(base.plus(chunk + 1, 0))
     assert model.largest_chunk(0.05, base._replace(spec_steps=0), 0, 100) == 39
     spec = run_spec(Linear(), LIMITS, "vllm", drafter=Drafter(latency=Linear()), learns=True)
-    assert next(spec.scheduler_models()) == Drafted(Linear(), Linear())
+    assert next(spec.scheduler_models()) == WithDrafter(Linear(), Linear())
 
 
 @dataclass
@@ -365,7 +365,7 @@ def test_predicted_and_simulated_drafts_take_the_same_time(
     events = run(
         TreesForAll(depth, width), requests, {}, limits=limits, drafter=Drafter(acceptance, drafter), learns=False
     )
-    model = Drafted(Linear(), drafter)
+    model = WithDrafter(Linear(), drafter)
     steps = [e for e in events if isinstance(e, Stepped)][1:30]
     assert [s.shape.draft_tokens for s in steps] == [4 * (depth - 1) * width] * 29
     assert [s.seconds for s in steps] == pytest.approx([model.step_time(s.shape) for s in steps], rel=rel)
@@ -374,7 +374,7 @@ def test_predicted_and_simulated_drafts_take_the_same_time(
 
 
 def test_a_shape_that_does_not_say_how_wide_is_of_chains() -> None:
-    model = Drafted(Linear(), Linear(0.002, 0.0001))
+    model = WithDrafter(Linear(), Linear(0.002, 0.0001))
     four = Shape(4, 4, 400, spec_steps=3)
     assert model.step_time(four) == model.step_time(four._replace(draft_tokens=8))
     assert model.step_time(four._replace(draft_tokens=17)) == pytest.approx(
@@ -414,7 +414,7 @@ def test_what_comes_after_a_stop_was_not_accepted(stop: Sampling) -> None:
 
 def test_a_target_learns_what_its_own_part_of_a_step_took() -> None:
     target = Recorder()
-    model = Drafted(target, Linear(0.002, 0.0001))
+    model = WithDrafter(target, Linear(0.002, 0.0001))
     shape = Shape().plus(30, 0)
     model.update(Sample(shape._replace(spec_steps=1), 0.05))
     model.update(Sample(shape, 0.04))
@@ -431,7 +431,7 @@ def test_drafts_are_learnt_from_their_own_seconds() -> None:
             0.003 * shape.spec_steps + 0.0001 * (shape.tokens + shape.draft_tokens) + 1e-7 * shape.kv * shape.spec_steps
         )
 
-    model, rng = Learnt(affine.Model()), random.Random(2)
+    model, rng = WithLearntDrafter(affine.Model()), random.Random(2)
     for step in range(400):
         seqs = rng.randint(1, 16)
         depth, width = (4, 2) if step < 200 else (rng.randint(1, 8), rng.randint(1, 3))

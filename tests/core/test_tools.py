@@ -89,7 +89,7 @@ def test_cancelled_while_its_tool_runs() -> None:
     r = called()
     (end,) = r.cancel("a", 3.0, "client disconnected")
     assert isinstance(end, Finished)
-    assert (end.outcome, end.output, r.empty, r.gone()) == ("cancelled", 2, True, ["a"])
+    assert (end.outcome, end.output, r.empty, r.take_gone_ids()) == ("cancelled", 2, True, ["a"])
     assert r.resume("a", 4.0) == []
     integrity.check(r)
 

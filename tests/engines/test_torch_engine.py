@@ -241,7 +241,7 @@ def test_steps_use_as_many_threads_as_cores_are_free(tiny_folder: Path, monkeypa
     """Fewer while other programs use them, and all again; the tokens are the same."""
     before, taken, used = torch.get_num_threads(), [0.0], []
     monkeypatch.setattr("rubato_torch.THREADS", 2)
-    monkeypatch.setattr("rubato_torch.usable", lambda: frozenset({0, 1}))
+    monkeypatch.setattr("rubato_torch.usable_cores", lambda: frozenset({0, 1}))
     monkeypatch.setattr("rubato_torch.TakenCores.now", lambda self: taken[0])
     monkeypatch.setattr("rubato_torch.FreeCores", partial(FreeCores, patience=0.0))
     try:

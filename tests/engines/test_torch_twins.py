@@ -75,7 +75,7 @@ class Harness:
             self.together = max(self.together, len(batch.entries))
             result = self.loop.run_until_complete(self.engine.execute(batch))
             self._note(self.replica.commit(batch, result, now))
-        self.engine.forget(self.replica.gone())
+        self.engine.forget(self.replica.take_gone_ids())
 
     def _note(self, events: Sequence[Event]) -> None:
         for event in events:

@@ -11,7 +11,7 @@ from experiments._handing_off_sarathi import KINDS, Router, Scheduler
 from experiments.simulator_speed import CASES, case_spec, workload
 from rubato.core.events import Finished, HandedOff, Placed, Started, Tokens, Transferred
 from rubato.simulation.simulate import simulate_events
-from rubato.workloads.workload import HASH_BLOCK
+from rubato.workloads.workload import HASH_BLOCK_TOKENS
 
 COUNT, REPLICAS = 16, 4
 
@@ -55,11 +55,11 @@ def test_the_first_half_of_a_prompt_is_one_of_the_texts_the_rest_its_own() -> No
     prompts = [request.stages[0].token_ids for request in workload(case, COUNT, 1.0, 0).requests()]
     assert len(set(prompts)) == COUNT
     for ids in prompts:
-        blocks = ids[::HASH_BLOCK]
+        blocks = ids[::HASH_BLOCK_TOKENS]
         half = len(blocks) // 2
-        others = [other[::HASH_BLOCK] for other in prompts if other is not ids]
+        others = [other[::HASH_BLOCK_TOKENS] for other in prompts if other is not ids]
         assert all(block not in other for other in others for block in blocks[half:])
-    assert len({ids[0] for ids in prompts if len(ids) > HASH_BLOCK}) <= 3
+    assert len({ids[0] for ids in prompts if len(ids) > HASH_BLOCK_TOKENS}) <= 3
 
 
 @pytest.mark.parametrize(("name", "kind"), [("pd", Transferred), ("drafts", Tokens), ("trees", Tokens)])

@@ -158,7 +158,7 @@ def assert_nothing_left(cluster: Cluster) -> None:
     for host in cluster.hosts.values():
         replica = host.replica  # type: ignore[attr-defined]
         assert replica.kv.free == LIMITS.kv_blocks
-        assert (dict(replica.leaving), dict(replica.arriving), replica.seqs) == ({}, {}, {})
+        assert (dict(replica.migrating_out), dict(replica.migrating_in), replica.seqs) == ({}, {}, {})
         host._forget_gone(replica)  # type: ignore[attr-defined]  # as before the next step
         assert host.engine._seqs == {}  # type: ignore[attr-defined]
 

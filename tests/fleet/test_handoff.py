@@ -70,7 +70,7 @@ def test_kv_stays_until_it_has_left() -> None:
     assert r.cancel("a", 0.2, "not its any more") == []
     assert handoff.release(r, "a")
     assert not handoff.release(r, "a")
-    assert (r.kv.free, r.empty, r.gone()) == (25, True, ["a"])
+    assert (r.kv.free, r.empty, r.take_gone_ids()) == (25, True, ["a"])
     integrity.check(r)
 
 
@@ -186,7 +186,7 @@ def test_one_that_runs_leaves_without_kv_in_the_plan_that_reuses_its_memory() ->
     (left,) = [e for e in events if isinstance(e, HandedOff)]
     assert left.request.handoff == Handoff("r0", "offloaded", 0.1)
     assert left.request.progress == Progress((0.0,), ((0.1,),), (7,))
-    assert ([*r.running], [*r.leaving], r.gone()) == (["b"], [], ["a"])
+    assert ([*r.running], [*r.migrating_out], r.take_gone_ids()) == (["b"], [], ["a"])
     with pytest.raises(PlanError, match="calls 'b' prefilled, and without_kv gives up its KV"):
         r.apply(Plan(handoff={"b": "prefilled"}, without_kv=frozenset("b")), 0.3, "test")
 

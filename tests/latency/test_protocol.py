@@ -13,9 +13,9 @@ from rubato.config.schema import ConfigError, load
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Sample, Shape
 from rubato.latency import affine, profiles, roofline, table
-from rubato.latency.model_base import MEMBERS, MOST, completed
+from rubato.latency.model_base import MAX_KNEE_TOKENS, MEMBERS, with_defaults
 from rubato.latency.model_wrapper import ModelWrapper
-from rubato.latency.with_drafter import Drafted
+from rubato.latency.with_drafter import WithDrafter
 from rubato.planning.fleet_size_model import Faster
 from rubato.simulation.run_spec import Fixed
 from tests.doubles import Linear
@@ -31,7 +31,7 @@ def features(shape: Shape) -> tuple[int, int, int, int, int, int, int]:
 
 
 def around(model: LatencyModel) -> list[LatencyModel]:
-    return [ModelWrapper(model), Fixed(model), Faster(model, 2.0), Drafted(model, Linear())]
+    return [ModelWrapper(model), Fixed(model), Faster(model, 2.0), WithDrafter(model, Linear())]
 
 
 @given(models, entries, st.integers(1, 64), st.integers(0, 40_000))
@@ -81,9 +81,9 @@ ONE = Shape(1, 1, 512)
         (roofline.Model(k2=(0.0, 2e-3)), ONE._replace(spec_steps=2), 59),  # each draft step costs compute of 20 tokens
         (table.Model((1.0, 65.0), (0.0, 1e6), ((0.01, 0.01), (0.012, 0.012))), ONE, 64),  # not beyond what was measured
         (Linear(0.01, 0.001), ONE, 5),
-        (Linear(0.01, 0.0), ONE, MOST),
+        (Linear(0.01, 0.0), ONE, MAX_KNEE_TOKENS),
         (Faster(affine.Model(), 3.0), ONE, 99),
-        (Drafted(affine.Model(), Linear()), ONE._replace(spec_steps=4), 99),
+        (WithDrafter(affine.Model(), Linear()), ONE._replace(spec_steps=4), 99),
     ],
 )
 def test_the_knee_is_where_compute_takes_as_long_as_memory(model: LatencyModel, base: Shape, tokens: int) -> None:
@@ -104,7 +104,7 @@ def test_a_batch_with_its_knee_has_none(model: LatencyModel, parts: Entries, mor
     base = batch(parts)
     knee = model.knee(base)
     assert knee >= 0
-    if more <= knee < MOST:
+    if more <= knee < MAX_KNEE_TOKENS:
         assert model.knee(base._replace(tokens=base.tokens + more)) == knee - more
 
 
@@ -141,7 +141,7 @@ def test_a_model_of_anyones_is_completed_by_defaults() -> None:
     model.idle(100.0)
     model.fit([Sample(ONE, 0.5)])
     assert model.step_time(Shape()) == 0.5
-    assert completed(affine.Model()) == affine.Model()
+    assert with_defaults(affine.Model()) == affine.Model()
 
 
 def test_what_is_no_latency_model_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_the_window_is_bounded_and_keeps_every_kind_of_step(size: int, last: Cal
     learn(model, run(TRUTH, with_chunk if last is decodes else decodes, 900, rng))
     learn(model, run(TRUTH, last, 900, rng))
     window = model.online.window
-    assert window.held == len(window.rows()) == size
+    assert window.count == len(window.rows()) == size
     chunks = sum(1 for row in window.rows() if row[5] > 0)
     assert size // 4 <= chunks <= size - size // 4
 
@@ -131,7 +131,7 @@ def test_a_fit_is_not_forgotten_by_the_first_updates(new: Models) -> None:
     probe = run(TRUTH, mixed, 200, rng)
     learn(model, run(TRUTH, decodes, 200, rng, noise=0.02))
     assert error_report(model, probe).p50 < 0.06
-    assert model.online.window.held == 512
+    assert model.online.window.count == 512
 
 
 @BOTH
@@ -142,7 +142,7 @@ def test_what_cannot_be_learnt_from_is_refused(new: Models) -> None:
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="positive, finite"):
             model.update(Sample(Shape(1, 1, 1), wrong))
-    assert model.online.window.held == 0
+    assert model.online.window.count == 0
 
 
 @BOTH

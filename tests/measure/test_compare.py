@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rubato.measure import compare, results
-from rubato.measure.goodput import Bounds
+from rubato.measure.goodput import SLOBounds
 from tests.measure.test_results import run, steady, workload
 
 
@@ -72,12 +72,12 @@ def test_rounds_of_one_workload_count_their_seconds_each(tmp_path):
 
 def test_goodput_is_compared_under_the_same_bounds_only(tmp_path):
     bounded = [
-        dataclasses.replace(steady(label, late), goodput=Bounds(ttft=2.0)) for label, late in (("a", 10), ("b", 2))
+        dataclasses.replace(steady(label, late), goodput=SLOBounds(ttft=2.0)) for label, late in (("a", 10), ("b", 2))
     ]
     one, other = (written(tmp_path, r.label, r) for r in bounded)
     good = compare.compare(one, other).tiers["all"].good
     assert (good.met_a, good.met_b, good.ratio) == (240, 240, 1.0)
-    looser = written(tmp_path, "c", dataclasses.replace(bounded[1], goodput=Bounds(ttft=3.0)))
+    looser = written(tmp_path, "c", dataclasses.replace(bounded[1], goodput=SLOBounds(ttft=3.0)))
     report = compare.compare(one, looser)
     assert report.tiers["all"].good is None
     assert any("bounds differ" in note for note in report.notes)

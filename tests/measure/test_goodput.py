@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 
 from rubato.measure import results
-from rubato.measure.goodput import Bounds, parse
+from rubato.measure.goodput import SLOBounds, parse
 from rubato.measure.records import summarise
 from tests.measure.test_results import FATES, run
 
 
 def test_bounds_are_milliseconds_by_vllms_names():
-    assert parse(["ttft:200", "tpot:30.5", "e2el:5000"]) == Bounds(0.2, 0.0305, 5.0)
+    assert parse(["ttft:200", "tpot:30.5", "e2el:5000"]) == SLOBounds(0.2, 0.0305, 5.0)
     assert str(parse(["e2el:5000", "ttft:200"])) == "ttft:200 e2el:5000"
 
 
@@ -45,17 +45,17 @@ def test_what_is_no_bound_is_refused(words, says):
     ],
 )
 def test_a_good_request_completes_and_keeps_every_bound(outcome, ttft, tpot, e2e, good):
-    assert parse(["ttft:200", "tpot:30", "e2el:5000"]).kept(outcome, ttft, tpot, e2e) is good
+    assert parse(["ttft:200", "tpot:30", "e2el:5000"]).are_met(outcome, ttft, tpot, e2e) is good
 
 
 def test_a_summary_counts_good_requests_beside_attained_ones():
     """TTFTs of 0.5, 0.9, 1.5, 0.1 s (fast) and 2.0, 12.0 s (slow); 8 requests in 8 s; mean TPOT 0.05 s."""
-    bounded = dataclasses.replace(run("p", FATES), goodput=Bounds(ttft=1.5))
+    bounded = dataclasses.replace(run("p", FATES), goodput=SLOBounds(ttft=1.5))
     fast, slow, everything = summarise(bounded)
     assert (fast.met, fast.good, slow.good, everything.good) == (3, 4, 0, 4)
     assert everything.goodput_rps == pytest.approx(0.5)
     assert everything.goodput_rps_low < 0.5 < everything.goodput_rps_high
-    assert summarise(dataclasses.replace(bounded, goodput=Bounds(ttft=1.5, tpot=0.04)))[-1].good == 0
+    assert summarise(dataclasses.replace(bounded, goodput=SLOBounds(ttft=1.5, tpot=0.04)))[-1].good == 0
     assert summarise(run("p", FATES))[-1].good is None
     text = results.table([bounded])
     assert "goodput 0.50 requests/s [" in text

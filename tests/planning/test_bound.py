@@ -13,7 +13,7 @@ import pytest
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO
 from rubato.latency.affine import Model
-from rubato.planning.bound import DRAINS, SHORT, BoundQuestion, Offered, run
+from rubato.planning.bound import DRAINS, SHORT, BoundQuestion, OfferedWork, run
 from rubato.planning.bound.minorant import minorants
 from rubato.planning.bound.programme import ALIKE, grouped, largest_share
 from rubato.planning.bound.rows import Windows
@@ -169,7 +169,7 @@ def test_what_one_request_may_take_is_what_an_idle_replica_takes() -> None:
 
 
 def test_shares_fall_as_rates_rise_and_as_more_is_asked_to_be_alike() -> None:
-    stream = Offered(mix(40).make(0), MACHINE)
+    stream = OfferedWork(mix(40).make(0), MACHINE)
     shares = {alike: [stream.share(rate, alike).share for rate in (10.0, 20.0, 30.0)] for alike in ALIKE}
     for found in shares.values():
         assert found[0] > found[-1]
@@ -182,14 +182,14 @@ def test_shares_fall_as_rates_rise_and_as_more_is_asked_to_be_alike() -> None:
 def test_n_replicas_hold_n_times_as_many_where_only_the_period_binds() -> None:
     requests = mix(60).make(0)
     loose = requests.with_slos({tier: SLO(60.0, 1.0) for tier in requests.tiers})
-    one, four = (Offered(loose, MACHINE, n).share(n * 40.0, "anybody") for n in (1, 4))
+    one, four = (OfferedWork(loose, MACHINE, n).share(n * 40.0, "anybody") for n in (1, 4))
     assert one.share == pytest.approx(four.share)
     assert one.share < 0.9
     assert one.binds == pytest.approx({"period": 1.0})
 
 
 def test_the_rate_is_the_first_that_is_out_of_reach_by_its_tolerance() -> None:
-    stream = Offered(mix(30).make(1), MACHINE)
+    stream = OfferedWork(mix(30).make(1), MACHINE)
     rate = stream.rate(0.9, "deciles", 0.1)
     assert stream.share(rate, "deciles").share < 0.9 <= stream.share(rate / 1.1, "deciles").share
 
@@ -203,7 +203,7 @@ def test_requests_of_equal_cost_are_in_one_decile() -> None:
     assert [len(g) for g in grouped(np.arange(25.0), "deciles")] == [3] * 5 + [2] * 5
     assert [len(grouped(cost, alike)) for alike in ("anybody", "lottery")] == [1, 12]
     bunched = [(float(i // 2) if i < 12 else i - 6.0, 300, 6, SLO(0.3, 0.03)) for i in range(60)]
-    stream = Offered(offered(bunched), MACHINE)
+    stream = OfferedWork(offered(bunched), MACHINE)
     shares = {alike: stream.share(20.0, alike).share for alike in ALIKE}
     assert shares["lottery"] < 0.98 * shares["deciles"]
     assert shares["deciles"] == pytest.approx(shares["anybody"])
@@ -236,7 +236,7 @@ def test_deadlines_that_are_long_for_the_period_are_noted() -> None:
     """What is late drains after the last copy: a run of three held twice the bound of the stream."""
     for e2e, noted in ((1.0, False), (60.0, True)):
         load = offered([(0.1 * i, 300, 6, SLO(e2e=e2e)) for i in range(40)])
-        drains = Offered(load, MACHINE).drains(10.0)
+        drains = OfferedWork(load, MACHINE).drains(10.0)
         assert drains == pytest.approx(e2e / 4.0)
         assert (drains > DRAINS) is noted
         result = run(BoundQuestion(Given(load), MACHINE, (0, 1), rate=10.0), workers=1)
@@ -248,9 +248,9 @@ def test_prompts_that_begin_alike_are_refused_where_there_is_a_prefix_cache() ->
     alike = replace(load, arrivals=tuple(replace(a, blocks=(7, i)) for i, a in enumerate(load.arrivals)))
     apart = replace(load, arrivals=tuple(replace(a, blocks=(i, 7)) for i, a in enumerate(load.arrivals)))
     with pytest.raises(ValueError, match=r"prompts of 'r0' and 'r1' begin alike.*--set prefix_cache=false"):
-        Offered(alike, MACHINE, prefix_cache=True)
+        OfferedWork(alike, MACHINE, prefix_cache=True)
     for load, cache in ((alike, False), (apart, True)):
-        assert Offered(load, MACHINE, prefix_cache=cache).share(1.0, "anybody").share == 1.0
+        assert OfferedWork(load, MACHINE, prefix_cache=cache).share(1.0, "anybody").share == 1.0
 
 
 @pytest.mark.parametrize(
@@ -263,21 +263,21 @@ def test_prompts_that_begin_alike_are_refused_where_there_is_a_prefix_cache() ->
 )
 def test_requests_that_no_bound_is_worked_out_for(requests: list[tuple[float, int, int, SLO]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Offered(offered(requests), MACHINE).work(1.0)
+        OfferedWork(offered(requests), MACHINE).work(1.0)
 
 
 def test_times_that_follow_from_others_are_not_covered() -> None:
     load = offered([(0.0, 10, 5, SLO(1.0, 1.0)), (1.0, 10, 5, SLO(1.0, 1.0))])
     later = replace(load.arrivals[1], after="r0", gap=0.5)
     with pytest.raises(ValueError, match="follow from how others end"):
-        Offered(replace(load, arrivals=(load.arrivals[0], later)), MACHINE).work(1.0)
+        OfferedWork(replace(load, arrivals=(load.arrivals[0], later)), MACHINE).work(1.0)
     loop = replace(load, arrivals=tuple(replace(a, at=0.0) for a in load.arrivals), concurrency=1)
     with pytest.raises(ValueError, match="closed loop of 1 requests"):
-        Offered(loop, MACHINE).work(1.0)
+        OfferedWork(loop, MACHINE).work(1.0)
 
 
 def test_stages_are_not_covered() -> None:
     load = offered([(0.0, 10, 5, SLO(e2e=1.0)), (1.0, 10, 5, SLO(e2e=1.0))])
     staged = replace(load.arrivals[0], parts=(OfferedStage(10, 2, SLO(1.0, 1.0)), OfferedStage(0, 3, SLO(tpot=1.0))))
     with pytest.raises(ValueError, match="has several stages"):
-        Offered(replace(load, arrivals=(staged, load.arrivals[1])), MACHINE).work(1.0)
+        OfferedWork(replace(load, arrivals=(staged, load.arrivals[1])), MACHINE).work(1.0)

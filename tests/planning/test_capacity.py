@@ -75,7 +75,7 @@ def test_policies_are_paired_by_seed_and_divided_by_replicas_and_gpus() -> None:
     assert (one.ratio.value, one.ratio.low, one.ratio.high) == (1.0, 1.0, 1.0)
     assert one.replica.value == pytest.approx(one.fleet.value / 2)
     assert one.gpu.value == pytest.approx(one.fleet.value / 4)
-    pairs = [[v["capacity"]["0.9"] for v in outcome.done.values if v["policy"] == s.choice.label] for s in specs]
+    pairs = [[v["capacity"]["0.9"] for v in outcome.job_results.values if v["policy"] == s.choice.label] for s in specs]
     ratios = [b / a for a, b in zip(*pairs, strict=True)]
     assert other.ratio.value == pytest.approx((ratios[0] * ratios[1]) ** 0.5)
     data = outcome.to_json()

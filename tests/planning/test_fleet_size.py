@@ -54,7 +54,7 @@ def test_n_is_enough_and_one_fewer_is_not(plan: FleetPlan) -> None:
     assert plan.with_n.low >= 0.9
     assert plan.decided
     assert plan.with_one_fewer.value < 0.9
-    values = {r.key: r.value for r in plan.done.results}
+    values = {r.key: r.value for r in plan.job_results.results}
     own = [values[f"n={plan.replicas} seed={seed}"] for seed in range(plan.seeds)]
     assert plan.with_n == attainment_over_seeds([v["met"] for v in own], [v["offered"] for v in own])
 
@@ -82,7 +82,7 @@ def test_compute_binds_where_kv_is_plenty(plan: FleetPlan) -> None:
     """A quarter more KV changes noconstraint; steps as much faster as the missing replica's part do."""
     assert set(plan.relaxed) == {"compute", "kv", "ttft", "tpot"}
     assert plan.relaxed_by == max(1.25, plan.replicas / (plan.replicas - 1))
-    values = {r.key: r.value for r in plan.done.results}
+    values = {r.key: r.value for r in plan.job_results.results}
     n = plan.replicas - 1
     assert values[f"n={n} kv relaxed seed=0"] == values[f"n={n} seed=0"]
     assert plan.relaxed["kv"] == pytest.approx(plan.with_one_fewer.value)
@@ -97,13 +97,13 @@ def test_the_answer_does_not_depend_on_the_guess(
 ) -> None:
     monkeypatch.setattr(fleet_size, "guess", lambda question: guessed)
     other = fleet_size.plan(QUESTION, workers=1)
-    assert replace(other, done=plan.done, tried=plan.tried) == plan
+    assert replace(other, job_results=plan.job_results, tried=plan.tried) == plan
 
 
 def test_noconstraint_that_was_tried_is_in_vain_where_the_guess_is_right(plan: FleetPlan) -> None:
     wanted = {f"n={n} seed={seed}" for n in (plan.replicas, plan.replicas - 1) for seed in range(plan.seeds)}
     wanted |= {f"n={plan.replicas - 1} {constraint} relaxed seed=0" for constraint in plan.relaxed}
-    assert {result.key for result in plan.done.results} == wanted | {"survey", f"whole n={plan.replicas}"}
+    assert {result.key for result in plan.job_results.results} == wanted | {"survey", f"whole n={plan.replicas}"}
 
 
 def counts(**attained: float) -> dict[str, dict[str, object]]:

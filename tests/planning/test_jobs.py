@@ -106,11 +106,11 @@ def test_keys_are_unique_and_workers_some() -> None:
 
 def squares_up_to(most: int, log: str = "", **how: Any) -> tuple[int, JobResults]:
     """Squares 1, 2, 4, ... as long as squares are at most `most`; each is asked for with the number below it."""
-    with jobs.opened(head=HEAD, **how) as runner:
+    with jobs.open_runner(head=HEAD, **how) as runner:
         last, n = 0, 1
         while runner.run([Job(f"n={i}", square, (i, log)) for i in (n, n - 1)])[0]["square"] <= most:
             last, n = n, 2 * n
-        return last, runner.done()
+        return last, runner.job_results()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -136,10 +136,10 @@ def test_what_a_program_or_a_job_raises_leaves_what_has_finished(tmp_path: Path,
     file = tmp_path / "jobs"
     with (
         pytest.raises(ValueError, match="2 are enough"),
-        jobs.opened(file=file, head=HEAD, workers=workers) as runner,
+        jobs.open_runner(file=file, head=HEAD, workers=workers) as runner,
     ):
         raise ValueError(f"{len(runner.run(squares(2)))} are enough")
-    with jobs.opened(file=file, head=HEAD, workers=workers) as runner:
+    with jobs.open_runner(file=file, head=HEAD, workers=workers) as runner:
         runner.run(squares(3))
         with pytest.raises(ValueError, match="-1 is negative"):
             runner.run([Job("bad", square, (-1,)), *squares(4)])

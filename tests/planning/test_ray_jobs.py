@@ -27,14 +27,14 @@ def test_jobs_on_ray_give_the_local_runs_results(tmp_path: Path, monkeypatch: py
     machine = packaged_hardware("smollm2-135m-cpu")
     asked = Sweep(source, tuple(RunSpec(machine, PolicyChoice(name)) for name in ("edf", "mine.py")), (2.0,), (0, 1))
     head = {"results": sweep.FORMAT, "sweep": asked.describe()}
-    with jobs.opened(file="jobs", head=head, ray="local") as runner:
+    with jobs.open_runner(file="jobs", head=head, ray="local") as runner:
         values = runner.run(asked.jobs())
         with pytest.raises(ValueError, match=r"^isqrt\(\) argument must be nonnegative$"):
             runner.run([Job("bad", isqrt, (-1,)), Job("good", isqrt, (4,))])
     again = sweep.run(asked, workers=1, file="jobs")
-    assert again.done.resumed == 4
+    assert again.job_results.resumed == 4
     alone = sweep.run(asked, workers=1)
-    assert alone.done.values == again.done.values == values
+    assert alone.job_results.values == again.job_results.values == values
 
 
 def test_no_ray_cluster_is_one_sentence() -> None:

@@ -22,7 +22,7 @@ def serial() -> sweep.SweepResult:
 
 
 def numbers(outcome: sweep.SweepResult) -> list[object]:
-    return [*outcome.done.values, *map(as_json, outcome.points())]
+    return [*outcome.job_results.values, *map(as_json, outcome.points())]
 
 
 def test_parallel_equals_serial(serial: sweep.SweepResult, tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_parallel_equals_serial(serial: sweep.SweepResult, tmp_path: Path) -> No
 
 
 def test_each_job_stands_once_and_all_see_the_same_requests(serial: sweep.SweepResult) -> None:
-    values = serial.done.values
+    values = serial.job_results.values
     assert len({(v["policy"], v["rate"], v["seed"]) for v in values}) == len(values) == 8
     for seed in (0, 1):
         for rate in (2.0, 60.0):
@@ -45,7 +45,7 @@ def test_points_say_what_the_jobs_say(serial: sweep.SweepResult) -> None:
     assert points["sarathi", 2.0].attainment[ALL].value > points["sarathi", 60.0].attainment[ALL].value
     assert points["sarathi", 2.0].against.value == 0.0
     for (policy, rate), point in points.items():
-        own = [v for v in serial.done.values if (v["policy"], v["rate"]) == (policy, rate)]
+        own = [v for v in serial.job_results.values if (v["policy"], v["rate"]) == (policy, rate)]
         rows = [next(row for row in v["tiers"] if row["tier"] == ALL) for v in own]
         assert point.attainment[ALL].value == pytest.approx(sum(r["attainment"] for r in rows) / 2)
         for rule in ("by_deadline", "by_windows"):
@@ -74,7 +74,7 @@ def test_json_and_table_have_what_a_reader_needs(serial: sweep.SweepResult) -> N
 def test_one_seed_has_the_interval_of_its_run() -> None:
     outcome = sweep.run(Sweep(mix(), (spec(),), (20.0,), (0,)), workers=1)
     (point,) = outcome.points()
-    (row,) = [row for row in outcome.done.values[0]["tiers"] if row["tier"] == ALL]
+    (row,) = [row for row in outcome.job_results.values[0]["tiers"] if row["tier"] == ALL]
     assert (point.attainment[ALL].low, point.attainment[ALL].high) == (row["attainment_low"], row["attainment_high"])
 
 

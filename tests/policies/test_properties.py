@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rubato.core.events import Event, Finished, Offered, Stepped
 from rubato.core.interfaces import Assigner, View
 from rubato.core.plan import Limits, Plan, blocks_for
-from rubato.core.request import LEAST, MOST, SLO, Request, Sampling, Stage
+from rubato.core.request import MAX_SLO_S, MIN_SLO_S, SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter, KVLink
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.fleet.cluster import Cluster
@@ -54,7 +54,7 @@ USUAL = st.sampled_from(
         SLO(ttft=1.0, tpot=0.05, max_pause=0.06),
     ]
 )
-TIMES = st.sampled_from([None, LEAST, 1e-3, 0.05, 1.0, 1e3, MOST])
+TIMES = st.sampled_from([None, MIN_SLO_S, 1e-3, 0.05, 1.0, 1e3, MAX_SLO_S])
 EXTREME = st.builds(SLO, TIMES, TIMES, TIMES, TIMES)
 
 

@@ -117,7 +117,7 @@ def lose(cluster: Cluster, id: str) -> None:
     if isinstance(host, LocalHost) and host._task is not None:
         host._task.cancel()
     if isinstance(host, SimulatedHost) and replica.run is not None and host._ran is not None:
-        del replica.run.ends[replica.run.done :]
+        del replica.run.ends[replica.run.steps_done :]
         host._ran(id, replica.run)
     replica.fail(cluster.clock.now(), "lost")
     cluster._lose_host(id, RuntimeError("it is gone"), served)

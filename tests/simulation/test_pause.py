@@ -45,12 +45,12 @@ BOUNDED = Request("a", (Stage(5, SLO(ttft=2.0, tpot=0.05, max_pause=0.3)),), 0.0
 def test_next_token_under_max_pause_is_due_after_the_last_one() -> None:
     seq = Seq(BOUNDED, 0, 0.0)
     assert seq.due == 2.0
-    seq.got([0.1])
+    seq.add_tokens([0.1])
     assert seq.due == pytest.approx(0.4)
-    seq.got([0.2, 0.4, 1.75])  # the last was due at 0.7
+    seq.add_tokens([0.2, 0.4, 1.75])  # the last was due at 0.7
     assert seq.missed
     assert seq.due == pytest.approx(2.05)
-    seq.got([2.0])
+    seq.add_tokens([2.0])
     assert seq.due == pytest.approx(2.25)  # by its TPOT: 2.3 is later
 
 
@@ -60,10 +60,10 @@ def test_next_token_inside_vllm_under_max_pause_is_due_after_the_last_that_is_ou
     seq = VllmSeq(BOUNDED, own, kv, 0, None)
     seq.expected_tokens = 1
     assert seq.due == pytest.approx(2.05)  # nothing is out yet
-    seq.got([0.1])
+    seq.add_tokens([0.1])
     assert seq.due == pytest.approx(0.4)
     assert not seq.missed
-    seq.got([0.5])
+    seq.add_tokens([0.5])
     assert seq.missed
 
 

@@ -164,7 +164,7 @@ class StubCore(SimulatedCore):
 
     def _present(self) -> list[PresentRow]:
         rows = super()._present()
-        coming: list[tuple[Request, State]] = [(seq.request, "arriving") for seq in self._replica.arriving.values()]
+        coming: list[tuple[Request, State]] = [(seq.request, "arriving") for seq in self._replica.migrating_in.values()]
         coming += [(request, "arriving") for request, _, _ in self._asked if request.id in self.listeners]
         for request, where in [*coming, *((request, "leaving") for request in self.kept.values())]:
             blocks = self.limits.blocks(_length(request))

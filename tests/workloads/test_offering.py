@@ -24,7 +24,7 @@ def test_a_closed_loop_offers_the_next_when_one_ends_whatever_its_outcome():
     offering.ended("q1", 3.0, "refused")
     assert told(offering, 3.5) == [("q2", 3.0)]  # the caller is late; the request is not
     offering.ended("q0", 4.0, "failed")
-    assert (offering.next_at, offering.left) == (9.0, 1)  # never before its own time
+    assert (offering.next_at, offering.remaining) == (9.0, 1)  # never before its own time
     assert told(offering, 9.0) == [("q3", 9.0)]
 
 
@@ -48,7 +48,7 @@ def test_all_that_goes_on_from_a_turn_that_did_not_complete_is_dropped(outcome, 
     offering.due(0.0)
     offering.ended("q0", 2.0, outcome)
     assert offering.dropped == dict.fromkeys(("q1", "q2", "q3"), (2.0, "not offered: " + why))
-    assert (offering.left, offering.next_at) == (0, float("inf"))
+    assert (offering.remaining, offering.next_at) == (0, float("inf"))
 
 
 def test_what_cannot_be_is_refused():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.plan import Limits
-from rubato.core.request import LEAST, SLO
+from rubato.core.request import MIN_SLO_S, SLO
 from rubato.measure.records import rejudged, summarise, summarise_sessions
 from rubato.measure.results import table
 from rubato.simulation.simulate import simulate
@@ -89,7 +89,7 @@ def test_a_turn_is_offered_with_what_remains_and_one_late_turn_loses_the_session
     (second,) = offering.due(1.0)
     offering.ended("a1", 2.5, "completed")
     (third,) = offering.due(2.5)
-    assert [r.stages[0].slo.e2e for r in (first, second, third)] == [2.0, 1.0, LEAST]
+    assert [r.stages[0].slo.e2e for r in (first, second, third)] == [2.0, 1.0, MIN_SLO_S]
     run = simulate(load, run_spec(Linear(), LIMITS, "vllm", learns=False))
     assert [r.verdict.met for r in run.records] == [True, True, False]  # the last comes as the session's time ends
     assert (summarise(run)[-1].met, summarise_sessions(run).met) == (2, 0)

@@ -17,7 +17,7 @@ from rubato.core.clock import WallClock
 from rubato.core.plan import Sample
 from rubato.latency import profiles, step_samples
 from rubato.latency.profiles import aiconfigurator
-from rubato.latency.profiles.kernel_profiles import CONTEXT, Known, composed, dims_of, made, name_of
+from rubato.latency.profiles.kernel_profiles import MAX_CONTEXT_TOKENS, Known, composed, dims_of, made, name_of
 from rubato.latency.profiles.profile import Profile
 from rubato.measure.profile_engine import profile_of
 
@@ -87,7 +87,7 @@ def _composed(args: argparse.Namespace) -> Profile:
         return replace(profile, name=args.name or profile.name)
     config = json.loads(Path(model).read_text(encoding="utf-8"))
     title = args.name or Path(model).resolve().parent.name
-    known = Known(title, dims_of(config), config.get("max_position_embeddings", CONTEXT))
+    known = Known(title, dims_of(config), config.get("max_position_embeddings", MAX_CONTEXT_TOKENS))
     return composed(args.name or name_of(title.lower(), kind, gpus), known, kind, gpus)
 
 

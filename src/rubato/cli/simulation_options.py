@@ -10,7 +10,7 @@ from typing import Any
 from rubato.cli import answers, common_options, trace_options
 from rubato.config.build import choice_of, guessed, simulation_limits
 from rubato.config.schema import Config, load
-from rubato.core.cpu_usage import usable
+from rubato.core.cpu_usage import usable_cores
 from rubato.core.slo import SLO_RULES
 from rubato.engines.simulated import step_noise
 from rubato.fleet.cluster_options import PolicyChoice
@@ -125,10 +125,10 @@ def how(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `jobs.run`. By default a core stays free for whoever waits."""
     workers = args.workers
     if workers is None and args.ray is None:
-        workers = max(1, len(usable()) - 1)
+        workers = max(1, len(usable_cores()) - 1)
         if not args.no_progress:
             processes = f"{workers} worker process{'' if workers == 1 else 'es'}"
-            print(f"rubato {args.command}: {processes} on {len(usable())} cores (--workers)", file=sys.stderr)
+            print(f"rubato {args.command}: {processes} on {len(usable_cores())} cores (--workers)", file=sys.stderr)
     return {"file": args.resume, "workers": workers, "ray": args.ray, "progress": not args.no_progress}
 
 

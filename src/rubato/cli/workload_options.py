@@ -11,7 +11,7 @@ from pathlib import Path
 from rubato.cli import common_options, trace_options
 from rubato.core.slo import SLO_RULES
 from rubato.workloads import scenarios, traces, workload_file
-from rubato.workloads.arrivals import AtOnce, Process, parse
+from rubato.workloads.arrivals import ArrivalProcess, AtOnce, parse
 from rubato.workloads.generate import Prefill, make
 from rubato.workloads.prompts import with_texts
 from rubato.workloads.workload import Workload
@@ -152,7 +152,7 @@ def _duration(args: argparse.Namespace) -> float | None:
     return 60.0 if args.duration is None and args.count is None else args.duration
 
 
-def _scenario(args: argparse.Namespace, seed: int, process: Process | None) -> Workload:
+def _scenario(args: argparse.Namespace, seed: int, process: ArrivalProcess | None) -> Workload:
     if args.kinds:
         raise ValueError("--scenario has kinds of its own: leave out --kinds")
     rate = args.rate
@@ -176,7 +176,7 @@ def _scenario(args: argparse.Namespace, seed: int, process: Process | None) -> W
     return with_texts(made) if args.texts else made
 
 
-def _trace(args: argparse.Namespace, seed: int, process: Process | None) -> Workload:
+def _trace(args: argparse.Namespace, seed: int, process: ArrivalProcess | None) -> Workload:
     trace = traces.read(args.arrivals_from, trace_options.asked(args))
     own = trace.has_slos and not args.kinds
     return traces.make(
@@ -192,7 +192,7 @@ def _trace(args: argparse.Namespace, seed: int, process: Process | None) -> Work
     )
 
 
-def _mix(args: argparse.Namespace, seed: int, process: Process | None) -> Workload:
+def _mix(args: argparse.Namespace, seed: int, process: ArrivalProcess | None) -> Workload:
     return make(
         Path(args.kinds or "mix").name.partition(".")[0],
         common_options.kinds(args),

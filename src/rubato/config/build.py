@@ -28,9 +28,9 @@ from rubato.engines.simulated import Drafter, KVLink, drafter
 from rubato.fleet.autoscalers import AUTOSCALERS, PoolAutoscaler, ReplicaBounds
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import profiles
-from rubato.latency.model_base import completed
+from rubato.latency.model_base import with_defaults
 from rubato.latency.model_kinds import MODELS
-from rubato.latency.with_drafter import Drafted, Learnt
+from rubato.latency.with_drafter import WithDrafter, WithLearntDrafter
 from rubato.policies import default_lengths, load, router_for
 from rubato.policy_kit.fair_share import FairShare
 
@@ -190,9 +190,9 @@ def believed_of(config: Config) -> LatencyModel:
     what drafting takes, as the engine measures it, beside the rest of a step."""
     if not _is_simulated(config):
         believed = latency_of(config)
-        return believed if config.engine.settings.get("drafter") is None else Learnt(believed)
+        return believed if config.engine.settings.get("drafter") is None else WithLearntDrafter(believed)
     model, drafter = latency_of(config), drafter_of(config)
-    return model if drafter is None or drafter.latency is None else Drafted(model, drafter.latency)
+    return model if drafter is None or drafter.latency is None else WithDrafter(model, drafter.latency)
 
 
 def latency_of(config: Config) -> LatencyModel:
@@ -203,7 +203,7 @@ def latency_of(config: Config) -> LatencyModel:
     cls = _class("latency", named.name, "Model", MODELS)
     model = _construct(f"latency {named.name!r}", cls, named.settings, list(inspect.signature(cls).parameters))
     try:
-        return completed(model)
+        return with_defaults(model)
     except TypeError as error:
         raise ConfigError(f"latency: {error}") from error
 

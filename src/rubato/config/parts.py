@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline
+from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS, SLO, OnDecline
 from rubato.core.server_url import server_base_url
 
 
@@ -65,10 +65,10 @@ class TierSettings(StrictSettings):
     cannot be in time: `best_effort` (it is served late) or `refuse` (429).
     """
 
-    ttft_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
-    tpot_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
-    e2e_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
-    max_pause_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
+    ttft_ms: float | None = Field(default=None, ge=MIN_SLO_MS, le=MAX_SLO_MS)
+    tpot_ms: float | None = Field(default=None, ge=MIN_SLO_MS, le=MAX_SLO_MS)
+    e2e_ms: float | None = Field(default=None, ge=MIN_SLO_MS, le=MAX_SLO_MS)
+    max_pause_ms: float | None = Field(default=None, ge=MIN_SLO_MS, le=MAX_SLO_MS)
     on_decline: OnDecline = "best_effort"
 
     @model_validator(mode="after")

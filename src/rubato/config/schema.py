@@ -36,7 +36,7 @@ from rubato.config.parts import (
 from rubato.config.parts import ConfigError as ConfigError
 from rubato.config.yaml_text import parse_yaml
 from rubato.core.did_you_mean import nearest
-from rubato.core.request import MOST
+from rubato.core.request import MAX_SLO_S
 from rubato.core.server_url import check_url
 from rubato.core.slo import SLO_RULES
 
@@ -98,9 +98,9 @@ class Config(StrictSettings):
     max_body_bytes: int = Field(default=4 << 20, ge=1)
     max_choices: int = Field(default=16, ge=1)
     max_connections: int | None = Field(default=None, ge=1)
-    drain_seconds: float = Field(default=30.0, ge=0, le=MOST)
-    stall_seconds: float = Field(default=30.0, gt=0, le=MOST)
-    step_timeout_seconds: float = Field(default=60.0, gt=0, le=MOST)
+    drain_seconds: float = Field(default=30.0, ge=0, le=MAX_SLO_S)
+    stall_seconds: float = Field(default=30.0, gt=0, le=MAX_SLO_S)
+    step_timeout_seconds: float = Field(default=60.0, gt=0, le=MAX_SLO_S)
     tls: TLSSettings | None = None
     log: LogSettings = LogSettings()
     event_log: str | None = None

@@ -1,1 +1,1 @@
-"""Values, protocols, the clock, SLOs, KV blocks, one request, one replica, plan checks, the event log: no I/O."""
+"""Values and protocols that every package shares: requests, plans, events, views, SLOs, the clock, the event log."""

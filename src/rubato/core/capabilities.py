@@ -1,5 +1,4 @@
-"""The words in which policies say what they need and engines and hosts what they support, and the answer to a need that
-is not met."""
+"""The words for what policies need and engines and hosts support, and the advice where a need is not met."""
 
 from __future__ import annotations
 
@@ -7,17 +6,21 @@ from collections.abc import Set
 
 from rubato.core.did_you_mean import nearest
 
-# Of engines: `Engine.supports`. A host adds handoff where its plans can pass requests on, and recall where its router
-# can take them back, and leaves kv_transfer out where KV cannot go to another host; step_times where it is known how
-# long steps take, as of all but a server that does not tell. An engine of one's own may have words of its own.
+# Engines state them in `Engine.supports`. A host adds handoff where its plans can pass requests on, recall where its
+# router can take them back, and step_times where the length of steps is known (only servers may hide it); it drops
+# kv_transfer where KV cannot go to another host. Your own engine may add words.
 CAPABILITIES = frozenset(
     {"chunked", "mixed", "preempt", "draft", "tree", "kv_transfer", "handoff", "recall", "step_times"}
 )
 
 
 def cure(missing: Set[str], drafter: str = "") -> str:
-    """What to do if `missing` is not supported; for an unknown word, the one probably meant and the known ones.
-    drafter: how to give one here, empty if impossible."""
+    """Advises what to do when `missing` is not supported; names the nearest known word for an unknown one.
+
+    Args:
+        missing: the needs that are not met.
+        drafter: how to configure a drafter here; empty where that is impossible.
+    """
     unknown = sorted(missing - CAPABILITIES)
     if unknown:
         known = f"known are {', '.join(sorted(CAPABILITIES))}"

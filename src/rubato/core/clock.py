@@ -24,29 +24,29 @@ T = TypeVar("T")
 
 
 class Handle(Protocol):
-    """Something that is to happen."""
+    """A scheduled callback or task that can be cancelled."""
 
     def cancel(self) -> object:
-        """It is not to happen any more."""
+        """Prevents it from happening."""
         ...
 
 
 class Clock(Protocol):
-    """Seconds, ascending. Ranks order what is due at the same instant."""
+    """Time in seconds, never falling. Ranks order the callbacks that are due at the same instant."""
 
     def now(self) -> float: ...
     def call_at(self, when: float, rank: int, callback: Callable[[], None]) -> Handle: ...
     async def sleep_until(self, when: float, rank: int) -> None: ...
     async def settle(self) -> None:
-        """Let everything else that is due at this instant happen first."""
+        """Waits until everything else that is due at this instant has happened."""
         ...
 
     def spawn(self, main: Coroutine[Any, Any, None], name: str) -> Handle:
-        """Run `main` beside the calling task, starting when that next waits."""
+        """Runs `main` as a task of its own, which starts when the calling task next waits."""
         ...
 
     def current_task(self) -> Handle | None:
-        """The task, of those spawned, that runs now."""
+        """Returns the spawned task that runs now."""
         ...
 
 
@@ -73,8 +73,10 @@ class WallClock:
 
 
 async def watch_timers(every: float, tell: Callable[[float], object]) -> None:
-    """Tell how many seconds too late a timer fires, every so many seconds, until cancelled. A loop that was held up
-    counts for each timer that it has missed."""
+    """Calls `tell` with the seconds by which a timer fires late, once every `every` seconds, until cancelled.
+
+    A loop that was blocked for longer reports each timer that it missed.
+    """
     loop = asyncio.get_running_loop()
     due = loop.time()
     while True:
@@ -89,12 +91,12 @@ async def watch_timers(every: float, tell: Callable[[float], object]) -> None:
 
 
 def unix_time() -> float:
-    """Seconds since 1970, for what leaves the process."""
+    """Returns seconds since 1970, for times that leave the process."""
     return time.time()
 
 
 def process_cpu_time() -> float:
-    """CPU seconds that this process has used, all its threads."""
+    """Returns the CPU seconds that all threads of this process have used."""
     return time.process_time()
 
 
@@ -123,7 +125,7 @@ class VirtualClock(WallClock):
 
 
 class HandClock:
-    """A time that the caller sets, for hosts that have no tasks."""
+    """A clock whose time the caller sets, for hosts without tasks."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -132,8 +134,8 @@ class HandClock:
         return self.time
 
 
-class _Jump(selectors.SelectSelector):
-    """A selector that never waits: asked to wait for ever, since no task can go on, it fires the next timer."""
+class _VirtualSelector(selectors.SelectSelector):
+    """A selector that never waits: where every task waits, it fires the loop's next timer instead."""
 
     loop: VirtualLoop
 
@@ -144,14 +146,14 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """asyncio's loop with timers of its own: the next one fires, and time moves to it, once every task is waiting.
+    """asyncio's loop with its own timers: once every task waits, the next timer fires and time moves to it.
 
     One timer at a time: tasks that it wakes run until they wait again before the next simultaneous one fires. Threads
     and sockets do not belong on this loop.
     """
 
     def __init__(self) -> None:
-        selector = _Jump()
+        selector = _VirtualSelector()
         selector.loop = self
         self._virtual = 0.0
         self._order = itertools.count()
@@ -187,14 +189,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a computation took: seconds on the wall, and CPU seconds of this process, all its threads."""
+    """The wall seconds of a computation, and the CPU seconds of all threads of this process."""
 
     wall: float
     cpu: float
 
 
 def measured(work: Callable[[], T]) -> tuple[T, Cost]:
-    """What `work` returns, and what it took."""
+    """Runs `work` and returns its result and its cost."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
     return result, Cost(time.perf_counter() - wall, time.process_time() - cpu)
@@ -226,11 +228,11 @@ def run_strict(main: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | N
     try:
         return loop.run_until_complete(task)
     finally:
-        left = asyncio.all_tasks(loop)
-        for other in left:
+        unfinished = asyncio.all_tasks(loop)
+        for other in unfinished:
             other.cancel()
-        if left:
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        if unfinished:
+            loop.run_until_complete(asyncio.gather(*unfinished, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 STAT = Path("/proc/stat")
 
 
-def usable() -> frozenset[int]:
+def usable_cores() -> frozenset[int]:
     """The numbers of the cores that the operating system lets this process run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
@@ -49,10 +49,13 @@ def cpu_seconds_of(pid: int) -> float:
 
 
 class TakenCores:
-    """How many of `cores` other programs take: 0.0 to len(cores), 0.0 where the operating system does not say.
+    """Measures how many of `cores` other programs use: 0.0 to len(cores), 0.0 where the operating system does not say.
 
-    clock: seconds. own: CPU seconds used so far by what does not count as another program (default: this process).
-    Nothing is read more often than every `window` seconds. The kernel counts in ticks of 10 ms.
+    Args:
+        clock: the time, in seconds.
+        cores: numbers of cores; None: all that this process may run on.
+        own: CPU seconds used so far by programs that do not count as others (default: this process).
+        window: seconds between two readings, at least; the kernel counts in ticks of 10 ms.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class TakenCores:
         window: float = 0.25,
     ) -> None:
         self._clock, self._own, self.window = clock, own, window
-        self._cores = usable() if cores is None else frozenset(cores)
+        self._cores = usable_cores() if cores is None else frozenset(cores)
         self._value = 0.0
         self._before = self._read()
         if self._before is None:
@@ -74,13 +77,13 @@ class TakenCores:
         return None if busy is None else (self._clock.now(), busy, self._own())
 
     def now(self) -> float:
-        """Over the last `window` seconds or more."""
+        """Returns the mean number of cores over the last `window` seconds or more."""
         if self._before is None or self._clock.now() - self._before[0] < self.window:
             return self._value
-        found = self._read()
-        if found is None:
+        reading = self._read()
+        if reading is None:
             return 0.0
-        passed, busy, own = (new - old for new, old in zip(found, self._before, strict=True))
-        self._before = found
+        passed, busy, own = (new - old for new, old in zip(reading, self._before, strict=True))
+        self._before = reading
         self._value = min(max(0.0, (busy - own) / passed), float(len(self._cores)))
         return self._value

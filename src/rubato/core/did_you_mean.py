@@ -1,4 +1,4 @@
-"""What an unknown name may have been meant to be."""
+"""The known name that an unknown one was probably meant to be."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ MAX_SHOWN = 6
 
 
 def nearest(word: str, known: Iterable[str], *, list_all: bool = True) -> str:
-    """The end of an error about an unknown name: the known one that is spelt nearly so, else those that contain it or
-    are contained in it, else (list_all) all there are."""
+    """Returns the end of an error about an unknown name: the known name spelt most alike, else those that contain it or
+    that it contains, else (list_all) all known names."""
     names = sorted(known)
     plain = {name.lstrip("-"): name for name in names}  # dashes, which all options have, make none alike
     part = word.lstrip("-")

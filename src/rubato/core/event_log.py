@@ -20,8 +20,8 @@ from rubato.core.events import Event, HandedOff, Offered, Tokens
 
 log = logging.getLogger(__name__)
 
-LONGEST_KIND = 64  # bytes, in which a line has said of what kind it is
-CHUNK = 1 << 16
+MAX_KIND_BYTES = 64  # of a line, which name its kind
+READ_BYTES = 1 << 16
 
 _KINDS: dict[str, TypeAdapter[Any]] = {
     kind.__name__: TypeAdapter(kind)
@@ -36,12 +36,12 @@ def encode(event: Event) -> bytes:
 
 
 def _named(value: Any) -> dict[str, Any]:
-    """A named tuple by its names."""
+    """Converts a named tuple to a mapping, for JSON."""
     return cast(dict[str, Any], value._asdict())
 
 
 def without_content(event: Event) -> Event:
-    """The event without what was said: no text, no token ids, no keys made of them."""
+    """Returns the event without prompts and outputs: no text, no token ids, no keys made from them."""
     if isinstance(event, Tokens):
         return replace(event, text="", token_ids=(), logprobs=())
     if isinstance(event, Offered | HandedOff):
@@ -51,11 +51,14 @@ def without_content(event: Event) -> Event:
 
 
 class EventLogWriter:
-    """A listener that writes events to a file. Prompts and outputs are left out unless `content` is asked for.
+    """A listener that writes events to a file; it omits prompts and outputs unless `content` is true.
 
-    An existing log is continued. A new file is for its owner alone to read (mode 0600). Raises ValueError for a file
-    that is no event log, or that another process writes, and for a pipe, whose reader could stop the server, and
-    OSError for one that cannot be opened.
+    An existing log is continued. Only the owner may read a new file (mode 0600).
+
+    Raises:
+        ValueError: the file is no event log, another process writes it, or it is a pipe, whose reader could stop the
+            server.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str | Path, *, content: bool = False) -> None:
@@ -88,8 +91,8 @@ class EventLogWriter:
 
 
 def check_event_log(path: str | Path) -> None:
-    """Raises ValueError where `EventLogWriter` could not write, but for a log that another process writes now. Changes
-    nothing."""
+    """Checks, without changing anything, that `EventLogWriter` could write this file; whether another process writes
+    it now is not checked. Raises ValueError where it could not."""
     file = Path(path)
     if file.is_file():
         _whole_lines(path)
@@ -100,8 +103,8 @@ def check_event_log(path: str | Path) -> None:
 
 
 def _check_ours(path: str | Path, file: IO[bytes]) -> None:
-    """Take the file for this process, and leave out a last line that a killed server cut short. Raises ValueError for a
-    file that holds something else."""
+    """Locks the file for this process and cuts off a last line that a killed server left incomplete. Raises ValueError
+    for a file that is no event log."""
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return
     try:
@@ -115,15 +118,15 @@ def _check_ours(path: str | Path, file: IO[bytes]) -> None:
 
 
 def _whole_lines(path: str | Path) -> int:
-    """The bytes of an event log up to its last whole line. Raises ValueError for a file that holds something else."""
-    with Path(path).open("rb") as there:
-        first = there.readline()
-        whole = _end_of_lines(there)
-        there.seek(whole)
-        cut = there.read(LONGEST_KIND)
-        begins = cut.startswith(BEGINNINGS)
+    """Returns the bytes up to the end of the last whole line. Raises ValueError for a file that is no event log."""
+    with Path(path).open("rb") as file:
+        first = file.readline()
+        whole = _end_of_lines(file)
+        file.seek(whole)
+        cut = file.read(MAX_KIND_BYTES)
+        begins = cut.startswith(LINE_STARTS)
         if whole:  # a last line may be cut short anywhere, where its writer was killed
-            ours = _is_event(first) and (begins or any(begin.startswith(cut) for begin in BEGINNINGS))
+            ours = _is_event(first) and (begins or any(begin.startswith(cut) for begin in LINE_STARTS))
         else:
             ours = begins or not cut
         if not ours:
@@ -139,24 +142,24 @@ def _is_event(line: bytes) -> bool:
     return True
 
 
-BEGINNINGS = tuple(b'{"kind":"%s",' % kind.encode() for kind in _KINDS)
+LINE_STARTS = tuple(b'{"kind":"%s",' % kind.encode() for kind in _KINDS)
 
 
 def _end_of_lines(file: IO[bytes]) -> int:
-    """Bytes up to the end of the last line that is whole."""
+    """Returns the bytes up to the end of the last whole line."""
     end = file.seek(0, os.SEEK_END)
     while end:
-        begin = max(0, end - CHUNK)
+        begin = max(0, end - READ_BYTES)
         file.seek(begin)
-        found = file.read(end - begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
         end = begin
     return 0
 
 
 def decode(line: bytes) -> Event:
-    """The event of one line. Raises ValueError for a line that holds none."""
+    """Returns the event of one line. Raises ValueError for a line without one."""
     row = orjson.loads(line)
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object with a kind among {', '.join(_KINDS)}")
@@ -164,15 +167,15 @@ def decode(line: bytes) -> Event:
 
 
 def event_of(kind: object, fields: object) -> Event:
-    """The event of this kind with these fields, as JSON has them. Raises ValueError for what is none."""
+    """Returns the event of this kind from its fields as JSON. Raises ValueError where they are no event."""
     if kind not in _KINDS:
         raise ValueError(f"expected a JSON object with a kind among {', '.join(_KINDS)}")
     return cast(Event, _KINDS[kind].validate_python(fields))
 
 
 def read(path: str | Path) -> Iterator[Event]:
-    """The events of a log, in order; a last line that was cut short is left out, with a warning. Raises ValueError
-    naming file, line and what is wrong with it."""
+    """Yields the events of a log, in order; an incomplete last line is omitted with a warning. Raises ValueError naming
+    the file, the line and its problem."""
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:

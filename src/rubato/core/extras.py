@@ -1,4 +1,4 @@
-"""Libraries that not every installation has: what to install where one is missing."""
+"""Optional libraries: the error for a missing one names the extra to install."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class MissingExtra(ImportError):
 
 @contextmanager
 def extra(name: str, what: str) -> Iterator[None]:
-    """Put around imports: where one fails, MissingExtra is raised, saying that `what` needs the extra `name`. Of two
-    nested ones the outer is named."""
+    """Wraps imports: raises MissingExtra where one fails, which says that `what` needs the extra `name`. The outer of
+    two nested extras is named."""
     try:
         yield
     except ImportError as error:

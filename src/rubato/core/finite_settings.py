@@ -9,8 +9,16 @@ from typing import Any
 
 
 def check_finite(settings: Mapping[str, Any], takes: Callable[..., Any], where: str = "") -> None:
-    """Raises ValueError for a setting that is no finite number or contains one that is not. takes: what is called with
-    them; infinity is allowed where it is the default. where: how the message begins."""
+    """Checks that every number in `settings` is finite.
+
+    Args:
+        settings: by name; mappings and lists are searched for numbers, too.
+        takes: the callable that they are for; infinity is allowed where it is the parameter's default.
+        where: how the message begins.
+
+    Raises:
+        ValueError: for a setting that is, or contains, NaN or infinity.
+    """
     parameters = inspect.signature(takes).parameters
     for name, value in settings.items():
         usual = parameters[name].default if name in parameters else None

@@ -1,4 +1,4 @@
-"""Infeasible SLOs: those that a request misses even when its replica serves nothing else, by its latency model."""
+"""Finds infeasible SLOs: by the latency model, the request would miss them even on a replica that is otherwise idle."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
 from rubato.core.request import SLO
-from rubato.core.slo import TOLERANCE, WINDOW, deadlines
+from rubato.core.slo import TOLERANCE_S, WINDOW_TOKENS, deadlines
 
 
 class StageLengths(NamedTuple):
-    """A stage with the tokens of its prompt and of its output: at least, and at most; the same where it is known. An
-    e2e is judged by the fewest, a TPOT by the most."""
+    """The lengths of one stage, in tokens. min_output and max_output are equal where the output length is known; an e2e
+    is judged by the minimum, a TPOT by the maximum."""
 
     prompt: int
     slo: SLO
@@ -23,12 +23,12 @@ class StageLengths(NamedTuple):
 
 
 def prefill_time(latency: LatencyModel, tokens: int, cached: int, chunk: int) -> float:
-    """Seconds that a prompt's `tokens` take on an idle engine, in chunks of `chunk`, after `cached` tokens in KV."""
+    """Returns the seconds to prefill `tokens` tokens on an idle engine, in chunks of `chunk`, after `cached` in KV."""
     seconds, end = 0.0, cached + tokens
     while cached < end:
-        now = min(chunk, end - cached)
-        seconds += latency.step_time(Shape().plus(now, cached))
-        cached += now
+        count = min(chunk, end - cached)
+        seconds += latency.step_time(Shape.prefill(count, cached))
+        cached += count
     return seconds
 
 
@@ -36,17 +36,20 @@ def find_infeasible(
     stages: Iterable[StageLengths], latency: LatencyModel, chunk: int, slo_rule: str = "deadline", *,
     cached: int = 0, tokens_per_step: float = 1.0,
 ) -> str | None:  # fmt: skip
-    """Why a request of these stages misses its SLO even alone, with the numbers; None if it can meet it.
+    """Says, with numbers, why a request of these stages misses its SLO even alone; None if it can meet it.
 
-    Each prompt runs in the largest batches that the engine takes, then one step a token. Step times are taken as linear
-    in the context between a stage's first decode and its last (exact for a model that is); they grow, so lateness under
-    the deadline rule is convex over tokens and greatest at the first or the last. Where the length of an output is not
+    Each prompt runs in the largest batches that the engine takes, then one step a token. Step times are assumed linear
+    in the context from a stage's first decode to its last (exact for a linear model); they grow, so lateness under the
+    deadline rule is convex over tokens and greatest at the first or the last. Where the length of an output is not
     known, every token takes as long as the first.
 
     Args:
+        stages: of the request.
+        latency: predicts the steps.
         chunk: tokens of the engine's largest batch.
-        cached: tokens of the first prompt that a prefix cache has, fewer than all.
-        tokens_per_step: of a decode, above 1 with drafts that turn out right.
+        slo_rule: one of `SLO_RULES`.
+        cached: tokens of the first prompt in the prefix cache, fewer than all.
+        tokens_per_step: of a decode, above 1 with accepted drafts.
     """
     in_kv, start = cached, 0.0
     continues: float | None = None
@@ -54,27 +57,27 @@ def find_infeasible(
         pending = prompt + 1 if at else prompt - cached  # later: the token before it is not in KV yet
         first = prefill_time(latency, pending, in_kv, chunk)
         in_kv += pending
-        begin = latency.step_time(Shape().plus(1, in_kv))
-        end = latency.step_time(Shape().plus(1, in_kv + max(0, most - 2))) if fewest == most else begin
+        begin = latency.step_time(Shape.decodes(1, in_kv + 1))
+        end = latency.step_time(Shape.decodes(1, in_kv + 1 + max(0, most - 2))) if fewest == most else begin
         step = (begin + end) / (2 * tokens_per_step)
         came = start + first
         soonest, last = came + (fewest - 1) * step, came + (most - 1) * step
         due = deadlines(slo, 0.0, start, came, None if prompt else continues)
-        if slo.ttft is not None and first > slo.ttft + TOLERANCE:
+        if slo.ttft is not None and first > slo.ttft + TOLERANCE_S:
             return f"the prompt of {pending} tokens takes {_ms(first)} here alone; asked {_ms(slo.ttft)}"
-        if slo.e2e is not None and soonest > due.end + TOLERANCE:
+        if slo.e2e is not None and soonest > due.end + TOLERANCE_S:
             output = f" and {fewest} of output" if fewest > 1 else ""
             return f"{pending} tokens of prompt{output} take {_ms(soonest)} here alone; asked {_ms(slo.e2e)}"
         if slo.tpot is not None:
             pace = step if most > 1 else first
             by_token = due._replace(end=inf)
-            late = came > by_token.token(0) + TOLERANCE or last > by_token.token(most - 1) + TOLERANCE
+            late = came > by_token.token(0) + TOLERANCE_S or last > by_token.token(most - 1) + TOLERANCE_S
             if slo_rule != "deadline":
                 pace, late = _paced(most - 1, begin / tokens_per_step, end / tokens_per_step, slo.tpot, slo_rule)
             if late:
                 return f"a token takes {_ms(pace)} here alone; asked {_ms(slo.tpot)}"
             longest = end / tokens_per_step
-            if slo_rule == "deadline" and most > 1 and longest > due.max_pause + TOLERANCE:
+            if slo_rule == "deadline" and most > 1 and longest > due.max_pause + TOLERANCE_S:
                 return f"a token takes {_ms(longest)} here alone; the longest pause is {_ms(due.max_pause)}"
         in_kv += most - 1
         continues = last if due.token(most - 1) == inf else due.token(most - 1)
@@ -83,15 +86,15 @@ def find_infeasible(
 
 
 def _paced(steps: int, begin: float, end: float, tpot: float, slo_rule: str) -> tuple[float, bool]:
-    """Seconds per token after the first, as the rule counts them, and whether they exceed the TPOT."""
+    """Returns seconds per token after the first, averaged as the rule does, and whether they exceed the TPOT."""
     if not steps:
         return 0.0, False
-    counted = steps
+    window = steps
     pace = (begin + end) / 2
     if slo_rule == "windowed":  # the last window's steps are the longest
-        counted = (steps - 1) % WINDOW + 1
-        pace = end - (end - begin) * (counted - 1) / 2 / max(1, steps - 1)
-    return pace, counted * pace > counted * tpot + TOLERANCE
+        window = (steps - 1) % WINDOW_TOKENS + 1
+        pace = end - (end - begin) * (window - 1) / 2 / max(1, steps - 1)
+    return pace, window * pace > window * tpot + TOLERANCE_S
 
 
 def _ms(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""One line of a file of JSON objects, with errors that say where."""
+"""Reads one line of a file of JSON objects; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import orjson
 
 
 def json_object(path: str | Path, line: int, text: bytes, error: type[ValueError]) -> dict[str, Any]:
-    """The object of one line of a file. Raises `error`, saying where and what is wrong, for anything else."""
+    """Parses one line of a file as a JSON object.
+
+    Args:
+        path: of the file, for the message.
+        line: number of the line, for the message.
+        text: the line.
+        error: the class to raise for anything but an object.
+    """
     try:
         values = orjson.loads(text)
     except orjson.JSONDecodeError as problem:

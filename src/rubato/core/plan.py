@@ -1,6 +1,7 @@
-"""What a replica can take, a plan for one step, the batch made of it, and what an engine returns.
+"""A replica's limits, the plan of one step, its batch, and an engine's result.
 
-Frozen; times in seconds, lengths in tokens.
+Frozen; times in seconds, lengths in tokens. Most are named tuples, which are made three times as fast as frozen
+dataclasses: each step makes many.
 """
 
 from __future__ import annotations
@@ -12,25 +13,28 @@ from typing import Literal, NamedTuple
 
 from rubato.core.request import NOTHING, HandoffReason
 
-Recall = Literal["waiting", "best_effort"]  # which work a router takes back from a replica (`Dispatch.recall`)
+Recall = Literal["waiting", "best_effort"]  # which requests a router takes back from a replica (`Dispatch.recall`)
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks that `tokens` tokens of KV take, `block_size` tokens to a block."""
+    """Returns the KV blocks that `tokens` tokens take, `block_size` tokens to a block."""
     return -(-tokens // block_size)
 
 
-# --------------------------------------------------------------------------- what a step is made of
+# --------------------------------------------------------------------------- parts of a step
 
 Phase = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a replica is for, as a Router or an Autoscaler assigns it and both policies read it.
+    """The role of a replica, which a Router or an Autoscaler assigns and schedulers and routers read.
 
-    tier: the one it serves ("" = any). group: of replicas that work together. kind: a policy's own word, such as lp,
-    hp, best_effort or pending.
+    Args:
+        phase: of requests that it serves.
+        tier: that it serves ("" = any).
+        group: of replicas that work together.
+        kind: a policy's own word, such as lp, hp, best_effort or pending.
     """
 
     phase: Phase = "both"
@@ -44,7 +48,7 @@ ANY = Role()
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one engine can take. All are hard: `plan_check.check` refuses a plan beyond them."""
+    """The hard limits of one engine: `plan_check.check` refuses a plan beyond them."""
 
     max_num_seqs: int  # sequences in one batch
     max_num_batched_tokens: int  # tokens in one batch
@@ -54,22 +58,22 @@ class Limits:
     max_running: int | None = None  # sequences that hold KV, in a batch or not (None: as many as there is KV for)
 
     def blocks(self, tokens: int) -> int:
-        """KV blocks that so many tokens of one sequence take."""
+        """Returns the KV blocks that `tokens` tokens of one sequence take."""
         return blocks_for(tokens, self.block_size)
 
 
 class Shape(NamedTuple):
-    """The features of a batch that its step time depends on; adding up two shapes' features joins two batches.
+    """The features of a batch that determine its step time; the sum of two shapes' features is that of both batches.
 
     Each entry runs `c` tokens on top of `k` tokens already cached.
     tokens = Σ c;  seqs = entries;  kv = Σ (k + c), KV tokens read;  spec_steps = draft steps. Over the chunks alone,
-    entries with c > 1:  chunks = how many;  chunk_context = Σ c·k and chunk_sq = Σ c² (prefill attention);  chunk_kv =
-    Σ (k + c). So seqs - chunks are decodes, which read kv - chunk_kv. A log from before `chunks` and `chunk_kv` were
-    kept has 0 in both.
+    entries with c > 1:  chunks = their count;  chunk_context = Σ c·k and chunk_sq = Σ c² (prefill attention);
+    chunk_kv = Σ (k + c). So seqs - chunks are decodes, which read kv - chunk_kv. Logs older than `chunks` and
+    `chunk_kv` have 0 in both.
 
-    draft_tokens: tokens that the drafter runs in its steps after the first, Σ (depth - 1)·width over the sequences that
-    draft (`later_draft_tokens`); its first step runs what the batch has brought. 0 with several steps: not said, as in
-    logs from before it was kept.
+    draft_tokens: tokens that the drafter runs in its steps after the first, Σ (depth - 1)·width over the drafting
+    sequences (`later_draft_tokens`); its first step runs the batch's new tokens. 0 with several steps: unknown, as in
+    older logs.
     """
 
     tokens: int = 0
@@ -82,8 +86,18 @@ class Shape(NamedTuple):
     chunk_kv: int = 0
     draft_tokens: int = 0
 
+    @classmethod
+    def decodes(cls, seqs: int, kv: int) -> Shape:
+        """A batch of `seqs` decodes, which read `kv` tokens of KV together, their new ones included."""
+        return cls(seqs, seqs, kv)
+
+    @classmethod
+    def prefill(cls, tokens: int, cached: int = 0) -> Shape:
+        """A batch of one chunk: `tokens` tokens of a prompt, on top of `cached` in KV."""
+        return NO_BATCH.plus(tokens, cached)
+
     def plus(self, tokens: int, cached: int) -> Shape:
-        """This batch with one more entry of `tokens` tokens on top of `cached`."""
+        """Returns this batch with one more entry of `tokens` tokens on top of `cached`."""
         all_, seqs, kv, context, square, spec, chunks, chunk_kv, drafts = self
         more = cached + tokens
         if tokens <= 1:
@@ -94,7 +108,7 @@ class Shape(NamedTuple):
         )  # fmt: skip
 
     def with_entries(self, entries: Iterable[tuple[int, int]], drafts: Iterable[tuple[int, int]] = ()) -> Shape:
-        """This batch with these entries, of (tokens, tokens already cached) each, and with trees of these (depth,
+        """Returns this batch with more entries, (tokens, tokens already cached) each, and with trees of these (depth,
         width) drafted at its end."""
         tokens, seqs, kv, context, square, steps, chunks, chunk_kv, draft_tokens = self
         for count, cached in entries:
@@ -112,7 +126,7 @@ class Shape(NamedTuple):
         return Shape(tokens, seqs, kv, context, square, steps, chunks, chunk_kv, draft_tokens)
 
     def minus(self, tokens: int, cached: int) -> Shape:
-        """This batch without one entry that `plus` gave it."""
+        """Returns this batch without one entry that `plus` added."""
         all_, seqs, kv, context, square, spec, chunks, chunk_kv, drafts = self
         less = cached + tokens
         if tokens <= 1:
@@ -128,7 +142,7 @@ NO_BATCH = Shape()
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured step: what ran and the seconds it took; of these, those of the drafter, where the engine says so."""
+    """One measured step: its shape, its seconds, and the drafter's part of them (0 where the engine reports none)."""
 
     shape: Shape
     seconds: float
@@ -138,14 +152,15 @@ class Sample:
 @dataclass(frozen=True)
 class Tree:
     """Candidate tokens after a sequence's last: node i follows node parents[i] < i (-1: the last token itself);
-    paths[i]: probability that it and all before it are right, never rising on a path. A chain is a tree of one leaf."""
+    paths[i] is the probability that the node and all nodes before it on its path are accepted, never rising on a path.
+    A chain is a tree of one leaf."""
 
     parents: tuple[int, ...]
     paths: tuple[float, ...]
 
     @cached_property
     def depths(self) -> Sequence[int]:
-        """Of each node: 1 for those that follow the last token itself."""
+        """Returns the depth of each node; nodes that follow the last token itself have 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -153,7 +168,7 @@ class Tree:
 
     @cached_property
     def layers(self) -> Sequence[float]:
-        """By depth, 1 first: the chance that one of the nodes there is right, the sum of their `paths`."""
+        """Returns, by depth from 1 on, the probability that a node there is accepted: the sum of their `paths`."""
         layers = [0.0] * max(self.depths, default=0)
         for depth, path in zip(self.depths, self.paths, strict=True):
             layers[depth - 1] += path
@@ -161,17 +176,17 @@ class Tree:
 
 
 def later_draft_tokens(draft: tuple[int, int]) -> int:
-    """Tokens that the drafter runs after its first step for a tree of this (depth, width): each later step expands the
-    nodes of the layer before, of which there are `width` (AdaServe, section 4.3)."""
+    """Returns the tokens that the drafter runs after its first step for a tree of this (depth, width): each later step
+    expands the `width` nodes of the layer before (AdaServe, section 4.3)."""
     depth, width = draft
     return (depth - 1) * width
 
 
 class Work(NamedTuple):
-    """Run `tokens` of a sequence's pending tokens in this step (1 for a decode, more for a chunk of prefill).
+    """Runs `tokens` of a sequence's pending tokens in this step (1 for a decode, more for a chunk of prefill).
 
-    Of a sequence that samples: verify, the nodes of its candidate tree (`SeqView.draft`) to run along, parents with
-    their children; draft, (depth, width) of the tree to draft at the end of the step, for the next plan to see.
+    For a sequence that samples: verify, the nodes of its candidate tree (`SeqView.draft`) to run, too, children with
+    their parents; draft, (depth, width) of the tree to draft at the end of the step, which the next plan sees.
     """
 
     seq: str
@@ -183,19 +198,18 @@ class Work(NamedTuple):
 class Plan(NamedTuple):
     """One step, decided by a Scheduler. Applied in this order: drop, handoff, preempt, demote, promote, work.
 
-    drop: seq -> reason, refuses a request for good: only one that asked for `on_decline="refuse"`, or, as SATURATED,
+    drop: seq -> reason; refuses a request for good: only one that asked for `on_decline="refuse"`, or, as SATURATED,
     one that has not begun.
-    handoff: seq -> why the router is to place it on another replica. A handed-off request's KV stays here until it has
-    been sent; "prefilled" is for a running one whose prompt is in KV. Needs "handoff", with KV "kv_transfer".
-    without_kv: of those handed off, those that give up KV here and now: they are prefilled again where they go on.
-    preempt: gives back a running sequence's KV; its tokens are kept, it waits, and resumes by one prefill of them all.
-    demote / promote: to best effort and back. wake_at: ask again at this time even if nothing happens.
+    handoff: seq -> why the router must place it on another replica. Its KV stays here until it has been sent;
+    "prefilled" is for a running request whose prompt is in KV. Needs "handoff", with KV also "kv_transfer".
+    without_kv: handed-off requests that give up their KV here and now; the next replica prefills them again.
+    preempt: frees a running sequence's KV; it keeps its tokens, waits, and resumes by one prefill of them all.
+    demote / promote: to best effort and back. wake_at: plan again at this time even if nothing happens.
 
-    decode_all: one token of every running sequence that has one pending and stays, beside `work`, which then names none
-    of them. repeat_steps: the plan of each of so many further steps would be this one again, its work cut to what is
-    pending by then (a sequence whose prefill completes joins the decodes); unless something arrives, is cancelled or
-    lacks KV, or a prompt or a stage ends while a request waits or prefills. A simulator may run these steps without
-    asking.
+    decode_all: one token of every running sequence that has one pending and stays; `work` then names none of them.
+    repeat_steps: the next `repeat_steps` plans would be this one again, its work cut to the tokens still pending (a
+    sequence whose prefill completes joins the decodes), unless a request arrives, is cancelled or lacks KV, or a prompt
+    or a stage ends while a request waits or prefills. A simulator may run these steps without asking.
     """
 
     work: tuple[Work, ...] = ()
@@ -211,13 +225,13 @@ class Plan(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One sequence's part of a batch: run tokens [start, start + count) of it, KV in `blocks` (in order of position;
-    not to be changed, and the same while the batch runs).
+    """One sequence's part of a batch: run its tokens [start, start + count), with KV in `blocks` (in order of position;
+    read-only, and the same while the batch runs).
 
-    sample: the last pending token is among them, so a new token comes out. verify: nodes of the sequence's candidate
-    tree, the last of `count`; their KV follows that of the pending tokens, in this order, while the step runs. After
-    the step the engine has moved the accepted path's KV (`Emitted.accepted`) to the front, without gaps behind that of
-    the pending tokens; what comes after is garbage, whose blocks are given back. draft: as in `Work`.
+    sample: its last pending token runs, so a new token comes out. verify: nodes of the sequence's candidate tree, the
+    last of `count`; while the step runs their KV follows that of the pending tokens, in this order. By the end of the
+    step the engine has moved the accepted path's KV (`Emitted.accepted`) right behind that of the pending tokens; KV
+    after it is garbage, whose blocks the replica frees. draft: as in `Work`.
     """
 
     seq: str
@@ -231,7 +245,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """What an engine runs in one step."""
+    """The entries that an engine runs in one step."""
 
     entries: tuple[Entry, ...] = ()
 
@@ -246,8 +260,8 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A chosen token's natural log probability under the model (before temperature, cuts and penalties), and those of
-    the likeliest tokens, descending: (id, logprob) pairs."""
+    """A sampled token's natural log probability under the model (before temperature, top-p, top-k and penalties), and
+    the likeliest tokens as (id, logprob), descending."""
 
     token: int
     logprob: float
@@ -255,14 +269,14 @@ class Logprob:
 
 
 class Emitted(NamedTuple):
-    """What one sequence got out of a step: `tokens` new tokens, their ids where there is a model, and the text that is
-    final by now (never half a character, never the beginning of a stop string).
+    """The output of one sequence in a step: `tokens` new tokens, their ids where there is a model, and the text that is
+    final by now (whole characters, no beginning of a stop string).
 
-    finish: "stop" (eos, stop id or stop string) | "length"; stage_done: this stage's `ends` literal has been produced.
-    logprobs: one a token, where the request asked for them. tried: drafted tokens put to the test, the accepted and the
-    one (with its siblings) that was wrong. draft: the candidates for what comes next, where the batch asked for them.
-    accepted: nodes of the tree that were right and whose tokens came out, a path from the root on among those verified;
-    the last token is the target's own, so `tokens` are always one more.
+    finish: "stop" (eos, stop id or stop string) | "length"; stage_done: this stage's `ends` literal came out.
+    logprobs: one a token, where the request asked for them. tried: drafted tokens that were verified: the accepted ones
+    and the rejected one with its siblings. draft: the candidates for the next tokens, where the batch asked for them.
+    accepted: verified nodes whose tokens came out, a path from the root; the last token is the target's own, so
+    `tokens` are always one more.
     """
 
     tokens: int
@@ -278,8 +292,8 @@ class Emitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per sequence that sampled, what came out. `seconds`: the engine's own measure of the step, in its clock;
-    `drafting`: those of them that the drafter took (0: none, or not told)."""
+    """The output of each sequence that sampled. seconds: of the step, by the engine's clock; drafting: the drafter's
+    part of them (0: none, or not reported)."""
 
     emitted: Mapping[str, Emitted]
     seconds: float
@@ -288,10 +302,14 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class KV:
-    """The KV of `tokens` tokens on its way between engines, in the host's memory.
+    """The KV of `tokens` tokens in transfer between engines, in the host's memory.
 
-    shape: what both engines must agree in, e.g. (layers, kv_heads, head_dim); data: raw bytes in the order the
-    engines' `form` names (empty in simulation, where `size` alone counts). size: bytes on the wire.
+    Args:
+        tokens: that it covers.
+        form: the engines' name for the order of the bytes.
+        shape: equal for both engines, e.g. (layers, kv_heads, head_dim).
+        data: raw bytes (empty in simulation, where only `size` counts).
+        size: bytes on the wire.
     """
 
     tokens: int

@@ -1,4 +1,4 @@
-"""What a replica is told beside its engine: how it judges requests, what it knows of their lengths, what it keeps."""
+"""A replica's options: how it judges requests, predicts their lengths and caches prefixes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from rubato.core.interfaces import LengthPredictor
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """lengths: what predicts outputs, and learns from those that end; None: nothing is known of them. slo_rule: how
-    requests are judged, one of `SLO_RULES`. prefix_cache: requests of one tenant that begin alike share the KV of full
-    blocks, also after the first has ended. causes: work out why requests miss; without, it is faster where many do."""
+    """Options of one replica beside its engine.
+
+    Args:
+        lengths: predicts output lengths and learns from ended requests; None: no predictor.
+        slo_rule: judges requests, one of `SLO_RULES`.
+        prefix_cache: requests of one tenant that begin alike share the KV of full blocks, also after the first ended.
+        causes: attribute each miss to a cause; False is faster where many requests miss.
+    """
 
     lengths: LengthPredictor | None = None
     slo_rule: str = "deadline"

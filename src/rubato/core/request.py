@@ -1,4 +1,4 @@
-"""A request as it is offered: its SLOs, stages and sampling, and what it has received when it moves between replicas.
+"""A request as offered: its SLOs, stages and sampling, and its progress when it moves between replicas.
 
 Frozen; times in seconds, lengths in tokens.
 """
@@ -12,21 +12,26 @@ from typing import Any, Literal
 
 # --------------------------------------------------------------------------- what a client asks for
 
-# Seconds that an SLO may ask for, and the same in milliseconds, as clients and operators write them. Below the least a
-# time vanishes in a wall clock's own rounding; with the most, products with numbers of tokens and of batches, which
-# policies work with, stay far from infinity, where a difference of two of them would be no number at all.
-LEAST, MOST = 1e-6, 1e6
-LEAST_MS, MOST_MS = 1e-3, 1e9
-TIMES = ("ttft", "tpot", "e2e", "max_pause")  # fields of an SLO
+# Bounds of an SLO's times, in seconds and in milliseconds. A shorter time vanishes in a wall clock's rounding. A longer
+# one times a number of tokens or batches could reach infinity, whose differences are NaN.
+MIN_SLO_S, MAX_SLO_S = 1e-6, 1e6
+MIN_SLO_MS, MAX_SLO_MS = 1e-3, 1e9
+SLO_TIMES = ("ttft", "tpot", "e2e", "max_pause")  # fields of an SLO
 
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """What one stage of a request asks for, in seconds from `LEAST` to `MOST`; None = no bound, all None = best effort.
+    """The SLO of one stage of a request, in seconds from `MIN_SLO_S` to `MAX_SLO_S`; None = no bound, all None = best
+    effort.
 
-    ttft: first output token within this of the stage's start. tpot: seconds per output token after the first.
-    e2e: last token within this of the request's arrival. max_pause: each token after the first within this of the one
-    before it, by the deadline rule; beside a TPOT only. Raises ValueError for a time beyond these.
+    Args:
+        ttft: from the stage's start to its first output token.
+        tpot: per output token after the first.
+        e2e: from the request's arrival to the last token.
+        max_pause: between two consecutive tokens, under the deadline rule; only beside a TPOT.
+
+    Raises:
+        ValueError: for a time out of these bounds.
     """
 
     ttft: float | None = None
@@ -35,16 +40,16 @@ class SLO:
     max_pause: float | None = None
 
     def __post_init__(self) -> None:
-        for name in TIMES:
+        for name in SLO_TIMES:
             value = getattr(self, name)
-            if value is not None and not LEAST <= value <= MOST:
-                raise ValueError(f"slo.{name} is {value!r} s: give {LEAST:g} to {MOST:g} seconds, or none")
+            if value is not None and not MIN_SLO_S <= value <= MAX_SLO_S:
+                raise ValueError(f"slo.{name} is {value!r} s: give {MIN_SLO_S:g} to {MAX_SLO_S:g} seconds, or none")
 
     @classmethod
     def from_ms(
         cls, ttft: float | None, tpot: float | None, e2e: float | None = None, max_pause: float | None = None
     ) -> SLO:
-        """As clients and operators write it, in milliseconds."""
+        """Makes an SLO from milliseconds, in which clients and operators write it."""
         return cls(*(None if ms is None else ms / 1e3 for ms in (ttft, tpot, e2e, max_pause)))
 
     @property
@@ -53,17 +58,22 @@ class SLO:
 
     @property
     def promised(self) -> dict[str, float]:
-        """The times that are bounded, by name, in seconds."""
-        return {name: value for name in TIMES if (value := getattr(self, name)) is not None}
+        """Returns the bounds that are not None, by name, in seconds."""
+        return {name: value for name in SLO_TIMES if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A prefill of `prompt` tokens (0 in a decode-only stage) and then a decode, with SLOs of their own.
+    """A prefill of `prompt` tokens (0 in a decode-only stage) and then a decode, with their own SLO.
 
-    ends: "eos" (end of text, a stop string or max_tokens) or a literal such as "</think>" after which the next stage
-    begins. `token_ids` are the prompt's ids where an engine needs them; simulation leaves them empty. tool: the prompt
-    is what a tool returns, and the stage begins when it has (`Cluster.resume`), not when the one before it is done.
+    Args:
+        prompt: tokens.
+        slo: of this stage.
+        ends: "eos" (end of text, a stop string or max_tokens), or a literal such as "</think>" after which the next
+            stage begins.
+        token_ids: of the prompt, where an engine needs them; simulations leave them empty.
+        tool: the prompt is a tool's result; the stage begins when the tool returns (`Cluster.resume`), not when the
+            stage before it is done.
     """
 
     prompt: int
@@ -83,13 +93,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How output tokens are chosen and when they end. temperature 0 = greedy; top_k 0 = off; stop = literal strings.
+    """How output tokens are sampled and when they end. temperature 0 = greedy; top_k 0 = off; stop = literal strings.
 
-    min_p: tokens less likely than this share of the likeliest are left out (0 = off). Penalties as OpenAI (presence,
-    frequency; over output tokens; 0 = off) and Hugging Face (repetition; over prompt and output; 1 = off) define them.
-    stop_ids: token ids that end the output as eos does. ignore_eos: go on to max_tokens whatever the model says
-    (vLLM's field: fixed lengths for benchmarks). logprobs: how many of the likeliest tokens to report beside each
-    chosen one's log probability (0: the chosen one's alone; None: none).
+    min_p: excludes tokens less likely than this share of the likeliest (0 = off). Penalties follow OpenAI (presence,
+    frequency; over output tokens; 0 = off) and Hugging Face (repetition; over prompt and output; 1 = off).
+    stop_ids: token ids that end the output as eos does. ignore_eos: continue to max_tokens past eos (vLLM's field:
+    fixed lengths for benchmarks). logprobs: report each sampled token's log probability and this many of the likeliest
+    tokens' (0: only the sampled token's; None: none).
     """
 
     max_tokens: int = 256
@@ -107,12 +117,12 @@ class Sampling:
     logprobs: int | None = None
 
 
-PREFIX_BLOCK = 64  # tokens that one key of `Request.prefix` stands for
+PREFIX_BLOCK_TOKENS = 64  # per key of `Request.prefix`
 
 OnDecline = Literal["best_effort", "refuse"]
 Outcome = Literal["completed", "refused", "failed", "cancelled"]
-# Why a request missed. infeasible: its replica would have missed its SLO serving nothing else (`find_infeasible`). not
-# reported: its server does not tell what it spent the time on. gateway: its engine was in time, the gateway too late.
+# Why a request missed. infeasible: its replica would have missed its SLO with no other request (`find_infeasible`). not
+# reported: its server does not report causes. gateway: its engine was in time, the gateway was not.
 Cause = Literal[
     "queue", "prefill interference", "decode interference", "preemption", "transfer", "infeasible", "refused", "failed",
     "client", "not reported", "gateway",
@@ -121,11 +131,14 @@ Cause = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a request had received where it was served before: it moves with the request to another replica.
+    """A request's progress on earlier replicas, which moves with it. Times are of the router's clock.
 
-    starts: when each stage so far began; times: when each of its output tokens came out; token_ids: of all output so
-    far, in order (empty in simulation). demoted: it was served as best effort. delays: seconds by cause (`Verdict`).
-    Times are by the clock of the router that places it.
+    Args:
+        starts: when each stage so far began.
+        times: of each stage, when its output tokens came out.
+        token_ids: of all output so far, in order (empty in simulation).
+        demoted: it was served as best effort.
+        delays: seconds by cause (`Verdict`).
     """
 
     starts: tuple[float, ...]
@@ -140,12 +153,16 @@ HandoffReason = Literal["prefilled", "declined", "offloaded", "recalled", "faile
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """Why a replica gave up a request that is to go on at another, at time `at`.
+    """Why a replica gave up a request, which continues on another.
 
-    reason: the scheduler's ("prefilled", "declined", "offloaded"), "recalled" by the router, or "failed" where a server
-    failed at it. cached: tokens whose KV goes along, held by `source` until it has left; 0: the request alone moves,
-    and is prefilled again. hops: how often it has been handed off so far, this time included; failures: how many of
-    these were because a server failed.
+    Args:
+        source: id of the replica that gave it up.
+        reason: the scheduler's ("prefilled", "declined", "offloaded"), "recalled" by the router, or "failed" where a
+            server failed.
+        at: time of the handoff.
+        cached: tokens whose KV moves, too; `source` holds it until then. 0: the request is prefilled again.
+        hops: handoffs of the request so far, with this one.
+        failures: how many of its hops a failed server caused.
     """
 
     source: str
@@ -157,23 +174,26 @@ class Handoff:
 
     @classmethod
     def after(cls, before: Handoff | None, source: str, reason: HandoffReason, at: float, cached: int = 0) -> Handoff:
-        """The next of a request that was handed off as `before` says, or (None) never."""
+        """Makes the next handoff of a request whose last one was `before` (None: it had none)."""
         hops, failures = (before.hops, before.failures) if before is not None else (0, 0)
         return cls(source, reason, at, cached, hops + 1, failures + (reason == "failed"))
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as offered. `arrival` is in the clock's seconds; on_decline: what a client wants when its SLO
-    cannot be met: to be served late as best effort, or to be refused at once.
+    """One request as offered.
 
-    group: requests that name the same one have the same prompt, go to the same replica and share the prompt's KV (the
-    choices of `n` > 1). progress: of a request that began on another replica. handoff: of one that the replica it was
-    on gave up; it has left its group.
-    prefix: for routers, a key for each `PREFIX_BLOCK` tokens of its prompt that stands for all up to their end, so that
-    prompts which begin alike have keys that begin alike; empty: worked out from token ids, where these are known.
-    session: a client's name for requests that go on from each other (`x-session-id`).
-    losses: replicas that were lost while they ran it, maybe by it.
+    Args:
+        arrival: in the clock's seconds.
+        on_decline: what the client wants when its SLO cannot be met: late service as best effort, or a refusal at once.
+        group: requests of one group have the same prompt, go to the same replica and share the prompt's KV (the choices
+            of `n` > 1).
+        progress: of a request that began on another replica.
+        handoff: why the last replica gave it up; it has left its group.
+        prefix: for routers, a key for each `PREFIX_BLOCK_TOKENS` tokens of its prompt, which covers all tokens up to
+            their end: prompts that begin alike have keys that begin alike. Empty: derived from token ids, where known.
+        session: a client's name for requests that continue each other (`x-session-id`).
+        losses: replicas that were lost while they ran it, perhaps because of it.
     """
 
     id: str
@@ -201,13 +221,13 @@ class Request:
 
     @property
     def prompt(self) -> int:
-        """Prompt tokens, of all stages."""
+        """Returns the prompt tokens of all stages."""
         stages = self.stages
         return stages[0].prompt if len(stages) == 1 else sum([stage.prompt for stage in stages])
 
     @property
     def uses_tools(self) -> bool:
-        """Whether it is to wait for one."""
+        """Whether any stage waits for a tool."""
         return len(self.stages) > 1 and any(stage.tool for stage in self.stages)
 
     @property
@@ -218,32 +238,28 @@ class Request:
         return True
 
 
-LONGEST_END = 64  # characters of what ends a stage that are left by `without_texts`
+MAX_END_CHARS = 64  # of `Stage.ends` that `without_texts` keeps
 
 
 def without_texts(request: Request) -> Request:
-    """What may be remembered of a request when it is over: without its prompts and their keys, its stop strings and
-    what it has received, of which there may be megabytes."""
+    """Returns the request without what may take megabytes: prompts and their keys, stop strings and progress."""
     sampling = request.sampling
     if sampling.stop or sampling.stop_ids:
         sampling = replace(sampling, stop=(), stop_ids=())
     stages = request.stages
-    if any(stage.token_ids or len(stage.ends) > LONGEST_END for stage in stages):
-        stages = tuple(replace(stage, token_ids=(), ends=stage.ends[:LONGEST_END]) for stage in stages)
+    if any(stage.token_ids or len(stage.ends) > MAX_END_CHARS for stage in stages):
+        stages = tuple(replace(stage, token_ids=(), ends=stage.ends[:MAX_END_CHARS]) for stage in stages)
     if stages is request.stages and sampling is request.sampling and request.progress is None and not request.prefix:
         return request
     return replace(request, stages=stages, sampling=sampling, progress=None, prefix=())
 
 
-# Shape, Work, Plan, Entry and Emitted are made in every step, most for every sequence: as named tuples, which take a
-# third of the time that frozen dataclasses do.
-
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-# Reasons of refusals: what comes before a colon is counted, the rest is about one request.
-SATURATED = "rejected-saturated"  # too many wait
-LATE = "rejected-slo-late"  # the SLO cannot be met beside the requests that are there
-INFEASIBLE = "rejected-slo-infeasible"  # nor without them: to ask again is in vain
+# Reasons of refusals: metrics count the part before a colon, the rest is about one request.
+SATURATED = "rejected-saturated"  # too many requests wait
+LATE = "rejected-slo-late"  # the SLO cannot be met beside the present requests
+INFEASIBLE = "rejected-slo-infeasible"  # the SLO cannot be met even alone: a retry would fail, too
 SHUTTING_DOWN = "rejected-shutting-down"
-NO_REPLICA = "rejected-no-replica"  # while all that could serve it are lost, and may come back
-ALONE_S = 60.0  # for which held requests wait for a replica where none is left
+NO_REPLICA = "rejected-no-replica"  # every replica that could serve it is lost, and may come back
+NO_REPLICA_TIMEOUT_S = 60.0  # how long held requests wait where no replica is left

@@ -1,5 +1,5 @@
-"""Addresses of servers: which URLs may be given, how a host stands in one, and why a connection failed without them;
-and the header by which a server knows a question of a gateway's own."""
+"""Addresses of servers: checks of URLs, hosts within URLs, errors of connections without addresses; and the headers by
+which servers and gateways recognise each other."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import socket
 
 
 def check_url(url: str, instead: str) -> None:
-    """Raises ValueError for a URL that is not http:// or https://, or that holds a user or a password, which the error
-    does not repeat. instead: what to give in their place, as the end of a sentence."""
+    """Checks that a URL is http:// or https:// and holds no user or password. instead: advice that ends the sentence
+    of the error, which repeats no password. Raises ValueError."""
     if "@" in url:
         raise ValueError(
             f"a URL must not hold a user or a password (what stands before @), since URLs are shown: leave them out; "
@@ -23,8 +23,8 @@ def check_url(url: str, instead: str) -> None:
 
 
 def server_base_url(url: str, instead: str) -> str:
-    """A server's URL before the path of each request: without slashes at its end, and without the /v1 of what clients
-    call a base URL. Raises ValueError as `check_url`, and for one with a query, a fragment or an odd path."""
+    """Returns a server's URL without slashes at its end and without the /v1 of OpenAI clients' base URL. Raises
+    ValueError as `check_url`, and for a URL with a query, a fragment or an odd path."""
     check_url(url, instead)
     parts = re.fullmatch(r"(https?://[^/\s?#]+)((?:/[\w~%-][\w.~%-]*)*)/*", url, re.ASCII)
     if parts is None:
@@ -33,17 +33,17 @@ def server_base_url(url: str, instead: str) -> str:
 
 
 def host_in_url(host: str) -> str:
-    """A host as it stands in front of a port: an IPv6 address in brackets."""
+    """Returns the host as written before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def bare_host(url: str) -> str:
-    """Host and port of a URL, and its path where it has one: as short as people name a server."""
+    """Returns host, port and path of a URL, the short name of a server."""
     return url.partition("://")[2].rstrip("/")
 
 
 def connection_failure(error: BaseException) -> str:
-    """Why a connection failed, in words without an address and without anything that came over it."""
+    """Says why a connection failed, without its address and without received data."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(getattr(error, "os_error", error), socket.gaierror):
@@ -53,6 +53,6 @@ def connection_failure(error: BaseException) -> str:
     return type(error).__name__
 
 
-VERSION_HEADER = "x-rubato-version"  # of `/v1/models`, at any server that takes SLOs: vLLM with the plug-in, too
-PROBE = "x-rubato-probe"  # a server of ours counts no error of such a question as a client's
+VERSION_HEADER = "x-rubato-version"  # in `/v1/models`, of any server that takes SLOs, also vLLM with the plug-in
+PROBE = "x-rubato-probe"  # in a gateway's own requests, whose errors our servers do not count as a client's
 EXAMPLE = "http://10.0.0.7:8000"

@@ -1,5 +1,5 @@
-"""What a class's docstring says of each of its settings: `name (allowed): text`, a line each below `Args:`, or in a
-sentence, `name: text. name, name: text.`"""
+"""Reads the text of each setting from a class's docstring: `name (allowed): text`, a line each below `Args:`, or
+`name: text. name, name: text.` within a paragraph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ARGUMENT = re.compile(r"^    (\w+) \((.+?)\): (.*?)(?=^    \w+ \(|^\S|\n\s*\n|\Z
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a class. default: None also where it has none. text: "" where its docstring does not explain it."""
+    """A setting of a class. default: None also where it has none. text: "" where the docstring omits it."""
 
     name: str
     default: object
@@ -23,8 +23,8 @@ class Setting:
 
 
 def settings_of(kind: Any, defaults: Mapping[str, object]) -> tuple[Setting, ...]:
-    """The settings of a class or a function, by their defaults, with the texts of its docstring or of the classes that
-    it inherits from."""
+    """Returns the settings of a class or a function, by their defaults, with texts from its docstring or those of its
+    base classes."""
     texts: dict[str, str] = {}
     for each in reversed(getattr(kind, "__mro__", (kind,))):
         texts |= setting_texts(each.__doc__, defaults)
@@ -32,15 +32,15 @@ def settings_of(kind: Any, defaults: Mapping[str, object]) -> tuple[Setting, ...
 
 
 def arguments_of(docstring: str | None) -> dict[str, tuple[str, str]]:
-    """Of each line `name (allowed): text` below `Args:`, what is allowed and the text."""
+    """Returns name -> (allowed, text) from the lines `name (allowed): text` below `Args:`."""
     below = inspect.cleandoc(docstring or "").partition(ARGUMENTS)[2]
     return {name: (allowed, " ".join(text.split())) for name, allowed, text in ARGUMENT.findall(below)}
 
 
 def setting_texts(docstring: str | None, settings: Collection[str]) -> dict[str, str]:
-    """The text of each setting that the docstring explains; those explained together share theirs.
+    """Returns the text of each setting that the docstring explains; settings explained together share a text.
 
-    It ends before the next setting, a paragraph or what the class raises.
+    A text ends before the next setting, at the end of its paragraph, or before `Raises`.
     """
     if not docstring or not settings:
         return {}
@@ -54,7 +54,7 @@ def setting_texts(docstring: str | None, settings: Collection[str]) -> dict[str,
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(docstring).partition(ARGUMENTS)[0]):
         words = " ".join(paragraph.split()).split(" Raises ")[0]
         heads = list(head.finditer(words))
-        for found, end in zip(heads, [*(each.start() for each in heads[1:]), len(words)], strict=False):
-            text = words[found.end() : end].strip().rstrip(".;")
-            texts |= dict.fromkeys(re.split(r", | and ", found[1]), text)
+        for match, end in zip(heads, [*(each.start() for each in heads[1:]), len(words)], strict=False):
+            text = words[match.end() : end].strip().rstrip(".;")
+            texts |= dict.fromkeys(re.split(r", | and ", match[1]), text)
     return texts

@@ -3,7 +3,7 @@
 The rules differ in how TPOT is judged; TTFT and e2e are the same in all:
 
 - ``deadline`` (our default, PolyServe's DSLO): output token i (from 0) is out by ``start + ttft + i * tpot``, and, with
-  a `max_pause` (ours), each after the first within that of the one before it: what is ahead may pause no longer.
+  a `max_pause` (ours), each after the first within `max_pause` of the one before it, even if it is ahead.
 - ``mean`` (AdaServe, Ascendra, SA): ``(last - first) / (n - 1) <= tpot``.
 - ``windowed`` (SLOs-Serve): consecutive disjoint windows of 10 output tokens after the first, timed from the token
   before, each within ``10 * tpot``; a tail of k tokens within ``k * tpot``.
@@ -28,9 +28,9 @@ from rubato.core.request import INFEASIBLE, SLO, Cause, Outcome, Request
 
 Rule = Literal["deadline", "mean", "windowed"]
 SLO_RULES: tuple[Rule, ...] = get_args(Rule)
-MANY = 24  # tokens from which on numpy is faster
-WINDOW = 10  # tokens, SLOs-Serve's windowed TPOT
-TOLERANCE = 1e-9  # seconds: float rounding in sums of deadlines is not a miss
+MIN_NUMPY_TOKENS = 24  # from this length on NumPy is faster
+WINDOW_TOKENS = 10  # of SLOs-Serve's windowed TPOT
+TOLERANCE_S = 1e-9  # float rounding in sums of deadlines is no miss
 
 
 class Deadlines(NamedTuple):
@@ -43,29 +43,33 @@ class Deadlines(NamedTuple):
     max_pause: float = inf
 
     def token(self, i: int, before: float = inf) -> float:
-        """Due time of output token i (from 0) of the stage; inf = no SLO on it. before: when token i - 1 came out."""
+        """Returns when output token i (from 0) of the stage is due; inf = no SLO. before: when token i - 1 came out."""
         if i == 0:
             return min(self.first, self.end)
         return min(self.first + i * self.tpot, before + self.max_pause, self.end)
 
-    def late(self, times: Sequence[float]) -> NDArray[np.bool_]:
-        """Which of the first tokens, 1 or more, came too late at these times."""
+    def are_late(self, times: Sequence[float]) -> NDArray[np.bool_]:
+        """Returns which of the stage's first tokens, 1 or more, were late at these times."""
         n = len(times)
         due: NDArray[np.float64] = np.full(n, self.first)
         due[1:] += np.arange(1, n) * self.tpot
         np.minimum(due, self.end, out=due)
         came = np.array(times)
         np.minimum(due[1:], came[:-1] + self.max_pause, out=due[1:])
-        return came > due + TOLERANCE
+        return came > due + TOLERANCE_S
 
 
 def deadlines(
     slo: SLO, arrival: float, start: float, first_token_at: float | None, continues: float | None
 ) -> Deadlines:
-    """The deadlines of a stage that started at `start`.
+    """Returns the deadlines of a stage. With a TPOT and no TTFT they run from the first token, once it is out.
 
-    With a TPOT and no TTFT they run from the first token, once it is out. `continues`: for a decode-only stage, the
-    previous stage's last deadline (or, if it had none, its last token's time).
+    Args:
+        slo: of the stage.
+        arrival: of the request, plus the seconds that its tools took.
+        start: of the stage.
+        first_token_at: when the stage's first token came out; None before.
+        continues: for a decode-only stage, the previous stage's last deadline (without one: its last token's time).
     """
     end = inf if slo.e2e is None else arrival + slo.e2e
     tpot = inf if slo.tpot is None else slo.tpot
@@ -81,7 +85,7 @@ def deadlines(
 
 
 class StageTimes(NamedTuple):
-    """What happened in one stage: when it started, and the time of each of its output tokens, ascending."""
+    """When one stage started, and when each of its output tokens came out, ascending."""
 
     start: float
     tokens: Sequence[float] | NDArray[np.float64]
@@ -95,21 +99,28 @@ def judge(
     delays: Mapping[Cause, float] | None = None,
     reason: str = "",
 ) -> Verdict:
-    """Was this request attained? `stages` may be fewer than the request has, when it ended early.
+    """Judges whether a request attained its SLOs.
 
-    delays: seconds lost to each cause until the first miss (the replica's account); the largest is the cause of a miss.
-    reason: of its end; one that is refused as `INFEASIBLE` has that for its cause.
-    Raises ValueError for an unknown rule.
+    Args:
+        request: that ended.
+        stages: fewer than the request's when it ended early.
+        outcome: of the request.
+        slo_rule: one of `SLO_RULES`.
+        delays: seconds lost to each cause until the first miss, by the replica; the largest is the cause of a miss.
+        reason: of its end; the cause of a request refused as `INFEASIBLE` is "infeasible".
+
+    Raises:
+        ValueError: for an unknown rule.
     """
     if slo_rule not in SLO_RULES:
         raise ValueError(f"unknown judging rule {slo_rule!r}: choose one of {', '.join(SLO_RULES)}")
     completed = outcome == "completed"
-    some = [stage.tokens for stage in stages if len(stage.tokens)]
-    able = completed and (bool(some) or request.best_effort)
-    pauses = [longest_pause(tokens) for tokens in some]
+    outputs = [stage.tokens for stage in stages if len(stage.tokens)]
+    can_meet = completed and (bool(outputs) or request.best_effort)
+    pauses = [longest_pause(tokens) for tokens in outputs]
     margins = _margins(request, stages, pauses, slo_rule == "mean")
     margin = margins[slo_rule] if margins[slo_rule] < inf else None
-    met, *both = (able and margins[rule] >= -TOLERANCE for rule in (slo_rule, "deadline", "windowed"))
+    met, *by_rule = (can_meet and margins[rule] >= -TOLERANCE_S for rule in (slo_rule, "deadline", "windowed"))
     pause = max(pauses, default=0.0)
     cause: Cause | None = None
     if outcome == "refused" and reason.startswith(INFEASIBLE):
@@ -120,31 +131,33 @@ def judge(
         cause = "client"
     elif not met and delays:
         cause = max(delays.items(), key=lambda item: item[1])[0]
-    if not some:
-        return Verdict(met, slo_rule, cause, None, None, None, margin, None, *both)
-    first, last = float(some[0][0]), float(some[-1][-1])
+    if not outputs:
+        return Verdict(met, slo_rule, cause, None, None, None, margin, None, *by_rule)
+    first, last = float(outputs[0][0]), float(outputs[-1][-1])
     e2e = last - request.arrival - tool_seconds(stages) if completed else None
     tpot = _mean_tpot(request, stages)
-    several = any(len(tokens) > 1 for tokens in some)
-    return Verdict(met, slo_rule, cause, first - request.arrival, tpot, e2e, margin, pause if several else None, *both)
+    ttft, pause_or_none = first - request.arrival, pause if any(len(tokens) > 1 for tokens in outputs) else None
+    return Verdict(met, slo_rule, cause, ttft, tpot, e2e, margin, pause_or_none, *by_rule)
 
 
 def judge_untimed(request: Request, ended: float, slo_rule: str) -> Verdict:
-    """Of a completed request of one stage, of which only the end is known: by its e2e alone."""
+    """Judges a completed request of one stage by its e2e alone, where only the time of its end is known."""
     slo, e2e = request.stages[0].slo, ended - request.arrival
     margin = None if slo.e2e is None else slo.e2e - e2e
-    in_time = margin is None or margin >= -TOLERANCE
+    in_time = margin is None or margin >= -TOLERANCE_S
     unjudged = in_time and (slo.ttft is not None or slo.tpot is not None)
     return Verdict(in_time and not unjudged, slo_rule, e2e=e2e, margin=margin, unjudged=unjudged)
 
 
 def as_passed_on(request: Request, verdict: Verdict, tokens: int, first: float | None, last: float) -> Verdict:
-    """An engine's verdict on a completed request, as its client had the tokens.
+    """Adjusts an engine's verdict on a completed request to the times at which a gateway sent its tokens to the client.
 
     Args:
-        tokens: of output.
-        first: when the first one was passed on; None where that is not seen.
-        last: the same of the last one.
+        request: that completed.
+        verdict: the engine's.
+        tokens: output tokens.
+        first: when the first token was sent; None where unknown.
+        last: when the last token was sent.
     """
     if verdict.ttft is None or verdict.e2e is None or len(request.stages) > 1:
         return verdict
@@ -162,7 +175,7 @@ def as_passed_on(request: Request, verdict: Verdict, tokens: int, first: float |
             margin = min(margin, due.token(max(0, tokens - 1)) - arrival - e2e)
         elif verdict.slo_rule == "mean" and slo.tpot is not None and tokens > 1:
             margin = min(margin, (tokens - 1) * slo.tpot - (e2e - ttft))
-    is_late = verdict.met and margin is not None and margin < -TOLERANCE
+    is_late = verdict.met and margin is not None and margin < -TOLERANCE_S
     return replace(
         verdict, met=verdict.met and not is_late, cause="gateway" if is_late else verdict.cause, ttft=ttft, tpot=tpot,
         e2e=e2e, margin=margin,
@@ -170,8 +183,8 @@ def as_passed_on(request: Request, verdict: Verdict, tokens: int, first: float |
 
 
 def longest_pause(tokens: Sequence[float] | NDArray[np.float64]) -> float:
-    """The longest time between two consecutive tokens of one stage; 0 of one alone."""
-    if len(tokens) < MANY:
+    """Returns the longest time between two consecutive tokens of one stage; 0 for a single token."""
+    if len(tokens) < MIN_NUMPY_TOKENS:
         return float(max([b - a for a, b in pairwise(tokens)], default=0.0))
     times = np.asarray(tokens)
     gaps = times[1:] - times[:-1]
@@ -179,21 +192,21 @@ def longest_pause(tokens: Sequence[float] | NDArray[np.float64]) -> float:
 
 
 def tool_seconds(stages: Sequence[StageTimes]) -> float:
-    """Seconds that tools took: between a stage's last token and the next one's start. They are in no SLO."""
+    """Returns the seconds that tools took, from a stage's last token to the next stage's start; no SLO counts them."""
     gaps = [b.start - float(a.tokens[-1]) for a, b in pairwise(stages) if len(a.tokens)]
     return sum([gap for gap in gaps if gap > 0.0])
 
 
 def _mean_tpot(request: Request, stages: Sequence[StageTimes]) -> float | None:
-    """Seconds per token after the first of each prompt; a stage without a prompt continues the one before."""
+    """Returns seconds per token after the first of each prompt; a stage without a prompt continues the one before."""
     seconds, tokens, last = 0.0, 0, 0.0
     for stage, times in zip(request.stages, stages, strict=False):
         n = len(times.tokens)
         if not n:
             break
-        goes_on = tokens and not stage.prompt
-        seconds += float(times.tokens[-1]) - (last if goes_on else float(times.tokens[0]))
-        tokens += n if goes_on else n - 1
+        continues = tokens and not stage.prompt
+        seconds += float(times.tokens[-1]) - (last if continues else float(times.tokens[0]))
+        tokens += n if continues else n - 1
         last = float(times.tokens[-1])
     return seconds / tokens if tokens else None
 
@@ -201,9 +214,13 @@ def _mean_tpot(request: Request, stages: Sequence[StageTimes]) -> float | None:
 def _margins(
     request: Request, stages: Sequence[StageTimes], pauses: Sequence[float], with_mean: bool
 ) -> dict[str, float]:
-    """Seconds to spare at the tightest point of all SLOs, by rule; inf when there is no SLO or nothing came out.
+    """Returns, by rule, the seconds to spare at the tightest point of all SLOs; inf without SLO or output.
 
-    pauses: the longest of each stage that has tokens. with_mean: by the mean rule too.
+    Args:
+        request: to judge.
+        stages: its times.
+        pauses: the longest pause of each stage with tokens.
+        with_mean: include the mean rule.
     """
     spare: dict[str, float] = dict.fromkeys(SLO_RULES if with_mean else ("deadline", "windowed"), inf)
     continues: float | None = None
@@ -212,52 +229,52 @@ def _margins(
         n = len(tokens)
         if not n:
             break
-        begun, ended = float(tokens[0]), float(tokens[-1])
+        first, last = float(tokens[0]), float(tokens[-1])
         arrival = request.arrival if at == 0 else request.arrival + tool_seconds(stages[: at + 1])
-        due = deadlines(slo, arrival, times.start, begun, continues if stage.prompt == 0 else None)
-        at_end = due.end - ended
-        of_deadline = min(at_end, _deadline_margin(tokens, begun, due), due.max_pause - pause)
-        spare["deadline"] = min(spare["deadline"], of_deadline)
+        due = deadlines(slo, arrival, times.start, first, continues if stage.prompt == 0 else None)
+        at_end = due.end - last
+        by_deadline = min(at_end, _deadline_margin(tokens, first, due), due.max_pause - pause)
+        spare["deadline"] = min(spare["deadline"], by_deadline)
         if slo.ttft is not None:
-            at_end = min(at_end, due.first - begun)
+            at_end = min(at_end, due.first - first)
         tpot = slo.tpot
         spare["windowed"] = min(spare["windowed"], at_end, inf if tpot is None else _windows_margin(tokens, tpot))
         if with_mean:
-            of_mean = inf if tpot is None or n < 2 else (n - 1) * tpot - float(tokens[-1] - tokens[0])
-            spare["mean"] = min(spare["mean"], at_end, of_mean)
+            by_mean = inf if tpot is None or n < 2 else (n - 1) * tpot - float(tokens[-1] - tokens[0])
+            spare["mean"] = min(spare["mean"], at_end, by_mean)
         if len(request.stages) > 1:
             last_due = due.token(n - 1)
-            continues = last_due if last_due < inf else ended
+            continues = last_due if last_due < inf else last
     return spare
 
 
-def _deadline_margin(tokens: Sequence[float] | NDArray[np.float64], begun: float, due: Deadlines) -> float:
-    """Of tokens in ascending order, the first at `begun`, by `due.first` and `due.tpot` alone."""
+def _deadline_margin(tokens: Sequence[float] | NDArray[np.float64], first_at: float, due: Deadlines) -> float:
+    """Returns the margin of ascending tokens, the first at `first_at`, by `due.first` and `due.tpot` alone."""
     first, tpot, n = due.first, due.tpot, len(tokens)
     if n < 2 or tpot == inf:
-        return first - begun
-    if n < MANY:
+        return first - first_at
+    if n < MIN_NUMPY_TOKENS:
         return first + min([i * tpot - float(t) for i, t in enumerate(tokens)])
-    spare = _after(tpot, 1 << n.bit_length())[:n] - tokens
+    spare = _due_after_first(tpot, 1 << n.bit_length())[:n] - tokens
     return first + float(spare[spare.argmin()])  # in a third of the time that the minimum takes
 
 
 @lru_cache(16)
-def _after(tpot: float, n: int) -> NDArray[np.float64]:
-    """Seconds after the first of n tokens at which each is due."""
+def _due_after_first(tpot: float, n: int) -> NDArray[np.float64]:
+    """Returns when each of n tokens is due, in seconds after the first."""
     return np.arange(0.0, n) * tpot
 
 
 def _windows_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float) -> float:
     n = len(tokens)
     spare = inf
-    if n < MANY:
-        for begin in range(0, n - 1, WINDOW):
-            end = min(begin + WINDOW, n - 1)
+    if n < MIN_NUMPY_TOKENS:
+        for begin in range(0, n - 1, WINDOW_TOKENS):
+            end = min(begin + WINDOW_TOKENS, n - 1)
             spare = min(spare, (end - begin) * tpot - float(tokens[end] - tokens[begin]))
         return spare
-    ends = np.asarray(tokens)[::WINDOW]  # a window ends where the next begins; the tail is shorter
+    ends = np.asarray(tokens)[::WINDOW_TOKENS]  # a window ends where the next begins; the tail is shorter
     spans = ends[1:] - ends[:-1]
-    spare = WINDOW * tpot - float(spans[spans.argmax()])
-    tail = (n - 1) % WINDOW
+    spare = WINDOW_TOKENS * tpot - float(spans[spans.argmax()])
+    tail = (n - 1) % WINDOW_TOKENS
     return min(spare, tail * tpot - float(tokens[-1] - ends[-1])) if tail else spare

@@ -1,4 +1,4 @@
-"""Stop strings in text that arrives in pieces."""
+"""Finds stop strings in streamed text."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ from collections.abc import Sequence
 
 
 class StopText:
-    """Holds back what may be the beginning of a stop string, and ends at the first one that is complete."""
+    """Withholds text that may begin a stop string, and ends at the first complete one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
-        self._held = ""
+        self._withheld = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """What is final by now, and whether a stop string has been found (it, and what follows it, are left out)."""
+        """Returns the text that is final by now, without any stop string, and whether one was complete."""
         if not self._stops:
             return text, False
-        self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            final, self._held = self._held[: min(found)], ""
+        self._withheld += text
+        starts = [at for stop in self._stops if (at := self._withheld.find(stop)) >= 0]
+        if starts:
+            final, self._withheld = self._withheld[: min(starts)], ""
             return final, True
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
-        final, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        keep = max(_overlap(self._withheld, stop) for stop in self._stops)
+        end = len(self._withheld) - keep
+        final, self._withheld = self._withheld[:end], self._withheld[end:]
         return final, False
 
     def flush(self) -> str:
-        """What was held back, for an output that ended otherwise."""
-        rest, self._held = self._held, ""
+        """Returns the withheld text, for an output that ended without a stop string."""
+        rest, self._withheld = self._withheld, ""
         return rest
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`."""
+    """Returns the length of the longest suffix of `text` that is a prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,4 +1,4 @@
-"""What became of one request, and the steps of a log."""
+"""The timeline of one request, and the measured steps of a log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rubato.core.request import Request
 @dataclass(slots=True)
 class Timeline:
     """One request from offer to end: tokens[i] output tokens were out by times[i] (the clock's seconds). demoted_at:
-    since when it is best effort, without having asked for that."""
+    when it became best effort, unless it asked for that."""
 
     request: Request
     times: list[float] = field(default_factory=list)
@@ -23,5 +23,5 @@ class Timeline:
 
 
 def steps(events: Iterable[Event]) -> list[Sample]:
-    """The steps of a log, as a latency model is fitted on them."""
+    """Returns the steps of a log, as samples for a latency model."""
     return [Sample(e.shape, e.seconds) for e in events if isinstance(e, Stepped)]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rubato.core.clock import WallClock, process_cpu_time
-from rubato.core.cpu_usage import TakenCores, cpu_seconds_of, usable
+from rubato.core.cpu_usage import TakenCores, cpu_seconds_of, usable_cores
 
 DISTURBED = 0.25  # cores that other programs used: beyond it the result is to be read with care
 SECONDS = 24.0  # of load for each policy, where the machine is not slow
@@ -61,7 +61,7 @@ class Progress:
         if not self.disturbances:
             return ""
         return (
-            f"other programs used some of this machine's {len(usable())} cores ({', '.join(self.disturbances)}), "
+            f"other programs used some of this machine's {len(usable_cores())} cores ({', '.join(self.disturbances)}), "
             "and a policy that had more of that beside it than another looks worse than it is"
         )
 

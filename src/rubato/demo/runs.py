@@ -20,7 +20,7 @@ from rubato.core.timeline import steps
 from rubato.demo.progress import BURST_SECONDS, CHECK_SECONDS, SECONDS, Progress, say
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine
-from rubato.latency.fit import Report, coefficients, error_report
+from rubato.latency.fit import FitReport, coefficients, error_report
 from rubato.measure import load_generator, results
 from rubato.measure.http_client import BenchError, Endpoint, TierField
 from rubato.measure.records import BenchResult
@@ -79,7 +79,7 @@ class Unloaded:
 
     def scaled(self, scale: float, model: affine.Model) -> Unloaded:
         """With prompts `scale` times as long, by the model."""
-        whole, part = (model.step_time(Shape().plus(max(1, round(PROMPT * s)), 0)) for s in (1.0, scale))
+        whole, part = (model.step_time(Shape.prefill(max(1, round(PROMPT * s)))) for s in (1.0, scale))
         return dataclasses.replace(self, ttft=self.ttft * part / whole)
 
 
@@ -220,7 +220,7 @@ class Stage:
         load = make("burst", mix, 1.0, count=requests, seed=requests, count_tokens=self._count())
         self._bench(url, at_once(load, load.arrivals), f"burst of {requests}")
 
-    def _fit(self, samples: Sequence[Sample]) -> tuple[affine.Model, Report]:
+    def _fit(self, samples: Sequence[Sample]) -> tuple[affine.Model, FitReport]:
         model = affine.Model()
         model.fit(samples)
         return model, error_report(model, samples)
@@ -322,7 +322,7 @@ def burst_of(unloaded: Unloaded) -> int:
     return min(36, max(8, round(BURST_SECONDS / each)))
 
 
-def poor_fit(report: Report) -> str:
+def poor_fit(report: FitReport) -> str:
     """How to read a result whose rates come from a model with such errors; "" where it fits."""
     if report.p50 <= POOR_P50 and report.p95 <= POOR_P95:
         return ""

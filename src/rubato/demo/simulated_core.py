@@ -134,7 +134,7 @@ class SimulatedCore:
 
     def abort(self, id: str) -> None:
         """Its client has left."""
-        if id in self._replica.arriving:
+        if id in self._replica.migrating_in:
             self.host.release(id)
         else:
             self.host.cancel(id, "aborted")
@@ -211,7 +211,7 @@ class SimulatedCore:
     def _held_changes(self) -> dict[str, tuple[int, int]]:
         """Of requests that hold KV, tokens and blocks where these are not as reported before."""
         replica = self._replica
-        rows = {s.id: (s.cached, s.blocks) for s in (*replica.running.values(), *replica.arriving.values())}
+        rows = {s.id: (s.cached, s.blocks) for s in (*replica.running.values(), *replica.migrating_in.values())}
         changed = {id: row for id, row in rows.items() if self._held_before.get(id) != row}
         self._held_before = rows
         return changed

@@ -35,7 +35,7 @@ from rubato.core.interfaces import (
     View,
 )
 from rubato.core.plan import Role
-from rubato.core.request import ALONE_S, NO_REPLICA, SATURATED, SHUTTING_DOWN, Outcome, Progress, Request
+from rubato.core.request import NO_REPLICA, NO_REPLICA_TIMEOUT_S, SATURATED, SHUTTING_DOWN, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.event_bus import EventBus, Listener, without_tokens
 from rubato.fleet.local_host import MAX_FAILED_STEPS
@@ -534,7 +534,7 @@ class Cluster:
         if self._scaling.is_open:
             self._request_routing()
         elif self._scaling.can_add or self.hosts:  # (those that drain take nothing)
-            self.clock.call_at(now + ALONE_S, PLAN, self._end_if_alone)
+            self.clock.call_at(now + NO_REPLICA_TIMEOUT_S, PLAN, self._end_if_alone)
         else:
             self._give_up(f"no replica is left: {error}", error)
 
@@ -552,7 +552,7 @@ class Cluster:
         """Ends all held requests if no replica has replaced the lost ones. Later requests may find one."""
         if not self._scaling.is_open and not self._why_dead:
             for seq in list(self._requests.unplaced.values()):
-                self._end(seq, "failed", f"no replica has come back for {ALONE_S:g} s")
+                self._end(seq, "failed", f"no replica has come back for {NO_REPLICA_TIMEOUT_S:g} s")
 
     def _give_up(self, why: str, error: BaseException) -> None:
         """Ends unplaced and later requests: nothing can be placed any more."""

@@ -140,7 +140,7 @@ class LocalHost:
         return True
 
     async def transfer(self, id: str, to: Host) -> None:
-        seq = self._started_replica().leaving.get(id)
+        seq = self._started_replica().migrating_out.get(id)
         if seq is None:
             raise TransferError(f"replica {self.id} has no KV of request {id!r} any more")
         kv = await self.engine.export_kv(tuple(seq.block_ids), seq.cached)
@@ -149,10 +149,10 @@ class LocalHost:
 
     async def receive(self, id: str, kv: KV) -> None:
         replica = self._started_replica()
-        seq = replica.arriving.get(id)
+        seq = replica.migrating_in.get(id)
         if seq is not None:
             await self.engine.import_kv(tuple(seq.block_ids), kv)
-        if seq is None or replica.arriving.get(id) is not seq:
+        if seq is None or replica.migrating_in.get(id) is not seq:
             raise TransferError(f"replica {self.id} expects no KV of request {id!r} any more")
         self._publish(handoff.arrive(replica, id, kv.size, self.clock.now()))
 
@@ -281,8 +281,8 @@ class LocalHost:
             await self._wait_for(asyncio.ensure_future(self.engine.start()), "its start after a failed step")
         finally:
             self._is_restarting = False
-        replica.gone()
-        for seq in [*replica.waiting, *replica.arriving.values(), *replica.running.values()]:
+        replica.take_gone_ids()
+        for seq in [*replica.waiting, *replica.migrating_in.values(), *replica.running.values()]:
             self._outbox += self._add(replica, seq.request)
 
     # ----------------------------------------------------------------- parts
@@ -300,7 +300,7 @@ class LocalHost:
         return []
 
     def _forget_gone(self, replica: Replica) -> None:
-        ids = replica.gone()
+        ids = replica.take_gone_ids()
         if ids:
             self.engine.forget(ids)
 

@@ -113,7 +113,7 @@ class _Actor:
         events, self._events = self._events, []
         replica = self._host.replica
         assert replica is not None, "reports are asked for after start"
-        holding = [*replica.running.values(), *replica.leaving.values(), *replica.arriving.values()]
+        holding = [*replica.running.values(), *replica.migrating_out.values(), *replica.migrating_in.values()]
         kv_usage = {s.id: KVUsage(s.cached, s.blocks, s.own_blocks, s.in_flight) for s in holding if not s.ended}
         return ReplicaReport(
             as_of=self._clock.now(),

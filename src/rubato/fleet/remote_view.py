@@ -312,7 +312,7 @@ class RemoteReplica:
             order = had.order if had is not None else self._next_order()
             seq = Seq(request, order, now, lengths=self._lengths, kv=self, token_ids=[])
             seq.started, seq.demoted, seq.cached = one.started, one.demoted, one.cached
-            seq.got(one.times)
+            seq.add_tokens(one.times)
             if seq.token_ids is not None:
                 seq.token_ids += one.token_ids
             where = {"waiting": self._waiting, "arriving": self._arriving, "leaving": self._leaving}
@@ -387,7 +387,7 @@ class RemoteReplica:
 
 
 def _add_tokens(seq: Seq, event: Tokens) -> None:
-    seq.got([event.at] * event.tokens)
+    seq.add_tokens([event.at] * event.tokens)
     if event.token_ids:
         assert seq.token_ids is not None
         seq.token_ids += event.token_ids

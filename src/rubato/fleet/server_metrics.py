@@ -20,7 +20,7 @@ from rubato.core.clock import ARRIVAL, Clock
 from rubato.fleet.server_probe import DEFAULT_LIMITS, metrics, with_cache
 from rubato.fleet.upstream import Upstream
 from rubato.latency import affine
-from rubato.latency.fit import FOLD, Fitted, report_of
+from rubato.latency.fit import FOLDS, Fitted, report_of
 from rubato.latency.least_squares import Array, nnls
 
 SCRAPE_S = 1.0
@@ -153,7 +153,7 @@ def fit_scrapes(scrapes: Sequence[Scrape], url: str) -> Fitted:
         )
     table = np.array(rows)
     _check_varied(table, url)
-    is_fitted = np.arange(len(table)) % FOLD > 0
+    is_fitted = np.arange(len(table)) % FOLDS > 0
     trial, model = _fit(table[is_fitted]), _fit(table)
     notes = [
         f"from /metrics of {url} alone: its errors are of means over {WINDOW_SCRAPES * SCRAPE_S:g} s, of single steps "

@@ -497,7 +497,7 @@ class ServerReplica(ServerWatch, KVBetweenServers):
         """Shows counted tokens in the view."""
         if len(count.times) > count.shown_count:
             if (seq := self._started_remote().seq_of(count.id)) is not None:
-                seq.got(count.times[count.shown_count :])
+                seq.add_tokens(count.times[count.shown_count :])
             count.shown_count = len(count.times)
 
     def _finish(self, id: str, outcome: Outcome, reason: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rubato.core.events import (
-    OF_REPLICAS,
+    REPLICA_EVENTS,
     Demoted,
     Event,
     Finished,
@@ -57,7 +57,7 @@ class RequestHistory:
         if type(event) is Tokens:
             _tokens(self._open[event.id], event)
             return
-        if isinstance(event, OF_REPLICAS):  # of a replica, not of a request
+        if isinstance(event, REPLICA_EVENTS):  # of a replica, not of a request
             return
         if type(event) is Offered:
             record = self._open[event.id] = RequestRecord(without_texts(event.request))

@@ -39,7 +39,7 @@ from rubato.core.events import (
 )
 from rubato.core.interfaces import View
 from rubato.core.request import SLO, Request
-from rubato.core.slo import TOLERANCE
+from rubato.core.slo import TOLERANCE_S
 from rubato.frontdoor.choices import prompt_tokens
 from rubato.measure.replica_seconds import ReplicaSecondsMeter
 from rubato.policy_kit.backlog import prefill_seconds
@@ -463,4 +463,4 @@ def _promises(request: Request) -> dict[str, float]:
 
 def _kept(verdict: Verdict, dimension: str, seconds: float) -> bool:
     measured = getattr(verdict, dimension)
-    return (dimension == "tpot" and verdict.ttft is not None) if measured is None else measured <= seconds + TOLERANCE
+    return (dimension == "tpot" and verdict.ttft is not None) if measured is None else measured <= seconds + TOLERANCE_S

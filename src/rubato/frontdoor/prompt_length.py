@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rubato.core.request import PREFIX_BLOCK
+from rubato.core.request import PREFIX_BLOCK_TOKENS
 from rubato.frontdoor.body_fields import BodyFields
 
 TOKENS_PER_BYTE = 0.25  # until something is known
@@ -75,10 +75,10 @@ class PromptLengths:
 def prefix_keys(body: BodyFields) -> tuple[int, ...]:
     """A key for each full block of the prompt, that stands for all up to its end (`Request.prefix`)."""
     text = b"\n".join([found for name in TEXTS if (found := body.json(name))])
-    block = int(PREFIX_BLOCK / TOKENS_PER_BYTE)
-    if body.prompt_ids:  # PREFIX_BLOCK ids each
+    block = int(PREFIX_BLOCK_TOKENS / TOKENS_PER_BYTE)
+    if body.prompt_ids:  # PREFIX_BLOCK_TOKENS ids each
         commas = np.flatnonzero(np.frombuffer(text, np.uint8) == ord(","))
-        ends = [int(end) for end in commas[PREFIX_BLOCK - 1 :: PREFIX_BLOCK]]
+        ends = [int(end) for end in commas[PREFIX_BLOCK_TOKENS - 1 :: PREFIX_BLOCK_TOKENS]]
     else:
         ends = list(range(block, len(text) + 1, block))
     key, begin, keys = 0, 0, []

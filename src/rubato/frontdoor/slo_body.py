@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rubato.core.request import LEAST_MS, MOST_MS, SLO
+from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS, SLO
 from rubato.frontdoor.errors import ApiError, invalid
 
 MAX_STAGES = 64
@@ -31,8 +31,8 @@ class SLODimensions(Body):
             raise ValueError(f"{len(value)} fields given: it has {', '.join(cls.model_fields)}")
         return value
 
-    ttft_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
-    tpot_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
+    ttft_ms: float | None = Field(default=None, ge=MIN_SLO_MS, le=MAX_SLO_MS)
+    tpot_ms: float | None = Field(default=None, ge=MIN_SLO_MS, le=MAX_SLO_MS)
 
     @property
     def slo(self) -> SLO:
@@ -44,7 +44,7 @@ class StageBody(SLODimensions):
 
 
 class SLOBody(SLODimensions):
-    e2e_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
+    e2e_ms: float | None = Field(default=None, ge=MIN_SLO_MS, le=MAX_SLO_MS)
     stages: list[StageBody] | None = Field(default=None, min_length=1, max_length=MAX_STAGES, fail_fast=True)
     on_decline: Literal["best_effort", "refuse"] | None = None
 

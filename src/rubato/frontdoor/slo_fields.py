@@ -25,7 +25,7 @@ from math import inf
 from typing import cast, get_args
 
 from rubato.core.did_you_mean import nearest
-from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Stage
+from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS, SLO, OnDecline, Stage
 from rubato.frontdoor.errors import ApiError, invalid
 from rubato.frontdoor.slo_body import MAX_NAME_CHARACTERS, SLOBody, StageBody
 
@@ -203,8 +203,8 @@ def _seconds(name: str, text: str) -> float:
         milliseconds = float(text)
     except ValueError:
         milliseconds = 0.0
-    if not LEAST_MS <= milliseconds <= MOST_MS:
-        raise invalid(name, f"{text[:40]!r} is no number of milliseconds from {LEAST_MS:g} to {MOST_MS:g}.")
+    if not MIN_SLO_MS <= milliseconds <= MAX_SLO_MS:
+        raise invalid(name, f"{text[:40]!r} is no number of milliseconds from {MIN_SLO_MS:g} to {MAX_SLO_MS:g}.")
     return milliseconds / 1e3
 
 

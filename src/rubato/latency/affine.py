@@ -116,10 +116,10 @@ class Model(FittedModel):
         shared = np.array([self.host_per_seq, self.a, self.d, self.e])
         return self.online.refit(Coefficients(np.array([self.k, self.b]).T.copy(), shared), self.host)
 
-    def _take(self, found: Coefficients) -> None:
-        (k, b), (k_, b_) = found.planes.tolist()
+    def _take(self, fitted: Coefficients) -> None:
+        (k, b), (k_, b_) = fitted.planes.tolist()
         self.k, self.b = (k, k_), (b, b_)
-        self.host_per_seq, self.a, self.d, self.e = found.shared.tolist()
+        self.host_per_seq, self.a, self.d, self.e = fitted.shared.tolist()
 
     def _flatten(self) -> None:
         """The coefficients as step_time wants them: times the factor of the moment, host within b."""
@@ -144,11 +144,11 @@ def _check_rows(rows: Array, host: float) -> None:
     if not rows[:, 5].any():
         raise ValueError("no sample runs a chunk of prefill (an entry of more than one token): measure some such steps")
     features = rows[:, :-1]
-    used = np.asarray(features.any(axis=0))
-    columns = features[:, used] / np.sqrt((features[:, used] ** 2).mean(axis=0))
+    nonzero = np.asarray(features.any(axis=0))
+    columns = features[:, nonzero] / np.sqrt((features[:, nonzero] ** 2).mean(axis=0))
     singular = np.linalg.svd(columns, full_matrices=False)
-    if singular.S[-1] < 1e-9 * singular.S[0] or len(singular.S) < used.sum():
-        names = [name for name, is_used in zip(FEATURES, used.tolist(), strict=True) if is_used]
+    if singular.S[-1] < 1e-9 * singular.S[0] or len(singular.S) < nonzero.sum():
+        names = [name for name, is_used in zip(FEATURES, nonzero.tolist(), strict=True) if is_used]
         stuck = [name for name, part in zip(names, singular.Vh[-1], strict=True) if abs(part) > 1e-3]
         raise ValueError(
             f"{', '.join(stuck)} never move apart in these samples: vary batch, context and chunk separately"

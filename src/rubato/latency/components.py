@@ -32,10 +32,10 @@ from rubato.latency.least_squares import isotonic, nnls
 from rubato.latency.model_base import ModelBase
 from rubato.latency.roofline_fit import Array, largest
 
-FEW = 16  # tokens up to which `decode_gemm` holds
-MANY = 1024  # and from which `prefill_gemm` does
-OCTAVES, FARTHEST = 24, 62  # KV totals up to 2^24 tokens; beyond, the last slope goes on
-US = 1e-6
+MAX_DECODE_GEMM_TOKENS = 16  # up to here `decode_gemm` applies
+MIN_PREFILL_GEMM_TOKENS = 1024  # from here on `prefill_gemm` applies
+OCTAVES, MAX_OCTAVE = 24, 62  # KV totals up to 2^24 tokens; beyond, the last slope goes on
+MICROSECOND_S = 1e-6
 ROUNDS = 4
 
 
@@ -89,15 +89,18 @@ class Tables:
     def gemm(self, factors: Factors) -> tuple[Array, Array]:
         """(tokens, seconds), never falling."""
         at = np.array(self.tokens["tokens"], dtype=np.float64)
-        few, many = (at <= FEW) * (factors.decode_gemm - 1.0), (at >= MANY) * (factors.prefill_gemm - 1.0)
+        few, many = (
+            (at <= MAX_DECODE_GEMM_TOKENS) * (factors.decode_gemm - 1.0),
+            (at >= MIN_PREFILL_GEMM_TOKENS) * (factors.prefill_gemm - 1.0),
+        )
         products = np.array(self.tokens["gemm"]) * (1.0 + few + many)
         whole = products + np.array(self.tokens["elementwise"]) + np.array(self.tokens["allreduce"])
-        return at, isotonic(whole) * US
+        return at, isotonic(whole) * MICROSECOND_S
 
     def head(self) -> tuple[Array, Array]:
         """(rows, seconds), never falling."""
         rows = np.array(self.lm_head["rows"], dtype=np.float64)
-        return rows, isotonic(np.array(self.lm_head["time"])) * US
+        return rows, isotonic(np.array(self.lm_head["time"])) * MICROSECOND_S
 
     def attention(self, host_per_seq: float) -> tuple[Array, Array]:
         """Of decodes: (batches, seconds [batch][i]) at KV totals `knots()[i]`, never falling in the total, nor, with
@@ -116,9 +119,9 @@ class Tables:
         if len(used) < 2:
             raise ValueError("table decode needs two lengths measured at two batches or more")
         batches = np.array(used, dtype=np.float64)
-        host = batches * host_per_seq / US
+        host = batches * host_per_seq / MICROSECOND_S
         columns = [isotonic(column + host, batches) - host for column in np.array(rows).T]
-        return batches, np.array(columns).T * US
+        return batches, np.array(columns).T * MICROSECOND_S
 
     def chunk_attention(self, factors: Factors) -> tuple[float, float, float, float]:
         """F, g, e, d: by non-negative least squares, errors relative to a step of this chunk alone."""
@@ -128,7 +131,7 @@ class Tables:
             for context, time in zip(self.prefill["context"], row, strict=True):
                 if time is not None:
                     rows.append((1.0, chunk, chunk * chunk, chunk * context))
-                    times.append(time * US * (factors.context_attention if context else 1.0))
+                    times.append(time * MICROSECOND_S * (factors.context_attention if context else 1.0))
                     weights.append(1.0 / (times[-1] + float(np.interp(chunk, at, step))))
         x, y, w = np.array(rows), np.array(times), np.array(weights)
         size = np.sqrt((x * x).mean(axis=0))
@@ -300,6 +303,6 @@ class _Decode:
         slopes = (np.diff(seconds) / np.diff(x)).tolist()
         until = [*x[1:-1].tolist(), float("inf")]
         row = list(zip(seconds[:-1].tolist(), slopes, x[:-1].astype(int).tolist(), until, strict=True))
-        row += [row[-1]] * (4 * (FARTHEST - OCTAVES))
+        row += [row[-1]] * (4 * (MAX_OCTAVE - OCTAVES))
         self._rows[batch] = row
         return row

@@ -20,13 +20,13 @@ from rubato.latency.least_squares import Array
 from rubato.latency.model_kinds import MODELS
 from rubato.latency.profiles.aiconfigurator import GPUS
 
-HELD_OUT = 0.2  # the last share of a log's steps
-LEAST_STEP_SHARE = 0.1  # of what is predicted, that a replayed step takes at least
-FOLD = 5  # of a table's, every fifth
+HELD_OUT_SHARE = 0.2  # the last share of a log's steps
+MIN_STEP_SHARE = 0.1  # of what is predicted, that a replayed step takes at least
+FOLDS = 5  # of a table's, every fifth
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class FitReport:
     """r2: share of the variance of seconds explained (nan when all steps took equally long); p50, p95: quantiles of
     |predicted − measured| / measured; n: steps."""
 
@@ -39,7 +39,7 @@ class Report:
         return f"R² {self.r2:.4f}, relative error p50 {self.p50:.2%} p95 {self.p95:.2%}, {self.n} steps"
 
 
-def error_report(model: LatencyModel, samples: Sequence[Sample]) -> Report:
+def error_report(model: LatencyModel, samples: Sequence[Sample]) -> FitReport:
     """Raises ValueError when there is nothing to compare with."""
     if not samples:
         raise ValueError("no samples: give at least one measured step to judge a latency model by")
@@ -47,13 +47,13 @@ def error_report(model: LatencyModel, samples: Sequence[Sample]) -> Report:
     return report_of(np.array([model.step_time(s.shape) for s in samples]), measured)
 
 
-def report_of(predicted: Array, measured: Array) -> Report:
+def report_of(predicted: Array, measured: Array) -> FitReport:
     """Both in seconds, measured above 0."""
     error = np.abs(predicted - measured) / measured
     around = float(((measured - measured.mean()) ** 2).sum())
     r2 = 1.0 - float(((measured - predicted) ** 2).sum()) / around if around > 0.0 else float("nan")
     p50, p95 = np.quantile(error, [0.5, 0.95]).tolist()
-    return Report(r2, p50, p95, len(measured))
+    return FitReport(r2, p50, p95, len(measured))
 
 
 def residuals(model: LatencyModel, samples: Sequence[Sample]) -> list[float]:
@@ -61,7 +61,7 @@ def residuals(model: LatencyModel, samples: Sequence[Sample]) -> list[float]:
     median: a pause of the machine takes as long whatever it falls into, and is to be replayed in other steps."""
     both = [(sample.seconds, model.step_time(sample.shape)) for sample in samples]
     usual = float(np.median([predicted for _, predicted in both]))
-    return [max(LEAST_STEP_SHARE, 1.0 + (measured - predicted) / max(predicted, usual)) for measured, predicted in both]
+    return [max(MIN_STEP_SHARE, 1.0 + (measured - predicted) / max(predicted, usual)) for measured, predicted in both]
 
 
 def residuals_text(fitted: Fitted, source: str) -> str:
@@ -78,10 +78,10 @@ class Fitted:
 
     kind: str
     model: FittedModel
-    inside: Report
-    held_out: Report
+    inside: FitReport
+    held_out: FitReport
     held: str = "the last fifth"
-    outside: Mapping[str, Report] = field(default_factory=dict)
+    outside: Mapping[str, FitReport] = field(default_factory=dict)
     residuals: Sequence[float] = ()
     notes: Sequence[str] = ()
 
@@ -114,7 +114,7 @@ class Fitted:
 def fit(samples: Sequence[Sample], kind: str = "affine", of: profiles.Profile | None = None) -> Fitted:
     """Held out: the last fifth. of: the profile whose model and GPU `operation_count` counts for. Raises ValueError
     when the steps cannot determine the model, saying what is lacking."""
-    cut = round(len(samples) * (1 - HELD_OUT))
+    cut = round(len(samples) * (1 - HELD_OUT_SHARE))
     trial, model = blank(kind, of), blank(kind, of)
     model.fit(samples)
     trial.fit(samples[:cut])
@@ -134,21 +134,21 @@ def fit_groups(
 
     Raises ValueError when there are no such groups, or their steps cannot determine the model.
     """
-    chosen = [tag for tag in groups if not train or any(part in tag for part in train)]
-    others = [tag for tag in groups if tag not in chosen and (not test or any(part in tag for part in test))]
-    for what, parts, found in (("fit on", train, chosen), ("test on", test, others)):
+    fit_tags = [tag for tag in groups if not train or any(part in tag for part in train)]
+    others = [tag for tag in groups if tag not in fit_tags and (not test or any(part in tag for part in test))]
+    for what, parts, found in (("fit on", train, fit_tags), ("test on", test, others)):
         if parts and not found:
             raise ValueError(f"no steps to {what}: no tag contains {' or '.join(parts)}; tags are {', '.join(groups)}")
-    samples = [sample for tag in chosen for sample in groups[tag]]
-    seen = [s for i, s in enumerate(samples) if i % FOLD]
+    samples = [sample for tag in fit_tags for sample in groups[tag]]
+    fit_samples = [s for i, s in enumerate(samples) if i % FOLDS]
     trial, model = blank(kind, of), blank(kind, of)
     model.fit(samples)
-    trial.fit(seen)
+    trial.fit(fit_samples)
     outside = {tag: error_report(trial, groups[tag]) for tag in others}
     if len(others) > 1:
         outside["all of these"] = error_report(trial, [sample for tag in others for sample in groups[tag]])
-    inside, held = error_report(trial, seen), error_report(trial, samples[::FOLD])
-    return Fitted(kind, model, inside, held, "every fifth", outside, residuals(model, samples))
+    inside, left_out_error = error_report(trial, fit_samples), error_report(trial, samples[::FOLDS])
+    return Fitted(kind, model, inside, left_out_error, "every fifth", outside, residuals(model, samples))
 
 
 def fit_file(

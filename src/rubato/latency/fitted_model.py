@@ -83,8 +83,8 @@ class FittedModel(ModelBase):
         if sample.shape.tokens < 1:
             raise ValueError("a sample has no tokens: only steps that ran something can be learnt from")
         raw = self.step_time(sample.shape) / self.online.factor
-        if self.online.seen(sample.shape, self._row(sample), raw) and (found := self._refit()) is not None:
-            self._take(found)
+        if self.online.observe(sample.shape, self._row(sample), raw) and (refitted := self._refit()) is not None:
+            self._take(refitted)
         self._flatten()
 
     def to_dict(self) -> dict[str, object]:
@@ -115,7 +115,7 @@ class FittedModel(ModelBase):
         """Coefficients for the window that `Online.refit` finds better. By default they stay as they are."""
         return None
 
-    def _take(self, found: Coefficients) -> None:
+    def _take(self, fitted: Coefficients) -> None:
         """Set these coefficients."""
 
     def _flatten(self) -> None:

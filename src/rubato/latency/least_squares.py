@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 ROUNDING = 1e-14  # of the cosine between a column and what is left to explain
-MOST = 30  # columns set free, for each that there is; few more than one suffice in practice
+MAX_FREED_COLUMNS = 30  # columns set free, for each that there is; few more than one suffice in practice
 
 
 def nnls(matrix: Array, right: Array) -> Array:
@@ -25,7 +25,7 @@ def nnls(matrix: Array, right: Array) -> Array:
     least = ROUNDING * float(np.sqrt(b @ b))
     x = np.zeros(columns)
     free, barred = np.zeros(columns, dtype=bool), np.zeros(columns, dtype=bool)
-    for _ in range(MOST * columns):
+    for _ in range(MAX_FREED_COLUMNS * columns):
         gradient = np.where(free | barred, 0.0, a.T @ (b - a @ x))
         best = int(np.argmax(gradient))
         if gradient[best] <= least:

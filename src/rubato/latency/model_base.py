@@ -1,4 +1,4 @@
-"""A latency model's defaults, all worked out from its `step_time`; and any other model, completed by these."""
+"""Defaults of latency models, derived from their `step_time`, and a wrapper that adds them to any other model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rubato.core.interfaces import LatencyModel, Line
 from rubato.core.plan import Sample, Shape
 from rubato.latency.roofline_fit import largest
 
-CORNER = 0.5  # a step this much longer than its memory-bound time is at the knee
-MOST = 16384  # tokens that a knee is looked for up to: more than any batch holds
+KNEE_SLOWDOWN = 0.5  # relative: a step this much longer than its memory-bound time is at the knee
+MAX_KNEE_TOKENS = 16384  # the search for a knee ends here, above any batch
 
 
 class ModelBase:
-    """To be inherited by latency models (`LatencyModel` of `core.interfaces`), which define `step_time`,
-    `largest_chunk`, `fit` and `update` themselves."""
+    """A base for latency models (`LatencyModel` of `core.interfaces`), which define `step_time`, `largest_chunk`, `fit`
+    and `update`."""
 
     __slots__ = ()
 
@@ -31,53 +31,53 @@ class ModelBase:
     def seconds_of(
         self, tokens: int, seqs: int, kv: int, chunk_context: int, chunk_sq: int, chunks: int, chunk_kv: int
     ) -> float:
-        """By way of the shape."""
+        """Returns `step_time` of the shape with these features."""
         return self.step_time(Shape(tokens, seqs, kv, chunk_context, chunk_sq, 0, chunks, chunk_kv))
 
     def line(self, seqs: int, kv: int) -> Line | None:
-        """There is none."""
+        """Returns None: the model has no lines."""
         return None
 
     def knee(self, base: Shape) -> int:
-        """By bisection: the most tokens with which the step takes at most 1 + `CORNER` of its memory-bound time."""
+        """Returns `knee_of` the model, found by bisection."""
         return knee_of(self, base)
 
     def idle(self, seconds: float) -> None:
-        """What does not learn has nothing to forget."""
+        """Does nothing: a model that does not learn has nothing to forget."""
 
 
-def knee_of(model: ModelBase, base: Shape, most: int = MOST) -> int:
-    """The largest n in [0, most] such that `base` with n tokens more takes at most 1 + `CORNER` of what it takes with
-    one token a sequence, when its time is that of reading weights and KV.
+def knee_of(model: ModelBase, base: Shape, most: int = MAX_KNEE_TOKENS) -> int:
+    """Returns the largest n in [0, most] such that `base` with n more tokens takes at most 1 + `KNEE_SLOWDOWN` times as
+    long as with one token a sequence, when it only reads weights and KV.
 
-    A memory-bound step does take a little longer with each token, and kernels have a round corner, so some share must
-    be chosen. With a share half as large again the packaged Llama-3.1-70B (four A100) has its knee at 133 tokens beyond
-    a lone decode; the line of its compute-bound steps reaches the time of that decode at 146.
+    A memory-bound step takes a little longer with each token, and kernels have a round corner, so the share is a
+    choice. With this one the packaged Llama-3.1-70B (four A100) has its knee at 133 tokens beyond a lone decode; the
+    line of its compute-bound steps reaches the time of that decode at 146.
     """
     drafts = Shape(spec_steps=base.spec_steps, draft_tokens=base.draft_tokens)
     floor = model.step_time(drafts._replace(tokens=base.seqs, seqs=base.seqs, kv=base.kv))
-    limit = (1.0 + CORNER) * floor
+    limit = (1.0 + KNEE_SLOWDOWN) * floor
     return largest(lambda n: model.step_time(base._replace(tokens=base.tokens + n)) <= limit, most, 128.0)
 
 
 MEMBERS = ("spread", "step_time", "seconds_of", "line", "knee", "largest_chunk", "fit", "update", "idle")
 
 
-def completed(model: Any) -> LatencyModel:
-    """Any model as it is, or with defaults for what it lacks. Raises TypeError, naming what is missing, for one without
-    step_time, largest_chunk, fit or update."""
-    lacking = [name for name in MEMBERS if not hasattr(model, name)]
-    if needed := [name for name in lacking if not hasattr(ModelBase, name) or name == "step_time"]:
+def with_defaults(model: Any) -> LatencyModel:
+    """Returns a model, with defaults for the optional members that it lacks. Raises TypeError, naming what is missing,
+    for a model without step_time, largest_chunk, fit or update."""
+    missing = [name for name in MEMBERS if not hasattr(model, name)]
+    if needed := [name for name in missing if not hasattr(ModelBase, name) or name == "step_time"]:
         raise TypeError(
             f"{type(model).__module__}.{type(model).__name__} has no {' and no '.join(needed)}: a latency model has "
             "step_time(shape), largest_chunk(seconds, base, cached, most), fit(samples) and update(sample)"
         )
-    return Completed(model) if lacking else model
+    return ModelWithDefaults(model) if missing else model
 
 
 @dataclass(frozen=True)
-class Completed(ModelBase):
-    """A model that has the four members without which there is none, and perhaps `spread`; the rest by default."""
+class ModelWithDefaults(ModelBase):
+    """A model with the four required members, and perhaps `spread`, completed by defaults."""
 
     model: Any
 

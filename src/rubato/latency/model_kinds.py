@@ -1,4 +1,4 @@
-"""The models that are fitted to whole steps, by name, as in a server's `latency: {kind: NAME}`."""
+"""The latency models that are fitted to whole steps, by their names in `latency: {kind: NAME}`."""
 
 from __future__ import annotations
 

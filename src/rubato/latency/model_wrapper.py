@@ -1,4 +1,4 @@
-"""A latency model over another one, which answers for it wherever a subclass does not."""
+"""A latency model that wraps another one; a subclass overrides some of its methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rubato.core.plan import Sample, Shape
 
 @dataclass(frozen=True)
 class ModelWrapper:
-    """All of `interfaces.LatencyModel`, as `model` has it."""
+    """Passes every call of `interfaces.LatencyModel` on to `model`."""
 
     model: LatencyModel
 

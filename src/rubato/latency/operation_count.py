@@ -101,9 +101,9 @@ class Model(FittedModel):
         current = Coefficients(np.array([[0.0], [self.c5]]), np.array([self.c2, self.c3, self.c4]))
         return self.online.refit(current, 0.0)
 
-    def _take(self, found: Coefficients) -> None:
-        self.c5 = float(found.planes.max())
-        self.c2, self.c3, self.c4 = found.shared.tolist()
+    def _take(self, fitted: Coefficients) -> None:
+        self.c5 = float(fitted.planes.max())
+        self.c2, self.c3, self.c4 = fitted.shared.tolist()
 
     def _counted(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Seconds of traffic per (batch, token, sequence, KV token, Σ c·l, decode), and of arithmetic per (token,

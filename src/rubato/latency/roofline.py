@@ -97,8 +97,8 @@ class Model(FittedModel):
             (seconds - second) / k_ if k_ > 0.0 else math.inf,
         )
 
-    def _take(self, found: Coefficients) -> None:
-        planes = found.planes.tolist()
+    def _take(self, fitted: Coefficients) -> None:
+        planes = fitted.planes.tolist()
         self.k1, self.k2, self.b = ((planes[0][i], planes[1][i]) for i in range(3))
 
     def _flatten(self) -> None:

@@ -77,11 +77,11 @@ class _Problem:
         """From a first assignment; returns the best fit on the way, as the loss may rise again."""
         best, least = None, np.inf
         for _ in range(ALTERNATIONS):
-            found = self.solve(upper, keep)
-            loss = float(np.abs(self.residuals(found)[keep]).sum())
+            candidate = self.solve(upper, keep)
+            loss = float(np.abs(self.residuals(candidate)[keep]).sum())
             if best is None or loss < least:
-                best, least = found, loss
-            sides = self.x @ found.planes.T
+                best, least = candidate, loss
+            sides = self.x @ candidate.planes.T
             moved = sides[:, 1] > sides[:, 0]
             if np.array_equal(moved, upper):
                 break
@@ -89,9 +89,9 @@ class _Problem:
         assert best is not None
         return best
 
-    def residuals(self, found: Coefficients) -> Array:
+    def residuals(self, fitted: Coefficients) -> Array:
         """Relative error of each row."""
-        return found.predict(self.x, self.y) - self.target
+        return fitted.predict(self.x, self.y) - self.target
 
 
 def fit_planes(
@@ -112,21 +112,21 @@ def fit_planes(
     if prior is not None:
         sides = x @ prior.planes.T
         starts.append(sides[:, 1] > sides[:, 0])
-    found = min(
+    fitted = min(
         (problem.alternate(upper, keep) for upper in starts), key=lambda c: float(np.abs(problem.residuals(c)).sum())
     )
     for _ in range(ROBUST_ROUNDS):
-        error = problem.residuals(found)
+        error = problem.residuals(fitted)
         middle = float(np.median(error))
         spread = max(MAD_TO_SIGMA * float(np.median(np.abs(error - middle))), NOISE_FLOOR)
         kept = np.abs(error - middle) <= OUTLIER * spread
         if np.array_equal(kept, keep):
             break
         keep = kept
-        sides = xs @ found.planes.T
-        found = problem.alternate(sides[:, 1] > sides[:, 0], keep)
-    order = np.argsort(found.planes[:, 0], kind="stable")
-    return Coefficients(found.planes[order], found.shared)
+        sides = xs @ fitted.planes.T
+        fitted = problem.alternate(sides[:, 1] > sides[:, 0], keep)
+    order = np.argsort(fitted.planes[:, 0], kind="stable")
+    return Coefficients(fitted.planes[order], fitted.shared)
 
 
 def _prior_rows(xs: Array, ys: Array, target: Array, prior: Coefficients | None) -> tuple[Array, Array]:

@@ -21,10 +21,10 @@ ITERATIONS = ("b", "kv", "npre", "c", "cp", "c2", "pmax", "time_ms")
 
 def read(path: str | Path) -> dict[str, list[Sample]]:
     """tag -> its steps, in order. Raises ValueError naming file, line and what is wrong."""
-    found: dict[str, list[Sample]] = {}
+    by_tag: dict[str, list[Sample]] = {}
     with Path(path).open(newline="", encoding="utf-8") as lines:
-        kept = [(number, line) for number, line in enumerate(lines, start=1) if not line.startswith("#")]
-    rows = csv.DictReader(line for _, line in kept)
+        numbered = [(number, line) for number, line in enumerate(lines, start=1) if not line.startswith("#")]
+    rows = csv.DictReader(line for _, line in numbered)
     of = _layout(path, set(rows.fieldnames or ()))
     for row in rows:
         try:
@@ -33,11 +33,11 @@ def read(path: str | Path) -> dict[str, list[Sample]]:
                 raise ValueError(f"{names + len(more)} fields, but the header names {names}")
             sample = of(row)
         except ValueError as error:
-            raise ValueError(f"{path}, line {kept[rows.line_num - 1][0]}: {error}") from error
-        found.setdefault(row.get("tag") or "", []).append(sample)
-    if not found:
+            raise ValueError(f"{path}, line {numbered[rows.line_num - 1][0]}: {error}") from error
+        by_tag.setdefault(row.get("tag") or "", []).append(sample)
+    if not by_tag:
         raise ValueError(f"{path} holds no steps")
-    return found
+    return by_tag
 
 
 def write(path: str | Path, groups: Mapping[str, list[Sample]]) -> None:

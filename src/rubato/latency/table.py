@@ -147,12 +147,12 @@ def _isotonic(grid: Array, weights: Array) -> Array:
     """The table closest to `grid` (least squares) whose rows and columns never fall, by Dykstra's projections."""
     now, off_rows, off_columns = grid, np.zeros_like(grid), np.zeros_like(grid)
     for _ in range(PROJECTIONS):
-        given = now + off_rows
-        now = np.array([isotonic(y, w) for y, w in zip(given, weights, strict=True)])
-        off_rows = given - now
-        given = now + off_columns
-        now = np.array([isotonic(y, w) for y, w in zip(given.T, weights.T, strict=True)]).T
-        off_columns = given - now
+        target = now + off_rows
+        now = np.array([isotonic(y, w) for y, w in zip(target, weights, strict=True)])
+        off_rows = target - now
+        target = now + off_columns
+        now = np.array([isotonic(y, w) for y, w in zip(target.T, weights.T, strict=True)]).T
+        off_columns = target - now
     return now
 
 

@@ -7,7 +7,8 @@ over steps and sequences, at least one of each sequence in the batch. This is ne
 only their last part in the batch; where all in it have trees of one depth and width, the steps are those of the
 simulated engine.
 
-Of a live engine with a drafter both parts are learnt, each from its own measured seconds (`Sample.drafting`): `Learnt`.
+Of a live engine with a drafter both parts are learnt, each from its own measured seconds (`Sample.drafting`):
+`WithLearntDrafter`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rubato.latency.fitted_model import FittedModel
 from rubato.latency.model_wrapper import ModelWrapper
 from rubato.latency.roofline_fit import Array, Coefficients, fit_planes, largest
 
-LEAST = 1e-6  # seconds: what a step without its drafts took at least
+MIN_STEP_S = 1e-6  # seconds: what a step without its drafts took at least
 
 
 def without_drafts(shape: Shape) -> Shape:
@@ -67,7 +68,7 @@ class _WithDrafts(ModelWrapper):
         if not shape.spec_steps:
             return sample
         drafting = sample.drafting or self._drafting(shape)
-        return Sample(without_drafts(shape), max(LEAST, sample.seconds - drafting))
+        return Sample(without_drafts(shape), max(MIN_STEP_S, sample.seconds - drafting))
 
     def _drafting(self, shape: Shape) -> float:
         """Seconds of the draft steps."""
@@ -75,7 +76,7 @@ class _WithDrafts(ModelWrapper):
 
 
 @dataclass(frozen=True)
-class Drafted(_WithDrafts):
+class WithDrafter(_WithDrafts):
     """drafter: of one of its steps, which never learns."""
 
     drafter: LatencyModel
@@ -142,13 +143,13 @@ class DraftTime(FittedModel):
     def _refit(self) -> Coefficients | None:
         return self.online.refit(Coefficients(np.array([self.k, self.b]).T.copy(), np.array([self.a])), 0.0)
 
-    def _take(self, found: Coefficients) -> None:
-        (k, b), (k_, b_) = found.planes.tolist()
-        self.k, self.b, self.a = (k, k_), (b, b_), float(found.shared[0])
+    def _take(self, fitted: Coefficients) -> None:
+        (k, b), (k_, b_) = fitted.planes.tolist()
+        self.k, self.b, self.a = (k, k_), (b, b_), float(fitted.shared[0])
 
 
 @dataclass(frozen=True)
-class Learnt(_WithDrafts):
+class WithLearntDrafter(_WithDrafts):
     """Of an engine that measures what drafting takes in each step: both parts learn."""
 
     drafter: DraftTime = field(default_factory=DraftTime)

@@ -26,7 +26,7 @@ from rubato.measure.tables import aligned, points_of
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 MEASURES = ("ttft", "tpot", "e2e", "pause")
 RULES = {"met_by_deadline": "deadline rule", "met_by_windows": "windowed rule"}  # columns of requests
-FEW = 10  # blocks: with fewer the intervals are rough
+MIN_BLOCKS = 10  # blocks: with fewer the intervals are rough
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def compare(a: Sequence[SavedRun], b: Sequence[SavedRun]) -> ComparisonReport:
         if not run.valid:
             notes.append(f"a run of {run.label} is INVALID: its load generator could not keep the schedule")
     seconds = min(sum(run.duration for run in side) for side in (a, b))
-    if round(seconds / default_block({"": seconds})) < FEW:
+    if round(seconds / default_block({"": seconds})) < MIN_BLOCKS:
         notes.append(f"only {seconds:.0f} s of arrivals: the intervals are rough, run longer")
     attained = _differences(a, b, "met", alike)
     if attained[ALL].difference_low == attained[ALL].difference_high == 0.0:
@@ -213,21 +213,21 @@ def _fates(runs: Sequence[SavedRun], column: str) -> list[RequestOutcome]:
 def _latency(
     a: Sequence[SavedRun], b: Sequence[SavedRun], tier: str
 ) -> dict[tuple[str, float], tuple[float | None, float | None]]:
-    found: dict[tuple[str, float], tuple[float | None, float | None]] = {}
+    quantiles: dict[tuple[str, float], tuple[float | None, float | None]] = {}
     for measure in MEASURES:
         one, other = (_quantiles(side, tier, measure) for side in (a, b))
-        found |= {(measure, q): (one[i], other[i]) for i, q in enumerate(QUANTILES)}
-    return found
+        quantiles |= {(measure, q): (one[i], other[i]) for i, q in enumerate(QUANTILES)}
+    return quantiles
 
 
 def _quantiles(runs: Sequence[SavedRun], tier: str, measure: str) -> list[float | None]:
-    known = [
+    numbers = [
         value
         for run in runs
         for value, own in zip(run.requests[measure], run.requests["tier"], strict=True)
         if value is not None and tier in (own, ALL)
     ]
-    return [float(q) for q in np.quantile(known, QUANTILES)] if known else [None] * len(QUANTILES)
+    return [float(q) for q in np.quantile(numbers, QUANTILES)] if numbers else [None] * len(QUANTILES)
 
 
 def _once(rows: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -56,7 +56,7 @@ def _student_within(angle: float, degrees: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """One request of one run. workload: which one it belongs to; at: seconds from its start."""
+    """The outcome of one request of one run. workload: its workload's name; at: its arrival, seconds from the start."""
 
     workload: str
     at: float
@@ -82,7 +82,7 @@ class Difference:
 
     @property
     def estimate(self) -> Estimate:
-        """Of `difference`."""
+        """Returns the estimate of `difference`."""
         return Estimate(self.difference, self.difference_low, self.difference_high)
 
 
@@ -96,19 +96,19 @@ class Estimate:
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
-        """Of what has no spread: a count, a value in virtual time that no seed changes."""
+        """Makes an estimate without spread: of a count, or a value in virtual time that no seed changes."""
         return cls(value, value, value)
 
     def interval(self, shown: Callable[[float], str]) -> str:
-        """For a table: its ends, or that one seed gives none."""
+        """Formats the interval for a table; one seed has none. shown: formats one end."""
         return "(one seed)" if isinf(self.high) else f"[{shown(self.low)}, {shown(self.high)}]"
 
     def shown(self, form: str = ".2f") -> str:
-        """For a table: the number and its interval, as `1.68 [1.57, 1.80]`. form: a format of one number."""
+        """Formats the number and its interval for a table, as `1.68 [1.57, 1.80]`. form: the format of one number."""
         return f"{self.value:{form}} {self.interval(lambda end: f'{end:{form}}')}"
 
     def exp(self) -> Estimate:
-        """Of the number whose logarithm this is."""
+        """Returns the estimate of the number whose logarithm this is."""
         with np.errstate(over="ignore"):
             return Estimate(*(float(np.exp(end)) for end in (self.value, self.low, self.high)))
 
@@ -135,8 +135,8 @@ def attainment_over_seeds(met: Sequence[int], offered: Sequence[int]) -> Estimat
 
 ALL = "all"
 ONE_SEED = "one seed has no interval: give several (--seeds 0,1,2)"
-BLOCKS = 12  # by default a twelfth of the time is resampled together,
-SHORTEST = 5.0  # but at least so many seconds
+DEFAULT_BLOCKS = 12  # by default a twelfth of the time is resampled together,
+MIN_BLOCK_S = 5.0  # but at least so many seconds
 
 
 def default_block(durations: Mapping[str, float]) -> float:
@@ -145,25 +145,25 @@ def default_block(durations: Mapping[str, float]) -> float:
     Blocks should outlast a spell of congestion. With spells of about 8 s, twelve blocks covered a planted difference in
     86 % of trials of 60 s, 91 % of 120 s and 93-95 % of 300 s and more; thirty blocks in 80, 86 and 91-93 %.
     """
-    return max(SHORTEST, sum(durations.values()) / BLOCKS)
+    return max(MIN_BLOCK_S, sum(durations.values()) / DEFAULT_BLOCKS)
 
 
 def proportion(
-    fates: Sequence[RequestOutcome], durations: Mapping[str, float], *, resamples: int = 2000
+    outcomes: Sequence[RequestOutcome], durations: Mapping[str, float], *, resamples: int = 2000
 ) -> tuple[float, float]:
     """An interval for met / offered in [0, 1]: the wider, on each side, of Wilson's and a moving-block bootstrap's.
 
     Where all or none were met, or in a calm run, resampling finds no spread and Wilson's holds; where misses come in
     spells it is the bootstrap's. durations as in `paired`. (0, 1) when nothing was offered.
     """
-    low, high = wilson(sum(fate.met for fate in fates), len(fates))
-    if not fates:
+    low, high = wilson(sum(outcome.met for outcome in outcomes), len(outcomes))
+    if not outcomes:
         return low, high
-    blocks = _Blocks([(f.workload, f.at) for f in fates], durations, default_block(durations), resamples)
-    held = blocks.resampled(np.ones(len(fates)))
-    met = blocks.resampled(np.array([fate.met for fate in fates], dtype=np.float64))
+    blocks = _Blocks([(f.workload, f.at) for f in outcomes], durations, default_block(durations), resamples)
+    weights = blocks.resampled(np.ones(len(outcomes)))
+    met = blocks.resampled(np.array([outcome.met for outcome in outcomes], dtype=np.float64))
     tail = _tail(blocks.count)
-    below, above = (float(q) for q in np.quantile(met[held > 0] / held[held > 0], [tail, 1 - tail]))
+    below, above = (float(q) for q in np.quantile(met[weights > 0] / weights[weights > 0], [tail, 1 - tail]))
     return min(low, below), max(high, above)
 
 
@@ -172,7 +172,7 @@ def paired(
     met_b: Sequence[bool],
     durations: Mapping[str, float],
     *,
-    block: float = SHORTEST,
+    block: float = MIN_BLOCK_S,
     resamples: int = 5000,
 ) -> dict[str, Difference]:
     """Differences per tier and over "all", with expanded percentile intervals of a moving-block bootstrap.
@@ -234,7 +234,7 @@ class _Blocks:
         self._high = np.searchsorted(ring, starts + length / self.count, side="left")
 
     def resampled(self, values: np.ndarray) -> np.ndarray:
-        """The sum of `values` (one per request, in the order given) in each resample."""
+        """Returns the sum of `values` (one per request, in their order) in each resample."""
         ordered = values[self._order]
         total = np.concatenate([[0.0], np.cumsum(np.concatenate([ordered, ordered]))])
         return np.asarray((total[self._high] - total[self._low]).sum(axis=1), dtype=np.float64)
@@ -275,36 +275,36 @@ class _Side:
     seconds: float
 
     def counts(self, tier: str) -> tuple[int, int, np.ndarray, np.ndarray]:
-        """Offered and met, in all and in each resample."""
+        """Returns the numbers of offered and met requests, in all and in each resample."""
         mask, met = self.masks[tier], self.masks[tier] * self.met
         return int(mask.sum()), int(met.sum()), self.blocks.resampled(mask), self.blocks.resampled(met)
 
 
 def _side(
-    fates: Sequence[RequestOutcome], durations: Mapping[str, float], block: float, resamples: int, seconds: float = 1.0,
-    seed: int = 0,
+    outcomes: Sequence[RequestOutcome], durations: Mapping[str, float], block: float, resamples: int,
+    seconds: float = 1.0, seed: int = 0,
 ) -> _Side:  # fmt: skip
-    tiers = np.array([fate.tier for fate in fates])
-    masks = {tier: (tiers == tier).astype(np.float64) for tier in dict.fromkeys(fate.tier for fate in fates)}
-    blocks = _Blocks([(fate.workload, fate.at) for fate in fates], durations, block, resamples, seed)
-    met = np.array([fate.met for fate in fates], dtype=np.float64)
-    return _Side(blocks, masks | {ALL: np.ones(len(fates))}, met, seconds)
+    tiers = np.array([outcome.tier for outcome in outcomes])
+    masks = {tier: (tiers == tier).astype(np.float64) for tier in dict.fromkeys(outcome.tier for outcome in outcomes)}
+    blocks = _Blocks([(outcome.workload, outcome.at) for outcome in outcomes], durations, block, resamples, seed)
+    met = np.array([outcome.met for outcome in outcomes], dtype=np.float64)
+    return _Side(blocks, masks | {ALL: np.ones(len(outcomes))}, met, seconds)
 
 
 def _difference(a: _Side, b: _Side, tier: str) -> Difference:
     tail = _tail(min(a.blocks.count, b.blocks.count))
-    offered_a, met_a, held_a, got_a = a.counts(tier)
-    offered_b, met_b, held_b, got_b = b.counts(tier)
-    some = (held_a > 0) & (held_b > 0)  # a rare tier can be absent from a resample
-    differences = got_a[some] / held_a[some] - got_b[some] / held_b[some]
+    offered_a, met_a, weights_a, met_weights_a = a.counts(tier)
+    offered_b, met_b, weights_b, met_weights_b = b.counts(tier)
+    some = (weights_a > 0) & (weights_b > 0)  # a rare tier can be absent from a resample
+    differences = met_weights_a[some] / weights_a[some] - met_weights_b[some] / weights_b[some]
     low, high = np.quantile(differences, [tail, 1 - tail]) if some.any() else (-1.0, 1.0)
     ratio = ratio_low = ratio_high = None
     if met_a or met_b:
         scale = b.seconds / a.seconds if a.seconds else 1.0
         ratio = scale * met_a / met_b if met_b else inf
-        defined = (got_a > 0) | (got_b > 0)
+        defined = (met_weights_a > 0) | (met_weights_b > 0)
         with np.errstate(divide="ignore"):
-            ratios = scale * got_a[defined] / got_b[defined]
+            ratios = scale * met_weights_a[defined] / met_weights_b[defined]
         # "inverted_cdf": a quantile that is one of the values, as interpolation between infinities is not a number
         ratio_low, ratio_high = (float(q) for q in np.quantile(ratios, [tail, 1 - tail], method="inverted_cdf"))
     difference = met_a / offered_a - met_b / offered_b

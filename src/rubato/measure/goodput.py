@@ -17,15 +17,15 @@ NAMES = {"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"}  # vLLM's names and ours
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Seconds, None = not bounded. All given ones must hold."""
+class SLOBounds:
+    """Bounds in seconds; None = not bounded. A good request meets all of them."""
 
     ttft: float | None = None
     tpot: float | None = None
     e2e: float | None = None
 
-    def kept(self, outcome: Outcome, ttft: float | None, tpot: float | None, e2e: float | None) -> bool:
-        """Did a request with these measures (seconds) keep every bound?"""
+    def are_met(self, outcome: Outcome, ttft: float | None, tpot: float | None, e2e: float | None) -> bool:
+        """Whether a request with these measures (seconds) meets every bound."""
         if outcome != "completed" or ttft is None:
             return False
         measures = ((self.ttft, ttft), (self.tpot, 0.0 if tpot is None else tpot), (self.e2e, e2e))
@@ -36,8 +36,8 @@ class Bounds:
         return " ".join(f"{name}:{1e3 * bound:g}" for name, bound in values.items() if bound is not None)
 
 
-def parse(words: Sequence[str]) -> Bounds:
-    """Bounds from words such as `tpot:30` (milliseconds). Raises ValueError for an unknown name or no number."""
+def parse(words: Sequence[str]) -> SLOBounds:
+    """Parses bounds from words such as `tpot:30` (milliseconds). Raises ValueError for an unknown name or no number."""
     bounds: dict[str, float] = {}
     for word in words:
         name, _, text = word.partition(":")
@@ -52,4 +52,4 @@ def parse(words: Sequence[str]) -> Bounds:
         bounds[NAMES[name]] = milliseconds / 1e3
     if not bounds:
         raise ValueError("goodput needs at least one bound, such as ttft:200")
-    return Bounds(**bounds)
+    return SLOBounds(**bounds)

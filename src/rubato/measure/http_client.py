@@ -93,11 +93,11 @@ class Endpoint:
                 )
             return {"priority": self.order.index(tier)}
         # a `max_pause` is a setting of the server's tier
-        stated = {f"{name}_ms": value * 1000.0 for name, value in slo.promised.items() if name != "max_pause"}
+        bounds_ms = {f"{name}_ms": value * 1000.0 for name, value in slo.promised.items() if name != "max_pause"}
         if self.tier_field == "vllm-xargs":
-            return {"vllm_xargs": {f"slo_{name}": value for name, value in stated.items()} | {"slo_tier": tier}}
+            return {"vllm_xargs": {f"slo_{name}": value for name, value in bounds_ms.items()} | {"slo_tier": tier}}
         fields: dict[str, Any] = {"service_tier": tier} if self.tier_field in ("slo", "tier") else {}
-        return fields | ({"slo": stated} if self.tier_field in ("slo", "body") else {})
+        return fields | ({"slo": bounds_ms} if self.tier_field in ("slo", "body") else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def authorised(api_key: str | None, headers: Mapping[str, str]) -> dict[str, str
 
 
 @dataclass(slots=True)
-class ResponseStream:
+class AnswerStream:
     """What has come back for one request so far; times in seconds from the workload's start."""
 
     sent: float | None = None
@@ -195,7 +195,7 @@ class ResponseStream:
 
 
 async def stream_request(
-    session: aiohttp.ClientSession, url: str, body: bytes, answer: ResponseStream, start: float, give_up: float,
+    session: aiohttp.ClientSession, url: str, body: bytes, answer: AnswerStream, start: float, give_up: float,
     headers: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Send one request and read its stream to the end; whatever happens to it ends up in `answer`.
@@ -226,7 +226,7 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _refused_or_failed(response: aiohttp.ClientResponse, body: bytes, answer: ResponseStream) -> None:
+def _refused_or_failed(response: aiohttp.ClientResponse, body: bytes, answer: AnswerStream) -> None:
     message = ""
     code: Any = None
     with contextlib.suppress(orjson.JSONDecodeError):  # not every error page is JSON; its text serves as well
@@ -242,7 +242,7 @@ def _refused_or_failed(response: aiohttp.ClientResponse, body: bytes, answer: Re
         answer.fail(f"HTTP {response.status}: {message}")
 
 
-async def _read(response: aiohttp.ClientResponse, answer: ResponseStream, start: float) -> None:
+async def _read(response: aiohttp.ClientResponse, answer: AnswerStream, start: float) -> None:
     """Follow a stream of server-sent events. What arrives in one read has the same time."""
     loop = asyncio.get_running_loop()
     rest = b""
@@ -274,7 +274,7 @@ async def _read(response: aiohttp.ClientResponse, answer: ResponseStream, start:
         answer.outcome = "completed"
 
 
-def _fold(answer: ResponseStream, chunk: dict[str, Any], now: float) -> bool:
+def _fold(answer: AnswerStream, chunk: dict[str, Any], now: float) -> bool:
     """Take in one chunk; False when it is an error, which ends the stream."""
     error = chunk.get("error")
     if error is not None:

@@ -32,18 +32,18 @@ import numpy as np
 from rubato.core.clock import process_cpu_time, watch_timers
 from rubato.core.request import Request
 from rubato.core.slo import judge
-from rubato.measure.goodput import Bounds
-from rubato.measure.http_client import BenchError, Endpoint, ResponseStream, authorised, list_models, stream_request, v1
+from rubato.measure.goodput import SLOBounds
+from rubato.measure.http_client import AnswerStream, BenchError, Endpoint, authorised, list_models, stream_request, v1
 from rubato.measure.progress_bar import ProgressBar
 from rubato.measure.records import BenchResult, ClientLoad, Record, came, not_offered, stages, versions
 from rubato.workloads import Arrival, Workload, prompts
 from rubato.workloads.offering import Offering
 
-BEAT = 0.02  # seconds between two looks at how late the event loop's timers fire
+TIMER_CHECK_S = 0.02  # seconds between two looks at how late the event loop's timers fire
 # Idle connections are dropped before the server does (uvicorn after 5 s): reusing one in that instant fails.
-KEEP_ALIVE = 2.0
+KEEP_ALIVE_S = 2.0
 SESSION_HEADER = "x-session-id"
-WARM = 120.0  # seconds a warm-up request may take
+WARM_UP_TIMEOUT_S = 120.0  # seconds a warm-up request may take
 
 
 def delay_bound(workload: Workload) -> float:
@@ -64,7 +64,7 @@ async def run(
     warmup: int = 4,
     progress: bool = True,
     max_delay: float | None = None,
-    goodput: Bounds | None = None,
+    goodput: SLOBounds | None = None,
 ) -> BenchResult:
     """Offer the workload to the server and judge what comes back by `slo_rule`.
 
@@ -72,7 +72,7 @@ async def run(
     requests first, tiers in turn, not counted. max_delay: seconds, instead of `delay_bound`. goodput: bounds beside the
     tiers' SLOs. Raises BenchError when the run cannot begin.
     """
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     never = aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None)
     headers = {"content-type": "application/json"} | authorised(target.api_key, target.headers)
     async with aiohttp.ClientSession(connector=connector, timeout=never, headers=headers) as session:
@@ -83,7 +83,7 @@ async def run(
         with ProgressBar(
             total=len(workload.arrivals), unit="request", mininterval=0.5, disable=not progress, desc=label
         ) as bar:
-            calls.start = loop.time() + 2 * BEAT
+            calls.start = loop.time() + 2 * TIMER_CHECK_S
             async with _lags() as lags:
                 await (_offer(calls, workload, bar) if offering is None else _offer_in_turn(calls, offering, bar))
         wall, cpu = loop.time() - start, process_cpu_time() - before
@@ -125,9 +125,9 @@ async def _prepare(session: aiohttp.ClientSession, target: Endpoint, workload: W
     for index in range(warmup):
         tier, slo = tiers[index % len(tiers)]
         arrival = Arrival("warm-up", 0.0, tier, "chat", 64, 16, (("user", prompts.chat(rng, 64)),))
-        answer = ResponseStream()
+        answer = AnswerStream()
         start = asyncio.get_running_loop().time()
-        await stream_request(session, target.url, target.body(arrival, slo), answer, start, start + WARM)
+        await stream_request(session, target.url, target.body(arrival, slo), answer, start, start + WARM_UP_TIMEOUT_S)
         if answer.outcome == "failed":
             raise BenchError(f"a warm-up request of tier {tier!r} failed: {answer.reason}")
 
@@ -141,7 +141,7 @@ class _Calls:
 
     def __init__(self, session: aiohttp.ClientSession, target: Endpoint, load: Workload, patience: float) -> None:
         """Raises BenchError for a request that cannot be written."""
-        self.answers = [ResponseStream() for _ in load.arrivals]
+        self.answers = [AnswerStream() for _ in load.arrivals]
         self.start = 0.0
         self.came: dict[str, Request] = {}
         self.last_end = 0.0
@@ -192,7 +192,7 @@ async def _offer_in_turn(calls: _Calls, offering: Offering, bar: Any) -> None:
         some_end.set()
 
     async with asyncio.TaskGroup() as group:
-        while offering.left:
+        while offering.remaining:
             for request in offering.due(calls.now()):
                 calls.restate(places[request.id], request)
                 group.create_task(one(places[request.id], request))
@@ -205,9 +205,9 @@ async def _offer_in_turn(calls: _Calls, offering: Offering, bar: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def _lags() -> AsyncIterator[list[float]]:
-    """How late a timer fires, every BEAT seconds."""
+    """How late a timer fires, every TIMER_CHECK_S seconds."""
     lags: list[float] = []
-    task = asyncio.create_task(watch_timers(BEAT, lags.append))
+    task = asyncio.create_task(watch_timers(TIMER_CHECK_S, lags.append))
     try:
         yield lags
     finally:
@@ -219,7 +219,7 @@ async def _lags() -> AsyncIterator[list[float]]:
 # --------------------------------------------------------------------------- afterwards
 
 
-def _record(request: Request, arrival: Arrival, answer: ResponseStream, slo_rule: str) -> Record:
+def _record(request: Request, arrival: Arrival, answer: AnswerStream, slo_rule: str) -> Record:
     arrival = came(arrival, request.arrival)
     return Record(
         id=arrival.id,
@@ -249,7 +249,7 @@ def _client(records: Sequence[Record], lags: Sequence[float], wall: float, cpu: 
     return ClientLoad(wall, cpu, p50, p99, float(delays.max()), lag, bound)
 
 
-def _problems(client: ClientLoad, records: Sequence[Record], answers: Sequence[ResponseStream]) -> list[str]:
+def _problems(client: ClientLoad, records: Sequence[Record], answers: Sequence[AnswerStream]) -> list[str]:
     """Reasons not to trust this run, as sentences."""
     problems: list[str] = []
     remedy = "give the client a core of its own, lower the rate, or raise the bound if such lateness does not matter"
@@ -267,16 +267,16 @@ def _problems(client: ClientLoad, records: Sequence[Record], answers: Sequence[R
     return problems
 
 
-def _notes(records: Sequence[Record], answers: Sequence[ResponseStream]) -> list[str]:
+def _notes(records: Sequence[Record], answers: Sequence[AnswerStream]) -> list[str]:
     notes: list[str] = []
-    done = [(r, a) for r, a in zip(records, answers, strict=True) if r.outcome == "completed"]
-    spread = sum(not r.counted and a.total > 0 for r, a in done)
-    guessed = sum(not r.counted and a.total == 0 for r, a in done)
+    completed = [(r, a) for r, a in zip(records, answers, strict=True) if r.outcome == "completed"]
+    spread = sum(not r.counted and a.total > 0 for r, a in completed)
+    guessed = sum(not r.counted and a.total == 0 for r, a in completed)
     if spread:
         notes.append(f"{spread} responses had usage at the end only: its tokens were spread evenly over their chunks")
     if guessed:
         notes.append(f"{guessed} responses had no usage: one token was assumed per non-empty chunk")
-    other = sum(r.output != r.asked for r, _ in done)
+    other = sum(r.output != r.asked for r, _ in completed)
     if other:
         notes.append(f"{other} completed requests have another output length than asked for (ignore_eos not obeyed?)")
     return notes

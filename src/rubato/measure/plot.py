@@ -85,18 +85,18 @@ def _attainment(axes: Any, policies: dict[str, list[BenchResult]], tiers: Sequen
     width = 0.8 / len(policies)
     for index, (label, runs) in enumerate(policies.items()):
         rows = {row.tier: row for row in summarise(runs)}
-        shown = [(place, rows[tier]) for place, tier in enumerate(groups) if tier in rows]
-        at = np.array([place for place, _ in shown]) + (index - (len(policies) - 1) / 2) * width
-        heights = np.array([100 * row.attainment for _, row in shown])
-        low = heights - [100 * row.attainment_low for _, row in shown]
-        high = np.array([100 * row.attainment_high for _, row in shown]) - heights
+        placed_rows = [(place, rows[tier]) for place, tier in enumerate(groups) if tier in rows]
+        at = np.array([place for place, _ in placed_rows]) + (index - (len(policies) - 1) / 2) * width
+        heights = np.array([100 * row.attainment for _, row in placed_rows])
+        low = heights - [100 * row.attainment_low for _, row in placed_rows]
+        high = np.array([100 * row.attainment_high for _, row in placed_rows]) - heights
         colour = COLOURS[index % len(COLOURS)]
         axes.bar(at, heights, width * 0.92, color=colour)
         style: Any = STYLES[index % len(STYLES)]
         keys.append(Line2D([], [], color=colour, linestyle=style, linewidth=3.0, label=label))
         spread = np.maximum(np.array([low, high]), 0.0)
         axes.errorbar(at, heights, yerr=spread, fmt="none", ecolor=ink.text, elinewidth=1.2, capsize=3)
-        for x, height, up, (_, row) in zip(at, heights, high, shown, strict=True):
+        for x, height, up, (_, row) in zip(at, heights, high, placed_rows, strict=True):
             text = f"{height:.0f}\n{row.met}/{row.offered}"
             axes.text(
                 x,
@@ -126,19 +126,19 @@ def _distribution(
     for index, runs in enumerate(policies.values()):
         records = [record for run in runs for record in run.records if record.tier == tier]
         values = [measure(record) for record in records]
-        known = np.sort(np.array([1000.0 * value for value in values if value is not None]))
-        curves.append((index, known, len(records)))
-    every = np.concatenate([known for _, known, _ in curves])
+        sorted_ms = np.sort(np.array([1000.0 * value for value in values if value is not None]))
+        curves.append((index, sorted_ms, len(records)))
+    every = np.concatenate([sorted_ms for _, sorted_ms, _ in curves])
     marks = [1000.0 * slo] if slo is not None else []
     positive = np.concatenate([every[every > 0], marks])
     if positive.size:
         _scale(axes, float(positive.min()), float(positive.max()))
-    for index, known, offered in curves:
-        if not known.size or not offered:
+    for index, sorted_ms, offered in curves:
+        if not sorted_ms.size or not offered:
             continue
         right = axes.get_xlim()[1]
-        x = np.concatenate([[known[0]], known, [max(right, known[-1])]])
-        y = np.concatenate([[0.0], np.arange(1, len(known) + 1) / offered, [len(known) / offered]])
+        x = np.concatenate([[sorted_ms[0]], sorted_ms, [max(right, sorted_ms[-1])]])
+        y = np.concatenate([[0.0], np.arange(1, len(sorted_ms) + 1) / offered, [len(sorted_ms) / offered]])
         style: Any = STYLES[index % len(STYLES)]
         axes.step(x, y, where="post", color=COLOURS[index % len(COLOURS)], linestyle=style, linewidth=1.8)
     if slo is not None:

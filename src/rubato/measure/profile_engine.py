@@ -25,7 +25,7 @@ BESIDE = (4, 16)  # decodes next to a chunk
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ProfilePoint:
     """A batch to measure: `decodes` sequences with `context` tokens cached; a chunk (0: none) on top of `cached`."""
 
     decodes: int
@@ -34,11 +34,11 @@ class Point:
     cached: int = 0
 
 
-def points(limits: Limits) -> list[Point]:
+def points(limits: Limits) -> list[ProfilePoint]:
     """Batch, context and chunk varied separately, as far as the engine goes."""
-    found = [Point(n, k) for n in DECODES for k in CONTEXTS]
-    found += [Point(0, 0, c, k) for c in CHUNKS for k in (0, *CONTEXTS[1:])]
-    found += [Point(n, CONTEXTS[1], c, k) for n in BESIDE for c in CHUNKS for k in (0, CONTEXTS[1])]
+    found = [ProfilePoint(n, k) for n in DECODES for k in CONTEXTS]
+    found += [ProfilePoint(0, 0, c, k) for c in CHUNKS for k in (0, *CONTEXTS[1:])]
+    found += [ProfilePoint(n, CONTEXTS[1], c, k) for n in BESIDE for c in CHUNKS for k in (0, CONTEXTS[1])]
     return [point for point in found if _fits(point, limits)]
 
 
@@ -51,14 +51,14 @@ async def measure(engine: Engine, repeats: int, seed: int, clock: Clock, said: C
     await engine.start()
     todo = points(engine.limits)
     rng = np.random.default_rng([seed, ORDER])
-    taken: dict[Point, list[float]] = {point: [] for point in todo}
+    seconds_of: dict[ProfilePoint, list[float]] = {point: [] for point in todo}
     for round_ in range(repeats + 1):
         for i in rng.permutation(len(todo)).tolist():
             seconds = await _step(engine, _batch(todo[i], engine.limits), clock)
             if round_:
-                taken[todo[i]].append(seconds)
+                seconds_of[todo[i]].append(seconds)
         said(f"round {round_} of {repeats}: {len(todo)} steps")
-    return [Sample(_batch(point, engine.limits).shape, median(seconds)) for point, seconds in taken.items()]
+    return [Sample(_batch(point, engine.limits).shape, median(seconds)) for point, seconds in seconds_of.items()]
 
 
 async def profile_of(
@@ -100,14 +100,14 @@ async def _step(engine: Engine, batch: Batch, clock: Clock) -> float:
     return seconds
 
 
-def _batch(point: Point, limits: Limits) -> Batch:
+def _batch(point: ProfilePoint, limits: Limits) -> Batch:
     free = iter(range(limits.kv_blocks))
     work = [(point.context, 1)] * point.decodes + ([(point.cached, point.chunk)] if point.chunk else [])
     held = [tuple(islice(free, limits.blocks(k + c))) for k, c in work]
     return Batch(tuple(Entry(str(i), k, c, held[i], True) for i, (k, c) in enumerate(work)))
 
 
-def _fits(point: Point, limits: Limits) -> bool:
+def _fits(point: ProfilePoint, limits: Limits) -> bool:
     need = point.decodes * limits.blocks(point.context + 1) + limits.blocks(point.cached + point.chunk)
     return (
         need <= limits.kv_blocks

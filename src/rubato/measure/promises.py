@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from math import inf
 
 from rubato.core.request import Request
-from rubato.core.slo import TOLERANCE, StageTimes, deadlines, tool_seconds
+from rubato.core.slo import TOLERANCE_S, StageTimes, deadlines, tool_seconds
 from rubato.measure.records import BenchResult, Record, stages
 from rubato.workloads import Arrival
 from rubato.workloads.offering import as_offered
 
-TOGETHER_SECONDS = 1.0
+TOGETHER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def promises(runs: BenchResult | Sequence[BenchResult]) -> Promises:
                 else:
                     timed = False
         late.sort()
-        together = max([together, *(i + 1 - bisect_left(late, at - TOGETHER_SECONDS) for i, at in enumerate(late))])
+        together = max([together, *(i + 1 - bisect_left(late, at - TOGETHER_S) for i, at in enumerate(late))])
     return Promises(made, broken, together if timed else None)
 
 
@@ -73,26 +73,30 @@ def _promised(request: Request, record: Record) -> bool:
     demoted_at = record.demoted_at
     if demoted_at is None:
         demoted_at = record.at if record.best_effort else inf
-    return first <= min(slo.ttft or inf, slo.e2e or inf) + TOLERANCE and record.at + first <= demoted_at + TOLERANCE
+    return first <= min(slo.ttft or inf, slo.e2e or inf) + TOLERANCE_S and record.at + first <= demoted_at + TOLERANCE_S
 
 
 def _broken_at(request: Request, arrival: Arrival, record: Record) -> float:
     """When the first token that was late came; where none did, when it was demoted, or else when the token was due that
     never came, or the last one came."""
-    found = stages(arrival, record.times, record.tokens)
-    found[0] = found[0]._replace(start=record.at)  # where that follows from the run its workload does not know it
-    reached = len(found)
-    if reached < len(request.stages) and len(found[-1].tokens) == arrival.parts[reached - 1].output:  # none of the next
-        found.append(StageTimes(record.times[-1] + arrival.parts[reached].pause, []))
+    timed_stages = stages(arrival, record.times, record.tokens)
+    timed_stages[0] = timed_stages[0]._replace(
+        start=record.at
+    )  # where that follows from the run its workload does not know it
+    reached = len(timed_stages)
+    if (
+        reached < len(request.stages) and len(timed_stages[-1].tokens) == arrival.parts[reached - 1].output
+    ):  # none of the next
+        timed_stages.append(StageTimes(record.times[-1] + arrival.parts[reached].pause, []))
     continues: float | None = None
     missing = inf  # when the token after the last one was due
-    for i, (stage, (start, tokens)) in enumerate(zip(request.stages, found, strict=False)):
-        begun, before = record.at + tool_seconds(found[: i + 1]), None if stage.prompt else continues
+    for i, (stage, (start, tokens)) in enumerate(zip(request.stages, timed_stages, strict=False)):
+        begun, before = record.at + tool_seconds(timed_stages[: i + 1]), None if stage.prompt else continues
         due = deadlines(stage.slo, begun, start, float(tokens[0]) if len(tokens) else None, before)
         if not len(tokens):
             missing = due.token(0)
             break
-        late = due.late(list(tokens))
+        late = due.are_late(list(tokens))
         if late.any():
             return float(tokens[int(late.argmax())])
         missing = due.token(len(tokens), float(tokens[-1]))

@@ -23,7 +23,7 @@ from rubato.core.events import Verdict
 from rubato.core.request import SLO, Outcome, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.measure.confidence import ALL, RequestOutcome, proportion, wilson
-from rubato.measure.goodput import Bounds
+from rubato.measure.goodput import SLOBounds
 from rubato.measure.replica_seconds import ReplicaSeconds
 from rubato.workloads import Arrival, Workload
 from rubato.workloads.offering import as_offered
@@ -89,7 +89,7 @@ class BenchResult:
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    goodput: Bounds | None = None
+    goodput: SLOBounds | None = None
     replica_seconds: ReplicaSeconds | None = None
     paced_seconds: float | None = None
 
@@ -108,7 +108,7 @@ class BenchResult:
         if self.goodput is None:
             raise ValueError(f"run {self.label!r} was given no goodput bounds")
         v = record.verdict
-        return self.goodput.kept(record.outcome, v.ttft, v.tpot, v.e2e)
+        return self.goodput.are_met(record.outcome, v.ttft, v.tpot, v.e2e)
 
 
 def not_offered(arrival: Arrival, at: float, why: str, slo_rule: str) -> Record:
@@ -123,16 +123,16 @@ def stages(arrival: Arrival, times: Sequence[float], tokens: Sequence[int]) -> l
     each = np.repeat(times, np.diff(tokens, prepend=0)) if times else np.zeros(0)
     if not arrival.parts:
         return [StageTimes(arrival.at, each)]
-    made: list[StageTimes] = []
-    start, done = arrival.at, 0
+    stage_times: list[StageTimes] = []
+    start, position = arrival.at, 0
     for part in arrival.parts:
-        if made:
-            start = float(each[done - 1]) + part.pause
-        made.append(StageTimes(start, each[done : done + part.output]))
-        done += part.output
-        if done >= len(each):
+        if stage_times:
+            start = float(each[position - 1]) + part.pause
+        stage_times.append(StageTimes(start, each[position : position + part.output]))
+        position += part.output
+        if position >= len(each):
             break
-    return made
+    return stage_times
 
 
 def rejudged(run: BenchResult, slo_rule: str) -> BenchResult:
@@ -206,14 +206,14 @@ def summarise(runs: BenchResult | Sequence[BenchResult]) -> tuple[TierSummary, .
         raise ValueError("runs to pool must have the same goodput bounds")
     seconds = sum(run.seconds for run in pooled)
     durations: dict[str, float] = {}
-    kept: list[tuple[str, Record]] = []  # each with its workload
+    keyed: list[tuple[str, Record]] = []  # each with its workload
     for run in pooled:
         key = fingerprint(run.workload)
         durations[key] = max(run.seconds, durations.get(key, 0.0))
-        kept += [(key, record) for record in run.records]
+        keyed += [(key, record) for record in run.records]
     tiers = list(dict.fromkeys(tier for run in pooled for tier in run.workload.tiers))
-    by_tier = {tier: [(key, record) for key, record in kept if record.tier == tier] for tier in tiers}
-    offered = {tier: own for tier, own in by_tier.items() if own} | {ALL: kept}
+    by_tier = {tier: [(key, record) for key, record in keyed if record.tier == tier] for tier in tiers}
+    offered = {tier: own for tier, own in by_tier.items() if own} | {ALL: keyed}
     good = pooled[0].good if pooled[0].goodput else None
     return tuple(_row(tier, own, seconds, durations, good) for tier, own in offered.items())
 

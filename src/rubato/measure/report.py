@@ -58,13 +58,13 @@ def page(result: Result, command: str = "") -> str:
         _section("How to run it again", f"<pre><code>{_text(command)}</code></pre>" if command else ""),
         _settings(result.settings),
     ]
-    made = ", ".join(f"{name} {version}" for name, version in versions("numpy").items())
+    made_with = ", ".join(f"{name} {version}" for name, version in versions("numpy").items())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{_text(result.title)}: {_text(result.answer)}</title><style>{STYLE}</style></head>\n"
-        f"<body><main>{''.join(parts)}<footer>{_text(made)}</footer></main></body></html>\n"
+        f"<body><main>{''.join(parts)}<footer>{_text(made_with)}</footer></main></body></html>\n"
     )
 
 

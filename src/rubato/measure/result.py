@@ -75,12 +75,12 @@ class Result(ABC):
     def plot(self, file: str | Path | None = None) -> Picture:
         """The picture, also written to `file` (.png or .svg) if one is named. Raises ImportError, saying what to
         install, without matplotlib."""
-        drawn = self.picture()
+        picture = self.picture()
         if file is None:
-            drawn.figure()  # fails here rather than where a notebook shows it
+            picture.figure()  # fails here rather than where a notebook shows it
         else:
-            drawn.save(file)
-        return drawn
+            picture.save(file)
+        return picture
 
     def _repr_html_(self) -> str:
         """For notebooks."""

@@ -78,12 +78,12 @@ class Runs(Result):
         """Which policies attain more than the first, paired by request where the workload is the same."""
         by_label = results.by_label(self.runs)
         (first, own), *others = by_label.items()
-        against, shown = {}, {}
+        against, points = {}, {}
         for label, runs in others:
             report = compare.compare(*([compare.saved(run) for run in each] for each in (runs, own)))
             against[label] = report.tiers[ALL].attained.estimate
-            shown[label] = f"{points_of(against[label])} points"
-        return [f"{told_apart(against, first, 'attains', shown)}."] if others else []
+            points[label] = f"{points_of(against[label])} points"
+        return [f"{told_apart(against, first, 'attains', points)}."] if others else []
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-START_SECONDS = 120.0
-STOP_SECONDS = 20.0
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 20.0
 
 
 class ServerError(RuntimeError):
@@ -49,7 +49,7 @@ def served(config: Mapping[str, Any], log: Path) -> Iterator[tuple[str, int]]:
 
 
 def _awaited_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         found = re.search(r"serving at (http://\S+)", log.read_text(errors="replace"))
         if found:
@@ -57,14 +57,14 @@ def _awaited_url(process: subprocess.Popen[bytes], log: Path) -> str:
         if process.poll() is not None:
             raise ServerError(f"the server did not start (status {process.returncode}):\n{_tail(log)}")
         time.sleep(0.05)
-    raise ServerError(f"the server was not ready after {START_SECONDS:.0f} s:\n{_tail(log)}")
+    raise ServerError(f"the server was not ready after {START_TIMEOUT_S:.0f} s:\n{_tail(log)}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> int:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:
-        return process.wait(STOP_SECONDS)
+        return process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()

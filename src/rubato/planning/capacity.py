@@ -32,9 +32,9 @@ from rubato.workloads.workload import check_rate
 
 FORMAT = "rubato-capacity/1"
 TARGETS = (0.9, 0.98)
-FACTOR = 2.0  # of the bracket's steps
-TRIES = 12  # steps of the bracket, with `FACTOR` 4096 times the rate, before giving up
-LONG = 5.0  # a run should last so many times as long as a request takes (p99)
+BRACKET_FACTOR = 2.0  # of the bracket's steps
+MAX_BRACKET_STEPS = 12  # steps of the bracket, with `BRACKET_FACTOR` 4096 times the rate, before giving up
+MIN_RUN_IN_E2ES = 5.0  # a run should last so many times as long as a request takes (p99)
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ def search(
         return runs[rate][0]
 
     first = start or estimate(load, spec)
-    found = {str(target): crossing(attained, target, first, tolerance) for target in targets}
-    _, duration, p99 = runs[min(runs, key=lambda rate: abs(rate - found[str(targets[0])]))]
+    rates = {str(target): crossing(attained, target, first, tolerance) for target in targets}
+    _, duration, p99 = runs[min(runs, key=lambda rate: abs(rate - rates[str(targets[0])]))]
     return {
         "policy": spec.choice.label,
         "seed": seed,
         "requests": len(load.arrivals),
-        "capacity": found,
+        "capacity": rates,
         "tried": sorted((rate, share) for rate, (share, *_) in runs.items()),
         "seconds": duration,
         "e2e_p99": p99,
@@ -133,16 +133,16 @@ class AlwaysAttained(ValueError):
 
 
 def crossing(
-    attained: Callable[[float], float], target: float, start: float, tolerance: float, factor: float = FACTOR
+    attained: Callable[[float], float], target: float, start: float, tolerance: float, factor: float = BRACKET_FACTOR
 ) -> float:
     """The rate at which `attained` (of a rate) falls below `target`: the middle of a bracket no wider than `tolerance`.
 
     factor: between rates tried until one holds and one does not; small where runs far beyond the capacity take
-    long. Raises AlwaysAttained when all `TRIES` rates attain the target, NoCapacity when none of them does.
+    long. Raises AlwaysAttained when all `MAX_BRACKET_STEPS` rates attain the target, NoCapacity when none of them does.
     """
     low = high = start
     up = attained(start) >= target
-    for _ in range(TRIES):
+    for _ in range(MAX_BRACKET_STEPS):
         low, high = (high, high * factor) if up else (low / factor, low)
         if (attained(high if up else low) >= target) is not up:
             break
@@ -183,18 +183,18 @@ def estimate(load: Workload, spec: RunSpec) -> float:
 
 
 def too_short(runs: Sequence[Mapping[str, Any]]) -> str:
-    """A warning where arrivals (`seconds`) did not last `LONG` times as long as a request takes (`e2e_p99`), else "".
+    """Returns a warning if arrivals (`seconds`) lasted less than `MIN_RUN_IN_E2ES` times the `e2e_p99`, else "".
 
-    runs: each with both; others are left out."""
+    runs: those without both keys are skipped."""
     known = [run for run in runs if "seconds" in run and "e2e_p99" in run]
-    short = [run for run in known if run["seconds"] < LONG * run["e2e_p99"]]
+    short = [run for run in known if run["seconds"] < MIN_RUN_IN_E2ES * run["e2e_p99"]]
     if not short:
         return ""
     worst = min(short, key=lambda run: run["seconds"] / run["e2e_p99"])
     return (
-        f"{len(short)} of {len(known)} runs are too short for their requests (arrivals for less than {LONG:g} times "
-        f"the p99 of e2e; worst: {worst['seconds']:.0f} s of arrivals, p99 {worst['e2e_p99']:.0f} s): queues had no "
-        "time to grow, what is held is overestimated"
+        f"{len(short)} of {len(known)} runs are too short for their requests (arrivals for less than "
+        f"{MIN_RUN_IN_E2ES:g} times the p99 of e2e; worst: {worst['seconds']:.0f} s of arrivals, "
+        f"p99 {worst['e2e_p99']:.0f} s): queues had no time to grow, what is held is overestimated"
     )
 
 
@@ -220,7 +220,7 @@ class CapacityResult(Result):
 
     title = "Capacity"
     question: CapacityQuestion
-    done: JobResults
+    job_results: JobResults
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -230,12 +230,14 @@ class CapacityResult(Result):
 
     def capacities(self) -> list[Capacity]:
         specs = self.question.specs
-        found: dict[str, list[Mapping[str, float]]] = {}  # by policy, an entry for each seed, in one order
-        for value in self.done.values:
-            found.setdefault(value["policy"], []).append(value["capacity"])
-        first = found[specs[0].choice.label]
+        by_policy: dict[str, list[Mapping[str, float]]] = {}  # by policy, an entry for each seed, in one order
+        for value in self.job_results.values:
+            by_policy.setdefault(value["policy"], []).append(value["capacity"])
+        first = by_policy[specs[0].choice.label]
         return [
-            _capacity(spec, target, *([own[str(target)] for own in runs] for runs in (found[spec.choice.label], first)))
+            _capacity(
+                spec, target, *([own[str(target)] for own in runs] for runs in (by_policy[spec.choice.label], first))
+            )
             for spec in specs
             for target in self.question.targets
         ]
@@ -243,8 +245,8 @@ class CapacityResult(Result):
     @property
     def notes(self) -> tuple[str, ...]:
         """Reasons to doubt the numbers, and how they came about."""
-        notes = [*self.done.notes, *self.question.source.notes, *left_out(self.skipped)]
-        if short := too_short(self.done.values):
+        notes = [*self.job_results.notes, *self.question.source.notes, *left_out(self.skipped)]
+        if short := too_short(self.job_results.values):
             notes.append(f"{short}; offer more requests (--count)")
         if len(self.question.seeds) < 2:
             notes.append(ONE_SEED)
@@ -259,9 +261,9 @@ class CapacityResult(Result):
             "interval": "95 %, Student's t over seeds; each seed's capacity is within the tolerance",
             "skipped": dict(self.skipped),
             "capacities": [asdict(capacity) for capacity in self.capacities()],
-            "searches": self.done.costed(),
-            "wall": self.done.wall,
-            "cpu": self.done.cpu,
+            "searches": self.job_results.costed(),
+            "wall": self.job_results.wall,
+            "cpu": self.job_results.cpu,
             "notes": self.notes,
             "versions": versions("numpy"),
         }  # fmt: skip
@@ -313,12 +315,12 @@ class CapacityResult(Result):
 
     def picture(self) -> Picture:
         """The rate of each policy at each target, with its interval."""
-        targets, found = self.question.targets, self.capacities()
+        targets, rows = self.question.targets, self.capacities()
 
         def draw(figure: Any, ink: Ink) -> None:
             panels = figure.subplots(1, len(targets), squeeze=False)[0]
             for axes, target in zip(panels, targets, strict=True):
-                own = [(c.policy, c.fleet) for c in found if c.target == target]
+                own = [(c.policy, c.fleet) for c in rows if c.target == target]
                 bars = [(name, e, number(e), COLOURS[i % len(COLOURS)]) for i, (name, e) in enumerate(own)]
                 bars_with_intervals(axes, bars, ink)
                 axes.set_xlabel("requests/s of the fleet")

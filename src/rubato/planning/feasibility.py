@@ -67,12 +67,12 @@ def feasible_only(load: Workload, hardware: Hardware, slo_rule: str = "deadline"
 
 def _judged(load: Workload, hardware: Hardware, slo_rule: str) -> Iterator[tuple[Arrival, str]]:
     """Each request with what it lacks, "" if nothing; requests of equal lengths and SLO are judged once."""
-    known: dict[tuple[object, ...], str] = {}
+    reasons: dict[tuple[object, ...], str] = {}
     for one in load.arrivals:
         like = one.parts or (one.prompt_tokens, one.output_tokens, one.tier, one.slo)
-        if like not in known:
-            known[like] = unmet_slo(load.parts(one), hardware, slo_rule)
-        yield one, known[like]
+        if like not in reasons:
+            reasons[like] = unmet_slo(load.parts(one), hardware, slo_rule)
+        yield one, reasons[like]
 
 
 def fitting(hardware: Hardware) -> int:

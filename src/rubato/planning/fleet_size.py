@@ -25,20 +25,23 @@ from rubato.planning.jobs import Job, JobRunner
 from rubato.simulation.simulate import gc_paused, simulate
 from rubato.workloads.resample import bootstrapped, sampled
 
-MOST_REPLICAS = 1024
-SAMPLE = 5000  # requests that a guess is made with
-NO_HELP = 0.001  # of attainment, from half as many replicas again
-LEAST_RELAXED = 1.25  # by what a constraint is relaxed, at least; else by the missing replica's part, n / (n - 1)
-RELAXED_SEEDS = 2  # at most; one where that is far from the target:
-CLEAR = (0.005, 0.05)  # by at least and at most so much attainment, between them by half of what one fewer lacks
+MAX_REPLICAS = 1024
+SAMPLE_REQUESTS = 5000  # requests that a guess is made with
+MIN_GAIN = 0.001  # of attainment, from half as many replicas again
+MIN_RELAXATION = 1.25  # by what a constraint is relaxed, at least; else by the missing replica's part, n / (n - 1)
+MAX_RELAXED_SEEDS = 2  # at most; one where that is far from the target:
+CLEAR_MARGINS = (
+    0.005,
+    0.05,
+)  # by at least and at most so much attainment, between them by half of what one fewer lacks
 
 
 def plan(question: FleetQuestion, **how: Any) -> FleetPlan:
-    """The smallest fleet that attains the question's target. `how`: as `jobs.opened` takes it. Raises ValueError, with
-    the reason, when no number of replicas attains the target."""
-    with jobs.opened(head={"plan": question.describe()}, **how) as runner:
+    """Finds the smallest fleet that attains the question's target. `how`: options of `jobs.open_runner`. Raises
+    ValueError, with the reason, when no number of replicas attains the target."""
+    with jobs.open_runner(head={"plan": question.describe()}, **how) as runner:
         found = _Search(question, runner).plan()
-        return replace(found, done=runner.done())
+        return replace(found, job_results=runner.job_results())
 
 
 @gc_paused()
@@ -62,8 +65,8 @@ def survey(question: FleetQuestion) -> dict[str, Any]:
 def guess(question: FleetQuestion) -> int:
     """About how many replicas attain the target, by simulating the beginning of each minute of the busiest stretch."""
     load = bootstrapped(question.load(0, question.stretch(0)), 0)
-    if len(load.arrivals) > SAMPLE:
-        load = sampled(load, SAMPLE / len(load.arrivals))
+    if len(load.arrivals) > SAMPLE_REQUESTS:
+        load = sampled(load, SAMPLE_REQUESTS / len(load.arrivals))
 
     def attained(replicas: int) -> float:
         records = simulate(load, replace(question.spec, replicas=replicas), times=False, causes=False).records
@@ -72,10 +75,10 @@ def guess(question: FleetQuestion) -> int:
     # step times alone would allow twice what is attained, often
     low, high = 0, ceil(1.5 * load.rate / estimate(load, replace(question.spec, replicas=1)))
     before = 0.0
-    while (share := attained(high)) < question.target and high < MOST_REPLICAS:
-        if question.target / 2 < share < before + NO_HELP:
+    while (share := attained(high)) < question.target and high < MAX_REPLICAS:
+        if question.target / 2 < share < before + MIN_GAIN:
             return high  # the whole stretch may attain more
-        low, high, before = high, min(MOST_REPLICAS, ceil(1.5 * high)), share
+        low, high, before = high, min(MAX_REPLICAS, ceil(1.5 * high)), share
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if attained(middle) >= question.target else (middle, high)
@@ -92,13 +95,13 @@ class _Search:
 
     def plan(self) -> FleetPlan:
         self.runner.about = "search"
-        [known] = self.runner.run([Job("survey", survey, (self.question,))])
-        first = self.first(known["replicas"])
+        [survey_result] = self.runner.run([Job("survey", survey, (self.question,))])
+        first = self.first(survey_result["replicas"])
         self.runner.about = "confirm"
         replicas, seeds, decided = self.settle(first)
         self.runner.about = "verify"
-        attained, relaxed_seeds = self.verify(replicas, seeds, known["stated"])
-        start, end = known["stretch"]
+        attained, relaxed_seeds = self.verify(replicas, seeds, survey_result["stated"])
+        start, end = survey_result["stretch"]
         return FleetPlan(
             self.question,
             (start, end),
@@ -111,7 +114,7 @@ class _Search:
             relaxed={what: self.relaxed(replicas, seeds, what, count) for what, count in relaxed_seeds.items()},
             relaxed_by=_factor(replicas),
             relaxed_seeds=relaxed_seeds,
-            infeasible=feasibility.Feasibility(**known["infeasible"]),
+            infeasible=feasibility.Feasibility(**survey_result["infeasible"]),
             tried={n: self.shown(n, count) for n, count in sorted(self.tried.items())},
         )
 
@@ -208,15 +211,15 @@ class _Search:
         relaxed = ["compute", "kv", *stated] if fewer and lacking > 0 else []
         once = [job for constraint in relaxed for job in self.peaks(fewer, 1, constraint)]
         attained, *_ = self.runner.run([Job(f"whole n={replicas}", whole, (self.question, replicas)), *once])
-        clear = min(max(lacking / 2, CLEAR[0]), CLEAR[1])  # by so much seed 0 alone tells
+        clear = min(max(lacking / 2, CLEAR_MARGINS[0]), CLEAR_MARGINS[1])  # by so much seed 0 alone tells
         counts = dict.fromkeys(relaxed, 1)
         for constraint in relaxed:
             if abs(self.question.target - self.relaxed(replicas, seeds, constraint, 1)) < clear:
-                counts[constraint] = RELAXED_SEEDS
+                counts[constraint] = MAX_RELAXED_SEEDS
         self.runner.run([job for constraint, count in counts.items() for job in self.peaks(fewer, count, constraint)])
         return attained, counts
 
 
 def _factor(replicas: int) -> float:
     """By which a constraint is relaxed where one of so many replicas is missing."""
-    return max(LEAST_RELAXED, replicas / max(1, replicas - 1))
+    return max(MIN_RELAXATION, replicas / max(1, replicas - 1))

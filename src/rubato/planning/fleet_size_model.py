@@ -169,7 +169,7 @@ class FleetPlan(Result):
     relaxed_seeds: Mapping[str, int]
     infeasible: feasibility.Feasibility
     tried: Mapping[int, Estimate] = field(default_factory=dict)
-    done: JobResults = field(default_factory=lambda: JobResults(()))
+    job_results: JobResults = field(default_factory=lambda: JobResults(()))
 
     @property
     def gpus(self) -> int:
@@ -197,7 +197,7 @@ class FleetPlan(Result):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        notes = [*self.done.notes, *self.question.source.notes]
+        notes = [*self.job_results.notes, *self.question.source.notes]
         if self.infeasible.count:
             how = "left out" if self.question.exclude else "they count as misses"
             notes.append(f"{self.infeasible.text}; {how}")
@@ -240,8 +240,8 @@ class FleetPlan(Result):
             "infeasible": asdict(self.infeasible),
             "price": self.question.price,
             "cost": self.cost,
-            "wall": self.done.wall,
-            "cpu": self.done.cpu,
+            "wall": self.job_results.wall,
+            "cpu": self.job_results.cpu,
             "notes": self.notes,
             "versions": versions("numpy"),
         }

@@ -21,12 +21,12 @@ from typing import Any
 import orjson
 
 from rubato.core.clock import measured
-from rubato.core.cpu_usage import usable
+from rubato.core.cpu_usage import usable_cores
 from rubato.core.json_lines import json_object
 from rubato.measure.progress_bar import ProgressBar
 
 FORMAT = "rubato-jobs/2"
-SHUTDOWN_SECONDS = 3.0  # for a pool to end in, once the command is told to
+SHUTDOWN_S = 3.0  # for a pool to end in, once the command is told to
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What a job returned, read back from JSON, and its wall and CPU seconds."""
+class JobResult:
+    """A job's return value, read back from JSON, and its wall and CPU seconds."""
 
     key: str
     value: Any
@@ -51,9 +51,10 @@ class Result:
 
 @dataclass(frozen=True)
 class JobResults:
-    """The results of all jobs, in order. resumed: how many the file held already; dropped: half-written lines."""
+    """The results of all jobs, in order. resumed: number of results that the file had already; dropped: half-written
+    lines."""
 
-    results: tuple[Result, ...]
+    results: tuple[JobResult, ...]
     resumed: int = 0
     dropped: int = 0
 
@@ -62,7 +63,7 @@ class JobResults:
         return [result.value for result in self.results]
 
     def costed(self) -> list[dict[str, Any]]:
-        """The values, which are mappings, each with its wall and CPU seconds added."""
+        """Returns the values, which are mappings, each with its wall and CPU seconds added."""
         return [result.value | {"wall": result.wall, "cpu": result.cpu} for result in self.results]
 
     @property
@@ -85,19 +86,19 @@ class JobResults:
 
 
 def run(jobs: Sequence[Job], *, about: str = "jobs", **how: Any) -> JobResults:
-    """Run the jobs that the file does not hold yet; results are in the order of the jobs. `how`: as `opened` takes it.
-    Raises as `opened` and `JobRunner.run`."""
-    with opened(**how) as runner:
+    """Runs the jobs that the file does not have yet; results are in the order of the jobs. `how`: options of
+    `open_runner`. Raises as `open_runner` and `JobRunner.run`."""
+    with open_runner(**how) as runner:
         runner.about = about
         runner.run(jobs)
-        return runner.done()
+        return runner.job_results()
 
 
-Start = Callable[[Sequence[Job]], list[Future[Result]]]
+Start = Callable[[Sequence[Job]], list[Future[JobResult]]]
 
 
 @contextlib.contextmanager
-def opened(
+def open_runner(
     *,
     file: str | Path | None = None,
     head: Mapping[str, Any] | None = None,
@@ -105,7 +106,7 @@ def opened(
     ray: str | None = None,
     progress: bool = False,
 ) -> Iterator[JobRunner]:
-    """A runner of jobs, for a program that chooses its jobs by the results of others.
+    """Opens a runner of jobs, for a program that chooses its jobs by the results of others.
 
     file: where results are kept, and taken from; head: every input that decides what the jobs are. workers: processes
     (None: one a core; 1: this process). ray: the address of a Ray cluster that runs them instead. Raises ValueError for
@@ -126,7 +127,7 @@ class JobRunner:
     progress bar says it."""
 
     def __init__(
-        self, start: Start | None, file: Path | None, stored: Mapping[str, Result], dropped: int, bar: ProgressBar
+        self, start: Start | None, file: Path | None, stored: Mapping[str, JobResult], dropped: int, bar: ProgressBar
     ) -> None:
         self.about = "jobs"
         self._start = start
@@ -134,7 +135,7 @@ class JobRunner:
         self._stored = stored
         self._results = dict(stored)
         self._dropped = dropped
-        self._asked: dict[str, None] = {}  # in order
+        self._job_keys: dict[str, None] = {}  # in order
         self._bar = bar
 
     def run(self, jobs: Sequence[Job]) -> list[Any]:
@@ -143,12 +144,12 @@ class JobRunner:
         if len({job.key for job in jobs}) != len(jobs):
             raise ValueError("two jobs have the same key: each needs its own")
         missing = [job for job in jobs if job.key not in self._results]
-        self._asked |= dict.fromkeys(job.key for job in jobs)
-        self._bar.desc, self._bar.total = f"{self.about}: ", len(self._asked)
-        self._bar.n = len(self._asked) - len(missing)
+        self._job_keys |= dict.fromkeys(job.key for job in jobs)
+        self._bar.desc, self._bar.total = f"{self.about}: ", len(self._job_keys)
+        self._bar.n = len(self._job_keys) - len(missing)
         self._bar.refresh()
         if self._start is None or len(missing) < 2:
-            finished: Iterator[Result] = map(_run, missing)
+            finished: Iterator[JobResult] = map(_run, missing)
         else:  # in the order of finishing
             finished = (future.result() for future in as_completed(self._start(missing)))
         for result in finished:
@@ -159,15 +160,15 @@ class JobRunner:
             self._bar.update()
         return [self._results[job.key].value for job in jobs]
 
-    def done(self) -> JobResults:
-        """The results of the jobs asked for, in the order of asking."""
-        results = tuple(self._results[key] for key in self._asked)
-        return JobResults(results, sum(key in self._stored for key in self._asked), self._dropped)
+    def job_results(self) -> JobResults:
+        """Returns the results of all jobs that `run` was called with, in that order."""
+        results = tuple(self._results[key] for key in self._job_keys)
+        return JobResults(results, sum(key in self._stored for key in self._job_keys), self._dropped)
 
 
 def _starter(workers: int | None, ray: str | None) -> contextlib.AbstractContextManager[Start | None]:
     if ray is None:
-        return _pool(workers or len(usable()))
+        return _pool(workers or len(usable_cores()))
     from rubato.planning.ray_jobs import ray_pool  # needs the extra `ray`
 
     return ray_pool(ray, _run)
@@ -191,7 +192,7 @@ def _pool(count: int) -> Iterator[Start | None]:
         _kill_children()
         # a pool whose processes were ended as they started has been seen to wait for ever
         status = end.code if isinstance(end, SystemExit) else 128 + signal.SIGINT
-        watch = threading.Timer(SHUTDOWN_SECONDS, _exit, (status,))
+        watch = threading.Timer(SHUTDOWN_S, _exit, (status,))
         watch.daemon = True
         watch.start()
         try:
@@ -214,16 +215,16 @@ def _exit(status: object) -> None:
     os._exit(status if isinstance(status, int) else 1)
 
 
-def _run(job: Job) -> Result:
+def _run(job: Job) -> JobResult:
     value, cost = measured(lambda: job.work(*job.given))
-    return Result(job.key, orjson.loads(orjson.dumps(value)), cost.wall, cost.cpu)
+    return JobResult(job.key, orjson.loads(orjson.dumps(value)), cost.wall, cost.cpu)
 
 
 def _line(value: object) -> bytes:
     return orjson.dumps(value) + b"\n"
 
 
-def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, Result], int]:
+def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, JobResult], int]:
     """Results in the file by key, and the number of half-written lines, which are cut off. A new file gets its head."""
     expected = orjson.loads(orjson.dumps({"format": FORMAT, **head}))
     text = path.read_bytes() if path.exists() else b""
@@ -247,10 +248,10 @@ def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, Result], int]:
     return {result.key: result for result in results}, dropped
 
 
-def _result(path: Path, number: int, line: bytes) -> Result:
+def _result(path: Path, number: int, line: bytes) -> JobResult:
     try:
         found = orjson.loads(line)
-        return Result(found["key"], found["value"], found["wall"], found["cpu"])
+        return JobResult(found["key"], found["value"], found["wall"], found["cpu"])
     except (orjson.JSONDecodeError, TypeError, KeyError) as error:
         says = f"{path}, line {number}: not the result of a job ({error!r}): remove the line, its job runs again"
         raise ValueError(says) from error

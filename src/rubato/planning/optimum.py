@@ -36,7 +36,7 @@ class BatchLimit(NamedTuple):
     reason: str
 
 
-class Cost(NamedTuple):
+class ModeCost(NamedTuple):
     """Seconds of a replica that one request takes. limit: of its decodes, with PD, else of the whole batch.
     late: whether its prompt takes longer than its TTFT at this batch."""
 
@@ -114,14 +114,14 @@ def mixed_limit(parts: StepParts, prompt: int, output: int, tpot: float) -> Batc
     return _largest(parts, seconds, kv, tpot, most)
 
 
-def disaggregated(parts: StepParts, prompt: int, output: int, ttft: float, tpot: float) -> Cost:
+def disaggregated(parts: StepParts, prompt: int, output: int, ttft: float, tpot: float) -> ModeCost:
     """p·GEMM(Bp)/Bp + PF(p) + d·GEMM(Bd)/Bd + DcAttn(d(p + d/2)); the last two are d/Bd steps."""
     limit = decode_limit(parts, prompt, output, tpot)
     prefill = prompt * parts.gemm(PREFILL_BATCH, 1) / PREFILL_BATCH + parts.prefill_attention(prompt)
-    return Cost(prefill + output * limit.seconds / limit.batch, limit, prefill >= ttft)
+    return ModeCost(prefill + output * limit.seconds / limit.batch, limit, prefill >= ttft)
 
 
-def co_located(parts: StepParts, prompt: int, output: int, ttft: float, tpot: float) -> Cost:
+def co_located(parts: StepParts, prompt: int, output: int, ttft: float, tpot: float) -> ModeCost:
     """(p + d)·GEMM(B)/B + PF(p) + DcAttn(d(p + d/2))."""
     limit = mixed_limit(parts, prompt, output, tpot)
     seqs = _decoding(limit.batch, prompt, output)
@@ -129,17 +129,17 @@ def co_located(parts: StepParts, prompt: int, output: int, ttft: float, tpot: fl
     attention = parts.decode_attention(seqs, read) / read * output * (prompt + output / 2)
     gemm = (prompt + output) * parts.gemm(limit.batch, seqs) / limit.batch
     steps = (prompt + output) / limit.batch
-    return Cost(gemm + parts.prefill_attention(prompt) + attention, limit, steps * limit.seconds >= ttft)
+    return ModeCost(gemm + parts.prefill_attention(prompt) + attention, limit, steps * limit.seconds >= ttft)
 
 
-COSTS: dict[Mode, Callable[[StepParts, int, int, float, float], Cost]] = {"pd": disaggregated, "co": co_located}
+COSTS: dict[Mode, Callable[[StepParts, int, int, float, float], ModeCost]] = {"pd": disaggregated, "co": co_located}
 
 
 def optimum(load: Workload, model: LatencyModel, limits: Limits, mode: Mode) -> Optimum:
     """Of all requests of a workload, each in a batch of its own kind. A request without TTFT or TPOT is bounded by the
     rest. Raises ValueError for an empty workload, or stages, which the paper has not."""
     parts = StepParts(model, limits)
-    costs: list[Cost] = []
+    costs: list[ModeCost] = []
     for arrival in load.arrivals:
         (stage, *more) = load.parts(arrival)
         if more:

@@ -155,11 +155,11 @@ def plan(
     Raises:
         ValueError: as `simulate`; also when no number of replicas attains the target.
     """
-    asked = _Asked(profile, 1, config, noise)
-    source = asked.source(load, rate, count, duration, kinds, drawn=False)
+    machine = _Asked(profile, 1, config, noise)
+    source = machine.source(load, rate, count, duration, kinds, drawn=False)
     if rate is not None and not isinstance(source, ScenarioSource | MixSource):
         raise ValueError(f"rate={rate:g} is for a scenario or kinds: what was recorded has a rate of its own")
-    specs = asked.specs(policy, workers)
+    specs = machine.specs(policy, workers)
     if len(specs) != 1:
         raise ValueError("a plan is for one policy: ask once for each")
     specs[0].choice.checked()

@@ -181,4 +181,4 @@ read_trace = lru_cache(maxsize=2)(traces.read)
 def lone_decode(trace: Trace, model: LatencyModel) -> tuple[float, int]:
     """Seconds of a step of one decode, what a trace's `slo_ratio` is a multiple of, and at which context: the mean."""
     context = round(sum(offer.prompt + offer.output / 2 for offer in trace.offers) / len(trace.offers))
-    return model.step_time(Shape().plus(1, context)), context
+    return model.step_time(Shape.decodes(1, context + 1)), context

@@ -102,7 +102,7 @@ def left_out(reasons: Mapping[str, str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """One policy at one rate, over all seeds. attainment per tier and "all"; the rest are means over seeds, in seconds
     and requests/s; against: attainment minus that of the sweep's first policy, paired by seed, in [-1, 1]. by_deadline,
     by_windows: attainment by these two rules, whichever judged; pause_p99, pause_max: of each request's longest pause
@@ -127,7 +127,7 @@ class SweepResult(Result):
 
     title = "Attainment by rate"
     sweep: Sweep
-    done: JobResults
+    job_results: JobResults
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -135,14 +135,14 @@ class SweepResult(Result):
         """Of the policies that ran, the one first that the others are compared with."""
         return [spec.choice.label for spec in self.sweep.specs]
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[SweepPoint]:
         labels = self.labels
-        found: dict[tuple[str, float], list[_Tiers]] = {}  # an entry for each seed, in one order
-        for value in self.done.values:
+        by_point: dict[tuple[str, float], list[_Tiers]] = {}  # an entry for each seed, in one order
+        for value in self.job_results.values:
             tiers = {row["tier"]: row for row in value["tiers"]}
-            found.setdefault((value["policy"], value["rate"]), []).append(tiers)
+            by_point.setdefault((value["policy"], value["rate"]), []).append(tiers)
         return [
-            _point(label, rate, found[label, rate], found[labels[0], rate])
+            _point(label, rate, by_point[label, rate], by_point[labels[0], rate])
             for label in labels
             for rate in self.sweep.rates
         ]
@@ -157,9 +157,9 @@ class SweepResult(Result):
             "interval": "95 %, Student's t over seeds, at least Wilson's of all requests; one seed: of that run",
             "skipped": dict(self.skipped),
             "points": [asdict(point) for point in self.points()],
-            "jobs": self.done.costed(),
-            "wall": self.done.wall,
-            "cpu": self.done.cpu,
+            "jobs": self.job_results.costed(),
+            "wall": self.job_results.wall,
+            "cpu": self.job_results.cpu,
             "notes": self.notes,
             "versions": versions("numpy"),
         }  # fmt: skip
@@ -167,7 +167,7 @@ class SweepResult(Result):
     @property
     def notes(self) -> tuple[str, ...]:
         one = [ONE_SEED] if len(self.sweep.seeds) < 2 else []
-        return (*self.done.notes, *self.sweep.source.notes, *left_out(self.skipped), *one)
+        return (*self.job_results.notes, *self.sweep.source.notes, *left_out(self.skipped), *one)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -229,8 +229,8 @@ class SweepResult(Result):
 
     def picture(self) -> Picture:
         """Attainment over the rate with intervals, a line a policy; below, each tier's."""
-        found = {(p.policy, p.rate): p.attainment for p in self.points()}
-        tiers = [tier for tier in found[self.labels[0], self.sweep.rates[0]] if tier != ALL]
+        attainment = {(p.policy, p.rate): p.attainment for p in self.points()}
+        tiers = [tier for tier in attainment[self.labels[0], self.sweep.rates[0]] if tier != ALL]
         panels = [ALL, *(tiers if len(tiers) > 1 else [])]
         lines, across, rates = -(-(len(panels) - 1) // 4), max(1, min(len(panels) - 1, 4)), sorted(self.sweep.rates)
 
@@ -238,7 +238,7 @@ class SweepResult(Result):
             grid = figure.add_gridspec(1 + lines, across, height_ratios=[1.5] + [1.0] * lines)
             for number, tier in enumerate(panels, start=-1):
                 axes = figure.add_subplot(grid[0, :] if tier == ALL else grid[1 + number // across, number % across])
-                own = {label: [found[label, rate][tier] for rate in rates] for label in self.labels}
+                own = {label: [attainment[label, rate][tier] for rate in rates] for label in self.labels}
                 lines_with_intervals(axes, own, rates, 90, ink)
                 axes.set_xlabel("requests/s offered")
                 axes.set_title("all requests" if tier == ALL else tier)
@@ -252,10 +252,10 @@ class SweepResult(Result):
 _Tiers = Mapping[str, Mapping[str, Any]]  # of one run: a row of its results for each tier
 
 
-def _point(policy: str, rate: float, own: Sequence[_Tiers], first: Sequence[_Tiers]) -> Point:
+def _point(policy: str, rate: float, own: Sequence[_Tiers], first: Sequence[_Tiers]) -> SweepPoint:
     by_tier = {tier: [tiers[tier] for tiers in own if tier in tiers] for tier in own[0]}
     longest = {tier: [row["pause_max"] for row in rows] for tier, rows in by_tier.items()}
-    return Point(
+    return SweepPoint(
         policy,
         rate,
         {tier: _attainment(rows) for tier, rows in by_tier.items()},

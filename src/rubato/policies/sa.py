@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed
-from rubato.core.interfaces import SOONEST, Dispatch, LatencyModel, SeqView, View
+from rubato.core.interfaces import MIN_WAKE_S, Dispatch, LatencyModel, SeqView, View
 from rubato.core.request import SLO
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.policies.vllm import Scheduler as Scheduler
@@ -461,7 +461,7 @@ class Router:
                 self._map(waiting, views[id], now)
         place = {id: view.id for view in fleet for id in self._due(waiting, view, now)}
         self._sent.update(place)
-        times = (at for id, at in self._next_at.items() if at > now + SOONEST and self._batches.get(id))
+        times = (at for id, at in self._next_at.items() if at > now + MIN_WAKE_S and self._batches.get(id))
         return Dispatch(place, wake_at=min(times, default=None))
 
     def _forget_gone(self, waiting: Mapping[str, SeqView], views: Mapping[str, View]) -> set[str]:
@@ -520,7 +520,7 @@ class Router:
             ordered = [id for batch in self._batches[view.id] for id in batch]
             self._batches[view.id] = [ordered[free:]] if ordered[free:] else []
             return ordered[:free]
-        if (self.dispatch == "batch_end" and there) or now + SOONEST < self._next_at.get(view.id, 0.0):
+        if (self.dispatch == "batch_end" and there) or now + MIN_WAKE_S < self._next_at.get(view.id, 0.0):
             return []
         self._next_at[view.id] = now + BATCH_GAP_S
         return batches.pop(0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from rubato.core.interfaces import Dispatch, Router, SeqView, View
-from rubato.core.request import ALONE_S, NO_REPLICA
+from rubato.core.request import NO_REPLICA, NO_REPLICA_TIMEOUT_S
 from rubato.policy_kit.wrapper import RouterWrapper
 
 RETRY_S = 0.5  # a set without a replica is checked again after this time
@@ -34,7 +34,7 @@ class Candidates(RouterWrapper):
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         """What `inner` decides for the first set of which it places or rejects something: the cluster then asks again.
         Of sets of which it does nothing of that kind, what else it says is put together. Of one of which none has been
-        there for ALONE_S all are rejected."""
+        there for NO_REPLICA_TIMEOUT_S all are rejected."""
         sets: dict[frozenset[str] | None, list[SeqView]] = {}
         for seq in held:
             sets.setdefault(self._only(seq.id), []).append(seq)
@@ -46,7 +46,7 @@ class Candidates(RouterWrapper):
             views = [view for view in fleet if endpoints is None or self._endpoint(view.id) in endpoints]
             if endpoints is not None and not views:  # lost, or given a rest: no event tells that it is over
                 since = self._missing[endpoints] = before.get(endpoints, now)
-                if now >= since + ALONE_S:
+                if now >= since + NO_REPLICA_TIMEOUT_S:
                     return Dispatch(reject={seq.id: NO_REPLICA for seq in seqs})
                 combined = combined._replace(wake_at=min(now + RETRY_S, combined.wake_at or inf))
                 continue

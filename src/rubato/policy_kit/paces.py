@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from rubato.core.interfaces import LatencyModel, SeqView, View
-from rubato.core.slo import WINDOW
+from rubato.core.slo import WINDOW_TOKENS
 from rubato.policy_kit.acceptance import PRIOR
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.draft_value import drafting, with_nodes
@@ -71,12 +71,12 @@ Window = tuple[int, int, float]  # stage, tokens of it that were out when it beg
 
 
 def windows(view: View, before: Mapping[str, Window]) -> dict[str, Window]:
-    """Returns the current window of `WINDOW` tokens of each decode, by id; the paper judges a window as a whole. The
-    first window of a stage begins with its first token."""
+    """Returns the current window of `WINDOW_TOKENS` tokens of each decode, by id; the paper judges a window as a whole.
+    The first window of a stage begins with its first token."""
     new_windows = {}
     for seq in view.running:
         if seq.output:
-            new = seq.stage, seq.output - (seq.output - 1) % WINDOW, view.now
+            new = seq.stage, seq.output - (seq.output - 1) % WINDOW_TOKENS, view.now
             known = before.get(seq.id, new)
             new_windows[seq.id] = known if known[:2] == new[:2] else new
     return new_windows

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rubato.core.events import Event, Finished, Left, Placed
 from rubato.core.interfaces import SeqView, View
-from rubato.core.request import PREFIX_BLOCK, Request
+from rubato.core.request import PREFIX_BLOCK_TOKENS, Request
 
 
 class _Prompt(NamedTuple):
@@ -43,7 +43,7 @@ class _Cache:
 
 
 class PrefixIndex:
-    """The prompts of each replica, in blocks of `PREFIX_BLOCK` tokens, and the sessions: the last prompt and output of
+    """The prompts of each replica, in blocks of `PREFIX_BLOCK_TOKENS`, and the sessions: the last prompt and output of
     a session count as cached where they were served. Tenants share nothing."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class PrefixIndex:
             if key not in there and key not in coming:
                 break
             blocks += 1
-        tokens = blocks * PREFIX_BLOCK
+        tokens = blocks * PREFIX_BLOCK_TOKENS
         if prompt.session is not None:
             last, served = self._sessions.get(prompt.session, ("", 0))
             tokens = max(tokens, served if last == replica else 0, coming.get(prompt.session, 0))
@@ -85,7 +85,7 @@ class PrefixIndex:
         """Notes a placement of the current dispatch: later requests of the same dispatch may share its KV."""
         if not seq.cached:
             prompt = self._prompt(seq)
-            self._coming[replica].update(dict.fromkeys(prompt.keys, PREFIX_BLOCK))
+            self._coming[replica].update(dict.fromkeys(prompt.keys, PREFIX_BLOCK_TOKENS))
             if prompt.session is not None:
                 self._coming[replica][prompt.session] = prompt.tokens
 
@@ -121,9 +121,9 @@ class PrefixIndex:
                 self._caches[last[0]].drop(session)
             tokens = prompt.tokens + output
             self._sessions[session] = replica, tokens
-            cache.add(session, tokens - len(prompt.keys) * PREFIX_BLOCK)
+            cache.add(session, tokens - len(prompt.keys) * PREFIX_BLOCK_TOKENS)
         for key in reversed(prompt.keys):
-            cache.add(key, PREFIX_BLOCK)
+            cache.add(key, PREFIX_BLOCK_TOKENS)
         while cache.tokens > cache.most:
             oldest = next(iter(cache.entries))
             cache.drop(oldest)
@@ -138,7 +138,7 @@ def block_keys(request: Request) -> tuple[int, ...]:
         return tuple([hash((request.tenant, key)) for key in request.prefix])
     ids, keys = request.stages[0].token_ids, []
     key = hash(request.tenant)
-    for end in range(PREFIX_BLOCK, len(ids) + 1, PREFIX_BLOCK):
-        key = hash((key, ids[end - PREFIX_BLOCK : end]))
+    for end in range(PREFIX_BLOCK_TOKENS, len(ids) + 1, PREFIX_BLOCK_TOKENS):
+        key = hash((key, ids[end - PREFIX_BLOCK_TOKENS : end]))
         keys.append(key)
     return tuple(keys)

@@ -1,4 +1,4 @@
-"""The sequences that decode, as counts: what a step of one token for each of them reads, and the KV blocks it takes."""
+"""Counts over the decoding sequences: the KV that a step of one token each reads, and the blocks that it takes."""
 
 from __future__ import annotations
 
@@ -8,35 +8,40 @@ from rubato.replica.sequence import Seq, StepEnds
 
 
 class DecodePool:
-    """count: sequences that the next step of all decodes advances; kv: tokens they have in KV. block: tokens of a KV
-    block. known: keep the sequences, for `filling`."""
+    """The sequences that the next step of all decodes advances: their `count`, and the tokens that they have in `kv`.
 
-    def __init__(self, steps: StepEnds, block: int, known: bool) -> None:
+    Args:
+        steps: of the replica.
+        block: tokens of a KV block.
+        keeps_seqs: keep the sequences, for `filling`.
+    """
+
+    def __init__(self, steps: StepEnds, block: int, keeps_seqs: bool) -> None:
         self.count = 0
         self.kv = 0
         self.steps = steps
         self._block = block
-        self._wants = [0] * (2 * block)  # how many need another block at steps that leave this remainder; twice over
-        self._by_remainder: list[dict[str, Seq]] | None = [{} for _ in range(block)] if known else None
+        self._wants = [0] * (2 * block)  # sequences that need another block, by step number modulo `block`; twice over
+        self._by_remainder: list[dict[str, Seq]] | None = [{} for _ in range(block)] if keeps_seqs else None
 
     def join(self, seq: Seq) -> None:
-        """From the next step on it decodes."""
+        """Adds a sequence, which decodes from the next step on."""
         self.count += 1
         self.kv += seq._cached
         seq.decode()
         self._want(seq, 1)
 
     def leave(self, seq: Seq) -> None:
-        """From the next step on it does not."""
+        """Removes a sequence, which does not decode from the next step on."""
         self.count -= 1
         self._want(seq, -1)
         seq.halt()
         self.kv -= seq._cached
 
     def accept(self, seq: Seq, tokens: int, at: float) -> None:
-        """So many tokens more than the one of its step came, then; their KV is there."""
+        """Books `tokens` accepted draft tokens of the step that ended at `at`; their KV is present."""
         self._want(seq, -1)
-        seq.got_beside(tokens, at)
+        seq.add_accepted(tokens, at)
         self._want(seq, 1)
         self.kv += tokens
 
@@ -51,11 +56,11 @@ class DecodePool:
                 del self._by_remainder[at][seq.id]
 
     def blocks(self) -> int:
-        """KV blocks that the next step of all decodes takes."""
+        """Returns the KV blocks that the next step of all decodes takes."""
         return self._wants[self.steps.tick % self._block]
 
     def blocks_until(self, steps: int, first: int) -> int:
-        """KV blocks that so many steps of all decodes take from step `first` on."""
+        """Returns the KV blocks that `steps` steps of all decodes take, from step `first` on."""
         block = self._block
         at = first % block
         if steps <= block:
@@ -64,6 +69,6 @@ class DecodePool:
         return whole * self.count + sum(self._wants[at : at + rest])
 
     def filling(self) -> Iterable[Seq]:
-        """Whose KV fills its last block to the end: those that need one more in the next step."""
+        """Returns the sequences whose last KV block is full, so that the next step needs another."""
         assert self._by_remainder is not None
         return self._by_remainder[self.steps.tick % self._block].values()

@@ -1,4 +1,4 @@
-"""When the next token of each running sequence is due, as columns: worked out for all of them at once."""
+"""When the next token of each running sequence is due, as columns, computed for all sequences at once."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from rubato.replica.sequence import Seq, StepEnds
 
 
 class DueTimes:
-    """Rows in order of start. Token `output + moves * tick` of a row's stage is next, due at first + tpot times that,
-    never after `end`, and within `pause` of the token before it: that of the last step where it moves and steps have
-    ended since `tick`, else the one that came out at `last`."""
+    """Due times of running sequences, in order of start. The next token of a sequence is number n = `output` +
+    `moves` · steps; it is due at `first` + `tpot` · n, never after `end`, and within `pause` of the token before it.
+    That one came with the last step if the sequence decodes (`moves`) and a step has ended since `since`, else at
+    `last`."""
 
     def __init__(self) -> None:
         self._seqs: list[Seq] = []
         self._columns: NDArray[np.float64] = np.zeros((8, 64))
 
     def add(self, seq: Seq) -> None:
-        """It has started."""
+        """Adds a sequence that started."""
         if len(self._seqs) == self._columns.shape[1]:
             self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
         self._seqs.append(seq)
         self._write(len(self._seqs) - 1, seq)
 
     def drop(self, seq: Seq) -> None:
-        """It runs no longer."""
+        """Removes a sequence that no longer runs."""
         i, n = self._seqs.index(seq), len(self._seqs)
         del self._seqs[i]
         self._columns[:, i : n - 1] = self._columns[:, i + 1 : n]
 
     def renew(self, seq: Seq) -> None:
-        """It has begun or ceased to decode, has had a first token or several at once, or is in another stage."""
+        """Updates a sequence that began or ceased to decode, got its first token or several at once, or is in another
+        stage."""
         self._write(self._seqs.index(seq), seq)
 
     def at(self, steps: StepEnds) -> NDArray[np.float64]:
-        """`SeqView.due` of each, when these steps are done."""
+        """Returns `SeqView.due` of each sequence, after these steps."""
         output, moves, first, tpot, end, pause, last, since = self._columns[:, : len(self._seqs)]
         due: NDArray[np.float64] = moves * steps.tick
         due += output
@@ -47,12 +49,11 @@ class DueTimes:
         np.minimum(due, end, out=due)
         if pause.min(initial=inf) < inf:
             moved = (moves > 0.0) & (since < steps.tick)
-            np.minimum(due, np.where(moved, steps.last if steps.kept else inf, last) + pause, out=due)
+            np.minimum(due, np.where(moved, steps.last if steps.count else inf, last) + pause, out=due)
         return due
 
     def first_decode(self, steps: StepEnds, now: float, ended: Sequence[Seq]) -> float:
-        """The earliest from `now` on of those that decode and are not among `ended`, when these steps are done; inf for
-        none."""
+        """Returns the earliest due time from `now` on among decodes that are not `ended`; inf for none."""
         due = self.at(steps)
         due[(self._columns[1, : len(due)] == 0.0) | (due < now)] = inf
         for seq in ended:
@@ -63,7 +64,7 @@ class DueTimes:
     def _write(self, i: int, seq: Seq) -> None:
         due = seq.deadlines
         first, tpot = due.first, due.tpot
-        if tpot == inf:  # nothing is promised after the first token
+        if tpot == inf:  # no SLO after the first token
             first, tpot = (inf if seq.output else first), 0.0
         last, since = seq.last_token_at, seq.steps.tick
         self._columns[:, i] = seq._output, seq.decoding, first, tpot, due.end, due.max_pause, last, since

@@ -1,8 +1,8 @@
-"""Requests that move between replicas: what a replica does with those that it hands off, and with those that come.
+"""Moves requests between replicas: how a replica hands them off, and how it receives them with their KV.
 
-A request that a plan hands off with its KV is another replica's from then on: here it only keeps that KV until
-`release`. There `reserve` and `arrive` take the place of `Replica.submit`. What a router recalls (`recall`) is handed
-off without KV before the next plan (`hand_back`).
+A request that a plan hands off with its KV leaves this replica, which only keeps that KV until `release`. On the next
+replica `reserve` and `arrive` replace `Replica.submit`. Requests that a router recalls (`recall`) are handed off
+without KV before the next plan (`hand_back`).
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from rubato.replica.state import ReplicaState, order_of, refusal_reason
 
 
 def reserve(replica: ReplicaState, request: Request, now: float) -> list[Event] | None:
-    """Hold KV for a request on its way here, from a replica that handed it off; None while that much is not free. One
-    that could never be run is refused."""
+    """Reserves KV for a request that another replica handed off with its KV; returns None while too little is free. A
+    request that could never run is refused."""
     handoff = request.handoff
     assert handoff is not None, "what was not handed off is submitted"
     seq = replica.new(request, now)
     if reason := refusal_reason(request, replica.limits):
         return [replica.finished(seq, now, "refused", reason)]
     most = replica.limits.max_running
-    if most is not None and len(replica.running) + len(replica.leaving) + len(replica.arriving) >= most:
+    if most is not None and len(replica.running) + len(replica.migrating_out) + len(replica.migrating_in) >= most:
         return None
     if replica.limits.blocks(handoff.cached) > replica.kv.free:
         return None
     replica.kv.reserve(seq, handoff.cached)
     seq.cached = handoff.cached
     seq.waiting_since = handoff.at
-    replica.seqs[request.id] = replica.arriving[request.id] = seq
+    replica.seqs[request.id] = replica.migrating_in[request.id] = seq
     return []
 
 
 def arrive(replica: ReplicaState, id: str, size: int, now: float) -> list[Event]:
-    """The KV of a reserved request, `size` bytes, is here: it runs on."""
-    seq = replica.arriving.pop(id)
+    """Runs a reserved request, whose KV of `size` bytes has arrived."""
+    seq = replica.migrating_in.pop(id)
     assert seq.request.handoff is not None
     replica.run_from_now(seq, now, "transfer")
     replica.show(seq)
@@ -49,10 +49,10 @@ def arrive(replica: ReplicaState, id: str, size: int, now: float) -> list[Event]
 
 
 def release(replica: ReplicaState, id: str) -> bool:
-    """The KV of a request that left, or that will not come after all, is free again. Whether it was here."""
-    seq = replica.leaving.pop(id, None)
+    """Frees the KV of a request that was handed off, or reserved and will not come. Returns whether there was any."""
+    seq = replica.migrating_out.pop(id, None)
     if seq is None:
-        seq = replica.arriving.pop(id, None)
+        seq = replica.migrating_in.pop(id, None)
         if seq is None:
             return False
         del replica.seqs[id]
@@ -62,25 +62,25 @@ def release(replica: ReplicaState, id: str) -> bool:
 
 
 def recall(replica: ReplicaState, kind: Recall) -> bool:
-    """Mark for `hand_back` those that now hold no KV, or are best effort; not those that move or wait for a tool.
-    Whether there are any."""
-    here = [s for s in replica.seqs.values() if not (s.ended or s.waiting_for_tool or s.id in replica.arriving)]
-    chosen = [s for s in here if (s.best_effort if kind == "best_effort" else s.id not in replica.running)]
-    replica.recalled += chosen
-    return bool(chosen)
+    """Marks requests for `hand_back`: those without KV, or the best-effort ones, but none that moves or waits for a
+    tool. Returns whether there are any."""
+    present = [s for s in replica.seqs.values() if not (s.ended or s.waiting_for_tool or s.id in replica.migrating_in)]
+    marked = [s for s in present if (s.best_effort if kind == "best_effort" else s.id not in replica.running)]
+    replica.recalled += marked
+    return bool(marked)
 
 
 def hand_back(replica: ReplicaState, now: float) -> list[Event]:
-    """Hand off what was recalled and is still here, in the order of the queue. Not while a batch is in flight."""
+    """Hands off recalled requests that are still here, in the order of the queue; never while a batch is in flight."""
     marked, replica.recalled = replica.recalled, []
-    here = {s.id: s for s in marked if replica.seqs.get(s.id) is s and not s.waiting_for_tool}  # each once
-    for seq in sorted(here.values(), key=order_of):
+    present = {s.id: s for s in marked if replica.seqs.get(s.id) is s and not s.waiting_for_tool}  # each once
+    for seq in sorted(present.values(), key=order_of):
         replica.events.append(hand_off(replica, seq, "recalled", now, with_kv=False))
-    return replica.told()
+    return replica.take_events()
 
 
 def hand_off(replica: ReplicaState, seq: Seq, reason: HandoffReason, now: float, *, with_kv: bool) -> Event:
-    """It goes on at another replica."""
+    """Gives up a request, which continues on another replica."""
     runs = seq.id in replica.running
     if not runs:
         cause: Cause = "preemption" if seq.started else "queue"
@@ -92,7 +92,7 @@ def hand_off(replica: ReplicaState, seq: Seq, reason: HandoffReason, now: float,
     cached = 0
     if runs and with_kv:
         replica.run_no_longer(seq)
-        replica.leaving[seq.id] = seq
+        replica.migrating_out[seq.id] = seq
         cached = seq.cached
     else:
         if runs:

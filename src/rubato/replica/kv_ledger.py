@@ -1,7 +1,7 @@
-"""Which sequence of a replica holds how much KV: as counts, or by block, where an engine or a prefix cache needs ids.
+"""The KV of each sequence of a replica: as counts, or by block where an engine or a prefix cache needs ids.
 
-Both do the same with the same sequences. What a run of steps takes is booked by `begin` and `end`; in between, a
-sequence that is not in the run may give back what it holds.
+Both ledgers treat the same sequences alike. `begin` and `end` book the KV of a run of steps; in between, a sequence
+outside the run may release its KV.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from rubato.replica.step_log import StepRun
 
 
 class KVCounts:
-    """Counts alone: nothing is done for those that decode, and a run may have many steps. No prefix is shared."""
+    """Counts of KV blocks: decodes cost no work, and a run may have many steps. No prefix is shared."""
 
     by_block: Literal[False] = False
 
     def __init__(self, limits: Limits, pool: DecodePool) -> None:
         self.total = limits.kv_blocks
         self.block_size = limits.block_size
-        self._free = self.total  # without what the run under way takes
+        self._free = self.total  # without the blocks of the run under way
         self._run: StepRun | None = None
         self._pool = pool
 
     @property
     def free(self) -> int:
-        """Blocks that are not held, and that the step under way, if there is one, does not take."""
+        """Blocks that no sequence holds and that the step under way, if any, does not take."""
         run = self._run
         if run is None:
             return self._free
-        need = self.run_blocks(run, run.done + self._pool.steps.under_way)
-        return self._free - need - (self._verified(run) if run.speculation else 0)
+        need = self.run_blocks(run, run.steps_done + self._pool.steps.under_way)
+        return self._free - need - (self._verified_blocks(run) if run.speculation else 0)
 
     def blocks_of(self, seq: Seq) -> int:
         return -(-(seq.cached + seq.in_flight) // self.block_size)
@@ -43,16 +43,16 @@ class KVCounts:
     own_blocks_of = blocks_of
 
     def run_blocks(self, run: StepRun, steps: int) -> int:
-        """Blocks that so many steps of the run take, without those that are given back at its end."""
+        """Returns the blocks that `steps` steps of the run take, without those released at its end."""
         need = self._pool.blocks_until(steps, run.tick)
         for chunk in run.chunks:
             need += chunk.blocks(steps, self.block_size)
         return need
 
-    def fitting(self, run: StepRun, most: int) -> int:
-        """How many steps of the run there is room for, at most so many; 1 is known to fit."""
+    def steps_that_fit(self, run: StepRun, most: int) -> int:
+        """Returns how many steps of the run the free blocks allow, at most `most`; 1 always fits."""
         spare = self._free - sum([chunk.total for chunk in run.chunks])
-        if self._pool.count * most > spare:  # else there is enough, were it a block for every token
+        if self._pool.count * most > spare:  # else even one block a token would fit
             while most > 1 and self.run_blocks(run, most) > self._free:
                 most -= 1
         return most
@@ -61,36 +61,36 @@ class KVCounts:
         self._run = run
 
     def end(self, run: StepRun) -> None:
-        """The run's steps are over, and counted in its sequences."""
+        """Books a run whose steps are over and counted in its sequences."""
         self._run = None
         self._free -= self.run_blocks(run, run.steps)
 
-    def accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
-        """So many verified tokens were right, and are counted in the sequence."""
+    def book_accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
+        """Books `tokens` accepted draft tokens, which the sequence counts already."""
         if tokens:
             cached = seq.cached
             self._free -= blocks_for(cached, self.block_size) - blocks_for(cached - tokens, self.block_size)
 
-    def _verified(self, run: StepRun) -> int:
-        """Blocks of what is verified, beyond those of pending tokens."""
-        more = 0
+    def _verified_blocks(self, run: StepRun) -> int:
+        """Returns the blocks of verified tokens beyond those of pending tokens."""
+        blocks = 0
         for spec in run.speculation.values():
-            held = spec.start + spec.pending
-            more += blocks_for(held + len(spec.verify), self.block_size) - blocks_for(held, self.block_size)
-        return more
+            end = spec.start + spec.pending
+            blocks += blocks_for(end + len(spec.verify), self.block_size) - blocks_for(end, self.block_size)
+        return blocks
 
     def reserve(self, seq: Seq, tokens: int) -> None:
         self._free -= blocks_for(tokens, self.block_size)
 
     def release(self, seq: Seq, keep: bool = False) -> None:
-        """Give up all that it holds."""
+        """Releases all KV of the sequence."""
         self._free += self.blocks_of(seq)
         seq.cached = 0
 
 
 class KVByBlock:
-    """Blocks with ids. Those that are full of tokens whose ids are known can be found by sequences that begin alike: of
-    one tenant with `prefix_cache`, else of one group."""
+    """KV blocks with ids. Sequences that begin alike find full blocks whose token ids are known: of one tenant with
+    `prefix_cache`, else of one group."""
 
     by_block: Literal[True] = True
 
@@ -128,7 +128,7 @@ class KVByBlock:
             blocks.grow(spec.seq.block_ids, spec.start + spec.pending + len(spec.verify))
 
     def end(self, run: StepRun) -> None:
-        """The step is over, and counted in its sequences: the blocks they filled can be found from now on."""
+        """Makes the blocks that the step filled findable; the sequences count its tokens already."""
         for seq in self._pool.filling():
             if seq.keys and not seq.ended:
                 self.name(seq, seq.cached - 1)
@@ -136,9 +136,9 @@ class KVByBlock:
             if not chunk.seq.ended:
                 self.name(chunk.seq, chunk.start)
 
-    def accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
-        """So many verified tokens were right, and are counted in the sequence; the blocks of the others are free.
-        ended: all its blocks soon will be, too."""
+    def book_accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
+        """Books `tokens` accepted draft tokens, which the sequence counts already; frees the blocks of rejected ones.
+        ended: the sequence has ended, and all its blocks will be freed."""
         if not ended:
             self.name(seq, seq.cached - tokens)
             self._blocks.shrink(seq.block_ids, seq.cached)

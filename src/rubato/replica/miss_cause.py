@@ -1,5 +1,5 @@
-"""Seconds that a request lost to others, by cause: what a miss is put down to. Worked out from the step log once a
-request has missed, or when it moves; steps that are not asked about cost nothing."""
+"""The seconds that a request lost, by cause; the largest explains a miss. They are computed from the step log when a
+request has missed or moves; other steps cost nothing."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rubato.replica.sequence import Seq, StepEnds
 from rubato.replica.step_log import StepLog, StepRun
 
 INTERFERENCE: tuple[Cause, Cause] = ("prefill interference", "decode interference")
-Shares = tuple[float, float]  # seconds of a step as the model has it: lost to prefill, and to decodes, of others
+Shares = tuple[float, float]  # predicted seconds of a step that others cost: their prefill, their decodes
 
 
-def of_decode(latency: LatencyModel, predicted: float, decodes: Shape) -> Shares:
-    """What a step of `predicted` seconds costs each of its decodes, beyond a step of its own."""
-    together = latency.step_time(decodes)
+def decode_interference(latency: LatencyModel, predicted: float, decodes: Shape) -> Shares:
+    """Returns the seconds that a step of `predicted` seconds costs each of its decodes beyond a step of its own."""
+    batch_seconds = latency.step_time(decodes)
     drafts = Shape(spec_steps=decodes.spec_steps, draft_tokens=decodes.draft_tokens // decodes.seqs)
-    alone = drafts.plus(1, decodes.kv // decodes.seqs)
-    return predicted - together, together - latency.step_time(alone)
+    isolated = drafts.plus(1, decodes.kv // decodes.seqs)
+    return predicted - batch_seconds, batch_seconds - latency.step_time(isolated)
 
 
 def is_infeasible(seq: Seq, cached: int, latency: LatencyModel, limits: Limits, slo_rule: str) -> bool:
-    """Whether a request that has ended would have missed its SLO on this replica alone, too. cached: tokens of its
-    first prompt that need not be run."""
+    """Whether an ended request would have missed its SLO even alone on this replica. cached: tokens of its first prompt
+    that were in KV."""
     outputs = [len(times) for times in seq.times_of_all() if len(times)]
     stages = [
         StageLengths(stage.prompt, stage.slo, n, n) for stage, n in zip(seq.request.stages, outputs, strict=False)
@@ -42,8 +42,8 @@ def is_infeasible(seq: Seq, cached: int, latency: LatencyModel, limits: Limits, 
 
 
 class MissCauses:
-    """Attributes, for each sequence, the time that its replica's steps took beyond what it alone would have taken.
-    Shares come from the latency model: whole batch, the batch's decodes, the sequence by itself."""
+    """Attributes the time of a replica's steps beyond a sequence's isolated time to causes. The latency model gives the
+    shares: whole batch, the batch's decodes, the sequence by itself."""
 
     def __init__(self, steps: StepEnds, log: StepLog, latency: LatencyModel) -> None:
         self._steps = steps
@@ -51,7 +51,7 @@ class MissCauses:
         self._latency = latency
 
     def delays(self, seq: Seq) -> dict[Cause, float]:
-        """Seconds lost to each cause until the first token that was late, elsewhere and here."""
+        """Returns the seconds lost to each cause until the first late token, on earlier replicas and here."""
         delays = dict(seq.delays_elsewhere)
         if seq.late_elsewhere:
             return delays
@@ -60,40 +60,40 @@ class MissCauses:
         # it waits before it runs, and before it is handed off
         for wait, ran in zip_longest(seq.waits, seq.running_spans):
             if wait.until <= last:
-                book(delays, wait.cause, wait.seconds)
+                add_delay(delays, wait.cause, wait.seconds)
             if ran is None:
                 break
             begin, end = ran
             stop = min(last + 1, self._steps.tick if end < 0 else end)
-            for first, after, decodes in _pieces(begin, stop, decoded):
+            for first, after, decodes in _spans(begin, stop, decoded):
                 if decodes and after - first > 1:
-                    _book_each(delays, self._shares(first, after))
+                    _add_delays(delays, self._shares(first, after))
                     continue
                 for at in range(first, after):
-                    for cause, seconds in self._of_step(seq, at, decodes):
-                        book(delays, cause, seconds)
+                    for cause, seconds in self._step_delays(seq, at, decodes):
+                        add_delay(delays, cause, seconds)
         return delays
 
     def _shares(self, first: int, after: int) -> NDArray[np.float64]:
-        """(2, after - first): seconds that each step cost each that decoded in it, the same for all, lost to prefill
-        and to decodes of others; none below 0. Worked out once for each run, when wanted."""
+        """Returns (2, after - first): the seconds, 0 or more, that prefill and decodes of others cost every decode of
+        each step. Each run computes them once, on demand."""
         shares: list[Shares] = []
         for run in self._log.runs(first, after):
             until = min(after - run.tick, run.steps)
             if len(run.shares) < until:
-                run.shares = [*run.shares, *(self._of_decodes(run, i) for i in range(len(run.shares), until))]
+                run.shares = [*run.shares, *(self._decode_shares(run, i) for i in range(len(run.shares), until))]
             shares += run.shares[max(first - run.tick, 0) : until]
         return np.array(shares).T
 
-    def _of_decodes(self, run: StepRun, i: int) -> Shares:
-        """What step `i` of a run cost each that decoded in it."""
+    def _decode_shares(self, run: StepRun, i: int) -> Shares:
+        """Returns the seconds that others cost each decode of step `i` of a run."""
         if run.chunks or run.speculation:
             decodes = run.shape(i, decodes=True)
             if not decodes.seqs:
                 return 0.0, 0.0
             predicted = self._latency.step_time(run.shape(i))
-            by_prefill, by_decode = of_decode(self._latency, predicted, decodes)
-        else:  # the same for a step with nothing else in it, as most are
+            by_prefill, by_decode = decode_interference(self._latency, predicted, decodes)
+        else:  # the same result for a step of decodes only, as most are
             n, seconds_of = run.seqs, self._latency.seconds_of
             kv = run.kv + (i + 1) * n
             predicted = seconds_of(n, n, kv, 0, 0, 0, 0)
@@ -101,8 +101,8 @@ class MissCauses:
         scale = self._log.seconds(run, i) / predicted if predicted > 0.0 else 0.0
         return max(by_prefill * scale, 0.0), max(by_decode * scale, 0.0)
 
-    def _of_step(self, seq: Seq, at: int, decodes: bool) -> tuple[tuple[Cause, float], ...]:
-        """What one step cost it, beyond what it would have taken alone."""
+    def _step_delays(self, seq: Seq, at: int, decodes: bool) -> tuple[tuple[Cause, float], ...]:
+        """Returns, by cause, the seconds of one step beyond the sequence's isolated time."""
         run = self._log.at(at)
         i = at - run.tick
         seconds = self._log.seconds(run, i)
@@ -119,41 +119,41 @@ class MissCauses:
         if mine and seq.id in run.speculation:
             tokens += len(run.speculation[seq.id].verify)
         if tokens == 1:
-            by_prefill, by_decode = of_decode(model, predicted, single)
-            again = 0.0
+            by_prefill, by_decode = decode_interference(model, predicted, single)
+            recompute = 0.0
         else:
-            beside = model.step_time(single.plus(tokens, start))
-            alone = model.step_time(Shape().plus(tokens, start))
-            by_prefill, by_decode = predicted - beside, beside - alone
+            with_batch = model.step_time(single.plus(tokens, start))
+            isolated = model.step_time(Shape.prefill(tokens, start))
+            by_prefill, by_decode = predicted - with_batch, with_batch - isolated
             wait = next(wait for wait in reversed(seq.waits) if wait.until <= at)
-            came = any(wait.until <= first < at for first, _ in seq.token_spans_now())
-            again = alone if wait.recompute and not came else 0.0  # preempted, and no token came out since
+            has_output = any(wait.until <= first < at for first, _ in seq.token_spans_now())  # since it resumed
+            recompute = isolated if wait.recompute and not has_output else 0.0
         return (
-            ("preemption", again * scale),
+            ("preemption", recompute * scale),
             ("prefill interference", by_prefill * scale),
             ("decode interference", by_decode * scale),
         )
 
     def _first_late(self, seq: Seq) -> int:
-        """The step that brought the first token that was late; the next step, if none was."""
+        """Returns the step of the first late token; the next step if none was late."""
         for due, times in zip([*seq.past_deadlines, seq.deadlines], seq.times_of_all(), strict=True):
             if not times:
                 break
-            late = due.late(times)
+            late = due.are_late(times)
             if late.any():
-                return self._steps.which(times[int(np.argmax(late))])
+                return self._steps.step_ending_at(times[int(np.argmax(late))])
         return self._steps.tick
 
 
-def book(delays: dict[Cause, float], cause: Cause, seconds: float) -> None:
-    """Add seconds that were lost to a cause; what is no loss is not booked."""
+def add_delay(delays: dict[Cause, float], cause: Cause, seconds: float) -> None:
+    """Adds seconds lost to a cause, if above 0."""
     if seconds > 0.0:
         delays[cause] = delays.get(cause, 0.0) + seconds
 
 
-def _pieces(begin: int, stop: int, decoded: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, bool]]:
-    """The steps [begin, stop) in parts, and whether each brought tokens in every step. A part with tokens in every step
-    may, if it is one step, also be the end of a prefill; a longer one is not."""
+def _spans(begin: int, stop: int, decoded: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, bool]]:
+    """Splits the steps [begin, stop) into (first, after, decodes); `decodes`: each of its steps brought a token. Such a
+    span of one step may also be the end of a prefill; a longer one is not."""
     at = begin
     for a, b in decoded:
         first, after = max(a, at), min(b, stop)
@@ -166,8 +166,8 @@ def _pieces(begin: int, stop: int, decoded: Iterable[tuple[int, int]]) -> Iterat
         yield at, stop, False
 
 
-def _book_each(delays: dict[Cause, float], shares: NDArray[np.float64]) -> None:
-    """Add up step by step, as floats add up; of two causes with the same sum in the end, the earlier one counts."""
+def _add_delays(delays: dict[Cause, float], shares: NDArray[np.float64]) -> None:
+    """Adds the shares step by step, in the rounding of a loop; of two equal causes the earlier one counts."""
     rows = [(int(np.argmax(row > 0.0)), cause, row) for cause, row in zip(INTERFERENCE, shares, strict=True)]
     for _, cause, row in sorted(rows, key=lambda item: item[0]):
         if row.any():

@@ -1,5 +1,4 @@
-"""Checks that a plan, or a router's dispatch, can be carried out, and that an engine's results can come from a plan;
-called wherever these arrive."""
+"""Checks that a plan or a router's dispatch can be carried out, and that an engine's results fit the plan."""
 
 from __future__ import annotations
 
@@ -9,29 +8,29 @@ from math import inf
 from typing import get_args
 
 from rubato.core.events import CLIENT_ERRORS
-from rubato.core.interfaces import SOONEST, Dispatch, SeqView, View, nothing_sent
+from rubato.core.interfaces import MIN_WAKE_S, Dispatch, SeqView, View, nothing_sent
 from rubato.core.plan import Emitted, Plan, Recall, Role, Tree, Work, blocks_for
 from rubato.core.request import SATURATED, Request
 
-ONLY_PLACES = Dispatch()[1:-1]  # but for `why`
+PLACES_ONLY = Dispatch()[1:-1]  # the fields of a dispatch that only places, without `place` and `why`
 
 
 class PlanError(RuntimeError):
-    """A policy asked for something impossible. The message names policy, request and numbers."""
+    """A policy's plan or dispatch is impossible. The message names policy, request and numbers."""
 
 
 def check(plan: Plan, view: View, policy: str) -> None:
-    """Raise PlanError unless `plan` can be carried out on `view`: known sequences, each named once, no more tokens than
-    are pending, the engine's limits kept, enough KV, and no standing still while there is work."""
-    if _plainly_possible(plan, view):
+    """Checks that `plan` can be carried out on `view`: known sequences, each named once, no more tokens than pending,
+    within the engine's limits and free KV, and not idle while there is work. Raises PlanError."""
+    if _is_plainly_possible(plan, view):
         return
-    for problem in chain(_no_plan(plan), _problems(plan, view)):
+    for problem in chain(_malformed_plan(plan), _problems(plan, view)):
         raise PlanError(f"policy {policy!r}, replica {view.id!r}, t={view.now:.6f}: {problem}")
 
 
-def _plainly_possible(plan: object, view: View) -> bool:
-    """Whether nothing is wrong with a plan of the kind that most steps have: all decodes, and at most one other
-    sequence. False is no verdict."""
+def _is_plainly_possible(plan: object, view: View) -> bool:
+    """Whether a plan of the usual kind, all decodes and at most one other sequence, is possible. False decides
+    nothing."""
     if type(plan) is not Plan or not plan.decode_all or len(plan.work) > 1 or plan.preempt or plan.drop or plan.handoff:
         return False
     limits = view.limits
@@ -55,7 +54,7 @@ def _plainly_possible(plan: object, view: View) -> bool:
 
 
 def spelled_out(plan: Plan, view: View) -> Plan:
-    """The same plan with `decode_all` written as work, in order of start, before the rest."""
+    """Returns the plan with `decode_all` written as work, in order of start, before its other work."""
     if not plan.decode_all:
         return plan
     gone = {*plan.preempt, *plan.drop}
@@ -63,9 +62,9 @@ def spelled_out(plan: Plan, view: View) -> Plan:
     return plan._replace(work=(*decodes, *plan.work), decode_all=False)
 
 
-def _no_plan(plan: object) -> Iterable[str]:
-    """What is of another kind than a `Plan` says. An iterator would be exhausted when carried out, and a reason must be
-    text for the client."""
+def _malformed_plan(plan: object) -> Iterable[str]:
+    """Yields what has a wrong type. An iterator would be exhausted once carried out; a reason must be text for the
+    client."""
     if not isinstance(plan, Plan):
         yield f"plan returned {type(plan).__name__}: return a Plan"
         return
@@ -80,9 +79,9 @@ def _no_plan(plan: object) -> Iterable[str]:
 
 
 def _problems(plan: Plan, view: View) -> Iterable[str]:
-    """Sentences, the first of which is reported. Later ones may rely on earlier ones having found nothing."""
+    """Yields problems as sentences; the first is reported. Later checks assume that earlier ones passed."""
     known, running = view.known, view.running_ids
-    yield from _named(plan, known)
+    yield from _misnamed(plan, known)
     for id in plan.preempt:
         if id not in running:
             yield f"preempt names {id!r}, which holds no KV"
@@ -107,13 +106,13 @@ def _problems(plan: Plan, view: View) -> Iterable[str]:
     yield from _work(plan, view, known, running)
     decodes = view.decodes.seqs if plan.decode_all else 0
     decided = plan.work or decodes or plan.preempt or plan.demote or plan.promote or plan.drop or plan.handoff
-    if known and not decided and plan.wake_at is None and not view.moving:  # what moves makes room in the end
+    if known and not decided and plan.wake_at is None and not view.moving:  # moving requests free KV in the end
         yield f"nothing planned though {len(known)} requests are here, and no wake_at: they would wait for ever"
     if plan.wake_at is not None and not decided and not view.now < plan.wake_at < inf:
         yield f"nothing planned and wake_at {plan.wake_at:.6f} is no time in the future: it would spin, or never wake"
 
 
-def _named(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
+def _misnamed(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
     groups: dict[str, Collection[str]] = {
         "work": [w.seq for w in plan.work],
         "preempt": plan.preempt,
@@ -197,15 +196,24 @@ def check_dispatch(
     dispatch: Dispatch, held: Sequence[SeqView], fleet: Sequence[View], now: float, policy: str, *, placed: int,
     replicas: Collection[str],
 ) -> None:  # fmt: skip
-    """Raise PlanError unless `dispatch` can be carried out: held requests, each either placed or rejected, replicas of
-    the fleet, KV not sent to where it is, and no standing still while nothing else would have the router asked again.
+    """Checks that `dispatch` can be carried out: held requests, each either placed or rejected, replicas of the fleet,
+    KV not sent to its source, and not idle where nothing else would call the router again.
 
-    held, fleet, now: what the router was shown. placed: requests that are at replicas, and will end or come back.
-    replicas: the ids of the fleet.
+    Args:
+        dispatch: to check.
+        held: as passed to the router.
+        fleet: as passed to the router.
+        now: as passed to the router, in seconds.
+        policy: name of the router, for the message.
+        placed: number of requests on replicas, which will end or come back.
+        replicas: the ids of the fleet.
+
+    Raises:
+        PlanError: the dispatch is impossible.
     """
-    if _plainly_right(dispatch, held, replicas):
+    if _is_plain_placement(dispatch, held, replicas):
         return
-    for problem in chain(_malformed(dispatch), _dispatch_problems(dispatch, held, fleet, now, placed)):
+    for problem in chain(_malformed_dispatch(dispatch), _dispatch_problems(dispatch, held, fleet, now, placed)):
         raise PlanError(f"policy {policy!r}, router, t={now:.6f}: {problem}")
 
 
@@ -215,9 +223,9 @@ def _fits(request: Request, view: View) -> bool:
     return most <= view.limits.max_model_len and view.limits.blocks(most) <= view.kv_total
 
 
-def _plainly_right(dispatch: object, held: Sequence[SeqView], replicas: Collection[str]) -> bool:
-    """Whether it only places, and nothing is wrong with that. False is no verdict."""
-    if type(dispatch) is not Dispatch or type(dispatch.place) is not dict or dispatch[1:-1] != ONLY_PLACES:
+def _is_plain_placement(dispatch: object, held: Sequence[SeqView], replicas: Collection[str]) -> bool:
+    """Whether the dispatch only places, and correctly. False decides nothing."""
+    if type(dispatch) is not Dispatch or type(dispatch.place) is not dict or dispatch[1:-1] != PLACES_ONLY:
         return False
     place, why = dispatch.place, dispatch.why
     if why and not (
@@ -228,8 +236,8 @@ def _plainly_right(dispatch: object, held: Sequence[SeqView], replicas: Collecti
     return bool(place) and place.keys() <= known and all(type(to) is str and to in replicas for to in place.values())
 
 
-def _malformed(dispatch: object) -> Iterable[str]:
-    """What is of another kind than a `Dispatch` says, before anything is looked up in it."""
+def _malformed_dispatch(dispatch: object) -> Iterable[str]:
+    """Yields what has a wrong type, before the dispatch is used."""
     if not isinstance(dispatch, Dispatch):
         yield f"place returned {type(dispatch).__name__}: return a Dispatch"
         return
@@ -301,8 +309,8 @@ def _dispatch_problems(
     for id in why:
         if id not in place:
             yield f"why explains {id!r}, which place does not name"
-    if wake_at is not None and not now + SOONEST <= wake_at < inf:
-        yield f"wake_at {wake_at!r} is not {SOONEST} s or more in the future: it would spin, or never wake"
+    if wake_at is not None and not now + MIN_WAKE_S <= wake_at < inf:
+        yield f"wake_at {wake_at!r} is not {MIN_WAKE_S} s or more in the future: it would spin, or never wake"
     quiet = not (place or reject or placed) and not any(view.in_flight.seqs for view in fleet)
     if quiet and wake_at is None:
         yield (
@@ -334,7 +342,7 @@ def _new_blocks(seq: SeqView, tokens: int, block: int) -> int:
 
 
 def _speculation(work: Work, seq: SeqView, pending: int, supports: frozenset[str]) -> str:
-    """What is wrong with what it verifies and drafts; "" if nothing is."""
+    """Returns what is wrong with its verified nodes and its draft; "" if nothing is."""
     id, tokens, verify, draft = work
     if "draft" not in supports:
         return f"work of {id!r} drafts or verifies, which this engine cannot"

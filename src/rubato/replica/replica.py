@@ -1,12 +1,12 @@
-"""The only code that changes the state of a replica, with `handoff`: no I/O, no clock of its own.
+"""One replica's calls: with `handoff` the only code that changes its state; no I/O, no clock of its own.
 
-A life in six calls: `submit` puts a request in `waiting`; `view` shows the replica to a policy; `begin` checks the
-policy's plan and makes it a run of steps; `end` books what they brought; `cancel` and `fail` end requests early. Each
-returns the events it caused. An engine is given a batch with an entry for each sequence (`apply`, `commit`: one step);
-a simulator says of a run only how its steps ended and which sequences to look at. A request that waits for a tool is
-neither waiting nor running until `resume`; its KV is kept as that of a prefix is, until the memory is needed. There is
-no prefill phase and no decode phase: a sequence has `length` tokens of which `cached` are in KV, and the difference is
-pending. A sequence with one pending is in the `DecodePool`: a step does no work for it.
+A request's life in six calls: `submit` puts it in `waiting`; `view` shows the replica to a policy; `begin` checks the
+policy's plan and makes it a run of steps; `end` books their output; `cancel` and `fail` end requests early. Each
+returns the events that it caused. An engine gets a batch with an entry for each sequence (`apply`, `commit`: one step);
+a simulator only passes when the steps of a run ended, and the output of some sequences. A request that waits for a tool
+is neither waiting nor running until `resume`; its KV stays findable like a prefix's, until the memory is needed. There
+is no prefill phase and no decode phase: a sequence has `length` tokens, of which `cached` are in KV; the others are
+pending. A sequence with one pending token is in the `DecodePool`, where a step costs it no work.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from rubato.replica.state import ReplicaState, refusal_reason
 from rubato.replica.step_log import Chunk, Speculation, StepRun
 from rubato.replica.view import LiveView
 
-KEPT = 4096  # steps kept before checking which are still wanted
+MIN_KEPT_STEPS = 4096  # steps in the log before the first check which are needed
 
 
 class Replica(ReplicaState):
-    """Requests from their submission to their ends, and the steps between; what it is made with: `ReplicaState`."""
+    """Requests from submission to end, and the steps between. Its arguments are those of `ReplicaState`."""
 
     in_flight: Batch | None = None
-    _asked_since = inf  # by the clock: when a view was first asked for; it is idle no longer than that
-    _most_kept = KEPT
+    _asked_since = inf  # time of the first view: the replica counts as idle from then on at the earliest
+    _max_kept_steps = MIN_KEPT_STEPS
 
     # ----------------------------------------------------------------- coming and going
 
     def submit(self, request: Request, now: float) -> list[Event]:
-        """Queue a request. One that could never be run is refused at once, with a reason that says why. Raises
-        ValueError for one that shares KV, or waits for tools, where KV is counted only."""
+        """Queues a request; refuses it at once, with a reason, if it could never run. Raises ValueError for a request
+        that shares KV or waits for tools where KV is only counted."""
         if not self.kv.by_block and (request.group or request.uses_tools):
             raise ValueError(f"request {request.id!r} shares KV or waits for a tool: that needs blocks with ids")
         seq = self.new(request, now)
@@ -51,15 +51,15 @@ class Replica(ReplicaState):
         return []
 
     def cancel(self, id: str, now: float, reason: str, outcome: Outcome = "cancelled") -> list[Event]:
-        """End a request now. KV that the batch in flight uses goes back at its end. Unknown id: nothing."""
+        """Ends a request now; KV that the batch in flight uses is released at its end. An unknown id is ignored."""
         seq = self.seqs.get(id)
         if seq is None or seq.ended:
             return []
         return [self._end(seq, now, outcome, reason)]
 
     def resume(self, id: str, now: float) -> list[Event]:
-        """The tool that a request waits for has returned: its next stage begins, in the queue. Ignored for one that
-        waits for none."""
+        """Begins the next stage of a request whose tool has returned, in the queue. Ignored for a request that waits
+        for none."""
         seq = self.seqs.get(id)
         if seq is None or not seq.waiting_for_tool:
             return []
@@ -70,16 +70,16 @@ class Replica(ReplicaState):
         return [ToolCallFinished(now, id)]
 
     def fail(self, now: float, reason: str) -> list[Event]:
-        """The engine broke: every request here ends as failed, all KV is free. What is on its way from here or to here
-        is just forgotten: it has not begun here, or is another's by now."""
+        """Fails every request here and frees all KV, after the engine broke. Requests that migrate from here or to here
+        are only forgotten: another replica owns them, or their router does."""
         run = self.run
         if run is not None:
-            run.steps = run.done
-            if not run.done:
+            run.steps = run.steps_done
+            if not run.steps_done:
                 self.log.drop(run)
             self.kv.end(run)
-            self._landed(now)
-        for id in [*self.leaving, *self.arriving]:
+            self._clear_run(now)
+        for id in [*self.migrating_out, *self.migrating_in]:
             handoff.release(self, id)
         for seq in list(self.seqs.values()):
             if seq.ended:
@@ -87,46 +87,46 @@ class Replica(ReplicaState):
             else:
                 self.events.append(self._end(seq, now, "failed", reason))
         self.ending.clear()
-        self.resting.clear()
+        self.idle_decodes.clear()
         if self.kv.by_block:
             self.kv.clear()
-        return self.told()
+        return self.take_events()
 
-    def gone(self) -> list[str]:
-        """Ids that ended since the last call and that no batch mentions any more."""
+    def take_gone_ids(self) -> list[str]:
+        """Returns the ids that ended since the last call and are in no batch."""
         ids, self.gone_ids = self.gone_ids, []
         return ids
 
     @property
     def empty(self) -> bool:
-        return not self.seqs and not self.leaving
+        return not self.seqs and not self.migrating_out
 
     @property
     def idle(self) -> bool:
-        """Nothing is here that a plan could be about."""
-        return not self.here
+        """Whether no request is waiting or running."""
+        return not self.present
 
     # ----------------------------------------------------------------- steps
 
     @cached_property
-    def shown(self) -> LiveView:
+    def live_view(self) -> LiveView:
         return LiveView(self)
 
     def view(self, now: float) -> View:
-        """As it is now; the same object each time, which goes on showing what is."""
+        """Returns the view at `now`: always the same object, which stays current."""
         self._asked_since = min(self._asked_since, now)
         if self.run is None:
             self.latency.idle(now - max(self.idle_since, self._asked_since))
         self._look_up(now)
-        return self.shown
+        return self.live_view
 
     def begin(self, plan: Plan, now: float, policy: str) -> tuple[StepRun | None, list[Event]]:
-        """Carry out a plan up to the engine's part: as a run of one step, unless it is empty. A simulator gives it more
-        steps and their ends. Raises PlanError, with nothing changed, for an impossible plan."""
+        """Carries out a plan except for the engine's part: as a run of one step, unless it is empty. A simulator gives
+        the run more steps and their ends. Raises PlanError, with nothing changed, for an impossible plan."""
         if self.run is not None:
             raise RuntimeError(f"replica {self.id!r}: a batch is in flight; commit it before the next plan")
-        check(plan, self.shown, policy)
-        if self.kv.by_block:  # before anything is given back or reused: what the plan counted on is still there
+        check(plan, self.live_view, policy)
+        if self.kv.by_block:  # before KV is released or reused: the cached blocks that the plan counted on
             for work in plan.work:
                 if work.seq not in self.running:
                     self.kv.take_found(self.seqs[work.seq])
@@ -149,14 +149,14 @@ class Replica(ReplicaState):
                 seq.in_flight = tokens + len(verify)
         run = None
         if order or (plan.decode_all and self.pool.count):
-            run = self._begun(now, chunks, order, plan.decode_all, speculation)
-        return run, self.told()
+            run = self._start_run(now, chunks, order, plan.decode_all, speculation)
+        return run, self.take_events()
 
     def go_on(self, now: float) -> StepRun:
-        """`begin`, for a plan of one token for each decode, for which there is KV."""
-        return self._begun(now, (), (), True, NOTHING)
+        """Begins a step of one token for each decode, for which KV is free."""
+        return self._start_run(now, (), (), True, NOTHING)
 
-    def _begun(
+    def _start_run(
         self, now: float, chunks: Sequence[Chunk], order: Sequence[Seq], decode_all: bool,
         speculation: Mapping[str, Speculation],
     ) -> StepRun:  # fmt: skip
@@ -169,9 +169,9 @@ class Replica(ReplicaState):
         return run
 
     def end(self, emitted: Mapping[str, Emitted], now: float) -> list[Event]:
-        """The run's last step has ended now, or when `StepRun.ends` says. emitted: what sequences got out of it, in the
-        order of the batch; a decode that is not named got one token and goes on. Raises RuntimeError for tokens that
-        verification cannot have brought (`check_emitted`)."""
+        """Ends the run, whose last step ended now, or as `StepRun.ends` has it. emitted: the output of sequences, in
+        the order of the batch; a decode that is not named got one token and continues. Raises RuntimeError for tokens
+        that verification cannot bring (`check_emitted`)."""
         run = self.run
         assert run is not None, "no run is under way"
         self.book(run)
@@ -179,16 +179,16 @@ class Replica(ReplicaState):
             for seq in self.pool.filling():
                 self.learn_ids(seq)
         self.kv.end(run)
-        self._landed(now)
-        run.order = ()  # the log keeps the run, and need not keep sequences that have ended
+        self._clear_run(now)
+        run.order = ()  # the log keeps the run, but not its ended sequences
         for chunk in run.chunks:
             if not chunk.seq.ended and chunk.seq.pending == 1:
                 self.prefilling.pop(chunk.seq.id, None)
                 self.join(chunk.seq)
-        for seq in self.resting:
+        for seq in self.idle_decodes:
             if not seq.ended and self.running.get(seq.id) is seq:
                 self.join(seq)
-        self.resting.clear()
+        self.idle_decodes.clear()
         self.groups.after_step(self.running)
         for id, out in emitted.items():
             seq = self.seqs[id]
@@ -197,10 +197,10 @@ class Replica(ReplicaState):
         for seq in self.ending:
             self._release(seq)
         self.ending.clear()
-        return self.told()
+        return self.take_events()
 
     def apply(self, plan: Plan, now: float, policy: str) -> tuple[Batch, list[Event]]:
-        """`begin`, for an engine: the step as a batch with an entry for each sequence."""
+        """Begins a step for an engine: returns its batch, with an entry for each sequence, and the events."""
         self._look_up(now)
         run, events = self.begin(plan, now, policy)
         if run is None:
@@ -209,7 +209,7 @@ class Replica(ReplicaState):
         return batch, events
 
     def batch(self, run: StepRun) -> Batch:
-        """The run of one step that has just begun, with an entry for each sequence."""
+        """Returns the batch of a run of one step that has just begun, with an entry for each sequence."""
         seqs = run.order
         if run.decode_all:
             named = {seq.id for seq in run.order}
@@ -224,8 +224,8 @@ class Replica(ReplicaState):
         return Batch(tuple(entries))
 
     def commit(self, batch: Batch, result: StepResult, now: float) -> list[Event]:
-        """`end`, of a batch that an engine has run: KV written, tokens out, stages and requests ended. Raises
-        RuntimeError as `end`, and for another batch than the one in flight."""
+        """Ends the step of a batch that an engine has run. Raises RuntimeError as `end`, and for a batch that is not in
+        flight."""
         if batch is not self.in_flight or self.run is None:
             raise RuntimeError(f"replica {self.id!r}: commit of a batch that is not in flight")
         self.run.ends = [now]
@@ -235,7 +235,7 @@ class Replica(ReplicaState):
     # ----------------------------------------------------------------- a plan is carried out
 
     def _look_up(self, now: float) -> None:
-        """Set the time to `now`, and look up the KV that those that wait need not compute."""
+        """Sets the time to `now`, and looks up the cached KV of waiting sequences."""
         self.clock.time = now
         if not self.kv.by_block or self.looked_up == self.kv.version:
             return
@@ -247,7 +247,7 @@ class Replica(ReplicaState):
                 self.pending -= seq.cached
 
     def _carry_out(self, plan: Plan, now: float) -> None:
-        """What a plan says beside work."""
+        """Carries out a plan except its work."""
         events, seqs = self.events, self.seqs
         for id, reason in plan.drop.items():
             events.append(self._end(seqs[id], now, "refused", reason))
@@ -271,11 +271,11 @@ class Replica(ReplicaState):
         self.events.append(Preempted(now, seq.id))
 
     def _rest(self, at_work: set[str]) -> None:
-        """Those that could decode and are not asked to."""
+        """Takes decodes that are not `at_work` out of the next step."""
         for seq in self.running.values():
             if seq.decoding and seq.id not in at_work:
                 self.leave_pool(seq)
-                self.resting.append(seq)
+                self.idle_decodes.append(seq)
 
     def _start(self, seq: Seq, now: float) -> None:
         self.waiting.remove(seq)
@@ -284,10 +284,10 @@ class Replica(ReplicaState):
         seq.started = True
         self.proceed(seq)
 
-    # ----------------------------------------------------------------- what a step brought
+    # ----------------------------------------------------------------- output of a step
 
-    def _landed(self, now: float) -> None:
-        """No batch is in flight any more."""
+    def _clear_run(self, now: float) -> None:
+        """Clears the run, after which no batch is in flight."""
         assert self.run is not None
         for chunk in self.run.chunks:
             chunk.seq.in_flight = 0
@@ -298,7 +298,7 @@ class Replica(ReplicaState):
         self.idle_since = now
 
     def _emit(self, seq: Seq, out: Emitted, now: float, run: StepRun) -> None:
-        """Tokens of one sequence came out."""
+        """Books the output of one sequence."""
         tokens, text, ids, finish, stage_done, logprobs, tried, draft, accepted = out
         spec = run.speculation.get(seq.id)
         if spec is not None or tokens != 1 or accepted:
@@ -312,7 +312,7 @@ class Replica(ReplicaState):
                 self.pool.accept(seq, more, now)
                 self.renew(seq)
         else:
-            seq.got([now] * tokens)
+            seq.add_tokens([now] * tokens)
             seq._cached += more
             seq.token_spans.append((self.steps.tick - 1, self.steps.tick))
             self.prefilling.pop(seq.id, None)
@@ -329,7 +329,7 @@ class Replica(ReplicaState):
             seq.accepted += more
         if spec is not None and spec.verify:
             self.learn_ids(seq)
-            self.kv.accepted(seq, more, ended=finish is not None)
+            self.kv.book_accepted(seq, more, ended=finish is not None)
         stage_done = stage_done and finish is None and seq.stage + 1 < len(seq.request.stages)
         if self.tell_tokens and (tokens or text):
             event = Tokens(now, seq.id, tokens, text, ids, seq.stage, logprobs, stage_done, tried, accepted)
@@ -342,7 +342,7 @@ class Replica(ReplicaState):
             self.join(seq)
 
     def _end_stage(self, seq: Seq, now: float) -> None:
-        """The next stage begins, or waits for its tool."""
+        """Begins the next stage, or waits for its tool."""
         if seq.decoding:
             self.leave_pool(seq)
         if seq.request.stages[seq.stage + 1].tool:
@@ -370,9 +370,9 @@ class Replica(ReplicaState):
         event = self.finished(seq, now, outcome, reason)
         if outcome == "completed" and self.options.lengths is not None:
             self.options.lengths.learn(seq.request, event.output)
-        seq.ended = True  # not before there is an event that says so
+        seq.ended = True  # not before its event exists
         self.hide(seq)
-        self.arriving.pop(seq.id, None)
+        self.migrating_in.pop(seq.id, None)
         self.groups.leave(seq)
         if busy:
             self.ending.append(seq)
@@ -388,13 +388,13 @@ class Replica(ReplicaState):
         del self.seqs[seq.id]
         self.gone_ids.append(seq.id)
         seq.request = without_texts(seq.request)  # the log still has it in thousands of steps
-        if self.steps.kept > self._most_kept:
+        if self.steps.count > self._max_kept_steps:
             self._forget_steps()
 
     def _forget_steps(self) -> None:
-        """Forget the steps before any sequence now here first ran."""
+        """Forgets the steps before any present sequence first ran."""
         first = [seq.running_spans[0][0] for seq in self.seqs.values() if seq.running_spans]
         before = min(first, default=self.steps.tick)
         self.log.forget(before)
         self.steps.forget(before - 1)  # the first step kept begins when the one before it ended
-        self._most_kept = 2 * self.steps.kept + KEPT
+        self._max_kept_steps = 2 * self.steps.count + MIN_KEPT_STEPS

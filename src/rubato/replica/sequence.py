@@ -1,5 +1,4 @@
-"""One request being served: what it has received, what is due, what it holds. Changed only by its replica, or by a fold
-of the events of a remote one."""
+"""One request on a replica: its tokens, deadlines and KV. Only its replica changes it, or a remote one's mirror."""
 
 from __future__ import annotations
 
@@ -11,30 +10,30 @@ from typing import NamedTuple, Protocol
 
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.plan import Tree
-from rubato.core.request import Cause, Progress, Request
-from rubato.core.slo import TOLERANCE, Deadlines, deadlines
+from rubato.core.request import SLO, Cause, Progress, Request
+from rubato.core.slo import TOLERANCE_S, Deadlines, deadlines
 from rubato.replica.kv_blocks import next_key
 
 
 class StepEnds:
-    """When each step of a replica ended. tick: steps that are over; the next one is number `tick`."""
+    """When each step of a replica ended. tick: number of steps that are over, and of the next step."""
 
     __slots__ = ("_ends", "_first", "tick", "under_way")
 
     def __init__(self) -> None:
         self.tick = 0
-        self.under_way = False  # whether a step is
+        self.under_way = False  # a step has begun and not ended
         self._ends = array("d")
         self._first = 0  # the step whose end is first in the array
 
     def add(self, ends: list[float]) -> None:
-        """As many further steps are over."""
+        """Adds the ends of further steps."""
         self._ends.fromlist(ends)
         self.tick += len(ends)
 
     @property
-    def kept(self) -> int:
-        """The steps whose ends are not forgotten."""
+    def count(self) -> int:
+        """Number of steps whose ends are kept."""
         return len(self._ends)
 
     @property
@@ -43,25 +42,25 @@ class StepEnds:
         return self._ends[-1]
 
     def between(self, first: int, after: int) -> array[float]:
-        """The ends of the steps first, ..., after - 1, which are not forgotten."""
+        """Returns the ends of the steps first, ..., after - 1, which must not be forgotten yet."""
         return self._ends[first - self._first : after - self._first]
 
     def at(self, tick: int) -> float:
         return self._ends[tick - self._first]
 
-    def which(self, end: float) -> int:
-        """The step that ended then."""
+    def step_ending_at(self, end: float) -> int:
+        """Returns the number of the step that ended at `end`."""
         return self._first + bisect_left(self._ends, end)
 
     def forget(self, before: int) -> None:
-        """The ends of the steps before this one are asked for no more."""
+        """Forgets the ends of the steps before this one."""
         if before > self._first:
             del self._ends[: before - self._first]
             self._first = before
 
 
 class Wait(NamedTuple):
-    """until: the step before which it ended. recompute: what had been in KV is to be computed again."""
+    """One wait of a sequence: it ended before step `until`. recompute: its KV was lost and is computed again."""
 
     until: int
     seconds: float
@@ -69,23 +68,23 @@ class Wait(NamedTuple):
     recompute: bool
 
 
-class KVHeld(Protocol):
-    """What a replica's KV ledger says of one sequence."""
+class KVLedger(Protocol):
+    """The KV blocks of sequences."""
 
     def blocks_of(self, seq: Seq) -> int: ...
     def own_blocks_of(self, seq: Seq) -> int: ...
 
 
-NO_STEPS = StepEnds()  # of those that are not on a replica: what is said of them is as it is
+NO_STEPS = StepEnds()  # for sequences on no local replica, whose numbers are complete
 NO_STEPS.under_way = True
 
 
 class Seq:
     """One request being served (a `SeqView` to policies).
 
-    While it decodes, each step of its replica brings it a token, and these are not counted one by one: `_output` and
-    `_cached` then hold what the numbers would have been when the replica's first step began, so that adding the count
-    of steps gives them as they are. Tokens from `_logged` on came when the steps of these numbers ended.
+    While it decodes, each step of its replica brings it a token without any work: `_output` and `_cached` are then
+    relative to the replica's first step, so that adding the number of steps gives the true numbers. Tokens from step
+    `_logged` on came when these steps ended.
     """
 
     __slots__ = (
@@ -99,14 +98,14 @@ class Seq:
 
     def __init__(
         self, request: Request, order: int, now: float, *, steps: StepEnds = NO_STEPS,
-        lengths: LengthPredictor | None = None, kv: KVHeld | None = None, token_ids: list[int] | None = None,
+        lengths: LengthPredictor | None = None, kv: KVLedger | None = None, token_ids: list[int] | None = None,
         ids: list[int] | None = None,
     ) -> None:  # fmt: skip
-        """It waits from now on, with what it has received elsewhere if it moved."""
+        """Makes a waiting sequence, with its progress on earlier replicas if it moved."""
         self.request = request
-        self.id = request.id  # policies ask for it more often than for anything else
-        self.order = order  # of submission: its place among those that wait
-        self.start_order = 0  # of those started at this replica
+        self.id = request.id  # the attribute that policies read most often
+        self.order = order  # of submission: its position in the queue
+        self.start_order = 0  # among sequences started on this replica
         self.waiting_since = now  # attributes the wait when it starts
         self.steps = steps
         self.lengths = lengths
@@ -114,31 +113,31 @@ class Seq:
         self.stage = 0
         self.stage_start = request.arrival
         self.starts = [request.arrival]
-        self.times: list[array[float]] = [array("d")]  # of each stage, without those that only the steps tell
+        self.times: list[array[float]] = [array("d")]  # by stage, without those that `steps` has
         self.first_token_at: float | None = None
         self.prompt = request.stages[0].prompt  # tokens, of all stages so far
         self.earlier_output = 0  # output tokens of the stages before this one
-        self.decoding = False  # among its replica's `DecodePool`
+        self.decoding = False  # in its replica's `DecodePool`
         self.demoted = False
         self.started = False
         self.ended = False  # finished while its batch was in flight: KV goes back when that has landed
-        self.waits_for_group = False  # behind the first of its group, whose prompt's KV it will share
-        self.waiting_for_tool = False  # the tool that its next stage waits for runs
+        self.waits_for_group = False  # for the prompt's KV, which the first of its group computes
+        self.waiting_for_tool = False  # its next stage waits for a tool
         self.tool_seconds = 0.0  # seconds that its tools took so far
-        self.deadline_base: float | None = None  # in a decode-only stage: the deadline that its own go on from
+        self.deadline_base: float | None = None  # in a decode-only stage: the deadline from which its own continue
         self.past_deadlines: list[Deadlines] = []  # of the stages before this one
         self.draft: Tree | None = None
         self.tried = 0
         self.accepted = 0
-        self.token_ids = token_ids  # of its output so far, where it may have to go on elsewhere
-        self.ids = ids  # all token ids so far, where they are known and can be shared
-        self.keys: list[bytes] = []  # of its blocks; the first is where the chain begins
-        self.block_ids: list[int] = []  # where blocks have numbers
-        self.shared = 0  # while it waits: blocks it would share with two or more
-        self.kv_version_seen = -1  # the version of the KV ledger at which `cached` was looked up
-        self.milestone = -1  # for a simulator: the step after which this one is to be looked at
-        self.cached_at_start = 0  # tokens that it had in KV when it last started here
-        self.recompute = False  # preempted, and not started since: its prefill is the price of that
+        self.token_ids = token_ids  # of its output so far, where it may move
+        self.ids = ids  # of all tokens so far, where known and shareable
+        self.keys: list[bytes] = []  # of its blocks, after the start of their chain
+        self.block_ids: list[int] = []  # where blocks have ids
+        self.shared = 0  # while it waits: blocks that it would share with two or more
+        self.kv_version_seen = -1  # version of the KV ledger at the last look-up of `cached`
+        self.milestone = -1  # for a simulator: the step after which it checks this sequence
+        self.cached_at_start = 0  # tokens in KV when it last started here
+        self.recompute = False  # preempted, and not started since
         self.waits: list[Wait] = []
         self.running_spans: list[tuple[int, int]] = []  # steps [from, to) at which it ran; -1: up to now
         self.token_spans: list[tuple[int, int]] = []  # steps [from, to) that brought tokens; -1: up to now
@@ -149,12 +148,16 @@ class Seq:
         self._flying = 0
         self._logged = 0
         self._missed = False
-        self._checked = 0  # tokens of this stage that were looked at for `missed`
+        self._checked = 0  # tokens of this stage that `missed` has checked
         self._deadlines: Deadlines | None = None
         if request.progress is not None:
             self._resume(request.progress)
 
     # ----------------------------------------------------------------- SeqView
+
+    @property
+    def slo(self) -> SLO:
+        return self.request.stages[self.stage].slo
 
     @property
     def output(self) -> int:
@@ -166,7 +169,7 @@ class Seq:
 
     @cached.setter
     def cached(self, tokens: int) -> None:
-        """Only of one that does not decode."""
+        """Only while it does not decode."""
         self._cached = tokens
 
     @property
@@ -193,7 +196,7 @@ class Seq:
 
     @in_flight.setter
     def in_flight(self, tokens: int) -> None:
-        """Of one that decodes, those beside its pending one."""
+        """While it decodes: without its pending token."""
         self._flying = tokens
 
     @property
@@ -210,36 +213,36 @@ class Seq:
 
     @property
     def deadlines(self) -> Deadlines:
-        """Of this stage; worked out when asked for."""
-        return self._deadlines or self._renewed()
+        """The deadlines of this stage, computed on demand."""
+        return self._deadlines or self._compute_deadlines()
 
     @property
     def due(self) -> float:
-        due = self._deadlines or self._renewed()
+        due = self._deadlines or self._compute_deadlines()
         i = self._output + self.steps.tick if self.decoding else self._output
-        at = due.first + i * due.tpot if i else due.first  # `token`, without the calls: asked of each one, every step
+        at = due.first + i * due.tpot if i else due.first  # inlined `token`, since each step reads it
         if due.max_pause < inf and i:
             at = min(at, self.last_token_at + due.max_pause)
         return at if at < due.end else due.end
 
     @property
     def missed(self) -> bool:
-        """Looks at the tokens that came since it was last asked. Of those that came together the first can be late."""
-        # not `output`, which inside vLLM counts tokens that have not come
+        """Whether some token was late; checks the tokens since the last call."""
+        # not `output`, which inside vLLM counts tokens before they come
         output = self._output + self.steps.tick if self.decoding else self._output
         if self._checked < output and not self._missed:
             due, steps = self.deadlines, self.steps
             if self._checked == output - 1 and self.decoding and self._logged < steps.tick and due.max_pause == inf:
-                self._missed = steps.last > due.token(self._checked) + TOLERANCE
+                self._missed = steps.last > due.token(self._checked) + TOLERANCE_S
             elif due.first < inf or due.end < inf:
                 first, times = self._checked, self.times_of_stage()
                 self._missed = any(
-                    times[i] > due.token(i, times[i - 1] if i else inf) + TOLERANCE for i in range(first, output)
+                    times[i] > due.token(i, times[i - 1] if i else inf) + TOLERANCE_S for i in range(first, output)
                 )
             self._checked = output
         return self._missed
 
-    # ----------------------------------------------------------------- what it has received
+    # ----------------------------------------------------------------- output so far
 
     @property
     def last_token_at(self) -> float:
@@ -253,44 +256,39 @@ class Seq:
         return self.earlier_output + self.output
 
     def times_of_stage(self) -> array[float]:
-        """When each token of this stage came out."""
+        """Returns when each token of this stage came out."""
         if self.decoding and self._logged < self.steps.tick:
             return self.times[-1] + self.steps.between(self._logged, self.steps.tick)
         return self.times[-1]
 
     def times_of_all(self) -> list[array[float]]:
-        """The same of each stage so far."""
+        """Returns when each token came out, by stage so far."""
         return [*self.times[:-1], self.times_of_stage()]
 
     def progress(self, delays: Mapping[Cause, float]) -> Progress:
-        """What goes along when the request moves, beside the seconds lost so far."""
+        """Returns the progress that moves with the request. delays: seconds lost so far, by cause."""
         times = tuple([tuple(of_stage) for of_stage in self.times_of_all()])
         return Progress(tuple(self.starts), times, tuple(self.token_ids or ()), self.demoted, dict(delays))
 
     def token_spans_now(self) -> Iterator[tuple[int, int]]:
-        """The steps that brought tokens, up to now."""
+        """Yields the spans of steps [from, to) that brought tokens, up to now."""
         for first, after in self.token_spans:
             yield first, self.steps.tick if after < 0 else after
 
-    def _renewed(self) -> Deadlines:
-        stage = self.request.stages[self.stage]
-        due = self._deadlines = deadlines(
-            stage.slo,
-            self.request.arrival + self.tool_seconds,
-            self.stage_start,
-            self.first_token_at,
-            self.deadline_base,
-        )
+    def _compute_deadlines(self) -> Deadlines:
+        arrival = self.request.arrival + self.tool_seconds
+        due = deadlines(self.slo, arrival, self.stage_start, self.first_token_at, self.deadline_base)
+        self._deadlines = due
         return due
 
-    # ----------------------------------------------------------------- what changes it
+    # ----------------------------------------------------------------- changes
 
     def first_token(self, at: float) -> None:
         self.first_token_at = at
         self._deadlines = None  # a TPOT without TTFT runs from the first token
 
-    def got(self, times: Sequence[float]) -> None:
-        """Output tokens of this stage came out at these times. Not of one that decodes."""
+    def add_tokens(self, times: Sequence[float]) -> None:
+        """Adds output tokens of this stage, which came at these times, to a sequence that does not decode."""
         if not times:
             return
         if self.first_token_at is None:
@@ -299,7 +297,7 @@ class Seq:
         self._output += len(times)
 
     def decode(self) -> None:
-        """Each step from the next on brings it a token."""
+        """Lets each step from the next on bring it a token."""
         tick = self.steps.tick
         self.decoding = True
         self._output -= tick
@@ -308,7 +306,7 @@ class Seq:
         self.token_spans.append((tick, -1))
 
     def halt(self) -> None:
-        """From the next step on it does not decode."""
+        """Lets it no longer decode from the next step on."""
         self.settle()
         tick = self.steps.tick
         self._output += tick
@@ -319,21 +317,21 @@ class Seq:
             self.token_spans.append((first, tick))
 
     def settle(self) -> None:
-        """Write down when the tokens of a decode came."""
+        """Records when the tokens of a decode came."""
         tick = self.steps.tick
         if self._logged < tick:
             self.times[-1].extend(self.steps.between(self._logged, tick))
             self._logged = tick
 
-    def got_beside(self, tokens: int, at: float) -> None:
-        """So many tokens more than one of a decode came in the last step, which ended then; their KV is there."""
+    def add_accepted(self, tokens: int, at: float) -> None:
+        """Adds `tokens` accepted draft tokens of the last step, which ended at `at`; their KV is present."""
         self.settle()
         self.times[-1].fromlist([at] * tokens)
         self._output += tokens
         self._cached += tokens
 
     def next_stage(self, now: float) -> None:
-        """This stage is done, and it does not decode: the next begins."""
+        """Begins the next stage of a sequence that does not decode."""
         _ = self.missed  # judged by this stage's deadlines
         due = self.deadlines
         self.past_deadlines.append(due)
@@ -352,7 +350,7 @@ class Seq:
         self._deadlines = None
 
     def extend(self, ids: Sequence[int], tokens: int) -> None:
-        """`tokens` more tokens, of these ids; where the ids are not known no further block has a name."""
+        """Adds the ids of `tokens` more tokens; without ids no further block gets a key."""
         if self.ids is not None:
             if len(ids) == tokens:
                 self.ids += ids
@@ -360,13 +358,13 @@ class Seq:
                 self.ids = None
 
     def learn_keys(self, block_size: int) -> None:
-        """Name the blocks that the tokens so far fill."""
+        """Computes the keys of the blocks that the tokens so far fill."""
         if self.ids is not None:
             for end in range(len(self.keys) * block_size, len(self.ids) + 1, block_size):
                 self.keys.append(next_key(self.keys[-1], self.ids[end - block_size : end]))
 
     def _resume(self, progress: Progress) -> None:
-        """Put a request that moved to where it was: everything but its KV."""
+        """Restores the progress of a request that moved, except its KV."""
         self.delays_elsewhere = progress.delays
         self.demoted = progress.demoted
         at = 0
@@ -374,7 +372,7 @@ class Seq:
             if i:
                 self.next_stage(start)
                 self.extend(self.request.stages[i].token_ids, self.request.stages[i].prompt)
-            self.got(times)
+            self.add_tokens(times)
             self.extend(progress.token_ids[at : at + len(times)], len(times))
             at += len(times)
         self.started = self.recompute = self.total_output > 0

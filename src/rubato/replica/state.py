@@ -1,6 +1,6 @@
-"""What one replica knows: its sequences by where they are, its KV and its steps, and how each of these may change.
+"""The state of one replica: its sequences by where they are, its KV and its steps, and the changes of each.
 
-`Replica` and `handoff` say when. Nothing here plans, checks or tells.
+`Replica` and `handoff` decide when it changes. This module plans, checks and reports nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rubato.replica.step_log import StepLog, StepRun
 
 
 def refusal_reason(request: Request, limits: Limits) -> str | None:
-    """Why a replica with these limits could not run it even alone, None if it could."""
+    """Returns why a replica with these limits could not run a request even alone; None if it could."""
     most = request.prompt + request.sampling.max_tokens
     if most > limits.max_model_len:
         return "rejected-too-long"
@@ -34,18 +34,25 @@ def refusal_reason(request: Request, limits: Limits) -> str | None:
 
 
 def order_of(seq: Seq) -> int:
-    """What the queue is sorted by: requests wait in the order in which they were submitted, whenever they arrived."""
+    """Returns the sort key of the queue: requests wait in order of submission, whenever they arrived."""
     return seq.order
 
 
 class ReplicaState:
-    """Sequences, queues and KV of one engine. `latency` predicts steps, for views and for blaming interference.
+    """Sequences, queues and KV of one engine.
 
-    counts: KV blocks have no ids; then nothing is shared, no request waits for tools, and a run may have many steps.
-    tokens: tell of each token (`Tokens`). clock: the time, set by the caller; steps of a run whose ends are known are
-    booked as it passes them (`sync`). decodes: called with each sequence that joins those that decode. ended: called
-    with each end and the times it was judged by. output_ids: the ids of output tokens first, ..., after - 1, where the
-    steps do not tell them.
+    Args:
+        id: of the replica.
+        limits: of its engine.
+        latency: predicts steps, for views and for the causes of misses.
+        options: of the replica.
+        supports: capabilities of the engine and the host.
+        counts: KV blocks have no ids: nothing is shared, no request waits for tools, and a run may have many steps.
+        tokens: emit `Tokens` events.
+        clock: the time, set by the caller; `sync` books the steps of a run that it has passed.
+        decodes: called with each sequence that begins to decode.
+        ended: called with each end and the times by which it was judged.
+        output_ids: returns the ids of output tokens first, ..., after - 1, where the steps do not.
     """
 
     def __init__(
@@ -78,94 +85,98 @@ class ReplicaState:
         self.output_ids = output_ids
         self.role = ANY
         self.steps = StepEnds()
-        self.pool = DecodePool(self.steps, limits.block_size, known=not counts)
+        self.pool = DecodePool(self.steps, limits.block_size, keeps_seqs=not counts)
         self.kv = KVCounts(limits, self.pool) if counts else KVByBlock(id, limits, self.pool, options.prefix_cache)
         self.log = StepLog(self.steps)
         self.causes = MissCauses(self.steps, self.log, latency) if options.causes else None
         self.groups = Groups(limits.block_size, self.queue)
-        self.seqs: dict[str, Seq] = {}  # all but those that leave
+        self.seqs: dict[str, Seq] = {}  # all but those that migrate out
         self.waiting: list[Seq] = []
         self.running: dict[str, Seq] = {}
         self.prefilling: dict[str, Seq] = {}  # running, more than one token pending; in order of start
-        self.resting: list[Seq] = []  # running, one token pending, and not in the run under way
-        self.leaving: dict[str, Seq] = {}  # handed off, KV still here
-        self.arriving: dict[str, Seq] = {}  # reserved, KV not yet here
-        self.recalled: list[Seq] = []  # to be handed back before the next plan
-        self.here: dict[str, Seq] = {}  # that a plan can be about: waiting or running, not ended
-        self.pending = 0  # tokens, of these
+        self.idle_decodes: list[Seq] = []  # running, one token pending, and not in the run under way
+        self.migrating_out: dict[str, Seq] = {}  # handed off, KV still here
+        self.migrating_in: dict[str, Seq] = {}  # reserved, KV not yet here
+        self.recalled: list[Seq] = []  # to hand back before the next plan
+        self.present: dict[str, Seq] = {}  # waiting or running, not ended: a plan may name them
+        self.pending = 0  # tokens of `present`
         self.ending: list[Seq] = []  # ended, and in the run under way
-        self.gone_ids: list[str] = []  # ended, and in no batch any more
+        self.gone_ids: list[str] = []  # ended, and in no batch
         self.run: StepRun | None = None
         self.idle_since = 0.0  # when the last run ended
-        self._predicted: tuple[StepRun | None, int, Shape, float] = (None, 0, NO_BATCH, 0.0)  # of a step of a run
-        self.dues: DueTimes | None = None  # once they have been asked for
-        self.events: list[Event] = []  # of the call under way; `fail` tells those of one that raised half-way
-        self.looked_up = -1  # the version of `kv` at which all that wait were looked up
+        self._predicted: tuple[StepRun | None, int, Shape, float] = (None, 0, NO_BATCH, 0.0)  # for a step of a run
+        self.dues: DueTimes | None = None  # from the first request for them on
+        self.events: list[Event] = []  # of the current call; `fail` returns those of a call that raised half-way
+        self.looked_up = -1  # version of `kv` at the last look-up of all waiting sequences
         self._submitted = 0
         self._started = 0
 
     # ----------------------------------------------------------------- time passes
 
     def sync(self) -> None:
-        """Book the steps of the run that are over by now, but for the last: what it brought is told at its end."""
+        """Books the steps of the run that are over by now, except the last, whose output is booked at its end."""
         run = self.run
-        if run is not None and run.done + 1 < run.steps and run.ends[run.done] <= self.clock.time:
+        if run is not None and run.steps_done + 1 < run.steps and run.ends[run.steps_done] <= self.clock.time:
             self._advance(run, min(bisect_right(run.ends, self.clock.time), run.steps - 1))
 
     def book(self, run: StepRun) -> None:
-        """All steps of the run are over."""
-        if run.done < run.steps:
+        """Books all steps of the run, which is over."""
+        if run.steps_done < run.steps:
             self._advance(run, run.steps)
 
-    def _advance(self, run: StepRun, done: int) -> None:
-        """The first `done` steps of the run are over."""
-        steps = done - run.done
-        self.steps.add(run.ends if steps == len(run.ends) else run.ends[run.done : done])
+    def _advance(self, run: StepRun, steps_done: int) -> None:
+        """Books the first `steps_done` steps of the run."""
+        steps = steps_done - run.steps_done
+        self.steps.add(run.ends if steps == len(run.ends) else run.ends[run.steps_done : steps_done])
         self.pool.kv += steps * run.seqs
         for chunk in run.chunks:
-            tokens = min(steps * chunk.tokens, chunk.total - run.done * chunk.tokens)
+            tokens = min(steps * chunk.tokens, chunk.total - run.steps_done * chunk.tokens)
             chunk.seq._cached += tokens
-            chunk.seq.in_flight = min(chunk.tokens, chunk.total - done * chunk.tokens)
+            chunk.seq.in_flight = min(chunk.tokens, chunk.total - steps_done * chunk.tokens)
             if not chunk.seq.ended:
                 self.pending -= tokens
-        run.done = done
+        run.steps_done = steps_done
 
     def under_way(self) -> StepRun | None:
-        """The run of which a step has begun and not ended; None at the instant between two, when a plan is due."""
+        """Returns the run whose step has begun and not ended; None between two steps, when a plan is due."""
         self.sync()
         run = self.run
-        between = run is None or run.done == run.steps or (run.done and run.ends[run.done - 1] >= self.clock.time)
+        between = (
+            run is None
+            or run.steps_done == run.steps
+            or (run.steps_done and run.ends[run.steps_done - 1] >= self.clock.time)
+        )
         self.steps.under_way = not between
         return None if between else run
 
     @property
     def shape(self) -> Shape:
-        """Of the batch in flight, empty between steps."""
+        """The shape of the batch in flight, empty between steps."""
         run = self.under_way()
         return NO_BATCH if run is None else self._predict(run)[0]
 
     @property
     def busy_until(self) -> float:
-        """When the step under way ends, by what the scheduler believes; the end of the last if there is none."""
+        """When the step under way ends, as the scheduler's model predicts; without one, when the last step ended."""
         run = self.under_way()
         if run is None:
             return self.idle_since if self.run is None else self.clock.time
         return self._predict(run)[1]
 
     def _predict(self, run: StepRun) -> tuple[Shape, float]:
-        """The shape of the step under way and its end: worked out once, for routers ask for them many times."""
-        of, step, shape, end = self._predicted
-        if of is not run or step != run.done:
-            shape = run.shape(run.done)
-            end = (run.ends[run.done - 1] if run.done else run.begin) + self.latency.step_time(shape)
-            self._predicted = run, run.done, shape, end
+        """Returns the shape of the step under way and its end, computed once, since routers read them many times."""
+        predicted_run, step, shape, end = self._predicted
+        if predicted_run is not run or step != run.steps_done:
+            shape = run.shape(run.steps_done)
+            end = (run.ends[run.steps_done - 1] if run.steps_done else run.begin) + self.latency.step_time(shape)
+            self._predicted = run, run.steps_done, shape, end
         return shape, end
 
     # ----------------------------------------------------------------- where a sequence is
 
     def new(self, request: Request, now: float) -> Seq:
-        """Of a request that comes; it is nowhere yet."""
-        if request.id in self.seqs or request.id in self.leaving:
+        """Makes the sequence of a new request, which is in no queue yet."""
+        if request.id in self.seqs or request.id in self.migrating_out:
             raise ValueError(f"request id {request.id!r} is here already: ids must be unique")
         self._submitted += 1
         ids: list[int] | None = None
@@ -186,25 +197,25 @@ class ReplicaState:
         return seq
 
     def queue(self, seq: Seq) -> None:
-        """It waits from now on, for a plan that starts it."""
+        """Queues a sequence until a plan starts it."""
         insort(self.waiting, seq, key=order_of)
         seq.kv_version_seen = self.looked_up = -1
         self.show(seq)
 
     def show(self, seq: Seq) -> None:
-        """Plans can be about it from now on."""
-        self.here[seq.id] = seq
+        """Lets plans name a sequence."""
+        self.present[seq.id] = seq
         self.pending += seq.pending
 
     def hide(self, seq: Seq) -> None:
-        """No plan can be about it from now on."""
-        if self.here.pop(seq.id, None) is not None:
+        """Lets no plan name a sequence any more."""
+        if self.present.pop(seq.id, None) is not None:
             self.pending -= seq.pending
             if seq.id not in self.running:
                 self.waiting.remove(seq)
 
     def run_from_now(self, seq: Seq, now: float, cause: Cause) -> None:
-        """It holds KV from now on. cause: why it had to wait."""
+        """Makes a sequence running, which holds KV. cause: why it waited."""
         tick = self.steps.tick
         self.running[seq.id] = seq
         self._started += 1
@@ -217,12 +228,12 @@ class ReplicaState:
             self.dues.add(seq)
 
     def proceed(self, seq: Seq) -> None:
-        """A running one prefills from now on, or decodes."""
+        """Lets a running sequence prefill or decode, by its pending tokens."""
         if seq.pending == 1:
             if self.run is None:
                 self.join(seq)
             else:
-                self.resting.append(seq)
+                self.idle_decodes.append(seq)
             return
         self.prefilling[seq.id] = seq
         if next(reversed(self.running)) != seq.id:  # in order of start
@@ -230,30 +241,30 @@ class ReplicaState:
         self.renew(seq)
 
     def join(self, seq: Seq) -> None:
-        """From the next step on it decodes."""
+        """Lets a sequence decode from the next step on."""
         self.pool.join(seq)
         self.renew(seq)
         if self.decodes is not None:
             self.decodes(seq)
 
     def leave_pool(self, seq: Seq) -> None:
-        """From the next step on it does not decode."""
+        """Lets a sequence no longer decode from the next step on."""
         self.pool.leave(seq)
         self.learn_ids(seq)
         self.renew(seq)
 
     def renew(self, seq: Seq) -> None:
-        """Its next tokens are due at other times."""
+        """Updates the due times of a sequence."""
         if self.dues is not None:
             self.dues.renew(seq)
 
     def stop(self, seq: Seq, keep: bool = False) -> None:
-        """It runs no longer and holds no KV. keep: what can be found stays so."""
+        """Stops a running sequence and releases its KV. keep: findable blocks stay findable."""
         self.run_no_longer(seq)
         self.kv.release(seq, keep)
 
     def run_no_longer(self, seq: Seq) -> None:
-        """It is in no plan any more; its KV is still here."""
+        """Stops a running sequence, which keeps its KV."""
         if seq.decoding:
             self.pool.leave(seq)
             self.learn_ids(seq)
@@ -265,7 +276,7 @@ class ReplicaState:
         seq.draft = None
 
     def learn_ids(self, seq: Seq) -> None:
-        """Write down the ids of its output tokens, where the steps do not tell them."""
+        """Records the ids of its output tokens, where steps do not report them."""
         if seq.ids is None or self.output_ids is None:
             return
         missing = seq.length - len(seq.ids)
@@ -274,14 +285,14 @@ class ReplicaState:
             seq.ids += self.output_ids(total - missing, total)
             seq.learn_keys(self.limits.block_size)
 
-    # ----------------------------------------------------------------- what is said of one that ends or leaves
+    # ----------------------------------------------------------------- ends and handoffs
 
     def delays(self, seq: Seq) -> Mapping[Cause, float]:
-        """Seconds lost so far, by cause."""
+        """Returns the seconds lost so far, by cause."""
         return seq.delays_elsewhere if self.causes is None else self.causes.delays(seq)
 
     def finished(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
-        """The end of a request, and how it is judged."""
+        """Judges a request that ends and returns its last event."""
         stages = [StageTimes(start, times) for start, times in zip(seq.starts, seq.times_of_all(), strict=True)]
         slo_rule = self.options.slo_rule
         verdict = judge(seq.request, stages, outcome, slo_rule, reason=reason)
@@ -296,7 +307,7 @@ class ReplicaState:
             self.ended(event, stages)
         return event
 
-    def told(self) -> list[Event]:
-        """The events of a call that is done."""
+    def take_events(self) -> list[Event]:
+        """Returns the events of a completed call and clears them."""
         events, self.events = self.events, []
         return events

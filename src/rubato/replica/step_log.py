@@ -1,4 +1,4 @@
-"""The steps that a replica runs and has run: what is in each, for the engine's time, and for the cause of a miss."""
+"""The log of a replica's steps and their batches, for step times and for the causes of misses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rubato.replica.sequence import Seq, StepEnds
 
 
 class Chunk(NamedTuple):
-    """A sequence that is in every step of a run with `tokens` tokens, in the first on top of `start` in KV, in the last
-    with what is left of `total`."""
+    """A sequence that runs `tokens` of its `total` pending tokens in each step of a run, the remainder in the last;
+    `start` tokens are in KV before the first."""
 
     seq: Seq
     start: int
@@ -21,19 +21,19 @@ class Chunk(NamedTuple):
     total: int
 
     def at(self, i: int) -> tuple[int, int]:
-        """(tokens, tokens in KV before) of the i-th step."""
+        """Returns (tokens, tokens in KV before) of the i-th step."""
         before = i * self.tokens
         return min(self.tokens, self.total - before), self.start + before
 
     def blocks(self, steps: int, block: int) -> int:
-        """KV blocks that so many steps of it take."""
-        held = self.start + min(steps * self.tokens, self.total)
-        return blocks_for(held, block) - blocks_for(self.start, block)
+        """Returns the KV blocks that its first `steps` steps take."""
+        cached = self.start + min(steps * self.tokens, self.total)
+        return blocks_for(cached, block) - blocks_for(self.start, block)
 
 
 class Speculation(NamedTuple):
-    """Nodes of its draft that a sequence verifies in a step, on top of the `start` tokens in KV and the `pending` ones
-    that run, and the (depth, width) of the tree that is drafted for it at the end."""
+    """The draft nodes that a sequence verifies in a step, after `start` tokens in KV and its `pending` tokens, and
+    (depth, width) of the tree to draft for it at the end."""
 
     seq: Seq
     start: int
@@ -44,13 +44,21 @@ class Speculation(NamedTuple):
 
 @dataclass(slots=True)
 class StepRun:
-    """Equal steps in a row, the first of which is number `tick` and begins at `begin`: one token of each of `seqs`
-    sequences that decode and together have `kv` tokens in KV before the first, and chunks.
+    """Equal consecutive steps, the first with number `tick`: one token of each of `seqs` decodes, and chunks.
 
-    order: sequences that the plan named, in its order; decode_all: after all that decode. speculation: of those in it
-    that verify or draft, by id; only a single step has any. ends: when each step ends, as far as it is known
-    beforehand. steps: how many; done: how many of them are over. shares: for `MissCauses`, of the first steps, as far
-    as asked for.
+    Args:
+        begin: when the first step begins.
+        tick: number of the first step.
+        seqs: decoding sequences in each step.
+        kv: their tokens in KV before the first step.
+        chunks: of prefill, in every step.
+        order: sequences that the plan named, in its order.
+        decode_all: all decodes run, before `order`.
+        ends: when each step ends, as far as known.
+        speculation: by id, of sequences that verify or draft; only in a single step.
+        steps: number of steps.
+        steps_done: number of steps that are over.
+        shares: of the first steps, computed on demand by `MissCauses`.
     """
 
     begin: float
@@ -63,17 +71,17 @@ class StepRun:
     ends: list[float]
     speculation: Mapping[str, Speculation]
     steps: int = 1
-    done: int = 0
+    steps_done: int = 0
     shares: Sequence[tuple[float, float]] = ()
 
     def shape(self, i: int, decodes: bool = False) -> Shape:
-        """Of the i-th step. decodes: only of its entries of one pending token, with what they verify, the drafts for
-        them, and all draft steps."""
+        """Returns the shape of the i-th step. decodes: only entries of one pending token, with their verified tokens
+        and drafts, and all draft steps."""
         n = self.seqs
         entries = [chunk.at(i) for chunk in self.chunks]
         if decodes:
             entries = [entry for entry in entries if entry[0] == 1]
-        shape = Shape(n, n, self.kv + (i + 1) * n).with_entries(entries)
+        shape = Shape.decodes(n, self.kv + (i + 1) * n).with_entries(entries)
         if not self.speculation:
             return shape
         every = self.speculation.values()
@@ -87,39 +95,39 @@ class StepRun:
 
 
 class StepLog:
-    """The runs of a replica, for the cause of a miss, while a sequence that ran in them is there."""
+    """The runs of a replica, kept for causes of misses while a sequence that ran in them is present."""
 
     def __init__(self, steps: StepEnds) -> None:
         self._steps = steps
         self._runs: list[StepRun] = []
 
     def keep(self, run: StepRun) -> None:
-        """A run that begins; it may still be cut."""
+        """Adds a run that begins; it may still be shortened."""
         self._runs.append(run)
 
     def drop(self, run: StepRun) -> None:
-        """The last run has come to nothing; it may not have been kept."""
+        """Removes the last run, which had no step, if it was kept."""
         if self._runs and self._runs[-1] is run:
             self._runs.pop()
 
     def forget(self, before: int) -> None:
-        """The runs that ended before this step."""
+        """Forgets the runs that ended before this step."""
         del self._runs[: max(0, bisect_right(self._runs, before, key=_tick) - 1)]
 
     def clear(self) -> None:
         self._runs.clear()
 
     def runs(self, first: int, after: int) -> Sequence[StepRun]:
-        """Those with the steps first, ..., after - 1."""
+        """Returns the runs with the steps first, ..., after - 1."""
         at = bisect_right(self._runs, first, key=_tick) - 1
         return self._runs[max(at, 0) : bisect_right(self._runs, after - 1, key=_tick)]
 
     def at(self, tick: int) -> StepRun:
-        """The run with this step."""
+        """Returns the run with this step."""
         return self._runs[bisect_right(self._runs, tick, key=_tick) - 1]
 
     def seconds(self, run: StepRun, i: int) -> float:
-        """That the i-th step of a run took."""
+        """Returns the seconds of the i-th step of a run."""
         at = run.tick + i
         return self._steps.at(at) - (self._steps.at(at - 1) if i else run.begin)
 

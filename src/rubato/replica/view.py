@@ -1,4 +1,4 @@
-"""How a policy sees one replica: counts as they are, sequences when they are asked for."""
+"""The view of one replica for policies: counters are read directly, sequences on demand."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rubato.replica.state import ReplicaState
 
 
 class LiveView(View):
-    """One per replica, always current: a read books the steps that are over; except `pending`, as of the last `sync`
-    while a run of several steps with chunks is under way."""
+    """The view of a replica, always current: each read books the steps that are over. Only `pending` is of the last
+    `sync` while a run of several steps with chunks is under way."""
 
     __slots__ = ("_state",)
     __setattr__ = object.__setattr__  # frozen for readers, says mypy
@@ -44,14 +44,18 @@ class LiveView(View):
     def limits(self) -> Limits:
         state = self._state
         limits = state.limits
-        if limits.max_running is None or not (state.leaving or state.arriving):
+        if limits.max_running is None or not (state.migrating_out or state.migrating_in):
             return limits
         return replace(limits, max_running=limits.max_running - len(self.moving))  # they hold KV, too
 
     @property
     def moving(self) -> Sequence[SeqView]:
         state = self._state
-        return (*state.leaving.values(), *state.arriving.values()) if state.leaving or state.arriving else ()
+        return (
+            (*state.migrating_out.values(), *state.migrating_in.values())
+            if state.migrating_out or state.migrating_in
+            else ()
+        )
 
     @property
     def running(self) -> Sequence[SeqView]:
@@ -82,7 +86,7 @@ class LiveView(View):
     @property
     def known(self) -> Mapping[str, SeqView]:
         self._state.under_way()
-        return self._state.here
+        return self._state.present
 
     @property
     def pending(self) -> int:
@@ -90,7 +94,7 @@ class LiveView(View):
 
     @property
     def count(self) -> int:
-        return len(self._state.here)
+        return len(self._state.present)
 
     @property
     def running_ids(self) -> Collection[str]:
@@ -115,7 +119,7 @@ class LiveView(View):
         state = self._state
         state.sync()
         first = self._due_times().first_decode(state.steps, state.clock.time, state.ending)
-        return min([first, *(d for s in state.resting if not s.ended and (d := s.due) >= state.clock.time)])
+        return min([first, *(d for s in state.idle_decodes if not s.ended and (d := s.due) >= state.clock.time)])
 
     def _due_times(self) -> DueTimes:
         state = self._state
@@ -130,14 +134,14 @@ class LiveView(View):
         state = self._state
         state.sync()
         count, kv = state.pool.count, state.pool.kv
-        for seq in state.resting:
+        for seq in state.idle_decodes:
             count += 1
             kv += seq.cached
         for seq in state.ending:
             if seq.decoding:
                 count -= 1
                 kv -= seq.cached
-        return Shape(count, count, kv + count)
+        return Shape.decodes(count, kv + count)
 
     @property
     def decode_blocks(self) -> int:

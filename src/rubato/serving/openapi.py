@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from rubato.core.request import LEAST_MS, MOST_MS
+from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS
 from rubato.frontdoor.headers import SESSION
 from rubato.frontdoor.slo_fields import HEADERS
 from rubato.serving import schemas
@@ -88,7 +88,7 @@ def complete(app: FastAPI, *, keys: bool) -> None:
 
 
 def _slo_headers() -> list[dict[str, Any]]:
-    schema = {"type": "number", "minimum": LEAST_MS, "maximum": MOST_MS}
+    schema = {"type": "number", "minimum": MIN_SLO_MS, "maximum": MAX_SLO_MS}
     return [
         {"name": name, "in": "header", "required": False, "schema": schema, "description": f"{dimension}, milliseconds"}
         for dimension, names in HEADERS.items()

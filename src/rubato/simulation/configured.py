@@ -1,4 +1,4 @@
-"""A configuration as a simulation takes it: the replica that it describes, and the run."""
+"""Converts a configuration for a simulation: to the replica that it describes, and to the run."""
 
 from __future__ import annotations
 

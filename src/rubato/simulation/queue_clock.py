@@ -12,14 +12,14 @@ from rubato.core.clock import PLAN, HandClock, Handle
 
 
 class Called(Protocol):
-    """What stands in the queue of a `QueueClock`."""
+    """An entry of a `QueueClock`."""
 
     def complete(self, version: int) -> bool: ...
     def plan(self, version: int) -> None: ...
 
 
 class _Timer:
-    """A callback among the hosts of a queue."""
+    """A callback in a queue of hosts."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback: Callable[[], None] | None = callback
@@ -37,14 +37,14 @@ class _Timer:
 
 
 class _Task:
-    """A coroutine that waits for nothing but times."""
+    """A coroutine that waits only for times."""
 
     def __init__(self, clock: QueueClock, main: Coroutine[tuple[float, int], None, None]) -> None:
         self._clock = clock
         self._main = main
 
     def plan(self, version: int) -> None:
-        """On to where it waits again."""
+        """Runs the coroutine until it waits again."""
         clock, self._clock.task = self._clock, self
         try:
             when, rank = self._main.send(None)
@@ -65,7 +65,7 @@ class _Task:
 
 @types.coroutine
 def _until(when: float, rank: int) -> Generator[tuple[float, int], None, None]:
-    """What a coroutine waits for."""
+    """The time and rank that a coroutine waits for."""
     yield when, rank
 
 
@@ -106,6 +106,6 @@ class QueueClock(HandClock):
         return self.task
 
     def begin_spawned(self) -> None:
-        """As an event loop does between two timers."""
+        """Does what an event loop does between two timers."""
         while self.spawned:
             self.spawned.pop(0).plan(0)

@@ -24,7 +24,7 @@ from rubato.engines.simulated.step_noise import Noise
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency import profiles
 from rubato.latency.model_wrapper import ModelWrapper
-from rubato.latency.with_drafter import Drafted
+from rubato.latency.with_drafter import WithDrafter
 from rubato.policies import default_lengths
 from rubato.policy_kit.fair_share import FairShare
 from rubato.workloads import Workload
@@ -147,7 +147,7 @@ class RunSpec:
         """One replica's after the other: copies if they learn, else the same for all."""
         model = self.hardware.model if self.believed is None else self.believed
         if self.drafter is not None and self.drafter.latency is not None:
-            model = Drafted(model, self.drafter.latency)
+            model = WithDrafter(model, self.drafter.latency)
         return map(copy.deepcopy, repeat(model)) if self.learns else repeat(Fixed(model))
 
     def for_load(self, workload: Workload) -> RunSpec:

@@ -150,20 +150,20 @@ def offer_in_turn(
 ) -> Callable[[Event], None]:
     """A listener that offers requests as ends of others say, beginning now. all_offered: called when the last has been,
     or is never to be."""
-    asked = inf  # when the clock calls next
+    next_call = inf  # when the clock calls next
 
     def ask() -> None:
-        nonlocal asked
-        if not offering.left:
+        nonlocal next_call
+        if not offering.remaining:
             all_offered()
-        elif (at := offering.next_at) < asked:
-            asked = at
+        elif (at := offering.next_at) < next_call:
+            next_call = at
             clock.call_at(at, ARRIVAL, offer)
 
     def offer() -> None:
-        nonlocal asked
-        if clock.now() >= asked:
-            asked = inf
+        nonlocal next_call
+        if clock.now() >= next_call:
+            next_call = inf
         for request in offering.due(clock.now()):
             cluster.offer(request)
         ask()

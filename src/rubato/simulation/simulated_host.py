@@ -33,7 +33,7 @@ from rubato.replica.step_log import StepRun
 from rubato.simulation.queue_clock import QueueClock
 from rubato.simulation.step_times import StepTimes
 
-MAX_STEPS_AHEAD = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
+MAX_STEPS_AHEAD = 24  # steps of a run computed ahead; an arrival discards the rest
 NEVER = 1 << 60
 DRAFTER = "--set engine.drafter.alpha=0.7: how often it is right"
 ONE = Emitted(1)
@@ -106,18 +106,18 @@ class SimulatedHost:
         self._learns = learns
         self._ran = host_options.ran
         self._outbox: list[Event] = []
-        self._milestones: list[tuple[int, int, Seq]] = []  # the steps of first and last tokens of stages
+        self._milestones: list[tuple[int, int, Seq]] = []  # (step, order, sequence) of first and last tokens of stages
         self._milestone_order = itertools.count()  # orders the milestones of a step
-        self._needs_engine: set[str] = set()  # whose tokens have to be looked at one by one
-        self._report_this_step = False  # whether the end of the step under way is told
-        self._emitted: Mapping[str, Emitted] | None = None  # what the step under way brings, where the engine runs it
+        self._needs_engine: set[str] = set()  # sequences whose tokens the engine must check one by one
+        self._report_this_step = False  # report the end of the step under way
+        self._emitted: Mapping[str, Emitted] | None = None  # output of the step under way, where the engine runs it
         self._shape = NO_BATCH  # of that step
         self._version = 0
         self._planned = False
-        self._repeat_steps = 0  # for how many more steps the last plan stands, unless something happens
+        self._repeat_steps = 0  # more steps for which the last plan stands, unless an event comes
         self._refresh = learns or not host_options.counts
         self._live_view = self.replica.view(clock.time)
-        self._at_once = repeat(self._live_view).__next__  # asked of every host at every arrival
+        self._at_once = repeat(self._live_view).__next__  # called for every host at every arrival
         self.view: Callable[[], View] = self._refreshed if self._refresh else self._at_once
         self._plan_at(clock.time)  # hosts that begin together plan in the order in which they began
 
@@ -165,7 +165,7 @@ class SimulatedHost:
             self._changed()
 
     async def transfer(self, id: str, to: Host) -> None:
-        seq = self.replica.leaving.get(id)
+        seq = self.replica.migrating_out.get(id)
         if seq is None:
             raise TransferError(f"replica {self.id} has no KV of request {id!r} any more")
         kv = await self._engine.export_kv(seq.block_ids, seq.cached)
@@ -173,10 +173,10 @@ class SimulatedHost:
         self.release(id)
 
     async def receive(self, id: str, kv: KV) -> None:
-        seq = self.replica.arriving.get(id)
+        seq = self.replica.migrating_in.get(id)
         if seq is not None:
             await self._engine.import_kv(range(self.replica.limits.blocks(kv.tokens)), kv)
-        if seq is None or self.replica.arriving.get(id) is not seq:
+        if seq is None or self.replica.migrating_in.get(id) is not seq:
             raise TransferError(f"replica {self.id} expects no KV of request {id!r} any more")
         self.replica.sync()
         self._tell(handoff.arrive(self.replica, id, kv.size, self.clock.time))
@@ -206,21 +206,21 @@ class SimulatedHost:
             self._ran(self.id, run)
         last = run.steps - 1
         emitted, self._emitted = self._emitted, None
-        told = None
+        shape = None
         if self._report_this_step:
-            told = run.shape(last) if emitted is None else self._shape
+            shape = run.shape(last) if emitted is None else self._shape
         looked_at: Sequence[Seq] = ()
         if emitted is None:
             if self._milestones and self._milestones[0][0] <= self._steps.tick:
                 looked_at = self._reached_milestones()
             emitted = self._due(run, looked_at) if run.chunks or looked_at else NOTHING
-        busy = bool(emitted or run.chunks or replica.resting or replica.ending)
+        busy = bool(emitted or run.chunks or replica.idle_decodes or replica.ending)
         events = replica.end(emitted, now)
-        if told is not None:
+        if shape is not None:
             seconds = now - (run.ends[last - 1] if last else run.begin)
             if self._learns:
-                replica.latency.update(Sample(told, seconds))
-            self._outbox.append(Stepped(now, self.id, told, seconds))
+                replica.latency.update(Sample(shape, seconds))
+            self._outbox.append(Stepped(now, self.id, shape, seconds))
         self._outbox += events
         run.ends = []
         self._planned = True
@@ -297,7 +297,7 @@ class SimulatedHost:
                     most = min(most, -(-chunk.total // chunk.tokens))
                 kv = self.replica.kv
                 assert isinstance(kv, KVCounts)
-                most = kv.fitting(run, most)
+                most = kv.steps_that_fit(run, most)
                 if run.chunks and most > 1:
                     self.view = self._synced
             self._repeat_steps -= most
@@ -342,14 +342,14 @@ class SimulatedHost:
 
     def _reached_milestones(self) -> list[Seq]:
         """The sequences whose first or last token of a stage has come."""
-        found: list[Seq] = []
+        reached: list[Seq] = []
         milestones, tick = self._milestones, self._steps.tick
         while milestones and milestones[0][0] <= tick:
             at, _, seq = heappop(milestones)
             if seq.milestone == at and seq.decoding and not seq.ended:
                 seq.milestone = -1  # it may be there twice, having rested
-                found.append(seq)
-        return found
+                reached.append(seq)
+        return reached
 
     def _next_milestone(self) -> int:
         """No step before this one brings a first or last token of a stage."""
@@ -385,7 +385,7 @@ class SimulatedHost:
     def _forget(self) -> None:
         """A request may come back that the engine still has from when it was handed off."""
         self.replica.sync()
-        gone = self.replica.gone()
+        gone = self.replica.take_gone_ids()
         if gone:
             self._engine.forget(gone)
             self._needs_engine.difference_update(gone)
@@ -409,7 +409,7 @@ class SimulatedHost:
         run, now = self.replica.run, self.clock.time
         if run is None or run.steps == 1:
             return
-        keep = run.done + (run.done == 0 or run.ends[run.done - 1] < now)
+        keep = run.steps_done + (run.steps_done == 0 or run.ends[run.steps_done - 1] < now)
         if keep < run.steps:
             self._repeat_steps += run.steps - keep if self._repeat_steps else 0
             del run.ends[keep:]

@@ -68,18 +68,18 @@ class StepTimes:
 
     def _with_one(self, run: StepRun, steps: int, seconds: Seconds) -> list[float]:
         """The same for one chunk, as most runs with chunks have."""
-        n, (_, held, tokens, total) = run.seqs, run.chunks[0]
-        kv, left, took = run.kv, total, []
+        n, (_, cached, tokens, total) = run.seqs, run.chunks[0]
+        kv, remaining, took = run.kv, total, []
         for _ in range(steps):
-            here = tokens if tokens < left else left
+            here = tokens if tokens < remaining else remaining
             kv += n
-            upto = held + here
+            upto = cached + here
             if here > 1:
-                took.append(seconds(n + here, n + 1, kv + upto, here * held, here * here, 1, upto))
+                took.append(seconds(n + here, n + 1, kv + upto, here * cached, here * here, 1, upto))
             else:
                 took.append(seconds(n + here, n + 1, kv + upto, 0, 0, 0, 0))
-            held = upto
-            left -= here
+            cached = upto
+            remaining -= here
         return took
 
     def factor(self, tick: int) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 from rubato.workloads.lengths import Floats
 
 
-class Process(Protocol):
+class ArrivalProcess(Protocol):
     def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
         """The first n arrivals, ascending, in seconds; `rate` requests/s on average."""
         ...
@@ -99,13 +99,13 @@ class Bursts:
         """Arrivals of a Poisson process of rate 1 at the rates of bursts, in mean gaps, the time of pauses left out."""
         if self.spread == 0.0:
             return unit / self.peak
-        drawn = np.zeros((0, 2))  # how long a rate holds, and the rate
-        while (drawn[:, 0] * drawn[:, 1]).sum() <= unit[-1]:
+        states = np.zeros((0, 2))  # how long a rate holds, and the rate
+        while (states[:, 0] * states[:, 1]).sum() <= unit[-1]:
             lasts, rates = rng.exponential(size=64), rng.gamma(self.spread**-2, self.spread**2, size=64)
             more = np.column_stack((lasts * self.hold / self.peak, rates * self.peak))
-            drawn = np.concatenate((drawn, more))
-        expected = np.concatenate(([0.0], np.cumsum(drawn[:, 0] * drawn[:, 1])))
-        busy: Floats = np.interp(unit, expected, np.concatenate(([0.0], np.cumsum(drawn[:, 0]))))
+            states = np.concatenate((states, more))
+        expected = np.concatenate(([0.0], np.cumsum(states[:, 0] * states[:, 1])))
+        busy: Floats = np.interp(unit, expected, np.concatenate(([0.0], np.cumsum(states[:, 0]))))
         return busy
 
     def __str__(self) -> str:
@@ -195,20 +195,20 @@ class AtOnce:
         return "at-once"
 
 
-def parse(text: str) -> Process:
+def parse(text: str) -> ArrivalProcess:
     """`poisson`, `at-once`, `gamma:cv=3`, `bursts:peak=6,size=130`, `on-off:on=10,off=50,quiet=0.1`,
     `piecewise:0=1,60=3,90=1,360=0` (from each second on that level; the last begins the pattern again). Raises
     ValueError saying what is wrong."""
     name, _, rest = text.partition(":")
-    made: dict[str, Callable[..., Process]] = {"poisson": Poisson, "at-once": AtOnce, "gamma": Gamma}
-    made |= {"bursts": Bursts, "on-off": on_off}
+    processes: dict[str, Callable[..., ArrivalProcess]] = {"poisson": Poisson, "at-once": AtOnce, "gamma": Gamma}
+    processes |= {"bursts": Bursts, "on-off": on_off}
     try:
         pairs = [part.split("=") for part in rest.split(",")] if rest else []
         if name == "piecewise":
             starts, levels = zip(*((float(at), float(level)) for at, level in pairs), strict=True)
             return Piecewise(starts[:-1], levels[:-1], starts[-1])
-        if name in made:
-            return made[name](**{key: float(value) for key, value in pairs})
+        if name in processes:
+            return processes[name](**{key: float(value) for key, value in pairs})
     except (TypeError, ValueError) as error:
         raise ValueError(f"arrivals {text!r}: {error}; {WORDS}") from error
     raise ValueError(f"arrivals {text!r}: {WORDS}")
@@ -219,7 +219,9 @@ WORDS = (
 )
 
 
-def offered(process: Process, rate: float, stream: Sequence[int], count: int | None, duration: float | None) -> Floats:
+def offered(
+    process: ArrivalProcess, rate: float, stream: Sequence[int], count: int | None, duration: float | None
+) -> Floats:
     """Times of `count` requests, or of all within `duration` seconds. Raises ValueError unless exactly one is given."""
     if (duration is None) == (count is None):
         raise ValueError("give either duration (seconds) or count (requests)")

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from rubato.core.request import SLO
-from rubato.workloads.arrivals import Poisson, Process, offered
+from rubato.workloads.arrivals import ArrivalProcess, Poisson, offered
 from rubato.workloads.lengths import Floats, Ints, of
 from rubato.workloads.prompts import Count, with_texts
 from rubato.workloads.request_kinds import FollowUp, Kind, MixChange, tiers_of
@@ -37,7 +37,7 @@ def make(
     count: int | None = None,
     seed: int = 0,
     count_tokens: Count | None = None,
-    arrivals: Process | None = None,
+    arrivals: ArrivalProcess | None = None,
     changes: Sequence[MixChange] = (),
     prefill: Prefill | None = None,
     texts: bool = True,
@@ -124,7 +124,7 @@ class SLOAssignment:
             return of.slo
         return self._slo_of(of.ttft_slowdown * self.seconds(prompt), of.slo.tpot, of.slo.e2e)
 
-    def drawn(self, kind: Kind, prompt: int, u: float) -> SLO | None:
+    def draw_slo(self, kind: Kind, prompt: int, u: float) -> SLO | None:
         """With one of the kind's TTFTs, evenly among those that an idle replica can meet; None if it can meet none."""
         able = [t for t in kind.ttfts if self._prefill is None or t >= self.seconds(prompt)]
         return self._slo_of(able[int(u * len(able))], kind.slo.tpot, kind.slo.e2e) if able else None
@@ -188,7 +188,7 @@ def _arrivals(
             parts = _parts(kind, turns[i], [column[i] for column in lengths], promises)
             prompt, output = sum(part.prompt for part in parts), sum(part.output for part in parts)
         elif kind.ttfts:
-            slo = promises.drawn(kind, prompt, ttft[i])
+            slo = promises.draw_slo(kind, prompt, ttft[i])
             tier = tier if slo else BEST_EFFORT
         elif kind.ttft_slowdown is not None:
             slo = promises.slo(kind, prompt)
@@ -207,10 +207,10 @@ def _parts(
     kind: Kind, rounds: int, lengths: Sequence[tuple[int, int]], promises: SLOAssignment
 ) -> tuple[OfferedStage, ...]:
     """A request's stages: rounds of the first, then the others."""
-    made: list[OfferedStage] = []
+    stages: list[OfferedStage] = []
     for stage, (prompt, output) in zip([kind] * rounds + list(kind.then), lengths, strict=False):
         slo = promises.slo(stage, prompt) if prompt else stage.slo
-        made.append(OfferedStage(prompt, output, slo, stage.ends, stage.pause if made else 0.0))
-    if not made or made[0].prompt < 1:
+        stages.append(OfferedStage(prompt, output, slo, stage.ends, stage.pause if stages else 0.0))
+    if not stages or stages[0].prompt < 1:
         raise ValueError(f"kind {kind.app!r}: a request of it has no prompt: give its first stage one, and one round")
-    return tuple(made)
+    return tuple(stages)

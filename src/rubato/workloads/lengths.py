@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NORMAL = NormalDist()
-WIDEST = 15.0  # sigma, of those tried: cut, such a log-normal is nearly all 1 token or all the cut
+MAX_SIGMA = 15.0  # sigma, of those tried: cut, such a log-normal is nearly all 1 token or all the cut
 _quantiles = np.vectorize(NORMAL.inv_cdf, otypes=[np.float64])
 
 
@@ -133,9 +133,9 @@ def log_normal(mean: float, std: float, p99: float = math.inf) -> LogNormal:
     def off(sigma: float) -> float:
         return of_mean(sigma).moments()[1] / std - 1.0
 
-    if off(WIDEST) < 0.0:
+    if off(MAX_SIGMA) < 0.0:
         raise ValueError(f"no log-normal cut at {p99} has mean {mean} and deviation {std}: give a smaller deviation")
-    return of_mean(root(off, sigma / 2, WIDEST, 1e-13))
+    return of_mean(root(off, sigma / 2, MAX_SIGMA, 1e-13))
 
 
 def log_normal_p99(mean: float, p99: float) -> LogNormal:

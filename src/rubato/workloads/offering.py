@@ -1,19 +1,18 @@
-"""When each request is offered, where that follows from how the requests before it ended.
+"""Offers requests whose times depend on the ends of earlier requests: closed loops and sessions.
 
-Two things make it so. A closed loop offers its requests in order and keeps `concurrency` of them in flight: the next
-comes at the instant when one ends. A request that goes on from another (`follows`) comes so many seconds after that one
-has ended. A request's own `arrival` is then the earliest time at which it may come. In both at once, a turn whose time
-has come goes before a request that goes on from none, so that what has begun is carried on.
+A closed loop offers its requests in order and keeps `concurrency` of them in flight: the next comes at the instant when
+one ends. A request that follows another (`follows`) comes a number of seconds after that one has ended. A request's own
+`arrival` is then the earliest time at which it may come. In a closed loop of sessions a turn that is due goes before a
+new session, so that begun sessions continue.
 
-A session may have a deadline, so many seconds after its first turn came, tools and the user's pauses included: the time
-that somebody waits. Each turn is then offered with an e2e of what remains of it, which is all that can be known before
-the turns to come. (The alternative, shares of the session by what each turn is expected to take, needs a plan of the
-turns, which a client seldom has.)
+A session may have a deadline, in seconds after its first turn came, which includes tools and the user's pauses. Each
+turn is then offered with the remaining time as its e2e, since later turns are unknown. (The alternative, a share of the
+session for each turn by its expected time, needs a plan of the turns, which a client seldom has.)
 
-Whatever the outcome, an end makes room in a closed loop. But what goes on from a request that did not complete is never
-offered, nor what goes on from that: nobody can go on from an answer that there is not. Such requests count as offered
-work that was missed, with a reason of their own (`Offering.dropped`), or refusing the first turn of each session would
-look like attaining them.
+Every end frees a place in a closed loop, whatever its outcome. But a request that follows one that did not complete is
+never offered, nor are its own followers: there is no answer to continue. Such requests count as offered and missed,
+with a reason of their own (`Offering.dropped`); otherwise a refusal of every session's first turn would look like
+attainment.
 """
 
 from __future__ import annotations
@@ -24,18 +23,25 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from rubato.core.request import LEAST, NOTHING, Outcome, Request
+from rubato.core.request import MIN_SLO_S, NOTHING, Outcome, Request
 
-Follows = Mapping[str, tuple[str, float]]  # request id -> the request that it goes on from, and seconds after its end
+Follows = Mapping[str, tuple[str, float]]  # request id -> the request that it follows, and seconds after its end
 
 
 def as_offered(request: Request, at: float, began: float, sessions: Mapping[str, float]) -> Request:
-    """A request of a workload as it came, at `at`, in a session that began at `began`: within what remains of that, if
-    the session has a deadline; at least `LEAST` seconds, which no server keeps."""
+    """Returns a request with its actual arrival, and with the session's remaining time as its e2e where the session has
+    a deadline.
+
+    Args:
+        request: of a workload.
+        at: when it came, in seconds.
+        began: when its session began, in seconds.
+        sessions: session -> seconds from its beginning to its deadline; `MIN_SLO_S` remain at least.
+    """
     seconds = sessions.get(request.session)
     if seconds is None:
         return request if request.arrival == at else replace(request, arrival=at)
-    left = max(LEAST, began + seconds - at)
+    left = max(MIN_SLO_S, began + seconds - at)
     first = request.stages[0]
     e2e = left if first.slo.e2e is None else min(left, first.slo.e2e)
     stages = (replace(first, slo=replace(first.slo, e2e=e2e)), *request.stages[1:])
@@ -43,10 +49,16 @@ def as_offered(request: Request, at: float, began: float, sessions: Mapping[str,
 
 
 class Offering:
-    """Requests, each to be offered when `due` says, by a caller that says what has `ended`; for one run.
+    """The requests of one run. The caller offers what `due` returns, and reports each end to `ended`.
 
-    requests: ascending in arrival. sessions: session -> seconds from the arrival of its first turn to its deadline.
-    Raises ValueError for a concurrency below 1, or a request that goes on from one that does not come before it.
+    Args:
+        requests: ascending in arrival.
+        follows: the request that another one follows, by id.
+        concurrency: requests in flight of a closed loop; None: no bound.
+        sessions: session -> seconds from the arrival of its first turn to its deadline.
+
+    Raises:
+        ValueError: for a concurrency below 1, or a request that follows one that does not come before it.
     """
 
     def __init__(
@@ -56,31 +68,31 @@ class Offering:
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: give 1 or more requests in flight, or none for no bound")
         self.requests = requests
-        self.left = len(requests)  # neither offered nor dropped yet
-        self.dropped: dict[str, tuple[float, str]] = {}  # id -> when that was known, and why
+        self.remaining = len(requests)  # neither offered nor dropped yet
+        self.dropped: dict[str, tuple[float, str]] = {}  # id -> when it was dropped, and why
         self._follows = follows
         self._sessions = sessions
         self._began: dict[str, float] = {}  # session -> when its first turn came
-        self._next: dict[str, list[int]] = defaultdict(list)  # id -> places of the requests that go on from it
-        # a closed loop's free places, each since when, ascending; None: there is always one
+        self._next: dict[str, list[int]] = defaultdict(list)  # id -> indices of the requests that follow it
+        # when each free place of a closed loop became free, ascending; None: no bound
         self._free = None if concurrency is None else [-inf] * concurrency
-        # from when a request may come, and its place in the order: of those that go on from none, and of the others
+        # (earliest time, index) of requests that follow none, and of due followers
         self._first: list[tuple[float, int]] = []
         self._later: list[tuple[float, int]] = []
-        known: set[str] = set()
+        earlier_ids: set[str] = set()
         for place, request in enumerate(requests):
             if request.id not in follows:
                 self._first.append((request.arrival, place))
-            elif (before := follows[request.id][0]) in known:
+            elif (before := follows[request.id][0]) in earlier_ids:
                 self._next[before].append(place)
             else:
                 raise ValueError(f"request {request.id!r} goes on from {before!r}, which does not come before it")
-            known.add(request.id)
+            earlier_ids.add(request.id)
         heapify(self._first)
 
     @property
     def next_at(self) -> float:
-        """When `due` has something to say; inf: not before some request ends, or never again."""
+        """When the next request is due; inf: not before some request ends, or never."""
         if self._free == []:
             return inf
         first = self._first[0][0] if self._first else inf
@@ -88,20 +100,20 @@ class Offering:
         return at if self._free is None else max(at, self._free[0])
 
     def due(self, now: float) -> list[Request]:
-        """What is to be offered by now, in order; each request's arrival is the instant at which it was to come."""
-        found: list[Request] = []
+        """Returns the requests to offer by `now`, in order; each one's arrival is the instant at which it was due."""
+        due_now: list[Request] = []
         while (at := self.next_at) <= now:
             _, place = heappop(self._later if self._later and self._later[0][0] <= at else self._first)
             if self._free is not None:
                 heappop(self._free)
             request = self.requests[place]
             began = self._began.setdefault(request.session, at)
-            found.append(as_offered(request, at, began, self._sessions))
-        self.left -= len(found)
-        return found
+            due_now.append(as_offered(request, at, began, self._sessions))
+        self.remaining -= len(due_now)
+        return due_now
 
     def ended(self, id: str, at: float, outcome: Outcome) -> None:
-        """A request that was offered has ended."""
+        """Books the end of an offered request."""
         if self._free is not None:
             heappush(self._free, at)
         if outcome != "completed":
@@ -117,5 +129,5 @@ class Offering:
             for place in self._next.pop(before.pop(), ()):
                 dropped = self.requests[place].id
                 self.dropped[dropped] = at, why
-                self.left -= 1
+                self.remaining -= 1
                 before.append(dropped)

@@ -173,7 +173,7 @@ def with_texts(workload: Workload, count_tokens: Count | None = None) -> Workloa
 
     Raises ValueError for a request of several stages: only an engine that knows no text can end them where it should.
     """
-    seen: set[str] = set()
+    used_texts: set[str] = set()
 
     def written(index: int, a: Arrival) -> Arrival:
         if a.parts:
@@ -181,7 +181,7 @@ def with_texts(workload: Workload, count_tokens: Count | None = None) -> Workloa
         if a.messages:
             return a
         app = a.app if a.app in TEXTS else "chat"
-        text = fresh_text(app, a.prompt_tokens, np.random.default_rng([workload.seed, STREAM, index]), seen)
+        text = fresh_text(app, a.prompt_tokens, np.random.default_rng([workload.seed, STREAM, index]), used_texts)
         tokens = count_tokens(text) if count_tokens is not None else estimate(text)
         return dataclasses.replace(a, prompt_tokens=tokens, messages=(("user", text),), blocks=())
 

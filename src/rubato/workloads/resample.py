@@ -17,7 +17,7 @@ from rubato.workloads import Arrival, Workload
 from rubato.workloads.traces import TraceRequest
 
 Stretch = tuple[float, float]  # seconds from a workload's start: when it begins and ends
-BLOCK = 60.0  # seconds
+BLOCK_S = 60.0  # seconds
 _COPIES, _BLOCKS = 20, 22  # one random stream for each purpose, none of a workload's own
 
 
@@ -41,13 +41,13 @@ def multiplied(
     last = max((offer.at for offer in offers), default=0.0) if end is None else end
     copies: list[TraceRequest] = []
     for copy in range(ceil(factor)):
-        offset = float(draw.uniform(0.0, BLOCK))
+        offset = float(draw.uniform(0.0, BLOCK_S))
         chance = min(1.0, factor - copy)
         kept = draw.random(len(offers)) < chance
         for o, keep in zip(offers, kept.tolist(), strict=True):
             if keep:
-                start = o.at - o.at % BLOCK
-                length = min(BLOCK, last - start)
+                start = o.at - o.at % BLOCK_S
+                length = min(BLOCK_S, last - start)
                 at = start + (o.at - start + offset) % length if length > 0.0 else o.at
                 # not `replace`, which takes three times as long: there can be millions
                 fields = (o.prompt, o.output, o.tier, o.tpot, o.tpot_slowdown, o.blocks, o.text)
@@ -76,32 +76,32 @@ def bootstrapped(load: Workload, seed: int) -> Workload:
     _check_free(load)
     if not load.duration > 0.0:
         raise ValueError(f"workload {load.name!r} offers all at once: there is no time to resample")
-    block = min(BLOCK, load.duration)
+    block = min(BLOCK_S, load.duration)
     count = ceil(load.duration / block)
     starts = np.random.default_rng([seed, _BLOCKS]).uniform(0.0, load.duration, size=count)
     times = np.array([a.at for a in load.arrivals])
     if times[-1] > load.duration:
         raise ValueError(f"workload {load.name!r} lasts {load.duration:g} s and has a request at {times[-1]:g} s")
     ring = np.concatenate([times, times + load.duration])
-    made: list[Arrival] = []
+    arrivals: list[Arrival] = []
     for index, start in enumerate(starts.tolist()):
         end = start + min(block, load.duration - index * block)
         for place in range(*np.searchsorted(ring, [start, end]).tolist()):
             one = load.arrivals[place % len(times)]
             at = index * block + float(ring[place]) - start
-            made.append(replace(one, id=f"{load.name}-{len(made)}", at=at))
-    if not made:
+            arrivals.append(replace(one, id=f"{load.name}-{len(arrivals)}", at=at))
+    if not arrivals:
         raise ValueError(f"workload {load.name!r}: the blocks drawn by seed {seed} hold no request")
-    made.sort(key=lambda one: one.at)
-    rate = len(made) / load.duration
-    return replace(load, seed=seed, rate=rate, arrivals=tuple(made), notes={**load.notes, "blocks": block})
+    arrivals.sort(key=lambda one: one.at)
+    rate = len(arrivals) / load.duration
+    return replace(load, seed=seed, rate=rate, arrivals=tuple(arrivals), notes={**load.notes, "blocks": block})
 
 
 def sampled(load: Workload, share: float) -> Workload:
     """The beginning of each block, a `share` of it, one after another: about as dense at about the same points. All of
     it, if nothing arrives then."""
     _check_free(load)
-    block = min(BLOCK, load.duration)
+    block = min(BLOCK_S, load.duration)
     kept = block * share
     arrivals = [replace(a, at=a.at // block * kept + a.at % block) for a in load.arrivals if a.at % block < kept]
     length = load.duration // block * kept + min(load.duration % block, kept)
@@ -112,13 +112,13 @@ def sampled(load: Workload, share: float) -> Workload:
 
 def busiest(load: Workload, seconds: float) -> Stretch:
     """Begin and end of the stretch of `seconds` with the most tokens (prompt + output); it begins at a multiple of
-    `BLOCK`. A shorter workload is its own stretch. Raises ValueError for one whose requests all arrive at once."""
+    `BLOCK_S`. A shorter workload is its own stretch. Raises ValueError for one whose requests all arrive at once."""
     _check_free(load)
     if not load.duration > 0.0:
         raise ValueError(f"workload {load.name!r} offers all at once: there is no stretch of time to size a fleet on")
     if load.duration <= seconds:
         return 0.0, load.duration
-    starts = np.arange(0.0, load.duration - seconds + BLOCK, BLOCK)
+    starts = np.arange(0.0, load.duration - seconds + BLOCK_S, BLOCK_S)
     times = np.array([a.at for a in load.arrivals])
     tokens = np.concatenate([[0], np.cumsum([a.prompt_tokens + a.output_tokens for a in load.arrivals])])
     work = tokens[np.searchsorted(times, starts + seconds)] - tokens[np.searchsorted(times, starts)]

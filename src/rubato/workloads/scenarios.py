@@ -15,7 +15,7 @@ from functools import cache
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import SLO
 from rubato.workloads import sessions
-from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson, Process
+from rubato.workloads.arrivals import ArrivalProcess, AtOnce, Bursts, Gamma, Piecewise, Poisson
 from rubato.workloads.generate import Prefill
 from rubato.workloads.generate import make as drawn
 from rubato.workloads.lengths import Lengths, Normal, Percentiles, Uniform, fixed, log_normal, log_normal_p90, mean, of
@@ -34,7 +34,7 @@ class Scenario:
 
     about: str
     kinds: tuple[Kind, ...]
-    arrivals: Process
+    arrivals: ArrivalProcess
     profile: str = ""
     changes: Callable[[int, float], tuple[MixChange, ...]] = lambda count, seconds: ()
     max_model_len: int | None = None
@@ -69,7 +69,7 @@ def _slos_serve() -> dict[str, Scenario]:
         "reasoning", TIGHT_TPOT, log_normal(127, 83, 421), log_normal(4693, 1442, 7297), ttft_slowdown=TIGHT,
         ends="</think>", then=(FollowUp(log_normal(803, 280, 1650), slo=LOOSE_TPOT),),
     )  # fmt: skip
-    of_opt: dict[str, tuple[str, tuple[Kind, ...], Process]] = {
+    of_opt: dict[str, tuple[str, tuple[Kind, ...], ArrivalProcess]] = {
         "chatbot": ("ChatBot: TTFT 5x, TPOT 100 ms", (chat,), CHAT_ARRIVALS),
         "coder": ("Coder: TTFT 5x, TPOT 50 ms", (code,), CODE_ARRIVALS),
         "summarizer": ("Summarizer: TTFT 3x, TPOT 100 ms", (report,), CHAT_ARRIVALS),
@@ -167,23 +167,23 @@ def categories(unloaded: float, shares: Sequence[float] = (0.6, 0.2, 0.2), outpu
 # Ours: in its peak a category has five times its usual rate of requests.
 PEAKS = ((0.0, (1, 1, 1)), (60.0, (1, 5, 1)), (90.0, (1, 1, 1)), (180.0, (5, 1, 1)), (210.0, (1, 1, 1)),
          (270.0, (1, 1, 5)), (300.0, (1, 1, 1)))  # fmt: skip
-PEAKS_PERIOD = 360.0
+PEAKS_PERIOD_S = 360.0
 
 
 def _peaks(profile: str, unloaded: float) -> Scenario:
     mixes = [categories(unloaded, [float(level) for level in levels]) for _, levels in PEAKS]
 
     def changes(count: int, seconds: float) -> tuple[MixChange, ...]:
-        again = range(2 + int(1.5 * seconds / PEAKS_PERIOD))  # a run of `count` may take longer than expected
+        again = range(2 + int(1.5 * seconds / PEAKS_PERIOD_S))  # a run of `count` may take longer than expected
         every = [
-            MixChange(mix, at=n * PEAKS_PERIOD + start)
+            MixChange(mix, at=n * PEAKS_PERIOD_S + start)
             for n in again
             for (start, _), mix in zip(PEAKS, mixes, strict=True)
         ]
         return tuple(every[1:])
 
     levels = tuple(float(sum(level)) for _, level in PEAKS)
-    process = Piecewise(tuple(start for start, _ in PEAKS), levels, PEAKS_PERIOD)
+    process = Piecewise(tuple(start for start, _ in PEAKS), levels, PEAKS_PERIOD_S)
     about = "AdaServe: peaks of chat, code, summary one after the other every 360 s (levels ours)"
     return Scenario(about, mixes[0], process, profile, changes)
 
@@ -209,7 +209,7 @@ QWEN_14B_CONTEXT, SHORTEST_ANSWER = 8192, 512  # ours: what is longer would be r
 
 def _ascendra() -> dict[str, Scenario]:
     longbench = log_normal(7000, 4000, 16000), log_normal(180, 90, 500)  # ours: 6,700 English words are 9,000 tokens
-    made: dict[str, Scenario] = {}
+    scenarios: dict[str, Scenario] = {}
     for data, app, lengths, ttfts in (
         ("ShareGPT4", "chat", SHAREGPT4, (1.0, 1.0, 1.5)),
         ("LongBench", "summary", longbench, (2.5, 2.5, 3.0)),
@@ -221,8 +221,8 @@ def _ascendra() -> dict[str, Scenario]:
                 kind = within(replace(kind, prompt=replace(lengths[0], most=context - SHORTEST_ANSWER)), context)
             about = f"Ascendra: {data} (lengths assumed), TTFT {ttft:g} s, TBT 150 ms"
             name = f"ascendra-{data.lower()}-{model.partition('-')[0]}"
-            made[name] = Scenario(about, (kind,), Poisson(), f"{model}-a100@vllm-2024", max_model_len=context)
-    return made
+            scenarios[name] = Scenario(about, (kind,), Poisson(), f"{model}-a100@vllm-2024", max_model_len=context)
+    return scenarios
 
 
 def _sa() -> dict[str, Scenario]:
@@ -314,7 +314,7 @@ def make(
     count: int | None = None,
     duration: float | None = None,
     seed: int = 0,
-    arrivals: Process | None = None,
+    arrivals: ArrivalProcess | None = None,
     prefill: Prefill | None = None,
     scale: float = 1.0,
     kinds: Sequence[Kind] | None = None,
@@ -327,21 +327,21 @@ def make(
     the scenario's first mix, for other shares or SLOs. max_model_len: tokens of prompt and output, instead of the
     scenario's; 0 = no limit. Raises ValueError for impossible arguments.
     """
-    asked = get(name)
+    scenario = get(name)
     check_rate(rate)
-    limit = asked.max_model_len if max_model_len is None else max_model_len or None
+    limit = scenario.max_model_len if max_model_len is None else max_model_len or None
     turns = 0.0
-    if asked.sessions is not None:
+    if scenario.sessions is not None:
         if kinds:
             raise ValueError(f"scenario {name!r} is made of sessions: its kinds cannot be replaced")
-        each = asked.sessions.means()[0]
-        turns = each / (each + len(asked.kinds))  # of all requests
+        each = scenario.sessions.means()[0]
+        turns = each / (each + len(scenario.kinds))  # of all requests
         own = sessions.make(
-            f"{name}-session" if asked.kinds else name, asked.sessions, rate * turns,
+            f"{name}-session" if scenario.kinds else name, scenario.sessions, rate * turns,
             count=None if count is None else round(count * turns), duration=duration, seed=seed,
-            arrivals=arrivals or asked.arrivals, scale=scale, max_model_len=limit, profile=asked.profile,
+            arrivals=arrivals or scenario.arrivals, scale=scale, max_model_len=limit, profile=scenario.profile,
         )  # fmt: skip
-        if not asked.kinds:
+        if not scenario.kinds:
             return own
 
     def fitted(kind: Kind) -> Kind:
@@ -350,23 +350,23 @@ def make(
 
     expected = (count, count / rate) if count is not None else (round(rate * (duration or 0.0)), duration or 0.0)
     changes = [
-        MixChange(tuple(map(fitted, change.kinds)), change.request, change.at) for change in asked.changes(*expected)
+        MixChange(tuple(map(fitted, change.kinds)), change.request, change.at) for change in scenario.changes(*expected)
     ]
-    made = drawn(
+    workload = drawn(
         name,
-        [fitted(kind) for kind in kinds or asked.kinds],
+        [fitted(kind) for kind in kinds or scenario.kinds],
         rate * (1.0 - turns),
         count=None if count is None else count - round(count * turns),
         duration=duration,
         seed=seed,
-        arrivals=arrivals or asked.arrivals,
+        arrivals=arrivals or scenario.arrivals,
         changes=changes,
         prefill=prefill,
         texts=False,
         max_model_len=limit,
-        profile=asked.profile,
+        profile=scenario.profile,
     )
-    return made if asked.sessions is None else _scaled_in_turn(_together(made, own), asked.slo_scales)
+    return workload if scenario.sessions is None else _scaled_in_turn(_together(workload, own), scenario.slo_scales)
 
 
 def _together(one: Workload, other: Workload) -> Workload:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from rubato.core.request import SLO
-from rubato.workloads.arrivals import Poisson, Process, offered
+from rubato.workloads.arrivals import ArrivalProcess, Poisson, offered
 from rubato.workloads.lengths import Ints, Lengths
-from rubato.workloads.workload import HASH_BLOCK, NO_SLO, Arrival, Workload, check_rate
+from rubato.workloads.workload import HASH_BLOCK_TOKENS, NO_SLO, Arrival, Workload, check_rate
 
 _ARRIVALS, _TURNS, _LENGTHS, _GAPS = 30, 31, 32, 33  # random streams, none of `generate.make`'s
 
@@ -37,8 +37,8 @@ class Sessions:
     tier: str = "agent"
 
     def __post_init__(self) -> None:
-        if self.system % HASH_BLOCK:
-            raise ValueError(f"system is {self.system} tokens: give a multiple of {HASH_BLOCK}")
+        if self.system % HASH_BLOCK_TOKENS:
+            raise ValueError(f"system is {self.system} tokens: give a multiple of {HASH_BLOCK_TOKENS}")
 
     def means(self) -> tuple[float, float, float]:
         """Turns of a session; prompt and output tokens of a turn."""
@@ -61,7 +61,7 @@ def make(
     count: int | None = None,
     duration: float | None = None,
     seed: int = 0,
-    arrivals: Process | None = None,
+    arrivals: ArrivalProcess | None = None,
     scale: float = 1.0,
     max_model_len: int | None = None,
     profile: str = "",
@@ -79,44 +79,44 @@ def make(
     begins = offered(process, rate / mean, [seed, _ARRIVALS], sessions, duration)
     turns = np.maximum(1, of.turns.at(np.random.default_rng([seed, _TURNS]).random(len(begins))))
     new_of = of.new if scale == 1.0 else of.new.scaled(scale)
-    made: list[Arrival] = []
-    block = of.system // HASH_BLOCK  # ids below are the system prompt's
+    all_turns: list[Arrival] = []
+    block = of.system // HASH_BLOCK_TOKENS  # ids below are the system prompt's
     for number, (at, n) in enumerate(zip(begins.tolist(), turns.tolist(), strict=True)):
         u = np.random.default_rng([seed, _LENGTHS, number]).random((2, n))
         new, output = np.maximum(1, new_of.at(u[0])), np.maximum(1, of.output.at(u[1]))
         gaps = of.gap.at(np.random.default_rng([seed, _GAPS, number]).random(n)) / 1e3
         gaps[0] = 0.0
         own = _turns(of, f"{name}-{number}", at, (new, output, gaps), block, max_model_len)
-        block += -(-(own[-1].prompt_tokens) // HASH_BLOCK) if own else 0
-        made += own
-    if not made:
+        block += -(-(own[-1].prompt_tokens) // HASH_BLOCK_TOKENS) if own else 0
+        all_turns += own
+    if not all_turns:
         raise ValueError(f"workload {name!r} is empty: no session begins in {duration} s, or no turn fits")
-    made.sort(key=lambda a: a.at)
+    all_turns.sort(key=lambda a: a.at)
     length = duration if duration is not None else float(begins[-1])
-    notes = {"arrivals": f"{process}, of sessions", "sessions": len({a.session for a in made})}
-    return Workload(name, seed, rate, length, {of.tier: of.slo}, tuple(made), True, notes, profile)
+    notes = {"arrivals": f"{process}, of sessions", "sessions": len({a.session for a in all_turns})}
+    return Workload(name, seed, rate, length, {of.tier: of.slo}, tuple(all_turns), True, notes, profile)
 
 
 def _turns(
     of: Sessions, session: str, at: float, drawn: tuple[Ints, Ints, Any], block: int, max_model_len: int | None
 ) -> list[Arrival]:
     """One session's. drawn: new tokens, output tokens and gaps of each turn; block: id of its own first block."""
-    made: list[Arrival] = []
+    session_turns: list[Arrival] = []
     prompt = of.system
     for turn, (new, output, gap) in enumerate(zip(*(column.tolist() for column in drawn), strict=True)):
         prompt += new
         if max_model_len is not None and prompt + output > max_model_len:
             break
         at += gap
-        ids = (*range(of.system // HASH_BLOCK), *range(block, block - (of.system - prompt) // HASH_BLOCK))
-        made.append(
+        ids = (*range(of.system // HASH_BLOCK_TOKENS), *range(block, block - (of.system - prompt) // HASH_BLOCK_TOKENS))
+        session_turns.append(
             Arrival(
                 f"{session}-{turn}", at, of.tier, of.tier, prompt, output, blocks=ids, session=session,
                 after=f"{session}-{turn - 1}" if turn else "", gap=gap,
             )
         )  # fmt: skip
         prompt += output
-    if not made:
+    if not session_turns:
         return []
-    e2e = sum(a.gap for a in made) + of.seconds_per_turn * len(made)
-    return [replace(made[0], session_e2e=e2e), *made[1:]]
+    e2e = sum(a.gap for a in session_turns) + of.seconds_per_turn * len(session_turns)
+    return [replace(session_turns[0], session_e2e=e2e), *session_turns[1:]]

@@ -10,7 +10,7 @@ from typing import Any
 
 from rubato.core.did_you_mean import nearest
 from rubato.workloads.trace_rows import TraceError
-from rubato.workloads.workload import HASH_BLOCK
+from rubato.workloads.workload import HASH_BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Layout:
     seconds: Callable[[Any], float]
     tier: str = "tier"
     marks: frozenset[str] = frozenset()
-    block: int = HASH_BLOCK
+    block: int = HASH_BLOCK_TOKENS
     has_times: bool = True
     has_failures: bool = False
 

@@ -63,12 +63,12 @@ def _of_events(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
                 own = {"prompt_tokens": asked.prompt, "output_tokens": 0, "slo": asked.stages[0].slo}
                 open[event.id] = where, {"kind": "", "at": asked.arrival, "tier": asked.tier, **own}
             elif isinstance(event, Finished) and event.id in open:
-                begun, found = open.pop(event.id)
+                begun, open_row = open.pop(event.id)
                 yield (
                     begun,
-                    found
+                    open_row
                     | {
-                        "prompt_tokens": event.prompt or found["prompt_tokens"],
+                        "prompt_tokens": event.prompt or open_row["prompt_tokens"],
                         "output_tokens": event.output,
                     },
                 )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rubato.core.request import SLO
-from rubato.workloads.workload import HASH_BLOCK, Arrival
+from rubato.workloads.workload import HASH_BLOCK_TOKENS, Arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def coarser(ids: Sequence[int], block: int, names: dict[tuple[int, ...], int]) -
 
     A prefix that ends within 512 tokens is found up to the last whole ones only.
     """
-    each = HASH_BLOCK // block
+    each = HASH_BLOCK_TOKENS // block
     runs = (tuple(ids[first : first + each]) for first in range(0, len(ids), each))
     return tuple(names.setdefault(run, len(names)) for run in runs)
 
@@ -51,17 +51,17 @@ def coarser(ids: Sequence[int], block: int, names: dict[tuple[int, ...], int]) -
 def of_parents(offers: Sequence[TraceRequest], name: str) -> list[TraceRequest]:
     """Bailian's: each says which request it goes on from, and a session is all that comes from one. A parent that is
     not there is as none. Raises ValueError, naming the trace, for two requests with one id."""
-    known: set[str] = set()
+    ids: set[str] = set()
     for offer in offers:
-        if offer.id in known:
+        if offer.id in ids:
             raise ValueError(f"{name} has two requests with chat_id {offer.id}: give each its own")
-        known.add(offer.id)
-    after = {offer.id: offer.after for offer in offers if offer.after in known}
+        ids.add(offer.id)
+    after = {offer.id: offer.after for offer in offers if offer.after in ids}
     roots: dict[str, str] = {}
 
     def root(id: str) -> str:
         chain = [id]
-        while chain[-1] not in roots and chain[-1] in after and len(chain) <= len(known):
+        while chain[-1] not in roots and chain[-1] in after and len(chain) <= len(ids):
             chain.append(after[chain[-1]])
         found = roots.get(chain[-1], chain[-1])
         roots.update(dict.fromkeys(chain, found))
@@ -76,20 +76,20 @@ def of_sessions(offers: Sequence[TraceRequest]) -> list[TraceRequest]:
     where blocks of the prompt do."""
     last: dict[str, TraceRequest] = {}
     base: dict[str, int] = {}  # session -> id of its first block
-    longest = sum((o.prompt + o.output) // HASH_BLOCK + 1 for o in offers)  # blocks, more than any session has
-    made: list[TraceRequest] = []
+    longest = sum((o.prompt + o.output) // HASH_BLOCK_TOKENS + 1 for o in offers)  # blocks, more than any session has
+    turns: list[TraceRequest] = []
     for offer in offers:
         before = last.get(offer.session)
         first = base.setdefault(offer.session, len(base) * longest)
         prompt, at = offer.prompt, offer.at
         if before is not None:
             prompt, at = prompt + before.prompt + before.output, max(at, before.at + offer.gap)
-        blocks = tuple(range(first, first - -prompt // HASH_BLOCK))
+        blocks = tuple(range(first, first - -prompt // HASH_BLOCK_TOKENS))
         last[offer.session] = replace(
             offer, at=at, prompt=prompt, blocks=blocks, after="" if before is None else before.id
         )  # fmt: skip
-        made.append(last[offer.session])
-    return made
+        turns.append(last[offer.session])
+    return turns
 
 
 def linked(name: str, rows: Sequence[Arrival], offers: Sequence[TraceRequest]) -> tuple[Arrival, ...]:
@@ -97,11 +97,11 @@ def linked(name: str, rows: Sequence[Arrival], offers: Sequence[TraceRequest]) -
     that is recorded before the one that it goes on from."""
     places: Mapping[str, str] = {offer.id: row.id for offer, row in zip(offers, rows, strict=True) if offer.id}
     come: set[str] = set()
-    made: list[Arrival] = []
+    arrivals: list[Arrival] = []
     for row, offer in zip(rows, offers, strict=True):
         after = places.get(offer.after, "")
         if after and after not in come:
             raise ValueError(f"trace {name!r}: {offer.id} is recorded before {offer.after}, from which it goes on")
         come.add(row.id)
-        made.append(replace(row, after=after, gap=offer.gap if after else 0.0, session=offer.session))
-    return tuple(made)
+        arrivals.append(replace(row, after=after, gap=offer.gap if after else 0.0, session=offer.session))
+    return tuple(arrivals)

@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 
 from rubato.core.did_you_mean import nearest
-from rubato.core.request import LEAST_MS, MOST_MS, SLO
+from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS, SLO
 from rubato.workloads import trace_sessions
-from rubato.workloads.arrivals import Process, Replay
+from rubato.workloads.arrivals import ArrivalProcess, Replay
 from rubato.workloads.generate import Prefill, SLOAssignment
 from rubato.workloads.prompts import Count, with_texts
 from rubato.workloads.request_kinds import Kind, tiers_of
@@ -40,7 +40,7 @@ from rubato.workloads.trace_layouts import AIPERF, BAILIAN, EVENTS, Columns, Lay
 from rubato.workloads.trace_rows import TraceError as TraceError
 from rubato.workloads.trace_rows import read_rows
 from rubato.workloads.trace_sessions import TraceRequest as TraceRequest
-from rubato.workloads.workload import HASH_BLOCK, Arrival, Workload
+from rubato.workloads.workload import HASH_BLOCK_TOKENS, Arrival, Workload
 
 NOTES = ("empty", "failed", "skipped", "times")  # of `Trace.notes`, in the order in which they are said
 _KINDS, _ARRIVALS = 10, 12  # random streams, none of `generate.make`'s
@@ -131,16 +131,16 @@ def read(path: str | Path, how: TraceOptions = WHOLE) -> Trace:
         offers = trace_sessions.of_sessions(offers)
     offers.sort(key=lambda offer: offer.at)
     doubt = unit_doubt(layout, [offer.at for offer in offers]) if how.time_scale == 1.0 else ""
-    kept = _window(path, offers, how)
-    empty = sum(offer.output == 0 for offer in kept)
+    window = _window(path, offers, how)
+    empty = sum(offer.output == 0 for offer in window)
     notes = {
         "empty": f"{empty} requests without output tokens were given one" if empty else "",
         "failed": f"{failed} failed requests ({layout.output} 0) are left out" if failed else "",
         "skipped": f"{len(skipped)} malformed rows left out; the first: {skipped[0]}" if skipped else "",
         "times": doubt,
     }
-    kept = [offer if offer.output else replace(offer, output=1) for offer in kept]
-    return Trace(path.name, tuple(kept), {kind: note for kind, note in notes.items() if note})
+    window = [offer if offer.output else replace(offer, output=1) for offer in window]
+    return Trace(path.name, tuple(window), {kind: note for kind, note in notes.items() if note})
 
 
 def _window(path: Path, offers: Sequence[TraceRequest], how: TraceOptions) -> list[TraceRequest]:
@@ -178,32 +178,32 @@ def _offer(
     output = value_of(layout.output, _whole, "a whole number of tokens, 0 or more", lambda n: n >= 0)
     tpot = slowdown = None
     if row.get("slo_ratio") not in (None, ""):
-        wanted = f"1.2 (x unloaded) or -50 (ms, from {LEAST_MS:g} to {MOST_MS:g})"
-        ratio = value_of("slo_ratio", float, wanted, lambda x: 0.0 < x < math.inf or LEAST_MS <= -x <= MOST_MS)
+        wanted = f"1.2 (x unloaded) or -50 (ms, from {MIN_SLO_MS:g} to {MAX_SLO_MS:g})"
+        ratio = value_of("slo_ratio", float, wanted, lambda x: 0.0 < x < math.inf or MIN_SLO_MS <= -x <= MAX_SLO_MS)
         tpot, slowdown = (None, ratio) if ratio > 0 else (-ratio / 1e3, None)
     blocks: tuple[int, ...] = ()
     if row.get("hash_ids"):
         count = -(-prompt // layout.block)
         wanted = f"{count} whole numbers, one for each {layout.block} of {prompt} prompt tokens"
         blocks = value_of("hash_ids", _ids, wanted, lambda ids: len(ids) == count)
-        if layout.block != HASH_BLOCK:
+        if layout.block != HASH_BLOCK_TOKENS:
             blocks = trace_sessions.coarser(blocks, layout.block, names)
     text = value_of("prompt", lambda t: t, "text", lambda t: isinstance(t, str)) if "prompt" in row else ""
-    found = TraceRequest(at, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
+    offer = TraceRequest(at, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
     if layout is EVENTS:
-        return replace(found, slo=row["slo"])
+        return replace(offer, slo=row["slo"])
     if layout is BAILIAN:
         own, parent = (
             value_of(name, _whole, "a whole number", lambda n: n >= -1) for name in ("chat_id", "parent_chat_id")
         )
-        return replace(found, id=str(own), after="" if parent == -1 else str(parent))
+        return replace(offer, id=str(own), after="" if parent == -1 else str(parent))
     if layout is AIPERF:
         delay = (
             value_of("delay", milliseconds, "ms, 0 or more", lambda s: 0.0 <= s < math.inf) if row.get("delay") else 0.0
         )
         named = row.get("session_id") not in (None, "")
-        return replace(found, id=where, session=str(row["session_id"]) if named else where, gap=delay)
-    return found
+        return replace(offer, id=where, session=str(row["session_id"]) if named else where, gap=delay)
+    return offer
 
 
 def _whole(value: Any) -> int:
@@ -227,7 +227,7 @@ def make(
     kinds: Sequence[Kind] = (),
     *,
     rate: float | None = None,
-    arrivals: Process | None = None,
+    arrivals: ArrivalProcess | None = None,
     seed: int = 0,
     count_tokens: Count | None = None,
     prefill: Prefill | None = None,

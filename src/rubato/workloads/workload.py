@@ -17,10 +17,10 @@ from typing import Any
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.workloads.offering import Offering
 
-HASH_BLOCK = 512  # tokens that one id of `Arrival.blocks` stands for, in Mooncake's traces
+HASH_BLOCK_TOKENS = 512  # tokens that one id of `Arrival.blocks` stands for, in Mooncake's traces
 
 
-FINEST = 1e-6  # seconds that must be told apart at a workload's end
+MIN_TIME_STEP_S = 1e-6  # seconds that must be told apart at a workload's end
 
 NO_SLO = SLO()
 
@@ -114,7 +114,7 @@ class Workload:
         if "all" in self.tiers:
             raise ValueError('a tier cannot be called "all": that is the name of the sum over tiers')
         _check_sessions(self.arrivals)
-        if not math.ulp(self.duration) < FINEST:
+        if not math.ulp(self.duration) < MIN_TIME_STEP_S:
             raise ValueError(
                 f"workload {self.name!r} lasts {self.duration:.3g} s at {self.rate:.3g} requests/s: times so late are "
                 "not exact to a microsecond any more; give a higher rate"
@@ -275,7 +275,7 @@ def _moved(arrivals: Sequence[Arrival], factor: float) -> tuple[Arrival, ...]:
 
 def _ids(blocks: tuple[int, ...], prompt: int) -> tuple[int, ...]:
     """Token ids for a simulation of the prefix cache: block `b` is 512 times the token `b`."""
-    return tuple(chain.from_iterable(repeat(b, HASH_BLOCK) for b in blocks))[:prompt] if blocks else ()
+    return tuple(chain.from_iterable(repeat(b, HASH_BLOCK_TOKENS) for b in blocks))[:prompt] if blocks else ()
 
 
 def check_rate(rate: float) -> None:

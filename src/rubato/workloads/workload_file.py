@@ -16,8 +16,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rubato.core.did_you_mean import nearest
-from rubato.core.request import LEAST, MOST, SLO
-from rubato.workloads.workload import HASH_BLOCK, NO_SLO, Arrival, OfferedStage, Workload
+from rubato.core.request import MAX_SLO_S, MIN_SLO_S, SLO
+from rubato.workloads.workload import HASH_BLOCK_TOKENS, NO_SLO, Arrival, OfferedStage, Workload
 
 FORMAT = "rubato-workload/2"
 DEFAULTS = {
@@ -136,7 +136,7 @@ class _Request(_Fields):
     after: str = ""
     gap: Number = 0.0
     session: str = ""
-    session_e2e: Annotated[float, Field(ge=LEAST, le=MOST)] | None = None
+    session_e2e: Annotated[float, Field(ge=MIN_SLO_S, le=MAX_SLO_S)] | None = None
 
 
 def read(path: str | Path) -> Workload:
@@ -185,18 +185,20 @@ def _arrival(row: _Request, tiers: Mapping[str, SLO], slos: dict[SLO, SLO]) -> A
     """slos: those met so far, so that equal ones are one object. Raises ValueError naming the field."""
     if row.tier not in tiers:
         raise ValueError(f"tier is {row.tier!r}: the header has {', '.join(tiers)}")
-    given = row.model_fields_set
+    fields_set = row.model_fields_set
     for field in ("prompt_tokens", "output_tokens", "slo"):
-        if row.stages and field in given:
+        if row.stages and field in fields_set:
             raise ValueError(f"{field} stands beside stages, which say it")
-        if not row.stages and field not in given and field != "slo":
+        if not row.stages and field not in fields_set and field != "slo":
             raise ValueError(f"{field} is missing")
     if row.stages and not row.stages[0].prompt_tokens:
         raise ValueError("stages[0].prompt_tokens is 0: the first stage has a prompt of 1 token or more")
     prompt = row.stages[0].prompt_tokens if row.stages else row.prompt_tokens
-    if row.blocks and len(row.blocks) != -(-prompt // HASH_BLOCK):
-        raise ValueError(f"blocks has {len(row.blocks)} ids for {prompt} prompt tokens: give one for each {HASH_BLOCK}")
-    if {"prompt", "messages"} <= given:
+    if row.blocks and len(row.blocks) != -(-prompt // HASH_BLOCK_TOKENS):
+        raise ValueError(
+            f"blocks has {len(row.blocks)} ids for {prompt} prompt tokens: give one for each {HASH_BLOCK_TOKENS}"
+        )
+    if {"prompt", "messages"} <= fields_set:
         raise ValueError("messages stands beside prompt: give one of them")
     messages = tuple((message.role, message.content) for message in row.messages)
     return Arrival(

@@ -160,7 +160,7 @@ class Harness:
             for id in self.served:
                 if id in self.engine._seqs:
                     self.tokens[id] = list(self.engine._seqs[id].tokens)
-        self.engine.forget(self.replica.gone())
+        self.engine.forget(self.replica.take_gone_ids())
 
     def _note(self, events: Sequence[Event]) -> None:
         for event in events:

@@ -21,7 +21,7 @@ from rubato.core.clock import VirtualClock, WallClock  # noqa: E402
 from rubato.core.events import Event, Tokens  # noqa: E402
 from rubato.frontdoor.tenants import Tenants, tiers_of  # noqa: E402
 from rubato.latency.affine import Model  # noqa: E402
-from rubato.latency.with_drafter import Drafted, Learnt  # noqa: E402
+from rubato.latency.with_drafter import WithDrafter, WithLearntDrafter  # noqa: E402
 from rubato.serving.app import create_app  # noqa: E402
 from rubato.serving.serve import build, service_of  # noqa: E402
 from rubato_torch.drafters.suffix import SuffixDrafter  # noqa: E402
@@ -145,5 +145,5 @@ def test_what_is_wrong_with_a_drafter(twin: Callable[[str], Path], settings: dic
 
 def test_schedulers_learn_the_time_of_drafts_beside_that_of_the_step() -> None:
     assert believed_of(load({"engine": "torch"})) == Model()
-    assert believed_of(load({"engine": {"kind": "torch", "drafter": "suffix"}})) == Learnt(Model())
-    assert isinstance(believed_of(load({"engine": "simulated"}, ["engine.drafter=opt-125m-a100-40g"])), Drafted)
+    assert believed_of(load({"engine": {"kind": "torch", "drafter": "suffix"}})) == WithLearntDrafter(Model())
+    assert isinstance(believed_of(load({"engine": "simulated"}, ["engine.drafter=opt-125m-a100-40g"])), WithDrafter)

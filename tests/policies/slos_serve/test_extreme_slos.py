@@ -8,7 +8,7 @@ from hypothesis import given
 
 from rubato.core.events import Finished
 from rubato.core.plan import Limits
-from rubato.core.request import MOST, SLO, Request, Sampling, Stage
+from rubato.core.request import MAX_SLO_S, SLO, Request, Sampling, Stage
 from rubato.latency.affine import Model
 from rubato.policies.slos_serve import admission, dynamic_program
 from rubato.policies.slos_serve.dynamic_program import Floats, Line
@@ -21,13 +21,13 @@ ROUNDS = 12
 
 
 def one_round(at: float) -> list[Request]:
-    """A plain request, and three that ask for as much time as they may: with 1.7e305 s instead of `MOST`, batches
+    """A plain request, and three that ask for as much time as they may: with 1.7e305 s instead of `MAX_SLO_S`, batches
     beyond a deadline held more tokens than a float, and what others left of them was inf - inf."""
     wanted = [
         (at, (Stage(10, SLO(0.5, 1.0)),), "best_effort"),
-        (at, (Stage(1, SLO(tpot=MOST), "zzz"), Stage(0, SLO(0.05))), "best_effort"),
-        (at + 0.02, (Stage(1, SLO(MOST, MOST, 1.0)),), "refuse"),
-        (at + 0.02, (Stage(40, SLO(tpot=1.0, e2e=MOST)),), "best_effort"),
+        (at, (Stage(1, SLO(tpot=MAX_SLO_S), "zzz"), Stage(0, SLO(0.05))), "best_effort"),
+        (at + 0.02, (Stage(1, SLO(MAX_SLO_S, MAX_SLO_S, 1.0)),), "refuse"),
+        (at + 0.02, (Stage(40, SLO(tpot=1.0, e2e=MAX_SLO_S)),), "best_effort"),
     ]
     return [
         Request(f"{at:g} {i}", stages, begin, sampling=Sampling(max_tokens=60), on_decline=decline)  # type: ignore[arg-type]

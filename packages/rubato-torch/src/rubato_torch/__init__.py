@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from rubato.core.clock import WallClock
-from rubato.core.cpu_usage import TakenCores, usable
+from rubato.core.cpu_usage import TakenCores, usable_cores
 from rubato.core.extras import extra
 from rubato.core.plan import KV, Batch, Emitted, Limits, StepResult
 from rubato.core.request import Request
@@ -247,7 +247,7 @@ class Engine:
             # request 155958), and decodes have new ones in every step: it took 50 to 80 ms of a step on an H200.
             torch.backends.cuda.enable_cudnn_sdp(False)
         if self._threads == "auto" and self._device.type == "cpu":
-            self._free = FreeCores(THREADS, self._clock, TakenCores(self._clock).now, len(usable()))
+            self._free = FreeCores(THREADS, self._clock, TakenCores(self._clock).now, len(usable_cores()))
 
     @torch.inference_mode()
     def _prepare(self) -> None:

@@ -15,7 +15,7 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
 from rubato.core.request import Cause
 from rubato.engines.vllm.sequence import VllmSeq
-from rubato.replica.miss_cause import Shares, book, of_decode
+from rubato.replica.miss_cause import Shares, add_delay, decode_interference
 
 MIN_REMEMBERED_STEPS = 8192
 
@@ -63,7 +63,7 @@ class VllmMissCauses:
         times, late = seq.times_of_stage(), _first_late(seq)
         waits = [*seq.wait_spans, (inf, inf, "queue")]
         for at, (begin, until, cause) in enumerate(waits[:-1]):
-            book(delays, cause, min(until, late) - begin)
+            add_delay(delays, cause, min(until, late) - begin)
             runs_until = min(waits[at + 1][0], late)
             came = bisect_right(times, until)
             token = min(times[came] if came < len(times) else inf, runs_until)
@@ -82,22 +82,22 @@ class VllmMissCauses:
         isolated_seconds = min(seconds, self._latency.step_time(Shape().plus(max(1, tokens), 0)))
         decode_seconds = sum(self._latency.step_time(step.decodes) for step in steps if step.decodes.seqs)
         by_decode = min(seconds - isolated_seconds, decode_seconds)
-        book(delays, "preemption", isolated_seconds if is_restart else 0.0)
-        book(delays, "prefill interference", seconds - isolated_seconds - by_decode)
-        book(delays, "decode interference", by_decode)
+        add_delay(delays, "preemption", isolated_seconds if is_restart else 0.0)
+        add_delay(delays, "prefill interference", seconds - isolated_seconds - by_decode)
+        add_delay(delays, "decode interference", by_decode)
 
     def _decode(self, delays: dict[Cause, float], begin: float, end: float) -> None:
         for step in self._between(begin, end):
             if step.shares is None:
                 step.shares = self._shares(step)
-            book(delays, "prefill interference", step.shares[0])
-            book(delays, "decode interference", step.shares[1])
+            add_delay(delays, "prefill interference", step.shares[0])
+            add_delay(delays, "decode interference", step.shares[1])
 
     def _shares(self, step: _Step) -> Shares:
         if not step.decodes.seqs:
             return step.seconds, 0.0  # a step that passed this one over
         predicted = self._latency.step_time(step.shape)
-        by_prefill, by_decode = of_decode(self._latency, predicted, step.decodes)
+        by_prefill, by_decode = decode_interference(self._latency, predicted, step.decodes)
         scale = step.seconds / predicted
         return max(by_prefill * scale, 0.0), max(by_decode * scale, 0.0)
 
@@ -107,5 +107,5 @@ def _first_late(seq: VllmSeq) -> float:
     times = seq.times_of_stage()
     if not times:
         return inf
-    late = seq.deadlines.late(times)
+    late = seq.deadlines.are_late(times)
     return float(times[int(np.argmax(late))]) if late.any() else float(times[-1])

@@ -638,7 +638,7 @@ class PolicyDriver(FleetPart):
             if self._gateways is not None:
                 self._gateways.add_tokens(came)
         elif ids:
-            seq.got([now] * len(ids))
+            seq.add_tokens([now] * len(ids))
             if not seq.reported_tokens:
                 seq.reported_tokens = len(ids)
                 if self._reports is not None:

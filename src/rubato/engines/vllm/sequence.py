@@ -10,8 +10,8 @@ from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from rubato.core.interfaces import LengthPredictor
-from rubato.core.request import LEAST_MS, MOST_MS, SLO, Cause, OnDecline, Request, Sampling, Stage
-from rubato.core.slo import TOLERANCE
+from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS, SLO, Cause, OnDecline, Request, Sampling, Stage
+from rubato.core.slo import TOLERANCE_S
 from rubato.engines.vllm import link
 from rubato.replica.sequence import Seq
 from rubato.wire.messages import Contract
@@ -110,8 +110,10 @@ def _seconds(key: str, value: object) -> float | None:
         milliseconds = float(value) if isinstance(value, int | float | str) else 0.0
     except (ValueError, OverflowError):
         milliseconds = 0.0
-    if not LEAST_MS <= milliseconds <= MOST_MS:
-        raise ValueError(f"vllm_xargs: {key} is {_value_text(value)}: give {LEAST_MS:g} to {MOST_MS:g} milliseconds")
+    if not MIN_SLO_MS <= milliseconds <= MAX_SLO_MS:
+        raise ValueError(
+            f"vllm_xargs: {key} is {_value_text(value)}: give {MIN_SLO_MS:g} to {MAX_SLO_MS:g} milliseconds"
+        )
     return milliseconds / 1e3
 
 
@@ -242,7 +244,7 @@ class VllmSeq(Seq):
 
     @property
     def due(self) -> float:
-        due = self._deadlines or self._renewed()
+        due = self._deadlines or self._compute_deadlines()
         i = self._output + self.expected_tokens
         at = due.first + i * due.tpot if i else due.first
         if due.max_pause < inf and i:  # from the last that is out, since when those in flight come is not known
@@ -272,6 +274,6 @@ class VllmSeq(Seq):
         place = self._checked  # of one token more, as after most steps
         times = self.times[-1]
         due = self.deadlines.token(place, times[place - 1] if place else inf)
-        self._missed = times[place] > due + TOLERANCE
+        self._missed = times[place] > due + TOLERANCE_S
         self._checked += 1
         return self._missed

@@ -13,12 +13,12 @@ from importlib import resources
 from pathlib import Path
 
 from rubato.core.did_you_mean import nearest
-from rubato.latency.profiles.profile import Factor, Host, Profile, parsed, positive, read
+from rubato.latency.profiles.profile import Factor, HostTime, Profile, parsed, positive, read
 
-__all__ = ["POLYSERVE_HOST", "Factor", "Host", "Profile", "load", "named", "names"]
+__all__ = ["POLYSERVE_HOST_S", "Factor", "HostTime", "Profile", "load", "named", "names"]
 
 _DATA = resources.files("rubato.latency.profiles") / "data"
-POLYSERVE_HOST = 10.2e-3  # seconds a step: the paper's 15 ms at batch 1 less the 4.8 ms that the kernels sum to
+POLYSERVE_HOST_S = 10.2e-3  # seconds a step: the paper's 15 ms at batch 1 less the 4.8 ms that the kernels sum to
 
 
 def names() -> list[str]:
@@ -70,12 +70,12 @@ def load(
         if host is not None or host_per_seq is not None or host_scale != 1.0:
             raise ValueError(f"profile {name!r} was measured whole, the host's time in it: leave out host settings")
         return profile
-    given = host is not None or host_per_seq is not None
+    has_own_host = host is not None or host_per_seq is not None
     scale = positive("host_scale", host_scale)
     step = positive("host", term.host if host is None else host)
     per = positive("host_per_seq", term.host_per_seq if host_per_seq is None else host_per_seq)
     return replace(
         profile,
-        host_term=Host(scale * step, scale * per, "given" if given else term.source),
+        host_term=HostTime(scale * step, scale * per, "given" if has_own_host else term.source),
         factors={**profile.factors, **own},
     )

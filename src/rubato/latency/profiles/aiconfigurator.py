@@ -30,10 +30,10 @@ CHUNKS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096
 CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
 MEASURED_HEAD = 128  # elements of a head in the attention tables
 MEASURED_KV_HEADS = 8  # at most, in the table of decode attention
-KERNEL_SECONDS = 3e-6
+KERNEL_S = 3e-6
 BANDWIDTH_SHARE = 0.8
-RESERVE = 3e9  # bytes a GPU needs beside weights and KV
-USABLE = 0.9  # of its memory
+RESERVE_BYTES = 3e9  # bytes a GPU needs beside weights and KV
+USABLE_SHARE = 0.9  # of its memory
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def tables(dims: Dims, gpu: str, gpus: int = 1) -> dict[str, Any]:
 def kv_tokens(dims: Dims, gpu: str, gpus: int = 1) -> int:
     """Tokens of KV that fit beside the weights: 0.9 of the memory, less 3 GB a card."""
     card = GPUS[gpu]
-    room = gpus * (USABLE * card.memory - RESERVE) - dims.weight_bytes
+    room = gpus * (USABLE_SHARE * card.memory - RESERVE_BYTES) - dims.weight_bytes
     return max(0, int(room // dims.kv_bytes))
 
 
@@ -172,7 +172,7 @@ class _Kernels:
         d = self.dims
         ffn = (3 if d.gated else 2) * d.ffn // self.gpus
         moved = d.dtype * tokens * (d.layers * (8 * d.hidden + ffn) + d.hidden)
-        return moved / (BANDWIDTH_SHARE * self.gpu.bandwidth) + (3 * d.layers + 1) * KERNEL_SECONDS
+        return moved / (BANDWIDTH_SHARE * self.gpu.bandwidth) + (3 * d.layers + 1) * KERNEL_S
 
     def _heads(self, measured_kv: int) -> tuple[int, int, int]:
         """(query heads, KV heads, how many times the batch) with heads of the measured size, no more KV heads than were

@@ -9,10 +9,10 @@ from typing import Any
 from rubato.core.did_you_mean import nearest
 from rubato.latency.model_dims import Dims
 from rubato.latency.profiles import aiconfigurator
-from rubato.latency.profiles.profile import Factor, Host, Profile
+from rubato.latency.profiles.profile import Factor, HostTime, Profile
 
 NVFP4 = 0.5625  # bytes of a weight and its share of a scale
-CONTEXT = 32768  # tokens: what the attention tables reach, for models that could take more
+MAX_CONTEXT_TOKENS = 32768  # tokens: what the attention tables reach, for models that could take more
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Known:
 
     title: str
     dims: Dims
-    context: int = CONTEXT
+    context: int = MAX_CONTEXT_TOKENS
 
 
 MODELS: Mapping[str, Known] = {
@@ -57,10 +57,10 @@ VLLM_2024 = (
 )
 SILICON = "TPOT measured in closed loops beyond kernels, fitted by figure `silicon`"
 # Of every profile but drafters', after `@` in its name.
-HOST_TERMS: Mapping[str, Host] = {
-    "vllm-2024": Host(4.4e-3, 5.8e-5, VLLM_2024),
-    "vllm-0.12": Host(9.5e-4, 7.4e-5, f"vLLM 0.12.0 with Qwen3-32B on H100: {SILICON}"),
-    "vllm-2025-async": Host(
+HOST_TERMS: Mapping[str, HostTime] = {
+    "vllm-2024": HostTime(4.4e-3, 5.8e-5, VLLM_2024),
+    "vllm-0.12": HostTime(9.5e-4, 7.4e-5, f"vLLM 0.12.0 with Qwen3-32B on H100: {SILICON}"),
+    "vllm-2025-async": HostTime(
         1.4e-4, 3.2e-5, f"vLLM of October 2025, asynchronous scheduling, Llama-3.1-70B on H100, H200, B200: {SILICON}"
     ),
 }
@@ -69,7 +69,7 @@ DEFAULT_HOST = {
     "b200": "vllm-2025-async", "h200": "vllm-2025-async", "h100": "vllm-0.12", "a100": "vllm-0.12",
     "a100-40g": "vllm-0.12",
 }  # fmt: skip
-DRAFT_HOST = Host(0.0, 0.0, "none: a drafter runs within its target's step, whose profile has the host's time")
+DRAFT_HOST = HostTime(0.0, 0.0, "none: a drafter runs within its target's step, whose profile has the host's time")
 VIDUR = "Vidur's A100 measurements of the same kernels beside these tables"
 A100_FACTORS: Mapping[str, Factor] = {
     "decode_gemm": Factor(0.9, VIDUR),
@@ -111,7 +111,7 @@ def made(model: str, gpu: str, gpus: int = 1) -> Profile:
     return composed(name_of(model, gpu, gpus), MODELS[model], gpu, gpus, host)
 
 
-def composed(name: str, model: Known, gpu: str, gpus: int, host: Host | None = None) -> Profile:
+def composed(name: str, model: Known, gpu: str, gpus: int, host: HostTime | None = None) -> Profile:
     """A profile of kernel tables. host: None = that of the newest vLLM that was measured, with all others by name.
     Raises ImportError without the extra, ValueError for a model that the GPU cannot hold or be split over so many."""
     tables = aiconfigurator.tables(model.dims, gpu, gpus)

@@ -20,7 +20,7 @@ FORMAT = "rubato-profile/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostTime:
     """Seconds of a step spent outside the device: of every step, and of each sequence in it; source: its origin."""
 
     host: float
@@ -51,11 +51,11 @@ class Profile:
     kv_bytes_per_token: int
     max_model_len: int
     data: Mapping[str, Any]
-    host_term: Host | None
+    host_term: HostTime | None
     factors: Mapping[str, Factor]
     provenance: str
     dims: Dims | None = None
-    host_terms: Mapping[str, Host] = field(default_factory=dict)
+    host_terms: Mapping[str, HostTime] = field(default_factory=dict)
 
     def with_host(self, term: str) -> Profile:
         """With the host term of that name, which its own name then says. Raises ValueError for one that is not here."""
@@ -119,11 +119,11 @@ def parsed(data: Mapping[str, Any], where: str) -> Profile:
     try:
         host, dims = fields.pop("host_term"), fields.pop("dims")
         factors = {name: Factor(**factor) for name, factor in fields.pop("factors").items()}
-        hosts = {name: Host(**term) for name, term in fields.pop("host_terms", {}).items()}
+        hosts = {name: HostTime(**term) for name, term in fields.pop("host_terms", {}).items()}
         return Profile(
             **fields,
             factors=factors,
-            host_term=Host(**host) if host else None,
+            host_term=HostTime(**host) if host else None,
             dims=Dims(**dims) if dims else None,
             host_terms=hosts,
         )

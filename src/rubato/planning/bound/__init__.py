@@ -48,7 +48,7 @@ from rubato.measure.result import Result, with_interval
 from rubato.measure.tables import Table, number
 from rubato.planning import jobs
 from rubato.planning.bound.programme import ALIKE, Alike, Share, largest_share
-from rubato.planning.bound.work import Work, work_of
+from rubato.planning.bound.work import RequestWork, work_of
 from rubato.planning.capacity import narrowed
 from rubato.planning.jobs import Job, JobResults
 from rubato.planning.request_source import RequestSource
@@ -72,7 +72,7 @@ DRAINS = 0.5  # of a period: with deadlines longer than that in the mean, a shor
 
 
 @dataclass(frozen=True)
-class Offered:
+class OfferedWork:
     """What a bound is of: the requests of a workload, at any rate, on n replicas. endless: they repeat end to end, and
     a rate is that of the stream, requests over period; else they come once, and a rate is what `rubato capacity` calls
     so, that which the workload was made for. prefix_cache: replicas keep the KV of prompts' beginnings. Raises
@@ -99,7 +99,7 @@ class Offered:
             raise ValueError("requests that all come at one instant make no stream: bound them as they come once")
         return replace(self.load, rate=(len(times) - 1) / (times[-1] - times[0])).rescaled(rate)
 
-    def work(self, rate: float) -> Work:
+    def work(self, rate: float) -> RequestWork:
         """At `rate` requests/s. Raises ValueError for requests that are not covered."""
         return work_of(self.at(rate), self.machine, endless=self.endless)
 
@@ -152,7 +152,7 @@ def _check_apart(load: Workload) -> None:
 @dataclass(frozen=True)
 class BoundQuestion:
     """rate: at which shares are asked for; None: the largest rates at which `target` can be attained. endless,
-    prefix_cache: as in `Offered`. tolerance: relative width of a search's bracket."""
+    prefix_cache: as in `OfferedWork`. tolerance: relative width of a search's bracket."""
 
     source: RequestSource
     machine: Hardware
@@ -188,7 +188,7 @@ class BoundQuestion:
 def bounded(question: BoundQuestion, seed: int, alike: Alike) -> dict[str, Any]:
     """Of one seed's requests: the rate (0: none), the share there, and what binds."""
     own = (question.replicas, question.endless, question.prefix_cache)
-    offered = Offered(question.source.make(seed), question.machine, *own)
+    offered = OfferedWork(question.source.make(seed), question.machine, *own)
     rate = question.rate or offered.rate(question.target, alike, question.tolerance)
     of = {"alike": alike, "seed": seed, "rate": rate, "requests": len(offered.load.arrivals)}
     if not rate:
@@ -204,7 +204,7 @@ class BoundResult(Result):
 
     title = "Bound"
     question: BoundQuestion
-    done: JobResults
+    job_results: JobResults
 
     def estimates(self) -> dict[Alike, Estimate]:
         """Over seeds: of the share at the rate asked for, else of the rate."""
@@ -214,15 +214,16 @@ class BoundResult(Result):
     @property
     def notes(self) -> tuple[str, ...]:
         alone = (ONE_SEED,) if len(self.question.seeds) < 2 else ()
-        drains = max(v["drains"] for v in self.done.values)
+        drains = max(v["drains"] for v in self.job_results.values)
         short = (SHORT.format(drains),) if drains > DRAINS else ()
-        return (*self.done.notes, *self.question.source.notes, *short, *alone)
+        return (*self.job_results.notes, *self.question.source.notes, *short, *alone)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "format": FORMAT, **self.question.describe(), "seeds": self.question.seeds, "slo_rule": "deadline",
-            "bounds": {alike: asdict(e) for alike, e in self.estimates().items()}, "found": self.done.costed(),
-            "wall": self.done.wall, "cpu": self.done.cpu, "notes": self.notes, "versions": versions("numpy"),
+            "bounds": {alike: asdict(e) for alike, e in self.estimates().items()}, "found": self.job_results.costed(),
+            "wall": self.job_results.wall, "cpu": self.job_results.cpu, "notes": self.notes,
+            "versions": versions("numpy"),
         }  # fmt: skip
 
     @property
@@ -240,15 +241,15 @@ class BoundResult(Result):
         return f"No policy without drafts attains {goal} above {number(most)} requests/s."
 
     def tables(self) -> list[Table]:
-        asked, replicas = self.question, self.question.replicas
-        head = f"attained at {asked.rate:g} req/s" if asked.rate else "req/s"
+        question, replicas = self.question, self.question.replicas
+        head = f"attained at {question.rate:g} req/s" if question.rate else "req/s"
         rows = []
         for alike, found in self.estimates().items():
             rate = number(found) if found.value else "at no rate"
-            rows.append((NAMES[alike], _share(found) if asked.rate else rate, *self._reasons(alike)))
-        stream = "repeated end to end" if asked.endless else "once"
-        what = f"{replicas} replica{'s' * (replicas > 1)} of {asked.machine.name}, requests {stream}, deadline rule"
-        goal = "" if asked.rate else f", {100 * asked.target:g} % of these attained"
+            rows.append((NAMES[alike], _share(found) if question.rate else rate, *self._reasons(alike)))
+        stream = "repeated end to end" if question.endless else "once"
+        what = f"{replicas} replica{'s' * (replicas > 1)} of {question.machine.name}, requests {stream}, deadline rule"
+        goal = "" if question.rate else f", {100 * question.target:g} % of these attained"
         return [Table(
             ("of whom", head, "what binds", "of it steps as such"), tuple(rows),
             f"What no policy without drafts exceeds ({what}{goal})",
@@ -260,22 +261,26 @@ class BoundResult(Result):
 
     def picture(self) -> Picture:
         """The bound for each way to count, with its interval."""
-        asked, found = self.question, self._each()
+        question, estimates = self.question, self._each()
 
         def draw(figure: Any, ink: Ink) -> None:
             axes = figure.add_subplot()
-            said = _share if asked.rate else number
-            bars_with_intervals(axes, [(NAMES[alike], e, said(e), COLOURS[0]) for alike, e in found], ink)
-            axes.set_xlabel("share of requests attained" if asked.rate else "requests/s of the fleet")
+            said = _share if question.rate else number
+            bars_with_intervals(axes, [(NAMES[alike], e, said(e), COLOURS[0]) for alike, e in estimates], ink)
+            axes.set_xlabel("share of requests attained" if question.rate else "requests/s of the fleet")
 
-        goal = f"at {asked.rate:g} requests/s" if asked.rate else f"with {100 * asked.target:g} % of requests attained"
+        goal = (
+            f"at {question.rate:g} requests/s"
+            if question.rate
+            else f"with {100 * question.target:g} % of requests attained"
+        )
         return Picture(f"What no policy without drafts exceeds {goal}", draw, (WIDTH, 2.6))
 
     def _each(self) -> list[tuple[Alike, Estimate]]:
         return list(self.estimates().items())
 
     def _of(self, alike: Alike) -> list[dict[str, Any]]:
-        return [v for v in self.done.values if v["alike"] == alike]
+        return [v for v in self.job_results.values if v["alike"] == alike]
 
     def _reasons(self, alike: Alike) -> list[str]:
         """Means over the seeds in which something binds."""

@@ -11,7 +11,7 @@ import numpy as np
 from rubato.core.extras import extra
 from rubato.planning.bound.minorant import Array
 from rubato.planning.bound.rows import Row, Windows, period_rows
-from rubato.planning.bound.work import Ints, Work
+from rubato.planning.bound.work import Ints, RequestWork
 
 Alike = Literal["anybody", "deciles", "lottery"]
 ALIKE: tuple[Alike, ...] = get_args(Alike)
@@ -33,26 +33,26 @@ class Share:
     steps: float
 
 
-def largest_share(work: Work, replicas: int, alike: Alike, target: float | None = None) -> Share:
+def largest_share(work: RequestWork, replicas: int, alike: Alike, target: float | None = None) -> Share:
     """Rows are added until none is exceeded, the share has settled, or it is below `target`."""
     programme = _Programme(work, alike)
     rows = list(period_rows(work, replicas))
     windows = Windows(work, replicas)
-    found = programme.solved(rows)
-    history = [found.share]
+    solution = programme.solved(rows)
+    history = [solution.share]
     for _ in range(ROUNDS):
-        if target is not None and found.share < target:
+        if target is not None and solution.share < target:
             break
-        more = windows.exceeded(found.requests)
+        more = windows.exceeded(solution.requests)
         if not more:
             break
-        near = [row for row in rows if row.kind == "period" or row.excess(found.requests) > -SLACK * row.seconds]
+        near = [row for row in rows if row.kind == "period" or row.excess(solution.requests) > -SLACK * row.seconds]
         rows = [*near, *more]
-        found = programme.solved(rows)
-        history.append(found.share)
+        solution = programme.solved(rows)
+        history.append(solution.share)
         if len(history) > 3 and history[-4] - history[-1] < SETTLED:
             break
-    return found
+    return solution
 
 
 def grouped(cost: Array, alike: Alike) -> list[Ints]:
@@ -70,7 +70,7 @@ def grouped(cost: Array, alike: Alike) -> list[Ints]:
 class _Programme:
     """max φ, x in [0, possible], mean of x over each group >= φ, and rows."""
 
-    def __init__(self, work: Work, alike: Alike) -> None:
+    def __init__(self, work: RequestWork, alike: Alike) -> None:
         with extra("bound", "a bound"):
             from scipy import sparse
             from scipy.optimize import linprog
@@ -94,14 +94,14 @@ class _Programme:
             of_rows = np.array([(row.own + row.fixed) / row.seconds for row in rows])
             parts.append(self._sparse.csr_array(np.column_stack([of_rows, np.zeros(len(rows))])))
             right.append(np.ones(len(rows)))
-        found = self._solve(
+        solution = self._solve(
             self._objective, A_ub=self._sparse.vstack(parts, format="csr"), b_ub=np.concatenate(right),
             bounds=self._bounds, method="highs",
         )  # fmt: skip
-        if found.status != 0:
-            raise RuntimeError(f"the linear programme of a bound was not solved: {found.message}")
-        share = np.clip(found.x[:-1], 0.0, 1.0)
-        prices = -found.ineqlin.marginals[self._groups.shape[0] :]
+        if solution.status != 0:
+            raise RuntimeError(f"the linear programme of a bound was not solved: {solution.message}")
+        share = np.clip(solution.x[:-1], 0.0, 1.0)
+        prices = -solution.ineqlin.marginals[self._groups.shape[0] :]
         binds: dict[str, float] = {}
         steps = seconds = 0.0
         for row, price in zip(rows, prices.tolist(), strict=True):
@@ -111,6 +111,6 @@ class _Programme:
                 seconds += price * float((row.own + row.fixed) @ share) / row.seconds
         whole = sum(binds.values())
         return Share(
-            min(1.0, -float(found.fun)), share, {kind: own / whole for kind, own in binds.items()},
+            min(1.0, -float(solution.fun)), share, {kind: own / whole for kind, own in binds.items()},
             steps / seconds if seconds else 0.0,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rubato.planning.bound.minorant import Array
-from rubato.planning.bound.work import Ints, Work, sums
+from rubato.planning.bound.work import Ints, RequestWork, sums
 
 Kind = Literal["period", "window", "sequence"]
 STARTS, CHAIN_STARTS = 600, 100  # moments at which windows begin, at most
@@ -24,7 +24,7 @@ WORKED = 2**22  # and so few that starts times pieces are no more
 BLOCK = 2**20  # numbers worked on at once
 EXCESS, RELATIVE = 1e-4, 1e-6  # seconds, and part of all, by which a row must be exceeded to be added
 ROUND, ALIKE = 100, 2  # rows added at a time; of these with about the same window
-SHORT = 0.05  # seconds: shorter windows count as so long, where rows are put in order
+MIN_WINDOW_S = 0.05  # seconds: shorter windows count as so long, where rows are put in order
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Found(NamedTuple):
     column: int  # of the start among those of sequences
 
 
-def period_rows(work: Work, replicas: int) -> Iterator[Row]:
+def period_rows(work: RequestWork, replicas: int) -> Iterator[Row]:
     """All that is attained in a period takes no longer than it. None where requests come once."""
     if work.period < inf:
         for own, spread in zip(work.own, work.spread, strict=True):
@@ -64,7 +64,7 @@ def period_rows(work: Work, replicas: int) -> Iterator[Row]:
 class Windows:
     """Rows of windows. On one replica also by sequences of pieces; with several those bind nothing."""
 
-    def __init__(self, work: Work, replicas: int) -> None:
+    def __init__(self, work: RequestWork, replicas: int) -> None:
         self.work, self.replicas = work, replicas
         self._order = np.argsort(work.due, kind="stable")
         self._release, self._due = work.release[self._order], work.due[self._order]
@@ -121,7 +121,7 @@ class Windows:
             best = np.argmax(excess, axis=1)
             for i in np.nonzero(excess[np.arange(len(begin)), best] > EXCESS)[0]:
                 start, end = float(begin[i, 0]), float(self._due[best[i]])
-                relative = float(excess[i, best[i]]) / max(end - start, SHORT)
+                relative = float(excess[i, best[i]]) / max(end - start, MIN_WINDOW_S)
                 yield _Found(relative, kind, k, start, end, first + int(i))
 
     def _taken(self, k: int, share: Array) -> Iterator[tuple[Kind, Array, Array, int]]:
@@ -148,7 +148,7 @@ class Sequences:
     its own. So steps between two moments are at least the tokens of any such sequence in between, each weighed by its
     request's share. The heaviest is found by weighted interval scheduling, for all starts at once."""
 
-    def __init__(self, work: Work, starts: Array) -> None:
+    def __init__(self, work: RequestWork, starts: Array) -> None:
         self.starts = starts
         self._requests = work.requests
         begin, end, request, tokens, prompt = _runs(work)
@@ -181,7 +181,7 @@ class Sequences:
 
     def steps(self, column: int, end: float, fixed: float, decode_fixed: float) -> Array:
         """[request] the same, of its pieces in the sequence that was chosen from a start to `end`."""
-        found = np.zeros(self._requests)
+        seconds = np.zeros(self._requests)
         k, later = int(np.searchsorted(self._end, end, side="right")), inf
         while k > 0:
             if not self._taken[k, column]:
@@ -190,12 +190,12 @@ class Sequences:
             k -= 1
             if self._end[k] > later or self._begin[k] < self.starts[column]:
                 raise RuntimeError(f"sequence of pieces: one ends at {self._end[k]}, after the next begins at {later}")
-            found[self._request[k]] += (fixed + decode_fixed) * self._tokens[k] - decode_fixed * self._prompt[k]
+            seconds[self._request[k]] += (fixed + decode_fixed) * self._tokens[k] - decode_fixed * self._prompt[k]
             k, later = int(self._before[k]), self._begin[k]
-        return found
+        return seconds
 
 
-def _runs(work: Work) -> tuple[Array, Array, Ints, Ints, NDArray[np.bool_]]:
+def _runs(work: RequestWork) -> tuple[Array, Array, Ints, Ints, NDArray[np.bool_]]:
     """begin, end, request, tokens, whether the prompt is in it: of runs of a request's pieces from its first, or to its
     last."""
     first = np.nonzero(work.prompt)[0]

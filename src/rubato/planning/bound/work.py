@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
-from rubato.core.slo import TOLERANCE
+from rubato.core.slo import TOLERANCE_S
 from rubato.planning.bound.minorant import Array, Minorant, minorants
 from rubato.planning.feasibility import fitting
 from rubato.simulation.run_spec import Hardware
 from rubato.workloads import OfferedStage, Workload
 
 PIECES = 10  # of the outputs of a request; more are tighter
-CLOSE, MOST = 0.8, 6  # charges whose mean is this near to the largest are in use, at most so many
+NEAR_LARGEST, MAX_CHARGES = 0.8, 6  # charges whose mean is this near to the largest are in use, at most so many
 Ints = NDArray[np.int64]
 
 
@@ -42,7 +42,7 @@ class Charge:
 
 
 @dataclass(frozen=True)
-class Work:
+class RequestWork:
     """Pieces, by index: release and due (seconds), request (index), tokens that come out, whether it is a prompt.
 
     own: [charge][piece] seconds of its entries; spread: [charge][piece] its part of the fixed costs of steps. possible:
@@ -89,7 +89,7 @@ def sums(request: Ints, seconds: Array, requests: int) -> Array:
     return found
 
 
-def work_of(load: Workload, machine: Hardware, *, endless: bool) -> Work:
+def work_of(load: Workload, machine: Hardware, *, endless: bool) -> RequestWork:
     """All pieces of a workload, times as they are in it. Raises ValueError for requests that are not covered."""
     if load.paced_by_ends:
         raise ValueError(
@@ -108,16 +108,16 @@ def work_of(load: Workload, machine: Hardware, *, endless: bool) -> Work:
     rows = [charged.pieces(i, float(at[i]), stage) for i, stage in enumerate(offered)]
     release, due, request, tokens, prompt = (np.concatenate([row[k] for row in rows]) for k in range(5))
     own, spread = (np.concatenate([row[k] for row in rows], axis=1) for k in (5, 6))
-    kept = _largest(own + spread)
+    largest = _largest(own + spread)
     fits = fitting(machine)
     possible = np.array([s.prompt + s.output <= fits and charged.in_time(s) for s in offered])
-    own, spread = own[kept], spread[kept]
+    own, spread = own[largest], spread[largest]
     if endless:
         release, due = np.concatenate([release, release + period]), np.concatenate([due, due + period])
         request, tokens, prompt = (np.tile(part, 2) for part in (request, tokens, prompt))
         own, spread = np.tile(own, (1, 2)), np.tile(spread, (1, 2))
-    charges = tuple(charged.charges[k] for k in kept)
-    return Work(release, due, request, tokens, prompt, own, spread, charges, possible, at, period)
+    charges = tuple(charged.charges[k] for k in largest)
+    return RequestWork(release, due, request, tokens, prompt, own, spread, charges, possible, at, period)
 
 
 def _covered(stages: Sequence[OfferedStage], name: str) -> OfferedStage:
@@ -157,8 +157,8 @@ def _minorants(machine: Hardware, offered: Sequence[OfferedStage]) -> list[Minor
 def _largest(seconds: Array) -> Ints:
     """Indices of the charges that matter: to leave others out only loosens a bound."""
     mean = seconds.mean(axis=1)
-    best = np.argsort(-mean)[:MOST]
-    kept: Ints = best[mean[best] >= CLOSE * mean[best[0]]]
+    best = np.argsort(-mean)[:MAX_CHARGES]
+    kept: Ints = best[mean[best] >= NEAR_LARGEST * mean[best[0]]]
     return kept
 
 
@@ -186,7 +186,7 @@ class _Charged:
     def in_time(self, stage: OfferedStage) -> bool:
         """Whether an idle replica could keep each deadline, if its steps took no longer than is known here."""
         earliest = self._first[stage.prompt - 1] + self._step * np.arange(stage.output)
-        return bool(np.all(earliest <= _due(stage.slo, stage.output) + TOLERANCE))
+        return bool(np.all(earliest <= _due(stage.slo, stage.output) + TOLERANCE_S))
 
     def pieces(self, request: int, at: float, stage: OfferedStage) -> tuple[Array, ...]:
         """release, due, request, tokens, prompt; own and spread [charge][piece]. A step on token i (from 1; 0 is what

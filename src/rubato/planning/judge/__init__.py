@@ -20,7 +20,7 @@ from rubato.measure.result import Result
 from rubato.measure.tables import Table, listed
 from rubato.planning import jobs
 from rubato.planning.jobs import Job, JobResults
-from rubato.planning.judge.loads import Load
+from rubato.planning.judge.loads import JudgedLoad
 from rubato.planning.judge.search import FIRST, TOLERANCE, search
 from rubato.planning.judge.table import bars, result, rows_of, table, told, winner
 from rubato.planning.request_source import digest
@@ -35,7 +35,7 @@ REFERENCE = "edf"  # the policy that others are set against
 class JudgeQuestion:
     """specs: of each policy, for the hardware that a load is offered to; `REFERENCE` is among them."""
 
-    loads: Sequence[Load]
+    loads: Sequence[JudgedLoad]
     specs: Callable[[Hardware], Sequence[RunSpec]]
     seeds: Sequence[int]
 
@@ -68,7 +68,7 @@ def run(question: JudgeQuestion, **how: Any) -> JudgeResult:
 class _JudgedLoad:
     """A load with the policies that can run, and why the others cannot."""
 
-    load: Load
+    load: JudgedLoad
     specs: tuple[RunSpec, ...]
     skipped: Mapping[str, str]
 
@@ -93,12 +93,12 @@ class JudgeResult(Result):
     title = "Judged"
     question: JudgeQuestion
     judged: Sequence[_JudgedLoad]
-    done: JobResults
+    job_results: JobResults
 
     @cached_property
     def loads(self) -> list[dict[str, Any]]:
         """Each load's part of the JSON."""
-        values = self.done.costed()
+        values = self.job_results.costed()
         return [
             one.describe()
             | result(one.load, one.specs, [v for v in values if v["load"] == one.load.file.name], left_out(one.skipped))
@@ -125,7 +125,10 @@ class JudgeResult(Result):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (*self.done.notes, *(f"{found['load']}: {note}" for found in self.loads for note in found["notes"]))
+        return (
+            *self.job_results.notes,
+            *(f"{found['load']}: {note}" for found in self.loads for note in found["notes"]),
+        )
 
     def tables(self) -> list[Table]:
         return [table(found) for found in self.loads]
@@ -136,11 +139,11 @@ class JudgeResult(Result):
 
     def picture(self) -> Picture:
         """Each policy's rate, a panel a load."""
-        shown = [(found, bars(found)) for found in self.loads]
+        bars_by_load = [(found, bars(found)) for found in self.loads]
 
         def draw(figure: Any, ink: Ink) -> None:
-            panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
-            for axes, (found, own) in zip(panels, shown, strict=True):
+            panels = figure.subplots(len(bars_by_load), 1, squeeze=False)[:, 0]
+            for axes, (found, own) in zip(panels, bars_by_load, strict=True):
                 if own:
                     bars_with_intervals(axes, own, ink)
                 else:
@@ -150,7 +153,7 @@ class JudgeResult(Result):
                 axes.set_title(found["load"])
                 axes.set_xlabel("times the trace's rate" if found["times_own_rate"] else "requests/s of the fleet")
 
-        height = sum(1.2 + 0.32 * len(own) for _, own in shown)
+        height = sum(1.2 + 0.32 * len(own) for _, own in bars_by_load)
         return Picture(f"Rate held ({FIRST}) with 95 % intervals", draw, (WIDTH, height))
 
     def to_json(self) -> dict[str, Any]:
@@ -160,8 +163,8 @@ class JudgeResult(Result):
             "tolerance": TOLERANCE,
             "interval": "95 %, Student's t over seeds; each seed's capacity is within the tolerance",
             "loads": self.loads,
-            "wall": self.done.wall,
-            "cpu": self.done.cpu,
+            "wall": self.job_results.wall,
+            "cpu": self.job_results.cpu,
             "notes": self.notes,
             "versions": versions("numpy"),
         }

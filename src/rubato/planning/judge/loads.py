@@ -51,7 +51,7 @@ class LoadSource(RequestSource):
 
 
 @dataclass(frozen=True)
-class Load:
+class JudgedLoad:
     """One file and what it is offered to. slos: whose they are; bound: the TTFT bound, in words; notes: sentences
     without a stop."""
 
@@ -90,7 +90,7 @@ class LoadOptions:
             raise ValueError(f"--ttft {self.ttft}: give seconds above 0")
 
 
-def read(folder: str | Path, how: LoadOptions) -> list[Load]:
+def read(folder: str | Path, how: LoadOptions) -> list[JudgedLoad]:
     """Every load of a folder, by name; hidden files are no loads. Raises ValueError naming the file: no loads, one that
     is none, kinds beside no load, no profile, a tier without requests under some seed; OSError for what cannot be
     opened."""
@@ -109,7 +109,7 @@ def _stem(file: Path) -> str:
     return Path(file.name.removesuffix(".gz")).stem
 
 
-def _load(file: Path, kinds: Path | None, how: LoadOptions) -> Load:
+def _load(file: Path, kinds: Path | None, how: LoadOptions) -> JudgedLoad:
     if not file.is_file():
         raise ValueError(f"{file} is no file: give a folder of workload files and traces alone ({FORMATS})")
     if _is_workload(file):
@@ -124,7 +124,7 @@ def _load(file: Path, kinds: Path | None, how: LoadOptions) -> Load:
             _check(source.make(seed), seed)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    return Load(file, kinds, machine, source, slos, bound, notes)
+    return JudgedLoad(file, kinds, machine, source, slos, bound, notes)
 
 
 _Read = tuple[FileSource | TraceSource, tuple[tuple[str, SLO], ...], Hardware, str, tuple[str, ...]]

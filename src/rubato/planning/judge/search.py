@@ -47,15 +47,15 @@ class _Runs:
 
     def __init__(self, load: Workload, spec: RunSpec, seed: int) -> None:
         self.load, self.spec, self.seed = load, spec, seed
-        self.done: dict[float, _Run] = {}
+        self.by_rate: dict[float, _Run] = {}
 
     def at(self, rate: float) -> _Run:
-        if rate not in self.done:
+        if rate not in self.by_rate:
             run = simulate(self.load.rescaled(rate), self.spec, self.seed, times=False, causes=False)
             offered = Counter(record.tier for record in run.records)
             met = Counter(record.tier for record in run.records if record.verdict.met)
-            self.done[rate] = _Run(offered, met, run.workload.duration, e2e_p99(run))
-        return self.done[rate]
+            self.by_rate[rate] = _Run(offered, met, run.workload.duration, e2e_p99(run))
+        return self.by_rate[rate]
 
     def capacity(self, of: str, target: float) -> float | str:
         """Requests/s, 0 where it is attained at no rate tried; or why there is none (`INFEASIBLE`, `ALWAYS`). Drafts
@@ -70,11 +70,11 @@ class _Runs:
 
     def _feasible(self, of: str) -> float:
         """The largest share that any fleet attains."""
-        found = feasibility.assess(self.load, self.spec.hardware, self.spec.slo_rule)
+        assessment = feasibility.assess(self.load, self.spec.hardware, self.spec.slo_rule)
         if of == "all":
-            return 1.0 - found.share
+            return 1.0 - assessment.share
         offered = Counter(one.tier for one in self.load.arrivals)
-        return min(1.0 - found.infeasible.get(tier, 0) / count for tier, count in offered.items())
+        return min(1.0 - assessment.infeasible.get(tier, 0) / count for tier, count in offered.items())
 
 
 def search(name: str, source: LoadSource, spec: RunSpec, seed: int) -> dict[str, Any]:
@@ -82,22 +82,22 @@ def search(name: str, source: LoadSource, spec: RunSpec, seed: int) -> dict[str,
     and every run made; `seconds` and `e2e_p99` as `capacity.too_short` takes them."""
     load = source.make(seed)
     runs = _Runs(load, spec, seed)
-    found = {measure: runs.capacity(*asked) for measure, asked in MEASURES.items()}
+    rates_found = {measure: runs.capacity(*asked) for measure, asked in MEASURES.items()}
     if source.ttft is not None:
         plain = _Runs(replace(source, ttft=None).make(seed), spec, seed)
-        found[AS_STATED] = plain.capacity(*MEASURES[FIRST])
+        rates_found[AS_STATED] = plain.capacity(*MEASURES[FIRST])
     own = runs.at(load.rate)
-    about = first if isinstance(first := found[FIRST], float) and first else load.rate
-    near = runs.done[min(runs.done, key=lambda rate: abs(rate - about))]
+    about = first if isinstance(first := rates_found[FIRST], float) and first else load.rate
+    near = runs.by_rate[min(runs.by_rate, key=lambda rate: abs(rate - about))]
     return {
         "load": name,
         "policy": spec.choice.label,
         "seed": seed,
         "requests": len(load.arrivals),
         "rate": load.rate,
-        "capacity": found,
+        "capacity": rates_found,
         "own_rate": {"offered": dict(own.offered), "met": dict(own.met), "worst": own.share("worst")},
-        "tried": sorted((rate, run.share("all"), run.share("worst")) for rate, run in runs.done.items()),
+        "tried": sorted((rate, run.share("all"), run.share("worst")) for rate, run in runs.by_rate.items()),
         "seconds": near.seconds,
         "e2e_p99": near.e2e_p99,
     }

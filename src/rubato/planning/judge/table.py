@@ -14,17 +14,17 @@ from rubato.measure.result import told_apart, with_interval
 from rubato.measure.tables import Table, number, percent
 from rubato.planning import feasibility
 from rubato.planning.capacity import too_short
-from rubato.planning.judge.loads import Load
+from rubato.planning.judge.loads import JudgedLoad
 from rubato.planning.judge.search import ALWAYS, FIRST, INFEASIBLE
 from rubato.simulation.run_spec import RunSpec
-from rubato.workloads.resample import BLOCK
+from rubato.workloads.resample import BLOCK_S
 
 MIN_BLOCKS = 5  # of which a bootstrap says little
 
 Value = Mapping[str, Any]  # what `judge.search.search` returns, read back from JSON
 
 
-def result(load: Load, specs: Sequence[RunSpec], values: Sequence[Value], notes: Sequence[str]) -> dict[str, Any]:
+def result(load: JudgedLoad, specs: Sequence[RunSpec], values: Sequence[Value], notes: Sequence[str]) -> dict[str, Any]:
     """A load's part of the JSON. values: of each policy and seed; notes: on what did not run."""
     labels = [spec.choice.label for spec in specs]
     by_policy = {label: [value for value in values if value["policy"] == label] for label in labels}
@@ -71,11 +71,11 @@ def _row(label: str, by_policy: Mapping[str, Sequence[Value]]) -> dict[str, Any]
 def _capacity(measure: str, label: str, by_policy: Mapping[str, Sequence[Value]]) -> dict[str, Any]:
     """rate: requests/s of the fleet; times_own: in own rates of the load. without: by seed, why there is no capacity,
     and then both are None; a ratio also where a rate is 0."""
-    found = {name: _rates(own, measure) for name, own in by_policy.items()}
+    rates_by_policy = {name: _rates(own, measure) for name, own in by_policy.items()}
     own = [value["rate"] for value in by_policy[label]]
     others = [name for name in by_policy if name != label]
     best = max(others, key=lambda name: _height(by_policy[name], measure), default=None)
-    rates = found[label]
+    rates = rates_by_policy[label]
     capacities = {str(value["seed"]): value["capacity"][measure] for value in by_policy[label]}
     return {
         "without": {seed: why for seed, why in capacities.items() if isinstance(why, str)},
@@ -83,9 +83,9 @@ def _capacity(measure: str, label: str, by_policy: Mapping[str, Sequence[Value]]
         "times_own": None
         if rates is None
         else _not_negative(over_seeds([a / b for a, b in zip(rates, own, strict=True)])),
-        "against_edf": None if label == "edf" else _ratio(rates, found["edf"]),
+        "against_edf": None if label == "edf" else _ratio(rates, rates_by_policy["edf"]),
         "best_other": best,
-        "against_best_other": None if best is None else _ratio(rates, found[best]),
+        "against_best_other": None if best is None else _ratio(rates, rates_by_policy[best]),
     }
 
 
@@ -126,26 +126,26 @@ def _attained(own: Sequence[Value], tier: str) -> Estimate:
 
 def _reasons(values: Sequence[Value]) -> list[str]:
     """A note for each measure and reason for which there is no capacity, and for what attains at no rate."""
-    found: dict[tuple[str, str], list[str]] = {}
+    by_reason: dict[tuple[str, str], list[str]] = {}
     for value in values:
         for measure, capacity in value["capacity"].items():
             if capacity in (INFEASIBLE, ALWAYS) or capacity == 0.0:
                 why = capacity or "attained at no rate tried (counts as 0)"
-                found.setdefault((measure, why), []).append(f"{value['policy']} under seed {value['seed']}")
+                by_reason.setdefault((measure, why), []).append(f"{value['policy']} under seed {value['seed']}")
     every = len(values)
     return [
         f"{measure!r} of {'all policies and seeds' if len(where) == every else ', '.join(where)} is {why}"
-        for (measure, why), where in found.items()
+        for (measure, why), where in by_reason.items()
     ]
 
 
-def _few(load: Load, values: Sequence[Value]) -> list[str]:
+def _few(load: JudgedLoad, values: Sequence[Value]) -> list[str]:
     """Notes on runs that are too short, seeds that say little, one seed."""
     short = too_short(values)
-    blocks = ceil(load.own.duration / BLOCK)
+    blocks = ceil(load.own.duration / BLOCK_S)
     few = (
-        f"it lasts {load.own.duration:.0f} s, blocks of {BLOCK:g} s to draw from: {blocks} (fewer than {MIN_BLOCKS}), "
-        "so that seeds differ by little more than where they begin, and intervals are too narrow"
+        f"it lasts {load.own.duration:.0f} s, blocks of {BLOCK_S:g} s to draw from: {blocks} (fewer than "
+        f"{MIN_BLOCKS}), so that seeds differ by little more than where they begin, and intervals are too narrow"
     )
     seeds = {value["seed"] for value in values}
     return [

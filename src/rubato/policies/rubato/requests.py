@@ -11,7 +11,7 @@ from operator import attrgetter
 from rubato.core.interfaces import SeqView, View
 from rubato.core.length_prediction import class_of
 from rubato.core.plan import Shape
-from rubato.core.slo import WINDOW
+from rubato.core.slo import WINDOW_TOKENS
 from rubato.policies.rubato.supply import MAX_LEAD_STEPS, MEMORY_STEPS, SLACK_SHARE, STEP_LENGTHS, DecodeEntry, Task
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_survival import MAX_OUTPUT_RATIO, Resident
@@ -229,7 +229,7 @@ class RequestBook:
         last = due
         if pending == 1 and (window := self._windows.get(seq.id)) is not None:
             _, before, began = window
-            due, last = min(due, began + (seq.output + 1 - before) * tpot), min(due, began + WINDOW * tpot)
+            due, last = min(due, began + (seq.output + 1 - before) * tpot), min(due, began + WINDOW_TOKENS * tpot)
         e2e = seq.request.stages[seq.stage].slo.e2e
         if e2e is not None:
             end = seq.request.arrival + seq.tool_seconds + e2e

@@ -11,7 +11,7 @@ from math import inf
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Work
 from rubato.core.request import NOTHING
-from rubato.core.slo import WINDOW
+from rubato.core.slo import WINDOW_TOKENS
 from rubato.policies.slos_serve.admission import Grid
 from rubato.policies.slos_serve.batch_capacity import BatchCapacity
 from rubato.policies.slos_serve.demand import Demand
@@ -132,7 +132,7 @@ class BatchOrder:
 
 def _ends_window(seq: SeqView, work: Work) -> bool:
     """Returns whether a decode may reach the end of its window."""
-    return (seq.output - 1) % WINDOW + 1 + len(work.verify) >= WINDOW
+    return (seq.output - 1) % WINDOW_TOKENS + 1 + len(work.verify) >= WINDOW_TOKENS
 
 
 class BatchFiller:

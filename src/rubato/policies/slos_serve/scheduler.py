@@ -14,7 +14,7 @@ from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Shape, Work
 from rubato.core.request import HandoffReason
-from rubato.core.slo import TOLERANCE
+from rubato.core.slo import TOLERANCE_S
 from rubato.policies.slos_serve.admission import AdmissionLimits, Admitted, Grid, Phase, admit
 from rubato.policies.slos_serve.batch import BatchFiller, BatchOrder
 from rubato.policies.slos_serve.batch_capacity import BatchCapacity
@@ -304,7 +304,7 @@ class Scheduler:
         for plan in self._drafts.candidates([*forced, *new], capacity, longest):
             full = capacity.seconds(limits.max_num_batched_tokens, plan.steps)
             tokens, beside = (partial(count, steps=plan.steps) for count in (capacity.tokens, capacity.beside))
-            most_seconds, draft_tokens = max(min(longest, full), TOLERANCE), self._drafts.draft_tokens
+            most_seconds, draft_tokens = max(min(longest, full), TOLERANCE_S), self._drafts.draft_tokens
             there = AdmissionLimits(most_seconds, tokens, memory, seats, beside, limits.block_size)
             admitted = admit(plan.entries(forced, draft_tokens), plan.entries(new, draft_tokens), there)
             if admitted is not None and (best is None or admitted.value > best.value + ROUNDING_TOKENS):
@@ -326,7 +326,7 @@ class Scheduler:
         view, now, most = step.view, step.reader.now, step.view.limits.max_num_batched_tokens
         for seq in [s for s in step.admitted if s.pending > 1 and s.due < inf and s.id not in step.promote]:
             equal = -(-seq.pending // -(-seq.pending // most))  # step times are convex
-            if seq.due + TOLERANCE < now + prefill_time(view.latency, seq.pending, seq.cached, equal):
+            if seq.due + TOLERANCE_S < now + prefill_time(view.latency, seq.pending, seq.cached, equal):
                 step.admitted.remove(seq)
                 self._promised.pop(seq.id, None)
                 self._revocable.pop(seq.id, None)
