@@ -30,7 +30,7 @@ IDS = 256  # token ids: that of output token n, counted from 1, is n modulo so m
 class ByteText:
     """A tokenizer for a model that is not there: a token is one byte of UTF-8."""
 
-    longest = 1
+    max_token_bytes = 1
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
@@ -38,7 +38,7 @@ class ByteText:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return self.encode("\n".join(f"{m['role']}: {m['content']}" for m in messages) + "\nassistant: ")
 
-    def spell(self, id: int) -> bytes:
+    def bytes_of_token(self, id: int) -> bytes:
         """What an output token says: the engine's word, not a byte as in a prompt."""
         return WORDS[id % len(WORDS)].encode()
 
