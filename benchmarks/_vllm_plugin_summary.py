@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from _capacity_estimate import capacities, crossing
 
-from rubato.demo.runs import MEAN_OUTPUT, MEAN_PROMPT, PROMPT, Unloaded
+from rubato.demo.runs import MEAN_OUTPUT_TOKENS, MEAN_PROMPT_TOKENS, UNLOADED_PROMPT_TOKENS, Unloaded
 from rubato.measure import results
 from rubato.measure.confidence import Estimate, attainment_over_seeds, over_seeds
 
@@ -73,7 +73,7 @@ class Baseline:
 
 def guess(alone: Unloaded) -> float:
     """Requests/s: prefills one after the other, decodes twenty at once."""
-    return 1.0 / (MEAN_PROMPT * alone.ttft / PROMPT + MEAN_OUTPUT * alone.step / 20)
+    return 1.0 / (MEAN_PROMPT_TOKENS * alone.ttft / UNLOADED_PROMPT_TOKENS + MEAN_OUTPUT_TOKENS * alone.step / 20)
 
 
 def summary(rows: Rows, base: Baseline, rate: float, seeds: int, factors: Sequence[float]) -> dict[str, Any]:
@@ -83,7 +83,10 @@ def summary(rows: Rows, base: Baseline, rate: float, seeds: int, factors: Sequen
     values: dict[str, Any] = {
         "requests/s that stock holds, searched": rate,
         "attained at rates tried, share": {f"{r:.3g}": base.tries[r] for r in sorted(base.tries)},
-        "stock unloaded, seconds": {f"TTFT of {PROMPT} tokens": base.alone.ttft, "decode step": base.alone.step},
+        "stock unloaded, seconds": {
+            f"TTFT of {UNLOADED_PROMPT_TOKENS} tokens": base.alone.ttft,
+            "decode step": base.alone.step,
+        },
         "SLOs, seconds": {tier: slo.promised for tier, slo in base.alone.slos().items()},
         "settings": {name: value for name, value in base.asked.items() if value is not None},
         "cells": {

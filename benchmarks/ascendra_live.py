@@ -212,7 +212,7 @@ def main() -> None:
             return stage.serve(choices[name], model, load, log)
 
         def attained_at(rate: float) -> float:
-            share = demo.attained(run("vllm", rate, TRY_SECONDS, 0))
+            share = demo.attained_share(run("vllm", rate, TRY_SECONDS, 0))
             print(f"  vllm at {rate:.2f}/s: {100 * share:.0f} %", flush=True)
             return share
 

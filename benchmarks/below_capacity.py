@@ -40,7 +40,7 @@ def row(policy: str, times: float, seed: int, run: BenchResult) -> dict[str, Any
         "policy": policy,
         "times": times,
         "seed": seed,
-        "met": demo.met(run),
+        "met": demo.count_met(run),
         "offered": len(run.records),
         "mean_e2e": mean([v.e2e for v in verdicts if v.e2e is not None]),
         "mean_ttft": mean([v.ttft for v in verdicts if v.ttft is not None]),
@@ -89,7 +89,7 @@ def main() -> None:
         def run(choice: PolicyChoice, rate: float, seconds: float, seed: int) -> BenchResult:
             return stage.contest(choice.policy, choice.settings, warm, loads(stage, warm, rate, seconds, seed))
 
-        rate = args.rate or found(lambda r: demo.attained(run(VLLM, r, TRY_SECONDS, 0)), warm.rate, VLLM.label)
+        rate = args.rate or found(lambda r: demo.attained_share(run(VLLM, r, TRY_SECONDS, 0)), warm.rate, VLLM.label)
         print(f"vllm holds {rate:.2f}/s", flush=True)
         rows = []
         for seed in range(1, args.seeds + 1):

@@ -74,9 +74,9 @@ def found(attained_at: Callable[[float], float], rate: float, policy: str) -> fl
     for _ in range(TRIES):
         share = attained_at(rate)
         tries.append((rate, share))
-        if min(a for _, a in tries) < demo.HOLDS <= max(a for _, a in tries):
+        if min(a for _, a in tries) < demo.HOLDING_ATTAINMENT <= max(a for _, a in tries):
             break
-        rate *= 1.15 if share >= demo.HOLDS else 0.85 if share >= HALF else 0.7
+        rate *= 1.15 if share >= demo.HOLDING_ATTAINMENT else 0.85 if share >= HALF else 0.7
     return demo.sustained_rate(tries, policy)
 
 
@@ -138,7 +138,7 @@ def main() -> None:
         stage = Stage(Path(folder), str(bundled_model.ensure()), 0, Progress("each policy"))
         warm = stage.warm_up()
         slos = warm.slos
-        budget = stage.tuned_budget(warm, stage.load(demo.OVERLOAD * warm.rate, args.seconds, slos, warm.scale))
+        budget = stage.tune_budget(warm, stage.load(demo.OVERLOAD * warm.rate, args.seconds, slos, warm.scale))
         sarathi = PolicyChoice("sarathi", {"budget": budget})
         rate = args.rate or rate_of(stage, sarathi, warm)
         print(f"{sarathi.label} holds {rate:.2f}/s; offered: {demo.OVERLOAD * rate:.2f}/s", flush=True)

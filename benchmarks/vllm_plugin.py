@@ -52,7 +52,7 @@ from vllm_env import ROOT, ensure_env, interpreter
 
 from rubato import policies
 from rubato.core.request import SLO
-from rubato.demo.runs import PROMPT, Unloaded, kinds
+from rubato.demo.runs import UNLOADED_PROMPT_TOKENS, Unloaded, kinds
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure import results
 from rubato.measure.http_client import Endpoint
@@ -142,7 +142,7 @@ class Load:
 
     def alone(self) -> Iterator[Workload]:
         """Seven requests, one at a time."""
-        kind = code(SLO(), prompt=(PROMPT, PROMPT), output=(16, 16))
+        kind = code(SLO(), prompt=(UNLOADED_PROMPT_TOKENS, UNLOADED_PROMPT_TOKENS), output=(16, 16))
         made = make("unloaded", [kind], 1.0, count=7, seed=0, count_tokens=self._count)
         for arrival in made.arrivals:
             yield replace(made, arrivals=(replace(arrival, at=0.0),), duration=1.0)
@@ -347,7 +347,8 @@ def main() -> None:
             base.alone = unloaded(clients, servers[contending[0]], load)
             base.write(path)
         load.slos = base.alone.slos()
-        say(f"stock unloaded: TTFT of {PROMPT} tokens {base.alone.ttft:.3f} s, a decode step {base.alone.step:.4f} s; "
+        say(f"stock unloaded: TTFT of {UNLOADED_PROMPT_TOKENS} tokens {base.alone.ttft:.3f} s, "
+            f"a decode step {base.alone.step:.4f} s; "
             + ", ".join(f"{t} {s.ttft:.2f} and {s.tpot:.3f} s" for t, s in load.slos.items()))  # fmt: skip
         for server in servers.values():
             server.order = tuple(sorted(load.slos, key=lambda t: (load.slos[t].ttft or 0.0, load.slos[t].tpot or 0.0)))

@@ -22,7 +22,7 @@ RUNS = Path("docs/figures")  # the JSON of full runs
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit status. 1: a check does not hold. 2: what was asked for is impossible."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return running.carried_out("experiments", parser().parse_args(words), _run)
+    return running.run_verb("experiments", parser().parse_args(words), _run)
 
 
 def parser() -> argparse.ArgumentParser:

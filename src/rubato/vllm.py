@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import rubato
 from rubato.config.build import fair_share_of
-from rubato.config.for_vllm import configured, left_to_vllm
+from rubato.config.for_vllm import ignored_settings, load_for_vllm
 from rubato.core.server_url import host_in_url
 from rubato.engines.vllm import link
 from rubato.engines.vllm.core_link import CoreLink, LinkSettings
@@ -37,10 +37,10 @@ class Scheduler:
         check_version()
         from rubato.engines.vllm.scheduler import AsyncPolicyScheduler, SyncScheduler
 
-        settings, config = configured(vllm_config.additional_config)
+        settings, config = load_for_vllm(vllm_config.additional_config)
         if config.tenants and not os.environ.get(link.KEY):
             raise ValueError("tenants are configured, and VLLM_PLUGINS leaves out `rubato`, which they need: name it")
-        if ignored := left_to_vllm(config):
+        if ignored := ignored_settings(config):
             log.warning("%s: inside vLLM these have no effect: %s", settings.config, ", ".join(ignored))
         engine = vllm_config.parallel_config.data_parallel_index
         around = {

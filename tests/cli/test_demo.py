@@ -15,16 +15,16 @@ from rubato.core.request import SLO
 from rubato.demo import demo
 from rubato.demo import progress as demo_progress
 from rubato.demo import runs as demo_runs
-from rubato.demo.progress import SECONDS, Progress
+from rubato.demo.progress import LOAD_S, Progress
 from rubato.demo.runs import (
-    LEAST,
+    MIN_REQUESTS,
     OVERLOAD,
     SCALES,
     TIERS,
     Stage,
     Unloaded,
-    burst_of,
-    checked_rate,
+    burst_size,
+    check_rate,
     sustained_rate,
 )
 from rubato.latency import affine
@@ -56,7 +56,7 @@ def test_two_tries_correct_the_simulated_rate(attained: dict[float, float], rate
         tried.append(rate)
         return attained[round(rate, 9)]
 
-    found, said = checked_rate(attained_at, 4.0)
+    found, said = check_rate(attained_at, 4.0)
     assert found == pytest.approx(rate)
     assert doubt in said
     assert bool(said) is bool(doubt)
@@ -88,11 +88,13 @@ def stage(tmp_path: Path, seed: int = 0) -> Stage:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_class_is_in_the_load_and_the_rate_is_exact(tmp_path: Path, seed: int) -> None:
-    load = stage(tmp_path, seed).load(LEAST / SECONDS, SECONDS, dict.fromkeys(TIERS, SLO(1.0, 0.1)), 1.0, texts=False)
+    load = stage(tmp_path, seed).load(
+        MIN_REQUESTS / LOAD_S, LOAD_S, dict.fromkeys(TIERS, SLO(1.0, 0.1)), 1.0, texts=False
+    )
     tiers = Counter(a.tier for a in load.arrivals)
-    assert len(load.arrivals) == LEAST
-    assert min(tiers[name] / (tier.share * LEAST) for name, tier in TIERS.items()) >= 0.5
-    assert load.arrivals[-1].at == pytest.approx(SECONDS * LEAST / (LEAST + 1))
+    assert len(load.arrivals) == MIN_REQUESTS
+    assert min(tiers[name] / (tier.share * MIN_REQUESTS) for name, tier in TIERS.items()) >= 0.5
+    assert load.arrivals[-1].at == pytest.approx(LOAD_S * MIN_REQUESTS / (MIN_REQUESTS + 1))
 
 
 @pytest.mark.parametrize(("model", "unloaded", "scaled"), [
@@ -101,10 +103,10 @@ def test_every_class_is_in_the_load_and_the_rate_is_exact(tmp_path: Path, seed: 
 def test_a_slow_machine_gets_shorter_requests(
     tmp_path: Path, model: affine.Model, unloaded: Unloaded, scaled: bool
 ) -> None:
-    scale, rate = stage(tmp_path)._sized(unloaded, model)
+    scale, rate = stage(tmp_path)._find_scale(unloaded, model)
     assert (scale < 1.0) is scaled
     assert scale in SCALES
-    assert OVERLOAD * rate * SECONDS >= LEAST or scale == SCALES[-1]
+    assert OVERLOAD * rate * LOAD_S >= MIN_REQUESTS or scale == SCALES[-1]
 
 
 def test_shorter_prompts_have_a_ttft_slo_of_their_own() -> None:
@@ -117,9 +119,9 @@ def test_shorter_prompts_have_a_ttft_slo_of_their_own() -> None:
 
 
 def test_bursts_take_seconds_on_any_machine() -> None:
-    assert burst_of(Unloaded(0.05, 0.01)) == 36  # more would tell nothing new
-    assert burst_of(Unloaded(0.3, 0.03)) == 12  # 7 s / (209 x 0.3 / 256 + 54 x 0.03 / 5)
-    assert burst_of(Unloaded(9.0, 1.0)) == 8
+    assert burst_size(Unloaded(0.05, 0.01)) == 36  # more would tell nothing new
+    assert burst_size(Unloaded(0.3, 0.03)) == 12  # 7 s / (209 x 0.3 / 256 + 54 x 0.03 / 5)
+    assert burst_size(Unloaded(9.0, 1.0)) == 8
 
 
 def test_time_left_is_told_with_each_phase(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +143,7 @@ def test_a_baseline_may_be_set_against_the_baselines(policy: str) -> None:
     progress = Progress(policy)
     for _ in range(7):
         progress.begin()
-    assert progress.begun == len(progress.phases())
+    assert progress.phases_begun == len(progress.phases())
 
 
 @pytest.mark.parametrize(
@@ -172,22 +174,22 @@ def run(label: str, met: list[bool]) -> BenchResult:
 
 def test_the_sentence_and_the_intervals() -> None:
     runs = [run("vllm", [False] * 20), run("sarathi", [i % 2 == 0 for i in range(20)]), run("edf", [True] * 20)]
-    assert demo.sentence(runs) == (
+    assert demo.outcome_sentence(runs) == (
         "Under 1.3 x the load that vLLM's scheduling holds, edf met the SLO of 20 of 20 requests, vllm of 0 and "
         "sarathi of 10."
     )
-    assert "that vLLM's scheduling may hold (see below), edf" in demo.sentence(runs, doubtful=True)
+    assert "that vLLM's scheduling may hold (see below), edf" in demo.outcome_sentence(runs, doubtful=True)
     _, sarathi, edf = ([saved(one)] for one in runs)
-    assert demo.interval(compare(edf, sarathi)).startswith("edf against sarathi: +50 points of attainment")
-    assert "too few requests to tell" in demo.interval(compare(edf, edf))
-    assert demo.held_after_all(runs) == ""
-    assert "attained 100% of a load that was to be 1.3 x" in demo.held_after_all(runs[2:])
+    assert demo.interval_sentence(compare(edf, sarathi)).startswith("edf against sarathi: +50 points of attainment")
+    assert "too few requests to tell" in demo.interval_sentence(compare(edf, edf))
+    assert demo.no_overload_warning(runs) == ""
+    assert "attained 100% of a load that was to be 1.3 x" in demo.no_overload_warning(runs[2:])
 
 
 def test_how_to_read_a_poor_fit_and_a_disturbed_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert demo_runs.poor_fit(FitReport(0.99, 0.05, 0.3, 100)) == ""
-    assert "half of them by over 20%" in demo_runs.poor_fit(FitReport(0.5, 0.2, 0.4, 100))
-    assert demo_runs.poor_fit(FitReport(0.5, 0.05, 0.7, 100))
+    assert demo_runs.poor_fit_warning(FitReport(0.99, 0.05, 0.3, 100)) == ""
+    assert "half of them by over 20%" in demo_runs.poor_fit_warning(FitReport(0.5, 0.2, 0.4, 100))
+    assert demo_runs.poor_fit_warning(FitReport(0.5, 0.05, 0.7, 100))
     progress = Progress("edf")
     assert progress.disturbance() == ""
     busy = iter([10.0, 10.0, 20.0, 21e9])
@@ -195,11 +197,11 @@ def test_how_to_read_a_poor_fit_and_a_disturbed_machine(monkeypatch: pytest.Monk
     monkeypatch.setattr(demo_progress, "cpu_seconds_of", lambda pid: 5.0)
     for _ in range(6):
         progress.begin()
-    with progress.watched(1):
+    with progress.watch_cores(1):
         pass
     assert progress.disturbance() == ""
     progress.begin()
-    with progress.watched(1):
+    with progress.watch_cores(1):
         pass
     assert "while serving under edf" in progress.disturbance()
     assert "sarathi" not in progress.disturbance()

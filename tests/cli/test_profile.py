@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     def measured(*_: object) -> None:
         raise AssertionError("measured for a file that cannot be written")
 
-    monkeypatch.setattr(profile, "_measured", measured)
+    monkeypatch.setattr(profile, "_measure_profile", measured)
     assert main(["profile", "bundled", option, "/nonexistent/x.json"]) == 2
     assert f"{option} /nonexistent/x.json cannot be written: there is no folder" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from rubato.demo.demo_load import (
     KINDS,
     MAX_LOAD,
     MIN_LOAD,
-    STREAMED,
+    STREAMED_TIERS,
     Bodies,
     capacity,
     cycle,
@@ -89,7 +89,7 @@ def test_bodies_have_as_many_bytes_as_tokens_and_begin_unlike_each_other() -> No
         body = orjson.loads(bodies.body(arrival, number))
         (message,) = body["messages"]
         assert len(f"user: {message['content']}\n".encode()) == max(arrival.prompt_tokens, len("user: \n") + 1)
-        assert body["stream"] is (arrival.tier in STREAMED)
+        assert body["stream"] is (arrival.tier in STREAMED_TIERS)
         assert (body["service_tier"], body["max_tokens"]) == (arrival.tier, arrival.output_tokens)
         texts.append(message["content"][:8])
     assert len(set(texts)) == len(texts) > 1000

@@ -17,7 +17,7 @@ from rubato.core.plan import NO_BATCH
 from rubato.demo import simulated_server
 from rubato.demo.simulated_api import CHAT, COMPLETIONS, SimulatedApi
 from rubato.demo.simulated_core import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PROFILE
-from rubato.demo.simulated_server import core_of, fitted_model, parser
+from rubato.demo.simulated_server import core_of, fit_model, parser
 from rubato.fleet.server_probe import KV_USAGE, with_cache
 from rubato.latency import profiles
 
@@ -125,7 +125,7 @@ def test_metrics_say_what_a_gateway_without_the_link_reads() -> None:
 def test_what_it_has_learnt_of_its_steps_is_near_the_profile(seqs: int, chunk: int) -> None:
     truth = profiles.load(PROFILE).model()
     shape = NO_BATCH.with_entries([(1, 1500)] * seqs + ([(chunk, 500)] if chunk else []))
-    assert fitted_model(truth, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS).step_time(shape) == pytest.approx(
+    assert fit_model(truth, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS).step_time(shape) == pytest.approx(
         truth.step_time(shape), rel=0.1
     )
 

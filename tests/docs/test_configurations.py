@@ -16,7 +16,7 @@ from rubato.core.clock import VirtualClock
 from rubato.engines.simulated import FREE_LINK
 from rubato.engines.vllm.sequence import KEYS
 from rubato.engines.vllm.settings import Settings, settings_of
-from rubato.frontdoor.admission import OURS
+from rubato.frontdoor.admission import SLO_FIELDS
 from rubato.frontdoor.errors import ApiError
 from rubato.frontdoor.slo_body import SLOBody
 from rubato.frontdoor.slo_fields import KNOWN_HEADERS
@@ -109,7 +109,7 @@ def test_settings_and_keys_inside_vllm() -> None:
 
 def test_ways_to_state_an_slo_are_named_all_of_them() -> None:
     ways, names = column("http-api.md", "## State an SLO"), column("http-api.md", "## State an SLO", 1)
-    assert set(OURS) | {"vllm_xargs"} == set(ways)
+    assert set(SLO_FIELDS) | {"vllm_xargs"} == set(ways)
     assert [name for name in names if name.startswith("slo_")] == list(KEYS)
     assert {name for name in names if name.startswith("x-")} == set(KNOWN_HEADERS)
     assert [name for name in names if not name.startswith(("slo_", "x-"))] == list(SLOBody.model_fields)

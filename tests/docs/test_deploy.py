@@ -28,7 +28,7 @@ from rubato.config.schema import Config, load
 from rubato.engines.vllm.core_link import LinkSettings
 from rubato.engines.vllm.settings import TESTED_VERSIONS, Settings, check_version, settings_of
 from rubato.serving.app_state import add_operations
-from rubato.serving.shutdown import CLOSE_SECONDS
+from rubato.serving.shutdown import CLOSE_TIMEOUT_S
 from rubato.wire.link_keys import TOKEN_ENV
 from tests.docs.pages import PAGES, ROOT, blocks, fenced
 from tests.docs.test_commands import subcommands
@@ -219,7 +219,7 @@ def test_the_gateways_configuration_is_one_that_it_takes(folder: Path) -> None:
     assert config.host == "0.0.0.0"
     grace = pod["spec"]["terminationGracePeriodSeconds"]
     before = float(gateway["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert grace > before + config.drain_seconds + CLOSE_SECONDS
+    assert grace > before + config.drain_seconds + CLOSE_TIMEOUT_S
     assert all(tenant.keys_env and not tenant.keys for tenant in config.tenants.values()), "keys are in a Secret"
     assert "keys" in json.dumps(gateway["envFrom"])
     assert any(tenant.admin for tenant in config.tenants.values())

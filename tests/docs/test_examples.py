@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rubato.cli.main import main
-from rubato.config.for_vllm import OF_VLLM
+from rubato.config.for_vllm import VLLM_OWNED
 from rubato.config.schema import load
 from rubato.core.request import SLO
 from rubato.frontdoor.tenants import tiers_of
@@ -28,12 +28,12 @@ def test_every_example_is_named_once_in_the_readme() -> None:
 def test_tiers_of_the_file_are_granted_at_each_door() -> None:
     config = load(TIERS)
     tiers = tiers_of(config)
-    assert {name: tiers.named(name).slo for name in config.tiers} == {
+    assert {name: tiers.tier_of(name).slo for name in config.tiers} == {
         "chat": SLO(1.0, 0.08, None, 1.6), "voice": SLO(0.4, 0.06), "completion": SLO(e2e=4.0),
         "report": SLO(10.0, 0.2), "batch": SLO(),
     }  # fmt: skip
     assert config.default_tier == "chat"
-    assert not OF_VLLM & config.model_fields_set  # no setting without effect inside vLLM
+    assert not VLLM_OWNED & config.model_fields_set  # no setting without effect inside vLLM
 
 
 def test_tenants_of_the_file_are_right_once_uncommented(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -184,9 +184,9 @@ def test_a_stop_id_ends_the_text_as_eos_does(text: Text, ignore_eos: bool) -> No
 
 def test_every_id_has_a_spelling(text: Text) -> None:
     ids = text.encode("naïve 🎉")
-    assert b"".join(text.spell(id) for id in ids).decode() == "naïve 🎉"
-    assert text.spell(2) == b"<|im_end|>"  # no text in an output, but a name where tokens are listed
-    assert text.spell(10**9) == b""
+    assert b"".join(text.bytes_of_token(id) for id in ids).decode() == "naïve 🎉"
+    assert text.bytes_of_token(2) == b"<|im_end|>"  # no text in an output, but a name where tokens are listed
+    assert text.bytes_of_token(10**9) == b""
 
 
 # --------------------------------------------------------------------------- a request that moved here
@@ -268,8 +268,8 @@ def test_no_token_of_a_prompt_is_longer_than_the_longest(text: Text) -> None:
     longest = max(text.token_bytes, key=len)
     for written in (longest.decode(), "<|im_start|>", "<|endoftext|>", *TEXTS):
         ids = text.encode(written)
-        assert len(written.encode()) <= text.longest * len(ids)
-    assert text.longest == len(longest) == 81  # SmolLM2's, a newline and eighty blanks
+        assert len(written.encode()) <= text.max_token_bytes * len(ids)
+    assert text.max_token_bytes == len(longest) == 81  # SmolLM2's, a newline and eighty blanks
 
 
 def test_other_threads_go_on_while_a_long_text_is_tokenized(text: Text) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from rubato.serving.stalled_clients import SEND_BUFFER
+from rubato.serving.stalled_clients import SEND_BUFFER_BYTES
 from tests.processes.conftest import Server, Start, servers
 from tests.processes.test_serving import all_free, outcomes, raw_request
 
@@ -217,7 +217,7 @@ def test_a_slow_but_steady_reader_gets_all_of_its_answer(server: Server) -> None
                 time.sleep(0.05)
     finally:
         connection.close()
-    assert len(got) > 2 * SEND_BUFFER  # more than the kernel holds: the server did wait for it
+    assert len(got) > 2 * SEND_BUFFER_BYTES  # more than the kernel holds: the server did wait for it
     text = bytes(got).count(b'"content":"')
     assert 2 <= text <= 6001  # one token in a piece, or several where they came faster than they were read
 

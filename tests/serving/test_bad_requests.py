@@ -16,7 +16,7 @@ from rubato.fleet.cluster import Cluster
 from rubato.fleet.local_host import LocalHost
 from rubato.frontdoor import slo_body
 from rubato.serving import schemas
-from rubato.serving.app import LONG_TEXT, TOKENIZING, Service, create_app
+from rubato.serving.app import LONG_TEXT_BYTES, MAX_TOKENIZING_TEXTS, Service, create_app
 from rubato.serving.schemas import UNSUPPORTED
 from tests.scenario import on
 from tests.serving.conftest import Edge, edge
@@ -196,8 +196,8 @@ async def test_malformed_input(at: Edge, path: str, cases: list[tuple[bytes, int
 async def test_beyond_the_context_has_openais_code(at: Edge) -> None:
     for answer in (await at.chat(max_tokens=256), await at.complete(prompt="x" * 256, max_tokens=None)):
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    longest = await at.complete(prompt="x" * 255, max_tokens=1)
-    assert longest.status_code == 200
+    max_token_bytes = await at.complete(prompt="x" * 255, max_tokens=1)
+    assert max_token_bytes.status_code == 200
 
 
 @on(edge)
@@ -308,7 +308,7 @@ def test_what_a_body_has_too_much_of_is_not_looked_at(monkeypatch: pytest.Monkey
         return real(value, at)
 
     class Text(ByteText):
-        longest = 4
+        max_token_bytes = 4
 
         def encode(self, text: str) -> tuple[int, ...]:
             looked.append(text)
@@ -361,17 +361,17 @@ def test_long_texts_are_tokenized_two_at_a_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
 
     async def scenario(at: Edge) -> None:
-        long = "x" * (LONG_TEXT + 1)
+        long = "x" * (LONG_TEXT_BYTES + 1)
         answers = await asyncio.gather(*(at.complete(prompt=long) for _ in range(7)))
         assert [a.status_code for a in answers] == [400] * 7  # no KV for so many: that is found out afterwards
-        assert (len(running), max(running)) == (7, TOKENIZING)
+        assert (len(running), max(running)) == (7, MAX_TOKENIZING_TEXTS)
 
-    edge(scenario, most_tokens=2 * LONG_TEXT)
+    edge(scenario, max_model_len=2 * LONG_TEXT_BYTES)
 
 
 def test_what_the_tokenizer_cannot_read_is_bad_input() -> None:
     class Text:
-        longest = 1
+        max_token_bytes = 1
 
         def encode(self, text: str) -> tuple[int, ...]:
             raise ValueError("no such character")

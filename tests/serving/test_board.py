@@ -19,7 +19,7 @@ from rubato.frontdoor.history import RequestHistory
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving import board, board_pages
-from rubato.serving.board_snapshot import COLUMNS, MAX_SHOWN, RequestsInFlight, replica_shown, role_words
+from rubato.serving.board_snapshot import COLUMNS, MAX_SHOWN_REQUESTS, RequestsInFlight, replica_json, role_words
 from tests.doubles import Seq, request, shown, view
 from tests.scenario import on
 from tests.serving.conftest import STEP, Edge, edge, key, tenant
@@ -61,7 +61,7 @@ async def test_all_that_was_offered_is_counted_and_each_request_has_its_place(at
     tasks = [asyncio.create_task(at.complete(max_tokens=10, slo={"ttft_ms": 5000})) for _ in range(4)]
     await at.clock.sleep_until(2.5 * STEP, 0)
     await at.http.post("/v1/completions", json={"model": "simulated", "prompt": "a", "service_tier": "no such"})
-    await at.clock.sleep_until(board.FRESH_S + 0.5 * STEP, 0)
+    await at.clock.sleep_until(board.REFRESH_S + 0.5 * STEP, 0)
     told = await seen(at)
     assert_counted(told)
     assert (told["total"]["offered"], told["total"]["in_flight"]) == (at.cluster.offered, at.cluster.in_flight)
@@ -113,7 +113,7 @@ async def test_a_tenant_sees_its_own_requests_and_the_totals_an_admin_all(at: Ed
     late = {"ttft_ms": 20}
     await at.complete(key("b"), slo=late)
     tasks = [asyncio.create_task(at.complete(key(who), max_tokens=20)) for who in ("a", "b", "b")]
-    await at.clock.sleep_until(board.FRESH_S * 2, 0)
+    await at.clock.sleep_until(board.REFRESH_S * 2, 0)
     ids = {t: [e.id for e in at.events if isinstance(e, Offered) and e.request.tenant == t] for t in "ab"}
     a, b, root = [await seen(at, who) for who in ("a", "b", "root")]
     assert [row["id"] for row in a["requests"]] == ids["a"]
@@ -170,11 +170,11 @@ def test_how_things_stand_is_worked_out_once_in_half_a_second(monkeypatch: pytes
         monkeypatch.setattr(board, "RequestsInFlight", Counted)
         first = await seen(at, "root")
         task = asyncio.create_task(at.complete(key("a"), max_tokens=20))
-        await at.clock.sleep_until(board.FRESH_S * 0.9, 0)
+        await at.clock.sleep_until(board.REFRESH_S * 0.9, 0)
         assert await seen(at, "root") == first
         assert (await seen(at, "a"))["total"] == first["total"]
         assert looks == [0.0]
-        await at.clock.sleep_until(board.FRESH_S * 1.1, 0)
+        await at.clock.sleep_until(board.REFRESH_S * 1.1, 0)
         for who in ("root", "a", "b", "root"):
             assert (await seen(at, who))["total"]["in_flight"] == 1
         assert len(looks) == 2
@@ -207,7 +207,7 @@ async def test_what_fair_share_holds_says_so(at: Edge) -> None:
 
 
 def rows(records: RequestHistory, held: Any = (), views: Any = (), now: float = 1.0) -> Any:
-    return named(RequestsInFlight(records.in_flight, held, views, now, fair=False).shown(None)["requests"])
+    return named(RequestsInFlight(records.in_flight, held, views, now, fair=False).to_json(None)["requests"])
 
 
 def history(*requests: Request) -> RequestHistory:
@@ -230,7 +230,7 @@ def test_why_a_request_is_where_it_is() -> None:
     assert (row["state"], row["why"]) == ("moving", "on its way to r0")
     records(Started(0.1, "a"))
     running = [view(running=[Seq(one, length=100, cached=20)])]
-    named_ = RequestsInFlight(records.in_flight, [], running, 1.0, fair=False).shown(None, {"r0": "gpu-4:8000"})
+    named_ = RequestsInFlight(records.in_flight, [], running, 1.0, fair=False).to_json(None, {"r0": "gpu-4:8000"})
     assert named(named_["requests"])[0]["why"] == "runs at gpu-4:8000: prefill, 80 tokens to go"
     (row,) = rows(records, views=running)
     assert (row["state"], row["why"]) == ("running", "runs at r0: prefill, 80 tokens to go")
@@ -250,17 +250,17 @@ def test_a_late_token_is_late_now_or_was() -> None:
 
 
 def test_of_many_the_most_urgent_are_shown_and_all_are_counted() -> None:
-    requests = [request(f"q{i}", arrival=float(i)) for i in range(MAX_SHOWN + 100)]
+    requests = [request(f"q{i}", arrival=float(i)) for i in range(MAX_SHOWN_REQUESTS + 100)]
     seqs = [Seq(one, due=float(-i)) for i, one in enumerate(requests)]  # the last offered is due first
     board_ = RequestsInFlight(history(*requests).in_flight, [], [view(seqs)], 0.0, fair=False)
-    told = board_.shown(None)
-    assert told["queue"]["waiting"] == told["queue"]["in_flight"] == MAX_SHOWN + 100
+    told = board_.to_json(None)
+    assert told["queue"]["waiting"] == told["queue"]["in_flight"] == MAX_SHOWN_REQUESTS + 100
     assert [row[0] for row in told["requests"]] == [one.id for one in requests[100:]]
-    assert board_.shown("someone else")["requests"] == []
+    assert board_.to_json("someone else")["requests"] == []
 
 
 def test_a_replica_says_how_old_its_view_is_and_what_it_is_for() -> None:
-    told = replica_shown(replace(view(now=10.0, kv_free=750), as_of=8.5), 0.02, ["r0"])
+    told = replica_json(replace(view(now=10.0, kv_free=750), as_of=8.5), 0.02, ["r0"])
     assert (told["age_ms"], told["state"], told["kv_used_tokens"], told["step_ms"]) == (1500.0, "draining", 4000, 20.0)
     assert role_words(Role("decode", "chat", "g1", "hp")) == "decode only, tier chat, group g1, kind hp"
 
@@ -271,25 +271,25 @@ def test_of_a_replica_that_is_counted_the_board_shows_what_is_known_and_no_more(
     for told in (Placed(0.1, "a", "r0"), Placed(0.1, "b", "r0"), Started(0.2, "a"), Tokens(0.3, "a", 2)):
         records(told)
     there = view([Seq(two)], running=[Seq(one, length=100, cached=0)])
-    shown_ = RequestsInFlight(records.in_flight, [], [there], 1.0, fair=False, counted={"r0"}).shown(None)
+    shown_ = RequestsInFlight(records.in_flight, [], [there], 1.0, fair=False, counted={"r0"}).to_json(None)
     most = one.sampling.max_tokens
     assert [row["why"] for row in named(shown_["requests"])] == [
         f"running at r0, 2 of {most}", "sent to r0: nothing has come of it yet",
     ]  # fmt: skip
     known = {"running": 1, "waiting": 1, "state": "busy", "link": "counted"}
-    told = replica_shown(there, None, [], {"r0"})
+    told = replica_json(there, None, [], {"r0"})
     assert {name: told[name] for name in known} == known
     assert [told[name] for name in ("age_ms", "steps", "step_ms", "kv_used_tokens")] == [None] * 4
-    assert replica_shown(replace(there, kv_free=750), None, [], {"r0"})["kv_used_tokens"] == 4000
-    assert replica_shown(view([Seq(two)]), None, [], {"r0"})["state"] == "busy"
-    assert [replica_shown(there, None, [], url=url)["link"] for url in ("", "http://a")] == ["here", "linked"]
+    assert replica_json(replace(there, kv_free=750), None, [], {"r0"})["kv_used_tokens"] == 4000
+    assert replica_json(view([Seq(two)]), None, [], {"r0"})["state"] == "busy"
+    assert [replica_json(there, None, [], url=url)["link"] for url in ("", "http://a")] == ["here", "linked"]
 
 
 # --------------------------------------------------------------------------- the page
 
 
 def files() -> dict[str, str]:
-    folder = resources.files("rubato.serving") / board_pages.PAGE
+    folder = resources.files("rubato.serving") / board_pages.PAGE_FOLDER
     return {name: (folder / name).read_text(encoding="utf-8") for name, _ in board_pages.FILES.values()}
 
 
@@ -305,7 +305,7 @@ def test_every_file_is_served_under_a_strict_policy() -> None:
             assert not re.search(r"unsafe|http|\*|data:", policy)
 
     edge(scenario)
-    folder = resources.files("rubato.serving") / board_pages.PAGE
+    folder = resources.files("rubato.serving") / board_pages.PAGE_FOLDER
     assert {file.name for file in folder.iterdir()} == {name for name, _ in board_pages.FILES.values()}
 
 

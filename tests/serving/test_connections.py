@@ -15,10 +15,10 @@ from uvicorn.server import ServerState
 from rubato.config.schema import ConfigError, load
 from rubato.core.clock import WallClock, run_virtual
 from rubato.serving import connections
-from rubato.serving.asgi_client import HEAD_AT
-from rubato.serving.connections import Connections, ListeningSocket, most_connections, report_accept_errors_seldom
+from rubato.serving.asgi_client import HEAD_TIME_KEY
+from rubato.serving.connections import Connections, ListeningSocket, connection_limit, limit_accept_error_logs
 from rubato.serving.serve import _warn_if_open_to_all
-from rubato.serving.stalled_clients import LEAST_RATE, LINGER_BYTES, MOST_HEAD, PIECE, stall_guard
+from rubato.serving.stalled_clients import LINGER_BYTES, MAX_HEAD_BYTES, MIN_BODY_RATE, PARSED_PIECE_BYTES, stall_guard
 from tests.scenario import on
 
 STALL = 8.0
@@ -128,7 +128,7 @@ async def test_a_request_is_marked_with_when_its_head_had_come_in(wire: Wire) ->
     between = WallClock().now()
     wire.protocol.data_received(b"\r\nab")
     scope = wire.protocol.cycle.scope  # type: ignore[attr-defined]
-    assert before < between <= scope["extensions"][HEAD_AT] <= WallClock().now()
+    assert before < between <= scope["extensions"][HEAD_TIME_KEY] <= WallClock().now()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_more_than_64_kib_beside_the_body_are_refused(begin: bytes, more: bytes,
 def test_a_head_of_almost_64_kib_and_small_ones_pipelined_pass() -> None:
     async def scenario(wire: Wire) -> None:
         get = b"GET /all HTTP/1.1\r\nX: "
-        await wire.send(get + b"a" * (MOST_HEAD - PIECE - len(get)) + b"\r\n\r\n")
+        await wire.send(get + b"a" * (MAX_HEAD_BYTES - PARSED_PIECE_BYTES - len(get)) + b"\r\n\r\n")
         assert wire.statuses == [200]
         wire.protocol.data_received(b"GET /all HTTP/1.1\r\n\r\n" * 5000)
         await asyncio.sleep(0.01)
@@ -214,7 +214,7 @@ def test_half_of_the_next_head_does_not_cut_off_a_long_answer() -> None:
 
 
 @pytest.mark.parametrize("head", [HEAD + b"Content-Length: 4000000\r\n\r\n", CHUNKED], ids=["declared", "chunked"])
-@pytest.mark.parametrize("rate", [LEAST_RATE * 3 // 4, LEAST_RATE])
+@pytest.mark.parametrize("rate", [MIN_BODY_RATE * 3 // 4, MIN_BODY_RATE])
 def test_a_body_has_a_least_rate(head: bytes, rate: int) -> None:
     async def scenario(wire: Wire) -> None:
         part = b"a" * (rate // 2)
@@ -222,7 +222,7 @@ def test_a_body_has_a_least_rate(head: bytes, rate: int) -> None:
             part = b"%x\r\n%b\r\n" % (len(part), part)
         await wire.send(head)
         sent = await wire.send(part, times=400, every=0.5)
-        if rate >= LEAST_RATE:
+        if rate >= MIN_BODY_RATE:
             assert (sent, wire.written) == (400, b"")
         else:
             assert STALL <= sent * 0.5 <= 1.5 * STALL
@@ -341,7 +341,7 @@ def test_offers_one_after_another_in_one_segment_are_answered_in_order() -> None
 
 def test_a_head_with_an_offer_has_its_bound_and_its_time() -> None:
     async def too_long(wire: Wire) -> None:
-        await wire.send(HEAD + OFFER + b"X: " + b"a" * 2 * MOST_HEAD)
+        await wire.send(HEAD + OFFER + b"X: " + b"a" * 2 * MAX_HEAD_BYTES)
         assert wire.statuses == [431]
 
     async def too_slow(wire: Wire) -> None:
@@ -402,7 +402,7 @@ class Ends(asyncio.Protocol):
         self.descriptor = transport.get_extra_info("socket").fileno()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.book.gone(self.descriptor)
+        self.book.remove(self.descriptor)
 
 
 def accepting(scenario: Callable[[Connections, Callable[[], Awaitable[Any]]], Awaitable[None]]) -> None:
@@ -441,8 +441,8 @@ def test_the_connection_that_owes_a_head_for_longest_gives_way() -> None:
     async def scenario(book: Connections, visit: Callable[[], Awaitable[Any]]) -> None:
         first, second = await visit(), await visit()
         descriptor = next(iter(book._open))
-        book.owes(descriptor, None)  # a request, served
-        book.owes(descriptor, "head")
+        book.expect(descriptor, None)  # a request, served
+        book.expect(descriptor, "head")
         third = await visit()
         assert await second.read() == b""
         assert not first.at_eof()
@@ -456,14 +456,14 @@ def test_an_unfinished_body_gives_way_last_and_a_request_being_served_never(capl
     async def scenario(book: Connections, visit: Callable[[], Awaitable[Any]]) -> None:
         first, second = await visit(), await visit()
         before = next(iter(book._open))
-        book.owes(before, "body")
+        book.expect(before, "body")
         third = await visit()
         assert await second.read() == b""  # it came later, but owes a head
-        book.owes([*book._open][-1], None)  # the third's, whatever its descriptor is
+        book.expect([*book._open][-1], None)  # the third's, whatever its descriptor is
         fourth = await visit()
         assert await first.read() == b""
         for descriptor in list(book._open):
-            book.owes(descriptor, None)
+            book.expect(descriptor, None)
         assert await (await visit()).read() == b""
         assert not third.at_eof()
         assert not fourth.at_eof()
@@ -476,12 +476,12 @@ def test_an_unfinished_body_gives_way_last_and_a_request_being_served_never(capl
 def test_accept_errors_are_reported_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        report_accept_errors_seldom(loop)
+        limit_accept_error_logs(loop)
         error = OSError(24, "Too many open files")
         for _ in range(2):
             for _ in range(1000):
                 loop.call_exception_handler({"message": "socket.accept()", "exception": error, "socket": object()})
-            await asyncio.sleep(connections.QUIET)
+            await asyncio.sleep(connections.WARN_INTERVAL_S)
         loop.call_exception_handler({"message": "something else", "exception": ValueError("else")})
 
     run_virtual(main())  # whose own handler is replaced
@@ -509,20 +509,20 @@ def test_connections_follow_from_the_descriptors(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(connections.resource, "getrlimit", lambda which: tuple(limits))
     monkeypatch.setattr(connections.resource, "setrlimit", set_limits)
-    assert most_connections(None) == 128
+    assert connection_limit(None) == 128
     assert limits == [256, 256]
-    assert most_connections(100) == 100
+    assert connection_limit(100) == 100
     with pytest.raises(ConfigError, match="max_connections: 200 take 328 file descriptors and 256 are allowed"):
-        most_connections(200)
-    assert most_connections(None, each=2) == 64
-    assert most_connections(64, each=2) == 64
+        connection_limit(200)
+    assert connection_limit(None, each=2) == 64
+    assert connection_limit(64, each=2) == 64
     with pytest.raises(ConfigError, match=r"max_connections: 65 take 258 file descriptors .* or set 64"):
-        most_connections(65, each=2)
+        connection_limit(65, each=2)
     limits[:] = [64, 64]
-    assert most_connections(None) == 32
-    assert most_connections(None, each=2) == 16
+    assert connection_limit(None) == 32
+    assert connection_limit(None, each=2) == 16
     limits[:] = [1024, -1]
-    assert most_connections(None) == connections.MOST
-    assert limits == [connections.MOST + connections.RESERVE, -1]
-    assert most_connections(None, each=2) == connections.MOST
-    assert limits == [2 * connections.MOST + connections.RESERVE, -1]
+    assert connection_limit(None) == connections.MAX_CONNECTIONS
+    assert limits == [connections.MAX_CONNECTIONS + connections.RESERVED_DESCRIPTORS, -1]
+    assert connection_limit(None, each=2) == connections.MAX_CONNECTIONS
+    assert limits == [2 * connections.MAX_CONNECTIONS + connections.RESERVED_DESCRIPTORS, -1]

@@ -226,7 +226,7 @@ async def fleet_of(clock: Clock, *, settings: dict[str, Any]) -> AsyncIterator[F
         picker.cluster.listen(fleet.events.append)
         yield fleet
         assert not picker.trips
-        assert not picker.only
+        assert not picker.allowed_endpoints
         assert sorted(e.id for e in fleet.of(Offered)) == sorted(e.id for e in fleet.of(Finished))
     finally:
         await picker.cluster.close()
@@ -565,11 +565,11 @@ async def test_without_a_server_it_is_not_ready_and_answers_503_until_one_is_bac
     for server in fleet.servers.values():
         server.down = True
     await after(fleet, 10.0)
-    assert not fleet.picker.ready
+    assert not fleet.picker.is_ready
     assert (await fleet.sends().error())[0] == 503
     fleet.servers[f"http://{ENDPOINTS[1]}"].down = False
     await after(fleet, 3.0)
-    assert fleet.picker.ready
+    assert fleet.picker.is_ready
     stream = fleet.sends()
     assert await stream.endpoint() == ENDPOINTS[1]
     stream.shows(None)

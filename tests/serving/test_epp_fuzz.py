@@ -14,7 +14,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, Proces
 
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.serving.epp_messages import ProtocolError
-from rubato.serving.epp_server import _parsed, _readable
+from rubato.serving.epp_server import _check_messages, _parse_message
 from tests.serving.test_epp import CHAT, CHUNKS, Fleet, fleet_of, head, part, request_head, wire
 
 STREAM = [
@@ -63,14 +63,14 @@ def test_picker_given_changed_streams_ends_each_and_goes_on(
 
         async def come() -> AsyncIterator[ProcessingRequest | None]:
             for raw in messages:
-                yield _parsed(raw)
+                yield _parse_message(raw)
                 await asyncio.sleep(0.001)
 
         async def write(answer: ProcessingResponse) -> None:
             assert bytes(answer)
 
         try:
-            await asyncio.wait_for(fleet.picker.process(_readable(come()), write), 100.0)
+            await asyncio.wait_for(fleet.picker.process(_check_messages(come()), write), 100.0)
             ends["answered"] += 1
         except ProtocolError:
             ends["protocol"] += 1

@@ -133,7 +133,7 @@ def test_the_sentence_counts_those_that_waited_ahead() -> None:
     history(Started(3.0, "a"))
     history(Offered(4.0, "b", request("b")))
     history(Placed(4.0, "b", "r0"))
-    assert history.in_flight["b"].ahead == 2
+    assert history.in_flight["b"].queue_ahead == 2
 
 
 def test_a_best_effort_request_is_neither_late_nor_on_time() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rubato.core.events import Finished, HandedOff
 from rubato.fleet import relay
 from rubato.frontdoor.body_fields import BodyFields
-from rubato.serving.gateway import _counted
+from rubato.serving.gateway import _with_usage
 from rubato.wire.folded_answer import FoldedAnswer
 from rubato.wire.sse_stream import MAX_EVENT_BYTES
 from tests.scenario import on
@@ -39,7 +39,7 @@ def test_a_folded_answer_of_our_own_server_is_the_one_that_it_gives_at_once(path
             asks |= {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
         ask = at.chat if path == CHAT else at.complete
         whole = (await ask(**asks)).json()
-        fields = _counted(path, BodyFields.parse(orjson.dumps(asks), 1000))
+        fields = _with_usage(path, BodyFields.parse(orjson.dumps(asks), 1000))
         streamed = await ask(**json.loads(fields.to_json()))
         assert streamed.headers["content-type"].startswith("text/event-stream")
         answer = FoldedAnswer(is_chat=path == CHAT)

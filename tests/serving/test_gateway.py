@@ -29,13 +29,13 @@ from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.latency.affine import Model
 from rubato.policy_kit.fair_share import FairShare
-from rubato.serving.asgi_client import HEAD_AT
-from rubato.serving.board import FRESH_S
+from rubato.serving.asgi_client import HEAD_TIME_KEY
+from rubato.serving.board import REFRESH_S
 from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.wire.messages import Report
 from tests.scenario import on
 from tests.serving.conftest import http_scope, key, tenant
-from tests.stubs.vllm_server import EVENTS, WORDS, MemoryLink, MemoryReply, StubCore, StubServer
+from tests.stubs.vllm_server import FIRST_WORD_ID, STREAM_EVENTS, MemoryLink, MemoryReply, StubCore, StubServer
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=256, block_size=16)
 STEP = Model(k=(0.0, 0.0), b=(0.1, 0.0))  # seconds, whatever the batch
@@ -396,7 +396,7 @@ def test_a_stream_whose_chunks_bring_several_tokens_goes_on_with_as_many_fewer(l
         await asyncio.sleep(5.0)
         await fleet.complete(stream=True)
         bodies = [body for server in fleet.servers for body in server.bodies[1:]]
-        assert [1, 2, 3, WORDS, WORDS + 1, WORDS + 2] in [body["prompt"] for body in bodies]
+        assert [1, 2, 3, FIRST_WORD_ID, FIRST_WORD_ID + 1, FIRST_WORD_ID + 2] in [body["prompt"] for body in bodies]
 
     gateway(scenario, linked=linked)
 
@@ -407,7 +407,7 @@ async def test_chunks_whose_text_is_fewer_tokens_count_all_the_same(fleet: Fleet
     fleet.servers[1].fuses = True
     await fleet.complete(stream=True, max_tokens=9)
     (again,) = fleet.servers[1].bodies
-    assert (again["prompt"], again["max_tokens"]) == ([1, 2, 3, WORDS, WORDS + 1], 5)
+    assert (again["prompt"], again["max_tokens"]) == ([1, 2, 3, FIRST_WORD_ID, FIRST_WORD_ID + 1], 5)
 
 
 @pytest.mark.parametrize("linked", [True, False])
@@ -418,7 +418,7 @@ def test_streams_of_named_events_end_by_their_own_last_event(linked: bool, path:
         body = {"model": "stub", "messages": [message], "input": "hi", "max_tokens": 4, "stream": True}
         response = await fleet.http.post(path, json=body)
         events = [part.split(b"\n")[0][7:].decode() for part in response.content.split(b"\n\n") if part]
-        text, last = EVENTS[path]
+        text, last = STREAM_EVENTS[path]
         assert events == [text] * 4 + [last]
         (end,) = fleet.of(Finished)
         assert (end.outcome, end.output) == ("completed", 4)
@@ -686,7 +686,7 @@ async def test_a_miss_at_a_server_without_the_link_is_put_down_to_what_is_known(
     assert (gone["id"], gone["state"], gone["url"]) == ("r0", "lost", "http://s0")
     fleet.servers[0].down = False
     assert (await late).json()["rubato"]["cause"] == "queue"  # it waited in the gateway
-    await asyncio.sleep(FRESH_S)
+    await asyncio.sleep(REFRESH_S)
     board = (await fleet.http.get("/board.json")).json()
     assert sorted(group["cause"] for group in board["misses"]) == ["not reported", "queue"]
     assert [(r["link"], r["url"], r["age_ms"]) for r in board["replicas"]] == [("counted", "http://s0", None)]
@@ -718,7 +718,7 @@ def test_a_request_arrives_when_its_head_has_come_in(linked: bool, stream: bool)
     async def scenario(fleet: Fleet) -> None:
         await asyncio.sleep(1.0)
         body = {"prompt": "abc", "max_tokens": 4, "stream": stream, "slo": {"ttft_ms": 300}}
-        head_at = {"extensions": {HEAD_AT: fleet.clock.now() - 0.25}}  # so long the event loop had else to do
+        head_at = {"extensions": {HEAD_TIME_KEY: fleet.clock.now() - 0.25}}  # so long the event loop had else to do
         _, raw = await fleet.stream(orjson.dumps(body), **head_at)
         (end,) = fleet.of(Finished)
         assert (end.verdict.met, end.verdict.ttft) == (False, pytest.approx(0.35))

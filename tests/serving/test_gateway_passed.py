@@ -11,7 +11,7 @@ import pytest
 
 from rubato.core.events import Finished
 from rubato.fleet.upstream import MAX_SILENCE_S, Headers, UnreachableError, UpstreamError
-from rubato.serving.asgi_client import WRITER
+from rubato.serving.asgi_client import WRITER_KEY
 from tests.doors.doors import call_asgi
 from tests.scenario import on
 from tests.serving.conftest import http_scope, key, tenant
@@ -140,7 +140,7 @@ async def test_passed_response_that_breaks_off_breaks_its_clients_connection(fle
         sent.append(message)
 
     headers = [(name.encode(), value.encode()) for name, value in key("a").items()]
-    scope = {**http_scope(fleet.app, EMBED, headers), "extensions": {WRITER: Connection()}}
+    scope = {**http_scope(fleet.app, EMBED, headers), "extensions": {WRITER_KEY: Connection()}}
     await fleet.app(scope, receive, send)
     assert aborted.is_set()
     assert [message.get("more_body") for message in sent] == [None, True]

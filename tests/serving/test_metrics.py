@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rubato.core.events import Event, Finished, Offered, Stepped, Tokens, Verdict
 from rubato.core.request import SLO, Request, Stage
-from rubato.frontdoor.metrics import MOST_REASONS, Metrics
+from rubato.frontdoor.metrics import MAX_REASONS, Metrics
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from tests.scenario import on
 from tests.serving.conftest import STEP, Edge, edge, key, tenant
@@ -118,14 +118,14 @@ async def test_a_clients_words_make_no_labels(at: Edge) -> None:
 
 def test_reasons_of_refusal_are_bounded() -> None:
     metrics = Metrics("m", list, lambda: 0)
-    for i in range(MOST_REASONS + 5):
+    for i in range(MAX_REASONS + 5):
         request = Request(f"q{i}", (Stage(1),), 0.0)
         metrics(Offered(0.0, request.id, request))
         metrics(
             Finished(0.0, request.id, "refused", f"reason {i}: said at length", Verdict(False, "deadline", "refused"))
         )
     text = metrics.text().decode()
-    assert text.count("\nrubato_requests_refused_total{") == MOST_REASONS + 1
+    assert text.count("\nrubato_requests_refused_total{") == MAX_REASONS + 1
     assert 'rubato_requests_refused_total{reason="other",tier="default"} 5.0' in text
     assert "said at length" not in text
 

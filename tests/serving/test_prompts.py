@@ -13,7 +13,7 @@ from rubato.core.events import Finished, Offered
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request
 from rubato.engines.simulated import Engine
-from rubato.serving.app import LONG_TEXT
+from rubato.serving.app import LONG_TEXT_BYTES
 from tests.scenario import on
 from tests.serving.conftest import STEP, Edge, edge, key, tenant
 from tests.serving.test_request_history import page
@@ -195,7 +195,7 @@ def test_prompts_are_tokenized_off_the_event_loop_where_together_they_are_long(m
 
     async def scenario(at: Edge) -> None:
         for share, expected in ((4, 0), (3, 4)):
-            await at.complete(prompt=["x" * (LONG_TEXT // share)] * 4)
+            await at.complete(prompt=["x" * (LONG_TEXT_BYTES // share)] * 4)
             assert threads == expected
 
-    edge(scenario, most_tokens=LONG_TEXT)
+    edge(scenario, max_model_len=LONG_TEXT_BYTES)

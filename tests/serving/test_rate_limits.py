@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rubato.core.events import Finished, Offered
-from rubato.frontdoor.rate_limits import AT_ONCE, Bucket, TenantUsage
+from rubato.frontdoor.rate_limits import TENANT_SATURATED, Bucket, TenantUsage
 from rubato.frontdoor.tenants import Quota
 from tests.scenario import on
 from tests.serving.conftest import STEP, Edge, edge, key, tenant
@@ -18,22 +18,22 @@ from tests.serving.test_metrics import scrape
 def test_a_bucket() -> None:
     bucket = Bucket(60.0)
     bucket.take(50, 0.0)
-    assert bucket.wait(10, 0.0) == 0.0
-    assert bucket.wait(20, 0.0) == pytest.approx(10.0)
-    assert bucket.wait(20, 10.0) == 0.0
+    assert bucket.wait_seconds(10, 0.0) == 0.0
+    assert bucket.wait_seconds(20, 0.0) == pytest.approx(10.0)
+    assert bucket.wait_seconds(20, 10.0) == 0.0
     bucket.take(-1000, 10.0)  # never more than full
     assert bucket.level == 60.0
-    assert bucket.wait(600, 10.0) == 0.0  # more than it holds passes when it is full,
+    assert bucket.wait_seconds(600, 10.0) == 0.0  # more than it holds passes when it is full,
     bucket.take(600, 10.0)
-    assert bucket.wait(1, 10.0) == pytest.approx(541.0)  # and is paid for afterwards
-    assert bucket.wait(1, 5.0) == pytest.approx(541.0)  # time does not run backwards
+    assert bucket.wait_seconds(1, 10.0) == pytest.approx(541.0)  # and is paid for afterwards
+    assert bucket.wait_seconds(1, 5.0) == pytest.approx(541.0)  # time does not run backwards
 
 
 def test_prompts_beyond_the_places_of_a_tenant_are_charged_as_one() -> None:
     usage = TenantUsage(Quota(requests_per_minute=100, max_in_flight=2))
     usage.in_flight = 1
     assert usage.enter(0.0) == 0.0
-    assert usage.charge(2, 10, 0.0) == (AT_ONCE, 0.0)
+    assert usage.charge(2, 10, 0.0) == (TENANT_SATURATED, 0.0)
     assert usage.requests.level == 99.0
 
 

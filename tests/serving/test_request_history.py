@@ -15,7 +15,7 @@ from rubato.core.events import Finished, Offered, Placed, Preempted, Started, To
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Stage
 from rubato.frontdoor import history as history_of_requests
-from rubato.frontdoor.history import MOST_STEPS, RequestHistory
+from rubato.frontdoor.history import MAX_STEPS, RequestHistory
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving import logs
@@ -109,7 +109,7 @@ async def test_all_choices_of_one_request(at: Edge) -> None:
 
 
 def test_only_the_last_are_kept_and_long_histories_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_of_requests, "KEEP", 10)
+    monkeypatch.setattr(history_of_requests, "MAX_ENDED_REQUESTS", 10)
     recorder = RequestHistory()
     for i in range(30):
         request = Request(f"q{i}", (Stage(1),), float(i))
@@ -123,9 +123,9 @@ def test_only_the_last_are_kept_and_long_histories_are_cut(monkeypatch: pytest.M
         recorder(Tokens(32.0 + 3 * i, "q3", 1))
         recorder(Preempted(33.0 + 3 * i, "q3"))
     (record,) = recorder.find("q3")
-    assert len(record.steps) == MOST_STEPS
-    assert len(record.waits) <= MOST_STEPS
-    assert record.left_out == 2 + 1500 - MOST_STEPS
+    assert len(record.steps) == MAX_STEPS
+    assert len(record.waits) <= MAX_STEPS
+    assert record.omitted_steps == 2 + 1500 - MAX_STEPS
     assert (record.preemptions, record.output, record.steps[0]["event"]) == (500, 500, "offered")
 
 
@@ -159,10 +159,10 @@ def test_no_text_of_a_client_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     (one, _, _, last) = [records[0] for records in history._answers.values()]
     assert (one.request.prompt, last.output) == (3000, most)
     assert [len(pickle.dumps(records)) < 4000 for records in history._answers.values()] == [True] * 4
-    page = history_of_requests.shown("id", [one], [], 10.0, fair=False)
+    page = history_of_requests.page("id", [one], [], 10.0, fair=False)
     assert page["slo"][0]["until"] == "x" * 64
     assert len(caplog.records) == 4
-    assert all(len(logs.Text().format(record)) < 600 for record in caplog.records)
+    assert all(len(logs.TextFormatter().format(record)) < 600 for record in caplog.records)
 
 
 def test_deadlines_of_a_later_stage_go_on_from_the_one_before() -> None:
@@ -173,7 +173,7 @@ def test_deadlines_of_a_later_stage_go_on_from_the_one_before() -> None:
     recorder(Started(10.0, "q"))
     for at, stage in ((10.5, 0), (10.6, 0), (10.7, 1)):
         recorder(Tokens(at, "q", 1, stage=stage))
-    told = history_of_requests.shown("q", recorder.find("q"), [], 11.0, fair=False)["choices"][0]["deadlines"]
+    told = history_of_requests.page("q", recorder.find("q"), [], 11.0, fair=False)["choices"][0]["deadlines"]
     assert [(d["first_token_due_ms"], d["then_every_ms"], d["tokens"]) for d in told] == [
         (1000.0, 100.0, 2),
         (1300.0, 200.0, 1),  # the last of the first stage was due at 1100
@@ -185,7 +185,7 @@ def test_one_json_line_a_finished_request() -> None:
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            lines.append(json.loads(logs.Lines().format(record)))
+            lines.append(json.loads(logs.JsonFormatter().format(record)))
 
     async def scenario(at: Edge) -> None:
         for _ in range(2):

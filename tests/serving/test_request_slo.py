@@ -46,7 +46,7 @@ def test_precedence(headers: dict[str, str], body: dict[str, Any] | None, tier: 
 
 def test_max_pause_of_a_tier_holds_whatever_tpot_a_client_states() -> None:
     tiers = Tiers([Tier("chat", SLO(0.2, 0.05, max_pause=1.0))], default="chat")
-    (stage,) = grant(tiers.allowed(["chat"]), {"x-slo-tpot-ms": "70"}, None, None).stages(PROMPT)
+    (stage,) = grant(tiers.restrict_to(["chat"]), {"x-slo-tpot-ms": "70"}, None, None).stages(PROMPT)
     assert stage.slo == SLO(0.2, 0.07, max_pause=1.0)
     (stage,) = grant(tiers, {}, "flex", SLOBody.model_validate({"tpot_ms": 70})).stages(PROMPT)
     assert stage.slo == SLO(tpot=0.07)

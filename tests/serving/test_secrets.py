@@ -20,7 +20,7 @@ from rubato.cli.main import main
 from rubato.core.server_url import connection_failure
 from rubato.engines.simulated import Engine
 from rubato.fleet.upstream import Headers, UpstreamError, error_code
-from rubato.serving.logs import Lines, Text
+from rubato.serving.logs import JsonFormatter, TextFormatter
 from rubato.wire.link_keys import TOKEN_ENV
 from tests.scenario import on
 from tests.serving.conftest import Edge, edge, key, tenant
@@ -30,7 +30,7 @@ from tests.stubs.vllm_server import MemoryReply, StubServer
 PROMPT, TENANT, SERVER, LINK, HOST = (f"canary{what}" for what in ("prompt", "tenant", "server", "link", "host"))
 CANARIES = (PROMPT, f"sk-{TENANT}", SERVER, LINK, HOST)
 PEOPLE = [tenant(TENANT), tenant("other"), tenant("ops", admin=True)]
-FORMS = (Lines(), Text())
+FORMS = (JsonFormatter(), TextFormatter())
 
 
 class Records(logging.Handler):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from rubato.serving.logs import LogWriter
-from rubato.serving.shutdown import CLOSE_SECONDS, Shutdown
+from rubato.serving.shutdown import CLOSE_TIMEOUT_S, Shutdown
 
 DRAIN = 1000.0
 
@@ -31,12 +31,12 @@ def test_a_limit_is_only_ever_brought_forward() -> None:
             for _ in range(4):
                 signal.raise_signal(signal.SIGTERM)
                 timers.append(ending._timer)
-            await asyncio.wait_for(ending.again.wait(), 20)
-            assert ending.told.is_set()
+            await asyncio.wait_for(ending.second_signal.wait(), 20)
+            assert ending.first_signal.is_set()
         finally:
             for timer in timers:
                 assert timer is not None
                 timer.cancel()
         return [timer.interval for timer in dict.fromkeys(timers) if timer is not None]
 
-    assert asyncio.run(main()) == [DRAIN + CLOSE_SECONDS, CLOSE_SECONDS]
+    assert asyncio.run(main()) == [DRAIN + CLOSE_TIMEOUT_S, CLOSE_TIMEOUT_S]

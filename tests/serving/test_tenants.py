@@ -50,24 +50,24 @@ ALLOWED = {"gold": ("slow", "fast"), "basic": ("slow",), "free": ("flex",), "any
 def test_what_a_tenant_states_is_granted_within_its_tiers(
     who: str, asked: str | None, headers: dict[str, str], slo: Any, tier: str, promised: SLO, clamped: tuple[str, ...]
 ) -> None:
-    granted = grant(TIERS.allowed(ALLOWED[who]), headers, asked, SLOBody.model_validate(slo))
+    granted = grant(TIERS.restrict_to(ALLOWED[who]), headers, asked, SLOBody.model_validate(slo))
     assert (granted.tier, granted.slo, granted.clamped) == (tier, promised, clamped)
 
 
 def test_each_stage_is_clamped() -> None:
     body = SLOBody.model_validate({"stages": [{"until": "x", "tpot_ms": 1}, {"ttft_ms": 1, "tpot_ms": 700}]})
-    granted = grant(TIERS.allowed(("slow",)), {}, None, body)
+    granted = grant(TIERS.restrict_to(("slow",)), {}, None, body)
     assert [stage.slo for stage in granted.stages((1,))] == [SLO(5.0, 0.5, 60.0), SLO(5.0, 0.7, 60.0)]
     assert granted.clamped == ("ttft", "tpot")
 
 
 def test_without_tiers_that_promise_anything_a_tenant_with_all_may_state_what_it_likes() -> None:
-    assert Tiers().allowed(None).loosened(SLO(0.01, 0.02, 0.03)) == SLO(0.01, 0.02, 0.03)
-    assert Tiers().allowed(["flex"]).loosened(SLO(0.01, 0.02, 0.03)) == SLO()
+    assert Tiers().restrict_to(None).loosen(SLO(0.01, 0.02, 0.03)) == SLO(0.01, 0.02, 0.03)
+    assert Tiers().restrict_to(["flex"]).loosen(SLO(0.01, 0.02, 0.03)) == SLO()
 
 
 def test_a_tenants_default_is_the_first_of_its_list_where_it_may_not_use_the_servers() -> None:
-    tiers = Tiers([FAST, SLOW], "slow").allowed(["fast", "flex"])
+    tiers = Tiers([FAST, SLOW], "slow").restrict_to(["fast", "flex"])
     assert tiers.resolve(None).name == tiers.resolve("slow").name == "fast"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from rubato.core.events import Finished, Tokens
 from rubato.fleet.token_path import TokenPath
-from rubato.serving.asgi_client import WRITER
+from rubato.serving.asgi_client import WRITER_KEY
 from tests.serving.conftest import http_scope
 from tests.serving.test_gateway import Fleet, gateway
 
@@ -45,7 +45,7 @@ class Connection:
         async def send(message: Any) -> None:
             self.body += message.get("body", b"")
 
-        extensions = {"extensions": {WRITER: self}} if directly else {}
+        extensions = {"extensions": {WRITER_KEY: self}} if directly else {}
         await fleet.app({**http_scope(fleet.app, "/v1/completions"), **extensions}, receive, send)
         return re.sub(rb'("id":"cmpl-)[^"]*|("created":)\d+|("[a-z0-9_]+_ms":)[\d.e-]+', rb"\1\2\3", bytes(self.body))
 

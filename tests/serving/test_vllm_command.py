@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rubato.config.schema import ConfigError, load
-from rubato.config.vllm_server import KEY, vllm_command
+from rubato.config.vllm_server import API_KEY_VARIABLE, vllm_command
 
 
 def config(**given: Any) -> Any:
@@ -53,10 +53,10 @@ def test_what_a_plug_in_is_told_beside_its_policy(monkeypatch: pytest.MonkeyPatc
 
 def test_each_start_has_a_key_of_its_own_unless_one_is_given() -> None:
     command, key = vllm_command(config())
-    assert command.environment[KEY] == key
+    assert command.environment[API_KEY_VARIABLE] == key
     assert len(key) == 32
     assert vllm_command(config())[1] != key
-    assert vllm_command(config(engine={"kind": "vllm", "env": {KEY: "sk-ours"}}))[1] == "sk-ours"
+    assert vllm_command(config(engine={"kind": "vllm", "env": {API_KEY_VARIABLE: "sk-ours"}}))[1] == "sk-ours"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from rubato.engines.vllm.sequence import request_of
 from rubato.frontdoor import slo_fields
 from rubato.serving import vllm_middleware
 from rubato.serving.vllm_middleware import FrontEnd, Middleware, front_end_of
-from rubato.serving.vllm_reports import LOST, EngineReports, PluginMetrics, answer_of
+from rubato.serving.vllm_reports import END_NOT_REPORTED, EngineReports, PluginMetrics, answer_of
 from rubato.wire.messages import EngineState
 from tests.scenario import on
 from tests.stubs.vllm_app import VLLM, Link
@@ -292,7 +292,7 @@ def test_names_in_a_body_are_not_all_compared(monkeypatch: pytest.MonkeyPatch) -
 
     async def scenario(client: Client) -> None:
         assert (await client.chat(**{f"name{i}": 1 for i in range(200)})).status_code == 200
-        assert len(compared) <= slo_fields.MAX_NAMES
+        assert len(compared) <= slo_fields.MAX_CHECKED_NAMES
 
     run(scenario)
 
@@ -553,7 +553,7 @@ def test_requests_whose_end_was_lost_end_with_the_next_report_of_all() -> None:
     assert value("rubato_requests_finished_total", {"tier": "chat", "tenant": "default", "outcome": "failed"}) == 1
     (record,) = reports.history.find("a")
     assert record.end is not None
-    assert record.end.reason == LOST
+    assert record.end.reason == END_NOT_REPORTED
     assert reports.history.find("b")[0].end is None
     assert reports.history.find("d")[0].end is None
 

@@ -18,7 +18,14 @@ from rubato.core.plan import KV, Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Request, without_texts
 from rubato.core.slo import judge
-from rubato.demo.simulated_api import EVENTS, FAILED, WORDS, ResponseWriter, SimulatedApi, SimulatedReply
+from rubato.demo.simulated_api import (
+    FAILED_STREAM,
+    FIRST_WORD_ID,
+    STREAM_EVENTS,
+    ResponseWriter,
+    SimulatedApi,
+    SimulatedReply,
+)
 from rubato.demo.simulated_core import SimulatedCore
 from rubato.fleet.upstream import MAX_SILENCE_S, BrokenError, Headers, UnreachableError, UpstreamError
 from rubato.latency.affine import Model
@@ -42,7 +49,7 @@ from rubato.wire.messages import (
     encode,
 )
 
-__all__ = ["EVENTS", "WORDS", "MemoryLink", "MemoryReply", "StubCore", "StubServer"]
+__all__ = ["FIRST_WORD_ID", "STREAM_EVENTS", "MemoryLink", "MemoryReply", "StubCore", "StubServer"]
 
 
 class StubCore(SimulatedCore):
@@ -86,7 +93,7 @@ class StubCore(SimulatedCore):
                 self._send_snapshot(tell)
             case Do(commands):
                 for raw in commands:
-                    self.obey(decode_command(raw))
+                    self.apply_command(decode_command(raw))
 
     def _times(self) -> tuple[float, float]:
         return self.clock.now(), unix_time() + self.unix_off
@@ -208,7 +215,7 @@ class MemoryReply(SimulatedReply):
         self._faults.put_nowait(part)
 
     async def part(self) -> bytes:
-        if self.over:
+        if self.has_ended:
             return b""
         found = await self._faults.get()
         await self.flows.wait()
@@ -216,7 +223,7 @@ class MemoryReply(SimulatedReply):
             await asyncio.sleep(self.delay)
         if isinstance(found, UpstreamError):
             raise found
-        self.over = found == b""
+        self.has_ended = found == b""
         return found
 
     async def pump(self, sink: Callable[[bytes], None]) -> None:
@@ -230,7 +237,7 @@ class MemoryReply(SimulatedReply):
         self.flows.set()
 
     def close(self) -> None:
-        if not self.over:
+        if not self.has_ended:
             self.put(UpstreamError("given up"))
         super().close()
 
@@ -286,7 +293,7 @@ class StubServer(SimulatedApi):
                 await asyncio.wait_for(asyncio.Event().wait(), seconds or MAX_SILENCE_S)
             except TimeoutError:
                 raise UpstreamError("TimeoutError") from None
-        is_completion = method == "POST" and ("completions" in path or path in EVENTS)
+        is_completion = method == "POST" and ("completions" in path or path in STREAM_EVENTS)
         if is_completion:
             fields = json.loads(body)
             self.bodies.append(fields)
@@ -333,7 +340,7 @@ class StubServer(SimulatedApi):
     def writer(
         self, reply: SimulatedReply, answer: str, path: str, ids: Sequence[str], fields: Mapping[str, Any], prompt: int
     ) -> FaultyWriter:
-        self.open_replies = {one for one in self.open_replies if not one.over} | {memory(reply)}
+        self.open_replies = {one for one in self.open_replies if not one.has_ended} | {memory(reply)}
         made = FaultyWriter(reply, answer, self.model, path, ids, fields, self.claims or prompt)
         made.cut, made.adds, made.merged = self.cut or -self.says_error_after, self.adds, self.merged
         self.cut, self.says_error_after, self.merged = 0, 0, 1
@@ -346,10 +353,12 @@ class StubServer(SimulatedApi):
         if kv.get("do_remote_decode"):
             about = {"remote_engine_id": self.name, "prompt": prompt, "remote_request_id": writer.ids[0]}
             writer.kv = None if self.says_nothing_of_kv else {"do_remote_prefill": True, **about}
-            self.core.prefill(request, writer.hear)
+            self.core.prefill(request, writer.on_event)
         elif kv.get("do_remote_prefill"):
             assert kv["prompt"] == prompt, "KV of another prompt"
-            self.core.go_on(request, self.servers[kv["remote_engine_id"]].core, kv["remote_request_id"], writer.hear)
+            self.core.go_on(
+                request, self.servers[kv["remote_engine_id"]].core, kv["remote_request_id"], writer.on_event
+            )
         else:
             super().submit(request, writer, fields)
 
@@ -383,7 +392,7 @@ class FaultyWriter(ResponseWriter):
         if self.cut and self._tokens == abs(self.cut):
             self._is_over = True
             assert isinstance(self._reply, MemoryReply)
-            self._reply.put(BrokenError("ConnectionResetError") if self.cut > 0 else FAILED)
+            self._reply.put(BrokenError("ConnectionResetError") if self.cut > 0 else FAILED_STREAM)
             self._reply.put(b"")
 
     def last_fields(self) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from rubato.frontdoor.paths import GENERATE, OPEN, RESPONSES, is_shared
+from rubato.frontdoor.paths import GENERATE, OPEN_PATHS, RESPONSES, is_shared
 
 DOCS = Path(__file__).parents[2] / "docs" / "vllm.md"
 ROUTE = re.compile(r'\.(?:post|put|patch|delete|websocket|api_route|add_\w*route)\(\s*"(/[^"]*)"')
@@ -29,7 +29,7 @@ def _row_of(path: str) -> str:
         return "admitted"
     if path.startswith(RESPONSES + "/{"):
         return "its tenant"
-    return "anyone" if path in OPEN else "every tenant" if is_shared(path) else "an admin"
+    return "anyone" if path in OPEN_PATHS else "every tenant" if is_shared(path) else "an admin"
 
 
 def documented_paths() -> dict[str, str]:

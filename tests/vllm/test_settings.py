@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rubato.config.for_vllm import configured
+from rubato.config.for_vllm import load_for_vllm
 from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits
 from rubato.engines.vllm.policy_driver import PolicyDriver
@@ -42,7 +42,7 @@ def test_lengths_are_the_policys_own_or_the_running_mean_unless_the_operator_say
 ) -> None:
     path = tmp_path / "rubato.yaml"
     path.write_text(file)
-    settings, _ = configured({"rubato": {**given, "config": str(path)} if file else given})
+    settings, _ = load_for_vllm({"rubato": {**given, "config": str(path)} if file else given})
     found = PolicyDriver(settings, LIMITS, KV)._lengths
     assert type(found) is type(PREDICTORS[lengths]() if lengths else None)
 

@@ -1,4 +1,4 @@
-"""Where what a verb found goes: the table on standard output, and the files of --json, --plot and --report."""
+"""Writes the results of a verb: a table on standard output, and the files of --json, --plot and --report."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from rubato.measure.records import BenchResult
     from rubato.measure.result import Result
 
-SECRET = ("--api-key", "--header")  # options of `bench` whose values stay out of reports
+SECRET_OPTIONS = ("--api-key", "--header")  # options of `bench` whose values stay out of reports
 
 
 def add(parser: argparse.ArgumentParser, records: bool = False) -> None:
-    """records: whether each request's record can be asked for."""
+    """Declare the options of results. records: also --records, a file with one line per request."""
     options = parser.add_argument_group("results")
     add_to(options)
     if records:
@@ -30,8 +30,8 @@ def add_to(options: argparse._ArgumentGroup) -> None:
     options.add_argument("--report", metavar="FILE", help="write a report: one HTML file with tables and a picture")
 
 
-def give(args: argparse.Namespace, result: Result) -> None:
-    """Raises OSError for a file that cannot be written."""
+def write_result(args: argparse.Namespace, result: Result) -> None:
+    """Print the table and write the files. Raises OSError for a file that cannot be written."""
     from rubato.measure import report, results  # NumPy comes with them
 
     shown = "\n\n".join([result.table(), *(f"Note: {note}." for note in result.notes)])
@@ -42,27 +42,27 @@ def give(args: argparse.Namespace, result: Result) -> None:
         report.write(args.report, result, command(args.words))
 
 
-def give_runs(args: argparse.Namespace, runs: Sequence[BenchResult]) -> None:
-    """Also, in the file of --records, every request. Raises as `give`."""
+def write_runs(args: argparse.Namespace, runs: Sequence[BenchResult]) -> None:
+    """Write results of runs, and every request to the file of --records. Raises as `write_result`."""
     from rubato.measure import results
     from rubato.measure.runs import Runs
 
-    give(args, Runs(tuple(runs)))
+    write_result(args, Runs(tuple(runs)))
     if args.records:
         results.write_records(args.records, runs)
 
 
 def command(words: list[str]) -> str:
-    """As it was typed, an option a line, values of `SECRET` left out."""
+    """The command as typed, one option a line, without the values of `SECRET_OPTIONS`."""
     shown: list[str] = []
     hidden = False
     for word in words:
         option, given, _ = word.partition("=")
-        shown.append("***" if hidden else f"{option}=***" if given and option in SECRET else word)
-        hidden = word in SECRET
-    quoted = (f"\\\n    {_quoted(word)}" if word.startswith("--") else _quoted(word) for word in shown)
+        shown.append("***" if hidden else f"{option}=***" if given and option in SECRET_OPTIONS else word)
+        hidden = word in SECRET_OPTIONS
+    quoted = (f"\\\n    {_quote_word(word)}" if word.startswith("--") else _quote_word(word) for word in shown)
     return " ".join(["rubato", *quoted])
 
 
-def _quoted(word: str) -> str:
+def _quote_word(word: str) -> str:
     return word if word.endswith("***") else shlex.quote(word)

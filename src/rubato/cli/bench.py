@@ -53,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_url(args.url, "give --api-key, or a --header")
-    loads = workload_options.loads(args)
+    loads = workload_options.workloads_of(args)
     headers = dict(_header(text) for text in args.header)
     bounds = goodput.parse(args.goodput) if args.goodput else None
     listed = asyncio.run(http_client.list_models(args.url, args.api_key, headers))
@@ -87,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
         )
         for load in loads
     ]
-    answers.give_runs(args, runs)
+    answers.write_runs(args, runs)
     return 0 if all(run.valid for run in runs) or args.allow_late else 1
 
 
 def has_slos(load: Workload) -> bool:
-    """Whether any request promises something."""
+    """Whether any request has an SLO."""
     return any(not load.slo(one).best_effort for one in load.arrivals)
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if config.autoscale is not None:
         raise ValueError("autoscale: a bound is of a fleet as it is; leave it out here, --set autoscale=null")
     question = bound.BoundQuestion(
-        simulation_options.source(args, machine),
+        simulation_options.request_source(args, machine),
         machine,
         tuple(args.seeds),
         config.replicas if args.replicas is None else args.replicas,
@@ -64,6 +64,6 @@ def run(args: argparse.Namespace) -> int:
         args.tolerance,
         config.prefix_cache,
     )
-    outcome = bound.run(question, **simulation_options.how(args))
-    answers.give(args, outcome)
+    outcome = bound.run(question, **simulation_options.job_options(args))
+    answers.write_result(args, outcome)
     return 0

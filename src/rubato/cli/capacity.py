@@ -33,11 +33,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
-    source = simulation_options.source(args, machine)
+    source = simulation_options.request_source(args, machine)
     specs = simulation_options.run_specs(args, machine, args.replicas)
     question = capacity.CapacityQuestion(
         source, specs, tuple(args.seeds), tuple(args.targets), args.tolerance, args.start
     )
-    outcome = capacity.run(question, **simulation_options.how(args))
-    answers.give(args, outcome)
+    outcome = capacity.run(question, **simulation_options.job_options(args))
+    answers.write_result(args, outcome)
     return 0

@@ -1,4 +1,4 @@
-"""`rubato check`: whether a configuration would start, and what it would run; or the JSON schema of one."""
+"""`rubato check`: says whether a configuration would start and what it would run, or prints the JSON schema."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = (
     "gateway.yaml --set policy=edf",
     "--schema > rubato.schema.json",
 )
-LEFT_OUT = "checked without its port, its servers and its weights"
+NOT_CHECKED = "checked without its port, its servers and its weights"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +40,14 @@ def run(args: argparse.Namespace) -> int:
     from rubato.serving.check import check_start  # the server's libraries
 
     check_start(config)
-    print(f"{args.config}: valid ({LEFT_OUT})")
+    print(f"{args.config}: valid ({NOT_CHECKED})")
     for what, text in _summary(config):
         print(f"  {what:9} {text}")
     return 0
 
 
 def _summary(config: Config) -> Iterator[tuple[str, str]]:
-    """What the configuration runs, a line each."""
+    """Label and text of each line about what the configuration runs."""
     if config.servers:
         yield "runs", f"a gateway over {_several(len(config.servers), 'server')}"
         for server in config.servers:

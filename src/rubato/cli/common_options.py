@@ -14,7 +14,7 @@ TIERS = (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300))  # de
 
 
 class Once(argparse.Action):
-    """An option that says something else the second time is an error: argparse keeps the last, and says nothing."""
+    """Refuses an option that is given twice; argparse would silently keep the last value."""
 
     def __call__(
         self,
@@ -29,7 +29,7 @@ class Once(argparse.Action):
 
 
 def tiers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Kinds of requests: a file of them, or three tiers."""
+    """Declare the options of request kinds: a file, or the SLOs of three tiers."""
     parser.add_argument("--kinds", metavar="FILE", help="YAML: tiers, their SLOs and the kinds of request in each")
     for tier, usual in USUAL_SLOS.items():
         milliseconds = ",".join(f"{1e3 * (bound or 0.0):g}" for bound in (usual.ttft, usual.tpot))
@@ -40,7 +40,7 @@ def tiers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
 
 
 def kinds(args: argparse.Namespace) -> list[Kind]:
-    """What `tiers` was told. Raises ValueError or OSError for a file of kinds that cannot be used."""
+    """The request kinds of the options of `tiers`. Raises ValueError or OSError for a file that cannot be used."""
     if args.kinds:
         from rubato.config import kinds_file  # the other commands need no pydantic
 

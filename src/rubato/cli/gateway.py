@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    """Raises ValueError for options that do not go with it."""
+    """Run the demo. Raises ValueError for options that contradict it."""
     import rubato.serving  # noqa: F401 - says what to install where something is missing
     from rubato.demo import gateway_demo
 

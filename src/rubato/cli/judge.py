@@ -56,17 +56,17 @@ def run(args: argparse.Namespace) -> int:
     def machine(profile: str) -> Hardware:
         return simulation_options.replica_of(argparse.Namespace(**{**vars(args), "profile": profile}), config)
 
-    how = LoadOptions(args.profile or "", machine, args.seeds, args.ttft, trace_options.asked(args))
+    how = LoadOptions(args.profile or "", machine, args.seeds, args.ttft, trace_options.trace_options_of(args))
     question = judge.JudgeQuestion(read(args.folder, how), lambda hardware: _specs(args, hardware), args.seeds)
-    how_to_run = simulation_options.how(args)
+    how_to_run = simulation_options.job_options(args)
     if not args.no_progress:
         print(f"rubato judge: {_outline(question)}", file=sys.stderr)
-    answers.give(args, judge.run(question, **how_to_run))
+    answers.write_result(args, judge.run(question, **how_to_run))
     return 0
 
 
 def _outline(question: judge.JudgeQuestion) -> str:
-    """What is about to run."""
+    """A sentence on what is about to run."""
     policies = [spec.choice.label for spec in question.specs(question.loads[0].machine)]
     requests = sum(len(load.own.arrivals) for load in question.loads)
     loads = f"{len(question.loads)} load{'' if len(question.loads) == 1 else 's'}"
@@ -78,7 +78,7 @@ def _outline(question: judge.JudgeQuestion) -> str:
 
 
 def _specs(args: argparse.Namespace, machine: Hardware) -> Sequence[RunSpec]:
-    """Of each --policy, else of every scheduler; and of the reference."""
+    """A run of each --policy, or of every scheduler, and of the reference policy."""
     if args.policy:
         specs = simulation_options.run_specs(args, machine, args.replicas)
     else:

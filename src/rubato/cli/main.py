@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 import rubato
 from rubato.cli import running
-from rubato.cli.parsing import Parser, escaped, words_of_command
+from rubato.cli.parsing import Parser, escape_percent, words_of_command
 from rubato.core.did_you_mean import nearest
 
-# Stated here, so that `rubato --help` imports none of them.
+# The texts stand here so that `rubato --help` imports no verb's module.
 VERBS = {
     "serve": "serve a model over OpenAI's API",
     "gateway": "balance load over OpenAI-compatible servers, such as vLLM, by the SLO of each request",
@@ -36,8 +36,8 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; its exit status. 2: what was asked for is impossible, and the message says why."""
-    sys.path.append(os.getcwd())  # for a policy of one's own, `--policy my_package.my_module`
+    """Run one verb and return its exit status; 2 if the request is impossible, and the message says why."""
+    sys.path.append(os.getcwd())  # for the user's own policy, `--policy my_package.my_module`
     words = words_of_command(argv)
     verb = next((word for word in words if not word.startswith("-")), "")
     commands = parser({verb} & set(VERBS))
@@ -45,16 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.error(f"unknown command {verb!r}{nearest(verb, VERBS)}")
     args = commands.parse_args(words or ["--help"])
     args.words = words  # as typed, for a report
-    return running.carried_out(f"rubato {args.command}", args, args.run)
+    return running.run_verb(f"rubato {args.command}", args, args.run)
 
 
 def parser(verbs: Iterable[str] = VERBS) -> Parser:
-    """The command's words; the options of these verbs only, whose modules are imported for it."""
+    """The parser of the command, with the options of `verbs`; only their modules are imported."""
     commands = Parser(prog="rubato", description="Serve language models to stated SLOs.")
     commands.add_argument("--version", action="version", version=f"rubato {rubato.__version__}")
     subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for verb, about in VERBS.items():
-        own = subparsers.add_parser(verb, help=escaped(about), description=about)
+        own = subparsers.add_parser(verb, help=escape_percent(about), description=about)
         if verb in verbs:
             module = importlib.import_module(f"rubato.cli.{verb}")
             module.add(own)

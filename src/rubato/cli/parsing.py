@@ -15,8 +15,8 @@ def words_of_command(argv: Sequence[str] | None) -> list[str]:
     return sys.argv[1:] if argv is None else list(argv)
 
 
-def escaped(text: str) -> str:
-    """Help text in which argparse, which formats it, finds nothing to fill in."""
+def escape_percent(text: str) -> str:
+    """Help text with `%` escaped, since argparse formats it."""
     return text.replace("%", "%%")
 
 
@@ -32,7 +32,7 @@ class HelpFormatter(argparse.HelpFormatter):
         if default in (None, False, "", argparse.SUPPRESS) or default == [] or "default" in text:
             return text
         shown = ",".join(f"{part:g}" for part in default) if isinstance(default, list) else str(default)
-        return f"{text} (default: {escaped(shown)})".lstrip()
+        return f"{text} (default: {escape_percent(shown)})".lstrip()
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{stop} `{self.prog} --help`\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, but an unknown option ends it first: of two mistakes it explains the other."""
+        """Parse as argparse does, but report an unknown option first: it explains the errors that follow from it."""
         for word in self._own(words_of_command(args)):
             name = word.partition("=")[0]
             if name not in self._option_string_actions:
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         return [option for option in self._option_string_actions if option.startswith("--")]
 
     def _own(self, words: Iterable[str]) -> Iterator[str]:
-        """The options among the words; of a parser of verbs those before the verb."""
+        """The options among `words`; for the parser of verbs only those before the verb."""
         for word in words:
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
                 return
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
                 yield word
 
     def add_own_usage(self) -> None:
-        """A usage of one line: the required options and the positional arguments; the groups below it list the rest."""
+        """Set a usage of one line with the required options and the positional arguments."""
         parts = [f"{self.prog} [options]"]
         for action in self._actions:
             metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
@@ -84,4 +84,4 @@ class Parser(argparse.ArgumentParser):
             elif not action.option_strings:
                 optional = action.nargs in ("?", "*")
                 parts.append(f"[{metavar}]" if optional else metavar)
-        self.usage = escaped(" ".join(parts))
+        self.usage = escape_percent(" ".join(parts))

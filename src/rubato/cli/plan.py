@@ -40,16 +40,16 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
     if args.optimum:
-        load = simulation_options.source(args, machine, args.rate, drawn=False).make(0)
+        load = simulation_options.request_source(args, machine, args.rate, drawn=False).make(0)
         best = tuple(optimum.optimum(load, machine.model, machine.limits, mode) for mode in optimum.COSTS)
-        answers.give(args, optimum.Optima(machine, best))
+        answers.write_result(args, optimum.Optima(machine, best))
         return 0
     specs = simulation_options.run_specs(args, machine, replicas=1)
     if len(specs) != 1:
         raise ValueError("a plan is for one --policy: run it once for each")
     specs[0].choice.checked()
     question = FleetQuestion(
-        simulation_options.source(args, machine, args.rate, drawn=False),
+        simulation_options.request_source(args, machine, args.rate, drawn=False),
         specs[0],
         args.target,
         args.window,
@@ -57,5 +57,5 @@ def run(args: argparse.Namespace) -> int:
         args.exclude_infeasible,
         args.price,
     )
-    answers.give(args, fleet_size.plan(question, **simulation_options.how(args)))
+    answers.write_result(args, fleet_size.plan(question, **simulation_options.job_options(args)))
     return 0

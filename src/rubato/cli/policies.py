@@ -1,4 +1,4 @@
-"""`rubato policies`: a line for each packaged policy, or all that one says of itself."""
+"""`rubato policies`: a line for each packaged policy, or the docstring, settings and source of one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _part(part: Scheduler | Router, kind: str, option: str) -> str:
     lines = [f"{kind} (--policy {option}), needs of the engine: {', '.join(sorted(part.needs)) or 'nothing'}"]
     settings = policy_settings(cls, kind)
     for setting in settings:
-        lines.append(f"    {setting.name}={_written(setting.default)}")
+        lines.append(f"    {setting.name}={_yaml_text(setting.default)}")
         lines += textwrap.wrap(setting.text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
     stated = cls.__doc__ and not cls.__doc__.startswith(
         f"{cls.__name__}("
@@ -70,8 +70,8 @@ def _part(part: Scheduler | Router, kind: str, option: str) -> str:
     return "\n".join(lines)
 
 
-def _written(default: object) -> str:
-    """A setting's default as `SETTING=VALUE` takes it; of a kind that YAML does not have, as Python shows it."""
+def _yaml_text(default: object) -> str:
+    """A default as `SETTING=VALUE` takes it, or as Python prints it where YAML has no such type."""
     try:
         return yaml.safe_dump(default, default_flow_style=True, width=10_000).split("\n")[0]
     except yaml.representer.RepresenterError:

@@ -51,19 +51,19 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ValueError for what cannot be profiled, ImportError where an extra is missing."""
+    """Make or list profiles. Raises ValueError for a wrong model or option, ImportError where an extra is missing."""
     if args.list:
         for name in profiles.names():
             profile = profiles.load(name)
             print(f"{name}  {profile.about}; KV {profile.kv_tokens} tokens")
         return 0
     if args.aiconfigurator:
-        return _write(args, _composed(args))
+        return _write(args, _compose_profile(args))
     if len(args.model) != 1:
         raise ValueError("name one model to measure (`bundled`), or ask for --aiconfigurator MODEL GPU, or --list")
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats}: give 1 or more")
-    profile, samples = asyncio.run(_measured(args))
+    profile, samples = asyncio.run(_measure_profile(args))
     if args.steps:
         step_samples.write(args.steps, {profile.name: samples})
     return _write(args, profile)
@@ -76,7 +76,7 @@ def _write(args: argparse.Namespace, profile: Profile) -> int:
     return 0
 
 
-def _composed(args: argparse.Namespace) -> Profile:
+def _compose_profile(args: argparse.Namespace) -> Profile:
     if len(args.model) != 2:
         raise ValueError("--aiconfigurator takes MODEL GPU, such as llama-3.1-8b h200")
     model, gpu = args.model
@@ -91,7 +91,7 @@ def _composed(args: argparse.Namespace) -> Profile:
     return composed(args.name or name_of(title.lower(), kind, gpus), known, kind, gpus)
 
 
-async def _measured(args: argparse.Namespace) -> tuple[Profile, list[Sample]]:
+async def _measure_profile(args: argparse.Namespace) -> tuple[Profile, list[Sample]]:
     from rubato.engines.torch import Engine  # needs the torch extra
 
     engine = Engine(args.model[0], device=args.device, kv_gib=args.kv_gib)

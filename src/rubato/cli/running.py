@@ -1,5 +1,4 @@
-"""How a verb is carried out: results that can be written, errors as one sentence, a quiet end on SIGTERM or without a
-reader."""
+"""Runs a verb: checks that results can be written, prints errors as one sentence, ends quietly on SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,12 +13,16 @@ from pathlib import Path
 
 from rubato.core.extras import extra
 
-UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "model": "", "folder": ""}  # what is no `--NAME`
+# Option of an argument whose name is not `--NAME`; positional arguments have none.
+OPTION_WORDS = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "model": "", "folder": ""}
 
 
-def carried_out(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
-    """Run a command; its exit status. 2: what was asked for is impossible, and one sentence after `name` says why. 141:
-    who read standard output has left, as in `rubato policies | head`; nothing is said of it."""
+def run_verb(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
+    """Run a command and return its exit status.
+
+    2: the request is impossible; one sentence after `name` says why. 141: the reader of standard output has left, as in
+    `rubato policies | head`; nothing is printed.
+    """
     _end_on_sigterm()
     try:
         check_results(args)
@@ -38,14 +41,14 @@ def carried_out(name: str, args: argparse.Namespace, run: Callable[[argparse.Nam
 
 
 def _reader_has_left() -> bool:
-    """Whether a pipe broke that is standard output, and not one of the command's own."""
+    """Whether the broken pipe is standard output, and not one that the command opened."""
     output = select.poll()
-    output.register(sys.stdout.fileno(), 0)  # errors are told unasked
+    output.register(sys.stdout.fileno(), 0)  # poll always reports errors
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0))
 
 
 def _end_on_sigterm() -> None:
-    """Leave by an exception, so that child processes are stopped on the way out (`serve` has a way of its own)."""
+    """Turn SIGTERM into SystemExit, so that child processes are stopped on the way out; `serve` handles it itself."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -55,7 +58,7 @@ def _end_on_sigterm() -> None:
 
 
 def check_results(args: argparse.Namespace) -> None:
-    """Before hours of work: raises ValueError if a result file cannot be written, ImportError without what draws."""
+    """Raises ValueError if a result file cannot be written, ImportError without matplotlib: before hours of work."""
     if getattr(args, "plot", None) or getattr(args, "report", None):
         with extra("plot", "a picture"):
             import matplotlib  # noqa: F401
@@ -74,7 +77,7 @@ def check_results(args: argparse.Namespace) -> None:
 
 
 def check_seeds(args: argparse.Namespace) -> None:
-    """Raises ValueError for a seed that a random stream cannot begin with."""
+    """Raises ValueError for a negative seed."""
     for name in ("seed", "seeds"):
         given = getattr(args, name, None)
         for seed in given if isinstance(given, list) else [] if given is None else [given]:
@@ -83,16 +86,16 @@ def check_seeds(args: argparse.Namespace) -> None:
 
 
 def sentence(error: Exception, args: argparse.Namespace) -> str:
-    """What went wrong; of a file that cannot be opened, with the option that names it."""
+    """The error's message; for a file that cannot be opened, with the option that names it."""
     if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
         return str(error)
     file = str(error.filename)
-    options = [UNLIKE.get(name, f"--{name} ") for name, value in vars(args).items() if str(value) == file]
+    options = [OPTION_WORDS.get(name, f"--{name} ") for name, value in vars(args).items() if str(value) == file]
     return f"{options[0] if options else ''}{file} cannot be opened: {error.strerror.lower()}"
 
 
 def write(to: str | None, text: str, data: bytes) -> None:
-    """The text for a reader, and the JSON where it was asked for (`-`: on standard output, the text then beside it)."""
+    """Print the text, and write the JSON to the file `to`; with `-` JSON goes to stdout and the text to stderr."""
     print(text, file=sys.stderr if to == "-" else sys.stdout)
     if to == "-":
         sys.stdout.buffer.write(data)

@@ -1,4 +1,4 @@
-"""The configuration of a server or a simulation as words of `serve` and `simulate`."""
+"""Options of `serve`, `gateway`, `epp`, `check` and `simulate` that make the configuration of a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rubato.fleet.cluster_options import PolicyChoice
 
 
 def add(parser: argparse.ArgumentParser, *, replicas: bool = True, file: bool = True) -> None:
-    """file: whether --config names the file; else the verb does."""
+    """Declare the options. file: also --config; other verbs take the file as an argument."""
     if file:
         parser.add_argument("--config", metavar="FILE", help="YAML file")
     parser.add_argument(
@@ -34,8 +34,11 @@ def add(parser: argparse.ArgumentParser, *, replicas: bool = True, file: bool = 
 
 
 def config(args: argparse.Namespace, **given: Any) -> Config:
-    """The configuration of --config, changed by options, whose values are `given` as they are, then by --set: a bare
-    one is a setting of the policy."""
+    """The configuration in the file of --config, changed by options and then by --set.
+
+    given: values of the options, by setting. A name without a dot in --set is a setting of the policy, unless the
+    configuration has it.
+    """
     values = {name: value for name, value in given.items() if value is not None}
     if args.policy and (":" in args.policy or "@" in args.policy):  # written as for `sweep`
         choice = PolicyChoice.parse(args.policy, args.router or "auto")

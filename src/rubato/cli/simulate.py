@@ -10,7 +10,14 @@ from functools import partial
 
 from rubato.cli import answers, server_options, simulation_options, workload_options
 from rubato.cli.parsing import Parser
-from rubato.config.build import autoscaler_of, choice_of, fair_share_of, guessed, most_in_flight, simulation_limits
+from rubato.config.build import (
+    autoscaler_of,
+    choice_of,
+    fair_share_of,
+    guessed_settings,
+    most_in_flight,
+    simulation_limits,
+)
 from rubato.config.schema import Config
 from rubato.core import event_log
 from rubato.core.timeline import steps
@@ -18,10 +25,10 @@ from rubato.measure import goodput
 from rubato.measure.records import BenchResult
 from rubato.simulation.simulate import simulate
 
-# What is run without options: more load than either policy holds, so that they differ.
-LOAD = "--profile opt-13b-2xa100-40g@vllm-2024 --scenario slos-serve-mixed --rate 6 --duration 60"
-COMPARED = ("rubato", "vllm")
-NOT_THE_CASE = {"seed", "json", "plot", "records", "report"}  # options that leave it without any of its own
+# Without options two policies run under more load than either sustains, so that they differ.
+DEFAULT_LOAD = "--profile opt-13b-2xa100-40g@vllm-2024 --scenario slos-serve-mixed --rate 6 --duration 60"
+COMPARED_POLICIES = ("rubato", "vllm")
+NOT_OF_THE_RUN = {"seed", "json", "plot", "records", "report"}  # with these alone, still the default load
 
 EXAMPLES = (
     "",
@@ -42,26 +49,28 @@ def run(args: argparse.Namespace) -> int:
     parser = Parser(prog="rubato simulate")
     add(parser)
     defaults = vars(parser.parse_args([]))
-    if any(getattr(args, name) != value for name, value in defaults.items() if name not in NOT_THE_CASE):
-        runs = _simulated(args)
+    if any(getattr(args, name) != value for name, value in defaults.items() if name not in NOT_OF_THE_RUN):
+        runs = _simulate_policy(args)
     else:
-        cases = [f"{LOAD} --policy {policy}" for policy in COMPARED]
-        said = f"without options, two policies under one load: rubato simulate {cases[0]}, then --policy {COMPARED[1]}"
-        print(f"rubato simulate: {said}", file=sys.stderr)
-        runs = [run for case in cases for run in _simulated(parser.parse_args([*case.split(), f"--seed={args.seed}"]))]
-    answers.give_runs(args, runs)
+        cases = [f"{DEFAULT_LOAD} --policy {policy}" for policy in COMPARED_POLICIES]
+        note = f"two policies under one load: rubato simulate {cases[0]}, then --policy {COMPARED_POLICIES[1]}"
+        print(f"rubato simulate: without options, {note}", file=sys.stderr)
+        runs = [
+            run for case in cases for run in _simulate_policy(parser.parse_args([*case.split(), f"--seed={args.seed}"]))
+        ]
+    answers.write_runs(args, runs)
     return 0
 
 
-def _simulated(args: argparse.Namespace) -> list[BenchResult]:
-    """Runs of one policy."""
+def _simulate_policy(args: argparse.Namespace) -> list[BenchResult]:
+    """Simulate one policy, a run for each workload."""
     if args.steps and args.profile:
         raise ValueError("--steps and --profile both say how long a step takes: leave out one of them")
     config = server_options.config(args)
     machine = simulation_options.replica_of(args, config)
     if args.profile and args.prefill_ms is None:
         args.prefill_ms = machine.prefill  # what TTFTs that are slowdowns are multiples of
-    loads = workload_options.loads(args)
+    loads = workload_options.workloads_of(args)
     model = machine.model
     if args.steps:
         model.fit(steps(event_log.read(args.steps)))
@@ -87,10 +96,10 @@ def _simulated(args: argparse.Namespace) -> list[BenchResult]:
 
 
 def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -> str:
-    """What of the replica is a guess, "" if nothing. meant: profiles that the workload is made for."""
+    """A note on what is guessed about the replica, "" if nothing is. meant: profiles that the workload is made for."""
     if args.profile:
         return ""
-    parts, missing = [], [] if args.steps else guessed(config)
+    parts, missing = [], [] if args.steps else guessed_settings(config)
     if missing:
         kind = config.latency.name if config.latency else "affine"
         how = "give --profile NAME, --steps LOG, or --config with what `rubato fit` prints"

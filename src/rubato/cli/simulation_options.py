@@ -1,4 +1,4 @@
-"""Options of `sweep`, `capacity`, `bound` and `plan`: the replica, the policies, the requests, and how to run."""
+"""Options of `sweep`, `capacity`, `bound`, `plan` and `judge`: replica, policies, requests, and how to run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rubato.cli import answers, common_options, trace_options
-from rubato.config.build import choice_of, guessed, simulation_limits
+from rubato.config.build import choice_of, guessed_settings, simulation_limits
 from rubato.config.schema import Config, load
 from rubato.core.cpu_usage import usable_cores
 from rubato.core.slo import SLO_RULES
@@ -30,7 +30,7 @@ from rubato.workloads.workload import check_rate
 
 
 def _noise(text: str) -> step_noise.Noise:
-    """A number stays one, which is a spread."""
+    """A number, the spread of the noise, or the text of its kind."""
     try:
         return float(text)
     except ValueError:
@@ -38,7 +38,7 @@ def _noise(text: str) -> step_noise.Noise:
 
 
 def replica(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Options that say what a replica is, beside those of its configuration."""
+    """Declare options that describe a replica and are not in its configuration."""
     options = parser.add_argument_group("replica")
     options.add_argument(
         "--profile",
@@ -87,7 +87,7 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True, with_policies: bool
 
 
 def running(parser: argparse.ArgumentParser) -> None:
-    """Options that say where jobs run, and what becomes of their results."""
+    """Declare options on where jobs run and where results go."""
     options = parser.add_argument_group("running and results")
     options.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core, less one)")
     options.add_argument(
@@ -121,8 +121,8 @@ def policies(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--slo-rule", choices=SLO_RULES, help="judging rule (default deadline)")
 
 
-def how(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `jobs.run`. By default a core stays free for whoever waits."""
+def job_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `jobs.run`. By default one core stays free for the user."""
     workers = args.workers
     if workers is None and args.ray is None:
         workers = max(1, len(usable_cores()) - 1)
@@ -133,7 +133,7 @@ def how(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def hardware(args: argparse.Namespace) -> Hardware:
-    """Raises ValueError when it is not said how long a step takes or how much KV there is."""
+    """The replica to simulate. Raises ValueError where step times or KV capacity are not given."""
     config = load(args.config or {}, args.set)
     machine = replica_of(args, config)
     if config.latency is None and not args.profile:
@@ -142,7 +142,7 @@ def hardware(args: argparse.Namespace) -> Hardware:
         )
     if not args.profile and args.kv_tokens is None and "kv_blocks" not in config.engine.settings:
         raise ValueError("a replica without KV capacity: give --kv-tokens, or engine.kv_blocks in the configuration")
-    missing = [] if args.profile else guessed(config)
+    missing = [] if args.profile else guessed_settings(config)
     if missing:
         kind = config.latency.name if config.latency else "affine"
         raise ValueError(
@@ -153,8 +153,8 @@ def hardware(args: argparse.Namespace) -> Hardware:
 
 
 def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
-    """The replica that a configuration describes; with --profile, that of the profile, changed by the settings of
-    `engine` that the configuration has. Raises ValueError (ConfigError)."""
+    """The replica of the configuration; with --profile the profile's, changed by the configuration's `engine`.
+    Raises ValueError (ConfigError)."""
     options = {
         name: n
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_tokens")
@@ -175,12 +175,12 @@ def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
 
 
 def run_spec(args: argparse.Namespace, config: Config, machine: Hardware, choice: PolicyChoice) -> RunSpec:
-    """Of replicas as `machine`, with what the configuration says beside them. Raises ValueError (ConfigError)."""
+    """The run of one policy on replicas like `machine`. Raises ValueError (ConfigError)."""
     return run_spec_of(config, machine, choice, args.noise, args.slo_rule)
 
 
 def run_specs(args: argparse.Namespace, machine: Hardware, replicas: int | None = None) -> tuple[RunSpec, ...]:
-    """One for each --policy, which is not looked for yet (`sweep.able`). replicas: None = the configuration's."""
+    """A run for each --policy; policies are not imported yet (`sweep.able`). replicas: None = the configuration's."""
     config = load(args.config or {}, args.set)
     if config.autoscale is not None:
         raise ValueError("autoscale: only serve and simulate scale a fleet; leave it out here, --set autoscale=null")
@@ -195,10 +195,17 @@ def run_specs(args: argparse.Namespace, machine: Hardware, replicas: int | None 
     return tuple(replace(run_spec(args, config, machine, choice), replicas=replicas) for choice in chosen)
 
 
-def source(args: argparse.Namespace, machine: Hardware, rate: float | None = None, drawn: bool = True) -> RequestSource:
-    """Where requests come from. rate: that a scenario or a mix is made for; drawn: as `TraceSource` has it.
+def request_source(
+    args: argparse.Namespace, machine: Hardware, rate: float | None = None, drawn: bool = True
+) -> RequestSource:
+    """The source of requests: a trace, a workload file, a scenario or a mix.
 
-    Raises ValueError for two origins, and for a rate, count or duration that cannot be.
+    Args:
+        rate: requests/s of a scenario or a mix.
+        drawn: as in `TraceSource`.
+
+    Raises:
+        ValueError: for two sources, and for an impossible rate, count or duration.
     """
     origins = [name for name in ("scenario", "workload", "trace") if getattr(args, name)]
     if len(origins) > 1:
@@ -212,11 +219,11 @@ def source(args: argparse.Namespace, machine: Hardware, rate: float | None = Non
         if args.workload or args.trace:
             raise ValueError("--rate is for a scenario or a mix: a trace has its own, times --scale")
     if args.trace:
-        how = trace_options.asked(args)
-        trace = read_trace(args.trace, how)
+        part = trace_options.trace_options_of(args)
+        trace = read_trace(args.trace, part)
         if trace.has_slos and not args.kinds:
-            return TraceSource(args.trace, (), args.scale, how, drawn, lone_decode(trace, machine.model)[0])
-        return TraceSource(args.trace, tuple(common_options.kinds(args)), args.scale, how, drawn)
+            return TraceSource(args.trace, (), args.scale, part, drawn, lone_decode(trace, machine.model)[0])
+        return TraceSource(args.trace, tuple(common_options.kinds(args)), args.scale, part, drawn)
     trace_options.check_unused(args)
     if args.workload:
         return FileSource(args.workload, drawn)

@@ -25,9 +25,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
-    source = simulation_options.source(args, machine)
+    source = simulation_options.request_source(args, machine)
     specs = simulation_options.run_specs(args, machine, args.replicas)
     asked = sweep.Sweep(source, specs, tuple(args.rates), tuple(args.seeds))
-    outcome = sweep.run(asked, **simulation_options.how(args))
-    answers.give(args, outcome)
+    outcome = sweep.run(asked, **simulation_options.job_options(args))
+    answers.write_result(args, outcome)
     return 0

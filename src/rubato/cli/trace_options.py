@@ -24,7 +24,7 @@ def add(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
 
 
 def columns(text: str) -> Columns:
-    """Raises argparse.ArgumentTypeError for what names no columns, or not the three that are needed."""
+    """Raises argparse.ArgumentTypeError unless arrival, prompt and output are named."""
     named: dict[str, str] = {}
     for part in text.split(","):
         key, _, name = part.partition("=")
@@ -40,13 +40,13 @@ def columns(text: str) -> Columns:
 
 
 def check_unused(args: argparse.Namespace) -> None:
-    """Raises ValueError for an option of traces where there is none."""
+    """Raises ValueError for an option of traces where no trace is given."""
     for name, given in (("from", args.trace_from), ("columns", args.columns), ("time-scale", args.time_scale != 1.0)):
         if given:
             raise ValueError(f"--{name} is of a trace: give --trace FILE too")
 
 
-def asked(args: argparse.Namespace) -> TraceOptions:
-    """Raises ValueError for a number that cannot be."""
+def trace_options_of(args: argparse.Namespace) -> TraceOptions:
+    """How the trace is read. Raises ValueError for an impossible number."""
     skip = getattr(args, "skip_malformed", False)
     return TraceOptions(args.trace_from, args.duration, args.count, args.columns, args.time_scale, skip)

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.out is None:
         raise ValueError("name the file to write: -o FILE")
-    made = workload_options.asked(args, args.seed)
+    made = workload_options.workload_of(args, args.seed)
     workload_file.write(made, args.out)
     how = f"in {made.duration:g} s" if made.concurrency is None else f"in a closed loop of {made.concurrency}"
     print(f"{args.out}: {len(made.arrivals)} requests {how}")

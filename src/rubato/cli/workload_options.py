@@ -18,7 +18,7 @@ from rubato.workloads.workload import Workload
 
 
 def add(parser: argparse.ArgumentParser, file: bool = True) -> None:
-    """file: whether a workload file, several runs of it and a judging rule can be asked for."""
+    """Declare the options. file: also a workload file, several runs and a judging rule."""
     _requests(parser.add_argument_group("requests"), file)
     _arrivals(parser.add_argument_group("arrivals"))
     _slos(parser.add_argument_group("SLOs and lengths"), file)
@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser, file: bool = True) -> None:
 
 
 def _requests(options: argparse._ArgumentGroup, file: bool) -> None:
-    """Without a file, a scenario or a trace, the kinds and their SLOs define the workload."""
+    """Declare where requests come from; without file, scenario or trace the kinds define the workload."""
     if file:
         options.add_argument("--workload", metavar="FILE", help="workload file (default: one is made)")
     options.add_argument(
@@ -110,10 +110,10 @@ def _line(text: str) -> Prefill:
     return lambda tokens: base + per_token * tokens
 
 
-def asked(args: argparse.Namespace, seed: int) -> Workload:
-    """The workload that the words describe: of a scenario, a trace, --kinds or the usual three tiers.
+def workload_of(args: argparse.Namespace, seed: int) -> Workload:
+    """Make the workload that the options describe: a scenario, a trace, --kinds or three tiers.
 
-    Raises ValueError for what contradicts or is impossible, OSError for a file that cannot be opened.
+    Raises ValueError for options that contradict each other, OSError for a file that cannot be opened.
     """
     if args.count is not None and args.count < 1:
         raise ValueError(f"--count {args.count}: give 1 or more")
@@ -127,22 +127,22 @@ def asked(args: argparse.Namespace, seed: int) -> Workload:
             raise ValueError("--concurrency offers requests as fast as others end: say how many by --count")
         process = AtOnce()
     if args.scenario:
-        return _adjusted(args, _scenario(args, seed, process))
-    return _adjusted(args, _trace(args, seed, process) if args.arrivals_from else _mix(args, seed, process))
+        return _scale_slos(args, _scenario(args, seed, process))
+    return _scale_slos(args, _trace(args, seed, process) if args.arrivals_from else _mix(args, seed, process))
 
 
 def from_file(args: argparse.Namespace) -> Workload:
-    """The file of --workload, at --rate, with texts if asked for."""
+    """Read the file of --workload, at --rate, with texts for --texts."""
     if args.kinds or args.arrivals_from or args.scenario:
         raise ValueError("--workload says everything: leave out --kinds, --trace and --scenario")
     trace_options.check_unused(args)
     made = workload_file.read(args.workload)
-    made = _adjusted(args, made if args.rate is None else made.rescaled(args.rate))
+    made = _scale_slos(args, made if args.rate is None else made.rescaled(args.rate))
     return with_texts(made) if args.texts else made
 
 
-def _adjusted(args: argparse.Namespace, made: Workload) -> Workload:
-    """With the factor on its SLOs, and as a closed loop, if these are asked for."""
+def _scale_slos(args: argparse.Namespace, made: Workload) -> Workload:
+    """The workload with --slo-scale and --concurrency applied."""
     if args.concurrency is not None:
         made = replace(made, concurrency=args.concurrency)
     return made if args.slo_scale is None else made.with_slo_scale(args.slo_scale)
@@ -159,7 +159,7 @@ def _scenario(args: argparse.Namespace, seed: int, process: ArrivalProcess | Non
     if args.arrivals_from:
         if process is not None:
             raise ValueError("--scenario takes its arrivals from --trace or from --arrivals: leave out one of them")
-        whole = replace(trace_options.asked(args), seconds=None, count=None)
+        whole = replace(trace_options.trace_options_of(args), seconds=None, count=None)
         process = traces.read(args.arrivals_from, whole).times
         rate = process.rate if rate is None else rate
     made = scenarios.make(
@@ -177,7 +177,7 @@ def _scenario(args: argparse.Namespace, seed: int, process: ArrivalProcess | Non
 
 
 def _trace(args: argparse.Namespace, seed: int, process: ArrivalProcess | None) -> Workload:
-    trace = traces.read(args.arrivals_from, trace_options.asked(args))
+    trace = traces.read(args.arrivals_from, trace_options.trace_options_of(args))
     own = trace.has_slos and not args.kinds
     return traces.make(
         Path(args.arrivals_from).name.partition(".")[0],
@@ -207,15 +207,15 @@ def _mix(args: argparse.Namespace, seed: int, process: ArrivalProcess | None) ->
     )
 
 
-def loads(args: argparse.Namespace) -> list[Workload]:
-    """One workload for each run."""
+def workloads_of(args: argparse.Namespace) -> list[Workload]:
+    """Make one workload for each run."""
     if args.rounds is not None and args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: give 1 or more")
     if args.workload:
         if args.seeds:
             raise ValueError("--seeds makes workloads, but --workload is one already: use --rounds to repeat it")
         return [from_file(args)] * (args.rounds or 1)
-    made = [asked(args, seed) for seed in args.seeds or range(args.seed, args.seed + (args.rounds or 1))]
+    made = [workload_of(args, seed) for seed in args.seeds or range(args.seed, args.seed + (args.rounds or 1))]
     for name in traces.NOTES:
         if name in made[0].notes:
             print(f"rubato {args.command}: {made[0].notes[name]}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Engines, latency models, predictors and fair shares, built from a configuration.
+"""Builds engines, latency models, predictors and fair shares from a configuration.
 
-Apart from the server, whose libraries simulations do not need.
+Simulations use this module, too, so it needs none of the server's libraries.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from rubato.latency.with_drafter import WithDrafter, WithLearntDrafter
 from rubato.policies import default_lengths, load, router_for
 from rubato.policy_kit.fair_share import FairShare
 
-# What a simulated engine takes unless told otherwise: about a small model on one GPU.
-REAL_ONLY = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # settings that a simulation does without
-SIMULATED = {
+REAL_ENGINE_SETTINGS = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # a simulation ignores them
+# Default limits of a simulated engine: about a small model on one GPU.
+SIMULATED_LIMITS = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 2048,
     "max_model_len": 8192,
     "kv_blocks": 4096,
     "block_size": 16,
 }
-# With `max_in_flight: auto`: batches that run or wait, at a replica or in the router; and the fewest requests.
-BATCHES_IN_FLIGHT, LEAST_IN_FLIGHT = 4, 256
-# What drafts real tokens, by name: module and class. Imported when an engine is built, for PyTorch comes with them.
+# `max_in_flight: auto` allows this many batches of every replica, and at least this many requests.
+BATCHES_IN_FLIGHT, MIN_IN_FLIGHT = 4, 256
+# Drafters of real tokens, name -> module and class; imported only when an engine is built, since they need PyTorch.
 DRAFTERS = {
     "suffix": ("rubato_torch.drafters.suffix", "SuffixDrafter"),
     "model": ("rubato_torch.model_drafter", "ModelDrafter"),
@@ -62,7 +62,7 @@ def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
     settings = dict(config.engine.settings)
     takes = inspect.signature(cls).parameters
     if "limits" in takes:
-        settings = {name: value for name, value in settings.items() if name not in SIMULATED}
+        settings = {name: value for name, value in settings.items() if name not in SIMULATED_LIMITS}
         settings["limits"] = Limits(**simulation_limits(config))
     given: dict[str, Any] = {"clock": clock}
     if config.model is not None:
@@ -84,19 +84,19 @@ def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
             )
     if "link" in takes:
         settings["link"] = link_of(config)
-    extra = list(SIMULATED) if "limits" in takes else []
+    extra = list(SIMULATED_LIMITS) if "limits" in takes else []
     hidden = {"clock", "latency", "limits", "lengths"}
     known = [name for name in takes if name not in hidden] + extra
-    return cast(Engine, _construct(f"engine {config.engine.name!r}", cls, settings, known))
+    return cast(Engine, _construct_checked(f"engine {config.engine.name!r}", cls, settings, known))
 
 
 def simulation_limits(config: Config) -> dict[str, int]:
-    """The fields of `Limits` for a simulated engine: `SIMULATED`, changed by its settings. Raises ConfigError."""
-    known = [*SIMULATED, *REAL_ONLY, "drafter", "link", "start_seconds"]
+    """The `Limits` fields of a simulated engine: `SIMULATED_LIMITS` changed by its settings. Raises ConfigError."""
+    known = [*SIMULATED_LIMITS, *REAL_ENGINE_SETTINGS, "drafter", "link", "start_seconds"]
     for name in config.engine.settings:
         if name not in known and config.engine.name in ("torch", "simulated"):
             raise ConfigError(f"engine {config.engine.name!r} has no setting {name!r}{nearest(name, known)}")
-    limits = {name: config.engine.settings.get(name, usual) for name, usual in SIMULATED.items()}
+    limits = {name: config.engine.settings.get(name, usual) for name, usual in SIMULATED_LIMITS.items()}
     for name, value in limits.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"engine.{name} is {value!r}: give a whole number, 1 or more")
@@ -104,7 +104,7 @@ def simulation_limits(config: Config) -> dict[str, int]:
 
 
 def start_seconds_of(config: Config) -> float:
-    """`engine.start_seconds`, which a simulated replica takes to start. Raises ConfigError."""
+    """Seconds that a simulated replica takes to start (`engine.start_seconds`). Raises ConfigError."""
     seconds = config.engine.settings.get("start_seconds", 0.0)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not (isfinite(seconds) and seconds >= 0.0):
         raise ConfigError(f"engine.start_seconds is {seconds!r}: give a number of seconds, 0 or more")
@@ -112,13 +112,15 @@ def start_seconds_of(config: Config) -> float:
 
 
 def drafter_of(config: Config) -> Drafter | None:
-    """`engine.drafter`, what drafts for a simulated engine: the name of a profile, or that with the settings of
-    `Acceptance` beside it; without a name drafting costs nothing. Raises ConfigError, also for what drafts real tokens:
-    how often it would be right is unknown."""
+    """The drafter of a simulated engine, from `engine.drafter`: a profile's name, settings of `Acceptance`, or both.
+
+    Without a profile drafting costs nothing. Raises ConfigError, also for a drafter of real tokens: nobody knows how
+    often it would be right.
+    """
     asked = config.engine.settings.get("drafter")
     if asked is None:
         return None
-    name, settings = _drafter_named(asked)
+    name, settings = _split_drafter(asked)
     if name is None and "alpha" not in settings:
         raise ConfigError(
             f"engine.drafter is {asked!r}: give the name of a profile, such as opt-125m-a100-40g, or alpha, how often "
@@ -137,12 +139,12 @@ def drafter_of(config: Config) -> Drafter | None:
 
 
 def token_drafter_of(config: Config) -> object | None:
-    """`engine.drafter`, what drafts for an engine that runs a model: one of `DRAFTERS` or any module with a class
-    `Drafter` (`rubato_torch.drafters.Drafter`), alone or with settings. Raises ConfigError."""
+    """The drafter of an engine that runs a model, from `engine.drafter`: one of `DRAFTERS` or any module with a class
+    `Drafter` (`rubato_torch.drafters.Drafter`), with or without settings. Raises ConfigError."""
     asked = config.engine.settings.get("drafter")
     if asked is None:
         return None
-    name, settings = _drafter_named(asked)
+    name, settings = _split_drafter(asked)
     if name is None or _is_profile(name):
         raise ConfigError(
             f"engine.drafter is {asked!r}, which is for simulated engines: engine {config.engine.name!r} drafts with "
@@ -152,14 +154,14 @@ def token_drafter_of(config: Config) -> object | None:
     if "." not in module:
         raise ConfigError(f"engine.drafter: unknown drafter {name!r}{nearest(name, DRAFTERS)}")
     cls = _class("engine.drafter", module, of, {})
-    made = _construct(f"engine.drafter {name!r}", cls, settings, list(inspect.signature(cls).parameters))
+    made = _construct_checked(f"engine.drafter {name!r}", cls, settings, list(inspect.signature(cls).parameters))
     if lacking := [part for part in ("draft", "verified", "forget") if not callable(getattr(made, part, None))]:
         raise ConfigError(f"engine.drafter: class Drafter of {name} lacks {', '.join(lacking)}")
     return made
 
 
-def _drafter_named(asked: object) -> tuple[str | None, dict[str, Any]]:
-    """The name in a value of `engine.drafter`, and the settings beside it."""
+def _split_drafter(asked: object) -> tuple[str | None, dict[str, Any]]:
+    """Split a value of `engine.drafter` into its name and its settings."""
     settings = dict(asked) if isinstance(asked, Mapping) else {"name": asked}
     name = settings.pop("kind", None) if "kind" in settings else settings.pop("name", None)
     if name is not None and not isinstance(name, str):
@@ -177,17 +179,17 @@ def _is_simulated(config: Config) -> bool:
 
 
 def link_of(config: Config) -> KVLink:
-    """`engine.link`, what moving KV to a simulated engine costs. Raises ConfigError."""
+    """The cost of moving KV to a simulated engine (`engine.link`). Raises ConfigError."""
     asked = config.engine.settings.get("link", {})
     known = [f.name for f in fields(KVLink)]
     if not isinstance(asked, Mapping):
         raise ConfigError(f"engine.link is {asked!r}: give {', '.join(known)}")
-    return cast(KVLink, _construct("engine.link", KVLink, asked, known))
+    return cast(KVLink, _construct_checked("engine.link", KVLink, asked, known))
 
 
-def believed_of(config: Config) -> LatencyModel:
-    """What a scheduler believes of its engine's step times. Of an engine that runs a model and has a drafter it learns
-    what drafting takes, as the engine measures it, beside the rest of a step."""
+def believed_latency_of(config: Config) -> LatencyModel:
+    """The latency model by which a scheduler predicts steps. Where a real engine has a drafter, the model also learns
+    the drafting time that the engine measures."""
     if not _is_simulated(config):
         believed = latency_of(config)
         return believed if config.engine.settings.get("drafter") is None else WithLearntDrafter(believed)
@@ -196,33 +198,41 @@ def believed_of(config: Config) -> LatencyModel:
 
 
 def latency_of(config: Config) -> LatencyModel:
-    """`latency.kind` is a name in `MODELS`, or any module with a class `Model` (what it lacks of a `LatencyModel`
-    beyond step_time, largest_chunk, fit and update is added by `latency.model_base`); by default `affine`, which begins
-    with a guess and learns from each step. Raises ConfigError."""
+    """The model of `latency.kind`: a name in `MODELS`, or any module with a class `Model`. The default is `affine`,
+    which begins with a guess and learns from each step.
+
+    A `Model` needs step_time, largest_chunk, fit and update; `latency.model_base` adds the rest of a `LatencyModel`.
+    Raises ConfigError.
+    """
     named = config.latency or Named(name="affine")
     cls = _class("latency", named.name, "Model", MODELS)
-    model = _construct(f"latency {named.name!r}", cls, named.settings, list(inspect.signature(cls).parameters))
+    model = _construct_checked(f"latency {named.name!r}", cls, named.settings, list(inspect.signature(cls).parameters))
     try:
         return with_defaults(model)
     except TypeError as error:
         raise ConfigError(f"latency: {error}") from error
 
 
-def guessed(config: Config) -> list[str]:
-    """Settings of `latency` that are left out though their defaults are a guess (`GUESSED` of the model): a live server
-    learns them, but they are no truth to simulate."""
+def guessed_settings(config: Config) -> list[str]:
+    """Names of `latency` settings that are not given and whose defaults are guesses (`GUESSED` of the model). A live
+    server learns them; a simulation would take the guess for the truth."""
     named = config.latency or Named(name="affine")
     model = _class("latency", named.name, "Model", MODELS)
     return [name for name in getattr(model, "GUESSED", ()) if name not in named.settings]
 
 
 def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None) -> LengthPredictor | None:
-    """`lengths.kind`: one of `PREDICTORS`, or a dotted module with a class `Lengths`; default: the policy's
-    (`policies.default_lengths`), and where it names none, `DEFAULT_LENGTHS` if an e2e may be stated. Where `lengths` is
-    null in so many words, or no e2e may be, nothing is known then.
+    """The length predictor of `lengths.kind`: one of `PREDICTORS`, or a dotted module with a class `Lengths`.
 
-    In simulation, where `truth` (request id -> output tokens of each stage) is given, also oracle. Raises ConfigError,
-    and PolicyError for a policy or router that is not there.
+    The default is the policy's (`policies.default_lengths`); if it has none, `DEFAULT_LENGTHS` where a request may have
+    an e2e SLO. None where `lengths` is null and the policy has none.
+
+    Args:
+        truth: request id -> output tokens of each stage; known in simulations only, where it allows `oracle`.
+
+    Raises:
+        ConfigError: for settings that are unknown or impossible.
+        PolicyError: for a policy or router that does not exist.
     """
     if config.lengths is None:
         usual = default_lengths(config.policy.name, config.router.name)
@@ -236,26 +246,26 @@ def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None)
                 f"lengths: the oracle knows simulated requests only; serve with {' or '.join(PREDICTORS)}"
             )
         settings = {"truth": {id: sum(outputs) for id, outputs in truth.items()}, **settings}
-        return cast(LengthPredictor, _construct("lengths 'oracle'", Oracle, settings, ["noise"]))
+        return cast(LengthPredictor, _construct_checked("lengths 'oracle'", Oracle, settings, ["noise"]))
     cls = _class("lengths", name, "Lengths", {"oracle": Oracle, **PREDICTORS})
     known = [name for name in inspect.signature(cls).parameters if not name.startswith("_")]
-    return cast(LengthPredictor, _construct(f"lengths {name!r}", cls, settings, known))
+    return cast(LengthPredictor, _construct_checked(f"lengths {name!r}", cls, settings, known))
 
 
 def _may_have_e2e(config: Config) -> bool:
-    """Whether a request may have an e2e SLO: a tier's, or one that its client states and no list of tiers forbids."""
+    """Whether a request may have an e2e SLO: a tier has one, or some client may state any SLO."""
     promised = any(tier.e2e_ms is not None for tier in config.tiers.values())
     return promised or not config.tenants or any(tenant.tiers is None for tenant in config.tenants.values())
 
 
 def autoscaler_of(config: Config) -> Autoscaler | None:
-    """`autoscale.kind`: one of `AUTOSCALERS`, or a dotted module with a class `Autoscaler`; None: nothing scales.
-    Raises ConfigError, also for a pool that the policy's router does not keep."""
+    """The autoscaler of `autoscale.kind`: one of `AUTOSCALERS`, or a dotted module with a class `Autoscaler`; None
+    where the fleet does not scale. Raises ConfigError, also for `pool` with a policy that keeps no pool."""
     if config.autoscale is None:
         return None
     name, settings = config.autoscale.name, config.autoscale.settings
     cls = _class("autoscale", name, "Autoscaler", AUTOSCALERS)
-    made = _construct(f"autoscale {name!r}", cls, settings, list(inspect.signature(cls).parameters))
+    made = _construct_checked(f"autoscale {name!r}", cls, settings, list(inspect.signature(cls).parameters))
     if lacking := [part for part in ("observe", "scale") if not callable(getattr(made, part, None))]:
         raise ConfigError(f"autoscale: class Autoscaler of {name} lacks {', '.join(lacking)}")
     if isinstance(made, ReplicaBounds) and not made.min <= config.replicas <= made.max:
@@ -268,7 +278,7 @@ def autoscaler_of(config: Config) -> Autoscaler | None:
 
 
 def _check_roles(config: Config, made: Any) -> None:
-    """Raises ConfigError where the router cannot follow a fleet that grows and shrinks, or keeps no pool to follow."""
+    """Raises ConfigError where the router needs a fixed fleet, or `pool` is asked for and the router keeps none."""
     policy, router = config.policy, config.router
     routes = router_for(policy.name, router.name, router.settings, policy.settings)
     roles = _roles(routes, config.replicas).values() if isinstance(routes, Assigner) else ()
@@ -288,7 +298,7 @@ def _check_roles(config: Config, made: Any) -> None:
 
 
 def _roles(router: Assigner, replicas: int) -> Mapping[str, Role]:
-    """Raises ConfigError if it cannot do with so few."""
+    """The roles of this many replicas. Raises ConfigError where the router needs more."""
     try:
         return router.roles([f"r{i}" for i in range(replicas)])
     except ValueError as e:
@@ -301,8 +311,8 @@ def _engine_class(kind: str) -> Any:
 
 
 def _class(what: str, kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    """The class that `known` has under `kind`; else `kind` is a dotted module, and its class `name` is taken. Raises
-    ConfigError for a module that is not there or has no such class."""
+    """The class of `kind` in `known`, or the class `name` of the dotted module `kind`. Raises ConfigError for a module
+    that cannot be imported or has no such class."""
     if kind in known:
         return known[kind]
     if "." not in kind:
@@ -318,7 +328,7 @@ def _class(what: str, kind: str, name: str, known: Mapping[str, Any]) -> Any:
     return getattr(module, name)
 
 
-def _construct(what: str, cls: Any, settings: Mapping[str, Any], known: list[str]) -> object:
+def _construct_checked(what: str, cls: Any, settings: Mapping[str, Any], known: list[str]) -> object:
     for key in settings:
         if key not in inspect.signature(cls).parameters:
             raise ConfigError(f"{what} has no setting {key!r}{nearest(key, known)}")
@@ -330,8 +340,7 @@ def _construct(what: str, cls: Any, settings: Mapping[str, Any], known: list[str
 
 
 def check_names(config: Config) -> None:
-    """Raises ConfigError where settings of the policy or its router (`tier_names`) name a tier that no request can
-    have, and PolicyError as `load`."""
+    """Raises ConfigError where the policy or its router names a tier that does not exist, and PolicyError as `load`."""
     policy, router = config.policy, config.router
     parts = {
         "policy": load(policy.name, policy.settings),
@@ -345,26 +354,30 @@ def check_names(config: Config) -> None:
 
 
 def most_in_flight(config: Config, limits: Limits) -> int | None:
-    """`max_in_flight` of our server, with as many replicas as it may have. limits: of one of the engines."""
+    """Bound on requests in flight (`max_in_flight`), with as many replicas as the autoscaler may add.
+
+    limits: of one of the engines.
+    """
     scaled = autoscaler_of(config)
     replicas = scaled.max if isinstance(scaled, ReplicaBounds) else config.replicas
     return in_flight_bound(config, replicas * limits.max_num_seqs)
 
 
 def in_flight_bound(config: Config, places: int) -> int | None:
-    """`max_in_flight`; auto: so many times what the batches of all replicas hold, `places` requests."""
+    """Bound on requests in flight (`max_in_flight`); `auto` is a multiple of `places`, the sequences in one batch of
+    every replica."""
     if config.max_in_flight != "auto":
         return config.max_in_flight
-    return max(LEAST_IN_FLIGHT, BATCHES_IN_FLIGHT * places)
+    return max(MIN_IN_FLIGHT, BATCHES_IN_FLIGHT * places)
 
 
 def choice_of(config: Config) -> PolicyChoice:
-    """The policy and the router with their settings, which are not looked for yet."""
+    """The names and settings of the policy and the router; nothing is imported yet."""
     return PolicyChoice(config.policy.name, config.policy.settings, config.router.name, config.router.settings)
 
 
 def fair_share_of(config: Config) -> FairShare | None:
-    """Between the tenants, if there are any."""
+    """The fair share between tenants; None without tenants."""
     if not config.tenants:
         return None
     weights = {name: tenant.weight for name, tenant in config.tenants.items()}

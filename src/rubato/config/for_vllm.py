@@ -12,8 +12,8 @@ from rubato.core.did_you_mean import nearest
 from rubato.core.length_prediction import PREDICTORS
 from rubato.engines.vllm.settings import Settings, settings_of
 
-# What vLLM's own flags decide, or what has no place in its server.
-OF_VLLM = frozenset(
+# Settings that vLLM's own flags decide, or that its server cannot have.
+VLLM_OWNED = frozenset(
     {
         "model", "served_model_name", "engine", "replicas", "autoscale", "fleet", "router", "prefix_cache", "host",
         "port",
@@ -23,10 +23,10 @@ OF_VLLM = frozenset(
 )  # fmt: skip
 
 
-def configured(additional: object) -> tuple[Settings, Config]:
-    """What vLLM's `additional_config` says, filled up from the file that it names.
+def load_for_vllm(additional: object) -> tuple[Settings, Config]:
+    """The plug-in's settings from vLLM's `additional_config`, completed from the file that it names.
 
-    Raises ConfigError (ValueError) as `config.schema.load`, and for what the file asks and vLLM cannot have.
+    Raises ConfigError (ValueError) as `config.schema.load`, and for settings that do not work inside vLLM.
     """
     settings = settings_of(additional)
     if not settings.config:
@@ -47,14 +47,14 @@ def configured(additional: object) -> tuple[Settings, Config]:
 
 
 def latency_in_vllm(latency: Named) -> Mapping[str, Any]:
-    """The model's coefficients. Raises ConfigError for one that vLLM cannot have."""
+    """The coefficients of the latency model. Raises ConfigError for any model but affine."""
     if latency.name != "affine":
         raise ConfigError(f"latency: inside vLLM the model is affine, and {latency.name!r} is asked for")
     return latency.settings
 
 
 def lengths_in_vllm(config: Config) -> str | None:
-    """The predictor's name. Raises ConfigError for one that vLLM cannot have."""
+    """The name of the length predictor. Raises ConfigError for one with settings, or of a module."""
     lengths = config.lengths
     if lengths is not None and (lengths.name not in PREDICTORS or lengths.settings):
         close = nearest(lengths.name, PREDICTORS)
@@ -62,6 +62,6 @@ def lengths_in_vllm(config: Config) -> str | None:
     return None if lengths is None else lengths.name
 
 
-def left_to_vllm(config: Config) -> list[str]:
+def ignored_settings(config: Config) -> list[str]:
     """Settings of the file that have no effect inside vLLM."""
-    return sorted(OF_VLLM & config.model_fields_set)
+    return sorted(VLLM_OWNED & config.model_fields_set)

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from rubato import policies
-from rubato.config.build import SIMULATED
+from rubato.config.build import SIMULATED_LIMITS
 from rubato.config.parts import PARTS, StrictSettings
 from rubato.config.schema import Config
 from rubato.config.vllm_server import VllmServers
@@ -22,7 +22,7 @@ from rubato.engines import simulated
 from rubato.fleet.autoscalers import AUTOSCALERS
 from rubato.latency.model_kinds import MODELS
 
-SIMULATED_TEXTS = {
+LIMIT_TEXTS = {
     "max_num_seqs": "sequences of one batch",
     "max_num_batched_tokens": "tokens of one batch",
     "max_model_len": "tokens of one sequence",
@@ -43,8 +43,8 @@ Choices = Mapping[str, tuple[Setting, ...]]  # the packaged names, with the sett
 
 
 def choices() -> dict[str, Choices]:
-    """What `policy`, `router`, `engine`, `latency`, `lengths`, `autoscale` and `fleet` may be. The settings of engine
-    `torch` are not among them: reading them would import PyTorch."""
+    """The packaged choices of `policy`, `router`, `engine`, `latency`, `lengths`, `autoscale` and `fleet`, each with
+    its settings. Engine `torch` has none here: reading them would import PyTorch."""
     kinds = {(name, kind.title()) for name, kind, *_ in policies.describe()}
     parts: dict[str, dict[str, tuple[Setting, ...]]] = {"policy": {}, "router": {"auto": ()}}
     for name, kind in sorted(kinds):
@@ -52,7 +52,7 @@ def choices() -> dict[str, Choices]:
         cls = type(build(name))
         parts["policy" if kind == "Scheduler" else "router"][name] = policy_settings(cls, kind)
     engine = settings_of(simulated.Engine, {"noise": 0.0, "seed": 0, "drafter": None, "link": {}, "start_seconds": 0.0})
-    limits = tuple(Setting(name, default, SIMULATED_TEXTS[name]) for name, default in SIMULATED.items())
+    limits = tuple(Setting(name, default, LIMIT_TEXTS[name]) for name, default in SIMULATED_LIMITS.items())
     return {
         **parts,
         "engine": {"torch": (), "simulated": limits + engine, "vllm": of_signature(VllmServers)},
@@ -64,13 +64,13 @@ def choices() -> dict[str, Choices]:
 
 
 def policy_settings(cls: Any, kind: str) -> tuple[Setting, ...]:
-    """Of a policy's part, `Scheduler` or `Router`."""
+    """The settings of a policy's class. kind: `Scheduler` or `Router`."""
     found = settings_of(cls, policies.settings_of(cls, kind))
     return tuple(each if each.text else replace(each, text=ROUTER_TEXTS.get(each.name, "")) for each in found)
 
 
 def of_signature(kind: Any, names: Iterable[str] | None = None) -> tuple[Setting, ...]:
-    """The settings that a class or a function takes, all of them unless named."""
+    """The parameters of a class or a function as settings; only those in `names` where it is given."""
     parameters = inspect.signature(kind).parameters
     named = parameters if names is None else names
     defaults = {name: _default(kind, parameters[name]) for name in named}
@@ -86,7 +86,7 @@ def _default(kind: Any, parameter: inspect.Parameter) -> object:
 
 
 def json_schema() -> dict[str, Any]:
-    """Of a configuration file, by JSON Schema 2020-12."""
+    """The JSON Schema (2020-12) of a configuration file."""
     schema = Config.model_json_schema()
     _describe(schema, Config)
     for cls in PARTS.values():
@@ -98,7 +98,12 @@ def json_schema() -> dict[str, Any]:
         schema["properties"][key] = {
             "description": field["description"],
             "default": None if default is None else default.name,
-            "anyOf": [{"enum": list(known)}, *(_chosen(name, own) for name, own in known.items()), *_OTHERS, *null],
+            "anyOf": [
+                {"enum": list(known)},
+                *(_choice_schema(name, own) for name, own in known.items()),
+                *_OTHER_MODULES,
+                *null,
+            ],
         }
     del schema["$defs"]["Named"]
     servers = schema["properties"]["servers"]
@@ -106,13 +111,13 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Rubato's configuration"}
 
 
-_OTHERS = [  # a module or a file of one's own
+_OTHER_MODULES = [  # the user's own module or file
     {"type": "string"},
     {"type": "object", "anyOf": [{"required": ["name"]}, {"required": ["kind"]}]},
 ]
 
 
-def _chosen(name: str, own: Iterable[Setting]) -> dict[str, Any]:
+def _choice_schema(name: str, own: Iterable[Setting]) -> dict[str, Any]:
     properties = {setting.name: {"description": setting.text} for setting in own}
     word = {"const": name}
     return {
@@ -123,7 +128,7 @@ def _chosen(name: str, own: Iterable[Setting]) -> dict[str, Any]:
 
 
 def _describe(schema: dict[str, Any], cls: type[StrictSettings]) -> None:
-    """The texts of its settings, in place of its docstring as a whole."""
+    """Put the text of each setting beside it, and keep only the first paragraph of the class's docstring."""
     texts = setting_texts(cls.__doc__, cls.model_fields)
     schema["description"] = (cls.__doc__ or "").strip().split("\n\n")[0]
     for name, field in schema["properties"].items():

@@ -29,7 +29,7 @@ from rubato.core.did_you_mean import nearest
 from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
 from rubato.workloads.request_kinds import Kind, Range, chat, code, summary
 
-USUAL = {"chat": chat, "code": code, "summary": summary}
+USUAL_KINDS = {"chat": chat, "code": code, "summary": summary}
 
 
 class _Shape(StrictSettings):
@@ -57,7 +57,7 @@ class _Mix(StrictSettings):
 
 
 def read(path: str | Path) -> list[Kind]:
-    """The kinds of a file. Raises ValueError naming the file and what is wrong, OSError when it cannot be opened."""
+    """Read the kinds in a file. Raises ValueError that names file and mistake, OSError if it cannot be opened."""
     tree = parse_yaml(Path(path).read_bytes(), str(path))
     try:
         mix = _Mix.model_validate(tree)
@@ -74,15 +74,15 @@ def read(path: str | Path) -> list[Kind]:
 def _kind(asked: _Kind, mix: _Mix) -> Kind:
     lengths = {name: _range(asked.app, name, getattr(asked, name)) for name in ("prompt", "output")}
     given: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
-    if asked.app not in USUAL and len(given) < 2:
-        near = nearest(asked.app, USUAL, list_all=False)
+    if asked.app not in USUAL_KINDS and len(given) < 2:
+        near = nearest(asked.app, USUAL_KINDS, list_all=False)
         raise ValueError(f"kind {asked.app!r} has no usual lengths: give both of prompt and output{near}")
     tier = asked.tier or asked.app
     if tier not in mix.tiers:
         raise ValueError(f"kind {asked.app!r} is of tier {tier!r}, which has no entry{nearest(tier, mix.tiers)}")
     given |= {"tier": tier, "share": asked.share, "ttft_slowdown": asked.ttft_slowdown}
     slo = mix.tiers[tier].slo
-    return USUAL[asked.app](slo, **given) if asked.app in USUAL else Kind(asked.app, slo, **given)
+    return USUAL_KINDS[asked.app](slo, **given) if asked.app in USUAL_KINDS else Kind(asked.app, slo, **given)
 
 
 def _range(app: str, name: str, tokens: _Tokens | None) -> Range | None:

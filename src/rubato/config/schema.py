@@ -111,7 +111,7 @@ class Config(StrictSettings):
 
     @field_validator("tiers", "tenants")
     @classmethod
-    def _names(cls, named: Mapping[str, Any], info: ValidationInfo) -> Mapping[str, Any]:
+    def _check_names(cls, named: Mapping[str, Any], info: ValidationInfo) -> Mapping[str, Any]:
         what = "tier" if info.field_name == "tiers" else "tenant"
         if what == "tier" and "auto" in named:
             raise ValueError("`auto` cannot be a tier: it is OpenAI's name for the default one; set default_tier")
@@ -142,7 +142,7 @@ class Config(StrictSettings):
         return [*self.tiers, "default", "flex"]
 
     @model_validator(mode="after")
-    def _agrees(self) -> Config:
+    def _check_consistency(self) -> Config:
         known = self.tier_names
         if self.default_tier not in known:
             raise ValueError(

@@ -19,10 +19,10 @@ from rubato.fleet.server_actor import ServerCommand
 from rubato.policies import load, router_for
 
 KV_FLAG = "--kv-transfer-config"
-CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-NIXL = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "{host}", "VLLM_NIXL_SIDE_CHANNEL_PORT": "{free_port}"}
-KEY = "VLLM_API_KEY"  # vLLM's environment variable: what its API asks of clients
-OURS = {  # vLLM's flags that follow from the configuration: what to do instead
+KV_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+NIXL_VARIABLES = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "{host}", "VLLM_NIXL_SIDE_CHANNEL_PORT": "{free_port}"}
+API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM reads its API key from this environment variable
+RESERVED_FLAGS = {  # vLLM's flags that follow from the configuration: what to do instead
     "--model": "set model",
     "--served-model-name": "set served_model_name",
     "--host": "Rubato chooses it",
@@ -32,7 +32,7 @@ OURS = {  # vLLM's flags that follow from the configuration: what to do instead
     "--scheduler-cls": "set policy",
     "--middleware": "Rubato adds its own",
     "--additional-config": "set engine.plugin",
-    "--api-key": f"set {KEY} in engine.env",
+    "--api-key": f"set {API_KEY_VARIABLE} in engine.env",
     "--data-parallel-size": "set replicas",
     "-dp": "set replicas",
 }
@@ -65,8 +65,8 @@ class VllmServers:
             raise ConfigError("engine.args: give a list of vLLM's flags, such as ['--max-model-len=4096']")
         for word in args:
             flag = word.partition("=")[0]
-            if flag in OURS:
-                raise ConfigError(f"engine.args: leave {flag} out: {OURS[flag]}")
+            if flag in RESERVED_FLAGS:
+                raise ConfigError(f"engine.args: leave {flag} out: {RESERVED_FLAGS[flag]}")
         if type(self.tensor_parallel_size) is not int or self.tensor_parallel_size < 1:
             raise ConfigError(
                 f"engine.tensor_parallel_size is {self.tensor_parallel_size!r}: give a number of GPUs, 1 or more"
@@ -83,8 +83,7 @@ class VllmServers:
 
 
 def vllm_command(config: Config) -> tuple[ServerCommand, str]:
-    """How one server of the configuration is started, and the key of its API, made here unless `engine.env` has one.
-    Raises ConfigError."""
+    """The command that starts one vLLM server, and its API key: `engine.env`'s or a new one. Raises ConfigError."""
     servers = VllmServers.of(config.engine.settings)
     if config.model is None or config.model == "bundled":
         raise ConfigError(
@@ -106,11 +105,13 @@ def vllm_command(config: Config) -> tuple[ServerCommand, str]:
         words.append("--no-enable-prefix-caching")
     nixl: dict[str, str] = {}
     if moves_kv(config):
-        nixl = NIXL
+        nixl = NIXL_VARIABLES
         if not any(word.partition("=")[0] == KV_FLAG for word in servers.args):
-            words.append(f"{KV_FLAG}={json.dumps(CONNECTOR)}")
-    key = servers.env.get(KEY) or uuid4().hex
-    command = ServerCommand([*words, *servers.args], {**nixl, **servers.env, KEY: key}, float(servers.start_seconds))
+            words.append(f"{KV_FLAG}={json.dumps(KV_CONNECTOR)}")
+    key = servers.env.get(API_KEY_VARIABLE) or uuid4().hex
+    command = ServerCommand(
+        [*words, *servers.args], {**nixl, **servers.env, API_KEY_VARIABLE: key}, float(servers.start_seconds)
+    )
     return command, key
 
 
@@ -123,21 +124,21 @@ def moves_kv(config: Config) -> bool:
 
 
 def plugin_settings(config: Config, more: Mapping[str, Any]) -> dict[str, Any]:
-    """What the plug-in in each server is told (`engines.vllm.settings`). more: what it is told beside that. Raises
-    ConfigError."""
+    """The settings of the plug-in in each server (`engines.vllm.settings`). more: further settings, `engine.plugin`.
+    Raises ConfigError."""
     name, latency = config.policy.name, config.latency
     if name.endswith(".py"):
         name = os.path.abspath(name)
-    told: dict[str, Any] = {"policy": name, "settings": dict(config.policy.settings), "slo_rule": config.slo_rule}
+    plugin: dict[str, Any] = {"policy": name, "settings": dict(config.policy.settings), "slo_rule": config.slo_rule}
     if latency is not None:
-        told["latency"] = dict(latency_in_vllm(latency))
+        plugin["latency"] = dict(latency_in_vllm(latency))
     if "lengths" in config.model_fields_set:
-        told["lengths"] = lengths_in_vllm(config)
-    if twice := [key for key in more if key in (*told, "link")]:
+        plugin["lengths"] = lengths_in_vllm(config)
+    if twice := [key for key in more if key in (*plugin, "link")]:
         raise ConfigError(f"engine.plugin: {twice[0]} follows from the rest of the configuration; leave it out here")
-    told = {**told, **more, "link": {"host": "{host}"}}
+    plugin = {**plugin, **more, "link": {"host": "{host}"}}
     try:
-        settings_of({"rubato": told})
+        settings_of({"rubato": plugin})
     except ValueError as error:
         raise ConfigError(f"engine.plugin: {error}") from error
-    return told
+    return plugin

@@ -1,4 +1,4 @@
-"""YAML as every file of settings and of kinds is read: what is wrong is told by place, and never quoted."""
+"""Reads YAML of settings and request kinds; errors name the place and never quote the text, which may hold a key."""
 
 from __future__ import annotations
 

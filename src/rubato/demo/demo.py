@@ -1,10 +1,10 @@
 """`rubato demo`: one model, this machine, three tiers of requests, policy against policy, in some three minutes.
 
-What it does, in order: measure the unloaded TTFT and step time and set each tier's SLO as a fixed multiple of them; fit
-the latency model on steps of every kind; ask the simulator which rate `vllm` holds, and try that rate twice; offer 1.3
-times the rate, the same requests at the same times, to `vllm`, `sarathi` (its budget tuned on this workload) and one of
-ours, each in a server of its own. A slow machine gets shorter requests, and only then more seconds, MAX_DEMO_SECONDS at
-most.
+The demo measures the unloaded TTFT and step time and sets each tier's SLO as a fixed multiple of them. It fits the
+latency model on steps of every kind, asks the simulator which rate `vllm` sustains, and tries that rate twice. Then it
+offers 1.3 times the rate, the same requests at the same times, to `vllm`, `sarathi` (with a budget tuned on this
+workload) and one policy of ours, each in its own server. A slow machine gets shorter requests, and only then a longer
+load, `runs.MAX_LOAD_S` at most.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rubato.core.extras import extra
 from rubato.demo.progress import Progress, say
-from rubato.demo.runs import HOLDS, OVERLOAD, Stage, attained, met
+from rubato.demo.runs import HOLDING_ATTAINMENT, OVERLOAD, Stage, attained_share, count_met
 from rubato.measure import compare, pictures, plot, results
 from rubato.measure.http_client import BenchError
 from rubato.measure.records import BenchResult
@@ -27,9 +27,17 @@ from rubato.workloads import write
 
 
 def demo(out: Path, *, policy: str = "rubato", seconds: float | None = None, seed: int = 0) -> int:
-    """Run the demo and write everything into `out`. seconds: of load for each policy, instead of what the machine's
-    speed calls for. Returns 0 when it ran to its end, whatever the verdict; 1 when a run could not be trusted (the load
-    generator was late). Raises ServerError, BenchError, PolicyError, ImportError."""
+    """Run the demo and write everything into `out`.
+
+    Args:
+        seconds: of load for each policy; None: chosen by the machine's speed.
+
+    Returns:
+        0 when the demo ran to its end, whatever the verdict; 1 when the load generator was late in a run.
+
+    Raises:
+        ServerError, BenchError, PolicyError, ImportError
+    """
     with extra("demo", "the demo"):
         import matplotlib  # noqa: F401
 
@@ -45,7 +53,7 @@ def demo(out: Path, *, policy: str = "rubato", seconds: float | None = None, see
     warm = stage.warm_up(seconds)
     load = stage.load(OVERLOAD * warm.rate, warm.seconds, warm.slos, warm.scale)
     write(load, out / "workload.jsonl")
-    budget = stage.tuned_budget(warm, load)
+    budget = stage.tune_budget(warm, load)
     contestants: list[tuple[str, dict[str, object]]] = [("vllm", {}), ("sarathi", {"budget": budget}), (policy, {})]
     say(f"      {len(load.arrivals)} requests in {load.duration:.0f} s ({load.rate:.2f}/s), the same for each policy")
     runs = []
@@ -60,10 +68,10 @@ def demo(out: Path, *, policy: str = "rubato", seconds: float | None = None, see
     attainment.save(out / "attainment-light.svg", pictures.CLEAR)
     attainment.save(out / "attainment-dark.svg", pictures.DARK)
     print("\n" + results.table(runs) + "\n")
-    print(sentence(runs, bool(warm.doubt)) + "\n")
+    print(outcome_sentence(runs, bool(warm.doubt)) + "\n")
     for comparison in comparisons:
-        print(interval(comparison))
-    for warning in filter(None, [warm.doubt, warm.poor_fit, held_after_all(runs), stage.progress.disturbance()]):
+        print(interval_sentence(comparison))
+    for warning in filter(None, [warm.doubt, warm.poor_fit, no_overload_warning(runs), stage.progress.disturbance()]):
         print(f"READ WITH CARE: {warning}.")
     print(f"\nPicture: {out}/demo.png. Every request: {out}/*.records.jsonl. {time.monotonic() - began:.0f} s in all.")
     print("\nTry next:\n" + "\n".join(f"    {line}" for line in next_commands(out)))
@@ -71,7 +79,7 @@ def demo(out: Path, *, policy: str = "rubato", seconds: float | None = None, see
 
 
 def _check_able(policy: str) -> None:
-    """Raises PolicyError for one that is not there, or that one replica of the embedded engine cannot run."""
+    """Raises PolicyError for an unknown policy, or one that a single replica of the embedded engine cannot run."""
     from rubato_torch import Engine
 
     if lacking := load_policy(policy).needs - Engine.supports:
@@ -80,41 +88,41 @@ def _check_able(policy: str) -> None:
         raise PolicyError(f"policy {policy!r} runs on several replicas; the demo has one: try `rubato simulate`")
 
 
-def sentence(runs: Sequence[BenchResult], doubtful: bool = False) -> str:
+def outcome_sentence(runs: Sequence[BenchResult], doubtful: bool = False) -> str:
     """The outcome in a sentence. doubtful: the rates tried did not enclose the rate that vllm holds."""
     *baselines, ours = runs
-    others = " and ".join(f"{run.label} of {met(run)}" for run in baselines)
+    others = " and ".join(f"{run.label} of {count_met(run)}" for run in baselines)
     holds = "may hold (see below)" if doubtful else "holds"
     return (
         f"Under {OVERLOAD} x the load that vLLM's scheduling {holds}, {ours.label} met the SLO of "
-        f"{met(ours)} of {len(ours.records)} requests, {others}."
+        f"{count_met(ours)} of {len(ours.records)} requests, {others}."
     )
 
 
-def held_after_all(runs: Sequence[BenchResult]) -> str:
-    """What to say where the load was no overload; "" where it was."""
+def no_overload_warning(runs: Sequence[BenchResult]) -> str:
+    """A warning where vllm sustained the load after all; "" where the load was an overload."""
     vllm = runs[0]
-    if attained(vllm) < HOLDS:
+    if attained_share(vllm) < HOLDING_ATTAINMENT:
         return ""
     return (
-        f"{vllm.label} attained {attained(vllm):.0%} of a load that was to be {OVERLOAD} x what it holds, so this "
-        "machine is faster now than when that rate was tried: run the demo again"
+        f"{vllm.label} attained {attained_share(vllm):.0%} of a load that was to be {OVERLOAD} x what it holds, so "
+        "this machine is faster now than when that rate was tried: run the demo again"
     )
 
 
-def interval(comparison: compare.ComparisonReport) -> str:
-    """The difference to one baseline, of all requests, in points."""
+def interval_sentence(comparison: compare.ComparisonReport) -> str:
+    """A sentence with the difference in attainment to one baseline, in points, over all requests."""
     d = comparison.tiers["all"].attained
     value, low, high = (100 * v for v in (d.difference, d.difference_low, d.difference_high))
-    told = "" if low > 0 or high < 0 else ": too few requests to tell which is better"
+    certainty = "" if low > 0 or high < 0 else ": too few requests to tell which is better"
     return (
         f"{comparison.a} against {comparison.b}: {value:+.0f} points of attainment, "
-        f"95 % interval {low:+.0f} to {high:+.0f}{told}"
+        f"95 % interval {low:+.0f} to {high:+.0f}{certainty}"
     )
 
 
 def next_commands(out: Path) -> list[str]:
-    """What to do after it, as typed from here."""
+    """Commands to try next, as typed from this folder."""
     program = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).name == "rubato" else "rubato"
     return [
         f"{program} serve bundled --port 8000        # any OpenAI client; state SLOs as docs/http-api.md shows",

@@ -33,11 +33,11 @@ from rubato.workloads.request_kinds import Kind
 from rubato.workloads.workload import Arrival
 
 SERVERS = 4
-PERIOD_S = 240.0  # of one rise and fall
+PERIOD_S = 240.0  # one rise and fall of the rate
 MIN_LOAD, MAX_LOAD = 0.4, 1.4  # times capacity, at the start of a cycle and in its middle
-STEPS = 24  # of constant rate in a cycle
+CYCLE_STEPS = 24  # a cycle is this many steps of constant rate
 TIMEOUT_S = 600.0  # for one request
-RETRY_S = 1.0  # from one look for the server to the next
+RETRY_S = 1.0  # between two looks for the server
 
 KINDS = (
     Kind("chat", SLO(ttft=2.0, tpot=0.08), log_normal(900, 700, 3500), log_normal(160, 100, 500), share=0.40),
@@ -45,14 +45,14 @@ KINDS = (
     Kind("summary", SLO(e2e=25.0), log_normal(4500, 2000, 9000), log_normal(160, 60, 350), share=0.15),
     Kind("batch", SLO(), log_normal(3000, 1500, 8000), log_normal(250, 120, 600), share=0.25),
 )
-STREAMED = ("chat", "code")  # the others want an answer as a whole
+STREAMED_TIERS = ("chat", "code")  # the other tiers want whole answers
 
 
 def wave(period_s: float = PERIOD_S, low: float = MIN_LOAD, high: float = MAX_LOAD) -> Piecewise:
-    """Poisson arrivals from `low` to `high` times some rate and back, as a cosine, in `STEPS` steps."""
-    middles = [(step + 0.5) / STEPS for step in range(STEPS)]
+    """Poisson arrivals from `low` to `high` times some rate and back, as a cosine, in `CYCLE_STEPS` steps."""
+    middles = [(step + 0.5) / CYCLE_STEPS for step in range(CYCLE_STEPS)]
     levels = tuple(low + (high - low) * (1.0 - cos(2.0 * pi * at)) / 2.0 for at in middles)
-    return Piecewise(tuple(period_s * step / STEPS for step in range(STEPS)), levels, period_s)
+    return Piecewise(tuple(period_s * step / CYCLE_STEPS for step in range(CYCLE_STEPS)), levels, period_s)
 
 
 def capacity(latency: LatencyModel, limits: Limits, kinds: Sequence[Kind] = KINDS) -> float:
@@ -79,13 +79,13 @@ def capacity(latency: LatencyModel, limits: Limits, kinds: Sequence[Kind] = KIND
 
 
 def fleet_capacity(servers: int = SERVERS) -> float:
-    """Requests/s that so many simulated servers sustain together."""
+    """Requests/s that `servers` simulated servers sustain together."""
     profile = profiles.load(PROFILE)
     return servers * capacity(profile.model(), profile.limits(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS))
 
 
 def mean_rate(servers: int = SERVERS) -> float:
-    """Requests/s of the load that is offered to so many, over a whole cycle."""
+    """Requests/s offered to `servers` servers, on average over a cycle."""
     return fleet_capacity(servers) * (MIN_LOAD + MAX_LOAD) / 2
 
 
@@ -98,7 +98,7 @@ def cycle(rate: float, seed: int, number: int, period_s: float = PERIOD_S) -> tu
 
 @dataclass(frozen=True)
 class Bodies:
-    """Writes the requests: a prompt is as many bytes as it has tokens, and begins like no other. model: asked for."""
+    """Writes request bodies for `model`. A prompt has as many bytes as tokens, and no two begin alike."""
 
     model: str
     text: str
@@ -113,13 +113,14 @@ class Bodies:
         return orjson.dumps(
             {
                 "model": self.model, "messages": [{"role": "user", "content": text}],
-                "max_tokens": arrival.output_tokens, "stream": arrival.tier in STREAMED, "service_tier": arrival.tier,
+                "max_tokens": arrival.output_tokens, "stream": arrival.tier in STREAMED_TIERS,
+                "service_tier": arrival.tier,
             }
         )  # fmt: skip
 
 
 async def offer(url: str, rate: float, seed: int, period_s: float) -> None:
-    """Offer cycle after cycle, without end. A request that fails or is refused is the board's to show, not ours."""
+    """Offer cycle after cycle, without end. Failed and refused requests are ignored: the board shows them."""
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=TIMEOUT_S)
     headers = {"content-type": "application/json"}
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
@@ -136,15 +137,15 @@ async def offer(url: str, rate: float, seed: int, period_s: float) -> None:
 
 
 async def _await_model(url: str) -> str:
-    """The server's first model, once it is there: it may start later than the load."""
-    is_told = False
+    """Wait for the server, which may start later than the load, and return its first model."""
+    has_warned = False
     while True:
         try:
             return (await list_models(url)).first(url)
         except BenchError as error:
-            if not is_told:
+            if not has_warned:
                 print(f"load: waits for a server ({error})", file=sys.stderr, flush=True)
-            is_told = True
+            has_warned = True
         await asyncio.sleep(RETRY_S)
 
 

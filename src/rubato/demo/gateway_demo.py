@@ -22,7 +22,7 @@ from rubato.demo.demo_load import KINDS, MAX_LOAD, MIN_LOAD, PERIOD_S, SERVERS, 
 from rubato.demo.simulated_core import PROFILE
 from rubato.fleet.cluster_options import PolicyChoice
 
-STOCK_ORDER = {"policy": "vllm", "router": "least_loaded"}  # of servers without the plug-in, and the router in front
+STOCK_ORDER = {"policy": "vllm", "router": "least_loaded"}  # servers without the plug-in, and the router over them
 WITH_SLOS = """Around the middle of each cycle the load is above capacity. Batch requests wait then, so that
   the others are on time, and catch up when the load falls."""
 WITHOUT_SLOS = """Around the middle of each cycle the load is above capacity. All requests wait then in the order in
@@ -38,8 +38,7 @@ class DemoServer:
 
 
 def settings(*, has_link: bool) -> dict[str, Any]:
-    """What the gateway's configuration is to begin with, by its settings' names: tiers, no line a request, no warning
-    of what was asked for, and an end that waits for nobody."""
+    """Default settings of the gateway: the demo's tiers, no log line a request, no wait at the end."""
     return {
         "tiers": {kind.tier: {f"{name}_ms": 1000.0 * s for name, s in kind.slo.promised.items()} for kind in KINDS},
         "log.level": "warning" if has_link else "error", "drain_seconds": 0.0,
@@ -47,18 +46,26 @@ def settings(*, has_link: bool) -> dict[str, Any]:
 
 
 def run(config: Config, *, has_link: bool, seed: int = 0) -> int:
-    """Run until Ctrl-C; the exit status. config: without servers. has_link: they have the plug-in. Raises ValueError
-    for a policy that they cannot run, RuntimeError where one of them does not start; why stands on stderr."""
+    """Run until Ctrl-C and return the exit status.
+
+    Args:
+        config: of the gateway, without servers.
+        has_link: whether the servers have the plug-in.
+
+    Raises:
+        ValueError: for a policy that the servers cannot run.
+        RuntimeError: where a server does not start; its message is on stderr.
+    """
     choice = choice_of(config)
     simulated_server.core_of(simulated_server.parser().parse_args(_policy_options(choice)), WallClock())
     with contextlib.ExitStack() as stack:
         starting = [stack.enter_context(_child(_server_command(choice, has_link, number))) for number in range(SERVERS)]
         from rubato.serving.serve import serve  # while they start
 
-        servers = [_listening(process) for process in starting]
+        servers = [_await_server(process) for process in starting]
 
         def on_serving(url: str) -> None:
-            print(words(url, servers, choice, has_link), flush=True)
+            print(start_message(url, servers, choice, has_link), flush=True)
             asked = ["--url", url, "--seed", str(seed), "--end-with-stdin"]
             stack.enter_context(_child(["rubato.demo.demo_load", *asked]))
 
@@ -66,8 +73,8 @@ def run(config: Config, *, has_link: bool, seed: int = 0) -> int:
         return serve(config.model_copy(update={"servers": urls}), on_serving)
 
 
-def words(url: str, servers: Sequence[DemoServer], choice: PolicyChoice, has_link: bool) -> str:
-    """What runs, and what to try."""
+def start_message(url: str, servers: Sequence[DemoServer], choice: PolicyChoice, has_link: bool) -> str:
+    """The text printed at the start: what runs, and what to try."""
     how = f"policy {choice.label}" if has_link else "without the plug-in, in stock vLLM's order"
     rows = [f"{server.url}, process {server.pid}" for server in servers]
     tiers = [f"{kind.tier:8} {_promise(kind.slo.promised)}" for kind in KINDS]
@@ -108,8 +115,10 @@ def _server_command(choice: PolicyChoice, has_link: bool, number: int) -> list[s
 
 @contextlib.contextmanager
 def _child(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A module with its arguments as a process, killed on leaving: it holds nothing that is worth an orderly end, and
-    whoever has ended the gateway waits. It also ends when this process does; a terminal's Ctrl-C does not reach it."""
+    """Run a module with its arguments as a process, and kill it on leaving: it has no state worth an orderly end.
+
+    The process also ends with this one; a terminal's Ctrl-C does not reach it.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
@@ -124,7 +133,7 @@ def _child(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
         process.stdout.close()
 
 
-def _listening(process: subprocess.Popen[bytes]) -> DemoServer:
+def _await_server(process: subprocess.Popen[bytes]) -> DemoServer:
     assert process.stdout is not None
     if not (line := process.stdout.readline()):
         raise RuntimeError("a simulated server did not start: its message stands above")

@@ -1,6 +1,6 @@
 """The API server of a simulated core: OpenAI's completions, chat and responses, Anthropic's messages, and vLLM's pages.
 
-Independent of how bytes reach it (`simulated_server` has the HTTP). A prompt's tokens are the bytes of its text.
+It knows nothing of HTTP (`simulated_server` has that). The tokens of a prompt are the bytes of its text.
 """
 
 from __future__ import annotations
@@ -19,25 +19,23 @@ from rubato.demo.simulated_core import VLLM_VERSION, SimulatedCore
 from rubato.wire.messages import Contract
 
 Headers = Sequence[tuple[str, str]]
-WORDS = (
-    1_000_000  # ids of tokens in a text that /tokenize has split begin here; those of prompts as bytes are below 256
-)
-EVENTS: Mapping[str, tuple[str, str]] = {  # of streams that are no chunks: how their text is named, and their last one
+FIRST_WORD_ID = 1_000_000  # token ids from /tokenize begin here; those of prompts, which are bytes, are below 256
+STREAM_EVENTS: Mapping[str, tuple[str, str]] = {  # path -> names of the event with text and of the last event
     "/v1/messages": ("content_block_delta", "message_stop"),
     "/v1/responses": ("response.output_text.delta", "response.completed"),
 }
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-FAILED = b'data: {"error":{"message":"","type":"InternalServerError"}}\n\ndata: [DONE]\n\n'  # as vLLM has it
+FAILED_STREAM = b'data: {"error":{"message":"","type":"InternalServerError"}}\n\ndata: [DONE]\n\n'  # as vLLM has it
 NO_PAGE = {"error": {"message": "no such page.", "type": "invalid_request_error", "param": None, "code": None}}
 
 
 class SimulatedReply:
-    """A response that comes part by part; an empty part is its end. leave: called where its client leaves before."""
+    """A response in parts, ended by an empty one. leave: called when the client leaves before the end."""
 
     def __init__(self, status: int, kind: str, leave: Callable[[], None] = lambda: None) -> None:
         self.status = status
         self.headers: Headers = [("content-type", kind)]
-        self.over = False
+        self.has_ended = False
         self._parts: asyncio.Queue[bytes] = asyncio.Queue()
         self._leave = leave
 
@@ -45,16 +43,16 @@ class SimulatedReply:
         self._parts.put_nowait(part)
 
     async def part(self) -> bytes:
-        if self.over:
+        if self.has_ended:
             return b""
         found = await self._parts.get()
-        self.over = found == b""
+        self.has_ended = found == b""
         return found
 
     def close(self) -> None:
-        """Its client has left."""
-        if not self.over:
-            self.over = True
+        """End the response: its client has left."""
+        if not self.has_ended:
+            self.has_ended = True
             self._leave()
 
 
@@ -62,7 +60,7 @@ class SimulatedApi:
     """Answers requests to `core` under the name `model`."""
 
     reply_class: type[SimulatedReply] = SimulatedReply
-    default_chat_tokens = 128  # of a chat without max_tokens
+    default_chat_tokens = 128  # output tokens of a chat without max_tokens
 
     def __init__(self, core: SimulatedCore, model: str) -> None:
         self.core, self.model = core, model
@@ -70,7 +68,7 @@ class SimulatedApi:
 
     def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> SimulatedReply:
         """The response to one HTTP request."""
-        if method == "POST" and path in (COMPLETIONS, CHAT, *EVENTS):
+        if method == "POST" and path in (COMPLETIONS, CHAT, *STREAM_EVENTS):
             try:
                 fields = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
                 return self._completion(path, headers.get("x-request-id", ""), fields)
@@ -117,7 +115,7 @@ class SimulatedApi:
 
     def _tokenized(self, body: bytes) -> Any:
         words = self.split_words(orjson.loads(body)["prompt"])
-        return {"count": len(words), "tokens": [WORDS + i for i in range(len(words))]}
+        return {"count": len(words), "tokens": [FIRST_WORD_ID + i for i in range(len(words))]}
 
     def _refusal(self, message: str) -> SimulatedReply:
         return self.page(400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
@@ -125,7 +123,7 @@ class SimulatedApi:
     # ----------------------------------------------------------------- completions
 
     def response_id(self, path: str, request_id: str, fields: Mapping[str, Any]) -> str:
-        """As vLLM makes it of the header x-request-id, or of the body of /v1/responses."""
+        """The response's id as vLLM makes it, from the header x-request-id or the body of /v1/responses."""
         if path == "/v1/responses":
             return str(fields.get("request_id", f"resp_{self._answers}"))
         return f"{'cmpl' if path == COMPLETIONS else 'chatcmpl'}-{request_id or self._answers}"
@@ -158,7 +156,7 @@ class SimulatedApi:
         return ResponseWriter(reply, answer, self.model, path, ids, fields, prompt)
 
     def submit(self, request: Request, writer: ResponseWriter, fields: Mapping[str, Any]) -> None:
-        self.core.submit(request, writer.hear)
+        self.core.submit(request, writer.on_event)
 
     def _max_tokens(self, path: str, fields: Mapping[str, Any], room: int) -> int:
         names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
@@ -169,14 +167,14 @@ class SimulatedApi:
 
     def _abort(self, writer: ResponseWriter) -> None:
         for id in writer.ids:
-            if self.core.listeners.get(id) == writer.hear:  # else it has come back: vLLM gives that another id
+            if self.core.listeners.get(id) == writer.on_event:  # else it has come back: vLLM gives that another id
                 self.core.abort(id)
 
     def _request(self, id: str, prompt: tuple[int, ...], tokens: int, contract: Contract | None) -> Request:
-        """tokens: of its output, at most; it never ends before."""
+        """A request whose output has exactly `tokens` tokens."""
         now = self.core.clock.now()
         if contract is None:
-            said = sum(id >= WORDS for id in prompt)  # output of another server, from which it goes on
+            said = sum(id >= FIRST_WORD_ID for id in prompt)  # output of another server, from which it goes on
             had = Progress((now,), ((now,) * said,)) if said else None
             stage = Stage(len(prompt) - said, token_ids=prompt[: len(prompt) - said])
             return Request(
@@ -195,7 +193,7 @@ class SimulatedApi:
 
 
 def _prompts(path: str, fields: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """The tokens of each prompt: bytes of its text, or the ids that were sent. Raises as reading a dict does."""
+    """The tokens of each prompt: the bytes of its text, or the ids in the body. Raises as reading a dict does."""
     if path == COMPLETIONS:
         prompt = fields["prompt"]
         several = prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
@@ -207,12 +205,12 @@ def _prompts(path: str, fields: Mapping[str, Any]) -> list[tuple[int, ...]]:
 
 
 def _text_of(content: Any) -> str:
-    """Of a message: its text, or that of its parts."""
+    """The text of a message, or of all its parts."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 class ResponseWriter:
-    """From the events of the requests of one response to its bytes. ids: of the requests, a choice each."""
+    """Writes one response from the events of its requests. ids: of the requests, one for each choice."""
 
     def __init__(
         self, reply: SimulatedReply, answer: str, model: str, path: str, ids: Sequence[str],
@@ -221,7 +219,7 @@ class ResponseWriter:
         options = fields.get("stream_options") or {}
         self.ids = list(ids)
         self._reply, self._answer, self._model, self._prompt = reply, answer, model, prompt
-        self._is_chat, self._events = path == CHAT, EVENTS.get(path)
+        self._is_chat, self._events = path == CHAT, STREAM_EVENTS.get(path)
         self._streams = bool(fields.get("stream"))
         self._with_usage = bool(options.get("include_usage"))
         self._with_usage_each = bool(options.get("continuous_usage_stats"))
@@ -231,7 +229,7 @@ class ResponseWriter:
         self._is_over = False
         self._has_begun = not (self._streams and self._is_chat)
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if self._is_over or not isinstance(event, Tokens | Finished):
             return
         if not self._has_begun:  # with the engine's first word, whatever it is
@@ -253,7 +251,7 @@ class ResponseWriter:
             self._end()
 
     def write_text(self, event: Tokens) -> None:
-        """Of a stream, the chunk of some tokens."""
+        """Write the chunk of these tokens, in a stream."""
         if self._streams:
             self._put_chunk(self.ids.index(event.id), {"content" if self._is_chat else "text": event.text}, None)
 
@@ -261,11 +259,11 @@ class ResponseWriter:
         self._is_over = True
         if not self._streams:
             self._reply.status = 500
-        self._reply.put(FAILED if self._streams else b'{"error": {}}')
+        self._reply.put(FAILED_STREAM if self._streams else b'{"error": {}}')
         self._reply.put(b"")
 
     def usage(self) -> dict[str, int]:
-        """So far, or of the whole where all have ended."""
+        """Token counts so far, or of the whole response once all choices have ended."""
         ended = len(self._ends) == len(self.ids)
         output = sum(end.output for end in self._ends.values()) if ended else self._tokens
         return {"prompt_tokens": self._prompt, "completion_tokens": output, "total_tokens": self._prompt + output}

@@ -1,7 +1,7 @@
 """The engine core of a simulated server: a replica with a policy and a simulated engine, which reports its steps.
 
-It says to gateways what the plug-in says inside vLLM, in the messages of `wire.messages`; who carries them there is not
-its affair (`simulated_server` does, tests do in one process).
+It reports to gateways as the plug-in inside vLLM does, in the messages of `wire.messages`. `simulated_server` carries
+the messages; tests carry them within one process.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from rubato.wire.messages import (
     offered_row,
 )
 
-PROFILE = "llama-3.1-70b-4xa100"  # whose step times it has unless told otherwise
+PROFILE = "llama-3.1-70b-4xa100"  # default profile of step times
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2048  # vLLM's defaults for its API server on such GPUs
-VLLM_VERSION = "0.32.0"  # whose behaviour it has
+VLLM_VERSION = "0.32.0"  # the version whose behaviour is simulated
 MAX_CONTRACTS = 20_000
 
 
@@ -76,11 +76,11 @@ class SimulatedCore:
         )  # fmt: skip
         self.listeners: dict[str, Callable[[Event], None]] = {}
         self.on_report: Callable[[Report], None] = lambda report: None
-        self.read_commands: Callable[[], None] = lambda: None  # obey what gateways have sent
+        self.read_commands: Callable[[], None] = lambda: None  # apply the commands of gateways
         self._contracts: dict[str, Contract] = {}
         self._rows: list[Row] = []
-        self._done: list[Stepped] = []
-        self._held_before: dict[str, tuple[int, int]] = {}
+        self._ended_steps: list[Stepped] = []
+        self._reported_kv: dict[str, tuple[int, int]] = {}
         self._number = 0
         self._is_report_due = False
         self._is_batch_reported = False
@@ -96,13 +96,13 @@ class SimulatedCore:
     # ----------------------------------------------------------------- what gateways say
 
     def describe(self) -> CoreAbout:
-        """What a gateway is told of this core when it says hello."""
+        """The core's description for a gateway that connects."""
         supports, latency = tuple(sorted(self.host.supports)), self.believed.to_dict()
         return CoreAbout(
             self.policy, supports, self.limits, latency, self.kv_lease_s, "simulated", VLLM_VERSION, rubato_version
         )
 
-    def obey(self, command: Command) -> None:
+    def apply_command(self, command: Command) -> None:
         match command:
             case Expect(answer, contract):
                 self._contracts[answer] = contract
@@ -117,7 +117,7 @@ class SimulatedCore:
                     self._contracts[answer] = found._replace(demoted=True)
 
     def has_contract(self, answer: str) -> bool:
-        """Whether a gateway has said what it promised the requests of this response."""
+        """Whether a gateway has sent the SLOs of this response's requests."""
         return answer in self._contracts
 
     def take_contract(self, answer: str) -> Contract | None:
@@ -133,7 +133,7 @@ class SimulatedCore:
         self.host.submit(request)
 
     def abort(self, id: str) -> None:
-        """Its client has left."""
+        """Abort a request whose client has left."""
         if id in self._replica.migrating_in:
             self.host.release(id)
         else:
@@ -147,7 +147,7 @@ class SimulatedCore:
 
     def _emit(self, event: Event) -> None:
         if isinstance(event, Stepped):
-            self._done.append(event)
+            self._ended_steps.append(event)
         elif isinstance(event, Offered):
             self._rows.append(offered_row(event, event.id))
         elif isinstance(event, HandedOff):
@@ -173,7 +173,7 @@ class SimulatedCore:
         return self._replica.kv.free
 
     def snapshot(self) -> Snapshot:
-        """All requests that are here, in the order in which they came, and the batch that runs."""
+        """All requests of this core in order of arrival, and the running batch."""
         tokens = self._tokens_in_flight()
         return Snapshot(self._number, self.clock.now(), self.kv_free(), self._present(), [tokens] if tokens else [])
 
@@ -194,24 +194,24 @@ class SimulatedCore:
             asyncio.get_running_loop().call_soon(self._report)
 
     def _report(self) -> None:
-        """A step that has ended, and the batch that runs now."""
+        """Report the step that has ended and the batch that runs now."""
         self._is_report_due = False
         tokens, at, said = self._tokens_in_flight(), self.clock.now(), dict[str, Any]()
         rows, self._rows = self._rows, []
-        if self._done:
-            (done,), self._done = self._done, []
-            said["done"], at = (done.shape, done.seconds), done.at
+        if self._ended_steps:
+            (ended_step,), self._ended_steps = self._ended_steps, []
+            said["done"], at = (ended_step.shape, ended_step.seconds), ended_step.at
             self._is_batch_reported = False
         if tokens and not self._is_batch_reported:
             self._is_batch_reported = True
             said |= {"shape": self._replica.shape, "busy": self._replica.busy_until, "tokens": tokens}
         self._number += 1
-        self.on_report(Report(self._number, at, self.kv_free(), rows, held=self._held_changes(), **said))
+        self.on_report(Report(self._number, at, self.kv_free(), rows, held=self._kv_changes(), **said))
 
-    def _held_changes(self) -> dict[str, tuple[int, int]]:
-        """Of requests that hold KV, tokens and blocks where these are not as reported before."""
+    def _kv_changes(self) -> dict[str, tuple[int, int]]:
+        """Tokens and KV blocks, by request, where they differ from the last report."""
         replica = self._replica
         rows = {s.id: (s.cached, s.blocks) for s in (*replica.running.values(), *replica.migrating_in.values())}
-        changed = {id: row for id, row in rows.items() if self._held_before.get(id) != row}
-        self._held_before = rows
+        changed = {id: row for id, row in rows.items() if self._reported_kv.get(id) != row}
+        self._reported_kv = rows
         return changed

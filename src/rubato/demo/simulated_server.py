@@ -1,8 +1,8 @@
 """A simulated vLLM server as a process: `python -m rubato.demo.simulated_server --port 8001`.
 
-Its steps take what a packaged hardware profile says, on the wall clock; no model, no GPU. HTTP is its API server's, and
-gateways reach its engine core by ZeroMQ through the very class that is inside vLLM (`engines.vllm.core_link`). It
-prints one line of JSON when it listens: the two ports and its process id.
+Its steps take as long as a packaged hardware profile says, on the wall clock, without a model or a GPU. Gateways reach
+its engine core by ZeroMQ through the same class as inside vLLM (`engines.vllm.core_link`). It prints one line of JSON
+when it listens: the two ports and its process id.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine, profiles
 from rubato.wire.messages import Report, decode_command
 
-NOISE = 0.02  # relative spread of step times
-POLL_S = 0.02  # from one look for commands of gateways to the next, while nothing else asks for them
-CONTRACT_WAIT_S, CONTRACT_LOOK_S = 0.2, 0.002  # for what a gateway says of a request that has come before it
+STEP_NOISE = 0.02  # relative spread of step times
+POLL_S = 0.02  # between two reads of gateways' commands while idle
+CONTRACT_WAIT_S, CONTRACT_POLL_S = 0.2, 0.002  # wait for a gateway's message about a request that came first
 
 
 class App:
-    """ASGI over the API of a core. link: what /rubato/link answers, None: it has none."""
+    """An ASGI app over the API of a core. link: the answer of /rubato/link; None: a 404."""
 
     def __init__(self, api: SimulatedApi, link: dict[str, Any] | None) -> None:
         self.api, self.link = api, link
@@ -82,12 +82,12 @@ class App:
         return await reply.part()
 
     async def _await_contract(self, id: str) -> None:
-        """One process takes both the request and what its gateway says of it, which may come later."""
-        for _ in range(int(CONTRACT_WAIT_S / CONTRACT_LOOK_S) if id else 0):
+        """Wait for the gateway's message about a request, which may arrive after the request itself."""
+        for _ in range(int(CONTRACT_WAIT_S / CONTRACT_POLL_S) if id else 0):
             self.api.core.read_commands()
             if any(self.api.core.has_contract(f"{kind}-{id}") for kind in ("cmpl", "chatcmpl")):
                 return
-            await asyncio.sleep(CONTRACT_LOOK_S)
+            await asyncio.sleep(CONTRACT_POLL_S)
 
 
 async def _close_when_gone(receive: Receive, reply: SimulatedReply) -> None:
@@ -113,10 +113,10 @@ class LinkedCore:
 
     def read_commands(self) -> None:
         for _, command in self.link.commands():
-            self.core.obey(decode_command(command))
+            self.core.apply_command(decode_command(command))
 
     async def run(self) -> None:
-        """Read commands while no request comes, and answer gateways that have missed something."""
+        """Read commands while no request comes, and send snapshots to gateways that missed a report."""
         while True:
             self.read_commands()
             if self.link.wants_snapshot:
@@ -124,13 +124,13 @@ class LinkedCore:
             await asyncio.sleep(POLL_S)
 
     def send_snapshot(self) -> None:
-        """All there is, where some gateway wants it, or nothing will happen until it does."""
+        """Send a snapshot if a gateway wants one or the core is idle."""
         if self.link.wants_snapshot or self.core.is_idle:
             self.link.snapshot(self.core.snapshot(), idle=self.core.is_idle)
 
 
-def fitted_model(truth: LatencyModel, max_seqs: int, max_tokens: int) -> affine.Model:
-    """What the plug-in would have learnt of these step times: an affine model, fitted to steps of every kind."""
+def fit_model(truth: LatencyModel, max_seqs: int, max_tokens: int) -> affine.Model:
+    """Fit an affine model to these step times, as the plug-in would have learnt them."""
     shapes = [
         NO_BATCH.with_entries([(1, context)] * seqs + ([(chunk, cached)] if chunk > 1 else []))
         for seqs in (0, 1, 8, 32, min(128, max_seqs))
@@ -165,12 +165,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def core_of(args: argparse.Namespace, clock: Clock) -> SimulatedCore:
-    """Raises ValueError for a profile or policy that is not there, or that this server cannot run."""
+    """Make the core. Raises ValueError for an unknown profile or policy, or one that this server cannot run."""
     profile, choice = profiles.load(args.profile), PolicyChoice.read(args.policy)
     truth, seqs, tokens = profile.model(), args.max_num_seqs, args.max_num_batched_tokens
     return SimulatedCore(
-        truth, fitted_model(truth, seqs, tokens), profile.limits(seqs, tokens), clock, choice.policy,
-        settings=choice.settings, noise=NOISE, seed=args.seed,
+        truth, fit_model(truth, seqs, tokens), profile.limits(seqs, tokens), clock, choice.policy,
+        settings=choice.settings, noise=STEP_NOISE, seed=args.seed,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""Admission, the same at each door: who asks, what is promised, what it costs, and what is given back at the end.
+"""Admission, the same at each door: identifies the tenant, grants the SLO, charges limits, and settles at the end.
 
-Our own server, the gateway, the middleware in vLLM's API server and the endpoint picker differ in how bytes come and
-go. Whether an API request may pass, and on which terms, is decided here alone.
+Our own server, the gateway, the middleware in vLLM's API server and the endpoint picker transport bytes in their own
+ways; this module alone decides whether an API request may pass, and with which SLO.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from rubato.core.server_url import PROBE
 from rubato.engines.vllm.sequence import KEYS, PREFIX, TIER
 from rubato.frontdoor import headers as header_fields
 from rubato.frontdoor.body_fields import BodyFields
-from rubato.frontdoor.choices import prompt_tokens, spread
+from rubato.frontdoor.choices import prompt_tokens, spread_choices
 from rubato.frontdoor.errors import ApiError, from_finished, invalid
 from rubato.frontdoor.paths import GENERATE, RESPONSES, TEXT, is_shared
 from rubato.frontdoor.prompt_length import PromptLengths, prefix_keys
-from rubato.frontdoor.rate_limits import RATE, TenantUsage
+from rubato.frontdoor.rate_limits import RATE_LIMITED, TenantUsage
 from rubato.frontdoor.slo_body import Body, SLOBody, bad_request
 from rubato.frontdoor.slo_fields import GrantedSLO, check_names, grant, unknown_name
 from rubato.frontdoor.tenants import Tenant, Tenants
 
-OURS = ("slo", "service_tier")  # fields of a body that no server gets
-KV_FIELDS = ("kv_transfer_params", "ec_transfer_params")  # with these a server connects to another one
-NO_KV = "leave it out: where KV is, the fleet says, and no client."
+SLO_FIELDS = ("slo", "service_tier")  # of a body, which no server gets
+KV_FIELDS = ("kv_transfer_params", "ec_transfer_params")  # these make a server connect to another
+KV_FIELD_REFUSAL = "leave it out: where KV is, the fleet says, and no client."
 PROBE_HEADER = PROBE.encode()
 SMALL_FIELDS = ("stream", "ignore_eos", "background", "cache_salt")
-DEFAULT_MAX_TOKENS = {TEXT: 16}  # of a choice; by other paths it may fill the model's context
-MIN_ITEMS = 65_536  # that the lists of a body may have, however small the model's context
+DEFAULT_MAX_TOKENS = {TEXT: 16}  # of a choice; on other paths it may fill the model's context
+MIN_ITEMS = 65_536  # always allowed in the lists of a body, however small the model's context
 
 Headers = list[tuple[bytes, bytes]]
 
 
 class Refuser(Protocol):
-    """What counts a request as offered and refused: a `Cluster`, or what hears an engine's reports."""
+    """Counts requests as offered and refused: a `Cluster`, or the reader of an engine's reports."""
 
     def refuse(self, request: Request, reason: str) -> Finished: ...
 
@@ -72,12 +72,12 @@ class ApiRequest:
 
 @dataclass(slots=True)
 class AdmittedRequest:
-    """An API request that may pass, and what it holds of its tenant's limits.
+    """An API request that may pass, and its share of the tenant's limits.
 
     Args:
         n: choices of each prompt.
         prompt_tokens: of all prompts, maybe estimated.
-        prompt_bytes: of their text, by which they were estimated; 0: they were not.
+        prompt_bytes: of the text by which they were estimated; 0 if they were not.
         max_tokens: output tokens that one choice may have.
     """
 
@@ -90,8 +90,8 @@ class AdmittedRequest:
     prompt_bytes: int
     max_tokens: int
     session: str
-    open_choices: int = field(init=False)  # that have not been settled
-    reserved_tokens: int = field(init=False)  # charged beforehand, of these
+    open_choices: int = field(init=False)  # not settled yet
+    reserved_tokens: int = field(init=False)  # charged beforehand for these
 
     def __post_init__(self) -> None:
         self.open_choices = self.choices
@@ -102,7 +102,7 @@ class AdmittedRequest:
         return self.prompts * self.n
 
     def requests(self, id: str, arrival: float, body: BodyFields) -> tuple[Request, ...]:
-        """A request for each choice, of a body that goes to one server whole.
+        """Make a request for each choice of a body that goes to one server whole.
 
         Args:
             id: of the API request.
@@ -119,7 +119,7 @@ class AdmittedRequest:
             session=self.session,
             prefix=prefix_keys(body),
         )
-        return spread([request], self.choices)
+        return spread_choices([request], self.choices)
 
 
 @dataclass(slots=True)
@@ -127,12 +127,12 @@ class FrontDoor:
     """One door's admission.
 
     Args:
-        refuser: counts what is refused here.
+        refuser: counts requests refused here.
         retry_after: seconds until room is expected.
-        max_model_len: tokens of prompt and output together, once that is known.
+        max_model_len: tokens of prompt and output together, once it is known.
         max_choices: prompts times `n` of one body.
-        max_in_flight: choices under way in all, where nothing behind the door bounds them; None: no bound.
-        count_client_error: called with the status of each response that is the client's own fault.
+        max_in_flight: choices in flight in all, where nothing behind the door bounds them; None: no bound.
+        count_client_error: called with the status of each response to a client's mistake.
     """
 
     tenants: Tenants
@@ -146,30 +146,30 @@ class FrontDoor:
     weights: Mapping[str, float] = field(default_factory=dict)
     count_client_error: Callable[[int], None] = lambda status: None
     lengths: PromptLengths = field(default_factory=PromptLengths)
-    in_flight: Counter[str] = field(default_factory=Counter)  # choices under way, by tenant
+    in_flight: Counter[str] = field(default_factory=Counter)  # choices, by tenant
     _usage: dict[str, TenantUsage] = field(init=False)
 
     def __post_init__(self) -> None:
         self._usage = {name: TenantUsage(quota) for name, quota in self.tenants.quotas.items()}
 
-    # ----------------------------------------------------------------- who asks
+    # ----------------------------------------------------------------- tenants
 
     def identify(self, headers: Mapping[str, str]) -> Tenant:
-        """The tenant of a key, or, where an admin's key names another, that one.
+        """The tenant of the key, or the tenant that an admin names in a header.
 
         Raises:
-            ApiError: 401 for no key or an unknown one, 400 for a name that is not the key's to give.
+            ApiError: 401 for no key or an unknown one, 400 for a tenant that this key may not name.
         """
-        tenant = self.tenants.of(headers)
-        named = headers.get(header_fields.TENANT)
+        tenant = self.tenants.authenticate(headers)
+        named = headers.get(header_fields.TENANT_HEADER)
         if named is None or not self.tenants.configured:
             return tenant
         if not tenant.admin:
-            raise invalid(header_fields.TENANT, "only an admin's key may name another tenant.")
-        return self.tenants.named(named)
+            raise invalid(header_fields.TENANT_HEADER, "only an admin's key may name another tenant.")
+        return self.tenants.tenant_of_name(named)
 
     def authorize(self, tenant: Tenant, path: str) -> None:
-        """Raises ApiError 403 for a path that would generate past a tenant's limits, or is an operator's."""
+        """Raises ApiError 403 for a path that only an admin may use, since no tenant's limits apply to it."""
         if not self.tenants.configured or tenant.admin or path in GENERATE or is_shared(path):
             return
         if path.startswith(f"{RESPONSES}/"):
@@ -178,20 +178,20 @@ class FrontDoor:
             raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
 
     def enter(self, tenant: Tenant) -> None:
-        """Charge one API request, before its body is read: reading it costs time, too. Raises ApiError 429."""
+        """Charge one API request before its body is read, which costs time, too. Raises ApiError 429."""
         usage = self._usage.get(tenant.name)
         if usage is not None and (wait := usage.enter(self.clock.now())):
             unstated = grant(self.tenants.tiers(tenant), {}, None, None)  # its body is not read
-            raise self._refused(tenant, unstated, 1, RATE, wait)
+            raise self._refused(tenant, unstated, 1, RATE_LIMITED, wait)
 
     async def read_body(self, parts: AsyncIterable[bytes], declared: str = "") -> bytes:
-        """The whole body.
+        """Read the whole body.
 
         Args:
             declared: its Content-Length.
 
         Raises:
-            ApiError: 413 as soon as it is known to be longer than this door takes.
+            ApiError: 413 as soon as the body is longer than this door takes.
         """
         self.check_size(int(declared) if re.fullmatch("[0-9]{1,18}", declared) else 0)
         found, size = [], 0
@@ -207,37 +207,36 @@ class FrontDoor:
             raise ApiError(413, f"The body is larger than {self.max_body_bytes} bytes.", code="request_too_large")
 
     def read_fields(self, raw: bytes) -> BodyFields:
-        """The fields of a body. Raises ApiError 400 for what is no JSON object or has too many parts."""
+        """Parse the fields of a body. Raises ApiError 400 unless it is a JSON object of limited size."""
         return BodyFields.parse(raw, max(MIN_ITEMS, 2 * self.max_model_len()))
 
-    # ----------------------------------------------------------------- what is promised, and what it costs
+    # ----------------------------------------------------------------- admission
 
     def admit(self, request: ApiRequest, tenant: Tenant) -> AdmittedRequest:
-        """Grant its SLO and charge its choices and tokens.
+        """Grant the SLO of an API request and charge its choices and tokens.
 
         Raises:
-            ApiError: 400 for a header or field that cannot be, 429 where the tenant, or all of them, have used up
-                what they may.
+            ApiError: 400 for an impossible header or field, 429 where a limit of the tenant or of the door is used up.
         """
         body, path = request.body, request.path
-        for name in SMALL_FIELDS:  # which are read once it is charged: what cannot be read must be said before
+        for name in SMALL_FIELDS:  # read again after the charge, when errors come too late
             body.value(name)
         if not isinstance(body.value("stream_options") or {}, dict):
             raise invalid("stream_options", 'give an object, such as {"include_usage": true}.')
         for name in KV_FIELDS:
             if body.json(name) and not (self.tenants.configured and tenant.admin):
-                raise invalid(name, NO_KV)
-            if name in _xargs(body):  # vLLM's engine looks for it there, and takes it for an object
-                raise invalid(f"vllm_xargs.{name}", NO_KV)
+                raise invalid(name, KV_FIELD_REFUSAL)
+            if name in _xargs(body):  # vLLM's engine would read it there
+                raise invalid(f"vllm_xargs.{name}", KV_FIELD_REFUSAL)
         if body.flag("use_beam_search"):
             raise ApiError(400, "use_beam_search: its requests carry no SLO; leave it out.", param="use_beam_search")
         if previous := body.value("previous_response_id"):
             self._check_response_id(tenant, str(previous), "previous_response_id")
-        stated = _stated(body)
+        stated = parse_slo_fields(body)
         if stated.slo is not None and stated.slo.stages is not None and not request.has_stages:
             raise ApiError(400, "slo.stages: inside vLLM a request has one stage.", param="slo.stages")
         granted = grant(self.tenants.tiers(tenant), request.headers, stated.service_tier, stated.slo)
-        session = header_fields.session(request.headers)
+        session = header_fields.session_name(request.headers)
         prompts, n = body.prompts, body.n
         usage = self._usage.get(tenant.name)
         self.check_choices(tenant, prompts, n)
@@ -248,15 +247,15 @@ class FrontDoor:
             tokens, size = ids, 0
         else:
             size = self.lengths.text_bytes(body)
-            tokens = min(self.lengths.estimate(tenant.name, path, size), prompts * longest)  # no server takes more
-        room = longest if size else max(1, longest - tokens // prompts)  # an estimate must not cut what is promised
+            tokens = min(self.lengths.estimate(tenant.name, path, size), prompts * longest)  # no server accepts more
+        room = longest if size else max(1, longest - tokens // prompts)  # an estimate must not cut the output
         max_tokens = min(max(1, body.max_tokens(DEFAULT_MAX_TOKENS.get(path, longest))), room)
         admitted = AdmittedRequest(path, tenant, granted, prompts, n, tokens, size, max_tokens, session)
         self._charge(admitted, usage)
         return admitted
 
     def admit_other(self, path: str, tenant: Tenant) -> AdmittedRequest:
-        """Take one place of a tenant's `max_in_flight` for what passes as it is. Raises ApiError 429."""
+        """Admit a request that passes unread, as one of the tenant's `max_in_flight`. Raises ApiError 429."""
         unstated = grant(self.tenants.tiers(tenant), {}, None, None)
         admitted = AdmittedRequest(path, tenant, unstated, 1, 1, 0, 0, 0, "")
         self._charge(admitted, self._usage.get(tenant.name))
@@ -268,7 +267,7 @@ class FrontDoor:
             raise ApiError(404, f"There is no response {id[:80]!r}.", param=param, code="response_not_found")
 
     def check_choices(self, tenant: Tenant, prompts: int, n: int) -> None:
-        """Raises ApiError 400 for more choices than one body, or one tenant, may ever have."""
+        """Raises ApiError 400 for more choices than one body or one tenant may have."""
         most, usage = self.max_choices, self._usage.get(tenant.name)
         if n > most:
             raise invalid("n", f"{n} choices asked for; this server gives at most {most}.")
@@ -282,7 +281,7 @@ class FrontDoor:
     def _charge(self, admitted: AdmittedRequest, usage: TenantUsage | None) -> None:
         now, tenant = self.clock.now(), admitted.tenant
         if self.max_in_flight is not None and self.in_flight.total() >= self.max_in_flight:
-            # a tenant with less than its share of the places gets one: another's flood must not take them all
+            # a tenant below its share passes: another tenant's flood must not take all places
             active = {name for name, count in self.in_flight.items() if count} | {tenant.name}
             weights = {name: self.weights.get(name, 1.0) for name in active}
             share = self.max_in_flight * weights[tenant.name] / sum(weights.values())
@@ -298,23 +297,23 @@ class FrontDoor:
     def _refused(
         self, tenant: Tenant, granted: GrantedSLO, choices: int, reason: str, wait: float = 0.0
     ) -> ApiError:  # fmt: skip
-        """The error of a refusal here, which counts as one of each choice, as any other does."""
+        """The error of a refusal here; it counts one refused request for each choice."""
         stages, id = granted.stages_of_length(1), f"refused-{uuid4().hex}"
         for choice in range(choices):
             request = Request(f"{id}-{choice}", stages, self.clock.now(), tier=granted.tier, tenant=tenant.name)
             end = self.refuser.refuse(request, reason)
         return from_finished(end, wait or self.retry_after())
 
-    # ----------------------------------------------------------------- what is given back
+    # ----------------------------------------------------------------- the end
 
     def settle(self, admitted: AdmittedRequest, choices: int, prompt_tokens: int, output_tokens: int) -> None:
-        """End some choices: their places, and what they reserved beyond what they used, are free again.
+        """End some choices: free their places, and return the tokens that they reserved and did not use.
 
         Args:
-            choices: how many have ended; those that were settled before do not count again, tokens do.
-            prompt_tokens: that were used; of several choices of one prompt the first brings them. A server may claim
-                any number: no more count than the model takes.
-            output_tokens: that came out.
+            choices: how many have ended; choices settled before do not count again, tokens do.
+            prompt_tokens: used; the first choice of each prompt brings them. A server may claim any number, so no more
+                count than fit the model's context.
+            output_tokens: used.
         """
         prompt_tokens = min(prompt_tokens, admitted.prompts * self.max_model_len())
         choices = min(choices, admitted.open_choices)
@@ -327,51 +326,51 @@ class FrontDoor:
             usage.tokens.take(prompt_tokens + output_tokens - part, self.clock.now())
 
     def settle_end(self, admitted: AdmittedRequest, request: Request, end: Finished) -> None:
-        """End one choice as its last event says."""
+        """End one choice by its last event."""
         self.settle(admitted, 1, 0 if end.outcome == "refused" else prompt_tokens(request, end), end.output)
 
     def settle_unknown(self, admitted: AdmittedRequest) -> None:
-        """End one choice of which nobody says what it has used: all that was reserved."""
+        """End one choice whose usage is unknown; all reserved tokens count as used."""
         self.settle(admitted, 1, 0, admitted.reserved_tokens // max(1, admitted.open_choices))
 
     def learn_length(self, admitted: AdmittedRequest, prompt_tokens: int) -> None:
-        """The prompts of this API request had so many tokens, as a server says, which may claim any number."""
+        """Learn the number of prompt tokens that a server reports; impossible numbers are ignored."""
         if prompt_tokens > admitted.prompts * self.max_model_len():
             return
         self.lengths.learn(admitted.tenant.name, admitted.path, admitted.prompt_bytes, prompt_tokens)
 
-    # ----------------------------------------------------------------- what a response says
+    # ----------------------------------------------------------------- responses
 
     def response_headers(self, admitted: AdmittedRequest) -> Headers:
-        """What a response's head says of its admission."""
+        """The response headers about admission: clamped SLOs and rate limits."""
         clamped = admitted.granted.clamped
         said = [(b"x-rubato-clamped", ", ".join(clamped).encode())] if clamped else []
         return said + self.limit_headers(admitted.tenant)
 
     def limit_headers(self, tenant: Tenant | None) -> Headers:
-        """What is left to a tenant; nothing where it has no limits."""
+        """The rate-limit headers of a tenant; none where it has no limits."""
         usage = self._usage.get(tenant.name) if tenant is not None else None
         return usage.headers(self.clock.now()) if usage is not None else []
 
     def count_status(self, status: int) -> None:
-        """Count a response: any 4xx but 429 is the client's own fault, and no missed SLO."""
+        """Count a response: any 4xx but 429 is the client's mistake, and no missed SLO."""
         if 400 <= status < 500 and status != 429:
             self.count_client_error(status)
 
-    def counting(self, scope: Scope, send: Send) -> Send:
-        """ASGI's `send`, by which the response to a request is counted. A gateway that asks whether there is a link, or
-        which models, is no client."""
+    def count_responses(self, scope: Scope, send: Send) -> Send:
+        """An ASGI `send` that counts the response to a request. Probes of gateways, for the link or the models, do not
+        count."""
         if scope["method"] == "GET" and any(name.lower() == PROBE_HEADER for name, _ in scope["headers"]):
             return send
 
-        async def counted(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.count_status(message["status"])
             await send(message)
 
-        return counted
+        return send_counted
 
-    # ----------------------------------------------------------------- what a server gets
+    # ----------------------------------------------------------------- bodies for servers
 
     def with_salt(self, body: BodyFields, tenant: Tenant) -> BodyFields:
         """A body for vLLM, whose prefix cache keeps tenants apart by `cache_salt`."""
@@ -380,17 +379,17 @@ class FrontDoor:
         return body.with_fields(cache_salt=self.tenants.salt(tenant, str(body.value("cache_salt") or "")))
 
 
-class _Stated(Body):
-    """Of a body, what is ours."""
+class SloFields(Body):
+    """The fields of a body that concern the SLO."""
 
     slo: SLOBody | None = None
     service_tier: str | None = None
 
 
-def _stated(body: BodyFields) -> _Stated:
-    """What a body states: in fields of ours, or, where they say nothing, in `vllm_xargs`. Raises ApiError 400."""
-    check_names(body, OURS)
-    xargs = stated_xargs(body)
+def parse_slo_fields(body: BodyFields) -> SloFields:
+    """The SLO fields of a body; where they are missing, those in `vllm_xargs`. Raises ApiError 400."""
+    check_names(body, SLO_FIELDS)
+    xargs = slo_xargs(body)
     for key in xargs:
         if key not in KEYS:
             raise unknown_name(f"vllm_xargs.{key}", key, KEYS)
@@ -399,33 +398,33 @@ def _stated(body: BodyFields) -> _Stated:
     tier = body.value("service_tier")
     try:
         whole = {**slo, **said} if isinstance(said, dict) else (slo or None) if said is None else said
-        return _Stated.model_validate({"slo": whole, "service_tier": xargs.get(TIER) if tier is None else tier})
+        return SloFields.model_validate({"slo": whole, "service_tier": xargs.get(TIER) if tier is None else tier})
     except ValidationError as error:
         raise bad_request(error, shown=True) from None
 
 
-def stated_xargs(body: BodyFields) -> dict[str, Any]:
-    """Of a body's `vllm_xargs`, the keys that are ours."""
+def slo_xargs(body: BodyFields) -> dict[str, Any]:
+    """The keys of a body's `vllm_xargs` that state an SLO."""
     return {k: v for k, v in _xargs(body).items() if k.startswith(PREFIX)}
 
 
 def _xargs(body: BodyFields) -> dict[str, Any]:
-    """A body's `vllm_xargs`; none where they are no object."""
+    """A body's `vllm_xargs`; empty where they are no object."""
     return body.value("vllm_xargs") if body.json("vllm_xargs").startswith(b"{") else {}
 
 
 def _number(value: Any) -> Any:
-    """Of a key of `vllm_xargs`, which may be written as text."""
+    """A value of `vllm_xargs`, where numbers may be written as text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
 
 
-def for_server(body: BodyFields) -> BodyFields:
-    """A body without what is stated to this side: a tier's name that a server does not know would be its 400."""
-    xargs = stated_xargs(body)
-    fields: dict[str, Any] = dict.fromkeys(name for name in OURS if name in body)
+def without_slo_fields(body: BodyFields) -> BodyFields:
+    """The body for a server, without SLO fields: the server would refuse the name of a tier that it does not know."""
+    xargs = slo_xargs(body)
+    fields: dict[str, Any] = dict.fromkeys(name for name in SLO_FIELDS if name in body)
     if xargs:
         fields["vllm_xargs"] = {k: v for k, v in body.value("vllm_xargs").items() if k not in xargs} or None
     return body.with_fields(**fields) if fields else body

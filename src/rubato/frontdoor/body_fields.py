@@ -1,7 +1,7 @@
-"""The fields of a body, read no further than admission needs: values stay the bytes that came.
+"""Reads the fields of a body only as far as admission needs; values stay the client's bytes.
 
-A prompt of megabytes is neither decoded nor written anew, so that reading a body takes little more memory than the
-body itself, and what goes on to a server is what the client wrote.
+A prompt of megabytes is neither decoded nor encoded again, so that reading a body takes little more memory than the
+body itself, and a server gets exactly what the client wrote.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from numpy.typing import NDArray
 
 from rubato.frontdoor.errors import ApiError, invalid
 
-LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-MAX_PARTS = 65_536  # lists, objects and fields of a body: each takes some 100 bytes where it is decoded, and 1 us
-MAX_FIELDS = 256  # of a body itself: each is kept as long as its request
-MAX_SMALL_BYTES = 65_536  # of a field that is decoded here
-MAX_WHOLE = 1 << 31
-CHUNK_BYTES = 1 << 16  # of a body that are looked through at a time
-TRUE = ("1", "on", "t", "true", "y", "yes")
+OUTPUT_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+MAX_PARTS = 65_536  # lists, objects and fields of a body: decoding each takes some 100 bytes and 1 us
+MAX_FIELDS = 256  # at the top of a body: each is kept as long as its request
+MAX_SMALL_BYTES = 65_536  # of a field that is decoded
+MAX_INTEGER = 1 << 31
+CHUNK_BYTES = 1 << 16  # of a body scanned at a time
+TRUE_WORDS = ("1", "on", "t", "true", "y", "yes")
 BOM = b"\xef\xbb\xbf"
-FIRST_ITEM = re.compile(rb'\[[ \t\r\n]*(["\[])')  # of a list of texts, or of lists
+FIRST_ITEM = re.compile(rb'\[[ \t\r\n]*(["\[])')  # in a list of texts, or of lists
 OPENS, CLOSES, COMMA = list(b"{["), list(b"}]"), ord(",")
-HALF_PAIR = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])")
+LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])")
 
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BodyFields:
-    """The fields of one body, by name, each as JSON; of a name that comes several times the last, as in vLLM."""
+    """The fields of one body by name, each as JSON; the last of several with one name, as in vLLM."""
 
     __slots__ = ("_fields", "raw")
 
@@ -47,11 +47,11 @@ class BodyFields:
         """Read a body.
 
         Args:
-            raw: the body; a byte order mark before it is left out.
+            raw: the body; a byte order mark is skipped.
             max_items: how many items its lists may have in all.
 
         Raises:
-            ApiError: 400 for what is no JSON object, or would take far more memory than its bytes.
+            ApiError: 400 unless it is a JSON object that takes little more memory than its bytes.
         """
         _check_parts(raw, max_items)
         raw = raw.removeprefix(BOM)
@@ -63,7 +63,7 @@ class BodyFields:
         except msgspec.ValidationError:
             raise ApiError(400, "The body must be a JSON object.", code="invalid_json") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            half = HALF_PAIR.search(raw)  # of which the parser says otherwise
+            half = LONE_SURROGATE.search(raw)  # the parser reports it in other words
             why = f"{half[0].decode()} is one half of a surrogate pair" if half else str(error)
             raise ApiError(400, f"The body is not valid JSON: {why}.", code="invalid_json") from None
 
@@ -74,13 +74,13 @@ class BodyFields:
         return iter(self._fields)
 
     def json(self, name: str) -> bytes:
-        """The JSON text of a field; empty where there is none, or it is null."""
+        """The JSON text of a field; empty where it is missing or null."""
         value = self._fields.get(name)
         found = b"" if value is None else bytes(value)
         return b"" if found == b"null" else found
 
     def value(self, name: str) -> Any:
-        """The value of a small field; None where there is none. Raises ApiError 400 for one too large for its kind."""
+        """The value of a small field; None where it is missing. Raises ApiError 400 for a field that is too large."""
         found = self.json(name)
         if len(found) > MAX_SMALL_BYTES:
             raise invalid(name, f"it has {len(found)} bytes; give at most {MAX_SMALL_BYTES}.")
@@ -90,26 +90,26 @@ class BodyFields:
             raise invalid(name, f"it is not valid JSON: {error}.") from None
 
     def flag(self, name: str) -> bool:
-        """Whether a field is true, as leniently as vLLM reads it."""
+        """Whether a field is true, read as leniently as vLLM does."""
         value = self.value(name)
-        return (value.lower() in TRUE) if isinstance(value, str) else value in (True, 1)
+        return (value.lower() in TRUE_WORDS) if isinstance(value, str) else value in (True, 1)
 
     def with_fields(self, **values: Any) -> BodyFields:
-        """The same with these values; without those that are None."""
+        """A copy with these values set; None removes a field."""
         kept = {name: value for name, value in self._fields.items() if name not in values}
         return BodyFields({**kept, **{name: orjson.dumps(v) for name, v in values.items() if v is not None}})
 
     def to_json(self) -> bytes:
-        """The body as a server gets it: each name once, values as they came."""
+        """The body for a server: each name once, with the client's values."""
         pairs = [b"%b:%b" % (orjson.dumps(name), bytes(value)) for name, value in self._fields.items()]
         return b"{" + b",".join(pairs) + b"}"
 
-    # ----------------------------------------------------------------- what it asks for
+    # ----------------------------------------------------------------- prompts and limits
 
     @property
     def n(self) -> int:
         """Choices of each prompt."""
-        return max(1, whole(self.value("n")))
+        return max(1, read_integer(self.value("n")))
 
     @property
     def prompts(self) -> int:
@@ -129,25 +129,25 @@ class BodyFields:
         return found.count(b",") + any(byte in found for byte in b"0123456789")
 
     def max_tokens(self, unstated: int) -> int:
-        """Output tokens that one choice may have: the largest of its limits, whichever the server then takes.
+        """Output tokens that one choice may have: the largest of its limits, since servers differ in which they use.
 
         Args:
-            unstated: tokens, where the body states none.
+            unstated: tokens, where the body has no limit.
         """
-        stated = [whole(value) for name in LIMITS if (value := self.value(name)) is not None]
+        stated = [read_integer(value) for name in OUTPUT_LIMIT_FIELDS if (value := self.value(name)) is not None]
         return max(stated, default=unstated)
 
 
-def whole(value: Any) -> int:
-    """A number as leniently as vLLM reads it; 0 for anything else."""
+def read_integer(value: Any) -> int:
+    """A number, read as leniently as vLLM does; 0 for anything else."""
     try:
-        return max(0, min(int(float(value)), MAX_WHOLE))
+        return max(0, min(int(float(value)), MAX_INTEGER))
     except (TypeError, ValueError, OverflowError):
         return 0
 
 
 def _check_parts(raw: bytes, max_items: int) -> None:
-    """Raises ApiError 400 for a body of more parts than are read."""
+    """Raises ApiError 400 for a body with too many parts."""
     parts, items = sum(map(raw.count, (b":", b"[", b"{"))), raw.count(b",")
     if parts > MAX_PARTS or items > max_items:  # maybe within its texts
         counts = _count_outside_texts(raw)
@@ -161,8 +161,7 @@ def _check_parts(raw: bytes, max_items: int) -> None:
 
 
 def _check_fields(raw: bytes) -> None:
-    """Raises ApiError 400 for a body of more fields of its own than are kept. Before they are read: each takes some
-    400 bytes."""
+    """Raises ApiError 400 for a body with too many fields, before they are parsed: each takes some 400 bytes."""
     if raw.count(b":") <= MAX_FIELDS:
         return
     fields, depth = 1, 0
@@ -177,7 +176,7 @@ def _check_fields(raw: bytes) -> None:
 
 
 def _count_outside_texts(json: bytes) -> NDArray[np.int64]:
-    """How often each byte stands outside strings."""
+    """Counts of each byte value outside strings."""
     counts = np.zeros(256, np.int64)
     for part in _outside_texts(json):
         counts += np.bincount(part, minlength=256)

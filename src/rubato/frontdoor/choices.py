@@ -1,4 +1,4 @@
-"""One response, several requests: `n` choices of each of its prompts, in OpenAI's order (first prompt first).
+"""A response has a request for each of the `n` choices of each prompt, in OpenAI's order (first prompt first).
 
 The choices of one prompt are a group: they are placed on one replica and share the prompt's KV. Prompts share nothing
 but the response.
@@ -13,9 +13,11 @@ from rubato.core.events import Finished
 from rubato.core.request import Request
 
 
-def spread(prompts: Sequence[Request], n: int) -> tuple[Request, ...]:
-    """One request a choice. prompts: one request each, which carry the answer's id; a seed counts up from each
-    prompt's first choice, else they would all be the same."""
+def spread_choices(prompts: Sequence[Request], n: int) -> tuple[Request, ...]:
+    """Make one request for each choice; a seed is increased from choice to choice, or all would be the same.
+
+    prompts: one request each, with the response's id.
+    """
     if len(prompts) == n == 1:
         return tuple(prompts)
     found = []
@@ -30,29 +32,29 @@ def spread(prompts: Sequence[Request], n: int) -> tuple[Request, ...]:
 
 
 def response_id(requests: Sequence[Request]) -> str:
-    """The id of the response that these requests, all of one, are for."""
+    """The id of the response that all of these requests belong to."""
     id = requests[0].id
     return id if len(requests) == 1 else id.rpartition("-")[0]
 
 
 def prompt_tokens(request: Request, end: Finished) -> int:
-    """Of the prompt, as a bill has them: of several choices of one prompt the first brings them."""
+    """Prompt tokens to charge: all of them for the first choice of a prompt, 0 for the others."""
     if request.group not in ("", request.id):
         return 0
     return request.prompt if end.prompt is None else end.prompt
 
 
 def answer_of(id: str) -> str:
-    """The id of the answer (`KIND-HEX`) that the request of this id (`KIND-HEX` or `KIND-HEX-CHOICE`) is for."""
+    """The id of the response (`KIND-HEX`) of a request with this id (`KIND-HEX` or `KIND-HEX-CHOICE`)."""
     return "-".join(id.split("-", 2)[:2])
 
 
 def prompt_of(request: Request) -> str:
-    """What all choices of one prompt have in common, and no other request has."""
+    """A key that the choices of one prompt share and no other request has."""
     return request.group or request.id
 
 
-def firsts(requests: Sequence[Request]) -> list[int]:
-    """Where in an answer's requests each prompt's first choice is."""
+def first_choices(requests: Sequence[Request]) -> list[int]:
+    """The index of each prompt's first choice among a response's requests."""
     names = [prompt_of(request) for request in requests]
     return [at for at, name in enumerate(names) if at == 0 or name != names[at - 1]]

@@ -15,11 +15,11 @@ from fastapi.responses import Response
 from rubato.core.events import Finished
 from rubato.core.request import INFEASIBLE, LATE, SHUTTING_DOWN
 
-REJECT_REASON = "x-rubato-reject-reason"  # the header that names a refusal's
+REJECT_REASON = "x-rubato-reject-reason"  # header with the reason of a refusal
 
 
 class ApiError(Exception):
-    """An answer other than 200. `param` is a path such as `messages[0].content`, or a header's name."""
+    """A response other than 200. `param` is a path such as `messages[0].content`, or a header's name."""
 
     def __init__(
         self,
@@ -44,24 +44,24 @@ class ApiError(Exception):
 
 
 def invalid(param: str, why: str) -> ApiError:
-    """The error of a field or header whose value cannot be. why: a sentence; a stop is added where it has none."""
+    """The error of a field or header with an impossible value. why: a sentence; a full stop is added if missing."""
     stop = "" if why.endswith((".", "?")) else "."
     return ApiError(400, f"{param}: {why}{stop}", param=param, code="invalid_value")
 
 
 def too_long(most: int, asked: str, param: str) -> ApiError:
-    """The error of what does not fit into a context of `most` tokens."""
+    """The error of a request that does not fit a context of `most` tokens."""
     message = f"This model's context is {most} tokens; you asked for {asked}."
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def no_room(most: int, prompt: str, where: str) -> ApiError:
-    """The error of a prompt, of so many tokens, that fills the context alone."""
+    """The error of a prompt that fills the context of `most` tokens alone. prompt: its tokens."""
     return too_long(most, f"{prompt} of {where}, which leaves no room for output", where)
 
 
 def from_finished(event: Finished, retry_after: float) -> ApiError:
-    """The error of a request that ended in anything but completion. `retry_after`: seconds until room is expected."""
+    """The error of a request that did not complete. retry_after: seconds until room is expected."""
     if event.is_client_error:
         code = "invalid_value" if event.reason.startswith("rejected-invalid") else "context_length_exceeded"
         return ApiError(400, f"This model cannot run the request: {event.reason}.", code=code)
@@ -73,7 +73,7 @@ def from_finished(event: Finished, retry_after: float) -> ApiError:
 
 
 def _refused(reason: str, seconds: int) -> ApiError:
-    """seconds: after which a request that was refused for want of room may be sent again."""
+    """The error of a refusal. seconds: after which the request may be sent again, if the reason was lack of room."""
     kind, _, why = reason.partition(":")
     named = (REJECT_REASON, "".join(c if " " <= c <= "~" else "?" for c in kind))  # a policy may give any
     if kind == INFEASIBLE:

@@ -1,6 +1,7 @@
-"""Where a request's time went, as phases and as a sentence: "Late by 410 ms: waited 380 ms behind 3 others at r2."
+"""Explains where a request's time went, as phases and as a sentence: "Late by 410 ms: waited 380 ms behind 3 others
+at r2."
 
-For the board and `/debug/requests/{id}`; worked out of a `RequestRecord` where somebody asks.
+The board and `/debug/requests/{id}` compute it from a `RequestRecord` when asked.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from rubato.core.events import Finished
 from rubato.core.request import NOTHING
 from rubato.frontdoor.request_record import HELD, LOST, PREEMPTED, QUEUE, TRANSFER, RequestRecord
 
-# "remote": at a server that does not report when it waits and when it runs.
+# "remote": at a server that does not report when a request waits and when it runs.
 Phase = Literal["queue", "remote", "prefill", "decode", "transfer"]
-MAX_PHASES = 12  # of a longer story the latest are told
+MAX_PHASES = 12  # the last ones of a longer history
 
-OTHERS = {  # cause -> what cost a request its time
+CAUSE_SENTENCES = {
     "prefill interference": "prompts of other requests ran in its steps",
     "decode interference": "too many others decoded in its steps",
     "preemption": "it was preempted and had to be run again",
@@ -25,55 +26,60 @@ OTHERS = {  # cause -> what cost a request its time
     "infeasible": "not even an idle server could have met its SLO",
     "gateway": "the gateway passed its tokens on late",
 }
-WAITS = {HELD: "queue", QUEUE: "queue", PREEMPTED: "preemption", TRANSFER: "transfer", LOST: "failed"}  # -> cause
-INTERFERENCE = "prefill or decode interference"  # a server says which one when the request ends
+WAIT_CAUSES = {HELD: "queue", QUEUE: "queue", PREEMPTED: "preemption", TRANSFER: "transfer", LOST: "failed"}  # -> cause
+INTERFERENCE = "prefill or decode interference"  # the server reports which one at the end
 NOT_REPORTED = "not reported"
 
 
 def phases(record: RequestRecord, now: float, counted: Collection[str] = ()) -> list[tuple[Phase, float]]:
-    """What it did, one after another, and for how many seconds, from its arrival until its end or now. counted:
-    replicas that do not report what happens there."""
+    """The phases of a request and their seconds, from its arrival until its end or now.
+
+    counted: ids of replicas that do not report their state.
+    """
     end = now if record.end is None else record.end.at
-    found: list[tuple[Phase, float]] = []
+    story: list[tuple[Phase, float]] = []
     at = record.request.arrival
     waits = ((why, min(begin, end), min(until, end)) for why, begin, until in record.waits_until(end))
     for why, begin, until in waits:
-        _extend(found, _ran(record, at, begin) if found else [("queue", begin - at)])  # it is held from its arrival on
+        # A request is held from its arrival on.
+        _add_phases(story, _running_phases(record, at, begin) if story else [("queue", begin - at)])
         kind: Phase = "transfer" if why == TRANSFER else "queue"
         if why == QUEUE and record.replicas and record.replicas[-1] in counted:
             kind = "remote"
-        _extend(found, [(kind, until - begin)])
+        _add_phases(story, [(kind, until - begin)])
         at = max(at, until)
-    _extend(found, _ran(record, at, end))
-    return found[-MAX_PHASES:]
+    _add_phases(story, _running_phases(record, at, end))
+    return story[-MAX_PHASES:]
 
 
-def _ran(record: RequestRecord, begin: float, end: float) -> Iterator[tuple[Phase, float]]:
-    """A span without a wait: prefill until the first token, decode after it."""
+def _running_phases(record: RequestRecord, begin: float, end: float) -> Iterator[tuple[Phase, float]]:
+    """The phases of a span without waits: prefill until the first token, then decode."""
     first = record.stages[0].first
     split = end if first is None else min(max(first, begin), end)
     yield "prefill", split - begin
     yield "decode", end - split
 
 
-def _extend(found: list[tuple[Phase, float]], more: Iterator[tuple[Phase, float]] | list[tuple[Phase, float]]) -> None:
+def _add_phases(
+    story: list[tuple[Phase, float]], more: Iterator[tuple[Phase, float]] | list[tuple[Phase, float]]
+) -> None:
     for kind, seconds in more:
         if seconds <= 0.0:
             continue
-        if found and found[-1][0] == kind:
-            found[-1] = (kind, found[-1][1] + seconds)
+        if story and story[-1][0] == kind:
+            story[-1] = (kind, story[-1][1] + seconds)
         else:
-            found.append((kind, seconds))
+            story.append((kind, seconds))
 
 
 def cause_so_far(record: RequestRecord, now: float, counted: Collection[str] = ()) -> tuple[str, float]:
-    """What has cost a request in flight the most time, and how many seconds: the cause of a wait, or `INTERFERENCE`
-    where it has run for longer than that."""
+    """The cause that has cost a request in flight the most time, and its seconds; `INTERFERENCE` stands for the time
+    that it has run."""
     is_counted = bool(record.replicas) and record.replicas[-1] in counted
     lost: defaultdict[str, float] = defaultdict(float)
     lost["queue"] = record.steps[0]["at"] - record.request.arrival  # until it was offered
     for why, begin, until in record.waits_until(now):
-        lost[NOT_REPORTED if is_counted and why == QUEUE else WAITS[why]] += until - begin
+        lost[NOT_REPORTED if is_counted and why == QUEUE else WAIT_CAUSES[why]] += until - begin
     lost[NOT_REPORTED if is_counted else INTERFERENCE] += now - record.request.arrival - sum(lost.values())
     return max(lost.items(), key=lambda item: item[1])
 
@@ -85,12 +91,17 @@ def explain(
     counted: Collection[str] = (),
     due: float | None = None,
 ) -> str:
-    """How it stands, or why it ended as it did, in a sentence or two. names: of replicas, where others than their ids.
-    counted: replicas that do not report what happens there. due: its next token; None: by what is known here."""
+    """The state of a request, or why it ended as it did, in a sentence or two.
+
+    Args:
+        names: of replicas, where the reader knows them by another name than their id.
+        counted: ids of replicas that do not report their state.
+        due: time of its next token; None: by the record.
+    """
     end = record.end
     if end is None:
         late_by = now - (record.next_due() if due is None else due)
-        return " ".join([*_late_so_far(record, now, names, counted, late_by), _in_flight(record, now, names)])
+        return " ".join([*_lateness_sentences(record, now, names, counted, late_by), _in_flight(record, now, names)])
     judged = end.verdict
     if end.outcome == "refused":
         return f"Refused: {end.reason}."
@@ -110,21 +121,21 @@ def explain(
 
 def _why(record: RequestRecord, end: Finished, names: Mapping[str, str]) -> str:
     cause = end.verdict.cause
-    if record.lost:
-        return f"{_name(record.lost, names)} was lost, and it began again elsewhere"
-    if cause in OTHERS:
-        return OTHERS[cause]
+    if record.lost_replica:
+        return f"{_name(record.lost_replica, names)} was lost, and it began again elsewhere"
+    if cause in CAUSE_SENTENCES:
+        return CAUSE_SENTENCES[cause]
     if cause == NOT_REPORTED:
         return _unreported(record, names)
     waited = sum(until - begin for _, begin, until in record.waits)
     if not waited:
         return "no wait and no interference was seen"
     where = f" at {_name(record.replicas[-1], names)}" if record.replicas else " in the router"
-    return f"waited {_time(waited)}{_behind(record.ahead)}{where}"
+    return f"waited {_time(waited)}{_behind(record.queue_ahead)}{where}"
 
 
 def _unreported(record: RequestRecord, names: Mapping[str, str]) -> str:
-    """What is seen from outside of a server."""
+    """An explanation for a request at a server that does not report."""
     sent = max((step["at"] for step in record.steps if step["event"] == "placed"), default=record.request.arrival)
     first, server = record.stages[0].first, _name(record.replicas[-1], names) if record.replicas else "its server"
     took = (
@@ -133,10 +144,10 @@ def _unreported(record: RequestRecord, names: Mapping[str, str]) -> str:
     return f"{took}{server} does not report how it spent the time"
 
 
-def _late_so_far(
+def _lateness_sentences(
     record: RequestRecord, now: float, names: Mapping[str, str], counted: Collection[str], late: float
 ) -> Iterator[str]:
-    """By how much and why it is late now, and where and when it was given up."""
+    """Sentences on how late a request is and why, and on where and when it became best effort."""
     if late > 0.0:
         cause, seconds = cause_so_far(record, now, counted)
         age = _time(now - record.request.arrival)
@@ -157,7 +168,7 @@ def _in_flight(record: RequestRecord, now: float, names: Mapping[str, str]) -> s
     if record.waiting is not None:
         why, since = record.waiting
         where = f" at {_name(record.replicas[-1], names)}" if record.replicas and why == QUEUE else ""
-        behind = _behind(record.ahead) if why == QUEUE else ""
+        behind = _behind(record.queue_ahead) if why == QUEUE else ""
         return f"Has waited {_time(now - since)}{behind}{where}: {why}."
     where = f" at {_name(record.replicas[-1], names)}" if record.replicas else ""
     if record.stages[0].first is None:

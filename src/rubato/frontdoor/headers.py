@@ -1,4 +1,4 @@
-"""Headers of a request: what is read of them, and which of them go on to a server."""
+"""Reads the headers of a request, and selects those that are forwarded to a server or returned to a client."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from uuid import uuid4
 from rubato.frontdoor.errors import REJECT_REASON, invalid
 from rubato.frontdoor.paths import CHAT, MESSAGES, RESPONSES, TEXT
 
-SESSION = "x-session-id"  # vLLM reads it, too
-TENANT = "x-rubato-tenant"  # by which an admin's key speaks for another tenant
-# Of a client's headers, those that a server gets. All others stay here, above all keys, SLOs and tenants' names.
+SESSION_HEADER = "x-session-id"  # vLLM reads it, too
+TENANT_HEADER = "x-rubato-tenant"  # names the tenant for which an admin's key acts
+# Headers of a client that a server gets. All others are dropped, above all keys, SLOs and tenants' names.
 FORWARDED = frozenset(
     {
         "accept", "accept-language", "anthropic-beta", "anthropic-version", "baggage", "content-type", "openai-beta",
-        "openai-organization", "openai-project", "traceparent", "tracestate", "user-agent", SESSION,
+        "openai-organization", "openai-project", "traceparent", "tracestate", "user-agent", SESSION_HEADER,
     }
 )  # fmt: skip
-# Of a server's response, what concerns only the way to here, or is said by this side.
+# Headers of a server that concern only its connection, or that we set ourselves.
 NOT_RETURNED = frozenset(
     {
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
@@ -27,11 +27,11 @@ NOT_RETURNED = frozenset(
     }
 )  # fmt: skip
 ID_PREFIXES = {CHAT: "chatcmpl-", TEXT: "cmpl-", MESSAGES: "chatcmpl-", RESPONSES: "resp_"}  # of vLLM's responses
-MAX_ID = 128  # characters of a client's X-Request-Id
+MAX_ID_CHARACTERS = 128  # characters of a client's X-Request-Id
 
 
 def first_of_each(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """ASGI's headers by lower-case name; of one that comes several times the first, as vLLM reads it."""
+    """ASGI's headers by lower-case name; the first of several with one name, as vLLM reads it."""
     found: dict[str, str] = {}
     for name, value in headers:
         found.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
@@ -39,17 +39,17 @@ def first_of_each(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a header is for this side alone: an SLO, or the word of another part of it."""
+    """Whether a header is ours: an SLO, or from another part of Rubato."""
     return name.startswith(("x-rubato-", "x-slo-", "x-llm-d-slo-"))
 
 
-def forwarded(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Of a client's headers, those for a server."""
+def forwarded_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The headers of a client that a server gets."""
     return [(name, value) for name, value in headers if name.lower() in FORWARDED]
 
 
-def returned(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Of a server's headers, those for the client: of our own only why it refused."""
+def returned_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The headers of a server that the client gets; of Rubato's own only the reason of a refusal."""
     return [
         (name, value)
         for name, value in headers
@@ -58,19 +58,18 @@ def returned(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     ]
 
 
-def session(headers: Mapping[str, str]) -> str:
-    """The name of the client's session that a header states, "" without one. Raises ApiError 400 for what is no
-    name."""
-    name = headers.get(SESSION)
+def session_name(headers: Mapping[str, str]) -> str:
+    """The client's session by its header, "" without one. Raises ApiError 400 for an invalid name."""
+    name = headers.get(SESSION_HEADER)
     if name is not None and not re.fullmatch(r"[!-~]{1,128}", name):
-        raise invalid(SESSION, "give 1 to 128 visible ASCII characters without blanks.")
+        raise invalid(SESSION_HEADER, "give 1 to 128 visible ASCII characters without blanks.")
     return name or ""
 
 
 def new_id(path: str, wished: str, taken: Container[str]) -> str:
-    """The id of a request: as its client names it, where that is a name and no other request has it."""
+    """A new request id: the one the client wishes, if it is valid and not taken."""
     prefix = ID_PREFIXES[path]
-    is_name = 0 < len(wished) <= MAX_ID and wished.isascii() and wished.replace("_", "").isalnum()
+    is_name = 0 < len(wished) <= MAX_ID_CHARACTERS and wished.isascii() and wished.replace("_", "").isalnum()
     id = f"{prefix}{wished}"
     if is_name and id not in taken and f"{id}-0" not in taken:
         return id

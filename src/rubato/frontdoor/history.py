@@ -1,7 +1,7 @@
-"""The events of a request and why it waited, for `/debug/requests/{id}` and the log. No prompt, no output, and no
-other text of a client but for the beginning of what ends a stage.
+"""Records the events and waits of each request, for `/debug/requests/{id}` and the log.
 
-A fold over events. Kept: every request in flight, and the last `KEEP` ended.
+This is a fold over events. It keeps every request in flight and the last `MAX_ENDED_REQUESTS` that ended. It contains
+no prompts and outputs; the only text of a client is the beginning of a stage's end.
 """
 
 from __future__ import annotations
@@ -27,42 +27,46 @@ from rubato.core.events import (
 )
 from rubato.core.interfaces import View
 from rubato.core.request import NOTHING, without_texts
-from rubato.frontdoor.choices import answer_of, firsts
+from rubato.frontdoor.choices import answer_of, first_choices
 from rubato.frontdoor.explanation import cause_so_far, explain, phases
 from rubato.frontdoor.request_record import HELD, LOST, PREEMPTED, QUEUE, TRANSFER, RequestRecord, StageRecord
-from rubato.frontdoor.verdict import in_ms, ms, verdict
+from rubato.frontdoor.verdict import ms, slo_in_ms, verdict
 
-KEEP = 1000  # requests that have ended, all choices of one counted as one
-MOST_STEPS = 256  # entries of one request's history; a run of tokens is one
-TIMES = ("at", "until")  # of a step, in seconds; worked out in milliseconds only where it is shown
+MAX_ENDED_REQUESTS = 1000  # API requests; all choices count as one
+MAX_STEPS = 256  # of one request's history; a run of tokens is one step
+TIME_FIELDS = ("at", "until")  # of a step, in seconds; pages show milliseconds
 
 
 class RequestHistory:
-    """A listener. ended: called with each record that is complete. answer_of: of a request's id, the
-    one that the API gave."""
+    """A listener that records requests.
+
+    Args:
+        on_end: called with each complete record.
+        answer_of: from a request's id to that of its API request.
+    """
 
     def __init__(
         self,
-        ended: Callable[[RequestRecord], None] | None = None,
+        on_end: Callable[[RequestRecord], None] | None = None,
         answer_of: Callable[[str], str] = answer_of,
     ) -> None:
-        self._ended = ended
+        self._on_end = on_end
         self._answer_of = answer_of
         self._open: dict[str, RequestRecord] = {}
-        self._answers: OrderedDict[str, list[RequestRecord]] = OrderedDict()  # by the id that the API gave
+        self._answers: OrderedDict[str, list[RequestRecord]] = OrderedDict()  # by id of the API request
         self._done: OrderedDict[str, None] = OrderedDict()
-        self._queued: Counter[str] = Counter()  # requests that wait, by replica
+        self._queued: Counter[str] = Counter()  # waiting requests, by replica
 
     def __call__(self, event: Event) -> None:
         if type(event) is Tokens:
-            _tokens(self._open[event.id], event)
+            _add_tokens(self._open[event.id], event)
             return
         if isinstance(event, REPLICA_EVENTS):  # of a replica, not of a request
             return
         if type(event) is Offered:
             record = self._open[event.id] = RequestRecord(without_texts(event.request))
             answer = self._answer_of(event.id)
-            if answer in self._answers and self._is_done(answer):  # an id that clients use again, as inside vLLM
+            if answer in self._answers and self._is_done(answer):  # clients may use an id again inside vLLM
                 del self._answers[answer]
                 self._done.pop(answer, None)
             self._answers.setdefault(answer, []).append(record)
@@ -70,28 +74,27 @@ class RequestHistory:
         self._count_queue(record, -1)
         _fold(record, event)
         if type(event) is Placed:
-            record.ahead = self._queued[event.replica]
+            record.queue_ahead = self._queued[event.replica]
         self._count_queue(record, 1)
         if type(event) is Finished:
             del self._open[event.id]
             if self._is_done(answer := self._answer_of(event.id)):
                 self._done[answer] = None
                 self._done.move_to_end(answer)
-            while len(self._done) > KEEP:
+            while len(self._done) > MAX_ENDED_REQUESTS:
                 oldest, _ = self._done.popitem(last=False)
                 if self._is_done(oldest):
                     del self._answers[oldest]
-            if self._ended is not None:
-                self._ended(record)
+            if self._on_end is not None:
+                self._on_end(record)
 
     @property
     def in_flight(self) -> Mapping[str, RequestRecord]:
-        """Those that have not ended, every choice by its own id, in the order in which they were offered."""
+        """The records of requests that have not ended, by id, in the order in which they were offered."""
         return self._open
 
     def find(self, id: str) -> Sequence[RequestRecord]:
-        """All choices of the request that the API calls `id`, which may be the id of a choice; none if it is not known,
-        or no longer."""
+        """The records of all choices of an API request; none if it is unknown or forgotten. id: its, or a choice's."""
         return self._answers[id] if id in self._answers else self._answers.get(self._answer_of(id), ())
 
     def _count_queue(self, record: RequestRecord, one: int) -> None:
@@ -104,7 +107,7 @@ class RequestHistory:
 
 def _fold(record: RequestRecord, event: Event) -> None:
     if isinstance(event, Tokens):
-        _tokens(record, event)
+        _add_tokens(record, event)
         return
     about: dict[str, Any] = {}
     if isinstance(event, Offered):
@@ -116,44 +119,44 @@ def _fold(record: RequestRecord, event: Event) -> None:
         if event.why:
             about["why"] = event.why
         record.replicas.append(event.replica)
-        _wait(record, event.at, TRANSFER if record.brings_kv else QUEUE)
+        _begin_wait(record, event.at, TRANSFER if record.brings_kv else QUEUE)
     elif isinstance(event, HandedOff):
         handoff = event.request.handoff
         assert handoff is not None
         about = {"replica": handoff.source, "why": handoff.reason, "cached_tokens": handoff.cached}
         record.brings_kv = handoff.cached > 0
-        _wait(record, event.at, HELD)
+        _begin_wait(record, event.at, HELD)
     elif isinstance(event, Transferred):
         about = {"replica": event.replica, "from": event.source, "tokens": event.tokens, "bytes": event.size}
-        _wait(record, event.at, None)
+        _begin_wait(record, event.at, None)
     elif isinstance(event, Started):
         about = {"resumed": event.resumed, "cached_tokens": event.cached}
-        if not record.started:
-            record.started, record.cached = True, event.cached
-        _wait(record, event.at, None)
+        if not record.has_started:
+            record.has_started, record.cached = True, event.cached
+        _begin_wait(record, event.at, None)
     elif isinstance(event, Preempted):
         record.preemptions += 1
-        _wait(record, event.at, PREEMPTED)
+        _begin_wait(record, event.at, PREEMPTED)
     elif isinstance(event, Lost):
-        about["replica"] = record.lost = event.replica
+        about["replica"] = record.lost_replica = event.replica
         record.brings_kv = False
-        _wait(record, event.at, LOST)
+        _begin_wait(record, event.at, LOST)
     elif isinstance(event, Demoted):
         record.best_effort_since = event.at
         record.demoted_at = about["replica"] = record.replicas[-1] if record.replicas else ""
     elif isinstance(event, Promoted):
-        _served_best_effort(record, event.at)
+        _end_best_effort(record, event.at)
     elif isinstance(event, Finished):
         about = {"outcome": event.outcome, "reason": event.reason}
-        _wait(record, event.at, None)
-        _served_best_effort(record, event.at)
-        record.output = max(record.output, event.output)  # of an untimed response nothing was heard before
+        _begin_wait(record, event.at, None)
+        _end_best_effort(record, event.at)
+        record.output = max(record.output, event.output)  # an untimed response had no token events
         record.end = event
-    _add(record, event, about)
+    _add_step(record, event, about)
 
 
-def _tokens(record: RequestRecord, event: Tokens) -> None:
-    if not event.tokens:  # text that was held back, of tokens counted before
+def _add_tokens(record: RequestRecord, event: Tokens) -> None:
+    if not event.tokens:  # withheld text of tokens that were counted before
         return
     while len(record.stages) <= event.stage:
         record.stages.append(StageRecord(record.stages[-1].last))
@@ -165,31 +168,31 @@ def _tokens(record: RequestRecord, event: Tokens) -> None:
     record.output += event.tokens
     last = record.steps[-1]
     if last["event"] != "tokens" or last["stage"] != event.stage:
-        last = _add(record, event, {"at": first, "stage": event.stage, "tokens": 0})
+        last = _add_step(record, event, {"at": first, "stage": event.stage, "tokens": 0})
     last["tokens"] += event.tokens
     last["until"] = until
 
 
-def _add(record: RequestRecord, event: Event, about: dict[str, Any]) -> dict[str, Any]:
-    """One more step, returned. The first and the last of a long history are kept."""
+def _add_step(record: RequestRecord, event: Event, about: dict[str, Any]) -> dict[str, Any]:
+    """Add a step and return it. Of a long history the first and the last steps are kept."""
     step = {"at": event.at, "event": type(event).__name__.lower(), **about}
     record.steps.append(step)
-    if len(record.steps) > MOST_STEPS:
-        del record.steps[MOST_STEPS // 2]
-        record.left_out += 1
+    if len(record.steps) > MAX_STEPS:
+        del record.steps[MAX_STEPS // 2]
+        record.omitted_steps += 1
     return step
 
 
-def _wait(record: RequestRecord, now: float, why: str | None) -> None:
-    """What it waited for until now, and waits for from now on."""
+def _begin_wait(record: RequestRecord, now: float, why: str | None) -> None:
+    """End the current wait, and begin the next one. why: reason of the next; None: the request runs."""
     if record.waiting is not None:
         record.waits.append((record.waiting[0], record.waiting[1], now))
-        if len(record.waits) > MOST_STEPS:
-            del record.waits[MOST_STEPS // 2]
+        if len(record.waits) > MAX_STEPS:
+            del record.waits[MAX_STEPS // 2]
     record.waiting = None if why is None else (why, now)
 
 
-def _served_best_effort(record: RequestRecord, now: float) -> None:
+def _end_best_effort(record: RequestRecord, now: float) -> None:
     if record.best_effort_since is not None:
         record.best_effort += now - record.best_effort_since
         record.best_effort_since = None
@@ -198,14 +201,16 @@ def _served_best_effort(record: RequestRecord, now: float) -> None:
 # --------------------------------------------------------------------------- as JSON
 
 
-def shown(
+def page(
     id: str, records: Sequence[RequestRecord], views: Sequence[View], now: float, *, fair: bool,
     counted: Collection[str] = (), names: Mapping[str, str] = NOTHING,
 ) -> dict[str, Any]:  # fmt: skip
-    """The page of one answer, all its choices; times in milliseconds since its arrival.
+    """The page of one API request with all its choices, as JSON; times are milliseconds since its arrival.
 
-    fair: tenants share the replicas, so a request not yet placed waits for its tenant's share. counted: replicas that
-    tell nothing of themselves. names: of replicas, as an admin knows them.
+    Args:
+        fair: whether a request that is not placed yet may wait for its tenant's share.
+        counted: ids of replicas that do not report their state.
+        names: of replicas, as an admin knows them.
     """
     requests = [record.request for record in records]
     request = requests[0]
@@ -214,16 +219,16 @@ def shown(
         "tenant": request.tenant,
         "tier": request.tier,
         "state": "finished" if all(record.end is not None for record in records) else "in flight",
-        "slo": [{"until": stage.ends, **in_ms(stage.slo)} for stage in request.stages],
+        "slo": [{"until": stage.ends, **slo_in_ms(stage.slo)} for stage in request.stages],
         "on_decline": request.on_decline,
-        "prompt_tokens": sum(requests[at].prompt for at in firsts(requests)),
+        "prompt_tokens": sum(requests[at].prompt for at in first_choices(requests)),
         "max_tokens": max(request.sampling.max_tokens for request in requests),
         "age_ms": ms(now - request.arrival),
-        "choices": [_choice(record, views, now, names, fair=fair, counted=counted) for record in records],
+        "choices": [_choice_json(record, views, now, names, fair=fair, counted=counted) for record in records],
     }
 
 
-def _choice(
+def _choice_json(
     record: RequestRecord, views: Sequence[View], now: float, names: Mapping[str, str], *, fair: bool,
     counted: Collection[str],
 ) -> dict[str, Any]:  # fmt: skip
@@ -234,13 +239,13 @@ def _choice(
         "id": record.request.id,
         "state": _state(record),
         "explanation": explain(record, now, names, counted, due),
-        "so_far": None if record.end is not None else _so_far(record, now, counted, due),
+        "so_far": None if record.end is not None else _lateness_json(record, now, counted, due),
         "phases": [[kind, ms(seconds)] for kind, seconds in phases(record, now, counted)],
         "prompt_tokens": record.request.prompt,
         "max_tokens": record.request.sampling.max_tokens,
         "replicas": record.replicas,
-        "deadlines": _due(record),
-        "now": None if record.end is not None else _now(record, views, counted),
+        "deadlines": _deadlines_json(record),
+        "now": None if record.end is not None else _state_at_replica(record, views, counted),
         "output_tokens": record.output,
         "cached_tokens": record.cached,
         "preemptions": record.preemptions,
@@ -251,14 +256,14 @@ def _choice(
         ],
         "best_effort_ms": ms(until - arrival) if record.request.best_effort else ms(demoted),
         "verdict": None if record.end is None else verdict(record.end),
-        "events": [_step(step, arrival) for step in record.steps],
-        "events_left_out": record.left_out,
+        "events": [_step_json(step, arrival) for step in record.steps],
+        "events_left_out": record.omitted_steps,
     }
 
 
-def _step(step: Mapping[str, Any], arrival: float) -> dict[str, Any]:
-    """With its times in milliseconds since arrival."""
-    return {f"{k}_ms" if k in TIMES else k: ms(v - arrival) if k in TIMES else v for k, v in step.items()}
+def _step_json(step: Mapping[str, Any], arrival: float) -> dict[str, Any]:
+    """A step with its times in milliseconds since arrival."""
+    return {f"{k}_ms" if k in TIME_FIELDS else k: ms(v - arrival) if k in TIME_FIELDS else v for k, v in step.items()}
 
 
 def _state(record: RequestRecord) -> str:
@@ -267,8 +272,8 @@ def _state(record: RequestRecord) -> str:
     return "running" if record.waiting is None else record.waiting[0]
 
 
-def _now(record: RequestRecord, views: Sequence[View], counted: Collection[str]) -> dict[str, Any] | None:
-    """How it stands at its replica, where it has one."""
+def _state_at_replica(record: RequestRecord, views: Sequence[View], counted: Collection[str]) -> dict[str, Any] | None:
+    """The state of a request at its replica; None where it is at none."""
     for view in views:
         for queue, seqs in (("running", view.running), ("waiting", view.waiting)):
             for position, seq in enumerate(seqs):
@@ -288,19 +293,18 @@ def _now(record: RequestRecord, views: Sequence[View], counted: Collection[str])
 
 
 def _next_due(record: RequestRecord, views: Sequence[View]) -> float:
-    """When its next token is due (s): as its replica has it, which may know of tokens that were not told of one by
-    one."""
+    """When the next token is due (s). The replica's value comes first: it may know of tokens without events."""
     here = (seq for view in views for seqs in (view.running, view.waiting, view.moving) for seq in seqs)
     return next((seq.due for seq in here if seq.id == record.request.id), record.next_due())
 
 
-def _so_far(record: RequestRecord, now: float, counted: Collection[str], due: float) -> dict[str, Any] | None:
-    """Of a request in flight whose next token is late: by how much, and what has cost it the most time."""
+def _lateness_json(record: RequestRecord, now: float, counted: Collection[str], due: float) -> dict[str, Any] | None:
+    """Lateness and main cause of a request whose next token is late; None where it is not."""
     return {"late_ms": ms(now - due), "cause": cause_so_far(record, now, counted)[0]} if now > due else None
 
 
-def _due(record: RequestRecord) -> list[dict[str, Any]]:
-    """When each stage's tokens are due: the first, each after it, and the last."""
+def _deadlines_json(record: RequestRecord) -> list[dict[str, Any]]:
+    """Deadlines and measured times of each stage: the first token, each later one, and the last."""
     arrival = record.request.arrival
     rows = []
     for index, (times, due) in enumerate(zip(record.stages, record.stage_deadlines(), strict=True)):

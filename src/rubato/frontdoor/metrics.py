@@ -1,14 +1,14 @@
 """Prometheus metrics: a fold over events, plus gauges read from the replicas at the scrape.
 
-`SLOMetrics` are ours (`rubato_...`), of our server and of the plug-in in vLLM's; `Metrics` adds vLLM's names where the
-meaning is the same, which in vLLM's server are vLLM's own. Attainment is `rubato_slo_met_total{dimension="all"}` over
-`rubato_requests_offered_total`: a request that was refused, failed or cut short was offered too. For one dimension
-alone it is over `rubato_slo_promised_total`; a TPOT is there the mean over the request, whatever rule judges it.
+`SLOMetrics` are Rubato's own (`rubato_...`), in our server and in vLLM's with the plug-in. `Metrics` adds vLLM's names
+where the meaning is the same; vLLM's server has its own. Attainment is `rubato_slo_met_total{dimension="all"}` over
+`rubato_requests_offered_total`, which includes requests that were refused, failed or cut short. For one dimension it is
+over `rubato_slo_promised_total`, where a TPOT is the mean over the request, whatever rule judges it.
 
-A request that is the client's own mistake, a 400, is no missed SLO: it counts in `rubato_client_errors_total` alone.
-Some are found only at a server, so that a request counts as offered when its first work begins, or at its end.
+A client's mistake, a 400, is no missed SLO: it counts in `rubato_client_errors_total` alone. Some are found only at a
+server, so a request counts as offered when its first work begins, or at its end.
 
-Labels are tiers, tenants, replicas and words of ours, all bounded: the tier beyond the first hundred is `other`.
+Labels are tiers, tenants, replicas and fixed words, all bounded: tiers beyond the first hundred are `other`.
 """
 
 from __future__ import annotations
@@ -44,55 +44,59 @@ from rubato.frontdoor.choices import prompt_tokens
 from rubato.measure.replica_seconds import ReplicaSecondsMeter
 from rubato.policy_kit.backlog import prefill_seconds
 
-MOST_REASONS = 32  # label values; a policy may refuse with any words
-MOST_NAMES = 100  # of tiers, and of tenants
-OTHER = "other"
+MAX_REASONS = 32  # label values; a policy may refuse with any text
+MAX_LABEL_NAMES = 100  # of tiers, and of tenants
+OTHER_LABEL = "other"
 CLIENT_STATUSES = (400, 401, 403, 404, 413)
 
-TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
-PER_TOKEN = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
-E2E = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
-STEP = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
-DELAY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-PAUSE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-MARGIN = (-30.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+E2E_BUCKETS_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
+STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+LOOP_DELAY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+PAUSE_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+MARGIN_BUCKETS_S = (-30.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(slots=True)
 class _Open:
-    """What a request in flight needs remembered."""
+    """The state of a request in flight."""
 
     request: Request
     tier: str  # labels
     tenant: str
-    used: Counter  # its tenant's output tokens
-    tokens: int = 0  # of these, those that are not counted yet
-    counted: bool = False  # as offered
-    begun: float | None = None  # its first work
-    first: float | None = None  # time of its first token
-    last: float | None = None  # and of its last
+    output_counter: Counter  # its tenant's output tokens
+    tokens: int = 0  # output tokens not counted yet
+    is_counted: bool = False  # as offered
+    began_at: float | None = None  # its first work
+    first_token_at: float | None = None
+    last_token_at: float | None = None
 
 
 class SLOMetrics:
-    """A listener to the events of requests and steps: what was offered, kept, missed, and why. registry: where the
-    metrics are shown."""
+    """A listener that counts requests, met and missed SLOs with causes, and steps. registry: where the metrics are
+    exported."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self._tiers, self._tenants, self._reasons = _Names(MOST_NAMES), _Names(MOST_NAMES), _Names(MOST_REASONS)
+        self._tiers, self._tenants, self._reasons = (
+            _BoundedLabels(MAX_LABEL_NAMES),
+            _BoundedLabels(MAX_LABEL_NAMES),
+            _BoundedLabels(MAX_REASONS),
+        )
         self._open: dict[str, _Open] = {}
-        registry.register(self)  # first: what is shown after it has been brought up to date
+        registry.register(self)  # first: `collect` updates the counters registered after it
         self._build_own()
         self._folds: dict[type[Event], Callable[[Any], None]] = {
-            Offered: self._offered,
-            Placed: self._placed,
-            Started: self._started,
-            Tokens: self._token,
+            Offered: self._on_offered,
+            Placed: self._on_placed,
+            Started: self._on_started,
+            Tokens: self._on_tokens,
             Demoted: lambda event: self._demotions.inc(),
             Promoted: lambda event: self._promotions.inc(),
-            Finished: self._finished,
-            Stepped: self._stepped,
+            Finished: self._on_finished,
+            Stepped: self._on_stepped,
         }
 
     def __call__(self, event: Event) -> None:
@@ -100,18 +104,18 @@ class SLOMetrics:
         if fold is not None:
             fold(event)
 
-    # ----------------------------------------------------------------- what there is
+    # ----------------------------------------------------------------- metrics
 
     def collect(self) -> Iterator[Metric]:
-        """Before what is registered later is shown (prometheus_client's collector protocol)."""
+        """Update the counters that are exported next (prometheus_client's collector protocol)."""
         for state in self._open.values():
             self._count_tokens(state)
         return iter(())
 
     def _count_tokens(self, state: _Open) -> None:
-        """Most events are of tokens: a counter of prometheus_client, with its lock, costs more than all else there."""
+        """Add the tokens since the last call: the lock of a counter would cost more than all else at each token."""
         if state.tokens:
-            state.used.inc(state.tokens)
+            state.output_counter.inc(state.tokens)
             state.tokens = 0
 
     def counter(self, name: str, about: str, *labels: str) -> Counter:
@@ -136,87 +140,91 @@ class SLOMetrics:
             "client_errors", "Responses that were the client's mistake: any 4xx but 429", "code"
         )
         for status in CLIENT_STATUSES:
-            self._client_errors.labels(str(status))  # 0: of a counter that begins at 1 no rate can be told
+            self._client_errors.labels(str(status))  # shown as 0: a counter that begins at 1 has no rate
         self._refused = counter("requests_refused", "Requests refused, by reason", "tier", "reason")
-        self._used = counter(
+        self._tenant_tokens = counter(
             "tenant_tokens", "Tokens of output, and of the prompts of ended requests", "tenant", "kind"
         )
-        self._drafted = counter(
+        self._draft_tokens = counter(
             "draft_tokens", "Drafted tokens that were verified; none behind a rejected one", "outcome"
         )
-        self._accepted, self._rejected = (self._drafted.labels(outcome) for outcome in ("accepted", "rejected"))
-        self._predicted = histogram("predicted_ttft_seconds", "TTFT expected when a request is placed", "tier", TTFT)
-        self._measured = histogram("ttft_seconds", "From arrival to the first token", "tier", TTFT)
-        self._margin = histogram(
-            "slo_margin_seconds", "Time to spare at the tightest token; negative if late", "tier", MARGIN
+        self._accepted, self._rejected = (self._draft_tokens.labels(outcome) for outcome in ("accepted", "rejected"))
+        self._predicted_ttft = histogram(
+            "predicted_ttft_seconds", "TTFT expected when a request is placed", "tier", TTFT_BUCKETS_S
         )
-        self._pause = histogram("pause_seconds", "Longest time between two tokens of a request", "tier", PAUSE)
+        self._measured_ttft = histogram("ttft_seconds", "From arrival to the first token", "tier", TTFT_BUCKETS_S)
+        self._margin = histogram(
+            "slo_margin_seconds", "Time to spare at the tightest token; negative if late", "tier", MARGIN_BUCKETS_S
+        )
+        self._pause = histogram(
+            "pause_seconds", "Longest time between two tokens of a request", "tier", PAUSE_BUCKETS_S
+        )
         self._demotions = counter("demotions", "Requests given up: served as best effort")
         self._promotions = counter("promotions", "Requests promoted back to their SLO")
-        self._step = histogram("step_seconds", "Step time", "replica", STEP)
-        self._seqs = histogram("step_seqs", "Sequences in a batch", "replica", SIZES)
-        self._tokens = histogram("step_tokens", "Tokens in a batch", "replica", SIZES)
+        self._step = histogram("step_seconds", "Step time", "replica", STEP_BUCKETS_S)
+        self._seqs = histogram("step_seqs", "Sequences in a batch", "replica", SIZE_BUCKETS)
+        self._tokens = histogram("step_tokens", "Tokens in a batch", "replica", SIZE_BUCKETS)
 
     # ----------------------------------------------------------------- folds
 
-    def _offered(self, event: Offered) -> None:
+    def _on_offered(self, event: Offered) -> None:
         request = event.request
         tier, tenant = self._tiers.label(request.tier), self._tenants.label(request.tenant)
-        used = self._used.labels(tenant, "output")
-        self._open[event.id] = _Open(request, tier, tenant, used)
-        self._n_offered.labels(tier, tenant)  # 0: of a counter that begins at 1 no rate can be told
+        output_counter = self._tenant_tokens.labels(tenant, "output")
+        self._open[event.id] = _Open(request, tier, tenant, output_counter)
+        self._n_offered.labels(tier, tenant)  # shown as 0: a counter that begins at 1 has no rate
         self._met.labels(tier, tenant, "all")
         self._unjudged.labels(tier)
         for outcome in ("completed", "failed"):
             self._n_finished.labels(tier, tenant, outcome)
 
     def _count_offered(self, state: _Open) -> None:
-        if state.counted:
+        if state.is_counted:
             return
-        state.counted = True
+        state.is_counted = True
         self._n_offered.labels(state.tier, state.tenant).inc()
-        for dimension in _promises(state.request):
+        for dimension in _promised_times(state.request):
             self._promised.labels(state.tier, dimension).inc()
 
     def client_error(self, status: int) -> None:
-        """A response was the client's own mistake."""
+        """Count a response to a client's mistake."""
         self._client_errors.labels(str(status)).inc()
 
-    def _placed(self, event: Placed) -> None:
+    def _on_placed(self, event: Placed) -> None:
         if event.ttft is not None:
-            self._predicted.labels(self._open[event.id].tier).observe(event.ttft)
+            self._predicted_ttft.labels(self._open[event.id].tier).observe(event.ttft)
 
-    def _started(self, event: Started) -> None:
+    def _on_started(self, event: Started) -> None:
         state = self._open[event.id]
-        if state.begun is None:
-            state.begun = event.at
+        if state.began_at is None:
+            state.began_at = event.at
             self._count_offered(state)
 
-    def _token(self, event: Tokens) -> None:
-        if not event.tokens:  # text that was held back, of tokens counted before
+    def _on_tokens(self, event: Tokens) -> None:
+        if not event.tokens:  # withheld text of tokens that were counted before
             return
         state = self._open[event.id]
         state.tokens += event.tokens
         times = event.times or (event.at,)
-        if state.first is None:
-            state.first = times[0]
-            self._measured.labels(state.tier).observe(times[0] - state.request.arrival)
-        state.last = times[-1]
+        if state.first_token_at is None:
+            state.first_token_at = times[0]
+            self._measured_ttft.labels(state.tier).observe(times[0] - state.request.arrival)
+        state.last_token_at = times[-1]
         if event.tried:
             self._accepted.inc(event.tokens - 1)
             self._rejected.inc(event.tried - (event.tokens - 1))
 
-    def _finished(self, event: Finished) -> None:
+    def _on_finished(self, event: Finished) -> None:
         state = self._open.pop(event.id)
-        if state.first is None and event.outcome == "completed":  # of an untimed response no token was heard
+        if state.first_token_at is None and event.outcome == "completed":  # an untimed response had no token events
             state.tokens = event.output
         self._count_tokens(state)
         if event.is_client_error:
             return
         tier, tenant, verdict = state.tier, state.tenant, event.verdict
         self._count_offered(state)
-        if state.begun is not None or state.first is not None:
-            self._used.labels(tenant, "prompt").inc(prompt_tokens(state.request, event))
+        if state.began_at is not None or state.first_token_at is not None:
+            self._tenant_tokens.labels(tenant, "prompt").inc(prompt_tokens(state.request, event))
         self._n_finished.labels(tier, tenant, event.outcome).inc()
         if verdict.met:
             self._met.labels(tier, tenant, "all").inc()
@@ -225,25 +233,25 @@ class SLOMetrics:
         else:
             self._missed.labels(tier, tenant, verdict.cause or "unknown").inc()
         if event.outcome == "refused":
-            kind = event.reason.partition(":")[0][:64]  # what follows is about one request
+            kind = event.reason.partition(":")[0][:64]  # the rest is about one request
             self._refused.labels(tier, self._reasons.label(kind)).inc()
         if verdict.margin is not None:
             self._margin.labels(tier).observe(verdict.margin)
         if verdict.pause is not None:
             self._pause.labels(tier).observe(verdict.pause)
         if event.outcome == "completed":
-            for dimension, seconds in _promises(state.request).items():
-                if _kept(verdict, dimension, seconds):
+            for dimension, seconds in _promised_times(state.request).items():
+                if _is_kept(verdict, dimension, seconds):
                     self._met.labels(tier, tenant, dimension).inc()
 
-    def _stepped(self, event: Stepped) -> None:
+    def _on_stepped(self, event: Stepped) -> None:
         self._step.labels(event.id).observe(event.seconds)
         self._seqs.labels(event.id).observe(event.shape.seqs)
         self._tokens.labels(event.id).observe(event.shape.tokens)
 
 
-class _Names:
-    """Names that became labels: the first so many."""
+class _BoundedLabels:
+    """Labels for the first `most` names; further names share one label."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -252,14 +260,21 @@ class _Names:
     def label(self, name: str) -> str:
         if name not in self._known:
             if len(self._known) >= self._most:
-                return OTHER
+                return OTHER_LABEL
             self._known.add(name)
         return name
 
 
 class Metrics(SLOMetrics):
-    """A listener for `Cluster.listen`. `views` gives the replicas as they are now, `in_flight` the cluster's count,
-    `errors` how often each listener failed, `log_lines_dropped` what its reader was too slow for."""
+    """A listener for `Cluster.listen`.
+
+    Args:
+        model: label of vLLM's metrics.
+        views: the current views of the replicas.
+        in_flight: the cluster's count of requests.
+        errors: how often each listener has failed, by name.
+        log_lines_dropped: counts them so far.
+    """
 
     def __init__(
         self,
@@ -274,22 +289,24 @@ class Metrics(SLOMetrics):
         self._model = model
         self._views, self._in_flight, self._errors = views, in_flight, errors
         self._log_lines_dropped = log_lines_dropped
-        there = views()
-        self._cost = ReplicaSecondsMeter((view.id for view in there), max((view.now for view in there), default=0.0))
+        views_at_start = views()
+        self._cost = ReplicaSecondsMeter(
+            (view.id for view in views_at_start), max((view.now for view in views_at_start), default=0.0)
+        )
         self._build_vllm(model)
         self.loop_delay = Histogram(
             "rubato_loop_delay_seconds",
             "How late the event loop runs its timers, which delays each chunk",
-            buckets=DELAY,
+            buckets=LOOP_DELAY_BUCKETS_S,
             registry=self.registry,
         )
-        self._gaps = [0] * (len(PER_TOKEN) + 1)  # between tokens, by bucket
+        self._gaps = [0] * (len(TOKEN_BUCKETS_S) + 1)  # between tokens, by bucket
         self._gap_seconds = 0.0
         self._folds[Preempted] = lambda event: self._preemptions.inc()
 
     def __call__(self, event: Event) -> None:
         if type(event) is Tokens:
-            self._token(event)
+            self._on_tokens(event)
             return
         super().__call__(event)
         self._cost(event)
@@ -298,7 +315,7 @@ class Metrics(SLOMetrics):
         """The exposition, Prometheus text format."""
         return generate_latest(self.registry)
 
-    # ----------------------------------------------------------------- what there is
+    # ----------------------------------------------------------------- metrics
 
     def _build_vllm(self, model: str) -> None:
         def counter(name: str, about: str) -> Counter:
@@ -309,34 +326,36 @@ class Metrics(SLOMetrics):
             return family.labels(model)
 
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began and ended")
-        self._generated = counter("generation_tokens", "Output tokens")
-        self._asked = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._generation_tokens = counter("generation_tokens", "Output tokens")
+        self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self._cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._preemptions = counter("num_preemptions", "Preemptions")
         self._success = Counter(
             "vllm:request_success", "Requests completed", ["model_name", "finished_reason"], registry=self.registry
         )
-        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", TTFT)
+        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS_S)
         self._tpot = histogram(
-            "request_time_per_output_token_seconds", "Mean time per output token of a request", PER_TOKEN
+            "request_time_per_output_token_seconds", "Mean time per output token of a request", TOKEN_BUCKETS_S
         )
-        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token", E2E)
-        self._prefill = histogram("request_prefill_time_seconds", "From the first work to the first token", E2E)
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last", E2E)
-        self._iteration = histogram("iteration_tokens_total", "Tokens in a step", SIZES)
-        self._queue = histogram("request_queue_time_seconds", "From arrival to the first work", E2E)
-        self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request", SIZES)
-        self._output_size = histogram("request_generation_tokens", "Output tokens of a request", SIZES)
+        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token", E2E_BUCKETS_S)
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "From the first work to the first token", E2E_BUCKETS_S
+        )
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last", E2E_BUCKETS_S)
+        self._iteration = histogram("iteration_tokens_total", "Tokens in a step", SIZE_BUCKETS)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to the first work", E2E_BUCKETS_S)
+        self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request", SIZE_BUCKETS)
+        self._output_size = histogram("request_generation_tokens", "Output tokens of a request", SIZE_BUCKETS)
 
     def collect(self) -> Iterator[Metric]:
-        """How things stand at the moment of a scrape (prometheus_client's collector protocol)."""
+        """Gauges at the moment of a scrape (prometheus_client's collector protocol)."""
         yield from super().collect()
         views = self._views()
-        flight = self._in_flight()
+        in_flight = self._in_flight()
         placed = sum(len(v.running) + len(v.waiting) for v in views)
-        yield GaugeMetricFamily("rubato_requests_in_flight", "Requests offered and not ended", value=flight)
+        yield GaugeMetricFamily("rubato_requests_in_flight", "Requests offered and not ended", value=in_flight)
         yield GaugeMetricFamily(
-            "rubato_requests_held", "Requests in flight that are at no replica yet", value=max(0, flight - placed)
+            "rubato_requests_held", "Requests in flight that are at no replica yet", value=max(0, in_flight - placed)
         )
         yield GaugeMetricFamily("rubato_replicas", "Replicas that are not lost", value=len(views))
         cost = self._cost.until(max((view.now for view in views), default=0.0))
@@ -381,11 +400,11 @@ class Metrics(SLOMetrics):
 
     def _count_tokens(self, state: _Open) -> None:
         if state.tokens:
-            self._generated.inc(state.tokens)
+            self._generation_tokens.inc(state.tokens)
         super()._count_tokens(state)
 
     def _gap_histogram(self) -> Metric:
-        buckets = zip([*map(floatToGoString, PER_TOKEN), "+Inf"], accumulate(self._gaps), strict=True)
+        buckets = zip([*map(floatToGoString, TOKEN_BUCKETS_S), "+Inf"], accumulate(self._gaps), strict=True)
         family = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds", "From one token to the next", labels=["model_name"]
         )
@@ -400,67 +419,67 @@ class Metrics(SLOMetrics):
 
     # ----------------------------------------------------------------- folds
 
-    def _placed(self, event: Placed) -> None:
+    def _on_placed(self, event: Placed) -> None:
         state = self._open[event.id]
         view = next((view for view in self._views() if view.id == event.replica), None)
-        if view is not None and state.last is None:
+        if view is not None and state.last_token_at is None:
             waited = event.at - state.request.arrival
-            self._predicted.labels(state.tier).observe(waited + prefill_seconds(view, state.request.prompt))
+            self._predicted_ttft.labels(state.tier).observe(waited + prefill_seconds(view, state.request.prompt))
 
-    def _started(self, event: Started) -> None:
+    def _on_started(self, event: Started) -> None:
         state = self._open[event.id]
-        if state.begun is None:
+        if state.began_at is None:
             self._queue.observe(event.at - state.request.arrival)
-            self._asked.inc(state.request.prompt)
-            self._hits.inc(event.cached)
-        super()._started(event)
+            self._cache_queries.inc(state.request.prompt)
+            self._cache_hits.inc(event.cached)
+        super()._on_started(event)
 
-    def _token(self, event: Tokens) -> None:
+    def _on_tokens(self, event: Tokens) -> None:
         if not event.tokens:
             return
         state = self._open[event.id]
-        last = state.last
+        last = state.last_token_at
         for at in event.times or (event.at,):
             if last is None:
                 self._ttft.observe(at - state.request.arrival)
-                if state.begun is not None:
-                    self._prefill.observe(at - state.begun)
+                if state.began_at is not None:
+                    self._prefill.observe(at - state.began_at)
             else:
                 gap = at - last
-                self._gaps[bisect_left(PER_TOKEN, gap)] += 1
+                self._gaps[bisect_left(TOKEN_BUCKETS_S, gap)] += 1
                 self._gap_seconds += gap
             last = at
-        super()._token(event)
+        super()._on_tokens(event)
 
-    def _finished(self, event: Finished) -> None:
+    def _on_finished(self, event: Finished) -> None:
         state, verdict = self._open[event.id], event.verdict
-        super()._finished(event)
-        if state.begun is not None:
+        super()._on_finished(event)
+        if state.began_at is not None:
             prompt = prompt_tokens(state.request, event)
             self._prompt_tokens.inc(prompt)
             self._prompt_size.observe(prompt)
         if event.outcome == "completed":
             self._success.labels(self._model, event.reason).inc()
             self._output_size.observe(event.output)
-            if state.first is not None and state.last is not None:
-                self._decode.observe(state.last - state.first)
+            if state.first_token_at is not None and state.last_token_at is not None:
+                self._decode.observe(state.last_token_at - state.first_token_at)
             if verdict.tpot is not None:
                 self._tpot.observe(verdict.tpot)
             if verdict.e2e is not None:
                 self._e2e.observe(verdict.e2e)
 
-    def _stepped(self, event: Stepped) -> None:
-        super()._stepped(event)
+    def _on_stepped(self, event: Stepped) -> None:
+        super()._on_stepped(event)
         self._iteration.observe(event.shape.tokens)
 
 
-def _promises(request: Request) -> dict[str, float]:
-    """Dimension -> seconds; a TPOT only where all stages promise the same, since it is measured over the whole."""
+def _promised_times(request: Request) -> dict[str, float]:
+    """Dimension -> seconds; a TPOT only where all stages have the same, since it is measured over the request."""
     slo = request.stages[0].slo
     same = all(stage.slo.tpot == slo.tpot for stage in request.stages)
     return SLO(slo.ttft, slo.tpot if same else None, slo.e2e).promised
 
 
-def _kept(verdict: Verdict, dimension: str, seconds: float) -> bool:
+def _is_kept(verdict: Verdict, dimension: str, seconds: float) -> bool:
     measured = getattr(verdict, dimension)
     return (dimension == "tpot" and verdict.ttft is not None) if measured is None else measured <= seconds + TOLERANCE_S

@@ -1,4 +1,4 @@
-"""The requests of one API request: offered to a cluster a few at a time, and settled as they end."""
+"""Offers the requests of one API request to a cluster, a few at a time, and settles each at its end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rubato.core.events import Event, Finished, Placed
 from rubato.core.request import Request
 from rubato.frontdoor.admission import AdmittedRequest, FrontDoor
 
-SLICE = 16  # requests that are offered in one turn of the event loop: each is placed and reported in it
+OFFERS_PER_TURN = 16  # requests in one turn of the event loop, which places and reports each
 
 
-class Cluster(Protocol):
+class OfferTarget(Protocol):
     """Where requests are offered."""
 
     def offer(self, request: Request, listener: Callable[[Event], None] | None = None) -> None: ...
@@ -22,15 +22,15 @@ class Cluster(Protocol):
 
 
 class Offers:
-    """The offers of one admitted API request. Each of its requests is settled once, also one that is never offered.
+    """The offers of one admitted API request. Each of its requests is settled once, even if it is never offered.
 
     Args:
-        is_heard: whether tokens are heard of as they come. Of a response that a server without the link gives at once
-            none is, and if its client leaves, all that was reserved is charged.
+        is_heard: whether token events arrive. For a response that does not stream, from a server without the link,
+            they do not; if its client leaves, all reserved tokens are charged.
     """
 
     def __init__(
-        self, door: FrontDoor, cluster: Cluster, admitted: AdmittedRequest, requests: tuple[Request, ...],
+        self, door: FrontDoor, cluster: OfferTarget, admitted: AdmittedRequest, requests: tuple[Request, ...],
         is_heard: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self.requests = requests
@@ -39,12 +39,12 @@ class Offers:
         self._door, self._cluster, self._admitted = door, cluster, admitted
         self._by_id = {request.id: request for request in requests}
         self._open: set[str] = set()
-        self._closed = False
+        self._is_closed = False
 
     async def send(self, listener: Callable[[Event], None]) -> None:
-        """Offer all of them, unless they are cancelled meanwhile; `listener` gets their events."""
+        """Offer all requests, unless they are cancelled meanwhile; `listener` gets their events."""
 
-        def hear(event: Event) -> None:
+        def on_event(event: Event) -> None:
             if type(event) is Placed:
                 self._placed.add(event.id)
             elif type(event) is Finished:
@@ -56,18 +56,18 @@ class Offers:
                     self._door.settle_unknown(self._admitted)
             listener(event)
 
-        hear.hears_tokens = getattr(listener, "hears_tokens", True)  # type: ignore[attr-defined]
+        on_event.hears_tokens = getattr(listener, "hears_tokens", True)  # type: ignore[attr-defined]
         for at, request in enumerate(self.requests):
-            if at and at % SLICE == 0:
+            if at and at % OFFERS_PER_TURN == 0:
                 await asyncio.sleep(0)
-            if self._closed:
+            if self._is_closed:
                 return
             self._open.add(request.id)
-            self._cluster.offer(request, hear)
+            self._cluster.offer(request, on_event)
 
     def cancel(self, reason: str = "client disconnected") -> None:
-        """End what has not ended, and offer no more."""
-        self._closed = True
+        """Cancel the open requests and offer no more."""
+        self._is_closed = True
         for id in list(self._open):
             self._cluster.cancel(id, reason)
         left = self._admitted.open_choices - len(self._open)

@@ -1,4 +1,4 @@
-"""How many tokens a prompt has, and how it begins, as far as that is seen without the model's tokenizer."""
+"""Estimates a prompt's tokens and keys its prefixes without the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 from rubato.core.request import PREFIX_BLOCK_TOKENS
 from rubato.frontdoor.body_fields import BodyFields
 
-TOKENS_PER_BYTE = 0.25  # until something is known
-SPREAD_PER_BYTE = 0.15  # how far models and languages are from that
-TEMPLATE_TOKENS = 32.0  # that a chat template adds, about
-NOISE_TOKENS, NOISE_PER_BYTE = 8.0, 0.025  # by which prompts of one client are off a line
+TOKENS_PER_BYTE = 0.25  # prior
+SPREAD_PER_BYTE = 0.15  # of the prior, over models and languages
+TEMPLATE_TOKENS = 32.0  # prior of what a chat template adds
+NOISE_TOKENS, NOISE_PER_BYTE = 8.0, 0.025  # spread of one client's prompts around the line
 MIN_TOKENS_PER_BYTE, MAX_TOKENS_PER_BYTE = 1 / 16, 1.0
-DECAY = 0.95  # of what earlier prompts count for, at each new one
+DECAY = 0.95  # weight of earlier prompts, at each new one
 MAX_PREFIX_KEYS = 4096  # of a prompt
-TEXTS = ("messages", "prompt", "input", "system", "tools", "instructions")  # fields of a body that become a prompt
-# Images and sounds within them, which no tokenizer of texts sees. A key in a text would have its quotes escaped.
+PROMPT_FIELDS = ("messages", "prompt", "input", "system", "tools", "instructions")  # become the prompt
+# Images and sounds in these fields, which are no text. A key within a text would have its quotes escaped.
 MEDIA = re.compile(rb'"(?:url|data|file_data|image_url)"\s*:\s*"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 @dataclass(slots=True)
 class _Line:
-    """Tokens of a prompt as a line over its bytes: a weighted ridge regression over recent prompts. Its intercept is
-    what the chat template adds. Where all prompts are about as long, the priors say which of the two it is: a short
-    prompt's surplus is the template's, a long one's is its text's."""
+    """Tokens of a prompt as a linear function of its bytes: a weighted ridge regression over recent prompts, with the
+    chat template as intercept. Where all prompts are about as long, the priors separate the two: a short prompt's
+    surplus goes to the template, a long one's to the slope."""
 
     weight: float = 0.0
     sizes: float = 0.0
@@ -51,30 +51,30 @@ class _Line:
 
 
 class PromptLengths:
-    """Estimates of prompts' tokens by tenant and path: one tenant's chats say nothing of another's documents."""
+    """Estimates of prompts' tokens by tenant and path, since chats and documents differ."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, str], _Line] = {}
 
     def learn(self, tenant: str, path: str, size: int, tokens: int) -> None:
-        """A prompt of `size` bytes turned out to have so many tokens."""
+        """Learn that a prompt of `size` bytes had this many tokens."""
         if size and tokens:
             self._lines.setdefault((tenant, path), _Line()).learn(size, tokens)
 
     def estimate(self, tenant: str, path: str, size: int) -> int:
-        """Tokens of a prompt of so many bytes, 1 or more."""
+        """Estimated tokens of a prompt of `size` bytes, 1 or more."""
         return max(1, round(self._lines.get((tenant, path), _Line()).estimate(size)))
 
     @staticmethod
     def text_bytes(body: BodyFields) -> int:
-        """Bytes of a body that become the prompt, as JSON; images and sounds count nothing."""
-        found = [body.json(name) for name in TEXTS]
+        """Bytes of JSON that become the prompt, without images and sounds."""
+        found = [body.json(name) for name in PROMPT_FIELDS]
         return sum(map(len, found)) - sum(m.end() - m.start() for text in found for m in MEDIA.finditer(text))
 
 
 def prefix_keys(body: BodyFields) -> tuple[int, ...]:
-    """A key for each full block of the prompt, that stands for all up to its end (`Request.prefix`)."""
-    text = b"\n".join([found for name in TEXTS if (found := body.json(name))])
+    """A key for each full block of the prompt, which identifies the prompt up to its end (`Request.prefix`)."""
+    text = b"\n".join([found for name in PROMPT_FIELDS if (found := body.json(name))])
     block = int(PREFIX_BLOCK_TOKENS / TOKENS_PER_BYTE)
     if body.prompt_ids:  # PREFIX_BLOCK_TOKENS ids each
         commas = np.flatnonzero(np.frombuffer(text, np.uint8) == ord(","))

@@ -1,10 +1,10 @@
 """Limits of a tenant: requests and tokens a minute, and requests in flight.
 
-A request beyond that is refused, with the seconds after which it would pass. It was offered all the same: metrics, logs
-and the event log hear of it as of any other, so that offered = finished + in flight.
+A request beyond a limit is refused, with the seconds after which it would pass. It still counts as offered in metrics,
+logs and the event log, so that offered = finished + in flight.
 
-An API request is charged one request as soon as its key is known, whatever its body turns out to be: reading a body
-costs time, too. Choices beyond the first, each a request for an engine, and tokens are charged when they are known.
+An API request is charged one request as soon as its key is known, before its body is read, which costs time, too.
+Choices beyond the first, each a request for an engine, and tokens are charged once they are known.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from math import ceil, inf
 
 from rubato.frontdoor.tenants import Quota
 
-RATE = "rejected-rate-limit"
-AT_ONCE = "rejected-tenant-saturated"
+RATE_LIMITED = "rejected-rate-limit"
+TENANT_SATURATED = "rejected-tenant-saturated"
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Holds up to `per_minute` and refills at that rate; inf: no limit. What costs more than it can ever hold passes
-    when it is full, and leaves it in debt."""
+    """A token bucket that holds up to `per_minute` and refills at that rate; inf: no limit. A larger cost passes when
+    the bucket is full, and leaves it in debt."""
 
     per_minute: float
     level: float = field(init=False)
@@ -30,14 +30,14 @@ class Bucket:
     def __post_init__(self) -> None:
         self.level = self.per_minute
 
-    def wait(self, cost: float, now: float) -> float:
+    def wait_seconds(self, cost: float, now: float) -> float:
         """Seconds until `cost` may be taken; 0 = now."""
         self._refill(now)
         missing = min(cost, self.per_minute) - self.level
         return missing * 60.0 / self.per_minute if missing > 1e-9 else 0.0
 
     def take(self, cost: float, now: float) -> None:
-        """A negative cost gives back."""
+        """Take `cost`; a negative cost is given back."""
         self._refill(now)
         self.level = min(self.per_minute, self.level - cost)
 
@@ -48,7 +48,7 @@ class Bucket:
 
 
 class TenantUsage:
-    """What one tenant has used. Times in the clock's seconds."""
+    """The usage of one tenant. Times are seconds of the clock."""
 
     def __init__(self, quota: Quota) -> None:
         self.requests = Bucket(quota.requests_per_minute or inf)
@@ -57,41 +57,41 @@ class TenantUsage:
         self.in_flight = 0
 
     def enter(self, now: float) -> float:
-        """Charge one API request; 0, or the seconds until it may come, and then nothing is charged."""
-        wait = self.requests.wait(1, now)
+        """Charge one API request. Returns 0, or the seconds until it may pass; then nothing is charged."""
+        wait = self.requests.wait_seconds(1, now)
         if not wait:
             self.requests.take(1, now)
         return wait
 
     def charge(self, choices: int, tokens: int, now: float) -> tuple[str, float] | None:
-        """Charge the choices of an API request that has entered, all of them or no further one.
+        """Charge the choices of an API request that has entered: all of them, or none beyond the first.
 
         Args:
-            tokens: that it may use; its caller charges them when it passes.
+            tokens: that it may use; the caller charges them when it passes.
 
         Returns:
-            Why it may not pass now, and the seconds until it might come again (0: not known).
+            None, or why it may not pass now and the seconds until it might (0: unknown).
         """
-        wait = self.tokens.wait(tokens, now)
+        wait = self.tokens.wait_seconds(tokens, now)
         saturated = self.in_flight + choices > self.max_in_flight
         short = False
         if choices > 1:
-            self.requests.take(-1, now)  # the first is paid: together they may cost more than the bucket holds
-            short = self.requests.wait(choices, now) > 0.0
+            self.requests.take(-1, now)  # the first is paid: all together may cost more than the bucket holds
+            short = self.requests.wait_seconds(choices, now) > 0.0
             self.requests.take(1 if short or wait or saturated else choices, now)
         if short or wait:
-            wait = max(wait, self.requests.wait(choices, now))
+            wait = max(wait, self.requests.wait_seconds(choices, now))
         if wait > 0:
-            return RATE, wait
-        return (AT_ONCE, 0.0) if saturated else None
+            return RATE_LIMITED, wait
+        return (TENANT_SATURATED, 0.0) if saturated else None
 
     def headers(self, now: float) -> list[tuple[bytes, bytes]]:
-        """OpenAI's x-ratelimit-* of what is limited; reset: until all of it is there again."""
+        """OpenAI's x-ratelimit-* headers of the limits; reset: until the bucket is full."""
         found: list[tuple[bytes, bytes]] = []
         for name, bucket in ((b"requests", self.requests), (b"tokens", self.tokens)):
             if bucket.per_minute == inf:
                 continue
-            wait = bucket.wait(inf, now)
+            wait = bucket.wait_seconds(inf, now)
             found += [
                 (b"x-ratelimit-limit-" + name, b"%d" % bucket.per_minute),
                 (b"x-ratelimit-remaining-" + name, b"%d" % max(0, int(bucket.level))),

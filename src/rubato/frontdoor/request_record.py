@@ -1,4 +1,4 @@
-"""What is kept of one request for `/debug/requests/{id}`, the board and the log; `history` folds events into it."""
+"""The record of one request for `/debug/requests/{id}`, the board and the log; `history` folds events into it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rubato.core.events import Finished
 from rubato.core.request import Request
 from rubato.core.slo import Deadlines, deadlines
 
-# What a request waits for from an event on; its first work ends the wait.
+# Reasons of waits; the first work after an event ends a wait.
 HELD, QUEUE, PREEMPTED, LOST = "held before a replica", "queue of a replica", "preempted", "replica lost"
 TRANSFER = "KV on its way to another replica"
 
@@ -27,34 +27,34 @@ class StageRecord:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request (of several, one choice) from offer to end. Times in the clock's seconds."""
+    """One request, which is one choice, from offer to end. Times are seconds of the clock."""
 
     request: Request
-    steps: list[dict[str, Any]] = field(default_factory=list)  # what happened, as it is shown; a run of tokens is one
-    left_out: int = 0
+    steps: list[dict[str, Any]] = field(default_factory=list)  # events as pages show them; a run of tokens is one
+    omitted_steps: int = 0
     waits: list[tuple[str, float, float]] = field(default_factory=list)  # why, from, until
     waiting: tuple[str, float] | None = None
     best_effort_since: float | None = None
     best_effort: float = 0.0  # seconds, until it ended or was promoted again
     demoted_at: str = ""  # the replica where it was when it was demoted last; "" = held by the router
     replicas: list[str] = field(default_factory=list)
-    ahead: int = 0  # requests that waited at its last replica when it came there
-    lost: str = ""  # the last replica that was lost while it was there
-    why: str = ""  # the router's explanation of the last placement, if it gave one
+    queue_ahead: int = 0  # requests waiting at its last replica when it was placed there
+    lost_replica: str = ""  # the last replica that was lost with this request
+    why: str = ""  # the router's explanation of the last placement, if any
     preemptions: int = 0
-    brings_kv: bool = False  # where it goes next
-    cached: int = 0  # prompt tokens whose KV was there when it first started
-    started: bool = False
+    brings_kv: bool = False  # to its next replica
+    cached: int = 0  # prompt tokens found in KV at its first start
+    has_started: bool = False
     output: int = 0
     stages: list[StageRecord] = field(default_factory=list)
     end: Finished | None = None
 
     def waits_until(self, now: float) -> list[tuple[str, float, float]]:
-        """All waits, the one under way as far as it has come."""
+        """All waits, the current one until `now`."""
         return [*self.waits, *([(*self.waiting, now)] if self.waiting is not None else [])]
 
     def stage_deadlines(self) -> list[Deadlines]:
-        """When the tokens of each stage so far are due (s)."""
+        """The deadlines (s) of the tokens of each stage that has begun."""
         continues: float | None = None
         found: list[Deadlines] = []
         for stage, times in zip(self.request.stages, self.stages, strict=False):
@@ -66,6 +66,6 @@ class RequestRecord:
         return found
 
     def next_due(self) -> float:
-        """When its next token is due (s), by what has come of it; inf: no SLO on it."""
+        """When its next token is due (s), by the tokens so far; inf: no SLO."""
         times = self.stages[-1]
         return self.stage_deadlines()[-1].token(times.tokens, times.last)

@@ -11,8 +11,8 @@ from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS, SLO
 from rubato.frontdoor.errors import ApiError, invalid
 
 MAX_STAGES = 64
-MAX_UNKNOWN_FIELDS = 64  # fields that are not known at all: each is compared with every known name
-MAX_NAME_CHARACTERS = 64  # characters of a name that are compared
+MAX_UNKNOWN_FIELDS = 64  # each is compared with every known name
+MAX_NAME_CHARACTERS = 64  # of a name that are compared
 
 
 class Body(BaseModel):
@@ -54,13 +54,13 @@ class SLOBody(SLODimensions):
 
 
 def bad_request(error: ValidationError, *, shown: bool) -> ApiError:
-    """shown: say what was given; each error then brings its part of the body along, maybe all of it."""
+    """The 400 of a validation error. shown: repeat the given value, which may be all of the body."""
     first = error.errors(include_url=False, include_input=shown)[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
     if not first["loc"]:
         return ApiError(400, "The body must be a JSON object.")
-    path = param(first["loc"])
+    path = param_path(first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] in ("model_type", "model_attributes_type"):
         message = "give an object"
@@ -75,7 +75,7 @@ def bad_request(error: ValidationError, *, shown: bool) -> ApiError:
     return invalid(path, f"{message}.")
 
 
-def param(loc: tuple[int | str, ...]) -> str:
+def param_path(loc: tuple[int | str, ...]) -> str:
     """("messages", 0, "content") -> "messages[0].content"."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
     return path.removeprefix(".")

@@ -1,7 +1,7 @@
-"""Authentication: an API key names its tenant, and nothing else does.
+"""Authentication: an API key identifies its tenant.
 
-Keys are known by their SHA-256 digests only. Without tenants every request is of one and the same, `default`, which may
-do anything.
+Only SHA-256 digests of keys are kept. Without configured tenants every request is of the tenant `default`, which may do
+anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rubato.frontdoor.slo_fields import Tier, Tiers
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may use at most, None = no bound. tokens_per_minute: of prompt and output together."""
+    """The limits of a tenant, None = no bound. tokens_per_minute: of prompt and output together."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
@@ -29,7 +29,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """digests: SHA-256 of each of its keys. tiers: names of those it may use, None = all. admin: sees every request."""
+    """A tenant. digests: SHA-256 of its keys. tiers: names it may use, None = all. admin: sees all requests."""
 
     name: str
     digests: tuple[bytes, ...] = ()
@@ -42,11 +42,11 @@ ANYONE = Tenant("default", admin=True)
 
 
 class Tenants:
-    """All tenants of a server. Raises ValueError when two share a key, or one names a tier that there is not."""
+    """All tenants of a server. Raises ValueError when two share a key, or one names an unknown tier."""
 
     def __init__(self, tenants: Sequence[Tenant], tiers: Tiers) -> None:
         self.configured = bool(tenants)
-        self._named = {tenant.name: tenant for tenant in tenants}
+        self._by_name = {tenant.name: tenant for tenant in tenants}
         self._digests = [(digest, tenant) for tenant in tenants for digest in tenant.digests]
         seen: dict[bytes, str] = {}
         for digest, tenant in self._digests:
@@ -54,14 +54,14 @@ class Tenants:
                 raise ValueError(f"tenants {seen[digest]!r} and {tenant.name!r} have a key in common")
             seen[digest] = tenant.name
         self.quotas = {tenant.name: tenant.quota for tenant in tenants if tenant.quota != Quota()}
-        self._tiers = {tenant.name: tiers.allowed(tenant.tiers) for tenant in tenants}
+        self._tiers = {tenant.name: tiers.restrict_to(tenant.tiers) for tenant in tenants}
         self.all_tiers = tiers
-        # The same in each process of the same configuration, and known to no tenant: it knows its own keys alone.
+        # The same in every process with this configuration; unknown to tenants, who know only their own keys.
         self._secret = blake2b(b"".join(digest for digest, _ in self._digests)).digest()
 
-    def of(self, headers: Mapping[str, str]) -> Tenant:
-        """The tenant whose key `Authorization: Bearer KEY` holds, or, without that, `x-api-key`, as Anthropic's clients
-        send it. Raises ApiError 401."""
+    def authenticate(self, headers: Mapping[str, str]) -> Tenant:
+        """The tenant of the key in `Authorization: Bearer KEY`, or in `x-api-key`, which Anthropic's clients send.
+        Raises ApiError 401."""
         if not self.configured:
             return ANYONE
         scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
@@ -69,28 +69,28 @@ class Tenants:
             raise _unauthorized("You did not give an API key: send it as `Authorization: Bearer KEY`.")
         digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found = None
-        for known, tenant in self._digests:  # all of them, whichever it is: the time taken says nothing
+        for known, tenant in self._digests:  # all of them, so that the time reveals nothing
             if compare_digest(known, digest):
                 found = tenant
         if found is None:
             raise _unauthorized("The API key is not known to this server.")
         return found
 
-    def named(self, name: str) -> Tenant:
-        """Raises ApiError 400 for a name that no tenant has."""
-        if name not in self._named:
-            raise invalid("x-rubato-tenant", f"no tenant has this name{nearest(name[:64], self._named)}")
-        return self._named[name]
+    def tenant_of_name(self, name: str) -> Tenant:
+        """The tenant of this name. Raises ApiError 400 for an unknown one."""
+        if name not in self._by_name:
+            raise invalid("x-rubato-tenant", f"no tenant has this name{nearest(name[:64], self._by_name)}")
+        return self._by_name[name]
 
     def tiers(self, tenant: Tenant) -> Tiers:
         return self._tiers.get(tenant.name, self.all_tiers)
 
     def salt(self, tenant: Tenant, stated: str = "") -> str:
-        """vLLM's `cache_salt` for a tenant, so that no other one finds its prefixes cached. stated: by its client."""
+        """vLLM's `cache_salt` for a tenant, which keeps its cached prefixes from others. stated: by its client."""
         return self._mac("salt", tenant.name, stated)
 
     def new_response_id(self, tenant: Tenant) -> str:
-        """An id of `/v1/responses` by which the response is this tenant's."""
+        """A new id for `/v1/responses` that proves the response to be this tenant's."""
         token = uuid4().hex
         return f"resp_{token}{self._mac('response', tenant.name, token)}"
 
@@ -113,7 +113,7 @@ def tiers_of(config: Config) -> Tiers:
 
 
 def tenants_of(config: Config) -> list[Tenant]:
-    """The tenants with their keys' digests. Raises ConfigError for a file or a variable that holds none."""
+    """The tenants with their keys' digests. Raises ConfigError for a file or a variable without keys."""
     found = []
     for name, tenant in config.tenants.items():
         try:

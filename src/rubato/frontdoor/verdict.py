@@ -1,4 +1,4 @@
-"""Usage, the tier served and the verdict on the SLO: what a response holds beside its text."""
+"""The fields of a response besides its text: usage, the tier served and the verdict on the SLO."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from rubato.core.events import Finished
 from rubato.core.request import SLO, Request
-from rubato.frontdoor.slo_fields import BEST_EFFORT
+from rubato.frontdoor.slo_fields import BEST_EFFORT_TIER
 
 
 def usage(prompt: int, output: int, cached: int) -> dict[str, Any]:
-    """OpenAI's `usage`, in tokens. cached: of the prompt, those whose KV the prefix cache had."""
+    """OpenAI's `usage`, in tokens. cached: prompt tokens found in the prefix cache."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
@@ -22,24 +22,24 @@ def usage(prompt: int, output: int, cached: int) -> dict[str, Any]:
 
 
 def served_tier(request: Request, ends: Sequence[Finished]) -> str:
-    """The tier actually served: the one asked for, unless a choice ended as best effort against its will."""
-    return BEST_EFFORT if any(end.best_effort for end in ends) and not request.best_effort else request.tier
+    """The tier actually served: the granted one, or `flex` if a choice with an SLO ended as best effort."""
+    return BEST_EFFORT_TIER if any(end.best_effort for end in ends) and not request.best_effort else request.tier
 
 
 def verdict_fields(requests: Sequence[Request], ends: Sequence[Finished]) -> dict[str, Any]:
-    """What is added to an answer of another server: the tier served and the report; nothing where no end is known."""
+    """Fields added to another server's response: the tier served and the report; none where no end is known."""
     if not ends:
         return {}
     return {"service_tier": served_tier(requests[0], ends), "rubato": report(requests[0], ends)}
 
 
 def report(request: Request, ends: Sequence[Finished]) -> dict[str, Any]:
-    """The `rubato` field: the SLO that counts (`targets`), what was measured, and whether it was met.
+    """The `rubato` field: the granted SLO (`targets`), the measured times, and whether the SLO was met.
 
-    Times in milliseconds. margin_ms: to spare at the tightest token, negative when late, null without an SLO;
-    max_pause_ms: the longest time between two tokens, null with fewer than two. Of several choices, of one prompt or of
-    several: the report of the one that fared worst, `met` when all met, and each by itself under `choices`. `met` is
-    null where nothing is missed and a time that is asked for was not measured.
+    Times are milliseconds. margin_ms: to spare at the tightest token, negative when late, null without an SLO;
+    max_pause_ms: the longest time between two tokens, null with fewer than two. With several choices it is the worst
+    one's report, with each choice's own under `choices`. `met` is null where nothing was missed but a time of the SLO
+    was not measured.
     """
     reports = [_report(request, end) for end in ends]
     if len(reports) == 1:
@@ -53,14 +53,14 @@ _RANK = {False: 0, None: 1, True: 2}  # of `met`
 
 
 def _report(request: Request, end: Finished) -> dict[str, Any]:
-    targets: dict[str, Any] = in_ms(request.stages[0].slo)
+    targets: dict[str, Any] = slo_in_ms(request.stages[0].slo)
     if len(request.stages) > 1:
-        targets["stages"] = [{"until": stage.ends, **in_ms(stage.slo)} for stage in request.stages]
-    return {"tier": request.tier, "served": served(request, end), "targets": targets, **verdict(end)}
+        targets["stages"] = [{"until": stage.ends, **slo_in_ms(stage.slo)} for stage in request.stages]
+    return {"tier": request.tier, "served": served_as(request, end), "targets": targets, **verdict(end)}
 
 
-def served(request: Request, end: Finished) -> str:
-    """As what, in the end."""
+def served_as(request: Request, end: Finished) -> str:
+    """`slo` or `best_effort`: how the request was served in the end."""
     return "best_effort" if end.best_effort or request.best_effort else "slo"
 
 
@@ -79,11 +79,11 @@ def verdict(end: Finished) -> dict[str, Any]:
     }
 
 
-def in_ms(slo: SLO) -> dict[str, float | None]:
+def slo_in_ms(slo: SLO) -> dict[str, float | None]:
     bounded = {"max_pause_ms": ms(slo.max_pause)} if slo.max_pause is not None else {}
     return {"ttft_ms": ms(slo.ttft), "tpot_ms": ms(slo.tpot), "e2e_ms": ms(slo.e2e), **bounded}
 
 
 def ms(seconds: float | None) -> float | None:
-    """None also of inf: no bound."""
+    """Milliseconds; None for None and inf, which mean no bound."""
     return None if seconds is None or seconds == inf else round(seconds * 1e3, 3)

@@ -18,40 +18,51 @@ from rubato.frontdoor.offers import Offers
 from rubato.frontdoor.slo_fields import Tiers
 from rubato.frontdoor.tenants import Tenants
 from rubato.serving import intake, openapi, schemas
-from rubato.serving.app_state import AppState, WithHeaders, add_door, add_operations, models_page
+from rubato.serving.app_state import AppState, WithHeaders, add_door, add_operations, models_response
 from rubato.serving.board_pages import add_board
 
-MESSAGE = 32  # characters that a message counts for besides its own: what the chat template does with it
-LONG_TEXT = 4096  # bytes; tokenizing more than this would hold up the loop, and all streams, by milliseconds
-TOKENIZING = 2  # long texts at a time: each takes a core for as long as a second
+MESSAGE_CHARACTERS = 32  # that the chat template adds to each message, about
+LONG_TEXT_BYTES = 4096  # tokenizing more would hold up the event loop, and all streams, by milliseconds
+MAX_TOKENIZING_TEXTS = 2  # long texts at a time; each takes a core for up to a second
 
 
-class Text(Protocol):
-    """A model's tokenizer. longest: bytes of UTF-8 that one token stands for at most."""
+class Tokenizer(Protocol):
+    """A model's tokenizer."""
 
     @property
-    def longest(self) -> int: ...
-    def encode(self, text: str) -> Sequence[int]: ...
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        """The messages through the model's chat template, ready for an answer. Raises ValueError if it cannot."""
+    def max_token_bytes(self) -> int:
+        """Bytes of UTF-8 that one token stands for at most."""
         ...
 
-    def spell(self, id: int) -> bytes:
-        """The bytes that a token id stands for, a special token's name included (for logprobs)."""
+    def encode(self, text: str) -> Sequence[int]: ...
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+        """The token ids of the messages in the model's chat template. Raises ValueError for an invalid dialogue."""
+        ...
+
+    def bytes_of_token(self, id: int) -> bytes:
+        """The bytes that a token id stands for; the name of a special token (for logprobs)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What is served. policy: its scheduler's name. most_tokens: prompt + output that a request may have.
-    max_choices: prompts times `n` that one answer may have. tenants: by default keys are not asked for. fair: whether
-    the cluster shares itself out between tenants. created_offset: Unix time - clock time. log_lines_dropped: how many
-    so far."""
+    """Settings and objects of our own server.
+
+    Args:
+        max_model_len: tokens of prompt and output that a request may have.
+        max_choices: prompts times `n` of one answer.
+        aliases: further names of the model.
+        tenants: by default no key is needed.
+        fair: whether the cluster has a fair share between tenants.
+        created_offset: Unix time - clock time, in seconds.
+        log_lines_dropped: counts them so far.
+        policy: name of the scheduler.
+    """
 
     cluster: Cluster
-    text: Text
+    text: Tokenizer
     model: str
-    most_tokens: int
+    max_model_len: int
     max_choices: int = 16
     aliases: tuple[str, ...] = ()
     tenants: Tenants = field(default_factory=lambda: Tenants((), Tiers()))
@@ -65,43 +76,39 @@ class Service:
     def names(self) -> tuple[str, ...]:
         return (self.model, *(alias for alias in self.aliases if alias != self.model))
 
-    @property
-    def max_model_len(self) -> int:
-        return self.most_tokens
-
     def views(self) -> list[View]:
         return [host.view() for host in self.cluster.hosts.values()]
 
     def counted(self) -> tuple[str, ...]:
-        return ()  # every replica tells of itself
+        return ()  # every replica reports its state
 
     def urls(self) -> Mapping[str, str]:
         return {}  # replicas are no servers
 
 
 class _State(AppState):
-    """With what turns texts into prompts."""
+    """An app's state with the tokenization of prompts."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self.service: Service = service
         self.created = int(service.created_offset + service.cluster.clock.now())
-        self._tokenizing = asyncio.Semaphore(TOKENIZING)
+        self._tokenizing = asyncio.Semaphore(MAX_TOKENIZING_TEXTS)
 
     async def token_ids(self, body: schemas.AnyCompletion) -> list[tuple[int, ...]]:
-        """Of each prompt. Raises ApiError 400 for what does not fit, or the model cannot read."""
+        """The token ids of each prompt. Raises ApiError 400 for a prompt that is too long or cannot be tokenized."""
         text = self.service.text
         if isinstance(body, schemas.ChatCompletion):
             dialogue = body.dialogue()
             size = sum(len(message["content"].encode()) for message in dialogue)
             self._check_text(size, "messages")
-            long = size + MESSAGE * len(dialogue) > LONG_TEXT
+            long = size + MESSAGE_CHARACTERS * len(dialogue) > LONG_TEXT_BYTES
             return [await self._encode(text.chat, dialogue, long, "messages")]
-        prompts = body.prompts(self.service.most_tokens)
+        prompts = body.prompts(self.service.max_model_len)
         sizes = [len(prompt.encode()) if isinstance(prompt, str) else 0 for prompt in prompts]
         for at, size in enumerate(sizes):
             self._check_text(size, body.where(at))
-        long = sum(sizes) > LONG_TEXT
+        long = sum(sizes) > LONG_TEXT_BYTES
         return [
             await self._encode(text.encode, prompt, long, body.where(at)) if isinstance(prompt, str) else prompt
             for at, prompt in enumerate(prompts)
@@ -110,7 +117,7 @@ class _State(AppState):
     async def _encode(
         self, encode: Callable[[Any], Sequence[int]], content: Any, long: bool, param: str
     ) -> tuple[int, ...]:
-        """Token ids, off the event loop where it takes long. Raises ApiError 400 for what the model cannot read."""
+        """The token ids of one text; a `long` one is tokenized in a thread. Raises ApiError 400 if it cannot be."""
         try:
             if not long:
                 return tuple(encode(content))
@@ -120,17 +127,17 @@ class _State(AppState):
             raise invalid(param, str(error)) from error
 
     def _check_text(self, size: int, where: str) -> None:
-        """Raises ApiError 400 for so many bytes of text that they cannot fit, before they are tokenized."""
-        least = -(-size // self.service.text.longest)
-        if least >= self.service.most_tokens:
-            raise no_room(self.service.most_tokens, f"at least {least}", where)
+        """Raises ApiError 400, before tokenizing, for a text whose bytes cannot fit the model's context."""
+        least = -(-size // self.service.text.max_token_bytes)
+        if least >= self.service.max_model_len:
+            raise no_room(self.service.max_model_len, f"at least {least}", where)
 
 
 def create_app(service: Service) -> FastAPI:
-    """The app. The cluster is started and ended by the caller."""
+    """Make the app; the caller starts and closes the cluster."""
     app = FastAPI(title="Rubato", summary="LLM serving to stated service-level objectives", redoc_url=None)
     state = _State(service)
-    app.state.draining = False  # set when no request is taken any more: /health says so
+    app.state.draining = False  # set once new requests are refused; /health reports it
     add_door(app, state.door)
     _add_completions(app, state)
     _add_models(app, state)
@@ -159,14 +166,16 @@ def _add_models(app: FastAPI, state: _State) -> None:
     async def models(http: Request) -> Response:
         """The names under which the model may be asked for."""
         state.door.identify(http.headers)
-        return models_page({"object": "list", "data": [_model(service, name, state.created) for name in service.names]})
+        return models_response(
+            {"object": "list", "data": [_model(service, name, state.created) for name in service.names]}
+        )
 
     @app.get("/v1/models/{name:path}", responses=openapi.errors(400, 401, 404))
     async def model(http: Request, name: str) -> Response:
-        """One of them."""
+        """One model."""
         state.door.identify(http.headers)
         _check_model(service, name)
-        return models_page(_model(service, name, state.created))
+        return models_response(_model(service, name, state.created))
 
 
 # --------------------------------------------------------------------------- from HTTP to a request
@@ -182,7 +191,7 @@ async def _complete(state: _State, http: Request, schema: type[schemas.AnyComple
     http.state.model = body.model
     door.check_choices(tenant, body.count, body.choices)
     prompts = await state.token_ids(body)
-    limits = intake.output_limits(body, prompts, service.most_tokens)
+    limits = intake.output_limits(body, prompts, service.max_model_len)
     asked = ApiRequest(http.scope["path"], http.headers, fields, arrival, [len(p) for p in prompts], has_stages=True)
     admitted = door.admit(asked, tenant)
     requests = intake.requests(
@@ -190,7 +199,7 @@ async def _complete(state: _State, http: Request, schema: type[schemas.AnyComple
     )
     created = int(service.created_offset + arrival)
     offers = Offers(door, service.cluster, admitted, requests)
-    reply = intake.answer(body, requests, offers=offers, spell=service.text.spell, created=created)
+    reply = intake.answer(body, requests, offers=offers, token_bytes=service.text.bytes_of_token, created=created)
     return WithHeaders(reply, lambda: door.response_headers(admitted))
 
 
@@ -211,5 +220,5 @@ def _model(service: Service, name: str, created: int) -> dict[str, Any]:
         "created": created,
         "owned_by": "rubato",
         "root": service.model,
-        "max_model_len": service.most_tokens,
+        "max_model_len": service.max_model_len,
     }

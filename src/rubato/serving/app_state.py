@@ -1,4 +1,4 @@
-"""What the apps of our server and of the gateway share: the front door, `/health`, `/metrics`, `/debug`, errors."""
+"""The parts that our server's app and the gateway's share: front door, `/health`, `/metrics`, `/debug`, errors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rubato.frontdoor.metrics import Metrics
 from rubato.frontdoor.paths import canonical_path, written_path
 from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.serving import logs, openapi
-from rubato.serving.asgi_client import HEAD_AT
+from rubato.serving.asgi_client import HEAD_TIME_KEY
 
 
 class AnyService(Protocol):
-    """What is served, as `app.Service` and `gateway.GatewayService` say it."""
+    """The common attributes of `app.Service` and `gateway.GatewayService`."""
 
     @property
     def cluster(self) -> Cluster: ...
@@ -54,7 +54,7 @@ class AnyService(Protocol):
 
 
 class AppState:
-    """A service with what the app keeps about it."""
+    """A service with the app's metrics, request history and front door."""
 
     def __init__(self, service: AnyService) -> None:
         self.service: AnyService = service
@@ -67,7 +67,7 @@ class AppState:
             lambda: cluster.listener_errors,
             service.log_lines_dropped,
         )
-        self.recorder = history.RequestHistory(logs.finished)
+        self.recorder = history.RequestHistory(logs.log_finished)
         self.door = FrontDoor(
             service.tenants, cluster.clock, cluster, cluster.retry_after, lambda: service.max_model_len,
             service.max_body_bytes, service.max_choices, count_client_error=self.metrics.client_error,
@@ -76,44 +76,43 @@ class AppState:
         cluster.listen(self.recorder)
 
     def enter(self, http: Request) -> Tenant:
-        """The tenant of this request, charged before its body is read; from here on also its errors carry what is left
-        to that tenant. Raises ApiError 401, 403, or 429 beyond the tenant's rate."""
+        """Identify the tenant and charge the request, before its body is read. Errors after this carry the tenant's
+        rate-limit headers. Raises ApiError 401, 403, or 429 beyond the tenant's rate."""
         http.state.tenant = tenant = self.door.identify(http.headers)
         self.door.enter(tenant)
         self.door.authorize(tenant, http.scope["path"])
         return tenant
 
     def arrival(self, http: Request) -> float:
-        """When the head of this request had come in: it is handled later, by what else the event loop had to do."""
-        came: float | None = (http.scope.get("extensions") or {}).get(HEAD_AT)
+        """The time at which the request's head was received; a busy event loop handles the request later."""
+        came: float | None = (http.scope.get("extensions") or {}).get(HEAD_TIME_KEY)
         return self.service.cluster.clock.now() if came is None else came
 
     async def read(self, http: Request) -> BodyFields:
-        """The fields of its body. Raises ApiError 400 and 413."""
+        """Read the fields of the body. Raises ApiError 400 and 413."""
         return self.door.read_fields(await self.door.read_body(http.stream(), http.headers.get("content-length", "")))
 
 
 def add_operations(app: FastAPI, state: AppState) -> None:
-    """Mount what operators ask for. Whoever runs the app tells `app.state.loop_delay` of it."""
+    """Mount the pages for operators. The caller reports event loop delays to `app.state.loop_delay`."""
     service = state.service
     app.state.loop_delay = state.metrics.loop_delay
 
     @app.head("/ready", responses=openapi.errors(503))
     @app.get("/ready", responses=openapi.errors(503))
     async def ready() -> Response:
-        """200 while requests are taken and there is a replica for them, else 503."""
+        """200 while requests are accepted and there is a replica for them, else 503."""
         if not service.cluster.hosts and not service.cluster.dead.is_set():
-            return json_page({"status": "no replica, for now"}, 503)
+            return json_response({"status": "no replica, for now"}, 503)
         return await health()
 
     @app.head("/health", responses=openapi.errors(503))
     @app.get("/health", responses=openapi.errors(503))
     async def health() -> Response:
-        """200 while requests are taken, else 503: of a server that drains, and of one that has lost its last replica
-        for good."""
+        """200 while requests are accepted; 503 while the server drains, or once it has lost its last replica."""
         if service.cluster.dead.is_set():
-            return json_page({"status": "dead", "error": str(service.cluster.error)}, 503)
-        return json_page({"status": "draining"}, 503) if app.state.draining else json_page({"status": "ok"})
+            return json_response({"status": "dead", "error": str(service.cluster.error)}, 503)
+        return json_response({"status": "draining"}, 503) if app.state.draining else json_response({"status": "ok"})
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def prometheus() -> Response:
@@ -122,7 +121,7 @@ def add_operations(app: FastAPI, state: AppState) -> None:
 
     @app.get("/debug/requests/{id}", responses=openapi.errors(400, 401, 404))
     async def request(http: Request, id: str) -> Response:
-        """Deadlines, events and waits of a request in flight or lately ended: for its tenant, or an admin's key."""
+        """Deadlines, events and waits of a recent request, for its tenant's key or an admin's."""
         tenant = state.door.identify(http.headers)
         records = state.recorder.find(id)
         if not records or not (tenant.admin or records[0].request.tenant == tenant.name):
@@ -130,12 +129,12 @@ def add_operations(app: FastAPI, state: AppState) -> None:
         now = service.cluster.clock.now()
         views, counted = service.views(), service.counted()
         names = {replica: bare_host(url) for replica, url in service.urls().items()} if tenant.admin else {}
-        page = history.shown(id, records, views, now, fair=service.fair, counted=counted, names=names)
-        return json_page(page)
+        page = history.page(id, records, views, now, fair=service.fair, counted=counted, names=names)
+        return json_response(page)
 
 
-class AtTheDoor:
-    """ASGI middleware: paths are read alike in every spelling, and responses that are the client's own fault count."""
+class DoorMiddleware:
+    """ASGI middleware that makes paths canonical and counts client errors."""
 
     def __init__(self, app: ASGIApp, door: FrontDoor) -> None:
         self._app, self._door = app, door
@@ -144,7 +143,7 @@ class AtTheDoor:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
 
-        send = self._door.counting(scope, send)
+        send = self._door.count_responses(scope, send)
         try:
             path = canonical_path(scope["path"])
         except ApiError as error:
@@ -154,36 +153,36 @@ class AtTheDoor:
 
 
 class WithHeaders(Response):
-    """An answer with more headers, those that hold when it begins."""
+    """A response with further headers, computed when it begins."""
 
     def __init__(self, reply: Response, more: Callable[[], list[tuple[bytes, bytes]]]) -> None:
         self._reply = reply
-        self._more = more
+        self._more_headers = more
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def marked(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *self._more()]}
+                message = {**message, "headers": [*message.get("headers", ()), *self._more_headers()]}
             await send(message)
 
-        await self._reply(scope, receive, marked)
+        await self._reply(scope, receive, send_with_headers)
 
 
-def json_page(content: Mapping[str, Any], status: int = 200) -> Response:
+def json_response(content: Mapping[str, Any], status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
-def models_page(content: Mapping[str, Any]) -> Response:
-    """A page of models, which says whose server it is: models keep the `owned_by` of the server that has them."""
-    page = json_page(content)
+def models_response(content: Mapping[str, Any]) -> Response:
+    """A response that lists models, with Rubato's version header: `owned_by` stays the upstream server's."""
+    page = json_response(content)
     page.headers[VERSION_HEADER] = rubato.__version__
     return page
 
 
 def add_door(app: FastAPI, door: FrontDoor) -> None:
-    """Have every request come through the door, and every error leave in OpenAI's shape."""
-    app.add_middleware(AtTheDoor, door=door)
+    """Route every request through the door, and send every error in OpenAI's shape."""
+    app.add_middleware(DoorMiddleware, door=door)
 
     async def answer(http: Request, error: Exception) -> Response:
         reply = _as_api_error(http, error).response()

@@ -1,4 +1,4 @@
-"""A client of an ASGI server as a relay writes to it: from callbacks, and by the connection itself where it can be."""
+"""The client end of a relay in an ASGI app: written to from callbacks, past ASGI where the server allows it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from starlette.types import Message, Scope, Send
 from rubato.fleet.relay import Flow
 from rubato.fleet.upstream import Headers
 
-WRITER = "rubato.writer"  # the key in an ASGI scope's `extensions` of what writes parts of a body at once
-HEAD_AT = "rubato.head_at"  # and of when the request's head had come in, by the wall clock
-MAX_QUEUED_BYTES = 256 << 10  # of parts that an ASGI server has not taken, before no more is read for them
+WRITER_KEY = "rubato.writer"  # key in an ASGI scope's `extensions`: a `Writer`
+HEAD_TIME_KEY = "rubato.head_at"  # key in `extensions`: when the request's head was received, WallClock seconds
+MAX_QUEUED_BYTES = 256 << 10  # of parts not yet sent; beyond it the upstream is paused
 
 Head = Callable[[Headers], list[tuple[bytes, bytes]]]
 
 
 class Writer(Protocol):
-    """The connection, for the middle of a body that has begun. flow: told when the client takes nothing."""
+    """Writes parts of a body that has begun straight to the connection. flow: paused while the client reads nothing."""
 
     flow: Flow | None
 
@@ -27,29 +27,29 @@ class Writer(Protocol):
     def abort(self) -> None: ...
 
 
-def written_by(scope: Scope) -> Writer | None:
-    """What writes to the connection of a request; None where its server has no such thing."""
-    writer: Writer | None = (scope.get("extensions") or {}).get(WRITER)
+def writer_of(scope: Scope) -> Writer | None:
+    """The writer of a request's connection; None where the ASGI server has none."""
+    writer: Writer | None = (scope.get("extensions") or {}).get(WRITER_KEY)
     return writer
 
 
 class AsgiClient:
-    """A `relay.Client`. `run` sends what is written, until the response has ended.
+    """A `relay.Client`. `run` sends the messages that were written, until the response has ended.
 
     Args:
-        head: a server's headers as the client gets them.
+        head: turns a server's headers into those for the client.
     """
 
     def __init__(self, scope: Scope, send: Send, head: Head) -> None:
         self._send, self._head = send, head
-        self._extension = written_by(scope)
-        self.direct: Writer | None = None  # once all that came before has been sent
+        self._extension = writer_of(scope)
+        self.direct: Writer | None = None  # set once all earlier messages are sent
         self._queue: list[Message] = []
-        self._queued = 0  # bytes
+        self._queued_bytes = 0  # bytes
         self._paused = False
-        self._news = asyncio.Event()
+        self._has_messages = asyncio.Event()
         self._flow: Flow | None = None
-        self.ended = False
+        self.has_ended = False
 
     @property
     def flow(self) -> Flow | None:
@@ -65,7 +65,7 @@ class AsgiClient:
         self._put({"type": "http.response.start", "status": status, "headers": self._head(headers)})
 
     def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """A whole response that is no server's."""
+        """Write a whole response of our own."""
         self._put({"type": "http.response.start", "status": status, "headers": headers})
         self.end(body)
 
@@ -79,24 +79,24 @@ class AsgiClient:
         if self.direct is not None:
             self.direct.flow = None
             self.direct = None
-        self.ended = True
+        self.has_ended = True
         self._put({"type": "http.response.body", "body": data, "more_body": False})
 
     def _put(self, message: Message, size: int = 0) -> None:
         self._queue.append(message)
-        self._queued += size
-        if self._queued > MAX_QUEUED_BYTES and self._flow is not None and not self._paused:
+        self._queued_bytes += size
+        if self._queued_bytes > MAX_QUEUED_BYTES and self._flow is not None and not self._paused:
             self._paused = True
             self._flow.pause()
-        self._news.set()
+        self._has_messages.set()
 
     async def run(self) -> None:
         last: dict[str, Any] = {}
         while last.get("more_body", True):
-            await self._news.wait()
-            self._news.clear()
+            await self._has_messages.wait()
+            self._has_messages.clear()
             while self._queue:
-                queue, self._queue, self._queued = self._queue, [], 0
+                queue, self._queue, self._queued_bytes = self._queue, [], 0
                 for message in queue:
                     await self._send(message)
                     last = dict(message)
@@ -104,6 +104,6 @@ class AsgiClient:
                 self._paused = False
                 if self._flow is not None:
                     self._flow.resume()
-            if last and not self.ended and self._extension is not None:
+            if last and not self.has_ended and self._extension is not None:
                 self.direct = self._extension
                 self.direct.flow = self._flow

@@ -1,8 +1,8 @@
-"""The board: `/`, a page to look at, and `/board.json`, what it shows.
+"""The data of the board: the page is at `/`, its data at `/board.json`.
 
-The page is the same for everyone and holds nothing. Where tenants are configured the JSON needs a key: a tenant sees
-its own requests and the tiers' totals, an admin all. How things stand is worked out once in `FRESH_S` seconds, however
-many browsers look. `board_pages` serves both in an app; inside vLLM's API server `vllm_board` does.
+The page is the same for everyone and contains no data. Where tenants are configured the JSON needs a key: a tenant sees
+its own requests and the tiers' totals, an admin everything. The state is computed at most once in `REFRESH_S` seconds,
+however many browsers ask. `board_pages` serves both in an app, `vllm_board` inside vLLM's API server.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.server_url import bare_host
 from rubato.frontdoor.request_record import RequestRecord
 from rubato.frontdoor.tenants import Tenant, Tenants
-from rubato.frontdoor.verdict import in_ms
+from rubato.frontdoor.verdict import slo_in_ms
 from rubato.serving.board_counts import OBJECTIVE, RING_S, SLICE_S, SLICES, WINDOWS_S, BoardCounts, TierCounts
-from rubato.serving.board_snapshot import RequestsInFlight, TierInFlight, replica_shown
+from rubato.serving.board_snapshot import RequestsInFlight, TierInFlight, replica_json
 
-FRESH_S = 0.5
+REFRESH_S = 0.5
 
 
 class BoardSource(Protocol):
-    """What a door lets the board see. paths: of a request's page and of chat completions, from the page's own."""
+    """The state that the board shows. paths: of a request's page and of chat completions, relative to the board's."""
 
     @property
     def model(self) -> str: ...
@@ -35,7 +35,7 @@ class BoardSource(Protocol):
     def policy(self) -> str: ...
     @property
     def router(self) -> str:
-        """Empty where nothing is routed."""
+        """The router's name; empty where there is none."""
         ...
 
     @property
@@ -49,56 +49,55 @@ class BoardSource(Protocol):
     @property
     def in_flight(self) -> Mapping[str, RequestRecord]: ...
     @property
-    def held(self) -> Sequence[SeqView]: ...
+    def held_requests(self) -> Sequence[SeqView]: ...
     @property
     def draining(self) -> Collection[str]: ...
     def views(self) -> Sequence[View]: ...
     def counted(self) -> Collection[str]:
-        """Replicas that tell nothing of themselves: what is sent there is counted."""
+        """Ids of replicas that do not report their state, so that it is counted from the requests sent there."""
         ...
 
     def urls(self) -> Mapping[str, str]:
-        """Of replicas that are servers."""
+        """URL by replica id, for replicas that are servers."""
         ...
 
     def state(self) -> str:
         """serving, draining or dead."""
         ...
 
-    def gave_up(self) -> Collection[str]:
-        """Replicas that schedule without the policy now, after its faults; "" for a router that was given up."""
+    def faulty_replicas(self) -> Collection[str]:
+        """Ids of replicas that schedule without the policy after its faults; "" stands for the router."""
         ...
 
 
 class Board:
-    """How things stood at most `FRESH_S` seconds ago, and what each tenant may see of that. `counts` is to hear every
-    event."""
+    """The state at most `REFRESH_S` seconds ago, as JSON for each tenant. Every event must be passed to `counts`."""
 
     def __init__(self, source: BoardSource) -> None:
         self.counts = BoardCounts(self._sample_later)
         self._source = source
         self._since = source.clock.now()
-        self._at = -inf
-        self._number = 0  # of the slice of that time
-        self._gave_up: set[str] = set()
-        self._for_all: dict[str, Any] = {}
-        self._last: dict[str, dict[str, Any]] = {}  # each replica as it was last seen
+        self._refreshed_at = -inf
+        self._number = 0  # of the current slice
+        self._faulty_replicas: set[str] = set()
+        self._common: dict[str, Any] = {}
+        self._last_rows: dict[str, dict[str, Any]] = {}  # by replica
         self._replicas: list[dict[str, Any]] = []
         self._requests = RequestsInFlight({}, [], [], 0.0, fair=False)
         self._answers: dict[tuple[str, int], bytes] = {}  # by tenant and first slice
 
     def json(self, tenant: Tenant, since: int = 0) -> bytes:
-        """What this tenant sees. since: the first slice of the history that it wants."""
+        """The JSON for this tenant. since: the first slice of history wanted."""
         now = self._source.clock.now()
-        if now >= self._at + FRESH_S:
-            self._look(now)
+        if now >= self._refreshed_at + REFRESH_S:
+            self._refresh(now)
         first = min(max(since, self._number - SLICES + 1, 0), self._number)
         if (tenant.name, first) not in self._answers:
-            self._answers[tenant.name, first] = orjson.dumps(self._shown(tenant, first))
+            self._answers[tenant.name, first] = orjson.dumps(self._tenant_json(tenant, first))
         return self._answers[tenant.name, first]
 
     def _sample_later(self, at: float) -> None:
-        """Look at the replicas once the event that came has been heard by all."""
+        """Sample the replicas once all listeners have handled the current event."""
         clock = self._source.clock
 
         def sample() -> None:
@@ -111,42 +110,42 @@ class Board:
         views, counted, urls, draining = source.views(), source.counted(), source.urls(), source.draining
         self._number = counts.advance(now, source.in_flight)
         counts.replicas.sample(views, self._number, counted)
-        for id in source.gave_up():
-            if id not in self._gave_up:
-                self._gave_up.add(id)
+        for id in source.faulty_replicas():
+            if id not in self._faulty_replicas:
+                self._faulty_replicas.add(id)
                 counts.replicas.flag(now, self._number, "gave up", id)
         rows = [
-            replica_shown(view, counts.replicas.step_seconds(view.id), draining, counted, urls.get(view.id, ""))
+            replica_json(view, counts.replicas.step_seconds(view.id), draining, counted, urls.get(view.id, ""))
             for view in views
         ]
         back = {row["url"]: row["id"] for row in rows if row["url"]}
-        for id, at in list(counts.replicas.lost.items()):
-            row = self._last.get(id, {"id": id, "url": "", "role": ""})
+        for id, at in list(counts.replicas.lost_at.items()):
+            row = self._last_rows.get(id, {"id": id, "url": "", "role": ""})
             if row["url"] in back:
                 counts.replicas.succeed(id, back[row["url"]])
             elif at < now - RING_S:
                 counts.replicas.forget(id)
             else:
-                rows.append({**row, **_LOST, "age_ms": round((now - at) * 1e3)})
-        rows.sort(key=lambda row: (row["url"], len(row["id"]), row["id"]))  # one that is lost stays where it was
-        self._last = {row["id"]: row for row in rows}
+                rows.append({**row, **_LOST_COLUMNS, "age_ms": round((now - at) * 1e3)})
+        rows.sort(key=lambda row: (row["url"], len(row["id"]), row["id"]))  # a lost replica stays in its place
+        self._last_rows = {row["id"]: row for row in rows}
         self._replicas = rows
         return views
 
-    def _look(self, now: float) -> None:
+    def _refresh(self, now: float) -> None:
         source = self._source
         views = self._sample(now)
-        self._at, self._answers = now, {}
+        self._refreshed_at, self._answers = now, {}
         self._requests = RequestsInFlight(
             source.in_flight,
-            source.held,
+            source.held_requests,
             views,
             now,
             fair=source.fair,
             counted=source.counted(),
             is_routed=bool(source.router),
         )
-        self._for_all = {
+        self._common = {
             "model": source.model,
             "policy": source.policy,
             "router": source.router,
@@ -162,7 +161,7 @@ class Board:
         }
 
     def _tiers(self) -> list[dict[str, Any]]:
-        """The most urgent first, best effort last."""
+        """Each tier as JSON, the most urgent first, best effort last."""
         slos = {tier.name: tier.slo for tier in self._source.tenants.all_tiers.usable}
         found, in_flight = self.counts.tiers, self._requests.by_tier()
         names = {*found, *(name for name, slo in slos.items() if not slo.best_effort)}
@@ -176,27 +175,27 @@ class Board:
         return [
             {
                 "name": name,
-                "slo": in_ms(slos[name]) if name in slos else None,
-                **(found.get(name) or TierCounts()).shown(self._number, now.late),
-                "now": now.shown(),
+                "slo": slo_in_ms(slos[name]) if name in slos else None,
+                **(found.get(name) or TierCounts()).to_json(self._number, now.late),
+                "now": now.to_json(),
             }
             for name, now in present.items()
         ]
 
-    def _shown(self, tenant: Tenant, first: int) -> dict[str, Any]:
+    def _tenant_json(self, tenant: Tenant, first: int) -> dict[str, Any]:
         whose = None if tenant.admin else tenant.name
         counts, number, replicas = self.counts, self._number, self._replicas
         names = {row["id"]: row["url"] or row["id"] for row in replicas} if tenant.admin else {}
         hosts = {id: bare_host(name) for id, name in names.items() if id != name}
         return {
-            **self._for_all,
+            **self._common,
             "tenant": tenant.name,
             "admin": tenant.admin,
             "may_ask_for": [
-                {"name": tier.name, "slo": in_ms(tier.slo)} for tier in self._source.tenants.tiers(tenant).usable
+                {"name": tier.name, "slo": slo_in_ms(tier.slo)} for tier in self._source.tenants.tiers(tenant).usable
             ],
             "replicas": replicas if tenant.admin else None,
-            "flags": counts.replicas.flags_shown(self._at, number) if tenant.admin else [],
+            "flags": counts.replicas.flags_json(self._refreshed_at, number) if tenant.admin else [],
             "history": {
                 "first": first,
                 "slice_seconds": SLICE_S,
@@ -204,19 +203,19 @@ class Board:
                 "tiers": {name: tier.history(first, number) for name, tier in counts.tiers.items()},
                 "replicas": counts.replicas.history(names, first, number),
             },
-            **self._requests.shown(whose, hosts),
-            "misses": counts.misses.shown(whose, self._at, number),
+            **self._requests.to_json(whose, hosts),
+            "misses": counts.misses.to_json(whose, self._refreshed_at, number),
         }
 
 
-_LOST = {
+_LOST_COLUMNS = {
     "state": "lost", "running": 0, "waiting": 0, "moving": 0, "kv_used_tokens": None, "steps": None,
     "step_ms": None,
 }  # fmt: skip
 
 
 def _total(tiers: Collection[TierCounts]) -> dict[str, int]:
-    """All tiers together, since the start."""
+    """Counts of all tiers together since the start."""
     names = ("offered", "met", "missed", "unjudged")
     counts = {name: sum(getattr(tier.since_start, name) for tier in tiers) for name in names}
     return {**counts, "in_flight": sum(tier.in_flight for tier in tiers)}

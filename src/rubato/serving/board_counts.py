@@ -1,7 +1,7 @@
-"""Counts for the board: what each tier was offered and what became of it, in slices of time and since the start.
+"""Counts for the board: requests offered to each tier and their outcomes, by slice of time and since the start.
 
-A fold over events, of constant cost. Kept: an entry for each request in flight, counts of the first `MAX_TIERS` tiers,
-and for each of them a ring of the last `RING_S` seconds. `board_replicas` keeps the same for replicas.
+This is a fold over events of constant cost. It keeps an entry for each request in flight, counts of the first
+`MAX_TIERS` tiers, and for each of them a ring of the last `RING_S` seconds. `board_replicas` does so for replicas.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from rubato.frontdoor.verdict import ms
 from rubato.serving.board_misses import BoardMisses
 from rubato.serving.board_replicas import BoardReplicas
 
-MAX_TIERS = 100  # the tier beyond them is OTHER
-OTHER = "other"
-SLICE_S = 5.0  # what happens within one slice is counted together
+MAX_TIERS = 100  # further tiers count as OTHER_TIER
+OTHER_TIER = "other"
+SLICE_S = 5.0  # events within one slice are counted together
 RING_S = 900.0
 SLICES = round(RING_S / SLICE_S)
-WINDOWS_S = (300.0, RING_S)  # that the page can switch between, besides all since the start
-# The share of requests that a tier is to have on time. docs/alerts.yml and the capacity planner assume the same.
+WINDOWS_S = (300.0, RING_S)  # which the page offers besides the time since the start
+# The share of a tier's requests that should meet their SLO; docs/alerts.yml and the capacity planner use the same.
 OBJECTIVE = 0.9
-BUCKETS = 8  # of a time that doubles: a percentile is off by at most 4.5 %
+BUCKETS_PER_DOUBLING = 8  # a percentile is off by at most 4.5 %
 
 Times = Counter[int]  # how many measured times fell into each bucket
 
 
 @dataclass(slots=True)
 class TierSlice:
-    """What happened to one tier's requests within a slice of time, or within many together.
+    """Counts of one tier's requests within a slice of time, or within several.
 
-    offered counts those that came then, all else those that ended then. causes: of misses, refusals among them.
+    `offered` counts requests that arrived then, all else those that ended then. causes: of misses and refusals.
     """
 
     number: int = 0
     offered: int = 0
     met: int = 0
     missed: int = 0
-    unjudged: int = 0  # a TTFT or TPOT that was asked for was not measured
+    unjudged: int = 0  # a TTFT or TPOT of the SLO was not measured
     tokens: int = 0
     causes: Counter[str] = field(default_factory=Counter)
     ttft: Times = field(default_factory=Counter)
@@ -70,11 +70,15 @@ class TierSlice:
             self.missed += 1
             self.causes[judged.cause or "unknown"] += 1
 
-    def shown(self, late: int) -> dict[str, Any]:
-        """As JSON. late: requests in flight of which a token is late, which count as missed: a queue that only grows
-        would hide its misses otherwise. attainment is of these and of what ended and could be judged; burn the misses
-        as a multiple of what the objective allows, budget_left the share of those that is not used up (negative:
-        overspent)."""
+    def to_json(self, late: int) -> dict[str, Any]:
+        """The counts as JSON.
+
+        `attainment` is the share of judged requests that met their SLO. `burn` is the share of misses over the share
+        that the objective allows, `budget_left` is 1 - burn.
+
+        Args:
+            late: requests in flight with a late token; they count as missed, or a growing queue would hide its misses.
+        """
         judged = self.met + self.missed + late
         attainment = self.met / judged if judged else None
         burn = None if attainment is None else (1.0 - attainment) / (1.0 - OBJECTIVE)
@@ -96,8 +100,8 @@ class TierSlice:
         }
 
 
-def total_of(parts: Iterable[TierSlice]) -> TierSlice:
-    """All of these together."""
+def sum_slices(parts: Iterable[TierSlice]) -> TierSlice:
+    """The sum of several slices."""
     total = TierSlice()
     for part in parts:
         total.offered += part.offered
@@ -115,7 +119,7 @@ def total_of(parts: Iterable[TierSlice]) -> TierSlice:
 
 
 class TierCounts:
-    """One tier. has_slo: one of its requests asked for a time."""
+    """Counts of one tier. has_slo: whether any of its requests has had an SLO."""
 
     def __init__(self) -> None:
         self.since_start = TierSlice()
@@ -130,13 +134,13 @@ class TierCounts:
         return total.offered - total.met - total.missed - total.unjudged
 
     def slice_at(self, number: int) -> TierSlice:
-        """The slice of this number, which is the newest."""
+        """The newest slice, which has this number; made if need be."""
         if not self._ring or self._ring[-1].number != number:
             self._ring.append(TierSlice(number))
         return self._ring[-1]
 
     def offer(self, request: Request, number: int) -> TierSlice:
-        """Count a request that comes. Where it was counted."""
+        """Count an offered request. Returns the slice that counted it."""
         self.has_slo = self.has_slo or not request.best_effort
         self.since_start.offered += 1
         offered_in = self.slice_at(number)
@@ -154,30 +158,30 @@ class TierCounts:
         self.slice_at(number).add(end)
 
     def count_tokens(self, in_flight: int, number: int) -> None:
-        """Count the output tokens since this was last called. in_flight: of requests that have not ended, so far."""
+        """Count the output tokens since the last call. in_flight: tokens so far of requests that have not ended."""
         total = self._ended_tokens + in_flight
         came, self._counted_tokens = max(0, total - self._counted_tokens), max(total, self._counted_tokens)
         if came:
             self.slice_at(number).tokens += came
             self.since_start.tokens += came
 
-    def within(self, seconds: float, number: int) -> TierSlice:
-        """All of the last so many seconds."""
+    def sum_window(self, seconds: float, number: int) -> TierSlice:
+        """The sum of the slices in the last `seconds`."""
         oldest = number - round(seconds / SLICE_S)
-        return total_of([part for part in self._ring if part.number > oldest])
+        return sum_slices([part for part in self._ring if part.number > oldest])
 
-    def shown(self, number: int, late: int = 0) -> dict[str, Any]:
-        """As JSON, without what depends on the time slice by slice. late: as `TierSlice.shown` takes it."""
-        windows = {f"{window:.0f}": self.within(window, number).shown(late) for window in WINDOWS_S}
+    def to_json(self, number: int, late: int = 0) -> dict[str, Any]:
+        """Totals and windows as JSON. late: as in `TierSlice.to_json`."""
+        windows = {f"{window:.0f}": self.sum_window(window, number).to_json(late) for window in WINDOWS_S}
         return {
             "best_effort": not self.has_slo,
             "in_flight": self.in_flight,
             "outcomes": dict(self.outcomes),
-            "windows": {**windows, "start": self.since_start.shown(late)},
+            "windows": {**windows, "start": self.since_start.to_json(late)},
         }
 
     def history(self, first: int, last: int) -> dict[str, Any]:
-        """Counts of each slice from the first to the last, as JSON."""
+        """Counts of each slice from `first` to `last`, as JSON."""
         slots = {part.number: part for part in self._ring if first <= part.number <= last}
         parts = [slots.get(number) for number in range(first, last + 1)]
         causes = sorted({cause for part in slots.values() for cause in part.causes})
@@ -188,8 +192,12 @@ class TierCounts:
 
 
 class BoardCounts:
-    """A listener for `Cluster.listen`. new_slice: called with the time when the first event of a slice comes, at most
-    once in `SLICE_S`; it must not look at replicas before the listener has returned."""
+    """A listener for `Cluster.listen`.
+
+    Args:
+        new_slice: called with the time of the first event of each slice; it must not read replicas before the listener
+            has returned.
+    """
 
     hears_tokens = False
 
@@ -197,7 +205,7 @@ class BoardCounts:
         self.tiers: dict[str, TierCounts] = {}
         self.misses = BoardMisses(SLICES)
         self.replicas = BoardReplicas(SLICES)
-        self.number = -1  # of the slice that is now
+        self.number = -1  # of the current slice
         self._new_slice = new_slice
         self._open: dict[str, tuple[Request, TierCounts, TierSlice]] = {}
 
@@ -209,35 +217,35 @@ class BoardCounts:
         kind = type(event)
         if kind is Offered:
             assert isinstance(event, Offered)
-            self._offered(event)
+            self._on_offered(event)
         elif kind is Finished:
             assert isinstance(event, Finished)
-            self._finished(event)
+            self._on_finished(event)
         else:
             self.replicas.add(event, self.number)
 
     def advance(self, now: float, in_flight: Mapping[str, RequestRecord]) -> int:
-        """Count the tokens that have come, of all tiers. The number of the slice that is now."""
+        """Count the new tokens of all tiers. Returns the number of the current slice."""
         self.number = max(self.number, int(now / SLICE_S))
         tokens = dict.fromkeys(self.tiers, 0)
         for record in in_flight.values():
-            name = record.request.tier if record.request.tier in tokens else OTHER
+            name = record.request.tier if record.request.tier in tokens else OTHER_TIER
             if name in tokens:
                 tokens[name] += record.output
         for name, tier in self.tiers.items():
             tier.count_tokens(tokens[name], self.number)
         return self.number
 
-    def _offered(self, event: Offered) -> None:
+    def _on_offered(self, event: Offered) -> None:
         name = event.request.tier
         if name not in self.tiers and len(self.tiers) >= MAX_TIERS:
-            name = OTHER
+            name = OTHER_TIER
         tier = self.tiers.setdefault(name, TierCounts())
         self._open[event.id] = (event.request, tier, tier.offer(event.request, self.number))
 
-    def _finished(self, event: Finished) -> None:
+    def _on_finished(self, event: Finished) -> None:
         if (found := self._open.pop(event.id, None)) is None:
-            return  # it was offered before the board was there
+            return  # it was offered before the board existed
         request, tier, offered_in = found
         tier.finish(offered_in, event, self.number)
         if event.verdict.missed and not event.is_client_error:
@@ -245,16 +253,16 @@ class BoardCounts:
 
 
 def _bucket(seconds: float) -> int:
-    return int(log2(max(seconds, 1e-4) * 1e4) * BUCKETS)
+    return int(log2(max(seconds, 1e-4) * 1e4) * BUCKETS_PER_DOUBLING)
 
 
 def _percentiles(times: Times) -> list[float] | None:
-    """The median and the 99th percentile, in milliseconds; None of nothing."""
+    """The median and the 99th percentile in milliseconds; None where nothing was measured."""
     count, seen, found = times.total(), 0, list[float]()
     for bucket in sorted(times):
         seen += times[bucket]
         while len(found) < 2 and seen >= (0.5, 0.99)[len(found)] * count:
-            found.append(float(f"{2.0 ** ((bucket + 0.5) / BUCKETS) / 10:.3g}"))
+            found.append(float(f"{2.0 ** ((bucket + 0.5) / BUCKETS_PER_DOUBLING) / 10:.3g}"))
     return found or None
 
 

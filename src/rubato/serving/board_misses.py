@@ -8,14 +8,14 @@ from typing import Any
 
 from rubato.core.events import Finished
 from rubato.core.request import Request, without_texts
-from rubato.frontdoor.verdict import in_ms, ms
+from rubato.frontdoor.verdict import ms, slo_in_ms
 
 MAX_GROUPS = 64  # of one tenant; the group that missed least recently makes room
 
 
 @dataclass(slots=True)
 class _Group:
-    """latest: the last that missed. ring: [slice, misses] of the last minutes."""
+    """Misses of one tier by one cause. latest: the last of them. ring: [slice, misses] of the last minutes."""
 
     latest: tuple[Request, Finished]
     count: int = 0
@@ -23,7 +23,7 @@ class _Group:
 
 
 class BoardMisses:
-    """slices: how many of them the recent counts look back."""
+    """Groups of misses by tenant, tier and cause. slices: how far back recent counts look."""
 
     def __init__(self, slices: int) -> None:
         self._slices = slices
@@ -44,8 +44,8 @@ class BoardMisses:
         if len(groups) > MAX_GROUPS:
             del groups[next(iter(groups))]
 
-    def shown(self, tenant: str | None, now: float, number: int) -> list[dict[str, Any]]:
-        """The groups of one tenant, or of all (None), as JSON, the most frequent of late first."""
+    def to_json(self, tenant: str | None, now: float, number: int) -> list[dict[str, Any]]:
+        """The groups of one tenant, or of all (None), as JSON, the most frequent recent ones first."""
         merged: dict[tuple[str, str], _Row] = {}
         for name, groups in self._groups.items():
             if tenant in (None, name):
@@ -53,12 +53,12 @@ class BoardMisses:
                     recent = sum(misses for at, misses in group.ring if at > number - self._slices)
                     merged.setdefault(key, _Row()).add(group, recent)
         rows = sorted(merged.items(), key=lambda item: (-item[1].recent, -item[1].count, item[0]))
-        return [{"tier": tier, "cause": cause, **row.shown(now)} for (tier, cause), row in rows[:MAX_GROUPS]]
+        return [{"tier": tier, "cause": cause, **row.to_json(now)} for (tier, cause), row in rows[:MAX_GROUPS]]
 
 
 @dataclass(slots=True)
 class _Row:
-    """A group of all tenants that are seen."""
+    """One group summed over tenants."""
 
     recent: int = 0
     count: int = 0
@@ -70,7 +70,7 @@ class _Row:
         if self.latest is None or group.latest[1].at > self.latest[1].at:
             self.latest = group.latest
 
-    def shown(self, now: float) -> dict[str, Any]:
+    def to_json(self, now: float) -> dict[str, Any]:
         assert self.latest is not None
         return {"recent": self.recent, "count": self.count, "latest": _miss(*self.latest, now)}
 
@@ -82,6 +82,6 @@ def _miss(request: Request, end: Finished, now: float) -> dict[str, Any]:
         "age_ms": ms(max(0.0, now - end.at)),
         "outcome": end.outcome,
         "reason": "" if end.outcome == "completed" else end.reason[:200],
-        "slo": in_ms(request.stages[0].slo),
+        "slo": slo_in_ms(request.stages[0].slo),
         **{name: ms(getattr(end.verdict, name[:-3])) for name in ("ttft_ms", "tpot_ms", "e2e_ms", "margin_ms")},
     }

@@ -19,8 +19,8 @@ from rubato.frontdoor.tenants import Tenants
 from rubato.serving import openapi
 from rubato.serving.board import Board
 
-PAGE = "board_page"  # the folder of the files below
-FILES = {  # path from the page's own -> file, media type
+PAGE_FOLDER = "board_page"  # the folder of the files below
+FILES = {  # path below the page -> file, media type
     "": ("board.html", "text/html; charset=utf-8"),
     "board/board.css": ("board.css", "text/css; charset=utf-8"),
     "board/icon.svg": ("icon.svg", "image/svg+xml"),
@@ -28,13 +28,13 @@ FILES = {  # path from the page's own -> file, media type
         "board", "charts", "dom", "fleet", "format", "panel", "promises", "requests", "send", "state",
     )},
 }  # fmt: skip
-# Nothing of another host, nothing inline, no frame around it: a request's or tenant's name cannot become code.
-POLICY = (
+# No other hosts, no inline code, no frames: a request's or tenant's name cannot become code.
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
-    "content-security-policy": POLICY,
+    "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
@@ -42,7 +42,7 @@ HEADERS = {
 
 
 class BoardService(Protocol):
-    """What the board needs of `Service`."""
+    """The part of `AnyService` that the board uses."""
 
     @property
     def cluster(self) -> Cluster: ...
@@ -58,7 +58,7 @@ class BoardService(Protocol):
 
 
 class BoardState(Protocol):
-    """What the board needs of an app's state."""
+    """The part of `AppState` that the board uses."""
 
     @property
     def service(self) -> BoardService: ...
@@ -69,16 +69,17 @@ class BoardState(Protocol):
 
 
 def add_board(app: FastAPI, state: BoardState) -> None:
-    """Mount the board. The cluster's requests are counted from now on."""
+    """Mount the board; it counts the cluster's requests from now on."""
     board = Board(ClusterSource(app, state))
     state.service.cluster.listen(board.counts)
 
     @app.get("/board.json", responses=openapi.errors(401))
     async def json(http: Request) -> Response:
-        """What the board shows: tiers, replicas, requests in flight, misses, and the last 15 minutes of them. With
-        `?since=N` the history begins with slice N. Of requests a tenant sees its own, and of replicas nothing; an
-        admin all."""
-        return json_answer(board.json(state.tenants.of(http.headers), first_slice(http.query_params.get("since", ""))))
+        """The board's data: tiers, replicas, requests in flight, misses, and their last 15 minutes. With `?since=N`
+        the history begins with slice N. A tenant sees its own requests and no replicas, an admin everything."""
+        return json_answer(
+            board.json(state.tenants.authenticate(http.headers), first_slice(http.query_params.get("since", "")))
+        )
 
     def add_file(path: str) -> None:
         async def file() -> Response:
@@ -91,7 +92,7 @@ def add_board(app: FastAPI, state: BoardState) -> None:
 
 
 def file_answer(path: str) -> Response:
-    """One of FILES."""
+    """The response for a path of FILES."""
     name, kind = FILES[path]
     return Response(_read(name), media_type=kind, headers=HEADERS)
 
@@ -101,17 +102,17 @@ def json_answer(content: bytes) -> Response:
 
 
 def first_slice(since: str) -> int:
-    """What a client asks for; all of the history for anything but a number."""
+    """The first slice that a client asks for; 0, all of the history, for anything but a number."""
     return int(since) if since.isascii() and since.isdecimal() and len(since) < 16 else 0
 
 
 @cache
 def _read(name: str) -> bytes:
-    return (resources.files("rubato.serving") / PAGE / name).read_bytes()
+    return (resources.files("rubato.serving") / PAGE_FOLDER / name).read_bytes()
 
 
 class ClusterSource:
-    """A `BoardSource`: the cluster of our server or of the gateway."""
+    """A `BoardSource` that reads the cluster of our server or of the gateway."""
 
     def __init__(self, app: FastAPI, state: BoardState) -> None:
         self._app, self._state = app, state
@@ -132,7 +133,7 @@ class ClusterSource:
         return self._state.recorder.in_flight
 
     @property
-    def held(self) -> Sequence[SeqView]:
+    def held_requests(self) -> Sequence[SeqView]:
         return self._cluster.held
 
     @property
@@ -144,5 +145,5 @@ class ClusterSource:
             return "dead"
         return "draining" if getattr(self._app.state, "draining", False) else "serving"
 
-    def gave_up(self) -> Collection[str]:
+    def faulty_replicas(self) -> Collection[str]:
         return ("",) if self._cluster.dead.is_set() else ()

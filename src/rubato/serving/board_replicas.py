@@ -1,7 +1,7 @@
-"""Replicas for the board: how loaded each was in the last minutes, and what happened to the fleet (flags).
+"""Replicas for the board: the load of each in the last minutes, and flags on the fleet's events.
 
-Step times come with events. How many requests run and wait, and KV in use, are sampled where somebody looks, and once
-in a slice of time.
+Step times come with events. Running and waiting requests and KV in use are sampled at each refresh of the board, and
+once in a slice of time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ from rubato.core.interfaces import View
 from rubato.frontdoor.verdict import ms
 
 MAX_FLAGS = 100
-STEPS = 32  # whose mean is the step time that is shown
-MOVED = {"failed": "placed again", "declined": "moved", "offloaded": "moved", "recalled": "moved"}  # by reason
+STEP_TIMES_KEPT = 32  # the step time shown is their mean
+FLAG_BY_HANDOFF_REASON = {
+    "failed": "placed again",
+    "declined": "moved",
+    "offloaded": "moved",
+    "recalled": "moved",
+}  # by reason
 
 
 @dataclass(slots=True)
 class _Slice:
-    """steps, seconds: those that ended in this slice. kv: share in use, None where it is not known."""
+    """One slice of time. steps, seconds: of steps that ended in it. kv: share in use, None if unknown."""
 
     number: int
     steps: int = 0
@@ -46,7 +51,7 @@ class _Replica:
 
 @dataclass(slots=True)
 class Flag:
-    """Something happened `count` times within a slice. replica: empty where it is of none."""
+    """An event that happened `count` times within a slice. replica: "" where it concerns none."""
 
     number: int
     at: float
@@ -57,16 +62,16 @@ class Flag:
 
 @dataclass
 class BoardReplicas:
-    """slices: how many are kept. lost: replicas that left without having been drained, and when."""
+    """Load and flags of all replicas. slices: how many are kept. lost_at: when replicas left without being drained."""
 
     slices: int
     flags: deque[Flag] = field(default_factory=lambda: deque(maxlen=MAX_FLAGS))
-    lost: dict[str, float] = field(default_factory=dict)
+    lost_at: dict[str, float] = field(default_factory=dict)
     _replicas: dict[str, _Replica] = field(default_factory=dict)
     _draining: set[str] = field(default_factory=set)
 
     def add(self, event: Event, number: int) -> None:
-        """Fold an event of a replica, or of a request that moves."""
+        """Count an event of a replica, or of a request that moves."""
         if isinstance(event, Stepped):
             replica = self._replica(event.id)
             replica.steps.append(event.seconds)
@@ -77,18 +82,18 @@ class BoardReplicas:
             self.flag(event.at, number, "placed again", event.replica)
         elif isinstance(event, HandedOff):
             handoff = event.request.handoff
-            if handoff is not None and handoff.reason in MOVED:
-                self.flag(event.at, number, MOVED[handoff.reason], handoff.source)
+            if handoff is not None and handoff.reason in FLAG_BY_HANDOFF_REASON:
+                self.flag(event.at, number, FLAG_BY_HANDOFF_REASON[handoff.reason], handoff.source)
         elif isinstance(event, Joined):
             self.flag(event.at, number, "joined", event.id)
         elif isinstance(event, Draining):
             self._draining.add(event.id)
             self.flag(event.at, number, "draining", event.id)
         elif isinstance(event, Left):
-            self._left(event, number)
+            self._on_left(event, number)
 
     def flag(self, at: float, number: int, kind: str, replica: str) -> None:
-        """Note that something happened; the same within one slice is counted."""
+        """Record an event; equal ones within a slice are counted together."""
         for last in reversed(self.flags):
             if last.number != number:
                 break
@@ -98,7 +103,7 @@ class BoardReplicas:
         self.flags.append(Flag(number, at, kind, replica))
 
     def sample(self, views: Sequence[View], number: int, counted: Collection[str] = ()) -> None:
-        """Note how each replica stands now. counted: those whose KV is known only where some is in use."""
+        """Record the load of each replica. counted: replicas that do not report; free KV there means unknown."""
         for view in views:
             now = self._replica(view.id).slice_at(number)
             now.running, now.waiting = len(view.running), len(view.waiting)
@@ -106,12 +111,12 @@ class BoardReplicas:
             now.kv = used / view.kv_total if view.kv_total and (used or view.id not in counted) else None
 
     def step_seconds(self, replica: str) -> float | None:
-        """The mean of its last steps; None before the first."""
+        """The mean time of the replica's last steps; None before the first."""
         steps = self._replicas[replica].steps if replica in self._replicas else ()
         return sum(steps) / len(steps) if steps else None
 
     def succeed(self, lost: str, id: str) -> None:
-        """Go on with a lost replica's history under another id: its server is back."""
+        """Continue a lost replica's history under the new id of its server, which is back."""
         ring, flags = self._replica(id).ring, [flag for flag in self.flags if flag.replica == lost]
         before = [part for part in self._replica(lost).ring if not ring or part.number < ring[0].number]
         self._replicas[id].ring = deque([*before, *ring], maxlen=self.slices)
@@ -120,41 +125,43 @@ class BoardReplicas:
         self.forget(lost)
 
     def forget(self, id: str) -> None:
-        """Show a lost replica no more."""
-        self.lost.pop(id, None)
+        """Drop a lost replica."""
+        self.lost_at.pop(id, None)
         self._replicas.pop(id, None)
 
     def history(self, names: Mapping[str, str], first: int, last: int) -> dict[str, Any]:
-        """Of each replica, slice by slice from the first to the last, as JSON: None before it was there. names: by
-        which they are known there, by id."""
+        """The load of each replica in each slice from `first` to `last`, as JSON; None before it joined.
+
+        names: key of each replica in the JSON, by id.
+        """
         return {names[id]: _columns(one.ring, first, last) for id, one in self._replicas.items() if id in names}
 
-    def flags_shown(self, now: float, number: int) -> list[dict[str, Any]]:
-        """Those of the slices that are kept, as JSON, oldest first."""
+    def flags_json(self, now: float, number: int) -> list[dict[str, Any]]:
+        """The flags of the slices that are kept, as JSON, oldest first."""
         return [
             {"ago_ms": ms(now - one.at), "kind": one.kind, "replica": one.replica, "count": one.count}
             for one in self.flags
             if one.number > number - self.slices
         ]
 
-    def _left(self, event: Left, number: int) -> None:
+    def _on_left(self, event: Left, number: int) -> None:
         if event.id in self._draining:
             self._draining.discard(event.id)
             self._replicas.pop(event.id, None)
             self.flag(event.at, number, "drained", event.id)
             return
-        self.lost[event.id] = event.at
+        self.lost_at[event.id] = event.at
         self.flag(event.at, number, "lost", event.id)
 
     def _replica(self, id: str) -> _Replica:
         found = self._replicas.get(id)
         if found is None:
-            found = self._replicas[id] = _Replica(deque(maxlen=STEPS), deque(maxlen=self.slices))
+            found = self._replicas[id] = _Replica(deque(maxlen=STEP_TIMES_KEPT), deque(maxlen=self.slices))
         return found
 
 
 def _columns(ring: deque[_Slice], first: int, last: int) -> dict[str, Any]:
-    """Where nothing was noted in a slice, what was noted before still holds; of steps there were none."""
+    """Columns by slice; a slice without a sample repeats the last one, with no steps."""
     slots = {one.number: one for one in ring}
     held = next((one for one in reversed(ring) if one.number < first), None)
     columns: dict[str, list[Any]] = {"running": [], "waiting": [], "kv": [], "step_ms": []}

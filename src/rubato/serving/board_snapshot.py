@@ -1,6 +1,6 @@
-"""How a cluster stands at one instant, for the board: where each request in flight is and why, and each replica.
+"""The state of a cluster at one instant, for the board: where each request in flight is and why, and each replica.
 
-One pass over what is in flight, whoever looks; the rows are made of the few requests that are shown.
+One pass over the requests in flight serves every tenant; rows are made only of the requests that are shown.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rubato.frontdoor.explanation import phases
 from rubato.frontdoor.request_record import LOST, PREEMPTED, RequestRecord
 from rubato.frontdoor.verdict import ms
 
-MAX_SHOWN = 200  # requests in flight; all are counted
+MAX_SHOWN_REQUESTS = 200  # in flight; all of them are counted
 State = Literal["held", "waiting", "running", "moving"]
-# Of each row of `requests`. phases: [what, milliseconds, what, milliseconds, ...] since the request came, the first
-# letter of each `explanation.Phase`; due_in_ms: until its next token is due (negative: late, null: no SLO).
+# Columns of `requests`. phases: [letter, milliseconds, letter, milliseconds, ...] since the request's arrival, with the
+# first letter of each `explanation.Phase`; due_in_ms: until its next token is due (negative: late, null: no SLO).
 COLUMNS = (
     "id", "tier", "tenant", "state", "replica", "why", "age_ms", "due_in_ms", "late", "best_effort", "prompt_tokens",
     "output_tokens", "max_tokens", "phases",
@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 class _Place(NamedTuple):
-    """Where a request is. before: how many came before it in its queue. replica: "" = at none."""
+    """Where a request is. replica: "" = at none. before: requests before it in its queue."""
 
     state: State
     seq: SeqView | None = None
@@ -40,14 +40,14 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True)
 class TierInFlight:
-    """One tier's requests. late: those of which a token is late."""
+    """Counts of one tier's requests in flight. late: with a late token."""
 
     states: Counter[str] = field(default_factory=Counter)
     late: int = 0
     oldest_wait: float = 0.0  # seconds
 
-    def shown(self) -> dict[str, Any]:
-        """As JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """The counts as JSON."""
         waiting = self.states["held"] + self.states["waiting"]
         running = self.states["running"] + self.states["moving"]
         wait = ms(self.oldest_wait) if waiting else None
@@ -55,9 +55,15 @@ class TierInFlight:
 
 
 class RequestsInFlight:
-    """All of them. records: in the order in which they were offered. held: those at no replica. fair: tenants share the
-    replicas, so one that is held may wait for its tenant's share. counted: replicas that tell nothing of themselves.
-    is_routed: a router may hold them."""
+    """All requests in flight at one instant.
+
+    Args:
+        records: by request, in the order in which they were offered.
+        held: requests at no replica.
+        fair: whether a request may be held for its tenant's share.
+        counted: ids of replicas that do not report their state.
+        is_routed: whether a router may hold requests.
+    """
 
     def __init__(
         self,
@@ -71,7 +77,7 @@ class RequestsInFlight:
         is_routed: bool = True,
     ) -> None:
         places: dict[str, _Place] = {}
-        for view in views:  # one on its way is shown where its KV comes from, and held, too
+        for view in views:  # a moving request is in the view of its source, and held
             places.update((seq.id, _Place("moving", seq, view.id)) for seq in view.moving)
         places.update((seq.id, _Place("held", seq, before=at)) for at, seq in enumerate(held))
         for view in views:
@@ -79,12 +85,12 @@ class RequestsInFlight:
             places.update((seq.id, _Place("waiting", seq, view.id, at)) for at, seq in enumerate(view.waiting))
         self._now = now
         self._fair, self._counted, self._is_routed = fair, counted, is_routed
-        self._found = [(record, places.get(id) or _unseen(record)) for id, record in records.items()]
+        self._places = [(record, places.get(id) or _place_without_view(record)) for id, record in records.items()]
 
     def by_tier(self) -> dict[str, TierInFlight]:
-        """How those of each tier stand."""
+        """Counts by tier."""
         tiers: dict[str, TierInFlight] = {}
-        for record, place in self._found:
+        for record, place in self._places:
             tier = tiers.setdefault(record.request.tier, TierInFlight())
             tier.states[place.state] += 1
             tier.late += _is_late(place, self._now)
@@ -92,14 +98,17 @@ class RequestsInFlight:
                 tier.oldest_wait = max(tier.oldest_wait, self._now - record.waiting[1])
         return tiers
 
-    def shown(self, tenant: str | None, names: Mapping[str, str] = NOTHING) -> dict[str, Any]:
-        """Of one tenant, or all (None), as JSON: exact counts, and rows of the `MAX_SHOWN` whose next token is due
-        soonest, in the order in which they were offered. names: of replicas, where others than their ids."""
-        found = [f for f in self._found if tenant in (None, f[0].request.tenant)]
+    def to_json(self, tenant: str | None, names: Mapping[str, str] = NOTHING) -> dict[str, Any]:
+        """The requests of one tenant, or of all (None), as JSON: exact counts, and rows of the `MAX_SHOWN_REQUESTS`
+        whose next token is due soonest, in the order in which they were offered.
+
+        names: of replicas, where the reader knows them by another name than their id.
+        """
+        found = [f for f in self._places if tenant in (None, f[0].request.tenant)]
         counts = Counter(place.state for _, place in found)
         rows = found
-        if len(found) > MAX_SHOWN:
-            soonest = nsmallest(MAX_SHOWN, range(len(found)), key=lambda at: _due(found[at][1]))
+        if len(found) > MAX_SHOWN_REQUESTS:
+            soonest = nsmallest(MAX_SHOWN_REQUESTS, range(len(found)), key=lambda at: _due_time(found[at][1]))
             rows = [found[at] for at in sorted(soonest)]
         return {
             "queue": {"in_flight": len(found), **{name: counts[name] for name in _STATES}},
@@ -108,11 +117,11 @@ class RequestsInFlight:
         }
 
     def _row(self, record: RequestRecord, place: _Place, names: Mapping[str, str]) -> list[Any]:
-        """In the order of COLUMNS."""
+        """A request's row, in the order of COLUMNS."""
         request, now = record.request, self._now
         if place.state == "moving" and record.replicas:
             place = place._replace(replica=record.replicas[-1])
-        due = ms(_due(place) - now)
+        due = ms(_due_time(place) - now)
         return [
             request.id,
             request.tier,
@@ -131,7 +140,7 @@ class RequestsInFlight:
         ]
 
     def _why(self, record: RequestRecord, place: _Place, names: Mapping[str, str]) -> str:
-        """In plain words, why it is where it is."""
+        """A sentence on why the request is where it is."""
         seq, replica = place.seq, names.get(place.replica, place.replica)
         waits_for = "" if record.waiting is None else record.waiting[0]
         if place.state == "held":
@@ -144,14 +153,14 @@ class RequestsInFlight:
                 source = names.get(handoff.source, handoff.source)
                 return f"handed off by {source} ({handoff.reason}): held until another replica takes it"
             holders = ["by the router"] * self._is_routed + ["for its tenant's share"] * self._fair
-            return f"held {' or '.join(holders)}, {_after(place.before)}"
+            return f"held {' or '.join(holders)}, {_queue_position(place.before)}"
         if place.replica in self._counted and place.state == "waiting":
             return f"sent to {replica}: nothing has come of it yet"
         if place.replica in self._counted and place.state == "running":
             return f"running at {replica}, {record.output} of {record.request.sampling.max_tokens}"
         if place.state == "waiting":
             turn = "preempted, waits to go on" if waits_for == PREEMPTED else "waits for its turn"
-            return f"{turn} at {replica}, {_after(place.before)}"
+            return f"{turn} at {replica}, {_queue_position(place.before)}"
         if place.state == "moving":
             return f"on its way to {replica}"
         pending = 1 if seq is None else seq.pending
@@ -163,28 +172,34 @@ class RequestsInFlight:
 _STATES: tuple[State, ...] = ("held", "waiting", "running", "moving")
 
 
-def _unseen(record: RequestRecord) -> _Place:
-    """Of one that no view has: it has just been sent, or its KV has."""
+def _place_without_view(record: RequestRecord) -> _Place:
+    """The place of a request in no view: it, or its KV, has just been sent."""
     return _Place("moving", replica=record.replicas[-1]) if record.replicas else _Place("held")
 
 
-def _due(place: _Place) -> float:
+def _due_time(place: _Place) -> float:
     return inf if place.seq is None else place.seq.due
 
 
 def _is_late(place: _Place, now: float) -> bool:
-    return _due(place) < now or (place.seq is not None and place.seq.missed)
+    return _due_time(place) < now or (place.seq is not None and place.seq.missed)
 
 
-def _after(before: int) -> str:
+def _queue_position(before: int) -> str:
     return "first in the queue" if before == 0 else f"behind {before} other{'s' if before > 1 else ''}"
 
 
-def replica_shown(
+def replica_json(
     view: View, step_seconds: float | None, draining: Collection[str], counted: Collection[str] = (), url: str = ""
 ) -> dict[str, Any]:
-    """A replica as JSON. `age_ms` is how old what is known about it is. Of one that is counted that is not known, nor
-    whether KV of which all is free is free, or not told of. url: of a server, "" for a replica of this process."""
+    """A replica as JSON; `age_ms` is the age of its last report.
+
+    Args:
+        step_seconds: mean of its last steps.
+        draining: ids of replicas that drain.
+        counted: ids of replicas that do not report; their KV in use is unknown where all of it looks free.
+        url: of a server; "" for a replica of this process.
+    """
     block, is_counted = view.limits.block_size, view.id in counted
     is_busy = bool(view.running or (is_counted and view.waiting))
     used = (view.kv_total - view.kv_free) * block
@@ -206,7 +221,7 @@ def replica_shown(
 
 
 def role_words(role: Role) -> str:
-    """What a replica is for, in words."""
+    """A replica's role in words."""
     phase = "prefill and decode" if role.phase == "both" else f"{role.phase} only"
     more = [("tier", role.tier), ("group", role.group), ("kind", role.kind)]
     return ", ".join([phase, *(f"{name} {value}" for name, value in more if value)])

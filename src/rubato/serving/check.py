@@ -1,4 +1,4 @@
-"""`rubato check`: what a start would refuse, without starting: nothing listens, loads weights or asks a server."""
+"""`rubato check`: finds what a start would refuse, without listening, loading weights or asking a server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rubato.serving.server_fleets import fleet_of, ray_options, ray_servers_of
 
 
 def check_start(config: Config) -> None:
-    """Raises as a start would (ConfigError, PolicyError, ValueError, OSError), but for what only the port, the servers
-    or Ray could say."""
+    """Raises as a start would (ConfigError, PolicyError, ValueError, OSError), except for errors of the port, the
+    servers or Ray."""
     clock = VirtualClock()
     tls_settings(config)
     Tenants(tenants_of(config), tiers_of(config))

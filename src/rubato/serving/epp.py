@@ -1,8 +1,9 @@
-"""An endpoint picker: our routers say where a data plane such as Envoy sends each request, and see what comes back.
+"""An endpoint picker: our routers choose where a data plane such as Envoy sends each request.
 
-Protocol v1.0.0 of the Gateway API Inference Extension (`epp_messages`): a gRPC stream for each HTTP request. Its
-headers and body come whole, the router places it, its endpoint is answered, and the body passes as it came. What the
-server answers is shown here chunk by chunk and passes, too; by it the cluster counts and judges as the gateway's does.
+It speaks protocol v1.0.0 of the Gateway API Inference Extension (`epp_messages`): a gRPC stream for each HTTP request.
+The picker reads headers and body whole, the router places the request, and the picker answers with the endpoint and
+passes the body on unchanged. Envoy also shows the response chunk by chunk, by which the cluster counts tokens and
+judges requests as behind the gateway.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rubato.fleet.server_fleet import server_cluster
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
 from rubato.fleet.upstream import Upstream
-from rubato.frontdoor.admission import ApiRequest, FrontDoor, for_server
+from rubato.frontdoor.admission import ApiRequest, FrontDoor, without_slo_fields
 from rubato.frontdoor.choices import response_id
 from rubato.frontdoor.errors import REJECT_REASON, ApiError, from_finished
 from rubato.frontdoor.headers import is_ours, new_id
@@ -46,9 +47,9 @@ from rubato.serving.epp_messages import ProtocolError, RequestChanges
 from rubato.serving.model_list import asked_model
 from rubato.serving.server_fleets import fleet_of
 
-HELD_SECONDS = 60.0  # that a request waits for a place, where its e2e is not less
-MAX_HELD_BYTES = 256 << 20  # of all bodies that have not gone on yet
-REQUEST_SECONDS = 30.0  # for the whole of a request: Envoy sends what its client sends
+MAX_HELD_S = 60.0  # a request waits this long for a place, or its e2e if less
+MAX_HELD_BYTES = 256 << 20  # of all bodies not yet forwarded
+REQUEST_TIMEOUT_S = 30.0  # for a whole request: Envoy forwards it as its client sends it
 
 Write = Callable[[ProcessingResponse], Awaitable[None]]
 
@@ -57,35 +58,39 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Picker:
-    """What all streams share. trips: where the replicas find each request, by id. only: the endpoints that a request
-    may go to, where it may not go to all (`policy_kit.candidates`)."""
+    """The state that all streams share.
+
+    Args:
+        trips: the trip of each request, by id, for the replicas.
+        allowed_endpoints: by request id, where not all endpoints are allowed (`policy_kit.candidates`).
+    """
 
     cluster: Cluster
     trips: Trips
-    only: dict[str, frozenset[str]]
+    allowed_endpoints: dict[str, frozenset[str]]
     door: FrontDoor
     models: ServedModels
     draining: bool = False
     turn: int = 0
-    held_bytes: int = 0  # of bodies that have not gone on yet
+    held_bytes: int = 0  # of bodies not yet forwarded
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether it can place a request."""
         return bool(self.cluster.hosts) and not self.draining and not self.cluster.dead.is_set()
 
     async def process(self, messages: AsyncIterator[ProcessingRequest], write: Write) -> None:
-        """One HTTP request. write: of an answer to the data plane. Raises ProtocolError for one that the protocol does
-        not have."""
+        """Handle one HTTP request. write: sends an answer to the data plane. Raises ProtocolError for messages that
+        the protocol does not allow."""
         await _Stream(self, messages, write).run()
 
     def endpoints(self) -> frozenset[str]:
-        """Those of the servers that are not lost."""
+        """Endpoints of the servers that are not lost."""
         hosts = self.cluster.hosts.values()
         return frozenset([endpoint_of(host.url) for host in hosts if isinstance(host, ServerReplica)])
 
     def candidates(self, subset: frozenset[str] | None) -> frozenset[str]:
-        """Of these, the data plane's, which may name an address without a port. Raises ApiError 503 for none."""
+        """The endpoints in the data plane's subset, which may omit ports. Raises ApiError 503 if there is none."""
         found = [e for e in self.endpoints() if subset is None or not subset.isdisjoint((e, _address(e)))]
         if not found:
             which = "is ready" if subset is None else "that may take this request is ready"
@@ -96,9 +101,14 @@ class Picker:
 async def picker_of(
     config: Config, clock: Clock, *, transport: Callable[[str], Upstream] = HttpServer
 ) -> Picker:  # fmt: skip
-    """A picker over `servers`; its cluster is started and ended by the caller. transport: to a server, for what it is
-    asked itself. Raises ConfigError, PolicyError or ValueError, also for a server by name and for one that does not
-    answer."""
+    """Make a picker over `servers`; the caller starts and closes its cluster.
+
+    Args:
+        transport: makes the connection by which a server is asked about itself.
+
+    Raises:
+        ConfigError, PolicyError, ValueError: also for a server given by name, and for one that does not answer.
+    """
     check_names(config)
     if config.tenants:
         raise ConfigError("tenants: an endpoint picker does not check keys; leave them out, or use `rubato gateway`")
@@ -106,38 +116,38 @@ async def picker_of(
         raise ConfigError("otlp_traces_endpoint: an endpoint picker makes no spans, your proxy does; leave it out")
     endpoints = {server.url: endpoint_of(server.url) for server in config.servers}
     trips: Trips = {}
-    only: dict[str, frozenset[str]] = {}
+    allowed_endpoints: dict[str, frozenset[str]] = {}
 
     def endpoint(replica: str) -> str:
         host = cluster.hosts[replica]
         assert isinstance(host, ServerReplica)
         return endpoints[host.url]
 
-    def longest() -> int:
+    def max_model_len() -> int:
         assert fleet.homogeneity.first_server is not None, "the cluster has started"
         return fleet.homogeneity.first_server.limits.max_model_len
 
-    # Without the link: by it an engine hands requests off and takes them back, which are Envoy's by then.
+    # No link: by it an engine could hand off requests, which Envoy would not follow.
     fleet, options, _ = fleet_of(config, clock, trips, transport=transport, link=None)
     cluster = await server_cluster(
-        fleet, clock, options, around=lambda router: cast(Router, Candidates(router, only.get, endpoint))
+        fleet, clock, options, around=lambda router: cast(Router, Candidates(router, allowed_endpoints.get, endpoint))
     )
     door = FrontDoor(
-        Tenants((), tiers_of(config)), clock, cluster, cluster.retry_after, longest,
+        Tenants((), tiers_of(config)), clock, cluster, cluster.retry_after, max_model_len,
         config.max_body_bytes, config.max_choices,
     )  # fmt: skip
-    return Picker(cluster, trips, only, door, fleet.homogeneity.models)
+    return Picker(cluster, trips, allowed_endpoints, door, fleet.homogeneity.models)
 
 
 class _Stream:
-    """One HTTP request on its way through the data plane."""
+    """The gRPC stream of one HTTP request."""
 
     def __init__(self, picker: Picker, messages: AsyncIterator[ProcessingRequest], write: Write) -> None:
         self._picker = picker
         self._cluster = picker.cluster
         self._messages = aiter(messages)
         self._write = write
-        self._ahead: asyncio.Future[ProcessingRequest | None] | None = None  # the next message, asked for already
+        self._next_message: asyncio.Future[ProcessingRequest | None] | None = None  # already being read
         self._arrival = picker.cluster.clock.now()
         self._headers: dict[str, str] = {}
         self._subset: frozenset[str] | None = None
@@ -147,9 +157,9 @@ class _Stream:
         self._changes = RequestChanges()
         self._has_body = self._has_trailers = False
         self._trip: PickedTrip | None = None
-        self._bound = HELD_SECONDS
-        self._late = False  # it has waited for a place too long
-        self._complete = False  # the response has come to its end
+        self._max_held_s = MAX_HELD_S
+        self._has_timed_out = False  # while waiting for a place
+        self._is_complete = False  # the response has ended
 
     async def run(self) -> None:
         try:
@@ -157,7 +167,7 @@ class _Stream:
                 return
             endpoint = await self._endpoint()
             if endpoint:
-                await self._send_on(endpoint)
+                await self._forward_request(endpoint)
                 await self._pass_response()
         except ApiError as error:
             self._picker.door.count_status(error.status)
@@ -168,17 +178,17 @@ class _Stream:
     # ----------------------------------------------------------------- the request
 
     async def _next(self) -> ProcessingRequest | None:
-        """The next message; None when the data plane has said all, or is gone."""
-        ahead, self._ahead = self._ahead, None
+        """The next message; None when the stream has ended."""
+        ahead, self._next_message = self._next_message, None
         return await (anext(self._messages, None) if ahead is None else ahead)
 
     async def _read_request(self) -> bool:
-        """Whether it has come whole. Raises ApiError 408 for one that takes too long, 413 for too long a body."""
+        """Read the request. Returns whether it is complete. Raises ApiError 408 for a slow one, 413 for a long body."""
         try:
-            async with asyncio.timeout(REQUEST_SECONDS):
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 return await self._read_parts()
         except TimeoutError:
-            message = f"The request did not come whole within {REQUEST_SECONDS:g} s."
+            message = f"The request did not come whole within {REQUEST_TIMEOUT_S:g} s."
             raise ApiError(408, message, code="request_timeout") from None
 
     async def _read_parts(self) -> bool:
@@ -196,7 +206,7 @@ class _Stream:
                 case "request_body", part:
                     self._has_body = True
                     self._body.append(part.body)
-                    self._hold(len(part.body))
+                    self._count_body_bytes(len(part.body))
                     if part.end_of_stream:
                         return True
                 case "request_trailers", _:
@@ -206,23 +216,23 @@ class _Stream:
                     raise ProtocolError(f"{kind or 'an empty message'} came before the end of the request")
         return False
 
-    def _hold(self, size: int) -> None:
-        """Count bytes of a body that came. Raises ApiError 413 for too many of one, 429 for too many of all."""
+    def _count_body_bytes(self, size: int) -> None:
+        """Count received bytes of the body. Raises ApiError 413 for a long body, 429 where all bodies are too much."""
         self._size += size
         self._picker.held_bytes += size
         self._picker.door.check_size(self._size)
         if self._picker.held_bytes > MAX_HELD_BYTES:
             message = "Too many large bodies are on their way: try again in 1 s."
-            again = (("retry-after", "1"),)
-            raise ApiError(429, message, code="rejected-saturated", kind="rate_limit_error", headers=again)
+            retry_header = (("retry-after", "1"),)
+            raise ApiError(429, message, code="rejected-saturated", kind="rate_limit_error", headers=retry_header)
 
-    def _let_go(self) -> None:
+    def _release_body(self) -> None:
         self._picker.held_bytes -= self._size
         self._size, self._raw = 0, b""
         self._body.clear()
 
     async def _endpoint(self) -> str:
-        """Where it goes; empty if the data plane has left. Raises ApiError."""
+        """Choose the endpoint; "" if the data plane has left meanwhile. Raises ApiError."""
         written, _, query = self._headers.get(":path", "").partition("?")
         path = canonical_path(written)
         if path != written:
@@ -233,7 +243,7 @@ class _Stream:
         self._raw = b"".join(self._body)
         self._body.clear()
         endpoints = self._picker.candidates(self._subset)
-        if path not in GENERATE or self._headers.get(":method") != "POST":  # whatever else servers have: in turn
+        if path not in GENERATE or self._headers.get(":method") != "POST":  # other paths go to the servers in turn
             self._picker.turn += 1
             return sorted(endpoints)[self._picker.turn % len(endpoints)]
         trip = await self._offer(path, endpoints)
@@ -241,7 +251,7 @@ class _Stream:
         return trip.endpoint
 
     async def _offer(self, path: str, endpoints: frozenset[str]) -> PickedTrip:
-        """Its requests, offered to the cluster. Raises ApiError 400."""
+        """Admit the request and offer it to the cluster. Raises ApiError 400 and 429."""
         picker, door = self._picker, self._picker.door
         tenant = door.identify({})
         body = door.read_fields(self._raw)
@@ -251,14 +261,14 @@ class _Stream:
         offers = Offers(door, self._cluster, admitted, admitted.requests(id, self._arrival, body))
         ids = [request.id for request in offers.requests]
         self._changes.set |= dict(to_headers(admitted.granted))
-        if (changed := for_server(body)) is not body:
+        if (changed := without_slo_fields(body)) is not body:
             self._raw = changed.to_json()
             self._changes.set["content-length"] = str(len(self._raw))
 
         def over() -> None:
             for id in ids:
                 picker.trips.pop(id, None)
-                picker.only.pop(id, None)
+                picker.allowed_endpoints.pop(id, None)
 
         streams = body.flag("stream")
         answer = response_id(offers.requests)
@@ -267,59 +277,59 @@ class _Stream:
         for id in ids:
             picker.trips[id] = trip
             if self._subset is not None:
-                picker.only[id] = endpoints
+                picker.allowed_endpoints[id] = endpoints
         await offers.send(trip.on_event)
-        self._bound = min(HELD_SECONDS, offers.requests[0].stages[0].slo.e2e or math.inf)
+        self._max_held_s = min(MAX_HELD_S, offers.requests[0].stages[0].slo.e2e or math.inf)
         return trip
 
     async def _until_settled(self, trip: PickedTrip) -> None:
-        """Wait for a place, or for the data plane to leave. Raises ApiError if there is none."""
+        """Wait until the request is placed or the data plane leaves. Raises ApiError if it cannot be placed."""
 
         def too_late() -> None:
-            self._late = True
-            self._cancel(f"held for {self._bound:g} s")
+            self._has_timed_out = True
+            self._cancel(f"held for {self._max_held_s:g} s")
 
-        timer = self._cluster.clock.call_at(self._cluster.clock.now() + self._bound, PLAN, too_late)
-        self._ahead = asyncio.ensure_future(anext(self._messages, None))
+        timer = self._cluster.clock.call_at(self._cluster.clock.now() + self._max_held_s, PLAN, too_late)
+        self._next_message = asyncio.ensure_future(anext(self._messages, None))
         settled = asyncio.ensure_future(trip.placement_known.wait())
         try:
-            await asyncio.wait({self._ahead, settled}, return_when=asyncio.FIRST_COMPLETED)
-            if not settled.done() and await self._ahead is None:
+            await asyncio.wait({self._next_message, settled}, return_when=asyncio.FIRST_COMPLETED)
+            if not settled.done() and await self._next_message is None:
                 return  # the client has left
             await settled
         finally:
             timer.cancel()
             settled.cancel()
         if trip.failed_end is not None:
-            raise self._why(trip)
+            raise self._placement_error(trip)
 
-    def _why(self, trip: PickedTrip) -> ApiError:
-        """The error of requests that were not placed."""
+    def _placement_error(self, trip: PickedTrip) -> ApiError:
+        """The error of a request that was not placed."""
         assert trip.failed_end is not None
         seconds = self._cluster.retry_after()
-        if self._late:
+        if self._has_timed_out:
             after = str(max(1, math.ceil(min(seconds, 3600.0))))
-            why = f"No server was free for this request within {self._bound:g} s: try again in {after} s."
+            why = f"No server was free for this request within {self._max_held_s:g} s: try again in {after} s."
             more = (("retry-after", after), (REJECT_REASON, "held-too-long"))
             return ApiError(429, why, code="held-too-long", kind="rate_limit_error", headers=more)
         if trip.failed_end.reason == NO_REPLICA or not self._cluster.hosts:
             return ApiError(503, "No server is ready.", code="no_server", kind="server_error")
         return from_finished(trip.failed_end, seconds)
 
-    async def _send_on(self, endpoint: str) -> None:
-        """Headers, body and trailers, in this order, as the protocol has them."""
+    async def _forward_request(self, endpoint: str) -> None:
+        """Send headers, body and trailers, in the protocol's order."""
         await self._write(epp_messages.goes_to(endpoint, self._changes))
         if self._has_body:
             for piece in epp_messages.request_body(self._raw, last=not self._has_trailers):
                 await self._write(piece)
-        self._let_go()
+        self._release_body()
         if self._has_trailers:
             await self._write(epp_messages.request_trailers_pass())
 
     # ----------------------------------------------------------------- the response
 
     async def _pass_response(self) -> None:
-        """Each part first goes on, and is then counted."""
+        """Forward each part of the response, and then count it."""
         begun = False
         while (message := await self._next()) is not None:
             match _part(message):
@@ -329,20 +339,20 @@ class _Stream:
                 case "response_headers", head:
                     begun = True
                     await self._write(epp_messages.response_head_passes())
-                    self._begin(head, epp_messages.served_of(message))
+                    self._begin_response(head, epp_messages.served_of(message))
                     if head.end_of_stream:
-                        self._show(b"", last=True)
+                        self._count_response(b"", last=True)
                 case "response_body", part:
                     for piece in epp_messages.response_body(part.body, last=part.end_of_stream):
                         await self._write(piece)
-                    self._show(part.body, last=part.end_of_stream)
+                    self._count_response(part.body, last=part.end_of_stream)
                 case "response_trailers", _:
                     await self._write(epp_messages.response_trailers_pass())
-                    self._show(b"", last=True)
+                    self._count_response(b"", last=True)
                 case kind, _:
                     raise ProtocolError(f"{kind or 'an empty message'} came after the end of the request")
 
-    def _begin(self, head: HttpHeaders, served: str) -> None:
+    def _begin_response(self, head: HttpHeaders, served: str) -> None:
         headers = epp_messages.headers_of(head)
         status = headers.pop(":status", "")
         if not re.fullmatch("[0-9]{3}", status):
@@ -352,14 +362,14 @@ class _Stream:
             return
         if served and served != trip.endpoint:
             if served in self._picker.endpoints():
-                self._picker.only.update(dict.fromkeys(trip.ids, frozenset({served})))
+                self._picker.allowed_endpoints.update(dict.fromkeys(trip.ids, frozenset({served})))
             else:
                 log.warning("request %s was served by %s, which is none of the servers", trip.answer, served)
                 served = ""
         trip.begin_response(int(status), list(headers.items()), served)
 
-    def _show(self, data: bytes, *, last: bool) -> None:
-        self._complete = self._complete or last
+    def _count_response(self, data: bytes, *, last: bool) -> None:
+        self._is_complete = self._is_complete or last
         if self._trip is not None:
             self._trip.add_part(data, last=last)
 
@@ -370,11 +380,15 @@ class _Stream:
             self._cluster.cancel(id, why)
 
     def _leave(self) -> None:
-        """The stream is over. Without the end of a response, so are its requests."""
-        self._let_go()
-        if self._ahead is not None:
-            self._ahead.cancel()
-        if self._trip is not None and self._trip.is_open and not (self._complete and self._trip.response is not None):
+        """Clean up at the end of the stream; without the end of a response, cancel the requests."""
+        self._release_body()
+        if self._next_message is not None:
+            self._next_message.cancel()
+        if (
+            self._trip is not None
+            and self._trip.is_open
+            and not (self._is_complete and self._trip.response is not None)
+        ):
             self._cancel("the client left, or the connection broke")
 
 

@@ -1,4 +1,4 @@
-"""The messages of Envoy's external processing, as the endpoint picker protocol uses them: read and made.
+"""Reads and makes the messages of Envoy's external processing, as the endpoint picker protocol uses them.
 
 Source: kubernetes-sigs/gateway-api-inference-extension, docs/proposals/004-endpoint-picker-protocol, v1.0.0, and
 envoyproxy/data-plane-api, envoy/service/ext_proc/v3.
@@ -36,32 +36,31 @@ from rubato.frontdoor.errors import ApiError
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"  # a header, and a key in the metadata
-SERVED = "x-gateway-destination-endpoint-served"
+SERVED_ENDPOINT = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
-LB, HINT = "envoy.lb", "envoy.lb.subset_hint"  # namespaces of metadata
-MOST_BYTES = 62_000  # of a body in one message: envoy.proto recommends at most 64 KiB, some data planes hold to that
+LB_NAMESPACE, SUBSET_NAMESPACE = "envoy.lb", "envoy.lb.subset_hint"  # namespaces of metadata
+MAX_CHUNK_BYTES = 62_000  # of a body in one message: envoy.proto recommends at most 64 KiB
 OVERWRITE = HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 FULL_DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
 
 
 @dataclass(slots=True)
 class RequestChanges:
-    """Headers of a request that its server gets otherwise than the client sent them."""
+    """Changes to a request's headers on the way to its server."""
 
     set: dict[str, str] = field(default_factory=dict)
     remove: list[str] = field(default_factory=list)
 
 
 class ProtocolError(Exception):
-    """Envoy is configured otherwise than the protocol says; the message says what to set."""
+    """Envoy's configuration does not follow the protocol; the message says what to set."""
 
 
-# --------------------------------------------------------------------------- what Envoy says
+# --------------------------------------------------------------------------- messages from Envoy
 
 
 def headers_of(head: HttpHeaders) -> dict[str, str]:
-    """By lower-case name; of one that comes several times, the first. `:path`, `:method` and `:status` are among
-    them."""
+    """Headers by lower-case name, `:path`, `:method` and `:status` included; the first of several with one name."""
     found: dict[str, str] = {}
     for header in head.headers.headers if head.headers is not None else ():
         value = header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
@@ -70,7 +69,7 @@ def headers_of(head: HttpHeaders) -> dict[str, str]:
 
 
 def check_modes(message: ProcessingRequest) -> None:
-    """Raises ProtocolError unless both bodies are streamed in full duplex; nothing where Envoy does not say."""
+    """Raises ProtocolError where Envoy reports that a body is not streamed in full duplex."""
     if (modes := message.protocol_config) is None:
         return
     for name, mode in (("request", modes.request_body_mode), ("response", modes.response_body_mode)):
@@ -79,9 +78,12 @@ def check_modes(message: ProcessingRequest) -> None:
 
 
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
-    """The endpoints (`ip:port`, or `ip` for every port) that may be picked, None for all: a list of strings, or one
-    with commas, as the reference implementation reads it. A hint of another kind names none."""
-    hint = _metadata(message, HINT)
+    """The endpoints that may be picked, each `ip:port` or `ip`; None: all.
+
+    The hint is a list of strings, or one string with commas, as the reference implementation reads it; any other hint
+    allows no endpoint.
+    """
+    hint = _metadata(message, SUBSET_NAMESPACE)
     if SUBSET not in hint:
         return None
     said = hint[SUBSET]
@@ -92,8 +94,8 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
 
 
 def served_of(message: ProcessingRequest) -> str:
-    """The endpoint that a response comes from; empty where it is not said."""
-    said = _metadata(message, LB).get(SERVED, "")
+    """The endpoint that a response comes from; "" if Envoy does not say."""
+    said = _metadata(message, LB_NAMESPACE).get(SERVED_ENDPOINT, "")
     return said if isinstance(said, str) else ""
 
 
@@ -103,18 +105,18 @@ def _metadata(message: ProcessingRequest, namespace: str) -> dict[str, Any]:
     return {} if found is None else dict(found.to_dict())
 
 
-# --------------------------------------------------------------------------- what is answered
+# --------------------------------------------------------------------------- answers to Envoy
 
 
 def goes_to(endpoint: str, changes: RequestChanges) -> ProcessingResponse:
-    """The answer to a request's headers: to `endpoint`, said in both of the protocol's ways, with these changes."""
+    """The answer to a request's headers: send it to `endpoint`, in header and metadata, with these changes."""
     options = [
         HeaderValueOption(HeaderValue(key=name, raw_value=value.encode()), append_action=OVERWRITE)
         for name, value in {DESTINATION: endpoint, **changes.set}.items()
     ]
     mutation = HeaderMutation(set_headers=options, remove_headers=[n for n in changes.remove if n not in changes.set])
     common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
-    metadata = Struct.from_dict({LB: {DESTINATION: endpoint}})
+    metadata = Struct.from_dict({LB_NAMESPACE: {DESTINATION: endpoint}})
     return ProcessingResponse(request_headers=HeadersResponse(common), dynamic_metadata=metadata)
 
 
@@ -123,13 +125,13 @@ def response_head_passes() -> ProcessingResponse:
 
 
 def request_body(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
-    """A request's body as it came. last: no trailers follow."""
+    """A request's body, unchanged. last: no trailers follow."""
     for piece in _pieces(body, last):
         yield ProcessingResponse(request_body=piece)
 
 
 def response_body(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
-    """A part of a response's body as it came. last: of all of it."""
+    """A part of a response's body, unchanged. last: whether it is the last part."""
     for piece in _pieces(body, last):
         yield ProcessingResponse(response_body=piece)
 
@@ -143,7 +145,7 @@ def response_trailers_pass() -> ProcessingResponse:
 
 
 def refused(error: ApiError) -> ProcessingResponse:
-    """The client gets the error; no server gets the request."""
+    """The answer that sends an error to the client, and the request to no server."""
     headers = [("content-type", "application/json"), *error.headers]
     options = [
         HeaderValueOption(HeaderValue(key=name, raw_value=value.encode()), append_action=OVERWRITE)
@@ -160,8 +162,8 @@ def refused(error: ApiError) -> ProcessingResponse:
 
 
 def _pieces(body: bytes, last: bool) -> Iterator[BodyResponse]:
-    for at in range(0, max(1, len(body)), MOST_BYTES):
+    for at in range(0, max(1, len(body)), MAX_CHUNK_BYTES):
         piece = StreamedBodyResponse(
-            body=body[at : at + MOST_BYTES], end_of_stream=last and at + MOST_BYTES >= len(body)
+            body=body[at : at + MAX_CHUNK_BYTES], end_of_stream=last and at + MAX_CHUNK_BYTES >= len(body)
         )
         yield BodyResponse(CommonResponse(body_mutation=BodyMutation(streamed_response=piece)))

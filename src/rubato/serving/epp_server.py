@@ -1,7 +1,7 @@
-"""`rubato epp`: the endpoint picker as a gRPC server, with the health service of its protocol, and how it ends.
+"""`rubato epp`: runs the endpoint picker as a gRPC server with the health service of its protocol.
 
-Exit statuses and signals are those of `rubato serve`. On SIGTERM it says that it is not ready, refuses new requests,
-and follows those that are under way for up to `drain_seconds`.
+Exit statuses and signals are those of `rubato serve`. On SIGTERM it reports that it is not ready, refuses new requests,
+and serves those in flight for up to `drain_seconds`.
 """
 
 from __future__ import annotations
@@ -22,55 +22,63 @@ from rubato.core.server_url import host_in_url
 from rubato.serving import logs
 from rubato.serving.epp import Picker, picker_of
 from rubato.serving.epp_messages import SERVICE, ProtocolError
-from rubato.serving.serve import FLUSH_SECONDS, THREAD_SECONDS, event_logs, first_of, run_logged, say, started
-from rubato.serving.shutdown import CLOSE_SECONDS, Shutdown
+from rubato.serving.serve import (
+    FLUSH_TIMEOUT_S,
+    THREAD_TIMEOUT_S,
+    event_logs,
+    log_event,
+    run_logged,
+    start_cluster,
+    wait_first,
+)
+from rubato.serving.shutdown import CLOSE_TIMEOUT_S, Shutdown
 
 LIVENESS, READINESS = "liveness", "readiness"
-MAX_STREAMS = 4096  # requests under way: what is beyond them is refused, RESOURCE_EXHAUSTED
+MAX_STREAMS = 4096  # requests at once; more are refused, RESOURCE_EXHAUSTED
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
-    """grpc.health.v1 as the protocol has it: `liveness` while the process answers; `readiness`, the picker's own
-    service and the nameless one while it can place a request. Source: gRPC's health checking protocol."""
+    """gRPC's health checking protocol: `liveness` serves while the process answers; `readiness`, the picker's service
+    and the nameless one serve while it can place a request."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
 
     async def Check(self, request: Any, context: Any) -> Any:
-        """NOT_FOUND for a service that is not here."""
+        """Answer a health check; NOT_FOUND for an unknown service."""
         answer = health_pb2.HealthCheckResponse
         if request.service not in ("", LIVENESS, READINESS, SERVICE):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r} here")
-        serves = request.service == LIVENESS or self._picker.ready
+        serves = request.service == LIVENESS or self._picker.is_ready
         return answer(status=answer.SERVING if serves else answer.NOT_SERVING)
 
 
 def server_of(picker: Picker) -> Any:
-    """A gRPC server (`grpc.aio.Server`) of both services, without a port yet; made on the running event loop."""
+    """A `grpc.aio.Server` with both services and no port yet, made on the running event loop."""
 
     async def process(messages: AsyncIterator[ProcessingRequest | None], context: Any) -> None:
         try:
-            await picker.process(_readable(messages), context.write)
+            await picker.process(_check_messages(messages), context.write)
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    # Two on one port would each count their part.
+    # No port sharing: two pickers would each count only their part.
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MAX_STREAMS)
-    method = grpc.stream_stream_rpc_method_handler(process, _parsed, bytes)
+    method = grpc.stream_stream_rpc_method_handler(process, _parse_message, bytes)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": method}),))
     health_pb2_grpc.add_HealthServicer_to_server(Health(picker), server)
     return server
 
 
-def _parsed(raw: bytes) -> ProcessingRequest | None:
-    """A message; None for bytes that are none, of which gRPC would log a traceback."""
+def _parse_message(raw: bytes) -> ProcessingRequest | None:
+    """Parse a message; None for other bytes, of which gRPC would log a traceback."""
     try:
         return ProcessingRequest.parse(raw)
-    except Exception:  # whatever a parser may raise at a stranger's bytes
+    except Exception:  # the parser may raise anything
         return None
 
 
-async def _readable(messages: AsyncIterator[ProcessingRequest | None]) -> AsyncIterator[ProcessingRequest]:
+async def _check_messages(messages: AsyncIterator[ProcessingRequest | None]) -> AsyncIterator[ProcessingRequest]:
     async for message in messages:
         if message is None:
             raise ProtocolError("a message cannot be read: this is the service of Envoy's external processing")
@@ -78,7 +86,7 @@ async def _readable(messages: AsyncIterator[ProcessingRequest | None]) -> AsyncI
 
 
 def bind(server: Any, config: Config) -> int:
-    """The port on which it will listen: at the configuration's `host` and `port`, by its `tls`. Raises ConfigError."""
+    """Bind the configuration's `host` and `port`, with its `tls`. Returns the port. Raises ConfigError."""
     address = f"{host_in_url(config.host)}:{config.port}"
     try:
         if config.tls is None:
@@ -92,7 +100,7 @@ def bind(server: Any, config: Config) -> int:
 
 
 def serve(config: Config) -> int:
-    """Pick endpoints until told to stop. Returns the process's exit status."""
+    """Pick endpoints until a signal. Returns the process's exit status."""
     return run_logged(config, _serve)
 
 
@@ -100,14 +108,14 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
     with contextlib.ExitStack() as at_last, contextlib.ExitStack() as stack:
         try:
             picker = await picker_of(config, clock)
-            ending = Shutdown(config.drain_seconds, writer)
-            at_last.callback(ending.end_within, THREAD_SECONDS)
+            shutdown = Shutdown(config.drain_seconds, writer)
+            at_last.callback(shutdown.end_within, THREAD_TIMEOUT_S)
             for listener in event_logs(config, stack):
                 picker.cluster.listen(listener)
-            say("starting", policy=config.policy.name, servers=len(config.servers))
+            log_event("starting", policy=config.policy.name, servers=len(config.servers))
             server = server_of(picker)
             port = bind(server, config)
-            if not await started(picker.cluster, ending):
+            if not await start_cluster(picker.cluster, shutdown):
                 return 0
         except (ValueError, OSError) as error:  # a setting, a server, a port: the message says what would do
             print(f"rubato: {error}", file=sys.stderr)
@@ -116,21 +124,23 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             await server.start()
             where = f"{host_in_url(config.host)}:{port}"
             print(f"rubato: picking endpoints at {where}\n", end="", flush=True)
-            say("serving", address=where, tiers=sorted(config.tiers))
-            return await _until_told(config, picker, server, ending)
+            log_event("serving", address=where, tiers=sorted(config.tiers))
+            return await _pick_until_signal(config, picker, server, shutdown)
         finally:
             await picker.cluster.close()
 
 
-async def _until_told(config: Config, picker: Picker, server: Any, ending: Shutdown) -> int:
+async def _pick_until_signal(config: Config, picker: Picker, server: Any, shutdown: Shutdown) -> int:
     cluster = picker.cluster
-    await first_of(ending.told.wait(), cluster.dead.wait())
+    await wait_first(shutdown.first_signal.wait(), cluster.dead.wait())
     picker.draining = True
     if not cluster.dead.is_set():
-        await first_of(cluster.drain(), ending.again.wait(), cluster.dead.wait(), limit=config.drain_seconds)
-    ending.end_within(CLOSE_SECONDS)
+        await wait_first(
+            cluster.drain(), shutdown.second_signal.wait(), cluster.dead.wait(), limit=config.drain_seconds
+        )
+    shutdown.end_within(CLOSE_TIMEOUT_S)
     failed = cluster.dead.is_set()
     await cluster.close()
-    await server.stop(FLUSH_SECONDS)
-    say("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)
+    await server.stop(FLUSH_TIMEOUT_S)
+    log_event("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)
     return 1 if failed else 0

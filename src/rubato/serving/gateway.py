@@ -1,8 +1,8 @@
-"""The gateway's app: OpenAI's endpoints of a fleet of servers, each request routed by what it was promised.
+"""The gateway's app: OpenAI's endpoints over a fleet of servers, each request routed by its SLO.
 
-What a client states (headers, `slo` in the body, `service_tier`) is granted by its tenant's tiers, as in our own
-server; the request is then held, placed and judged by the cluster, and its body goes to a server as it came. All other
-paths go to some server of the fleet.
+The tenant's tiers grant the SLO that a client states (headers, `slo` in the body, `service_tier`), as in our own
+server. The cluster then holds, places and judges the request, and its body goes to a server unchanged. All other paths
+go to some server of the fleet.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
 from rubato.fleet.upstream import Headers, Reply, UnreachableError, UpstreamError
-from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, for_server
+from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, without_slo_fields
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.choices import response_id
 from rubato.frontdoor.errors import ApiError, from_finished
-from rubato.frontdoor.headers import forwarded, new_id, returned
+from rubato.frontdoor.headers import forwarded_headers, new_id, returned_headers
 from rubato.frontdoor.offers import Offers
 from rubato.frontdoor.paths import CHAT, GENERATE, RESPONSES, TEXT, is_internal, written_path
 from rubato.frontdoor.slo_fields import Tiers, to_headers
 from rubato.frontdoor.tenants import Tenants
 from rubato.frontdoor.verdict import verdict_fields
 from rubato.serving.app_state import AppState, add_door, add_operations
-from rubato.serving.asgi_client import AsgiClient, written_by
+from rubato.serving.asgi_client import AsgiClient, writer_of
 from rubato.serving.board_pages import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
 from rubato.serving.model_list import ModelPages, asked_model, named_model
@@ -49,8 +49,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GatewayService:
-    """What is served. trips: where the replicas find each request's body. key: for the servers' API, "" to pass on the
-    client's. is_vllm: whether the servers are vLLM's. models: what the servers list. The rest as `app.Service`."""
+    """Settings and objects of the gateway; those not named here are as in `app.Service`.
+
+    Args:
+        trips: the trip of each request, by id, for the replicas.
+        key: of the servers' API; "" passes on the client's.
+        is_vllm: whether the servers are vLLM's.
+        models: listed by the servers.
+    """
 
     cluster: Cluster
     trips: Trips
@@ -73,7 +79,7 @@ class GatewayService:
 
     def views(self) -> list[View]:
         for host in self.servers():
-            host.emit_counted_tokens()  # who looks at a view looks at the histories, too
+            host.emit_counted_tokens()  # histories are read together with views
         return [host.view() for host in self.cluster.hosts.values()]
 
     def counted(self) -> set[str]:
@@ -83,12 +89,12 @@ class GatewayService:
         return {host.id: host.url for host in self.servers()}
 
     def servers(self) -> list[ServerReplica]:
-        """Those that are not lost."""
+        """The servers that are not lost."""
         return [host for host in self.cluster.hosts.values() if isinstance(host, ServerReplica)]
 
 
 def create_gateway(service: GatewayService) -> FastAPI:
-    """The app. The cluster is started and ended by the caller."""
+    """Make the app; the caller starts and closes the cluster."""
     app = FastAPI(title="Rubato gateway", summary="A fleet of LLM servers behind one address", redoc_url=None)
     state = AppState(service)
     app.state.draining = False
@@ -110,7 +116,7 @@ def create_gateway(service: GatewayService) -> FastAPI:
 
 
 class Gateway:
-    """The endpoints."""
+    """The endpoints of the gateway."""
 
     def __init__(self, service: GatewayService, state: AppState) -> None:
         self._service, self._state = service, state
@@ -131,24 +137,24 @@ class Gateway:
         requests, streams = admitted.requests(id, arrival, body), body.flag("stream")
         streams = streams or _can_be_folded(path, body)
         offers = Offers(door, self._cluster, admitted, requests, lambda: streams or self._has_link())
-        return _Relay(self, offers, admitted, body, model, self._headers(http), http.url.query)
+        return _ProxyResponse(self, offers, admitted, body, model, self._headers(http), http.url.query)
 
-    def trip(self, relay: _Relay, path: str, client: AsgiClient) -> RelayTrip:
-        """The trip of a response that is about to be sent, registered for the replicas."""
+    def trip(self, relay: _ProxyResponse, path: str, client: AsgiClient) -> RelayTrip:
+        """Make the trip of a response that is about to be sent, and register it for the replicas."""
         door, admitted, requests = self._state.door, relay.admitted, relay.offers.requests
         with_usage = bool((relay.fields.value("stream_options") or {}).get("include_usage"))
         answer = response_id(requests)
         fields = self._for_server(relay, path, answer)
         names_id = fields.json("request_id") == orjson.dumps(answer)
 
-        def made(counted: bool) -> BodyFields:
-            return _counted(path, fields) if counted else fields
+        def fields_with_usage(counted: bool) -> BodyFields:
+            return _with_usage(path, fields) if counted else fields
 
-        raw = cache(lambda counted: made(counted).to_json())
+        raw = cache(lambda counted: fields_with_usage(counted).to_json())
 
         def body(name: str, counted: bool) -> bytes:
             if names_id and name != answer:
-                return made(counted).with_fields(request_id=name).to_json()
+                return fields_with_usage(counted).with_fields(request_id=name).to_json()
             return raw(counted)
 
         ask = Ask(
@@ -164,26 +170,27 @@ class Gateway:
             self._service.trips[id] = trip
         return trip
 
-    def head(self, relay: _Relay) -> Callable[[Headers], list[tuple[bytes, bytes]]]:
-        """How a server's headers go to the client of a response."""
+    def head(self, relay: _ProxyResponse) -> Callable[[Headers], list[tuple[bytes, bytes]]]:
+        """A function from a server's headers to those for the client."""
         answer = response_id(relay.offers.requests)
-        own = (b"x-request-id", (answer.partition("-")[2] or answer).encode())  # of which vLLM makes the response's id
+        # vLLM makes the response's id from this header.
+        id_header = (b"x-request-id", (answer.partition("-")[2] or answer).encode())
 
         def head(headers: Headers) -> list[tuple[bytes, bytes]]:
-            sent = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned(headers)]
+            sent = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned_headers(headers)]
             length = [(b"content-length", v.encode()) for n, v in headers[-1:] if n == "content-length"]
-            return [*forbid_buffering(sent), *length, own, *self.limits(relay)]
+            return [*forbid_buffering(sent), *length, id_header, *self.limits(relay)]
 
         return head
 
-    def _for_server(self, relay: _Relay, path: str, answer: str) -> BodyFields:
-        """What a server gets of a body: what is stated to this side stays here."""
-        body, tenants = for_server(relay.fields), self._service.tenants
+    def _for_server(self, relay: _ProxyResponse, path: str, answer: str) -> BodyFields:
+        """The body for a server, without SLO fields, which are for the gateway."""
+        body, tenants = without_slo_fields(relay.fields), self._service.tenants
         if path == RESPONSES and ("request_id" not in body or tenants.configured):
             body = body.with_fields(request_id=answer)  # where vLLM takes no id from a header
         return self._state.door.with_salt(body, relay.admitted.tenant) if self._service.is_vllm() else body
 
-    def limits(self, relay: _Relay) -> list[tuple[bytes, bytes]]:
+    def limits(self, relay: _ProxyResponse) -> list[tuple[bytes, bytes]]:
         return self._state.door.response_headers(relay.admitted)
 
     def forget(self, trip: RelayTrip) -> None:
@@ -191,7 +198,7 @@ class Gateway:
             self._service.trips.pop(id, None)
 
     async def other(self, http: HttpRequest) -> Response:
-        """Whatever else servers have: it goes to one of them, in turn."""
+        """Forward a request for any other path to one of the servers, in turn."""
         tenant = self._state.enter(http)
         path, door = http.scope["path"], self._state.door
         if is_internal(path):
@@ -203,16 +210,16 @@ class Gateway:
         async def answer() -> Reply:
             return await self._answer_of_any(http.method, target, headers, raw)
 
-        return _Passed(answer, lambda: door.settle(admitted, 1, 0, 0), lambda: door.response_headers(admitted))
+        return _PassThrough(answer, lambda: door.settle(admitted, 1, 0, 0), lambda: door.response_headers(admitted))
 
     async def _answer_of_any(self, method: str, target: str, headers: Headers, raw: bytes) -> Reply:
-        """The answer of a server that can be reached; one other is asked where one fails that may have begun. Raises
-        ApiError."""
+        """The answer of the first server that can be reached. After a failure of a server that may have begun, one
+        other is tried. Raises ApiError."""
         hosts, failures = self._hosts_for(raw), 0
         for at in range(len(hosts)):
             try:
                 reply = await hosts[at].upstream.open(method, target, headers, raw)
-            except UpstreamError as error:  # its own probes tell whether it is gone
+            except UpstreamError as error:  # the server's own probes find out whether it is lost
                 failures += not isinstance(error, UnreachableError)
                 if failures > 1:
                     message = "The servers that were asked did not answer."
@@ -225,7 +232,7 @@ class Gateway:
         raise ApiError(503, "No server of the fleet can be reached.", code="no_server", kind="server_error")
 
     def _hosts_for(self, raw: bytes) -> list[ServerReplica]:
-        """The servers in turn that list the model which a body names, all where none lists it."""
+        """The servers, in turn, that list the body's model; all servers where none lists it."""
         hosts = self._service.servers()
         self._turn += 1
         at = self._turn % max(1, len(hosts))
@@ -234,12 +241,12 @@ class Gateway:
         return hosts if not urls else [host for host in hosts if host.url in urls]
 
     def _has_link(self) -> bool:
-        """Whether servers are told what is promised by their links: they may not know the tiers of this gateway."""
+        """Whether any server gets SLOs by its link: it may not know the tiers of this gateway."""
         return any(host.has_link for host in self._service.servers())
 
     def _headers(self, http: HttpRequest) -> list[tuple[str, str]]:
-        """Of a request, those for a server."""
-        kept = forwarded(http.headers.items())
+        """The request headers that a server gets."""
+        kept = forwarded_headers(http.headers.items())
         if self._service.key:
             kept.append(("authorization", f"Bearer {self._service.key}"))
         elif not self._state.tenants.configured:
@@ -248,12 +255,12 @@ class Gateway:
 
 
 def _can_be_folded(path: str, body: BodyFields) -> bool:
-    """Whether the one answer that a client wants can be made of a stream."""
+    """Whether a response that does not stream can be made from a stream."""
     return path in (CHAT, TEXT) and all(body.json(name) in (b"", b"false") for name in NOT_IN_STREAMS)
 
 
-def _counted(path: str, body: BodyFields) -> BodyFields:
-    """What goes to a server of which nothing but the response tells how many tokens there were, and when."""
+def _with_usage(path: str, body: BodyFields) -> BodyFields:
+    """The body for a server without a link, whose tokens are counted from its stream."""
     if path in (CHAT, TEXT) and body.flag("stream"):
         options = body.value("stream_options")
         return body.with_fields(stream_options={**(options or {}), "include_usage": True})
@@ -262,8 +269,8 @@ def _counted(path: str, body: BodyFields) -> BodyFields:
     return body
 
 
-class _Relay(Response):
-    """Offers the requests of an API request when sent, and passes on what a server makes of them."""
+class _ProxyResponse(Response):
+    """Offers the requests of an API request when sent, and relays a server's response."""
 
     def __init__(
         self, gateway: Gateway, offers: Offers, admitted: AdmittedRequest, body: BodyFields, model: str,
@@ -292,8 +299,8 @@ class _Relay(Response):
             await trip.done.wait()
             if not trip.is_over and not gone.is_set():
                 self.offers.cancel()
-                self._say_why(trip, client)
-            if client.ended:
+                self._send_error(trip, client)
+            if client.has_ended:
                 await sender
         finally:
             watcher.cancel()
@@ -301,8 +308,8 @@ class _Relay(Response):
             self.offers.cancel()
             self._gateway.forget(trip)
 
-    def _say_why(self, trip: RelayTrip, client: AsgiClient) -> None:
-        """The response is no answer: a status of its own, or the end of a stream that has begun."""
+    def _send_error(self, trip: RelayTrip, client: AsgiClient) -> None:
+        """Send the error of a response that failed, as a response or at the end of the stream that has begun."""
         if (end := trip.failed_end) is not None:
             error = from_finished(end, self.offers.retry_after())
         else:
@@ -314,20 +321,20 @@ class _Relay(Response):
         if not trip.has_begun:
             reply = error.response()
             client.answer(reply.status_code, [*reply.raw_headers, *self._gateway.limits(self)], body)
-        elif trip.ask.path in (CHAT, TEXT):  # no [DONE]: what came is not an answer
-            client.end(b"\n\ndata: " + body + b"\n\n")  # the event before may not have come whole
+        elif trip.ask.path in (CHAT, TEXT):  # no [DONE]: the answer is incomplete
+            client.end(b"\n\ndata: " + body + b"\n\n")  # the event before may be incomplete
         else:  # a stream of named events
             about = {"type": "error", "code": error.code, "message": error.message, "param": None}
             client.end(b"\n\nevent: error\ndata: " + orjson.dumps({**about, **orjson.loads(body)}) + b"\n\n")
 
 
-class _Passed(Response):
-    """A server's response, as it comes. It is given up when its client leaves.
+class _PassThrough(Response):
+    """Passes on a server's response part by part, and aborts it when the client leaves.
 
     Args:
-        answer: asks for it. Raises ApiError.
-        settle: called at the end, however that comes.
-        limits: headers that say what is left to the tenant.
+        answer: asks the server. Raises ApiError.
+        settle: called at the end in any case.
+        limits: rate-limit headers of the tenant.
     """
 
     def __init__(
@@ -338,22 +345,22 @@ class _Passed(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        passing = asyncio.ensure_future(self._pass(scope, receive, send))
+        task = asyncio.ensure_future(self._pass(scope, receive, send))
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            passing.cancel()
+            task.cancel()
 
         watcher = asyncio.create_task(watch())
         try:
-            await asyncio.wait({passing})
+            await asyncio.wait({task})
         finally:
-            passing.cancel()
+            task.cancel()
             watcher.cancel()
             self._settle()
-        if not passing.cancelled():
-            passing.result()
+        if not task.cancelled():
+            task.result()
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -362,14 +369,14 @@ class _Passed(Response):
             response = error.response()
             response.raw_headers += self._limits()
             return await response(scope, receive, send)
-        head = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned(reply.headers)]
+        head = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned_headers(reply.headers)]
         head = [*forbid_buffering(head), *self._limits()]
         try:
             await send({"type": "http.response.start", "status": reply.status, "headers": head})
             while part := await reply.part():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-        except UpstreamError as error:  # its client is not to take what has come for all of it
-            if (connection := written_by(scope)) is None:
+        except UpstreamError as error:  # the client must not take the incomplete body for a whole one
+            if (connection := writer_of(scope)) is None:
                 raise
             log.info("a response that was passed through broke off: %s", error)
             connection.abort()

@@ -1,4 +1,4 @@
-"""What only a gateway has to tell: whose link speaks, and what became of requests whose server failed."""
+"""Metrics that only a gateway has: which servers have a link, and requests placed again after failures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from rubato.frontdoor.metrics import SLOMetrics
 
 
 class GatewayMetrics:
-    """A listener for `Cluster.listen`, whose metrics are shown among those of `metrics`. trips: by request, those whose
-    response has not ended. servers: those that are not lost."""
+    """A listener for `Cluster.listen` that adds to `metrics`.
+
+    Args:
+        trips: by request id, of responses that have not ended.
+        servers: those that are not lost.
+    """
 
     hears_tokens = False
 
@@ -23,34 +27,36 @@ class GatewayMetrics:
         self, metrics: SLOMetrics, trips: Mapping[str, Trip], servers: Callable[[], Sequence[ServerReplica]]
     ) -> None:
         self._trips, self._servers = trips, servers
-        self._given_back: set[str] = set()  # by a server that failed, and not placed again yet
-        self._again = metrics.counter("requests_placed_again", "Requests placed again, since their server failed")
+        self._requeued: set[str] = set()  # by a failed server, and not placed again yet
+        self._placed_again = metrics.counter(
+            "requests_placed_again", "Requests placed again, since their server failed"
+        )
         self._continued = metrics.counter("streams_continued", "Streams that broke and continued at another server")
         metrics.registry.register(self)
 
     def __call__(self, event: Event) -> None:
         match event:
             case Lost(id=id):
-                self._given_back.add(id)
+                self._requeued.add(id)
             case HandedOff(id=id, request=request):
                 if request.handoff is not None and request.handoff.reason == "failed":
-                    self._given_back.add(id)
+                    self._requeued.add(id)
             case Placed(id=id):
-                if id in self._given_back:
-                    self._given_back.discard(id)
-                    self._again.inc()
+                if id in self._requeued:
+                    self._requeued.discard(id)
+                    self._placed_again.inc()
                     trip = self._trips.get(id)
                     if trip is not None and trip.has_begun:
                         self._continued.inc()
             case Finished(id=id):
-                self._given_back.discard(id)
+                self._requeued.discard(id)
 
     def collect(self) -> Iterator[Metric]:
         """prometheus_client's collector protocol."""
         linked = GaugeMetricFamily(
             "rubato_server_linked",
             "1: the link reports the server's load; 0: it is counted",
-            labels=["replica"],  # its address is in the log: this page is open to clients
+            labels=["replica"],  # its address is only in the log: clients can read this page
         )
         for host in self._servers():
             linked.add_metric([host.id], float(host.is_linked))

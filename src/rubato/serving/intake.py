@@ -1,4 +1,4 @@
-"""From a parsed body to the requests offered to the cluster, and to the response that waits for them."""
+"""Makes requests for the cluster, and the response that waits for them, from a parsed body."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ def requests(
     limits: Sequence[int],
     session: str = "",
 ) -> tuple[Request, ...]:
-    """What a body whose prompts are `prompts` asks for: a request a choice, each with the SLO that is granted.
+    """Make the requests of a body, one for each choice, with the granted SLO.
 
-    limits: of each prompt's output, in tokens (`output_limits`). session: as `Request.session`.
+    Args:
+        prompts: token ids of each prompt.
+        arrival: seconds of the cluster's clock.
+        limits: output tokens for each prompt (`output_limits`).
+        session: as `Request.session`.
     """
     id = _new_id(body.kind)
     offers = [
@@ -42,7 +46,7 @@ def requests(
         )
         for prompt, limit in zip(prompts, limits, strict=True)
     ]
-    return choices.spread(offers, body.choices)
+    return choices.spread_choices(offers, body.choices)
 
 
 def _new_id(kind: schemas.Kind) -> str:
@@ -54,15 +58,17 @@ def answer(
     requests: tuple[Request, ...],
     *,
     offers: Offers,
-    spell: Callable[[int], bytes],
+    token_bytes: Callable[[int], bytes],
     created: int,
 ) -> CompletionResponse:
-    """What answers a body that asks for `requests`; it offers them when it is sent.
+    """The response to a body; it offers `requests` when it is sent.
 
-    spell: a token id's bytes. created: Unix seconds.
+    Args:
+        token_bytes: bytes of a token id.
+        created: Unix seconds.
     """
     id = choices.response_id(requests)
-    form = sse.Format(id, body.kind, requests, body.model, created, spell)
+    form = sse.Format(id, body.kind, requests, body.model, created, token_bytes)
     chunks = None
     if body.stream:
         options = body.stream_options or schemas.StreamOptions()
@@ -73,13 +79,13 @@ def answer(
 
 
 def output_limits(body: schemas.AnyCompletion, prompts: Sequence[Sequence[int]], most: int) -> list[int]:
-    """The output tokens that a request for each prompt gets. most: prompt + output of a request. Raises ApiError 400
-    that names the prompt which leaves no room."""
-    return [_room(most, len(prompt), body, body.where(at)) for at, prompt in enumerate(prompts)]
+    """Output tokens for each prompt. most: prompt and output tokens of a request. Raises ApiError 400 that names the
+    prompt which leaves no room."""
+    return [_output_limit(most, len(prompt), body, body.where(at)) for at, prompt in enumerate(prompts)]
 
 
-def _room(most: int, prompt: int, body: schemas.AnyCompletion, where: str) -> int:
-    """The output tokens a request gets. Raises ApiError 400 when prompt and output are beyond the model's context."""
+def _output_limit(most: int, prompt: int, body: schemas.AnyCompletion, where: str) -> int:
+    """Output tokens of one request. Raises ApiError 400 where prompt and output exceed the model's context."""
     name, wanted = body.limit
     if prompt == 0:
         raise invalid(where, "there is no token in it.")

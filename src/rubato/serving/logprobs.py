@@ -8,15 +8,15 @@ from typing import Any
 
 from rubato.core.plan import Logprob
 
-Spell = Callable[[int], bytes]
+TokenBytes = Callable[[int], bytes]
 
 
-def chat(spell: Spell, found: Iterable[Logprob]) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat. A token that is part of a character has a replacement character as `token`;
-    its `bytes` are exact."""
+def chat(token_bytes: TokenBytes, found: Iterable[Logprob]) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat. A token that is part of a character has a replacement character as `token` and
+    exact `bytes`."""
 
     def said(token: int, logprob: float) -> dict[str, Any]:
-        raw = spell(token)
+        raw = token_bytes(token)
         return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
     content = [
@@ -32,20 +32,20 @@ class Offsets:
     it, "bytes:\\xe2\\x82": two of them must not become one key of `top_logprobs`.
     """
 
-    __slots__ = ("_at", "_decoder", "_spell")
+    __slots__ = ("_at", "_decoder", "_token_bytes")
 
-    def __init__(self, spell: Spell) -> None:
-        self._spell = spell
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
         self._at = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, found: Iterable[Logprob]) -> dict[str, Any]:
         tokens, values, tops, offsets = [], [], [], []
         for one in found:
-            raw = self._spell(one.token)
+            raw = self._token_bytes(one.token)
             token = _name(raw)
             # of two with one spelling the likelier stays; the chosen one always, even beyond the n likeliest
-            top = {_name(self._spell(id)): value for id, value in reversed(one.top)}
+            top = {_name(self._token_bytes(id)): value for id, value in reversed(one.top)}
             top[token] = one.logprob
             tokens.append(token)
             values.append(one.logprob)

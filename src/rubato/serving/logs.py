@@ -1,8 +1,8 @@
-"""The log: one line a finished request and a line for what happens to the server, as text or as JSON.
+"""The log: a line for each finished request and for the server's own events, as text or as JSON.
 
-No prompt, no output, no key is in it; only at level debug a gateway logs what servers say in errors. Lines go to stderr
+It contains no prompts, outputs or keys; only at level debug a gateway logs the errors of servers. Lines go to stderr
 through a queue and a thread, so that a reader that stops reading holds up no request. A line that finds the queue full
-is dropped and counted, and the next line that is written says how many were.
+is dropped, and the next line written reports how many were.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any, Literal
 import orjson
 
 from rubato.frontdoor.request_record import RequestRecord
-from rubato.frontdoor.verdict import served, verdict
+from rubato.frontdoor.verdict import served_as, verdict
 
 STDERR = 2
-MOST_WAITING = 10_000  # lines, of some 300 bytes: seconds of a busy server's log
+MAX_QUEUED_LINES = 10_000  # of some 300 bytes each: seconds of a busy server's log
 
 requests = logging.getLogger("rubato.requests")
 
 
 def set_up(format: Literal["text", "json"], level: str) -> LogWriter:
-    """Lines of this form on stderr, from now on. level: "debug", "info", "warning" or "error"."""
+    """Send all log records to stderr in this format. level: "debug", "info", "warning" or "error"."""
     handler = LogWriter(STDERR)
-    handler.setFormatter(Lines() if format == "json" else Text())
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     return handler
 
 
-class Lines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """One JSON object a line: time (ISO 8601, UTC), level, logger, message, and what the record carries as `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -49,8 +49,8 @@ class Lines(logging.Formatter):
         return orjson.dumps(row, default=str).decode()
 
 
-class Text(logging.Formatter):
-    """The same for people: `fields` as name=value behind the message."""
+class TextFormatter(logging.Formatter):
+    """A line for people: `fields` follow the message as name=value."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -63,8 +63,8 @@ class Text(logging.Formatter):
         return f"{super().format(record)} {told}"
 
 
-def finished(record: RequestRecord) -> None:
-    """The line of a request that has ended."""
+def log_finished(record: RequestRecord) -> None:
+    """Log the line of a request that has ended."""
     end, request = record.end, record.request
     assert end is not None, "the line is written at the end"
     if not requests.isEnabledFor(logging.INFO):
@@ -73,7 +73,7 @@ def finished(record: RequestRecord) -> None:
         "id": request.id,
         "tenant": request.tenant,
         "tier": request.tier,
-        "served": served(request, end),
+        "served": served_as(request, end),
         "outcome": end.outcome,
         "reason": end.reason,
         **verdict(end),
@@ -92,16 +92,16 @@ class LogWriter(logging.Handler):
     The thread uses no buffered stream: the interpreter flushes those at its end, and would wait for a stuck write.
     """
 
-    def __init__(self, descriptor: int, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, descriptor: int, most_waiting: int = MAX_QUEUED_LINES) -> None:
         super().__init__()
         self.dropped = 0
         self._descriptor = descriptor
         self._waiting: queue.Queue[logging.LogRecord] = queue.Queue(most_waiting)
-        self._told = 0  # of `dropped`, in a line
+        self._reported_dropped = 0  # part of `dropped` that was logged
         threading.Thread(target=self._write_all, name="log writer", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:  # as it is now: its arguments may change
+        try:  # format now: the arguments may change
             message = record.getMessage()
         except Exception as error:  # as in logging itself, the caller does not pay for a line that cannot be made
             message = f"{record.msg!r} with {record.args!r:.200} ({type(error).__name__}: {error})"
@@ -112,7 +112,7 @@ class LogWriter(logging.Handler):
             self.dropped += 1
 
     def drain(self, seconds: float) -> bool:
-        """Wait until all is written, for at most so long. Returns whether it is."""
+        """Wait up to `seconds` until all lines are written. Returns whether they are."""
         queued = self._waiting
         with queued.all_tasks_done:
             return queued.all_tasks_done.wait_for(lambda: not queued.unfinished_tasks, seconds)
@@ -129,11 +129,11 @@ class LogWriter(logging.Handler):
 
     def _write(self, record: logging.LogRecord) -> None:
         dropped = self.dropped
-        if dropped > self._told:
-            lost = f"{dropped - self._told} log lines were dropped: their reader did not keep up"
+        if dropped > self._reported_dropped:
+            lost = f"{dropped - self._reported_dropped} log lines were dropped: their reader did not keep up"
             own = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": lost}
             self._put(logging.makeLogRecord({**own, "created": record.created, "msecs": record.msecs}))
-            self._told = dropped
+            self._reported_dropped = dropped
         self._put(record)
 
     def _put(self, record: logging.LogRecord) -> None:

@@ -10,14 +10,17 @@ from rubato.fleet.served_models import ServedModels
 from rubato.frontdoor.admission import AdmittedRequest, FrontDoor
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.errors import ApiError
-from rubato.serving.app_state import AppState, models_page
+from rubato.serving.app_state import AppState, models_response
 
-MAX_NAMES = 20  # in the words of an error
+MAX_NAMES_IN_ERROR = 20  # listed in an error
 
 
 def asked_model(body: BodyFields, models: ServedModels, door: FrontDoor, admitted: AdmittedRequest) -> str:
-    """The model that a body names, "" where it names none, which is its server's to judge. Raises ApiError 404 for one
-    that no server lists, and gives back what was admitted: as a server would, after all that the door refuses."""
+    """The model that a body names; "" where it names none, which the server will judge.
+
+    Raises ApiError 404 for a model that no server lists, and settles what was admitted. This check comes last, as it
+    would at a server.
+    """
     name = body.value("model")
     if not isinstance(name, str):
         return ""
@@ -35,8 +38,8 @@ _decoder = msgspec.json.Decoder(_Named)
 
 
 def named_model(raw: bytes) -> str:
-    """The model that a body of any kind names; "" where it names none. What else there is in it is not kept: it is
-    not admitted, and could take far more memory than its bytes."""
+    """The model that a body of any kind names; "" where it names none. No other field is kept: the body is not
+    checked, and could take far more memory than its bytes."""
     try:
         return _decoder.decode(raw).model
     except (msgspec.MsgspecError, RecursionError):
@@ -46,23 +49,25 @@ def named_model(raw: bytes) -> str:
 def unknown_model(name: str, models: ServedModels) -> ApiError:
     """The error of a model that no server lists."""
     known = list(models.entries())
-    more = f" and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
-    message = f"The model {name[:256]!r} does not exist; this fleet serves {', '.join(known[:MAX_NAMES])}{more}."
+    more = f" and {len(known) - MAX_NAMES_IN_ERROR} more" if len(known) > MAX_NAMES_IN_ERROR else ""
+    message = (
+        f"The model {name[:256]!r} does not exist; this fleet serves {', '.join(known[:MAX_NAMES_IN_ERROR])}{more}."
+    )
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 class ModelPages:
-    """`/v1/models`: what all servers list, the same whichever of them would be asked."""
+    """`/v1/models`: the models of all servers together."""
 
     def __init__(self, models: ServedModels, state: AppState) -> None:
         self._models, self._state = models, state
 
     async def all(self, http: HttpRequest) -> Response:
         self._state.enter(http)
-        return models_page({"object": "list", "data": list(self._models.entries().values())})
+        return models_response({"object": "list", "data": list(self._models.entries().values())})
 
     async def one(self, http: HttpRequest, name: str) -> Response:
         self._state.enter(http)
         if (entry := self._models.entries().get(name)) is None:
             raise unknown_model(name, self._models)
-        return models_page(entry)
+        return models_response(entry)

@@ -1,6 +1,6 @@
-"""What `/openapi.json` says beyond what FastAPI finds by itself: bodies, SLO headers, errors, keys.
+"""Adds bodies, SLO headers, errors and keys to `/openapi.json`.
 
-Bodies are read by hand, for OpenAI's error shapes and speed; here they get into the document all the same.
+FastAPI does not see the bodies, since we parse them ourselves, for OpenAI's error shapes and for speed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS
-from rubato.frontdoor.headers import SESSION
-from rubato.frontdoor.slo_fields import HEADERS
+from rubato.frontdoor.headers import SESSION_HEADER
+from rubato.frontdoor.slo_fields import SLO_HEADERS
 from rubato.serving import schemas
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -27,7 +27,7 @@ _MEANINGS = {
 }
 SCHEME = "key"
 _SESSION = {
-    "name": SESSION,
+    "name": SESSION_HEADER,
     "in": "header",
     "required": False,
     "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"},
@@ -47,7 +47,7 @@ class Error(BaseModel):
 
 
 def completion(schema: type[schemas.Completion]) -> dict[str, Any]:
-    """How an endpoint that takes this body is documented: keywords for FastAPI's route."""
+    """Keywords for FastAPI's route that document an endpoint with this body."""
     of = schema.model_json_schema(ref_template=_REFERENCE)
     of.pop("$defs")
     body = {"required": True, "content": {"application/json": {"schema": of}}}
@@ -63,12 +63,12 @@ def completion(schema: type[schemas.Completion]) -> dict[str, Any]:
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may answer with these."""
+    """The `responses` of a route that may answer with these statuses."""
     return {status: {"description": _MEANINGS[status], "model": Error} for status in statuses}
 
 
 def complete(app: FastAPI, *, keys: bool) -> None:
-    """Add what routes refer to, once all of them are there. keys: tenants are configured, so that a key is needed."""
+    """Add the schemas that routes refer to; call it once all routes exist. keys: whether a key is needed."""
     document = app.openapi()
     parts = document.setdefault("components", {})
     named = parts.setdefault("schemas", {})
@@ -91,6 +91,6 @@ def _slo_headers() -> list[dict[str, Any]]:
     schema = {"type": "number", "minimum": MIN_SLO_MS, "maximum": MAX_SLO_MS}
     return [
         {"name": name, "in": "header", "required": False, "schema": schema, "description": f"{dimension}, milliseconds"}
-        for dimension, names in HEADERS.items()
+        for dimension, names in SLO_HEADERS.items()
         for name in names
     ]

@@ -1,4 +1,4 @@
-"""One response: events of its requests from the cluster in, HTTP to the client out."""
+"""Turns the events of a response's requests into HTTP for the client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from rubato.core.events import Event, Finished, Started, Tokens
 from rubato.core.plan import Logprob
 from rubato.core.request import Request
-from rubato.frontdoor.choices import firsts
+from rubato.frontdoor.choices import first_choices
 from rubato.frontdoor.errors import ApiError, from_finished
 from rubato.frontdoor.offers import Offers
 from rubato.frontdoor.verdict import served_tier
@@ -19,15 +19,15 @@ from rubato.serving import sse
 
 
 class ChoiceEvents:
-    """What one choice's events have brought that was not taken yet."""
+    """The events of one choice that the handler has not taken yet."""
 
-    __slots__ = ("_logprobs", "_texts", "cached", "end", "output", "told")
+    __slots__ = ("_logprobs", "_texts", "cached", "end", "is_end_written", "output")
 
     def __init__(self) -> None:
         self.output = 0
-        self.cached: int | None = None  # prompt tokens that were in KV when it began
+        self.cached: int | None = None  # prompt tokens found in KV at the start
         self.end: Finished | None = None
-        self.told = False  # its end has been written
+        self.is_end_written = False  # to the client
         self._texts: list[str] = []
         self._logprobs: list[Logprob] = []
 
@@ -37,7 +37,7 @@ class ChoiceEvents:
         self.output += event.tokens
 
     def take(self) -> sse.TextPiece | None:
-        """All since the last call, as one piece; None when no token came."""
+        """The text since the last call, as one piece; None if there is none."""
         if not self._texts:
             return None
         said = sse.TextPiece("".join(self._texts), tuple(self._logprobs))
@@ -47,21 +47,21 @@ class ChoiceEvents:
 
 
 class ResponseEvents:
-    """Collects what the events of an answer's choices bring until the handler takes it. Called on the event loop with
-    each event.
+    """Collects the events of a response's choices until the handler takes them; called on the event loop.
 
-    every_token: wake the handler at each token and at each choice's end, not only at the end of all.
+    Args:
+        every_token: wake the handler at each token and at each choice's end, not only at the end of all.
     """
 
-    __slots__ = ("_every_token", "_firsts", "_left", "_news", "_parts", "failed", "gone", "parts")
+    __slots__ = ("_every_token", "_firsts", "_news", "_open_choices", "_parts", "failed", "has_client_left", "parts")
 
     def __init__(self, requests: Sequence[Request], every_token: bool) -> None:
         self.parts = [ChoiceEvents() for _ in requests]
-        self.failed: Finished | None = None  # the first end that is no completion: there is no answer any more
-        self.gone = False  # the client has left: nothing is sent
+        self.failed: Finished | None = None  # the first end other than completion, which ends the response
+        self.has_client_left = False
         self._parts = {request.id: part for request, part in zip(requests, self.parts, strict=True)}
-        self._firsts = firsts(requests)
-        self._left = len(requests)
+        self._firsts = first_choices(requests)
+        self._open_choices = len(requests)
         self._news = asyncio.Event()
         self._every_token = every_token
 
@@ -76,16 +76,16 @@ class ResponseEvents:
                 part.cached = 0 if event.resumed else event.cached
         elif type(event) is Finished:
             part.end = event
-            self._left -= 1
+            self._open_choices -= 1
             if event.outcome != "completed" and self.failed is None:
                 self.failed = event
-            if self._every_token or self.over:
+            if self._every_token or self.is_over:
                 self._news.set()
 
     @property
-    def over(self) -> bool:
-        """All choices have ended, or one has failed."""
-        return self._left == 0 or self.failed is not None
+    def is_over(self) -> bool:
+        """Whether all choices have ended, or one has failed."""
+        return self._open_choices == 0 or self.failed is not None
 
     @property
     def ends(self) -> list[Finished]:
@@ -93,22 +93,22 @@ class ResponseEvents:
 
     @property
     def cached(self) -> int:
-        """Prompt tokens that the prefix cache held, summed over prompts, each counted when its first choice begins: the
-        other choices find their prompt's KV anyway."""
+        """Prompt tokens found in the prefix cache, summed over prompts. Only first choices count: the others of a
+        prompt always find its KV."""
         return sum(self.parts[at].cached or 0 for at in self._firsts)
 
-    async def ready(self) -> None:
-        """Return when there is something new since the last call, or it is over."""
-        if not self.over:
+    async def wait_for_news(self) -> None:
+        """Wait for an event since the last call, or for the end."""
+        if not self.is_over:
             await self._news.wait()
         self._news.clear()
 
 
 class CompletionResponse(Response):
-    """Offers its requests, one a choice, when sent, and answers with what becomes of them.
+    """Offers its requests, one for each choice, when sent, and answers with their outcome.
 
-    The status line waits for the first token or the end, so that a refusal is a real 429 also when streaming: if one
-    choice is refused, all are. A client that goes away takes its requests with it at once.
+    The status line waits for the first token or the end, so that a refusal is a 429 also when streaming; if one choice
+    is refused, all are. The requests are cancelled at once when the client leaves.
     """
 
     def __init__(self, offers: Offers, form: sse.Format, chunks: sse.Chunks | None) -> None:
@@ -120,15 +120,15 @@ class CompletionResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         live = ResponseEvents(self._form.requests, every_token=self._chunks is not None)
 
-        def gone() -> None:
-            live.gone = True
+        def leave() -> None:
+            live.has_client_left = True
             self._offers.cancel()
 
-        watcher = asyncio.create_task(_watch(receive, gone))
+        watcher = asyncio.create_task(_watch(receive, leave))
         try:
             await self._offers.send(live)
-            await live.ready()
-            if live.gone:
+            await live.wait_for_news()
+            if live.has_client_left:
                 return
             if live.failed is not None:
                 self._offers.cancel()
@@ -139,7 +139,7 @@ class CompletionResponse(Response):
                 await self._stream(live, self._chunks, send)
         finally:
             watcher.cancel()
-            gone()
+            leave()
 
     async def _whole(self, live: ResponseEvents, scope: Scope, receive: Receive, send: Send) -> None:
         said = [part.take() or sse.TextPiece("") for part in live.parts]
@@ -150,33 +150,33 @@ class CompletionResponse(Response):
     async def _stream(self, live: ResponseEvents, chunks: sse.Chunks, send: Send) -> None:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
-            *sse.UNBUFFERED,
+            *sse.NO_BUFFERING_HEADERS,
             (b"x-request-id", self._form.id.encode()),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         piece = chunks.begin()
         while True:
             piece += self._new(live, chunks)
-            if live.over:
+            if live.is_over:
                 break
             if piece:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             piece = b""
-            await live.ready()
-        if live.failed is not None:  # no [DONE]: what came is not an answer
+            await live.wait_for_news()
+        if live.failed is not None:  # no [DONE]: the answer is incomplete
             self._offers.cancel()
             piece += b"data: " + self._error(live.failed).body() + b"\n\n"
         await send({"type": "http.response.body", "body": piece, "more_body": False})
 
     def _new(self, live: ResponseEvents, chunks: sse.Chunks) -> bytes:
-        """The chunks of what came since the last call."""
+        """The chunks of all events since the last call."""
         piece = b""
         for index, part in enumerate(live.parts):
             if (said := part.take()) is not None:
                 piece += chunks.tokens(index, said, part.output)
-            if part.end is not None and part.end.outcome == "completed" and not part.told:
-                part.told = True
-                last = all(other.told for other in live.parts)
+            if part.end is not None and part.end.outcome == "completed" and not part.is_end_written:
+                part.is_end_written = True
+                last = all(other.is_end_written for other in live.parts)
                 piece += chunks.end(index, live.ends, live.cached) if last else chunks.end_choice(index, part.end)
         return piece
 
@@ -184,8 +184,8 @@ class CompletionResponse(Response):
         return from_finished(end, self._offers.retry_after())
 
 
-async def _watch(receive: Receive, gone: Callable[[], None]) -> None:
-    """Call `gone` in the same turn of the loop in which the client's departure becomes known."""
+async def _watch(receive: Receive, on_departure: Callable[[], None]) -> None:
+    """Call `on_departure` in the same turn of the loop in which the client's departure becomes known."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    gone()
+    on_departure()

@@ -1,7 +1,7 @@
-"""What a client may send: OpenAI's chat and text completion bodies, vLLM's further sampling fields, and our `slo`.
+"""Schemas of bodies: OpenAI's chat and text completions, vLLM's further sampling fields, and our `slo`.
 
-A parameter that would change the output and that we do not implement is refused, never ignored; one that changes
-nothing (`store`, `metadata`, ...) is accepted.
+A parameter that would change the output and is not implemented is refused, never ignored; one that changes nothing
+(`store`, `metadata`, ...) is accepted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import (
 
 from rubato.core.request import Sampling
 from rubato.frontdoor.errors import ApiError, invalid, no_room
-from rubato.frontdoor.slo_body import MAX_NAME_CHARACTERS, MAX_UNKNOWN_FIELDS, Body, SLOBody, bad_request, param
+from rubato.frontdoor.slo_body import MAX_NAME_CHARACTERS, MAX_UNKNOWN_FIELDS, Body, SLOBody, bad_request, param_path
 
 # Parameters of OpenAI and vLLM that change the answer and are not implemented -> the values that mean "not used".
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -86,7 +86,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "xtc_probability": (0,),
 }
-# Fields of other servers and their clients that change no answer here, or only what a sampler of UNSUPPORTED does.
+# Fields of other servers that change no answer here, or only that of a sampler in UNSUPPORTED.
 IGNORED = frozenset(
     {
         "cache_prompt", "custom_token_bans", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
@@ -97,28 +97,28 @@ IGNORED = frozenset(
         "transforms", "xtc_threshold",
     }
 )  # fmt: skip
-MOST_STOPS = 4
-MOST_STOP_IDS = 64
-MOST_LOGPROBS = 20
+MAX_STOPS = 4
+MAX_STOP_IDS = 64
+MAX_LOGPROBS = 20
 INT64 = 2**63
-MOST_MESSAGES = 2048  # OpenAI's bound, too
-SHOWN = 65_536  # bytes of a body up to which an error says what was given
-LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # beyond these a logit over it leaves float32
+MAX_MESSAGES = 2048  # OpenAI's bound, too
+MAX_SHOWN_BODY_BYTES = 65_536  # for larger bodies an error does not repeat the value
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond these a logit overflows float32
 
 
 Kind = Literal["chat", "text"]  # of a completion
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
-Words = Annotated[str, Field(min_length=1)]
-Ids = Annotated[list[TokenId], Field(min_length=1)]
-Prompts = Annotated[list[Words], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
-# One prompt or several, as `TextCompletion.prompts` reads it: a union's own errors would name each of its kinds.
-PROMPT: dict[str, Any] = {
-    **TypeAdapter(Words | Ids | Prompts).json_schema(),
+NonEmptyText = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Prompts = Annotated[list[NonEmptyText], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+# One prompt or several. `TextCompletion.prompts` reads it: errors of a union would name each of its types.
+PROMPT_SCHEMA: dict[str, Any] = {
+    **TypeAdapter(NonEmptyText | TokenIds | Prompts).json_schema(),
     "title": "Prompt",
     "description": "A string or a list of token ids, or a list of one of them: then each has `n` choices, all of the "
     "first prompt's first, and how many choices a server gives bounds all of them together.",
 }
-KINDS: Mapping[type, str] = {int: "a token id", str: "a string", list: "a list of token ids"}
+TYPE_NAMES: Mapping[type, str] = {int: "a token id", str: "a string", list: "a list of token ids"}
 
 
 class StreamOptions(Body):
@@ -145,7 +145,7 @@ class Message(Body):
     def _text(cls, value: Any, about: ValidationInfo) -> str:
         if isinstance(value, str):
             return value
-        if value is None and about.data.get("role") == "assistant":  # OpenAI: it said nothing
+        if value is None and about.data.get("role") == "assistant":  # OpenAI: an empty message
             return ""
         if not isinstance(value, list) or not value:
             raise ValueError("give a string, or a list of parts of type text")
@@ -156,7 +156,7 @@ class Message(Body):
 
 
 class Completion(Body):
-    """What both endpoints share. Defaults are OpenAI's; whole numbers are read as leniently as vLLM reads them."""
+    """Fields of both endpoints. Defaults are OpenAI's; integers are read as leniently as vLLM reads them."""
 
     kind: ClassVar[Kind]
     model: str
@@ -167,11 +167,11 @@ class Completion(Body):
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, ge=LEAST_REPETITION, le=MOST_REPETITION)
+    repetition_penalty: float | None = Field(default=None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     n: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
     stop: Any = None
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MOST_STOP_IDS, fail_fast=True)
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_IDS, fail_fast=True)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -197,13 +197,13 @@ class Completion(Body):
         stops = [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
             raise ValueError("give a string that is not empty, or a list of them")
-        if len(stops) > MOST_STOPS:
-            raise ValueError(f"{len(stops)} stop strings given: at most {MOST_STOPS} are allowed")
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"{len(stops)} stop strings given: at most {MAX_STOPS} are allowed")
         return tuple(stops)
 
     @property
     def choices(self) -> int:
-        """Of each prompt."""
+        """How many choices each prompt has."""
         return self.n or 1
 
     @property
@@ -233,10 +233,10 @@ class ChatCompletion(Completion):
     kind: ClassVar = "chat"
     count: ClassVar = 1  # prompts
 
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @field_validator("top_logprobs")
     @classmethod
@@ -266,9 +266,9 @@ class ChatCompletion(Completion):
 class TextCompletion(Completion):
     kind: ClassVar = "text"
 
-    prompt: Annotated[Any, WithJsonSchema(PROMPT)]
+    prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
     max_tokens: int | None = Field(default=16, ge=1)  # OpenAI's default
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = None
 
     @field_validator("best_of")
@@ -284,26 +284,26 @@ class TextCompletion(Completion):
 
     @property
     def several(self) -> bool:
-        """`prompt` is a list of prompts, be it of one."""
+        """Whether `prompt` is a list of prompts."""
         return isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], str | list)
 
     @property
     def count(self) -> int:
-        """How many prompts there are; none of them is looked at."""
+        """How many prompts there are; they are not checked."""
         return len(self.prompt) if self.several else 1
 
-    def prompts(self, most_tokens: int) -> tuple[str | tuple[int, ...], ...]:
-        """Each of them: text, or token ids. No validator of the field: it may hold more than is ever read, so that its
-        reader checks `count` first.
+    def prompts(self, max_model_len: int) -> tuple[str | tuple[int, ...], ...]:
+        """The prompts: text, or token ids. Callers check `count` first, since the field may hold more than is ever
+        read; this is why it has no validator.
 
-        most_tokens: of the model's context. Raises ApiError 400 that names the prompt at fault.
+        max_model_len: tokens of the model's context. Raises ApiError 400 that names the prompt at fault.
         """
         if self.prompt == []:
             raise invalid("prompt", "the list is empty: give at least one prompt, or one token id.")
         given = self.prompt if self.several else [self.prompt]
         for at, one in enumerate(given):  # ids are counted before they are looked at one by one
-            if isinstance(one, list) and len(one) >= most_tokens:
-                raise no_room(most_tokens, str(len(one)), self.where(at))
+            if isinstance(one, list) and len(one) >= max_model_len:
+                raise no_room(max_model_len, str(len(one)), self.where(at))
         if not self.several:
             return (_prompt(self.prompt, ("prompt",)),)
         _check_alike(given, ("prompt",))
@@ -311,30 +311,30 @@ class TextCompletion(Completion):
 
     def where(self, prompt: int) -> str:
         """The field that a prompt comes from."""
-        return "prompt" if self.count == 1 else param(("prompt", prompt))
+        return "prompt" if self.count == 1 else param_path(("prompt", prompt))
 
 
 def _prompt(value: Any, at: tuple[int | str, ...]) -> str | tuple[int, ...]:
-    """One prompt, which stands at `at`."""
+    """Check one prompt. at: its path in the body. Raises ApiError 400."""
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
-        raise invalid(param(at), "give a string that is not empty, or a list of one token id or more.")
+        raise invalid(param_path(at), "give a string that is not empty, or a list of one token id or more.")
     _check_alike(value, at)
     if type(value[0]) is not int:
-        raise invalid(param(at), "give a string, or a list of token ids.")
+        raise invalid(param_path(at), "give a string, or a list of token ids.")
     if min(value) < 0:
-        raise invalid(param(at), f"token id {min(value)} is negative: give the ids of the model's own vocabulary.")
+        raise invalid(param_path(at), f"token id {min(value)} is negative: give the ids of the model's own vocabulary.")
     if max(value) >= INT64:
-        raise invalid(param(at), "a token id is 2**63 or more: give the ids of the model's own vocabulary.")
+        raise invalid(param_path(at), "a token id is 2**63 or more: give the ids of the model's own vocabulary.")
     return tuple(value)
 
 
 def _check_alike(values: list[Any], at: tuple[int | str, ...]) -> None:
     kind = type(values[0])
     for index, value in enumerate(values):
-        if type(value) is not kind and kind in KINDS:
-            raise invalid(param((*at, index)), f"this must be {KINDS[kind]}, as the first one is.")
+        if type(value) is not kind and kind in TYPE_NAMES:
+            raise invalid(param_path((*at, index)), f"this must be {TYPE_NAMES[kind]}, as the first one is.")
 
 
 AnyCompletion = ChatCompletion | TextCompletion
@@ -342,11 +342,11 @@ B = TypeVar("B", bound=Completion)
 
 
 def parse(schema: type[B], raw: bytes) -> B:
-    """The body as `schema`. Raises ApiError 400 that names the first field at fault."""
+    """Parse a body. Raises ApiError 400 that names the first field at fault."""
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
-        raise bad_request(error, shown=len(raw) <= SHOWN) from None
+        raise bad_request(error, shown=len(raw) <= MAX_SHOWN_BODY_BYTES) from None
     _refuse_unsupported(body)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: only allowed together with stream=true.", param="stream_options")
@@ -372,5 +372,5 @@ def _refuse_unsupported(body: Completion) -> None:
 
 
 def _means_unused(value: Any, unused: tuple[Any, ...]) -> bool:
-    """`is`-like for bools: JSON false must not pass for the number 0 and the other way round."""
+    """Whether a value means "not used". JSON false is not the number 0, nor the other way round."""
     return value is None or any(value == u and isinstance(value, bool) == isinstance(u, bool) for u in unused)

@@ -1,8 +1,9 @@
-"""`rubato serve`: engine, cluster and HTTP server from one configuration, and how they come to an end.
+"""`rubato serve`: starts engine, cluster and HTTP server from one configuration, and shuts them down.
 
-SIGTERM or SIGINT: new requests are refused, running ones go on for up to `drain_seconds`, exit 0; a second signal cuts
-that short. An engine beyond recovery: every request ends with an error, exit 1. An impossible configuration: exit 2.
-Whatever hangs, the process ends within 10 s of the drain's end (`shutdown`), then with status 1.
+After SIGTERM or SIGINT new requests are refused and running ones go on for up to `drain_seconds`; then the exit status
+is 0. A second signal ends the drain. If an engine cannot recover, every request ends with an error and the status is 1.
+An impossible configuration exits with 2. If something hangs, the process exits with 1 within 10 s of the drain's end
+(`shutdown`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fastapi import FastAPI
 
 from rubato.config.build import (
     autoscaler_of,
-    believed_of,
+    believed_latency_of,
     check_names,
     choice_of,
     engine_of,
@@ -50,34 +51,34 @@ from rubato.fleet.event_bus import Listener
 from rubato.frontdoor.tenants import Tenants, tenants_of, tiers_of
 from rubato.serving import logs
 from rubato.serving.app import Service, create_app
-from rubato.serving.connections import Connections, ListeningSocket, most_connections, report_accept_errors_seldom
+from rubato.serving.connections import Connections, ListeningSocket, connection_limit, limit_accept_error_logs
 from rubato.serving.server_fleets import AppMaker, gateway_of, servers_on_ray, started_ray
-from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
-from rubato.serving.stalled_clients import SEND_BUFFER, stall_guard
+from rubato.serving.shutdown import CLOSE_TIMEOUT_S, LOG_DRAIN_S, Shutdown
+from rubato.serving.stalled_clients import SEND_BUFFER_BYTES, stall_guard
 
 if TYPE_CHECKING:
     from rubato.serving.tracing import RequestTracer
 
-FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
-LOOP_LOOK_S = 0.1  # from one look at how late the event loop runs its timers to the next
-THREAD_SECONDS = 2.0  # for threads to end when all requests have, and the interpreter after them
+FLUSH_TIMEOUT_S = 5.0  # for the last bytes to reach the clients
+LOOP_CHECK_S = 0.1  # between two checks of how late the event loop runs its timers
+THREAD_TIMEOUT_S = 2.0  # for threads and the interpreter to end after the last request
 
 log = logging.getLogger(__name__)
 
 
 def serve(config: Config, on_serving: Callable[[str], None] = lambda url: None) -> int:
-    """Serve until told to stop; `on_serving` is called with the URL once clients may connect. Returns the process's
-    exit status."""
+    """Serve until a signal. `on_serving` is called with the URL once clients may connect. Returns the process's exit
+    status."""
     return run_logged(config, functools.partial(_serve, on_serving=on_serving))
 
 
 def run_logged(config: Config, main: Callable[[Config, Clock, logs.LogWriter], Coroutine[Any, Any, int]]) -> int:
-    """Run `main` with the log that the configuration asks for, and let that out at the end. Returns what it returns."""
+    """Run `main` with the configured log, and write out the log at the end. Returns the result of `main`."""
     writer = logs.set_up(config.log.format, config.log.level)
     try:
         return asyncio.run(main(config, WallClock(), writer))
     finally:
-        writer.drain(LOG_SECONDS)
+        writer.drain(LOG_DRAIN_S)
 
 
 async def _serve(
@@ -88,19 +89,19 @@ async def _serve(
             listening = stack.enter_context(_bind(config))
             tls = tls_settings(config)
             tenants = Tenants(tenants_of(config), tiers_of(config))
-            cluster, app_of = await _built(config, clock)
+            cluster, app_of = await _cluster_and_app(config, clock)
             if config.fleet.name == "ray" or config.engine.name == "vllm":
                 import ray
 
                 stack.callback(ray.shutdown)  # ends the Ray that was started here, or leaves the one that was joined
-            ending = Shutdown(config.drain_seconds, writer)  # after Ray, which would hear the signals instead
-            at_last.callback(ending.end_within, THREAD_SECONDS)
+            shutdown = Shutdown(config.drain_seconds, writer)  # after Ray, which would hear the signals instead
+            at_last.callback(shutdown.end_within, THREAD_TIMEOUT_S)
             listeners = event_logs(config, stack)
             tracer = tracer_of(config, clock, stack)
             own = {"model": config.model, "engine": config.engine.name}
             what = {"servers": len(config.servers)} if config.servers else own
-            say("starting", policy=config.policy.name, **what)
-            if not await started(cluster, ending):
+            log_event("starting", policy=config.policy.name, **what)
+            if not await start_cluster(cluster, shutdown):
                 return 0
         except (ValueError, OSError) as error:  # a setting, a model file, a port: the message says what would do
             print(f"rubato: {error}", file=sys.stderr)
@@ -113,26 +114,26 @@ async def _serve(
                 tracer.trace_requests(app, cluster)
             gc.collect()
             gc.freeze()  # the model's objects stay: a full collection over them would hold up every stream
-            return await _until_told(config, tls, app, cluster, listening, ending, on_serving)
+            return await _serve_until_signal(config, tls, app, cluster, listening, shutdown, on_serving)
         finally:
             await cluster.close()
 
 
-async def started(cluster: Cluster, ending: Shutdown) -> bool:
-    """False when told to end before that. Raises as the start does."""
+async def start_cluster(cluster: Cluster, shutdown: Shutdown) -> bool:
+    """Start the cluster. Returns False if a signal came first. Raises as `Cluster.start`."""
     start = asyncio.ensure_future(cluster.start())
-    await first_of(ending.told.wait(), asyncio.shield(start))
+    await wait_first(shutdown.first_signal.wait(), asyncio.shield(start))
     if start.done():
         await start
         return True
     start.cancel()
     await asyncio.gather(start, return_exceptions=True)
-    say("exit", status=0, offered=0, finished=0)
+    log_event("exit", status=0, offered=0, finished=0)
     return False
 
 
 def event_logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:
-    """Writers of the event logs asked for, closed with the stack."""
+    """Writers of the configured event logs, closed with the stack."""
     listeners: list[Listener] = []
     if config.event_log is not None:
         listeners.append(stack.enter_context(EventLogWriter(config.event_log, content=config.event_log_content)))
@@ -143,7 +144,7 @@ def event_logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:
 
 
 def tracer_of(config: Config, clock: Clock, stack: contextlib.ExitStack) -> RequestTracer | None:
-    """What makes a span of each request, closed with the stack; None unless spans are asked for. Raises ConfigError."""
+    """The tracer of the requests, closed with the stack; None without a collector. Raises ConfigError."""
     if config.otlp_traces_endpoint is None:
         return None
     try:
@@ -157,7 +158,7 @@ def tracer_of(config: Config, clock: Clock, stack: contextlib.ExitStack) -> Requ
 
 
 def _warn_if_open_to_all(config: Config, host: str) -> None:
-    """host: the address bound."""
+    """Warn where no key is needed and `host`, the address bound, is not loopback."""
     if not config.tenants and not ipaddress.ip_address(host).is_loopback:
         log.warning(
             "no tenants are configured: any client that reaches %s may use the model and see every "
@@ -166,13 +167,13 @@ def _warn_if_open_to_all(config: Config, host: str) -> None:
         )
 
 
-def say(what: str, **fields: object) -> None:
-    """A line about the server itself."""
+def log_event(what: str, **fields: object) -> None:
+    """Log an event of the server itself."""
     log.info(what, extra={"fields": fields})
 
 
-async def _until_told(
-    config: Config, tls: dict[str, Any], app: FastAPI, cluster: Cluster, listening: ListeningSocket, ending: Shutdown,
+async def _serve_until_signal(
+    config: Config, tls: dict[str, Any], app: FastAPI, cluster: Cluster, listening: ListeningSocket, shutdown: Shutdown,
     on_serving: Callable[[str], None],
 ) -> int:  # fmt: skip
     settings = uvicorn.Config(
@@ -185,26 +186,28 @@ async def _until_told(
         log_config=None,
         log_level="warning",
         server_header=False,
-        timeout_graceful_shutdown=int(FLUSH_SECONDS),
+        timeout_graceful_shutdown=int(FLUSH_TIMEOUT_S),
         **tls,
     )
     server = _Server(settings)
     listening.listen(settings.backlog)  # a client that reads the line below may connect at once
     http = asyncio.create_task(server.serve(sockets=[listening]))
-    watch = asyncio.create_task(watch_timers(LOOP_LOOK_S, app.state.loop_delay.observe))
-    report_accept_errors_seldom(asyncio.get_running_loop())
+    watch = asyncio.create_task(watch_timers(LOOP_CHECK_S, app.state.loop_delay.observe))
+    limit_accept_error_logs(asyncio.get_running_loop())
     host, port = listening.getsockname()[:2]
     url = f"{'https' if tls else 'http'}://{host_in_url(host)}:{port}"
     print(f"rubato: serving at {url}\n", end="", flush=True)  # in one piece: Ray prints what its actors do
-    say("serving", url=url, tiers=sorted(config.tiers), tenants=sorted(config.tenants))
+    log_event("serving", url=url, tiers=sorted(config.tiers), tenants=sorted(config.tenants))
     _warn_if_open_to_all(config, host)
     on_serving(url)
-    await first_of(ending.told.wait(), cluster.dead.wait(), asyncio.shield(http))
+    await wait_first(shutdown.first_signal.wait(), cluster.dead.wait(), asyncio.shield(http))
     app.state.draining = True
     if not cluster.dead.is_set() and not http.done():
         log.info("draining %d requests, for at most %.0f s", cluster.in_flight, config.drain_seconds)
-        await first_of(cluster.drain(), ending.again.wait(), cluster.dead.wait(), limit=config.drain_seconds)
-    ending.end_within(CLOSE_SECONDS)
+        await wait_first(
+            cluster.drain(), shutdown.second_signal.wait(), cluster.dead.wait(), limit=config.drain_seconds
+        )
+    shutdown.end_within(CLOSE_TIMEOUT_S)
     failed = cluster.dead.is_set() or http.done()
     await cluster.close()  # whatever is left ends with an error, which its client still gets
     server.should_exit = True
@@ -212,12 +215,12 @@ async def _until_told(
     watch.cancel()
     if cluster.error is not None:
         log.error("exit: %s", cluster.error)
-    say("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)
+    log_event("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)
     return 1 if failed else 0
 
 
-async def first_of(*waits: Any, limit: float | None = None) -> None:
-    """Return when the first of these is done, or after `limit` seconds; the others are abandoned."""
+async def wait_first(*waits: Any, limit: float | None = None) -> None:
+    """Wait for the first of `waits`, `limit` seconds at most, and cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -228,7 +231,7 @@ async def first_of(*waits: Any, limit: float | None = None) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn would stop listening at the first signal; here a signal means drain, and late requests get their 429."""
+    """A server that ignores signals: uvicorn would stop listening, while a drain still answers late requests 429."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -236,13 +239,15 @@ class _Server(uvicorn.Server):
 
 
 def _bind(config: Config) -> ListeningSocket:
-    """A bound socket. Raises ConfigError: before the model is loaded, not after."""
+    """Bind the socket, before the model is loaded. Raises ConfigError."""
     host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    each = 2 if config.servers or config.engine.name == "vllm" else 1  # of a gateway: one to a server for each request
-    bound = ListeningSocket(family, Connections(most_connections(config.max_connections, each)))
+    each = (
+        2 if config.servers or config.engine.name == "vllm" else 1
+    )  # a gateway opens one to a server for each request
+    bound = ListeningSocket(family, Connections(connection_limit(config.max_connections, each)))
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of each connection accepted
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # of each connection accepted
     try:
         bound.bind((host, port))
     except OSError as error:
@@ -253,7 +258,7 @@ def _bind(config: Config) -> ListeningSocket:
 
 
 def tls_settings(config: Config) -> dict[str, Any]:
-    """Under uvicorn's names. Raises ConfigError before the model is loaded, and asks no terminal for a password."""
+    """TLS settings under uvicorn's names, checked before the model is loaded. Raises ConfigError."""
     if config.tls is None:
         return {}
     password = config.tls.key_password.get_secret_value() if config.tls.key_password else ""
@@ -268,8 +273,8 @@ def tls_settings(config: Config) -> dict[str, Any]:
 # --------------------------------------------------------------------------- from a configuration
 
 
-async def _built(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
-    """The cluster, and what makes the app in front of it once it has started. Raises as `build`."""
+async def _cluster_and_app(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
+    """The cluster, and a function that makes the app over it once it has started. Raises as `build`."""
     if config.servers:
         return await gateway_of(config, clock)
     if config.engine.name == "vllm":
@@ -283,20 +288,20 @@ async def _built(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
 
 
 def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
-    """The engines, and the cluster over them; nothing is started. Raises as `engines_of`."""
+    """Make the engines and the cluster over them, without starting them. Raises as `engines_of`."""
     engines, options = engines_of(config, clock)
     if config.fleet.name == "ray":
         return engines, _ray_cluster(config, clock, options)
-    latencies = [believed_of(config) for _ in engines]
+    latencies = [believed_latency_of(config) for _ in engines]
     numbers = count(config.replicas)
-    extra = None if options.autoscaler is None else lambda: _made(config, next(numbers), clock)
+    extra = None if options.autoscaler is None else lambda: _engine_and_model(config, next(numbers), clock)
     timeout = config.step_timeout_seconds
     return engines, local_cluster(engines, latencies, clock, options, extra=extra, step_timeout=timeout)
 
 
 def engines_of(config: Config, clock: Clock) -> tuple[list[Engine], ClusterOptions]:
-    """The engines, which load nothing yet, and the options of a cluster over them. With replicas elsewhere the one
-    engine here is for its tokenizer and limits only: it never loads weights.
+    """The engines, which load nothing yet, and the options of a cluster over them. With replicas in other processes
+    there is one engine, for its tokenizer and limits; it never loads weights.
 
     Raises ConfigError, PolicyError or ValueError.
     """
@@ -325,17 +330,17 @@ def _ray_cluster(config: Config, clock: Clock, options: ClusterOptions) -> Clust
     from rubato.fleet.ray_host import ray_cluster
 
     open_ = config.model_copy(update={"tenants": {}, "tls": None})  # no secrets in other processes
-    makers = [functools.partial(_made, open_, replica) for replica in range(config.replicas)]
+    makers = [functools.partial(_engine_and_model, open_, replica) for replica in range(config.replicas)]
     return ray_cluster(makers, clock, options, resources=resources, step_timeout=config.step_timeout_seconds)
 
 
-def _made(config: Config, replica: int, clock: Clock) -> tuple[Engine, LatencyModel]:
-    """What one actor, or one added replica, runs."""
-    return engine_of(config, clock, replica), believed_of(config)
+def _engine_and_model(config: Config, replica: int, clock: Clock) -> tuple[Engine, LatencyModel]:
+    """The engine and the latency model of one actor, or of one added replica."""
+    return engine_of(config, clock, replica), believed_latency_of(config)
 
 
 def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, tenants: Tenants) -> Service:
-    """What the HTTP edge needs to know of a started cluster."""
+    """The settings of the app over a started cluster."""
     model = cast(Any, engine)  # a served engine also has a name and a tokenizer
     limits = engine.limits
     return Service(
@@ -343,7 +348,7 @@ def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, t
         text=model.text,
         model=config.served_model_name or model.model_name,
         aliases=(model.model_name,),
-        most_tokens=min(limits.max_model_len, limits.kv_blocks * limits.block_size),
+        max_model_len=min(limits.max_model_len, limits.kv_blocks * limits.block_size),
         max_choices=min(config.max_choices, most_in_flight(config, limits) or config.max_choices),
         tenants=tenants,
         fair=bool(config.tenants),

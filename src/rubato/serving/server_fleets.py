@@ -1,4 +1,4 @@
-"""The gateway over OpenAI servers, from a configuration: those that run already, and vLLM servers started on Ray."""
+"""Makes the gateway from a configuration: over running OpenAI servers, or over vLLM servers started on Ray."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from rubato.fleet.upstream import Upstream
 from rubato.frontdoor.tenants import Tenants
 from rubato.serving.gateway import GatewayService, create_gateway
 
-AppMaker = Callable[[Tenants, Callable[[], int]], FastAPI]  # of the tenants, and a count of log lines dropped
-OF_ACTORS = ["address", "num_cpus", "num_gpus", "resources", "runtime_env"]  # settings of fleet 'ray'
+AppMaker = Callable[[Tenants, Callable[[], int]], FastAPI]  # takes the tenants, and a counter of dropped log lines
+RAY_ACTOR_SETTINGS = ["address", "num_cpus", "num_gpus", "resources", "runtime_env"]  # settings of fleet 'ray'
 
 
 async def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
@@ -54,8 +54,10 @@ def fleet_of(
     config: Config, clock: Clock, trips: Trips, *, transport: Callable[[str], Upstream] = HttpServer,
     link: Callable[[str], Link] | None = ZmqLink,
 ) -> tuple[ServerFleet, ClusterOptions, str]:  # fmt: skip
-    """What makes the hosts of `servers`, the options of a cluster over them, and the key for the servers' API.
-    transport, link: as `ServerFleet`. Raises ConfigError or PolicyError."""
+    """The fleet of `servers`, the options of a cluster over it, and the key of the servers' API.
+
+    transport, link: as in `ServerFleet`. Raises ConfigError or PolicyError.
+    """
     check_names(config)
     if config.autoscale is not None:
         raise ConfigError("autoscale: servers that run already are not started here; leave it out")
@@ -78,8 +80,8 @@ def fleet_of(
 
 
 def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
-    """A cluster over `replicas` vLLM servers, each started by a Ray actor, and the gateway's app. A server that is lost
-    is replaced, or `autoscale` says how many there are. Raises ConfigError, PolicyError or ValueError."""
+    """A cluster over `replicas` vLLM servers, each started by a Ray actor, and the gateway's app. Lost servers are
+    replaced unless `autoscale` is set. Raises ConfigError, PolicyError or ValueError."""
     command, key, scaled = ray_servers_of(config)
     gpus = {"num_gpus": VllmServers.of(config.engine.settings).tensor_parallel_size}
     resources = {**gpus, **started_ray(config)}
@@ -101,7 +103,7 @@ def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
 
 
 def ray_servers_of(config: Config) -> tuple[ServerCommand, str, Autoscaler | None]:
-    """How each vLLM server is started, the key for its API, and what scales the fleet. Raises ConfigError."""
+    """The command that starts a vLLM server, its API key, and the autoscaler. Raises ConfigError."""
     check_names(config)
     if config.fleet.name != "ray" and "fleet" in config.model_fields_set:
         raise ConfigError(f"fleet: engine 'vllm' runs in Ray actors, not {config.fleet.name!r}: set it to ray")
@@ -128,12 +130,12 @@ def _app_maker(
 
 
 def started_ray(config: Config) -> dict[str, Any]:
-    """`fleet: {kind: ray, address: auto, num_gpus: 1}`: the address of a Ray cluster that runs (default: one is started
-    here, on loopback), which is joined; returned are Ray's options for each actor. Raises ConfigError."""
+    """Join the Ray cluster of `fleet.address`, or start one on loopback. Returns Ray's options for each actor, such as
+    `num_gpus`, from `fleet`. Raises ConfigError."""
     address, resources = ray_options(config)
     if address == "local":
-        # Ray turns a node address of 127.0.0.1 into the host's own and then listens on all interfaces. Told this before
-        # it is imported, as it is by default on macOS, it stays on loopback.
+        # Ray turns a node address of 127.0.0.1 into the host's own and then listens on all interfaces. With this set
+        # before its import, which is the default on macOS, it stays on loopback.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
         with extra("ray", "fleet 'ray'"):
@@ -148,8 +150,8 @@ def started_ray(config: Config) -> dict[str, Any]:
 def ray_options(config: Config) -> tuple[str, dict[str, Any]]:
     """The address of the Ray cluster, `local` to start one, and Ray's options for each actor. Raises ConfigError."""
     resources = dict(config.fleet.settings)
-    address = resources.pop("address", None) or "local"  # of None Ray makes whatever cluster it finds
+    address = resources.pop("address", None) or "local"  # with None Ray would join any cluster it finds
     for name in resources:
-        if name not in OF_ACTORS:
-            raise ConfigError(f"fleet 'ray' has no setting {name!r}{nearest(name, OF_ACTORS)}")
+        if name not in RAY_ACTOR_SETTINGS:
+            raise ConfigError(f"fleet 'ray' has no setting {name!r}{nearest(name, RAY_ACTOR_SETTINGS)}")
     return address, resources

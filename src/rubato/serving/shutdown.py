@@ -1,8 +1,8 @@
-"""How the server ends: told by signals, and in any case in time.
+"""Ends the server on signals, and always in time.
 
-A step that hangs in a thread keeps the interpreter from ending, and a policy that computes for ever keeps the event
-loop from turning. Signals are therefore heard outside the loop, and a timer in a thread of its own ends the process
-when it has not ended by itself.
+A step that hangs in a thread keeps the interpreter from ending, and a policy that computes for ever blocks the event
+loop. Signals are therefore handled outside the loop, and a timer in its own thread ends a process that does not end by
+itself.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from types import FrameType
 from rubato.core.clock import WallClock
 from rubato.serving.logs import LogWriter
 
-CLOSE_SECONDS = 9.0  # from the end of the drain to that of the process: the manual promises 10
-LOG_SECONDS = 0.5  # for the last lines of the log to be taken
+CLOSE_TIMEOUT_S = 9.0  # from the drain's end to the process's: the manual promises 10
+LOG_DRAIN_S = 0.5  # for the last lines of the log to be written
 
 log = logging.getLogger(__name__)
 
 
 class Shutdown:
-    """told: set by the first SIGTERM or SIGINT; again: by the next. drain_seconds: how long requests may go on after
-    the first. Made in the main thread, on the running event loop."""
+    """Sets `first_signal` at the first SIGTERM or SIGINT and `second_signal` at the next. Make it in the main thread,
+    on the running event loop.
+
+    drain_seconds: how long requests may go on after the first signal.
+    """
 
     def __init__(self, drain_seconds: float, writer: LogWriter) -> None:
-        self.told = asyncio.Event()
-        self.again = asyncio.Event()
+        self.first_signal = asyncio.Event()
+        self.second_signal = asyncio.Event()
         self._drain_seconds = drain_seconds
         self._writer = writer
         self._signals = 0
@@ -39,12 +42,12 @@ class Shutdown:
         self._deadline = inf
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._heard)
+            signal.signal(number, self._on_signal)
 
-    def end_within(self, seconds: float = CLOSE_SECONDS) -> None:
-        """From now on: the process exits with status 1 unless it has ended before. A limit that ends sooner stays."""
+    def end_within(self, seconds: float = CLOSE_TIMEOUT_S) -> None:
+        """Exit with status 1 unless the process ends within `seconds`; an earlier deadline stays."""
         deadline = self._clock.now() + seconds
-        if deadline >= self._deadline:  # however often it is told to end, that does not put its end off
+        if deadline >= self._deadline:  # further signals do not postpone the end
             return
         self._deadline = deadline
         if self._timer is not None:
@@ -53,16 +56,16 @@ class Shutdown:
         self._timer.daemon = True
         self._timer.start()
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread between two bytecodes, whatever that thread is doing."""
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Runs in the main thread between two bytecodes, even if the event loop is blocked."""
         self._signals += 1
         first = self._signals == 1
-        self.end_within(self._drain_seconds + CLOSE_SECONDS if first else CLOSE_SECONDS)
-        self._loop.call_soon_threadsafe((self.told if first else self.again).set)
+        self.end_within(self._drain_seconds + CLOSE_TIMEOUT_S if first else CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe((self.first_signal if first else self.second_signal).set)
 
     def _exit(self, seconds: float) -> None:
         log.critical(
             "exit: the server has not ended by itself within %.0f s; a step, a policy or a start hangs", seconds
         )
-        self._writer.drain(LOG_SECONDS)
+        self._writer.drain(LOG_DRAIN_S)
         os._exit(1)

@@ -1,7 +1,7 @@
-"""Responses as bytes: a whole one, or server-sent events made from templates.
+"""Encodes responses: whole ones, or server-sent events made from templates.
 
-At 32 sequences every step makes 32 chunks, so a chunk is concatenated from parts that are encoded once per request;
-only its text (and its log probabilities, where they are asked for) goes through a JSON encoder.
+With 32 sequences every step makes 32 chunks, so a chunk is concatenated from parts that are encoded once per request;
+only its text and its log probabilities go through a JSON encoder.
 """
 
 from __future__ import annotations
@@ -15,33 +15,38 @@ import orjson
 from rubato.core.events import Finished
 from rubato.core.plan import Logprob
 from rubato.core.request import Request
-from rubato.frontdoor.choices import firsts
+from rubato.frontdoor.choices import first_choices
 from rubato.frontdoor.verdict import report, served_tier, usage
 from rubato.serving import logprobs
 
 DONE = b"data: [DONE]\n\n"
-UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # nginx would hold chunks back
+NO_BUFFERING_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # nginx would hold chunks back
 
 
 def forbid_buffering(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers of a response; where it is an event stream, with those of UNBUFFERED that it lacks."""
+    """The headers of a response, with NO_BUFFERING_HEADERS added to an event stream."""
     there = {name.lower(): value.lower() for name, value in headers}
     if not there.get(b"content-type", b"").startswith(b"text/event-stream"):
         return headers
-    return [*headers, *[header for header in UNBUFFERED if header[0] not in there]]
+    return [*headers, *[header for header in NO_BUFFERING_HEADERS if header[0] not in there]]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Everything about one answer that its tokens do not change. `created` in Unix seconds; requests: one for each
-    choice of each prompt; choices of one prompt differ only in id, seed and room for output."""
+    """The parts of a response that do not depend on its tokens.
+
+    Args:
+        requests: one for each choice of each prompt; choices of a prompt differ in id, seed and output limit only.
+        created: Unix seconds.
+        token_bytes: bytes of a token id.
+    """
 
     id: str
     kind: Literal["chat", "text"]
     requests: tuple[Request, ...]
     model: str
     created: int
-    spell: logprobs.Spell
+    token_bytes: logprobs.TokenBytes
 
     @property
     def request(self) -> Request:
@@ -49,8 +54,8 @@ class Format:
 
     @property
     def prompt(self) -> int:
-        """Prompt tokens, a prompt counted once for all of its choices."""
-        return sum(self.requests[at].prompt for at in firsts(self.requests))
+        """Prompt tokens; each prompt counts once for all of its choices."""
+        return sum(self.requests[at].prompt for at in first_choices(self.requests))
 
     @property
     def wants_logprobs(self) -> bool:
@@ -59,14 +64,20 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """The text of one choice, or the new part."""
+    """The text of one choice, or its new part."""
 
     text: str
     logprobs: tuple[Logprob, ...] = ()
 
 
 def whole(form: Format, said: Sequence[TextPiece], ends: Sequence[Finished], cached: int) -> bytes:
-    """The answer of a request that did not stream. cached: prompt tokens whose KV was there already."""
+    """The body of a response that does not stream.
+
+    Args:
+        said: the text of each choice.
+        ends: the end of each choice.
+        cached: prompt tokens found in the prefix cache.
+    """
     choices = []
     for index, (one, end) in enumerate(zip(said, ends, strict=True)):
         content: dict[str, Any] = {"text": one.text}
@@ -92,15 +103,17 @@ def _logprobs(form: Format, said: TextPiece) -> dict[str, Any] | None:
     if not form.wants_logprobs:
         return None
     if form.kind == "chat":
-        return logprobs.chat(form.spell, said.logprobs)
-    return logprobs.Offsets(form.spell).add(said.logprobs)
+        return logprobs.chat(form.token_bytes, said.logprobs)
+    return logprobs.Offsets(form.token_bytes).add(said.logprobs)
 
 
 class Chunks:
-    """The events of one streamed answer.
+    """Encodes the events of one streamed response.
 
-    include_usage: a last chunk with `usage` and no choice (OpenAI). every_usage: running counts in every chunk (vLLM's
-    `continuous_usage_stats`), its own choice's, from which a client knows how many tokens a chunk brought.
+    Args:
+        include_usage: end with a chunk that has `usage` and no choice (OpenAI).
+        every_usage: put the choice's token counts so far into every chunk (vLLM's `continuous_usage_stats`), so that a
+            client knows how many tokens a chunk brings.
     """
 
     __slots__ = ("_after", "_before", "_every_usage", "_form", "_head", "_include_usage", "_offsets", "_role")
@@ -110,28 +123,32 @@ class Chunks:
         name = "chat.completion.chunk" if chat else "text_completion"
         head = {"id": form.id, "object": name, "created": form.created, "model": form.model}
         self._head = b"data: " + orjson.dumps(head)[:-1]
-        firsts = [self._head + b',"choices":[{"index":%d,' % index for index in range(len(form.requests))]
-        self._before = [first + (b'"delta":{"content":' if chat else b'"text":') for first in firsts]
+        heads = [self._head + b',"choices":[{"index":%d,' % index for index in range(len(form.requests))]
+        self._before = [first + (b'"delta":{"content":' if chat else b'"text":') for first in heads]
         self._after = (b"}" if chat else b"") + b',"logprobs":'
         role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        self._role = [first + role for first in firsts] if chat else []
-        self._offsets = [] if chat else [logprobs.Offsets(form.spell) for _ in firsts]
+        self._role = [first + role for first in heads] if chat else []
+        self._offsets = [] if chat else [logprobs.Offsets(form.token_bytes) for _ in heads]
         self._form = form
         self._include_usage = include_usage
         self._every_usage = every_usage
 
     def begin(self) -> bytes:
-        """What comes before the first token: the roles, in a chat."""
+        """The chunks before the first token: the roles, in a chat."""
         return b"".join(role + self._tail(index, 0) for index, role in enumerate(self._role))
 
     def tokens(self, index: int, new: TextPiece, output: int) -> bytes:
-        """A chunk of what is new in choice `index`, whose text may be empty (half a character); `output` of its
-        tokens are out by now."""
+        """The chunk of new tokens of choice `index`.
+
+        Args:
+            new: the new text, which may be empty (half a character).
+            output: tokens of this choice so far.
+        """
         likely = b"null"
         if self._form.wants_logprobs:
             found = new.logprobs
             likely = orjson.dumps(
-                self._offsets[index].add(found) if self._offsets else logprobs.chat(self._form.spell, found)
+                self._offsets[index].add(found) if self._offsets else logprobs.chat(self._form.token_bytes, found)
             )
         middle = self._before[index] + orjson.dumps(new.text) + self._after + likely
         return middle + b',"finish_reason":null}]' + self._tail(index, output)
@@ -141,8 +158,8 @@ class Chunks:
         return self._finish(index, end) + self._tail(index, end.output)
 
     def end(self, index: int, ends: Sequence[Finished], cached: int) -> bytes:
-        """The finish reason of the last choice to end, then the usage if asked for; the last of these carries the tier
-        served and the verdict."""
+        """The finish reason of the last choice to end, then the usage if asked for; the last chunk has the tier served
+        and the verdict."""
         request, output = self._form.request, ends[index].output
         verdict = {"service_tier": served_tier(request, ends), "rubato": report(request, ends)}
         about = b"," + orjson.dumps(verdict)[1:-1]

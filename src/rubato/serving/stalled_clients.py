@@ -1,11 +1,10 @@
-"""What one connection may take: bytes and seconds of a head, seconds of a body and of reading its answers; and the HTTP
-that uvicorn answers wrongly: offers to upgrade, and HTTP/1.0.
+"""Limits what one connection may take, and corrects two answers of uvicorn: to offers to upgrade, and to HTTP/1.0.
 
 uvicorn waits for ever for a client that does not read its answer or does not finish its request, keeps a head of any
-length, and reads on after an answer that did not wait for the body. Here the write buffer is bounded by what the kernel
-holds (`SEND_BUFFER`) and one piece more, and a client that takes nothing for `stall_seconds` is aborted: its request
-ends as cancelled. A head has `stall_seconds` and MOST_HEAD bytes, a body comes at LEAST_RATE. After an answer to half a
-request the connection is closed, but not before its client had time to read it.
+length, and reads on after an answer that did not wait for the body. Here the write buffer is bounded by the kernel's
+(`SEND_BUFFER_BYTES`) and one piece more, and a client that reads nothing for `stall_seconds` is cut off: its request
+ends as cancelled. A head may take `stall_seconds` and MAX_HEAD_BYTES, a body must come at MIN_BODY_RATE. After an
+answer to half a request the connection is closed once its client had time to read the answer.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from rubato.core.clock import WallClock
 from rubato.fleet.relay import Flow
 from rubato.frontdoor.errors import ApiError
-from rubato.serving.asgi_client import HEAD_AT, WRITER
-from rubato.serving.connections import Connections, Owed
+from rubato.serving.asgi_client import HEAD_TIME_KEY, WRITER_KEY
+from rubato.serving.connections import Connections, PendingInput
 
-SEND_BUFFER = 128 << 10  # bytes of a socket's send buffer; Linux would let it grow to megabytes a connection
-CHECKS = 4  # looks per stall_seconds
-BYTES_ACKED = 120  # offset of tcpi_bytes_acked in struct tcp_info (linux/tcp.h)
-MOST_HEAD = 64 << 10  # bytes of a request line with its headers; of a chunk's extensions; of trailers
-PIECE = 4096  # bytes given to the parser at a time, and by how much a head may exceed MOST_HEAD unseen
-# Bytes of a body per second, in each stretch of stall_seconds (or up to a quarter longer, the time between two looks).
+SEND_BUFFER_BYTES = 128 << 10  # of each socket; Linux would let it grow to megabytes
+CHECKS_PER_STALL = 4  # checks per stall_seconds
+TCPI_BYTES_ACKED_OFFSET = 120  # offset of tcpi_bytes_acked in struct tcp_info (linux/tcp.h)
+MAX_HEAD_BYTES = 64 << 10  # of a request line with its headers; of a chunk's extensions; of trailers
+PARSED_PIECE_BYTES = 4096  # given to the parser at a time; a head may exceed MAX_HEAD_BYTES by this much unnoticed
+# Bytes of a body per second, in each stretch of stall_seconds (or up to a quarter longer, the time between two checks).
 # The slowest mobile networks bring more; max_body_bytes over it bounds how long a descriptor is held (4 MiB: 85 min).
-LEAST_RATE = 1024
-# Bytes read and dropped after an answer that did not wait for the body. Closing while they come would reset the
+MIN_BODY_RATE = 1024
+# Read and dropped after an answer that did not wait for the body. Closing while bytes come would reset the
 # connection, and many clients look for the answer only when all is sent: these are four of the largest by default.
 LINGER_BYTES = 16 << 20
 
@@ -43,67 +42,68 @@ log = logging.getLogger(__name__)
 
 
 def stall_guard(stall_seconds: float, connections: Connections) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, with these limits."""
+    """uvicorn's HTTP protocol class with these limits."""
 
     class Limited(_StallGuard):
-        stall = stall_seconds
+        stall_s = stall_seconds
         open_connections = connections
 
     return Limited
 
 
 class _StallGuard(HttpToolsProtocol):
-    stall: float
+    stall_s: float
     open_connections: Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # The next piece is asked for only when the last one is gone, so that what is left shrinks or is stuck. Over TLS
-        # there may be something already, and writing is paused at once.
+        # The next piece is asked for only once the buffer is empty, so that the buffer shrinks or is stuck. Over TLS
+        # it may not be empty now, and writing is paused at once.
         transport.set_write_buffer_limits(high=1, low=0)
         self._socket = transport.get_extra_info("socket")
         self._descriptor = self._socket.fileno()
-        self._silent = True  # no byte has come
-        self._part: Owed | None = None  # what is coming in; None: nothing, between two requests
-        self._unmarked = 0  # bytes since the parser last got to a body, or to the end of a head, a chunk or a request
-        self._dropped: int | None = None  # bytes, of a request that is not read any more
-        self._unread = 0  # looks at which no answer was taken: seconds may have passed while the loop was busy
-        self._left = (0, 0)
-        self._closing = _Closing(self)
+        self._is_silent = True  # no byte received yet
+        self._part: PendingInput | None = None  # being received; None between two requests
+        self._bytes_without_progress = 0  # since the parser reached a body, or the end of a head, chunk or request
+        self._dropped_bytes: int | None = None  # of a request that is not read any more
+        self._checks_without_read = 0  # checks, not seconds, which may have passed while the loop was busy
+        self._write_state = (0, 0)
+        self._transport_of_cycle = _LingeringTransport(self)
         self._writer: _BodyWriter | None = None
-        self._window: deque[int] = deque(maxlen=CHECKS + 1)  # body bytes at the last looks: over stall_seconds at least
-        self._begin("head")
-        self._check = self.loop.call_later(self.stall / CHECKS, self._look)
+        # Body bytes at the last checks, over stall_seconds at least.
+        self._window: deque[int] = deque(maxlen=CHECKS_PER_STALL + 1)
+        self._begin_part("head")
+        self._check_timer = self.loop.call_later(self.stall_s / CHECKS_PER_STALL, self._check_progress)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._check.cancel()
+        self._check_timer.cancel()
         if self._writer is not None:
             self._writer.is_open = False
-        self.open_connections.gone(self._descriptor)
+        self.open_connections.remove(self._descriptor)
         super().connection_lost(exc)
 
-    # ------------------------------------------------------------------- what comes in
+    # ------------------------------------------------------------------- receiving
 
     def data_received(self, data: bytes) -> None:
-        self._silent = False
-        if self._dropped is not None:
-            self._dropped += len(data)
-            if self._dropped > LINGER_BYTES:
+        self._is_silent = False
+        if self._dropped_bytes is not None:
+            self._dropped_bytes += len(data)
+            if self._dropped_bytes > LINGER_BYTES:
                 self.transport.close()
             return
         if self._part is None:
-            self._begin("head")
+            self._begin_part("head")
         view = memoryview(data)
-        for at in range(0, len(data), PIECE):
-            piece = view[at : at + PIECE]
-            self._marked = False
+        for at in range(0, len(data), PARSED_PIECE_BYTES):
+            piece = view[at : at + PARSED_PIECE_BYTES]
+            self._has_progressed = False
             self._parse(piece)
-            if self._dropped is not None or self.transport.is_closing():
+            if self._dropped_bytes is not None or self.transport.is_closing():
                 return
-            self._unmarked = 0 if self._marked else self._unmarked + len(piece)
-            if self._unmarked > MOST_HEAD:
+            self._bytes_without_progress = 0 if self._has_progressed else self._bytes_without_progress + len(piece)
+            if self._bytes_without_progress > MAX_HEAD_BYTES:
                 what = "The request line with all headers, a chunk's extensions, or the trailers"
-                self._refuse(431, f"{what} are longer than {MOST_HEAD} bytes.", "headers_too_large")
+                self._refuse(431, f"{what} are longer than {MAX_HEAD_BYTES} bytes.", "headers_too_large")
                 return
 
     def _parse(self, data: memoryview) -> None:
@@ -134,44 +134,44 @@ class _StallGuard(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._part is None:
-            self._begin("head")
+            self._begin_part("head")
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # the parser stops here
-        self._begin("body")
-        cast(Any, self.scope)["extensions"] = {HEAD_AT: WallClock().now()}
+        self._begin_part("body")
+        cast(Any, self.scope)["extensions"] = {HEAD_TIME_KEY: WallClock().now()}
         super().on_headers_complete()
-        self.cycle.transport = self._closing  # type: ignore[assignment]
+        self.cycle.transport = self._transport_of_cycle  # type: ignore[assignment]
         if self.scope["http_version"] != "1.1":
             self.cycle.keep_alive = False
-            self.cycle.waiting_for_100_continue = False  # an older client takes a 100 for the answer
-        self._tell()
+            self.cycle.waiting_for_100_continue = False  # an older client would take a 100 for the answer
+        self._report_turn()
 
     def on_chunk_header(self) -> None:
-        self._marked = True
+        self._has_progressed = True
 
     def on_body(self, body: bytes) -> None:
-        self._marked = True
-        self._came += len(body)
+        self._has_progressed = True
+        self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._marked = True
+        self._has_progressed = True
         self._part = None
         super().on_message_complete()
-        self._tell()
+        self._report_turn()
 
-    def _begin(self, part: Owed) -> None:
-        self._marked = True
+    def _begin_part(self, part: PendingInput) -> None:
+        self._has_progressed = True
         self._part = part
-        self._looks = 0
-        self._came = 0  # bytes of a body, since the last look
+        self._checks_of_part = 0
+        self._body_bytes = 0  # since the last check
         self._window.clear()
 
-    # ------------------------------------------------------------------- what goes out
+    # ------------------------------------------------------------------- sending
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -185,7 +185,7 @@ class _StallGuard(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._writer = _BodyWriter(self.transport, cycle)
-        cycle.scope.setdefault("extensions", {})[WRITER] = self._writer
+        cycle.scope.setdefault("extensions", {})[WRITER_KEY] = self._writer
 
         async def closing(scope: Any, receive: Any, send: Any) -> None:
             has_length = False
@@ -193,8 +193,8 @@ class _StallGuard(HttpToolsProtocol):
             async def sent(message: Any) -> None:
                 nonlocal has_length
                 if cycle.more_body and not cycle.response_started:
-                    cycle.keep_alive = False  # answered before all of it was read: what is left is no request
-                if scope["http_version"] != "1.1":  # no chunks: an answer without a length ends with the connection
+                    cycle.keep_alive = False  # answered early: the rest of the body is no request
+                if scope["http_version"] != "1.1":  # no chunks: without a length the connection's end is the end
                     if message["type"] == "http.response.start":
                         has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
                     if not has_length:
@@ -207,34 +207,34 @@ class _StallGuard(HttpToolsProtocol):
         super()._start_asgi_task(cycle, closing)
 
     def on_response_complete(self) -> None:
-        if self._dropped is None:
+        if self._dropped_bytes is None:
             super().on_response_complete()
-            self._tell()
+            self._report_turn()
         else:
             self.server_state.total_requests += 1
 
     def timeout_keep_alive_handler(self) -> None:
-        # After a process was stopped, its timers are due though requests came meanwhile, in time.
+        # After SIGSTOP the timer is due although a request may have come in time.
         waiting = select.poll()
         waiting.register(self._descriptor, select.POLLIN)
         if not waiting.poll(0):
             super().timeout_keep_alive_handler()
 
     def close_when_read(self) -> None:
-        """Close; where half a request is unread, only once the client has had time to read what was written."""
-        if self._part == "body" and self._dropped is None and not self.transport.is_closing():
+        """Close; where half a request is unread, only once the client had time to read the answer."""
+        if self._part == "body" and self._dropped_bytes is None and not self.transport.is_closing():
             self._linger()
-        elif self._dropped is None:
+        elif self._dropped_bytes is None:
             self.transport.close()
 
     def is_closing(self) -> bool:
-        return self._dropped is not None or self.transport.is_closing()
+        return self._dropped_bytes is not None or self.transport.is_closing()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg, "invalid_http")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer the request that is coming in, whose rest is not read, and close."""
+        """Answer the request being received, ignore its rest, and close."""
         cycle: Any = self.cycle
         if cycle is not None and not cycle.response_complete:
             if self.pipeline or not cycle.more_body or cycle.response_started:
@@ -258,20 +258,20 @@ class _StallGuard(HttpToolsProtocol):
 
     def _linger(self) -> None:
         """Close when the client has, when it has sent LINGER_BYTES more, or after stall_seconds."""
-        self._dropped = 0
-        self._looks = 0
+        self._dropped_bytes = 0
+        self._checks_of_part = 0
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
         if self.transport.can_write_eof():  # not over TLS
             self.transport.write_eof()
-        self._tell()
+        self._report_turn()
 
     # ------------------------------------------------------------------- whose turn it is
 
-    def _turn(self) -> Owed | None:
-        """What the client is to send; None: it is the server's turn."""
+    def _turn(self) -> PendingInput | None:
+        """The input awaited from the client; None: it is the server's turn."""
         cycle: Any = self.cycle
-        if self._dropped is not None or cycle is None:
+        if self._dropped_bytes is not None or cycle is None:
             return "head"
         if self.pipeline:
             return None
@@ -279,59 +279,65 @@ class _StallGuard(HttpToolsProtocol):
             return "head"
         return "body" if cycle.more_body else None
 
-    def _tell(self) -> None:
-        self.open_connections.owes(self._descriptor, self._turn())
+    def _report_turn(self) -> None:
+        self.open_connections.expect(self._descriptor, self._turn())
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         left = (self.transport.get_write_buffer_size(), self._acknowledged())
-        self._unread = self._unread + 1 if left == self._left and left[0] > 0 else 0
-        self._left = left
-        if self._unread >= CHECKS:
-            log.info("a client took nothing for %.1f s: cut off", self.stall)
+        self._checks_without_read = self._checks_without_read + 1 if left == self._write_state and left[0] > 0 else 0
+        self._write_state = left
+        if self._checks_without_read >= CHECKS_PER_STALL:
+            log.info("a client took nothing for %.1f s: cut off", self.stall_s)
             self.transport.abort()
             return
-        self._check = self.loop.call_later(self.stall / CHECKS, self._look)
-        if self.transport.is_closing() or self.flow.read_paused or not self._late():
+        self._check_timer = self.loop.call_later(self.stall_s / CHECKS_PER_STALL, self._check_progress)
+        if self.transport.is_closing() or self.flow.read_paused or not self._is_late():
             return
         log.info("a client's %s took too long: cut off", self._part or "end")
-        if self._dropped is not None or self._silent:
+        if self._dropped_bytes is not None or self._is_silent:
             self.transport.close()
         else:
-            of = f"the headers within {self.stall:g} s" if self._part == "head" else f"{LEAST_RATE} bytes per second"
+            of = (
+                f"the headers within {self.stall_s:g} s"
+                if self._part == "head"
+                else f"{MIN_BODY_RATE} bytes per second"
+            )
             self._refuse(408, f"The request came too slowly: send {of}.", "request_timeout")
 
-    def _late(self) -> bool:
-        """Whether the client had its time, as of this look."""
-        if self._dropped is None and (self._part is None or self._turn() != self._part):
+    def _is_late(self) -> bool:
+        """Whether the client's time is up at this check."""
+        if self._dropped_bytes is None and (self._part is None or self._turn() != self._part):
             return False  # between two requests uvicorn's own timer runs
-        self._looks += 1
-        if self._dropped is not None or self._part == "head":
-            return self._looks > CHECKS
-        self._window.append(self._came)
-        self._came = 0
-        return len(self._window) > CHECKS and sum(self._window) < LEAST_RATE * self.stall
+        self._checks_of_part += 1
+        if self._dropped_bytes is not None or self._part == "head":
+            return self._checks_of_part > CHECKS_PER_STALL
+        self._window.append(self._body_bytes)
+        self._body_bytes = 0
+        return len(self._window) > CHECKS_PER_STALL and sum(self._window) < MIN_BODY_RATE * self.stall_s
 
     def _acknowledged(self) -> int:
-        """Bytes that the client's kernel has taken, ever. Linux lets us write again only when a third of the buffer
-        is free, long after a slow reader took something. Elsewhere 0: then only what is written is seen."""
+        """Bytes that the client's kernel has acknowledged in all; 0 on other systems than Linux.
+
+        Linux lets us write again only when a third of the buffer is free, long after a slow reader took something.
+        """
         if not hasattr(socket, "TCP_INFO") or sys.platform != "linux":
             return 0
         try:
-            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_ACKED + 8)
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCPI_BYTES_ACKED_OFFSET + 8)
         except OSError:  # it is being closed
             return 0
-        return int.from_bytes(info[BYTES_ACKED:], sys.byteorder)
+        return int.from_bytes(info[TCPI_BYTES_ACKED_OFFSET:], sys.byteorder)
 
 
 class _BodyWriter:
-    """Writes parts of a body that has begun, past ASGI (`asgi_client.Writer`): from callbacks, and at once."""
+    """Writes parts of a body that has begun, past ASGI (`asgi_client.Writer`)."""
 
     __slots__ = ("_cycle", "_is_chunked", "_transport", "flow", "is_open")
 
     def __init__(self, transport: asyncio.Transport, cycle: Any) -> None:
         self._transport, self._cycle = transport, cycle
         self._is_chunked: bool | None = None
-        self.is_open = True  # the connection is there
+        self.is_open = True  # until the connection is lost
         self.flow: Flow | None = None
 
     def write(self, data: bytes) -> None:
@@ -344,8 +350,8 @@ class _BodyWriter:
         self._transport.abort()
 
 
-class _Closing:
-    """The transport as a request's cycle sees it: `close` gives its client the time to read the answer."""
+class _LingeringTransport:
+    """The transport for uvicorn's request cycle: `close` gives the client time to read the answer."""
 
     def __init__(self, connection: _StallGuard) -> None:
         self.write = connection.transport.write

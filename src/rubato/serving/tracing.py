@@ -1,10 +1,10 @@
 """OpenTelemetry: one span for each API request that generates, from its arrival to the end of its response.
 
-Two parts share what is open. `TracedRequests`, ASGI middleware, begins the span as a child of the client's
-`traceparent`, and puts the span's own in its place, which is what the gateway passes on to a server. `RequestTracer`, a
-listener, adds what happens to the requests of it. It hears of no tokens: the verdict has the time of the first one.
+Two parts share the open spans. `TracedRequests`, ASGI middleware, begins a span as a child of the client's
+`traceparent` and replaces that header by its own, which the gateway passes on to a server. `RequestTracer`, a listener,
+adds the events of the span's requests. It gets no tokens: the verdict has the time of the first one.
 
-This module is imported only where spans are asked for: it needs the extra `otel`.
+This module needs the extra `otel` and is imported only where `otlp_traces_endpoint` is set.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from rubato.frontdoor.errors import ApiError
 from rubato.frontdoor.headers import first_of_each
 from rubato.frontdoor.paths import GENERATE, canonical_path
 from rubato.frontdoor.verdict import report
-from rubato.serving.asgi_client import HEAD_AT
+from rubato.serving.asgi_client import HEAD_TIME_KEY
 
-SERVICE_NAME = "rubato"  # of the spans, unless OTEL_SERVICE_NAME says another
-AS_CONFIGURED = "auto"  # the collector that OTEL_EXPORTER_OTLP_ENDPOINT names
-LAST_EXPORT_S = 2.0  # for the last spans to be sent when the server ends
-EVENTS: dict[type[Event], str] = {  # of a span
+SERVICE_NAME = "rubato"  # unless OTEL_SERVICE_NAME is set
+FROM_ENVIRONMENT = "auto"  # endpoint: the collector of OTEL_EXPORTER_OTLP_ENDPOINT
+FINAL_EXPORT_TIMEOUT_S = 2.0  # for the last spans at the end of the server
+SPAN_EVENT_NAMES: dict[type[Event], str] = {  # event -> its name in a span
     Offered: "offered",
     Placed: "placed",
     Started: "started",
@@ -68,8 +68,8 @@ _propagator = TraceContextTextMapPropagator()  # W3C's, which servers behind a g
 
 
 class _OpenSpan:
-    """The span of an API request, and what its requests have come to. It ends with the later of the last of them and
-    the response."""
+    """The span of an API request, with the requests and their ends. It ends with the response or the last request,
+    whichever is later."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
@@ -82,7 +82,7 @@ class _OpenSpan:
         return self.is_answered and len(self.ends) == len(self.requests)
 
 
-_current: ContextVar[_OpenSpan | None] = ContextVar("rubato_span", default=None)  # of the API request that is handled
+_current: ContextVar[_OpenSpan | None] = ContextVar("rubato_span", default=None)  # of the API request being handled
 
 
 class RequestTracer:
@@ -101,12 +101,12 @@ class RequestTracer:
         self._open: dict[str, _OpenSpan] = {}  # by request
 
     def trace_requests(self, app: FastAPI, cluster: Cluster) -> None:
-        """Make spans of the requests of an app, which offers them to this cluster."""
+        """Trace the requests of an app and of the cluster to which it offers them."""
         app.add_middleware(TracedRequests, tracer=self)
         cluster.listen(self)
 
     def begin_span(self, path: str, headers: dict[str, str], arrival: float | None) -> _OpenSpan:
-        """arrival: seconds of the clock; None: now."""
+        """Begin the span of an API request. arrival: seconds of the clock; None: now."""
         at = self._clock.now() if arrival is None else arrival
         parent: Context = _propagator.extract(headers)
         attributes = {"http.request.method": "POST", "http.route": path}
@@ -116,7 +116,7 @@ class RequestTracer:
         return _OpenSpan(span)
 
     def end_response(self, open_: _OpenSpan, status: int, model: str) -> None:
-        """Its response is over. status: of HTTP, 0 where none was sent."""
+        """End the response of a span. status: of HTTP, 0 where none was sent."""
         open_.is_answered = True
         if status:
             open_.span.set_attribute("http.response.status_code", status)
@@ -127,7 +127,7 @@ class RequestTracer:
         self._end_if_over(open_)
 
     def __call__(self, event: Event) -> None:
-        if (name := EVENTS.get(type(event))) is None:
+        if (name := SPAN_EVENT_NAMES.get(type(event))) is None:
             return
         if isinstance(event, Offered):
             if (begun := _current.get()) is None or not begun.span.is_recording():
@@ -141,20 +141,20 @@ class RequestTracer:
             open_.ends.append(event)
             self._add_first_token(open_, event)
         at = self._nanoseconds(event.at)
-        open_.span.add_event(name, _about(event), at)
+        open_.span.add_event(name, _event_attributes(event), at)
         if isinstance(event, Finished):
             self._end_if_over(open_)
 
     def _add_first_token(self, open_: _OpenSpan, end: Finished) -> None:
         if end.verdict.ttft is not None:
             at = open_.requests[end.id].arrival + end.verdict.ttft
-            open_.span.add_event("first token", _of_choice(end), self._nanoseconds(at))
+            open_.span.add_event("first token", _choice_attribute(end), self._nanoseconds(at))
 
     def _end_if_over(self, open_: _OpenSpan) -> None:
         if not open_.is_over:
             return
         if open_.ends:
-            open_.span.set_attributes(_attributes(list(open_.requests.values()), open_.ends))
+            open_.span.set_attributes(_span_attributes(list(open_.requests.values()), open_.ends))
             if any(end.outcome == "failed" for end in open_.ends):
                 open_.span.set_status(StatusCode.ERROR, open_.ends[-1].reason)
         open_.span.end(self._nanoseconds(self._clock.now()))
@@ -163,14 +163,14 @@ class RequestTracer:
         return int((at + self._unix_offset) * 1e9)
 
 
-def _of_choice(event: Event) -> dict[str, Any]:
-    """Of which request of its span an event is, where there are several."""
+def _choice_attribute(event: Event) -> dict[str, Any]:
+    """The attribute that names the event's request, where the span has several."""
     return {} if answer_of(event.id) == event.id else {"rubato.request": event.id}
 
 
-def _about(event: Event) -> dict[str, Any]:
-    """An event's attributes."""
-    about = _of_choice(event)
+def _event_attributes(event: Event) -> dict[str, Any]:
+    """The attributes of an event."""
+    about = _choice_attribute(event)
     match event:
         case Placed(replica=replica, why=why):
             about |= {"rubato.replica": replica, **({"rubato.why": why} if why else {})}
@@ -185,13 +185,13 @@ def _about(event: Event) -> dict[str, Any]:
     return about
 
 
-def _attributes(requests: list[Request], ends: list[Finished]) -> dict[str, Any]:
-    """Of a span whose requests have ended: the verdict as a response has it, of several that of the worst."""
-    first, told = requests[0], report(requests[0], ends)
-    targets = {f"target_{name}": value for name, value in told.pop("targets").items() if name != "stages"}
-    told.pop("choices", None)
+def _span_attributes(requests: list[Request], ends: list[Finished]) -> dict[str, Any]:
+    """The attributes of a span whose requests have ended: the report of the response, and the worst outcome."""
+    first, verdict_fields = requests[0], report(requests[0], ends)
+    targets = {f"target_{name}": value for name, value in verdict_fields.pop("targets").items() if name != "stages"}
+    verdict_fields.pop("choices", None)
     worst = next((end for end in ends if end.outcome != "completed"), ends[0])
-    own = {**told, **targets, "tenant": first.tenant, "outcome": worst.outcome, "reason": worst.reason}
+    own = {**verdict_fields, **targets, "tenant": first.tenant, "outcome": worst.outcome, "reason": worst.reason}
     by_id = {request.id: request for request in requests}
     return {
         "gen_ai.response.id": response_id(requests),
@@ -202,20 +202,20 @@ def _attributes(requests: list[Request], ends: list[Finished]) -> dict[str, Any]
 
 
 class TracedRequests:
-    """ASGI middleware. A request for a path that generates has a span; all others pass."""
+    """ASGI middleware that makes a span for each request to a path that generates."""
 
     def __init__(self, app: ASGIApp, tracer: RequestTracer) -> None:
         self._app, self._tracer = app, tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or (path := _generating(scope["path"])) is None:
+        if scope["type"] != "http" or scope["method"] != "POST" or (path := _generating_path(scope["path"])) is None:
             return await self._app(scope, receive, send)
-        arrival = (scope.get("extensions") or {}).get(HEAD_AT)
+        arrival = (scope.get("extensions") or {}).get(HEAD_TIME_KEY)
         open_ = self._tracer.begin_span(path, first_of_each(scope["headers"]), arrival)
         own: dict[str, str] = {}
         _propagator.inject(own, set_span_in_context(open_.span))
-        kept = [(name, value) for name, value in scope["headers"] if name.lower() not in TRACE_HEADERS]
-        headers = [*kept, *((name.encode(), value.encode()) for name, value in own.items())]
+        other_headers = [(name, value) for name, value in scope["headers"] if name.lower() not in TRACE_HEADERS]
+        headers = [*other_headers, *((name.encode(), value.encode()) for name, value in own.items())]
         state, status = scope.get("state", {}), 0
 
         def watched(message: Message) -> Any:
@@ -232,24 +232,24 @@ class TracedRequests:
         return None
 
 
-def _generating(path: str) -> str | None:
-    """The canonical path, of one that generates."""
+def _generating_path(path: str) -> str | None:
+    """The canonical path, if it generates; else None."""
     try:
         path = canonical_path(path)
-    except ApiError:  # which the door answers
+    except ApiError:  # the door answers it
         return None
     return path if path in GENERATE else None
 
 
 def exporting_tracer(endpoint: str, clock: Clock) -> tuple[RequestTracer, Callable[[], None]]:
-    """A tracer whose spans go to a collector, by OTLP over HTTP, from a thread of the SDK's, and what ends that.
+    """A tracer that sends spans to a collector by OTLP over HTTP from a thread of the SDK, and a function to close it.
 
-    Whatever the SDK reads of the environment holds: OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS.
+    The SDK's environment variables apply: OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS.
 
     Args:
-        endpoint: the collector's URL for spans, or `AS_CONFIGURED`.
+        endpoint: the collector's URL for spans, or `FROM_ENVIRONMENT`.
     """
-    exporter = OTLPSpanExporter() if endpoint == AS_CONFIGURED else OTLPSpanExporter(endpoint)
+    exporter = OTLPSpanExporter() if endpoint == FROM_ENVIRONMENT else OTLPSpanExporter(endpoint)
     resource = Resource.create()
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": SERVICE_NAME}))
@@ -259,6 +259,6 @@ def exporting_tracer(endpoint: str, clock: Clock) -> tuple[RequestTracer, Callab
     def close() -> None:  # a collector that does not answer holds the SDK up for half a minute
         ending = threading.Thread(target=provider.shutdown, name="last spans", daemon=True)
         ending.start()
-        ending.join(LAST_EXPORT_S)
+        ending.join(FINAL_EXPORT_TIMEOUT_S)
 
     return RequestTracer(provider.get_tracer("rubato"), clock, unix_time() - clock.now()), close

@@ -1,7 +1,7 @@
-"""The board inside vLLM's API server, under `/rubato/`: the page and the JSON of our own server.
+"""The board inside vLLM's API server, under `/rubato/`, with the page and the JSON of our own server.
 
-Its engines say once a second how they stand, and each of their steps. What they do not say is not shown: there is no
-router, and KV only where the block size is known.
+The engines report their state once a second, and each of their steps. There is no router here, and KV is shown only
+where the block size is known.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ JSON = f"{HOME}/board.json"
 
 
 class VllmBoard:
-    """model, policy: their names."""
+    """The board of one API server. model, policy: their names."""
 
     def __init__(self, reports: EngineReports, tenants: Tenants, model: str, policy: str) -> None:
         self._board = Board(EngineSource(reports, tenants, model, policy))
-        reports.hear(self._board.counts)
+        reports.add_listener(self._board.counts)
 
     def file(self, path: str, *, with_slash: bool) -> Response | None:
-        """One of the page's files, which hold nothing and need no key; None for another path. with_slash: the path was
-        written with one at its end, from which the page's own paths go on."""
+        """One of the page's files, which need no key; None for another path.
+
+        with_slash: whether the path was written with a slash at its end; the page's relative paths need it.
+        """
         if path == HOME and not with_slash:
             return RedirectResponse("rubato/")
         name = path.removeprefix(HOME).removeprefix("/")
@@ -44,7 +46,7 @@ class VllmBoard:
 
 
 class EngineSource:
-    """A `BoardSource`: what the engines report."""
+    """A `BoardSource` that reads the engines' reports."""
 
     router = ""
 
@@ -64,7 +66,7 @@ class EngineSource:
         return self._reports.history.in_flight
 
     @property
-    def held(self) -> Sequence[SeqView]:
+    def held_requests(self) -> Sequence[SeqView]:
         """Requests of tenants beyond their share."""
         records = self.in_flight
         ids = [id for fields in self._reports.engines.values() for id in fields.get("held", ()) if id in records]
@@ -82,7 +84,7 @@ class EngineSource:
     def state(self) -> str:
         return "serving"
 
-    def gave_up(self) -> Collection[str]:
+    def faulty_replicas(self) -> Collection[str]:
         return [str(engine) for engine, fields in self._reports.engines.items() if fields.get("given_up")]
 
 

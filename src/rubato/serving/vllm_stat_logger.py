@@ -1,4 +1,4 @@
-"""vLLM's stat logger plug-in: reads what engines report each time that vLLM records its own stats."""
+"""vLLM's stat logger plug-in: reads the engines' reports each time vLLM records its own stats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("vllm.rubato")
 
 
 class StatLogger(AggregateStatLoggerBase):  # type: ignore[misc]
-    """In vLLM's API server, where the scheduler is ours; elsewhere it does nothing."""
+    """Reads reports in vLLM's API server if the scheduler is ours; else does nothing."""
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
         scheduler = vllm_config.scheduler_config.scheduler_cls

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rubato.config.build import believed_of, token_drafter_of  # noqa: E402
+from rubato.config.build import believed_latency_of, token_drafter_of  # noqa: E402
 from rubato.config.schema import ConfigError, load  # noqa: E402
 from rubato.core.clock import VirtualClock, WallClock  # noqa: E402
 from rubato.core.events import Event, Tokens  # noqa: E402
@@ -144,6 +144,8 @@ def test_what_is_wrong_with_a_drafter(twin: Callable[[str], Path], settings: dic
 
 
 def test_schedulers_learn_the_time_of_drafts_beside_that_of_the_step() -> None:
-    assert believed_of(load({"engine": "torch"})) == Model()
-    assert believed_of(load({"engine": {"kind": "torch", "drafter": "suffix"}})) == WithLearntDrafter(Model())
-    assert isinstance(believed_of(load({"engine": "simulated"}, ["engine.drafter=opt-125m-a100-40g"])), WithDrafter)
+    assert believed_latency_of(load({"engine": "torch"})) == Model()
+    assert believed_latency_of(load({"engine": {"kind": "torch", "drafter": "suffix"}})) == WithLearntDrafter(Model())
+    assert isinstance(
+        believed_latency_of(load({"engine": "simulated"}, ["engine.drafter=opt-125m-a100-40g"])), WithDrafter
+    )

@@ -65,7 +65,7 @@ class Text:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def spell(self, id: int) -> bytes:
+    def bytes_of_token(self, id: int) -> bytes:
         """The bytes that `id` stands for; a special token's own name. b"" for an id beyond the vocabulary."""
         if 0 <= id < len(self.token_bytes) and self.token_bytes[id]:
             return self.token_bytes[id]
@@ -83,7 +83,7 @@ class Text:
         return id
 
     @cached_property
-    def longest(self) -> int:
+    def max_token_bytes(self) -> int:
         """The bytes of UTF-8 in a prompt that one token stands for at most; special tokens have names in a prompt.
 
         A tokenizer that drops text (whitespace beside a special token, what Unicode normalization shortens) can go
@@ -95,12 +95,12 @@ class Text:
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes that each id stands for in an output; none for special tokens."""
-        spell = _byte_level if self._kind == "ByteLevel" else _sentencepiece
+        to_bytes = _byte_level if self._kind == "ByteLevel" else _sentencepiece
         size = self._tokenizer.get_vocab_size()
         table = [b""] * size
         for token, i in self._tokenizer.get_vocab().items():
             if i < size:
-                table[i] = spell(token)
+                table[i] = to_bytes(token)
         for i, added in self._tokenizer.get_added_tokens_decoder().items():
             if i < size:
                 table[i] = b"" if added.special else added.content.encode()

@@ -30,7 +30,7 @@ VOCAB_SIZE = 256  # output token n, counted from 1, has the id n modulo this
 class ByteText:
     """A tokenizer for a model that is not there: a token is one byte of UTF-8."""
 
-    longest = 1
+    max_token_bytes = 1
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
@@ -38,8 +38,8 @@ class ByteText:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return self.encode("\n".join(f"{m['role']}: {m['content']}" for m in messages) + "\nassistant: ")
 
-    def spell(self, id: int) -> bytes:
-        """The text of an output token: the engine's word, not a byte as in a prompt."""
+    def bytes_of_token(self, id: int) -> bytes:
+        """What an output token says: the engine's word, not a byte as in a prompt."""
         return WORDS[id % len(WORDS)].encode()
 
 

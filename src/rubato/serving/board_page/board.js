@@ -1,28 +1,28 @@
-// Asks /board.json every second while the tab is seen, and has it drawn. The header, keys and shortcuts are here.
+// Polls /board.json every second while the tab is visible and draws it; has the header, keys and shortcuts.
 
 import { at, set } from "./dom.js";
 import { attained, duration, plural } from "./format.js";
-import { PAGE_AT, tooMany, urgency } from "./promises.js";
+import { PAGE_BURN, burnText, urgency } from "./promises.js";
 import "./charts.js";
 import "./fleet.js";
 import "./requests.js";
-import { authorized, close, isOpen, open, openRequest, refresh } from "./panel.js";
-import { sending, stopLoad } from "./send.js";
-import { draws, history, redraw, view } from "./state.js";
+import { setHeaders, close, isOpen, open, openRequest, refresh } from "./panel.js";
+import { setUpForm, stopLoad } from "./send.js";
+import { onRedraw, history, redraw, view } from "./state.js";
 
-const EVERY_MS = 1000;
-const PATIENCE_MS = 5000; // until a server that says nothing counts as one that does not answer
-const STORED = "rubato-board-key";
+const POLL_MS = 1000;
+const TIMEOUT_MS = 5000; // until the server counts as silent
+const KEY_ITEM = "rubato-board-key";
 const THEMES = ["light", "dark"];
 
-let key = stored(() => sessionStorage.getItem(STORED)) ?? "";
-let answered = performance.now(); // when the server did so last
+let key = withStorage(() => sessionStorage.getItem(KEY_ITEM)) ?? "";
+let answeredAt = performance.now(); // of the last answer
 let timer = 0;
-let asking = null;
-let paused = false;
+let pendingFetch = null;
+let isPaused = false;
 
-// A browser that stores nothing: what is chosen lasts until the page is left
-function stored(use) {
+// Use the browser's storage; without it choices last until the page is left
+function withStorage(use) {
   try {
     return use();
   } catch {
@@ -32,20 +32,20 @@ function stored(use) {
 
 function remember(given) {
   key = given;
-  stored(() => (key ? sessionStorage.setItem(STORED, key) : sessionStorage.removeItem(STORED)));
+  withStorage(() => (key ? sessionStorage.setItem(KEY_ITEM, key) : sessionStorage.removeItem(KEY_ITEM)));
   history.clear();
 }
 
 const headers = () => (key ? { authorization: `Bearer ${key}` } : {});
 
-// ---------------------------------------------------------------------------- asking
+// ---------------------------------------------------------------------------- polling
 
 async function ask() {
   clearTimeout(timer);
-  asking?.abort();
-  if (document.hidden || paused) return;
-  const mine = (asking = new AbortController());
-  const late = setTimeout(() => mine.abort(), PATIENCE_MS);
+  pendingFetch?.abort();
+  if (document.hidden || isPaused) return;
+  const mine = (pendingFetch = new AbortController());
+  const late = setTimeout(() => mine.abort(), TIMEOUT_MS);
   try {
     const how = { headers: headers(), signal: mine.signal, cache: "no-store" };
     const reply = await fetch(`board.json?since=${history.since}`, how);
@@ -53,27 +53,27 @@ async function ask() {
     else if (!reply.ok) throw new Error(`status ${reply.status}`);
     else show(await reply.json());
   } catch (error) {
-    if (mine === asking && !document.hidden) silent(error);
+    if (mine === pendingFetch && !document.hidden) showSilence(error);
   } finally {
     clearTimeout(late);
   }
-  if (mine === asking && !document.hidden && !paused) timer = setTimeout(ask, EVERY_MS);
+  if (mine === pendingFetch && !document.hidden && !isPaused) timer = setTimeout(ask, POLL_MS);
 }
 
 function say(text, kind = "") {
   set(at("status"), { text, class: `pill ${kind}` });
 }
 
-function silent(error) {
-  const since = Math.round((performance.now() - answered) / 1000);
-  say(`The server has not answered for ${since} s.${view.told ? " This is how it was." : ""}`, "bad");
+function showSilence(error) {
+  const since = Math.round((performance.now() - answeredAt) / 1000);
+  say(`The server has not answered for ${since} s.${view.board ? " This is how it was." : ""}`, "bad");
   at("board").classList.add("stale");
   if (!(error instanceof TypeError) && error.name !== "AbortError") console.error(error); // one of ours
 }
 
 function askForKey() {
-  answered = performance.now();
-  view.told = null;
+  answeredAt = performance.now();
+  view.board = null;
   stopLoad();
   close();
   at("board").hidden = at("tools").hidden = at("facts").hidden = true;
@@ -81,23 +81,23 @@ function askForKey() {
   say(key ? "The server does not know this key." : "This server asks for an API key.", key ? "bad" : "quiet");
 }
 
-function show(told) {
-  answered = performance.now();
+function show(data) {
+  answeredAt = performance.now();
   if (at("key-form").contains(document.activeElement)) at("top").focus();
   at("key-form").hidden = true;
   at("board").hidden = at("tools").hidden = at("facts").hidden = false;
-  at("key-forget").hidden = !told.keys;
+  at("key-forget").hidden = !data.keys;
   at("board").classList.remove("stale");
-  history.take(told);
-  view.told = told;
+  history.take(data);
+  view.board = data;
   redraw();
   refresh();
 }
 
 // ---------------------------------------------------------------------------- the header
 
-// The one thing that an operator is to know
-function standing({ state, tiers, replicas, total, objective }) {
+// The status in a few words, the most important first
+function statusText({ state, tiers, replicas, total, objective }) {
   if (state === "dead") return ["Gave up: no server is left", "bad"];
   if (state === "draining") return ["Draining: takes no new request", "warn"];
   const lost = (replicas ?? []).filter((replica) => replica.state === "lost").length;
@@ -106,18 +106,18 @@ function standing({ state, tiers, replicas, total, objective }) {
   const burning = figures.filter(([, one]) => ["warn", "bad"].includes(urgency(one, objective)));
   if (burning.length) {
     const [name, { attainment, burn }] = burning.sort(([, a], [, b]) => b.burn - a.burn)[0];
-    return [`${name} at ${attained(attainment)}: ${tooMany({ burn })}`, burn >= PAGE_AT ? "bad" : "warn"];
+    return [`${name} at ${attained(attainment)}: ${burnText({ burn })}`, burn >= PAGE_BURN ? "bad" : "warn"];
   }
   if (!total.offered) return ["No request yet", "quiet"];
   return ["Keeping promises", "fine"];
 }
 
-draws((told) => {
-  const routed = told.router && told.router !== told.policy ? ` · router ${told.router}` : "";
-  const who = told.keys ? ` · ${told.tenant}${told.admin ? ", admin" : ": your requests"}` : "";
-  const up = duration(1000 * told.serving_seconds);
-  set(at("facts"), { text: `${told.model} · policy ${told.policy}${routed} · ${told.version} · up ${up}${who}` });
-  say(...standing(told));
+onRedraw((data) => {
+  const routed = data.router && data.router !== data.policy ? ` · router ${data.router}` : "";
+  const who = data.keys ? ` · ${data.tenant}${data.admin ? ", admin" : ": your requests"}` : "";
+  const up = duration(1000 * data.serving_seconds);
+  set(at("facts"), { text: `${data.model} · policy ${data.policy}${routed} · ${data.version} · up ${up}${who}` });
+  say(...statusText(data));
   for (const button of at("windows").children) {
     const chosen = button.dataset.window === view.window;
     set(button, { "aria-checked": String(chosen), tabindex: chosen ? 0 : -1 });
@@ -140,10 +140,10 @@ at("windows").addEventListener("keydown", (event) => {
 });
 
 function pause() {
-  paused = !paused;
-  set(at("pause"), { "aria-pressed": String(paused) });
-  if (paused) say("Paused", "quiet");
-  answered = performance.now();
+  isPaused = !isPaused;
+  set(at("pause"), { "aria-pressed": String(isPaused) });
+  if (isPaused) say("Paused", "quiet");
+  answeredAt = performance.now();
   ask();
 }
 
@@ -151,11 +151,11 @@ function theme() {
   const preferred = THEMES[Number(matchMedia("(prefers-color-scheme: dark)").matches)];
   const next = THEMES[1 - THEMES.indexOf(document.documentElement.dataset.theme ?? preferred)];
   document.documentElement.dataset.theme = next;
-  stored(() => localStorage.setItem("rubato-board-theme", next));
+  withStorage(() => localStorage.setItem("rubato-board-theme", next));
 }
 
-const chosen = stored(() => localStorage.getItem("rubato-board-theme"));
-if (THEMES.includes(chosen)) document.documentElement.dataset.theme = chosen;
+const storedTheme = withStorage(() => localStorage.getItem("rubato-board-theme"));
+if (THEMES.includes(storedTheme)) document.documentElement.dataset.theme = storedTheme;
 
 at("pause").addEventListener("click", pause);
 at("theme").addEventListener("click", theme);
@@ -164,24 +164,24 @@ at("try").addEventListener("click", () => {
   at("prompt").focus();
 });
 
-// The list is filtered while one types; Enter opens the request of that id, which may have ended
+// Typing filters the list; Enter opens the request of that id, which may have ended
 at("search").addEventListener("input", ({ target }) => {
   view.search = target.value.trim();
   redraw();
 });
 at("search").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || !view.search) return;
-  const found = view.told?.requests.filter((row) => row[0].includes(view.search)) ?? [];
+  const found = view.board?.requests.filter((row) => row[0].includes(view.search)) ?? [];
   openRequest(found.length === 1 ? found[0][0] : view.search);
 });
 
 // ---------------------------------------------------------------------------- keys
 
-const typing = (node) => node.matches?.("input, textarea, select");
+const isTyping = (node) => node.matches?.("input, textarea, select");
 
 document.addEventListener("keydown", (event) => {
   const command = event.metaKey || event.ctrlKey;
-  if ((event.key === "k" && command) || (event.key === "/" && !typing(event.target))) {
+  if ((event.key === "k" && command) || (event.key === "/" && !isTyping(event.target))) {
     event.preventDefault();
     at("search").focus();
     at("search").select();
@@ -191,7 +191,7 @@ document.addEventListener("keydown", (event) => {
     Object.assign(view, { tier: null, replica: null, lateOnly: false, search: "", moment: null });
     at("search").value = "";
     redraw();
-  } else if (!command && !event.altKey && !typing(event.target) && view.told) {
+  } else if (!command && !event.altKey && !isTyping(event.target) && view.board) {
     ({ p: pause, t: theme })[event.key]?.();
   }
 });
@@ -208,10 +208,10 @@ at("key-forget").addEventListener("click", () => {
 });
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) say("Paused while this tab is hidden.", "quiet");
-  answered = performance.now();
+  answeredAt = performance.now();
   ask();
 });
 
-authorized(headers);
-sending(headers, ask);
+setHeaders(headers);
+setUpForm(headers, ask);
 ask();

@@ -1,9 +1,9 @@
-// Charts as inline SVG: the stacked area of what became of requests, sparklines, strips of heat. They are drawn in
-// pixels of where they stand, and marked where the user points.
+// Charts as inline SVG: the stacked area of outcomes, sparklines, strips of heat. Coordinates are pixels; a cursor
+// follows the pointer.
 
 import { at, box, keyed, set, svg } from "./dom.js";
 import { count, duration, host, plural } from "./format.js";
-import { ago, draws, history, redraw, span, view } from "./state.js";
+import { ago, onRedraw, history, redraw, span, view } from "./state.js";
 
 // Causes of misses as docs/concepts.md names them, in the order of the bands. Each has a colour of its own.
 const CAUSES = [
@@ -15,7 +15,7 @@ export const colour = (cause) => `hue ${CAUSES.includes(cause) ? cause.replaceAl
 const rank = (cause) => (CAUSES.indexOf(cause) + 1 || CAUSES.length + 1);
 const [LEFT, TOP, BOTTOM] = [36, 10, 22];
 const ALARMING = ["lost", "gave up"];
-const OF_REQUESTS = ["placed again", "moved"]; // and not of a server
+const OF_REQUESTS = ["placed again", "moved"]; // the others concern a server
 
 const line = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
@@ -25,7 +25,7 @@ function nice(value) {
   return [1, 1.5, 2, 3, 4, 6, 8, 10].map((step) => step * power).find((step) => step >= value);
 }
 
-// ---------------------------------------------------------------------------- what became of requests
+// ---------------------------------------------------------------------------- outcomes
 
 const chart = at("outcomes-chart");
 const parts = {
@@ -34,11 +34,11 @@ const parts = {
 };
 chart.append(...Object.values(parts));
 
-function tiersShown(told) {
-  return view.tier ? [view.tier] : told.tiers.map((tier) => tier.name);
+function tiersShown(data) {
+  return view.tier ? [view.tier] : data.tiers.map((tier) => tier.name);
 }
 
-// What is stacked: [class, name, causes], the causes null of what was on time
+// The bands: [class, name, causes]; causes is null for requests on time
 function bandsOf(tiers) {
   const { starts, size } = span();
   const totals = [...new Set(tiers.flatMap((tier) => history.causes(tier)))].map((cause) => {
@@ -52,11 +52,11 @@ function bandsOf(tiers) {
   return [["kept", "on time", null], ...own.map((cause) => [colour(cause), cause, [cause]]), ...rest];
 }
 
-// Of each group of slices: offered, and how many fell in each band, a second
-function grouped(told, stacked) {
+// For each group of slices: requests/s offered, and in each band
+function ratesByGroup(data, stacked) {
   const { starts, size, seconds } = span();
-  const tiers = tiersShown(told);
-  const begun = history.now - history.up / seconds - 1; // before that nobody counted
+  const tiers = tiersShown(data);
+  const begun = history.now - history.up / seconds - 1; // the server's start
   return starts.filter((start) => start >= begun).map((start) => {
     const over = Math.max(1, Math.min(start + size, history.now) - start) * seconds;
     const all = (column) => tiers.reduce((sum, t) => sum + (history.sum("tiers", t, column, start, size) ?? 0), 0);
@@ -66,11 +66,11 @@ function grouped(told, stacked) {
   });
 }
 
-function drawOutcomes(told) {
+function drawOutcomes(data) {
   const { clientWidth: width, clientHeight: height } = chart;
   if (!width || !height) return;
-  const stacked = bandsOf(tiersShown(told));
-  const groups = grouped(told, stacked);
+  const stacked = bandsOf(tiersShown(data));
+  const groups = ratesByGroup(data, stacked);
   const most = nice(Math.max(0.2, ...groups.map((g) => Math.max(g.offered, g.bands.reduce((a, b) => a + b, 0)))));
   const all = span().starts.length;
   const x = (i) => LEFT + ((width - LEFT - 8) * (all - groups.length + i)) / (all - 1);
@@ -90,11 +90,11 @@ function drawOutcomes(told) {
     set(node, { class: `band ${kind}`, d });
   });
   set(parts.offered, { d: line(groups.map((g, i) => [x(i), y(g.offered)])) });
-  drawFlags(told, width, height);
+  drawFlags(data, width, height);
   const pointed = groups.findIndex((g) => g.start === view.moment);
   const cx = pointed < 0 ? -10 : x(pointed);
   set(parts.cursor, { x1: cx, x2: cx, y1: TOP, y2: height - BOTTOM });
-  readOut(told, stacked, groups[pointed] ?? null, groups.at(-1) ?? null);
+  drawLegend(data, stacked, groups[pointed] ?? null, groups.at(-1) ?? null);
 }
 
 function drawGrid(width, height, most, y) {
@@ -119,19 +119,19 @@ function drawGrid(width, height, most, y) {
   });
 }
 
-// A replica's name; of one that is gone its id is all there is
-export function named(told, id) {
-  const found = told.replicas?.find((replica) => replica.id === id);
+// A replica's name; its id if it is gone
+export function replicaName(data, id) {
+  const found = data.replicas?.find((replica) => replica.id === id);
   return found ? host(found) : id;
 }
 
-function drawFlags(told, width, height) {
+function drawFlags(data, width, height) {
   const { starts, size, seconds } = span();
   const all = (starts.length - 1) * size * seconds;
   let free = -Infinity; // where the next label may begin
-  const flags = told.flags.filter((flag) => flag.ago_ms / 1000 < all).map((flag) => {
+  const flags = data.flags.filter((flag) => flag.ago_ms / 1000 < all).map((flag) => {
     const x = LEFT + (width - LEFT - 8) * (1 - flag.ago_ms / 1000 / all);
-    const text = flagText(told, flag);
+    const text = flagText(data, flag);
     const right = x + 6 + text.length * 6 > width - 8;
     const begins = right ? x - 6 - text.length * 6 : x;
     const fits = begins > free && !OF_REQUESTS.includes(flag.kind);
@@ -150,12 +150,12 @@ function drawFlags(told, width, height) {
   });
 }
 
-function flagText(told, flag) {
+function flagText(data, flag) {
   const times = OF_REQUESTS.includes(flag.kind) ? `${plural(flag.count, "request")} ` : "";
-  return `${flag.replica ? `${named(told, flag.replica)} ` : "router "}${times}${flag.kind}`;
+  return `${flag.replica ? `${replicaName(data, flag.replica)} ` : "router "}${times}${flag.kind}`;
 }
 
-function readOut(told, stacked, pointed, last) {
+function drawLegend(data, stacked, pointed, last) {
   const shown = pointed ?? last;
   const when = pointed ? `${duration(1000 * ago(pointed.start + pointed.size))} ago` : "now";
   set(at("outcomes-when"), { text: when });
@@ -168,15 +168,15 @@ function readOut(told, stacked, pointed, last) {
     set(node.children[2], { text: count(value) });
     set(node, { class: value ? "" : "zero" });
   });
-  const flags = pointed === null ? [] : told.flags.filter((flag) => {
+  const flags = pointed === null ? [] : data.flags.filter((flag) => {
     const slice = history.now - flag.ago_ms / 1000 / history.slice_seconds;
     return Math.abs(slice - pointed.start - pointed.size / 2) <= Math.max(1, pointed.size);
   });
-  set(at("outcomes-flags"), { text: flags.map((flag) => flagText(told, flag)).join(", ") });
+  set(at("outcomes-flags"), { text: flags.map((flag) => flagText(data, flag)).join(", ") });
 }
 
-// A slice by where the pointer is, on any of the charts
-export function pointing(node, left = 0, right = 0) {
+// Set the moment to the slice under the pointer, on any chart
+export function trackPointer(node, left = 0, right = 0) {
   const move = (event) => {
     const box = node.getBoundingClientRect();
     const share = (event.clientX - box.left - left) / (box.width - left - right);
@@ -194,7 +194,7 @@ export function point(slice) {
   redraw();
 }
 
-pointing(chart, LEFT, 8);
+trackPointer(chart, LEFT, 8);
 chart.addEventListener("keydown", (event) => {
   const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   if (!step) return;
@@ -205,38 +205,38 @@ chart.addEventListener("keydown", (event) => {
 });
 chart.addEventListener("blur", () => point(null));
 new ResizeObserver(redraw).observe(chart);
-draws(drawOutcomes);
+onRedraw(drawOutcomes);
 
 // ---------------------------------------------------------------------------- small ones
 
-const stretched = (kind, width, height) =>
+const stretchedSvg = (kind, width, height) =>
   svg("svg", { class: kind, viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" });
 
 // values: of each group, null for a gap; from, to: the scale; rule: a dashed line
 export function sparkline(values, { from, to, rule = null, width = 120, height = 32 }) {
   const x = (i) => (width * i) / Math.max(1, values.length - 1);
   const y = (value) => 2 + (height - 4) * (1 - (value - from) / (to - from || 1));
-  const made = stretched("spark", width, height);
-  if (rule !== null) made.append(svg("line", { class: "rule", x1: 0, x2: width, y1: y(rule), y2: y(rule) }));
+  const picture = stretchedSvg("spark", width, height);
+  if (rule !== null) picture.append(svg("line", { class: "rule", x1: 0, x2: width, y1: y(rule), y2: y(rule) }));
   const runs = [[]];
   values.forEach((value, i) => (value === null ? runs.push([]) : runs.at(-1).push([x(i), y(value)])));
   for (const run of runs.filter((points) => points.length)) {
     const [first, final] = [run[0], run.at(-1)];
     if (run.length === 1) first[0] -= 1;
-    made.append(svg("path", { class: "fill", d: `${line([...run, [final[0], height], [first[0], height]])}Z` }));
-    made.append(svg("path", { class: "stroke", d: line(run.length === 1 ? [first, [first[0] + 2, first[1]]] : run) }));
+    picture.append(svg("path", { class: "fill", d: `${line([...run, [final[0], height], [first[0], height]])}Z` }));
+    picture.append(svg("path", { class: "stroke", d: line(run.length === 1 ? [first, [first[0] + 2, first[1]]] : run) }));
   }
   const pointed = span().starts.indexOf(view.moment);
-  if (pointed >= 0) made.append(svg("line", { class: "cursor", x1: x(pointed), x2: x(pointed), y1: 0, y2: height }));
-  return made;
+  if (pointed >= 0) picture.append(svg("line", { class: "cursor", x1: x(pointed), x2: x(pointed), y1: 0, y2: height }));
+  return picture;
 }
 
 // values: 0 to 1 of each group, null where nothing is known
 export function heat(values, kinds) {
-  const made = stretched("heat", values.length, 1);
+  const picture = stretchedSvg("heat", values.length, 1);
   values.forEach((value, i) => {
     const strength = (0.18 + 0.82 * value).toFixed(2);
-    if (value) made.append(svg("rect", { x: i, width: 1.02, height: 1, class: kinds[i], "fill-opacity": strength }));
+    if (value) picture.append(svg("rect", { x: i, width: 1.02, height: 1, class: kinds[i], "fill-opacity": strength }));
   });
-  return made;
+  return picture;
 }

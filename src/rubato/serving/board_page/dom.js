@@ -1,5 +1,5 @@
-// Elements. Text is only ever text: nothing here makes markup of it. Nodes are kept and changed where they differ, so
-// that what is selected or focused stays so.
+// Makes and updates elements. Text is never parsed as markup. Nodes are kept and changed where they differ, so that
+// selection and focus stay.
 
 const SVG = "http://www.w3.org/2000/svg";
 

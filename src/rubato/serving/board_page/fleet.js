@@ -1,11 +1,11 @@
 // A lane for each server: KV in use, how many ran and waited over the last minutes, step times, and its link.
 
 import { arrows, at, box, el, enterable, keyed, set } from "./dom.js";
-import { heat, pointing, sparkline } from "./charts.js";
+import { heat, trackPointer, sparkline } from "./charts.js";
 import { NONE, count, duration, host, percent, plural } from "./format.js";
-import { choose, draws, history, redraw, span, view } from "./state.js";
+import { choose, onRedraw, history, redraw, span, view } from "./state.js";
 
-const MAX_LANES = 8; // of more, those of one role are folded into one lane
+const MAX_LANES = 8; // beyond it, replicas of one role share a lane
 const open = new Set(); // roles that are unfolded
 const STALE_MS = 3000;
 const lanes = at("lanes");
@@ -25,7 +25,7 @@ const across = (ids, column, fold) => {
   return rows[0].map((_, i) => fold(rows.map((row) => row[i])));
 };
 
-// What a lane shows: one replica, or all of a role
+// The values of a lane: of one replica, or of all of a role
 function laneOf(replicas, role) {
   const [one] = replicas;
   const folded = role !== undefined;
@@ -61,7 +61,7 @@ function make(lane) {
   const node = el("button.lane", { type: "button", tabindex: "-1" },
     box("span.name", box("i.dot"), box("b"), box("small")), box("span.kv", box("span.bar", box("i.p99")), box("span")),
     box("span.load", box("span.strip"), box("span")), box("span.steps", box("span.trend"), box("span")));
-  pointing(node.querySelector(".strip"));
+  trackPointer(node.querySelector(".strip"));
   node.addEventListener("click", () => {
     if (!lane.folded) return choose("replica", lane.id);
     if (!open.delete(lane.role)) open.add(lane.role);
@@ -70,8 +70,8 @@ function make(lane) {
   return node;
 }
 
-// Now, or at the moment that is pointed at
-function then(lane, column, fold, now) {
+// The value now, or at the moment under the pointer
+function valueAtMoment(lane, column, fold, now) {
   const { size } = span();
   return view.moment === null ? now : fold(lane.ids.map((id) => history.last("replicas", id, column, view.moment, size)));
 }
@@ -83,31 +83,31 @@ function update(node, lane) {
   set(node, { class: `lane ${lane.kind}`, "aria-pressed": String(chosen), title: lane.title });
   set(name.children[1], { text: lane.name });
   set(name.children[2], { text: [role, lane.state].filter(Boolean).join(", ") });
-  const share = then(lane, "kv", mean, lane.kv);
+  const share = valueAtMoment(lane, "kv", mean, lane.kv);
   set(kv.firstChild.firstChild, { style: { width: `${100 * (share ?? 0)}%` } });
   set(kv.lastChild, { text: percent(share) });
   const [running, waiting] = [across(lane.ids, "running", sum), across(lane.ids, "waiting", sum)];
   const all = running.map((ran, i) => (ran === null ? null : ran + (waiting[i] ?? 0)));
   const most = Math.max(1, ...all);
   load.firstChild.replaceChildren(heat(all.map((n) => n && n / most), waiting.map((n) => (n ? "waiting" : "running"))));
-  const numbers = [then(lane, "running", sum, lane.running), then(lane, "waiting", sum, lane.waiting)];
+  const numbers = [valueAtMoment(lane, "running", sum, lane.running), valueAtMoment(lane, "waiting", sum, lane.waiting)];
   const isGone = lane.kind === "lost" && view.moment === null;
   set(load.lastChild, { text: isGone ? NONE : numbers.map(count).join(" + "), title: "running + waiting" });
   const times = across(lane.ids, "step_ms", mean);
   steps.firstChild.replaceChildren(sparkline(times, { from: 0, to: Math.max(1, ...times) * 1.1, width: 60, height: 20 }));
-  set(steps.lastChild, { text: duration(then(lane, "step_ms", mean, lane.step)) });
+  set(steps.lastChild, { text: duration(valueAtMoment(lane, "step_ms", mean, lane.step)) });
 }
 
 arrows(lanes, ".lane", { next: "ArrowDown", back: "ArrowUp" });
-draws((told) => {
-  at("fleet").hidden = told.replicas === null;
-  at("board").classList.toggle("nofleet", told.replicas === null);
-  if (told.replicas === null) return;
-  const lost = told.replicas.filter((replica) => replica.state === "lost").length;
-  const counted = told.replicas.filter((replica) => replica.link === "counted").length;
-  const about = [count(told.replicas.length), lost && `${lost} lost`, counted && `${counted} counted, not reported`];
+onRedraw((data) => {
+  at("fleet").hidden = data.replicas === null;
+  at("board").classList.toggle("nofleet", data.replicas === null);
+  if (data.replicas === null) return;
+  const lost = data.replicas.filter((replica) => replica.state === "lost").length;
+  const counted = data.replicas.filter((replica) => replica.link === "counted").length;
+  const about = [count(data.replicas.length), lost && `${lost} lost`, counted && `${counted} counted, not reported`];
   set(at("fleet-about"), { text: about.filter(Boolean).join(", ") });
-  set(at("fleet-title"), { text: told.replicas.some((replica) => replica.url) ? "Servers" : "Replicas" });
-  keyed(lanes, byLane(told.replicas), (lane) => lane.key, make, update);
+  set(at("fleet-title"), { text: data.replicas.some((replica) => replica.url) ? "Servers" : "Replicas" });
+  keyed(lanes, byLane(data.replicas), (lane) => lane.key, make, update);
   enterable(lanes, ".lane");
 });

@@ -1,4 +1,4 @@
-// Numbers as people read them. Times are in milliseconds; null is what is not known.
+// Formats numbers for people. Times are in milliseconds; null means unknown.
 
 export const NONE = "–";
 const NARROW = "\u202f"; // between a number and its unit
@@ -19,7 +19,7 @@ export function percent(share) {
   return share === null || share === undefined ? NONE : `${Math.round(100 * share)}${NARROW}%`;
 }
 
-// Of attainment, where 99.97 is 99.9 and not 100: something was late
+// Attainment, rounded down above 99 %: 99.97 is not 100
 export function attained(share) {
   const of100 = 100 * (share ?? 0);
   return of100 <= 99 || of100 === 100 ? percent(share) : `${(Math.floor(of100 * 10) / 10).toFixed(1)}${NARROW}%`;

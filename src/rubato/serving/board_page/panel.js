@@ -1,65 +1,65 @@
 // The side panel: one request with its waterfall and verdict, or the form that sends one.
 
-import { named } from "./charts.js";
+import { replicaName } from "./charts.js";
 import { at, box, el, set, svg } from "./dom.js";
 import { NONE, count, duration, promise, shortId } from "./format.js";
 import { view } from "./state.js";
 
 const panel = at("panel");
 const NOW = { waiting: "waits", running: "runs", moving: "moves" };
-let shown = null; // {id, group, over}
-let back = null; // what had the focus before
+let openedRequest = null; // {id, group, over}
+let focusBefore = null; // the element to return the focus to
 let headers = () => ({});
 
-export const authorized = (from) => {
+export const setHeaders = (from) => {
   headers = from;
 };
 
 export function open(which, title) {
-  if (panel.hidden) back = document.activeElement;
+  if (panel.hidden) focusBefore = document.activeElement;
   panel.hidden = false;
   at("request").hidden = which !== "request";
   at("send").hidden = which !== "send";
   set(at("panel-title"), { text: title });
-  shown = null;
+  openedRequest = null;
 }
 
 export function close() {
   if (panel.hidden) return;
   panel.hidden = true;
-  shown = null;
-  (back?.isConnected ? back : at("search")).focus();
+  openedRequest = null;
+  (focusBefore?.isConnected ? focusBefore : at("search")).focus();
 }
 
 export const isOpen = () => !panel.hidden;
 
-// group: of misses, whose latest it is: the server may have forgotten it
+// group: the misses whose latest one this is, shown if the server has forgotten the request
 export function openRequest(id, group = null) {
   open("request", `Request ${shortId(id)}`);
-  shown = { id, group, over: false };
+  openedRequest = { id, group, over: false };
   at("request").replaceChildren(el("p.soft", { text: "Asking the server…" }));
   at("panel-title").focus();
   refresh();
 }
 
-// Once for each answer of the board, until the request is over
+// Called at each update of the board, until the request has ended
 export async function refresh() {
-  const mine = shown;
-  if (!mine || mine.over || !view.told) return;
+  const mine = openedRequest;
+  if (!mine || mine.over || !view.board) return;
   try {
-    const path = view.told.paths.request + encodeURIComponent(mine.id);
+    const path = view.board.paths.request + encodeURIComponent(mine.id);
     const reply = await fetch(path, { headers: headers(), cache: "no-store" });
     const page = await reply.json();
-    if (mine !== shown) return;
-    if (!reply.ok) return forgotten(mine, page.error?.message ?? `The server answered with status ${reply.status}.`);
+    if (mine !== openedRequest) return;
+    if (!reply.ok) return showForgotten(mine, page.error?.message ?? `The server answered with status ${reply.status}.`);
     mine.over = page.state === "finished";
     draw(page, mine.id);
   } catch (error) {
-    if (mine === shown) forgotten(mine, `No answer: ${error.message}`);
+    if (mine === openedRequest) showForgotten(mine, `No answer: ${error.message}`);
   }
 }
 
-function forgotten(mine, why) {
+function showForgotten(mine, why) {
   mine.over = true;
   const latest = mine.group?.latest;
   const facts = latest ? [
@@ -87,7 +87,7 @@ function draw(page, id) {
     waterfall(choice),
     factList([
       ["Tier", page.tier], ["SLO", promise(page.slo[0])], ["Tenant", page.tenant],
-      ["Server", replicas.length ? named(view.told, replicas.at(-1)) : NONE],
+      ["Server", replicas.length ? replicaName(view.board, replicas.at(-1)) : NONE],
       ["Prompt", `${count(choice.prompt_tokens)} tokens${cached}`],
       ["Output", `${count(choice.output_tokens)} of ${count(choice.max_tokens)}`],
       ...(verdict ? times(verdict) : [["Age", duration(page.age_ms)], ["Now", now ? (NOW[now.in] ?? now.in) : choice.state]]),
@@ -98,13 +98,13 @@ function draw(page, id) {
   panel.scrollTop = scrolled;
 }
 
-const OF_SERVERS = { replica: "at", from: "from" }; // what an event says of them, and in which word
+const OF_SERVERS = { replica: "at", from: "from" }; // fields of an event that name a server -> word
 
 function eventLine({ event, at_ms: from, until_ms: until, ...more }) {
-  const told = Object.entries(more).filter(([, value]) => value).map(([name, value]) =>
-    OF_SERVERS[name] ? `${OF_SERVERS[name]} ${named(view.told, value)}` : `${name.replaceAll("_", " ")} ${value}`);
-  if (until > from) told.unshift(`until ${duration(until)}`);
-  return box("li", el("span", { text: duration(from) }), el("b", { text: event }), el("span", { text: told.join(", ") }));
+  const details = Object.entries(more).filter(([, value]) => value).map(([name, value]) =>
+    OF_SERVERS[name] ? `${OF_SERVERS[name]} ${replicaName(view.board, value)}` : `${name.replaceAll("_", " ")} ${value}`);
+  if (until > from) details.unshift(`until ${duration(until)}`);
+  return box("li", el("span", { text: duration(from) }), el("b", { text: event }), el("span", { text: details.join(", ") }));
 }
 
 // ---------------------------------------------------------------------------- the waterfall
@@ -120,30 +120,30 @@ function waterfall({ phases, deadlines: [due], now }) {
   const x = (ms) => NAMES + ((WIDTH - NAMES - 8) * ms) / full;
   const height = ROW * phases.length + 26;
   const words = phases.map(([kind, ms]) => `${kind} ${duration(ms)}`).join(", ");
-  const made = svg("svg", { class: "waterfall", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": words });
+  const picture = svg("svg", { class: "waterfall", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": words });
   let from = 0;
   phases.forEach(([kind, ms], i) => {
     const [begin, end, y] = [x(from), x((from += ms)), ROW * i];
     const [place, anchor] = end <= WIDTH - TIME ? [end + 5, "start"] : begin > NAMES + TIME ? [begin - 5, "end"] : [end - 5, "end"];
-    made.append(
+    picture.append(
       svg("text", { x: 0, y: y + 14, text: kind === "remote" ? "at the server" : kind }),
       svg("rect", { class: kind, x: begin, y: y + 3, width: Math.max(1.5, end - begin), height: ROW - 8, rx: 2 }),
       svg("text", { class: place < end && place > begin ? "time inside" : "time", x: place, y: y + 14, "text-anchor": anchor, text: duration(ms) }),
     );
   });
   const label = (where, anchor, text, kind = "time") =>
-    made.append(svg("text", { class: kind, x: where, y: height - 6, "text-anchor": anchor, text }));
-  made.append(svg("line", { class: "axis", x1: NAMES, x2: WIDTH - 8, y1: height - 20, y2: height - 20 }));
+    picture.append(svg("text", { class: kind, x: where, y: height - 6, "text-anchor": anchor, text }));
+  picture.append(svg("line", { class: "axis", x1: NAMES, x2: WIDTH - 8, y1: height - 20, y2: height - 20 }));
   label(NAMES, "start", "0");
   label(WIDTH - 8, "end", duration(full));
   let free = NAMES + 40;
   for (const [name, ms] of dues.sort(([, a], [, b]) => a - b)) {
-    made.append(svg("line", { class: "mark", x1: x(ms), x2: x(ms), y1: 0, y2: height - 20 }));
+    picture.append(svg("line", { class: "mark", x1: x(ms), x2: x(ms), y1: 0, y2: height - 20 }));
     if (x(ms) < free || x(ms) > WIDTH - 80) continue;
     label(x(ms), "middle", name, "time mark");
     free = x(ms) + 60;
   }
-  return made;
+  return picture;
 }
 
 at("panel-close").addEventListener("click", close);

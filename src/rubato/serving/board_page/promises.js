@@ -1,13 +1,13 @@
-// A card for each tier, the most urgent first: how much of what it promised was kept, and how near its bounds it is.
+// A card for each tier, the most urgent first: its attainment, and how near its times are to their bounds.
 
 import { arrows, at, box, el, enterable, keyed, set } from "./dom.js";
 import { sparkline } from "./charts.js";
 import { attained, count, duration, percent, plural, promise } from "./format.js";
-import { choose, draws, history, span, view } from "./state.js";
+import { choose, onRedraw, history, span, view } from "./state.js";
 
-export const PAGE_AT = 3.6; // a burn at which docs/alerts.yml pages
-const FEW = 5; // requests judged: of fewer no alarm is made
-const SMOOTH = 5; // groups of slices that a point of the line is over
+export const PAGE_BURN = 3.6; // the burn at which docs/alerts.yml pages
+const MIN_JUDGED = 5; // no alarm for fewer requests
+const SMOOTHED_GROUPS = 5; // groups of slices that a point of the line averages
 
 const judgedOf = ({ met, missed, late }) => met + missed + late;
 
@@ -15,15 +15,15 @@ const judgedOf = ({ met, missed, late }) => met + missed + late;
 export function urgency(figures, objective) {
   const judged = judgedOf(figures);
   if (!judged) return "quiet";
-  if (judged < FEW || figures.attainment >= objective) return "fine";
-  return figures.burn >= PAGE_AT ? "bad" : "warn";
+  if (judged < MIN_JUDGED || figures.attainment >= objective) return "fine";
+  return figures.burn >= PAGE_BURN ? "bad" : "warn";
 }
 
-// How many miss, as a multiple of what the objective allows
-export const tooMany = ({ burn }) => `${burn.toFixed(1)}× allowed misses`;
+// The share of misses as a multiple of what the objective allows
+export const burnText = ({ burn }) => `${burn.toFixed(1)}× allowed misses`;
 
 // The same in a sentence
-export function budget({ attainment }, objective) {
+export function budgetText({ attainment }, objective) {
   return `Error budget: ${percent(1 - objective)} of the requests may miss their SLO. ${percent(1 - attainment)} did.`;
 }
 
@@ -40,29 +40,29 @@ const meter = () => box("span", box("span.label"),
 
 const isPromised = (slo) => slo !== null && [slo.ttft_ms, slo.tpot_ms, slo.e2e_ms].some((bound) => bound !== null);
 
-function fillCard(node, tier, told) {
+function fillCard(node, tier, data) {
   const figures = tier.windows[view.window];
   const [name, flag, slo, figure, trend, meters, now] = node.children;
   const hasSlo = isPromised(tier.slo) || !tier.best_effort;
-  const state = hasSlo ? urgency(figures, told.objective) : "besteffort";
+  const state = hasSlo ? urgency(figures, data.objective) : "besteffort";
   set(node, { class: `card ${state}`, "aria-pressed": String(view.tier === tier.name) });
   set(name, { text: tier.name, title: tier.name });
   const isBurning = ["warn", "bad"].includes(state);
-  set(flag, { text: isBurning ? tooMany(figures) : "", title: isBurning ? budget(figures, told.objective) : null });
+  set(flag, { text: isBurning ? burnText(figures) : "", title: isBurning ? budgetText(figures, data.objective) : null });
   const words = isPromised(tier.slo) ? promise(tier.slo) : hasSlo ? "SLO of each request" : "best effort";
   set(slo, { text: words, title: words });
-  if (hasSlo) fillPromised(figure, trend, tier, told, figures);
+  if (hasSlo) fillPromised(figure, trend, tier, data, figures);
   else fillBestEffort(figure, trend, tier);
   keyed(meters, metersOf(tier, figures, hasSlo), ([what]) => what, meter, (row, [what, ...values]) => {
     set(row.firstChild, { text: what });
-    if (what === "budget") fillBudget(row, ...values, budget(figures, told.objective));
+    if (what === "budget") fillBudget(row, ...values, budgetText(figures, data.objective));
     else fillBullet(row, ...values);
   });
   const { running, waiting, late } = tier.now;
   set(now, { text: `${running} running, ${waiting} waiting${late ? `, ${late} late now` : ""}` });
 }
 
-// The budget, and the times that are bounded; at least two of them
+// The budget and the times with a bound, at least two of them
 function metersOf(tier, figures, hasSlo) {
   const times = ["ttft", "tpot", "e2e"].map((time) =>
     [time.toUpperCase(), figures[`${time}_ms`], tier.slo?.[`${time}_ms`] ?? null]);
@@ -71,26 +71,27 @@ function metersOf(tier, figures, hasSlo) {
   return hasSlo && figures.budget_left !== null ? [["budget", figures.budget_left], ...wanted] : wanted;
 }
 
-function fillPromised(figure, trend, tier, told, figures) {
+function fillPromised(figure, trend, tier, data, figures) {
   const judged = judgedOf(figures);
   set(figure.children[0], { text: attained(figures.attainment) });
   set(figure.children[1], { text: judged ? `of ${count(judged)} on time` : "nothing to judge yet" });
   const { starts, size } = span();
   const causes = history.causes(tier.name).map((cause) => `cause ${cause}`);
   const shares = starts.map((start) => {
-    const over = (column) => history.sum("tiers", tier.name, column, start - (SMOOTH - 1) * size, SMOOTH * size) ?? 0;
+    const from = start - (SMOOTHED_GROUPS - 1) * size;
+    const over = (column) => history.sum("tiers", tier.name, column, from, SMOOTHED_GROUPS * size) ?? 0;
     const met = over("met");
     const ended = met + causes.reduce((missed, cause) => missed + over(cause), 0);
     return ended ? met / ended : null;
   });
   const lowest = Math.min(0.7, ...shares.filter((share) => share !== null));
-  trend.replaceChildren(sparkline(shares, { from: lowest, to: 1, rule: told.objective }));
+  trend.replaceChildren(sparkline(shares, { from: lowest, to: 1, rule: data.objective }));
 }
 
 function fillBestEffort(figure, trend, tier) {
   const { starts, size, seconds } = span();
   const rates = starts.map((start) => (history.sum("tiers", tier.name, "tokens", start, size) ?? 0) / size / seconds);
-  const recent = rates.slice(-SMOOTH);
+  const recent = rates.slice(-SMOOTHED_GROUPS);
   const wait = tier.now.oldest_wait_ms;
   set(figure.children[0], { text: count(recent.reduce((a, b) => a + b, 0) / recent.length) });
   set(figure.children[1], { text: `tokens/s${wait === null ? "" : `, oldest waits ${duration(wait)}`}` });
@@ -122,8 +123,8 @@ function fillBullet(row, [p50, p99], bound) {
 
 const strip = at("promises");
 arrows(strip, ".card", { next: "ArrowRight", back: "ArrowLeft" });
-draws((told) => {
-  keyed(strip, told.tiers, (tier) => tier.name, card, (node, tier) => fillCard(node, tier, told));
+onRedraw((data) => {
+  keyed(strip, data.tiers, (tier) => tier.name, card, (node, tier) => fillCard(node, tier, data));
   enterable(strip, ".card");
-  set(at("outcomes-of"), { text: view.tier ? `of ${view.tier}` : plural(told.tiers.length, "tier") });
+  set(at("outcomes-of"), { text: view.tier ? `of ${view.tier}` : plural(data.tiers.length, "tier") });
 });

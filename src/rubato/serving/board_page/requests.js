@@ -1,24 +1,24 @@
-// What is in flight, as a timeline: a bar for each request from its arrival until now, and when its next token is due.
+// Requests in flight as a timeline: a bar for each from its arrival until now, and when its next token is due.
 // Below it misses, grouped by tier and cause.
 
 import { arrows, at, box, el, enterable, keyed, set } from "./dom.js";
-import { colour, named } from "./charts.js";
+import { colour, replicaName } from "./charts.js";
 import { NONE, count, duration, shortId } from "./format.js";
 import { openRequest } from "./panel.js";
-import { choose, draws, redraw, view } from "./state.js";
+import { choose, onRedraw, redraw, view } from "./state.js";
 
 const MAX_ROWS = 100;
 export const PHASES = { q: "queue", r: "remote", p: "prefill", d: "decode", t: "transfer" };
 const timeline = at("timeline");
-let resting = []; // the order in which rows were, while somebody points at them
+let shownOrder = []; // ids of rows, kept in this order under the pointer
 
-function rowsOf(told) {
-  return told.requests.map((values) => Object.fromEntries(told.request_columns.map((name, i) => [name, values[i]])));
+function rowsOf(data) {
+  return data.requests.map((values) => Object.fromEntries(data.request_columns.map((name, i) => [name, values[i]])));
 }
 
 const slack = (row) => row.due_in_ms ?? (row.best_effort ? 1e12 : 1e11);
 
-function wanted(row) {
+function isWanted(row) {
   return (!view.tier || row.tier === view.tier) && (!view.replica || row.replica === view.replica) &&
     (!view.lateOnly || row.late) && (!view.search || row.id.includes(view.search));
 }
@@ -26,14 +26,14 @@ function wanted(row) {
 function inOrder(rows) {
   rows.sort((a, b) => slack(a) - slack(b));
   if (timeline.matches(":hover") || timeline.contains(document.activeElement)) {
-    const place = new Map(resting.map((id, i) => [id, i]));
+    const place = new Map(shownOrder.map((id, i) => [id, i]));
     rows.sort((a, b) => (place.get(a.id) ?? 1e9) - (place.get(b.id) ?? 1e9));
   }
-  resting = rows.map((row) => row.id);
+  shownOrder = rows.map((row) => row.id);
   return rows.slice(0, MAX_ROWS);
 }
 
-// Where "now" stands, and how many milliseconds the bars' width is
+// Milliseconds left of "now", and across the whole width
 function scale(rows) {
   const ages = rows.map((row) => row.age_ms).sort((a, b) => a - b);
   const past = Math.max(1000, ages[Math.floor(0.9 * (ages.length - 1))] ?? 1000);
@@ -49,7 +49,7 @@ function make(row) {
   return node;
 }
 
-function update(node, row, told, { past, all }) {
+function update(node, row, data, { past, all }) {
   const [tag, id, track, where, left] = node.children;
   const share = (ms) => 100 * Math.max(0, Math.min(1, ms / all));
   const now = share(past);
@@ -72,7 +72,7 @@ function update(node, row, told, { past, all }) {
   set(over, { hidden: !late, style: { left: `${due ?? 0}%`, width: `${now - (due ?? now)}%` } });
   set(tick, { hidden: due === null || due >= 100, style: { left: `${due ?? 0}%` } });
   set(here, { style: { left: `${now}%` } });
-  set(where, { text: row.state === "held" ? "router" : row.replica ? named(told, row.replica) : NONE });
+  set(where, { text: row.state === "held" ? "router" : row.replica ? replicaName(data, row.replica) : NONE });
   set(left, { text: slackText(row) });
 }
 
@@ -83,22 +83,22 @@ function slackText({ due_in_ms: due, late, best_effort: isBestEffort }) {
   return isBestEffort ? "best effort" : "no bound left";
 }
 
-function drawRequests(told) {
-  const all = rowsOf(told).filter(wanted);
+function drawRequests(data) {
+  const all = rowsOf(data).filter(isWanted);
   const rows = inOrder(all);
-  const { in_flight: total, held, waiting, running } = told.queue;
-  const some = told.requests.length < total ? `, the ${told.requests.length} due soonest shown` : "";
+  const { in_flight: total, held, waiting, running } = data.queue;
+  const some = data.requests.length < total ? `, the ${data.requests.length} due soonest shown` : "";
   const about = `${count(total)}: ${count(running)} running, ${count(waiting)} waiting, ${count(held)} held${some}`;
   set(at("requests-about"), { text: total ? about : "" });
   set(at("late-only"), { "aria-pressed": String(view.lateOnly) });
   const fitted = scale(rows);
-  keyed(timeline, rows, (row) => row.id, make, (node, row) => update(node, row, told, fitted));
+  keyed(timeline, rows, (row) => row.id, make, (node, row) => update(node, row, data, fitted));
   enterable(timeline, ".row");
   set(timeline, { "data-none": rows.length ? null : total ? "None of these is in flight." : "Nothing is in flight." });
-  drawFilters(told);
+  drawFilters(data);
 }
 
-function drawFilters(told) {
+function drawFilters(data) {
   const items = [["tier", view.tier], ["replica", view.replica]].filter(([, value]) => value);
   const chip = ([name]) => {
     const node = el("button.chip", { type: "button" });
@@ -106,7 +106,7 @@ function drawFilters(told) {
     return node;
   };
   keyed(at("filters"), items, ([name]) => name, chip, (node, [name, value]) => {
-    set(node, { text: `${name === "replica" ? named(told, value) : value} ×`, "aria-label": `No longer only ${value}` });
+    set(node, { text: `${name === "replica" ? replicaName(data, value) : value} ×`, "aria-label": `No longer only ${value}` });
   });
 }
 
@@ -114,7 +114,7 @@ function drawFilters(told) {
 
 const UNREPORTED = "not reported";
 
-// Why no cause is known, once for all
+// Why no cause is known, for all groups
 function whyUnknown({ misses, replicas }) {
   if (!misses.some((group) => group.cause === UNREPORTED)) return "";
   const counted = replicas?.filter((replica) => replica.link === "counted") ?? [];
@@ -124,7 +124,7 @@ function whyUnknown({ misses, replicas }) {
   return "Not reported: a server without the plug-in, or without its link, does not say how it spent the time.";
 }
 
-// How late the latest one was, and when; where no cause is known, what the gateway saw
+// How late the latest miss was, and when; where no cause is known, the times that the gateway measured
 function exampleOf({ cause, latest }) {
   const ago = `, ${duration(latest.age_ms)} ago`;
   if (!(latest.margin_ms < 0)) return `${latest.reason || latest.outcome}${ago}`;
@@ -134,12 +134,12 @@ function exampleOf({ cause, latest }) {
   return `${late}: first token ${duration(latest.ttft_ms)}${pace}`;
 }
 
-function drawMisses(told) {
-  const groups = told.misses.filter((group) => !view.tier || group.tier === view.tier);
+function drawMisses(data) {
+  const groups = data.misses.filter((group) => !view.tier || group.tier === view.tier);
   const most = Math.max(1, ...groups.map((group) => group.recent));
   const recent = groups.reduce((all, group) => all + group.recent, 0);
-  set(at("misses-about"), { text: groups.length ? `${count(recent)} in 15 min${told.admin ? "" : ", of yours"}` : "" });
-  const why = whyUnknown({ misses: groups, replicas: told.replicas });
+  set(at("misses-about"), { text: groups.length ? `${count(recent)} in 15 min${data.admin ? "" : ", of yours"}` : "" });
+  const why = whyUnknown({ misses: groups, replicas: data.replicas });
   set(at("misses-why"), { text: why, hidden: !why });
   const build = () => {
     const node = el("button.group", { type: "button", tabindex: "-1" },
@@ -173,5 +173,5 @@ at("requests-more").addEventListener("click", ({ currentTarget }) => {
   set(currentTarget, { "aria-expanded": String(tall), text: tall ? "Collapse" : "Expand" });
   redraw();
 });
-draws(drawRequests);
-draws(drawMisses);
+onRedraw(drawRequests);
+onRedraw(drawMisses);

@@ -1,34 +1,34 @@
-// "Try it": a chat request with an SLO, or the same with and without one side by side; and load to see it under.
+// "Try it": sends a chat request with an SLO, or with and without one side by side, and makes load.
 
 import { at, box, el, keyed, set, svg } from "./dom.js";
 import { count, duration, promise } from "./format.js";
-import { draws, view } from "./state.js";
+import { onRedraw, view } from "./state.js";
 
 const MAX_BARS = 96; // tokens whose times are drawn
 const CHOICES = 8; // streams of one connection: a browser has six to one host, and the board and the form need three
-const LOAD_TOKENS = 256; // of each of them
-const REST_MS = 1000; // from a refusal of load to the next try
+const LOAD_TOKENS = 256; // for each stream
+const RETRY_MS = 1000; // after a refused load request
 
 let headers = () => ({});
-let asked = () => {};
-let stopping = null;
+let notifyAsked = () => {};
+let sendAbort = null;
 
 // ---------------------------------------------------------------------------- one request
 
 function bodyOf(withSlo) {
   const stated = ["ttft", "tpot", "e2e"].filter((name) => at(name).value).map((name) => [`${name}_ms`, Number(at(name).value)]);
-  const asked_ = withSlo ? { service_tier: at("tier").value, slo: Object.fromEntries(stated) } : { service_tier: "flex" };
-  if (!asked_.service_tier) delete asked_.service_tier;
-  if (!stated.length) delete asked_.slo;
+  const sloFields = withSlo ? { service_tier: at("tier").value, slo: Object.fromEntries(stated) } : { service_tier: "flex" };
+  if (!sloFields.service_tier) delete sloFields.service_tier;
+  if (!stated.length) delete sloFields.slo;
   return {
-    model: view.told.model, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true },
-    messages: [{ role: "user", content: at("prompt").value }], max_tokens: Number(at("max-tokens").value), ...asked_,
+    model: view.board.model, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true },
+    messages: [{ role: "user", content: at("prompt").value }], max_tokens: Number(at("max-tokens").value), ...sloFields,
   };
 }
 
 function post(body, signal) {
   const stated = { ...headers(), "content-type": "application/json" };
-  return fetch(view.told.paths.chat, { method: "POST", body: JSON.stringify(body), signal, headers: stated });
+  return fetch(view.board.paths.chat, { method: "POST", body: JSON.stringify(body), signal, headers: stated });
 }
 
 class Run {
@@ -38,18 +38,18 @@ class Run {
     this.first = null; // ms from sending to the first token
     this.last = 0;
     this.gaps = []; // ms for each token after the first
-    this.begun = performance.now();
-    this.said = el("p.verdict", { role: "status", text: "Waits for its first token." });
+    this.beganAt = performance.now();
+    this.status = el("p.verdict", { role: "status", text: "Waits for its first token." });
     this.times = box("dl.facts");
     this.bars = svg("svg", { class: "gaps", preserveAspectRatio: "none", "aria-hidden": "true" });
     this.text = el("pre", { tabindex: "0", role: "region", "aria-label": "Answer" });
-    this.node = box("article.run", el("h3", { text: title }), this.said, this.times, this.bars, this.text);
+    this.node = box("article.run", el("h3", { text: title }), this.status, this.times, this.bars, this.text);
     this.showTimes();
   }
 
   async stream(signal) {
     const reply = await post(this.body, signal);
-    if (!reply.ok) return this.failed(await refusal(reply));
+    if (!reply.ok) return this.fail(await refusal(reply));
     this.clamped = reply.headers.get("x-rubato-clamped");
     const reader = reply.body.getReader();
     const decoder = new TextDecoder();
@@ -61,7 +61,7 @@ class Run {
       rest = events.pop();
       for (const event of events) this.take(event);
     }
-    if (!this.judged) this.failed("The stream ended without a verdict.");
+    if (!this.hasVerdict) this.fail("The stream ended without a verdict.");
     return undefined;
   }
 
@@ -69,8 +69,8 @@ class Run {
     if (!event.startsWith("data:") || event.endsWith("[DONE]")) return;
     const chunk = JSON.parse(event.slice(5));
     if (chunk.error) {
-      this.judged = true;
-      this.failed(chunk.error.message);
+      this.hasVerdict = true;
+      this.fail(chunk.error.message);
       return;
     }
     const text = chunk.choices?.[0]?.delta?.content ?? "";
@@ -83,7 +83,7 @@ class Run {
   count(tokens) {
     const came = tokens - this.tokens;
     if (came <= 0) return;
-    const now = performance.now() - this.begun;
+    const now = performance.now() - this.beganAt;
     if (this.first === null) {
       this.first = now;
       this.say("Tokens are coming.");
@@ -111,7 +111,7 @@ class Run {
   }
 
   judge(verdict) {
-    this.judged = true;
+    this.hasVerdict = true;
     const { met, margin_ms: margin, targets, cause, tier } = verdict;
     const promised = ["ttft_ms", "tpot_ms", "e2e_ms"].some((name) => targets[name] !== null);
     const spare = margin === null ? "" : margin < 0 ? `, late by ${duration(-margin)}` : `, ${duration(margin)} to spare`;
@@ -123,12 +123,12 @@ class Run {
     this.say(`${how}${served}${loosened} Tier ${tier}${promised ? `: ${promise(targets)}` : ""}.`, state);
   }
 
-  failed(why) {
+  fail(why) {
     this.say(why, "late");
   }
 
   say(text, kind = "") {
-    set(this.said, { text, class: `verdict ${kind}` });
+    set(this.status, { text, class: `verdict ${kind}` });
   }
 }
 
@@ -142,20 +142,20 @@ async function refusal(reply) {
 }
 
 async function send(runs) {
-  if (stopping || !at("send-form").reportValidity()) return;
-  stopping = new AbortController();
+  if (sendAbort || !at("send-form").reportValidity()) return;
+  sendAbort = new AbortController();
   at("send-button").disabled = at("send-both").disabled = true;
   at("stop").disabled = false;
   at("runs").replaceChildren(...runs.map((run) => run.node));
-  const stop = stopping.signal;
-  setTimeout(asked, 50);
+  const stop = sendAbort.signal;
+  setTimeout(notifyAsked, 50);
   await Promise.all(runs.map((run) => run.stream(stop).catch((error) => {
-    run.failed(stop.aborted ? "Stopped." : `No answer: ${error.message}`);
+    run.fail(stop.aborted ? "Stopped." : `No answer: ${error.message}`);
   })));
-  stopping = null;
+  sendAbort = null;
   at("send-button").disabled = at("send-both").disabled = false;
   at("stop").disabled = true;
-  asked();
+  notifyAsked();
 }
 
 // ---------------------------------------------------------------------------- load
@@ -169,11 +169,11 @@ async function keepAsking(stop) {
       const reply = await post({ model, messages, max_tokens: LOAD_TOKENS, n: CHOICES, service_tier: "flex" }, stop);
       if (reply.ok) await reply.text();
       else set(at("load-said"), { text: await refusal(reply) });
-      if (!reply.ok) await new Promise((done) => { setTimeout(done, REST_MS); });
+      if (!reply.ok) await new Promise((done) => { setTimeout(done, RETRY_MS); });
     } catch (error) {
       if (!stop.aborted) {
         set(at("load-said"), { text: `No answer: ${error.message}` });
-        await new Promise((done) => { setTimeout(done, REST_MS); });
+        await new Promise((done) => { setTimeout(done, RETRY_MS); });
       }
     }
   }
@@ -203,10 +203,10 @@ function offerTiers({ may_ask_for: tiers }) {
 }
 
 // from: headers of each request; onAsked: called when a request is on its way, and when it has ended
-export function sending(from, onAsked) {
+export function setUpForm(from, onAsked) {
   headers = from;
-  asked = onAsked;
-  draws(offerTiers);
+  notifyAsked = onAsked;
+  onRedraw(offerTiers);
   at("send-form").addEventListener("submit", (event) => {
     event.preventDefault();
     send([new Run("Answer", bodyOf(true))]);
@@ -214,7 +214,7 @@ export function sending(from, onAsked) {
   at("send-both").addEventListener("click", () => {
     send([new Run("With SLO", bodyOf(true)), new Run("Without: best effort", bodyOf(false))]);
   });
-  at("stop").addEventListener("click", () => stopping?.abort());
+  at("stop").addEventListener("click", () => sendAbort?.abort());
   at("load-streams").addEventListener("input", ({ target }) => setLoad(Number(target.value)));
 }
 

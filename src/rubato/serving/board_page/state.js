@@ -1,20 +1,20 @@
-// What the page shows and what the user chose: one object, and what is to be drawn again when it changes. The history
-// is kept here, in rings; the server sends only what is new of it.
+// The state of the page and of the user's choices, and the callbacks that draw it again when it changes. The history is
+// kept here, in rings; the server sends only new slices.
 
 export const view = {
-  told: null, // the last answer of /board.json
+  board: null, // the last answer of /board.json
   window: "300", // a key of each tier's `windows`
-  tier: null, // the one that everything is filtered by
+  tier: null, // the filter of all lists
   replica: null,
   lateOnly: false,
   search: "",
-  moment: null, // the slice that is pointed at
+  moment: null, // the slice under the pointer
 };
 
-const drawn = [];
-export const draws = (draw) => drawn.push(draw);
+const drawCallbacks = [];
+export const onRedraw = (draw) => drawCallbacks.push(draw);
 export function redraw() {
-  if (view.told) for (const draw of drawn) draw(view.told);
+  if (view.board) for (const draw of drawCallbacks) draw(view.board);
 }
 
 export function choose(name, value) {
@@ -22,7 +22,7 @@ export function choose(name, value) {
   redraw();
 }
 
-// Which slices the charts show: `size` in each of the groups that begin at `starts`; `now` is not over yet.
+// The slices that the charts show: groups of `size` slices that begin at `starts`; the current slice is left out.
 export function span() {
   const { slice_seconds: seconds, slices } = history;
   const wanted = view.window === "300" ? Math.round(300 / seconds) : slices;
@@ -55,7 +55,7 @@ class History {
   clear() {
     this.rings = new Map();
     this.now = 0;
-    this.up = 0; // seconds that the server had served
+    this.up = 0; // seconds since the server's start
     this.slices = 180;
     this.slice_seconds = 5;
   }
@@ -64,10 +64,10 @@ class History {
     return Math.max(0, this.now - 1);
   }
 
-  take(told) {
-    const { first, slices, slice_seconds, tiers, replicas } = told.history;
-    if (told.serving_seconds < this.up) this.clear(); // another server than before
-    Object.assign(this, { slices, slice_seconds, up: told.serving_seconds });
+  take(data) {
+    const { first, slices, slice_seconds, tiers, replicas } = data.history;
+    if (data.serving_seconds < this.up) this.clear(); // another server than before
+    Object.assign(this, { slices, slice_seconds, up: data.serving_seconds });
     for (const [kind, of] of Object.entries({ tiers, replicas })) {
       for (const [name, columns] of Object.entries(of)) {
         const { causes = {}, ...others } = columns;
@@ -86,15 +86,15 @@ class History {
     return this.rings.get(key);
   }
 
-  // The sum over a group of slices; null where nothing is known of any
+  // The sum over a group of slices; null where none has a value
   sum(kind, name, column, start, size) {
     const ring = this.ring(kind, name, column);
-    let found = null;
+    let total = null;
     for (let slice = start; slice < Math.min(start + size, this.now); slice += 1) {
       const value = ring.get(slice);
-      if (value !== null) found = (found ?? 0) + value;
+      if (value !== null) total = (total ?? 0) + value;
     }
-    return found;
+    return total;
   }
 
   last(kind, name, column, start, size) {
@@ -105,7 +105,7 @@ class History {
     return null;
   }
 
-  // Which causes a tier's misses had
+  // The causes of a tier's misses
   causes(tier) {
     return [...this.rings.keys()].map((key) => JSON.parse(key))
       .filter(([kind, name, column]) => kind === "tiers" && name === tier && column.startsWith("cause "))
