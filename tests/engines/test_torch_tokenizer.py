@@ -203,7 +203,7 @@ def state(seq: Sequence) -> dict[str, Any]:
         "output": seq.output,
         "stage": seq.stage,
         "tail": seq._tail,
-        "held": seq._stop._held,
+        "held": seq._stop._withheld,
         "half": seq._detokeniser._decoder.getstate(),
         "random": seq.choice.generator.getstate(),
         "seen": seen and (list(seen.ids), list(seen.counts)),

@@ -518,14 +518,14 @@ class Lossy(LocalHost):
     """It may be lost, as a host in another process is."""
 
     def vanish(self) -> None:
-        replica = self._started()
+        replica = self._started_replica()
         self._flush()
         self._emit = lambda event: None
         assert self._task is not None
         self._task.cancel()
         left = [s for s in replica.seqs.values() if not s.ended]
         requests = [replace(s.request, progress=s.progress({}) if s.total_output else None) for s in left]
-        self._lost(self.id, RuntimeError("gone"), requests)
+        self._lose_host(self.id, RuntimeError("gone"), requests)
 
 
 @pytest.mark.parametrize("gone", [(0,), (2,), (0, 1), (2, 0), (1, 2)])
