@@ -15,13 +15,13 @@ from rubato.core.request import SLO
 from rubato.demo import demo
 from rubato.demo import progress as demo_progress
 from rubato.demo import runs as demo_runs
-from rubato.demo.progress import LOAD_S, Progress
+from rubato.demo.progress import LOAD_S, PhaseProgress
 from rubato.demo.runs import (
     MIN_REQUESTS,
     OVERLOAD,
     SCALES,
     TIERS,
-    Stage,
+    DemoStage,
     Unloaded,
     burst_size,
     check_rate,
@@ -82,8 +82,8 @@ def test_none_held() -> None:
         sustained_rate([(5.0, 0.5), (4.0, 0.8)])
 
 
-def stage(tmp_path: Path, seed: int = 0) -> Stage:
-    return Stage(tmp_path, "no model", seed, Progress("edf"))
+def stage(tmp_path: Path, seed: int = 0) -> DemoStage:
+    return DemoStage(tmp_path, "no model", seed, PhaseProgress("edf"))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -125,7 +125,7 @@ def test_bursts_take_seconds_on_any_machine() -> None:
 
 
 def test_time_left_is_told_with_each_phase(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress("edf")
+    progress = PhaseProgress("edf")
     for _ in range(5):
         progress.begin()
     progress.seconds = 60.0
@@ -140,7 +140,7 @@ def test_time_left_is_told_with_each_phase(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("policy", ["vllm", "sarathi", "slos_serve"])
 def test_a_baseline_may_be_set_against_the_baselines(policy: str) -> None:
-    progress = Progress(policy)
+    progress = PhaseProgress(policy)
     for _ in range(7):
         progress.begin()
     assert progress.phases_begun == len(progress.phases())
@@ -190,7 +190,7 @@ def test_how_to_read_a_poor_fit_and_a_disturbed_machine(monkeypatch: pytest.Monk
     assert demo_runs.poor_fit_warning(FitReport(0.99, 0.05, 0.3, 100)) == ""
     assert "half of them by over 20%" in demo_runs.poor_fit_warning(FitReport(0.5, 0.2, 0.4, 100))
     assert demo_runs.poor_fit_warning(FitReport(0.5, 0.05, 0.7, 100))
-    progress = Progress("edf")
+    progress = PhaseProgress("edf")
     assert progress.disturbance() == ""
     busy = iter([10.0, 10.0, 20.0, 21e9])
     monkeypatch.setattr("rubato.core.cpu_usage.busy_seconds", lambda cores: next(busy))

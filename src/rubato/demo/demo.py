@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rubato.core.extras import extra
-from rubato.demo.progress import Progress, say
-from rubato.demo.runs import HOLDING_ATTAINMENT, OVERLOAD, Stage, attained_share, count_met
+from rubato.demo.progress import PhaseProgress, say
+from rubato.demo.runs import HOLDING_ATTAINMENT, OVERLOAD, DemoStage, attained_share, count_met
 from rubato.measure import compare, pictures, plot, results
 from rubato.measure.http_client import BenchError
 from rubato.measure.records import BenchResult
@@ -49,7 +49,7 @@ def demo(out: Path, *, policy: str = "rubato", seconds: float | None = None, see
         raise BenchError(f"--seconds is {seconds:g}: give 1 to 3600 seconds of load for each policy")
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    stage = Stage(out, str(bundled_model.ensure()), seed, Progress(policy))
+    stage = DemoStage(out, str(bundled_model.ensure()), seed, PhaseProgress(policy))
     warm = stage.warm_up(seconds)
     load = stage.load(OVERLOAD * warm.rate, warm.seconds, warm.slos, warm.scale)
     write(load, out / "workload.jsonl")

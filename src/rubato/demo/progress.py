@@ -18,7 +18,7 @@ POLICY_TAIL_S = 10.0  # warm-up of a policy, and serving after the last arrival
 
 
 @dataclass
-class Progress:
+class PhaseProgress:
     """Prints one line for each phase with the time left, and records how busy other programs kept the cores.
 
     Args:

@@ -17,7 +17,7 @@ from rubato.core import event_log
 from rubato.core.plan import Limits, Sample, Shape
 from rubato.core.request import SLO
 from rubato.core.timeline import steps
-from rubato.demo.progress import BURST_S, CHECK_S, LOAD_S, Progress, say
+from rubato.demo.progress import BURST_S, CHECK_S, LOAD_S, PhaseProgress, say
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine
 from rubato.latency.fit import FitReport, coefficients, error_report
@@ -163,13 +163,13 @@ class WarmUp:
 
 
 @dataclass(frozen=True)
-class Stage:
+class DemoStage:
     """The model, the machine and the folder that all parts of one demo share."""
 
     out: Path
     model: str
     seed: int
-    progress: Progress
+    progress: PhaseProgress
 
     def kinds(self, slos: Mapping[str, SLO], scale: float) -> list[Kind]:
         return kinds(slos, scale)

@@ -24,7 +24,7 @@ from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Workload
 
 Mode = Literal["pd", "co"]
-PREFILL_BATCH = 2048  # tokens of a prefill replica's batch; from there on GEMM takes time in proportion (§3.4)
+PREFILL_BATCH_TOKENS = 2048  # tokens of a prefill replica's batch; from there on GEMM takes time in proportion (§3.4)
 
 
 class BatchLimit(NamedTuple):
@@ -78,10 +78,10 @@ class StepParts:
         return self.model.seconds_of(seqs, seqs, round(kv), 0, 0, 0, 0) - self.gemm(seqs, seqs)
 
     def prefill_attention(self, tokens: int) -> float:
-        """Of a whole prompt, in chunks of `PREFILL_BATCH`."""
+        """Of a whole prompt, in chunks of `PREFILL_BATCH_TOKENS`."""
         seconds, seconds_of = 0.0, self.model.seconds_of
-        for done in range(0, tokens, PREFILL_BATCH):
-            chunk = min(PREFILL_BATCH, tokens - done)
+        for done in range(0, tokens, PREFILL_BATCH_TOKENS):
+            chunk = min(PREFILL_BATCH_TOKENS, tokens - done)
             if chunk > 1:
                 whole = seconds_of(chunk, 1, done + chunk, chunk * done, chunk * chunk, 1, done + chunk)
                 seconds += whole - self.gemm(chunk, 1)
@@ -117,7 +117,7 @@ def mixed_limit(parts: StepParts, prompt: int, output: int, tpot: float) -> Batc
 def disaggregated(parts: StepParts, prompt: int, output: int, ttft: float, tpot: float) -> ModeCost:
     """p·GEMM(Bp)/Bp + PF(p) + d·GEMM(Bd)/Bd + DcAttn(d(p + d/2)); the last two are d/Bd steps."""
     limit = decode_limit(parts, prompt, output, tpot)
-    prefill = prompt * parts.gemm(PREFILL_BATCH, 1) / PREFILL_BATCH + parts.prefill_attention(prompt)
+    prefill = prompt * parts.gemm(PREFILL_BATCH_TOKENS, 1) / PREFILL_BATCH_TOKENS + parts.prefill_attention(prompt)
     return ModeCost(prefill + output * limit.seconds / limit.batch, limit, prefill >= ttft)
 
 

@@ -11,7 +11,7 @@ from rubato.latency.model_dims import Dims
 from rubato.latency.profiles import aiconfigurator
 from rubato.latency.profiles.profile import Factor, HostTime, Profile
 
-NVFP4 = 0.5625  # bytes of a weight and its share of a scale
+NVFP4 = 0.5625  # a weight and its share of a scale, in bytes
 MAX_CONTEXT_TOKENS = 32768  # tokens: what the attention tables reach, for models that could take more
 
 

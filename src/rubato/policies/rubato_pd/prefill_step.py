@@ -13,7 +13,7 @@ from rubato.policy_kit.prefill_queue import nearest_due_first
 PREFILL_STEP_TOKENS = 2048
 # Seconds before its first token is due that a prompt is through at the earliest: its second token waits.
 MAX_PROMPT_LEAD_S = 0.05
-TRANSFER_PER_PREFILL_TIME = 0.1  # seconds that KV is taken to be on its way, of those that it took to be computed
+TRANSFER_PER_PREFILL_TIME = 0.1  # of the time in which KV was computed: how long it is taken to be on its way
 PATIENCE_S = 5.0  # seconds after which what has no deadline is treated as if it were due
 
 
