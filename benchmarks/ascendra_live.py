@@ -33,7 +33,7 @@ from rubato.core.plan import Sample, Shape
 from rubato.core.request import SLO
 from rubato.core.timeline import steps
 from rubato.demo import runs as demo
-from rubato.demo.progress import Progress
+from rubato.demo.progress import PhaseProgress
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import operation_count
 from rubato.latency.fit import coefficients
@@ -87,7 +87,7 @@ def cpu_core(model: Path) -> operation_count.Model:
 
 
 @dataclass(frozen=True)
-class Stage(demo.Stage):
+class Stage(demo.DemoStage):
     """The demo's, with one kind of request and two replicas of one core each."""
 
     def kinds(self, slos: Mapping[str, SLO], scale: float) -> list[Kind]:
@@ -203,7 +203,7 @@ def main() -> None:
     choices = {name: PolicyChoice.parse(choice) for name, choice in SYSTEMS.items()}
     kept: dict[str, Any] = {"seconds": args.seconds, "rows": []}
     with tempfile.TemporaryDirectory() as folder:
-        stage = Stage(Path(folder), str(bundled_model.ensure()), 0, Progress("each policy"))
+        stage = Stage(Path(folder), str(bundled_model.ensure()), 0, PhaseProgress("each policy"))
         model, slo = stage.warm_up_model()
         print(f"SLO: TTFT {1e3 * slo.ttft:.0f} ms, TPOT {1e3 * slo.tpot:.0f} ms", flush=True)  # type: ignore[operator]
 

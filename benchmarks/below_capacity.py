@@ -24,7 +24,7 @@ import numpy as np
 from slos_serve_live import TRY_SECONDS, found, loads
 
 from rubato.demo import runs as demo
-from rubato.demo.progress import Progress
+from rubato.demo.progress import PhaseProgress
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, attainment_over_seeds, over_seeds
 from rubato.measure.records import BenchResult
@@ -83,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     choices = [VLLM, *map(PolicyChoice.parse, args.policies)]
     with tempfile.TemporaryDirectory() as folder:
-        stage = demo.Stage(Path(folder), str(bundled_model.ensure()), 0, Progress("each policy"))
+        stage = demo.DemoStage(Path(folder), str(bundled_model.ensure()), 0, PhaseProgress("each policy"))
         warm = stage.warm_up(args.seconds)
 
         def run(choice: PolicyChoice, rate: float, seconds: float, seed: int) -> BenchResult:

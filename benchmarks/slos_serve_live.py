@@ -23,7 +23,7 @@ from typing import Any
 
 from rubato.core.request import SLO
 from rubato.demo import runs as demo
-from rubato.demo.progress import Progress
+from rubato.demo.progress import PhaseProgress
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import over_seeds
 from rubato.measure.records import BenchResult
@@ -42,7 +42,7 @@ HALF = 0.5  # below it a rate is far too high
 
 
 @dataclass(frozen=True)
-class Stage(demo.Stage):
+class Stage(demo.DemoStage):
     """The demo's, with more summaries, which carry no SLO."""
 
     def kinds(self, slos: Mapping[str, SLO], scale: float) -> list[Kind]:
@@ -103,7 +103,7 @@ def row(choice: PolicyChoice, seed: int, run: BenchResult) -> dict[str, Any]:
     }
 
 
-def loads(stage: demo.Stage, warm: demo.WarmUp, rate: float, seconds: float, seed: int) -> Workload:
+def loads(stage: demo.DemoStage, warm: demo.WarmUp, rate: float, seconds: float, seed: int) -> Workload:
     """What is offered at `rate`, the same for each policy."""
     return dataclasses.replace(stage, seed=seed).load(rate, seconds, warm.slos, warm.scale)
 
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        stage = Stage(Path(folder), str(bundled_model.ensure()), 0, Progress("each policy"))
+        stage = Stage(Path(folder), str(bundled_model.ensure()), 0, PhaseProgress("each policy"))
         warm = stage.warm_up()
         slos = warm.slos
         budget = stage.tune_budget(warm, stage.load(demo.OVERLOAD * warm.rate, args.seconds, slos, warm.scale))
