@@ -15,6 +15,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
@@ -129,11 +130,8 @@ Digests = dict[str, dict[str, str]]  # by policy or router, by run
 
 def step_times() -> str:
     """Of the packaged profiles' step times, to a nanosecond."""
-    shapes = [Shape().plus(1, 100), Shape().plus(512, 0)]
-    for context in (500, 3000):
-        for _ in range(32):
-            shapes[0] = shapes[0].plus(1, context)
-        shapes.append(shapes[0].plus(256, context))
+    few, many = Shape.decodes(33, 16_133), Shape.decodes(65, 112_165)
+    shapes = [many, Shape.prefill(512), few.plus(256, 500), many.plus(256, 3000)]
     times = [
         (name, round(1e9 * profiles.load(name).model().step_time(shape)))
         for name in profiles.names()
@@ -150,6 +148,7 @@ def digests() -> Digests:
     return dict(sorted(found.items()))
 
 
+@cache
 def recorded() -> Digests:
     """As they are meant to be."""
     return cast(Digests, json.loads(RECORDED.read_bytes()))

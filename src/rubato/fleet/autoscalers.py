@@ -226,7 +226,7 @@ class AttainmentAutoscaler(ReplicaBounds):
         view = fleet[0]
         chunk = view.limits.max_num_batched_tokens
         offered = sum(tokens for _, tokens, _ in self._offered) / max(self.window_seconds, CHECK_S)
-        prefill = offered * view.latency.step_time(Shape().plus(chunk, 0)) / chunk
+        prefill = offered * view.latency.step_time(Shape.prefill(chunk)) / chunk
         tightest = min((tpot for _, _, tpot in self._offered), default=inf)
         seqs = ceil(sum(view.count for view in fleet) / replicas)
         blocks = sum(view.kv_total - view.kv_free for view in fleet) / replicas

@@ -204,7 +204,7 @@ class Scheduler:
             return {}
         latency, chunk = view.latency, min(self.hp_tokens, view.limits.max_num_batched_tokens)
         end = view.now + (latency.step_time(batch) if batch.seqs else 0.0)
-        queue = self.theta * latency.step_time(Shape().plus(chunk, 0))
+        queue = self.theta * latency.step_time(Shape.prefill(chunk))
         offloaded: dict[str, HandoffReason] = {}
         for seq in left:
             due = deadline(seq)

@@ -28,7 +28,7 @@ class DrafterLag:
 
     def seconds(self, latency: LatencyModel, tokens: int) -> float:
         """Returns the seconds in which the drafter runs `tokens`, by the latency model."""
-        batch, one = Shape().plus(tokens, 0), Shape().plus(1, 0)
+        batch, one = Shape.prefill(tokens), Shape.prefill(1)
         whole, least = (latency.step_time(s._replace(spec_steps=1)) - latency.step_time(s) for s in (batch, one))
         return max(0.0, whole - least)
 

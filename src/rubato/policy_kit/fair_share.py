@@ -299,5 +299,5 @@ def _step(fleet: Sequence[View]) -> float:
 
 def _isolated_seconds(fleet: Sequence[View], prompt: int) -> float:
     """Returns the seconds of a batch with one prompt of `prompt` tokens on the fastest replica."""
-    shape = Shape().plus(prompt, 0)
+    shape = Shape.prefill(prompt)
     return min(view.latency.step_time(shape) for view in fleet)

@@ -79,7 +79,7 @@ class VllmMissCauses:
         a preemption, which then costs the whole prefill."""
         steps = self._between(begin, end)
         seconds = sum(step.seconds for step in steps)
-        isolated_seconds = min(seconds, self._latency.step_time(Shape().plus(max(1, tokens), 0)))
+        isolated_seconds = min(seconds, self._latency.step_time(Shape.prefill(max(1, tokens))))
         decode_seconds = sum(self._latency.step_time(step.decodes) for step in steps if step.decodes.seqs)
         by_decode = min(seconds - isolated_seconds, decode_seconds)
         add_delay(delays, "preemption", isolated_seconds if is_restart else 0.0)
