@@ -89,7 +89,11 @@ def _check_able(policy: str) -> None:
 
 
 def outcome_sentence(runs: Sequence[BenchResult], doubtful: bool = False) -> str:
-    """The outcome in a sentence. doubtful: the rates tried did not enclose the rate that vllm holds."""
+    """Returns the outcome in a sentence.
+
+    Args:
+        doubtful: whether the rates tried did not enclose the rate that vllm holds.
+    """
     *baselines, ours = runs
     others = " and ".join(f"{run.label} of {count_met(run)}" for run in baselines)
     holds = "may hold (see below)" if doubtful else "holds"

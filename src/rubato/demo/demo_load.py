@@ -90,7 +90,11 @@ def mean_rate(servers: int = SERVERS) -> float:
 
 
 def cycle(rate: float, seed: int, number: int, period_s: float = PERIOD_S) -> tuple[Arrival, ...]:
-    """The requests of one cycle. rate: requests/s on average."""
+    """Makes the requests of one cycle.
+
+    Args:
+        rate: requests/s on average.
+    """
     return make(
         "demo", KINDS, rate, duration=period_s, seed=seed + number, arrivals=wave(period_s), texts=False
     ).arrivals

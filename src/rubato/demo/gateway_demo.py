@@ -31,7 +31,11 @@ WITHOUT_SLOS = """Around the middle of each cycle the load is above capacity. Al
 
 @dataclass(frozen=True)
 class DemoServer:
-    """A simulated server that listens. pid: of its process."""
+    """A simulated server that listens on a port.
+
+    Args:
+        pid: id of its process.
+    """
 
     url: str
     pid: int

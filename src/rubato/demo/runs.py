@@ -91,7 +91,12 @@ class Unloaded:
 
 
 def kinds(slos: Mapping[str, SLO], scale: float = 1.0, outputs: float = 1.0) -> list[Kind]:
-    """The demo's mix. scale: factor on all lengths; outputs: a further factor on output lengths."""
+    """Returns the demo's mix.
+
+    Args:
+        scale: factor on all lengths.
+        outputs: a further factor on output lengths.
+    """
 
     def tokens(span: tuple[int, int], by: float) -> tuple[int, int]:
         return max(8, round(span[0] * by)), max(16, round(span[1] * by))
@@ -121,9 +126,14 @@ def check_rate(attained_at: Callable[[float], float], rate: float) -> tuple[floa
 
 
 def sustained_rate(tries: Sequence[tuple[float, float]], policy: str = "vllm") -> float:
-    """The rate at which 90 % is attained, interpolated between the highest rate that held and the next one tried.
+    """Returns the rate at which 90 % is attained, interpolated between the highest rate that held and the next one
+    tried.
 
-    tries: (rate, attainment). Raises BenchError when no rate held.
+    Args:
+        tries: pairs of a rate, requests/s, and its attainment.
+
+    Raises:
+        BenchError: no rate held.
     """
     holding = [(rate, attained_share) for rate, attained_share in tries if attained_share >= HOLDING_ATTAINMENT]
     if not holding:
@@ -297,7 +307,12 @@ class DemoStage:
     def _serve_policy(
         self, name: str, policy: Mapping[str, object], log: Path | None = None, **options: object
     ) -> Iterator[str]:
-        """Run a server with this policy and yield its URL. log: file of its events; options: further settings."""
+        """Runs a server with this policy and yields its URL.
+
+        Args:
+            log: file that its events are written to.
+            options: further settings of the server.
+        """
         config = {
             "model": self.model,
             "served_model_name": "demo",

@@ -30,7 +30,11 @@ NO_PAGE = {"error": {"message": "no such page.", "type": "invalid_request_error"
 
 
 class SimulatedReply:
-    """A response in parts, ended by an empty one. leave: called when the client leaves before the end."""
+    """A response in parts, ended by an empty one.
+
+    Args:
+        leave: called when the client leaves before the end.
+    """
 
     def __init__(self, status: int, kind: str, leave: Callable[[], None] = lambda: None) -> None:
         self.status = status
@@ -210,7 +214,11 @@ def _text_of(content: Any) -> str:
 
 
 class ResponseWriter:
-    """Writes one response from the events of its requests. ids: of the requests, one for each choice."""
+    """Writes one response from the events of its requests.
+
+    Args:
+        ids: ids of the requests, one for each choice.
+    """
 
     def __init__(
         self, reply: SimulatedReply, answer: str, model: str, path: str, ids: Sequence[str],

@@ -36,7 +36,11 @@ CONTRACT_WAIT_S, CONTRACT_POLL_S = 0.2, 0.002  # wait for a gateway's message ab
 
 
 class App:
-    """An ASGI app over the API of a core. link: the answer of /rubato/link; None: a 404."""
+    """An ASGI app over the API of a core.
+
+    Args:
+        link: what /rubato/link answers; None: a 404.
+    """
 
     def __init__(self, api: SimulatedApi, link: dict[str, Any] | None) -> None:
         self.api, self.link = api, link

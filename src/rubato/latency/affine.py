@@ -30,13 +30,21 @@ FEATURES = ("tokens", "a constant", "seqs", "kv", "chunk_context", "chunk_sq")
 
 @dataclass(slots=True)
 class Model(FittedModel):
-    """k: seconds per token, of each plane. b: seconds per step, of each plane. a: seconds per KV token. d: seconds per
-    c·k. e: seconds per c². host_per_seq: seconds per sequence. host: seconds of every step spent outside the device
-    (scheduling, launching).
+    """A step takes time affine in its tokens and KV. Step times alone cannot tell `host` from `b`: `fit` and `update`
+    keep `host` as given and fit the rest, so that b is what the device takes; with host 0 (the default) b has both.
+    To change it use `dataclasses.replace`. The other defaults are a rough guess to begin with.
 
-    From step times alone host cannot be told from b: `fit` and `update` hold it at what is given and fit all the rest,
-    so b is what the device takes; with host 0 (the default) b holds both. To change it use `dataclasses.replace`. The
-    other defaults are a rough guess to begin with. Raises ValueError on coefficients that cannot be.
+    Args:
+        k: seconds per token, of each plane.
+        b: seconds per step, of each plane.
+        a: seconds per KV token.
+        d: seconds per c·k.
+        e: seconds per c².
+        host_per_seq: seconds per sequence.
+        host: seconds of every step spent outside the device (scheduling, launching).
+
+    Raises:
+        ValueError: coefficients that cannot be.
     """
 
     KIND: ClassVar = "affine"

@@ -37,10 +37,15 @@ DECODE: Four = (0.0002e-3, 0.275e-3, 0.00088e-3, 15.85e-3)
 
 @dataclass(slots=True)
 class Model(FittedModel):
-    """p, d: (α, β, γ, δ) of prefill and decode, seconds, >= 0; the paper's by default.
+    """A step takes the time of its prefill and of its decodes, each bilinear. A prompt's token, a prompt and a prefill
+    cost at least what they do in decoding (α_p ≥ α_d + γ_d, β_p ≥ β_d, δ_p ≥ δ_d).
 
-    A prompt's token, a prompt and a prefill cost at least what they do in decoding (α_p ≥ α_d + γ_d, β_p ≥ β_d, δ_p ≥
-    δ_d). Raises ValueError on coefficients that cannot be."""
+    Args:
+        p, d: (α, β, γ, δ) of prefill and decode, seconds, >= 0; the paper's by default.
+
+    Raises:
+        ValueError: coefficients that cannot be.
+    """
 
     KIND: ClassVar = "bilinear"
     TITLE: ClassVar = "a bilinear model"

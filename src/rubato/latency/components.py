@@ -41,8 +41,13 @@ ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What the kernel tables are multiplied by, where an independent measurement disagreed. decode_gemm: up to 16
-    tokens; prefill_gemm: from 1024; context_attention: chunks with context."""
+    """What the kernel tables are multiplied by, where an independent measurement disagreed.
+
+    Args:
+        decode_gemm: of matrix products of up to 16 tokens.
+        prefill_gemm: of matrix products from 1024 tokens on.
+        context_attention: of the attention of chunks with context.
+    """
 
     decode_gemm: float = 1.0
     prefill_gemm: float = 1.0
@@ -58,8 +63,14 @@ class Factors:
 class Tables:
     """Kernel times in microseconds, for all layers, as a profile file holds them; None where nothing was measured.
 
-    tokens: of a batch -> gemm, elementwise, allreduce. lm_head: rows -> time. decode: [batch][mean KV] -> time;
-    prefill: [chunk][context] -> time of attention. Raises ValueError on tables that do not fit together.
+    Args:
+        tokens: times of gemm, elementwise and allreduce, by the tokens of a batch.
+        lm_head: times by rows.
+        decode: times of attention, by batch and mean KV.
+        prefill: times of attention, by chunk and context.
+
+    Raises:
+        ValueError: tables that do not fit together.
     """
 
     tokens: Mapping[str, Sequence[float]] = field(repr=False)
@@ -146,7 +157,11 @@ def knots() -> Array:
 
 @dataclass(slots=True)
 class Model(ModelBase):
-    """host, host_per_seq: seconds of every step, and of each sequence in it, spent outside the device."""
+    """A step takes the sum of its kernels' times, read from tables, and the host's.
+
+    Args:
+        host, host_per_seq: seconds of every step, and of each sequence in it, spent outside the device.
+    """
 
     tables: Tables
     factors: Factors = Factors()

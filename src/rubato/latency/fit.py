@@ -27,8 +27,13 @@ FOLDS = 5  # of a table's, every fifth
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """r2: share of the variance of seconds explained (nan when all steps took equally long); p50, p95: quantiles of
-    |predicted − measured| / measured; n: steps."""
+    """How well a fitted model predicts steps.
+
+    Args:
+        r2: share of the variance of seconds explained (nan when all steps took equally long).
+        p50, p95: quantiles of |predicted − measured| / measured.
+        n: number of steps.
+    """
 
     r2: float
     p50: float
@@ -65,16 +70,26 @@ def residuals(model: LatencyModel, samples: Sequence[Sample]) -> list[float]:
 
 
 def residuals_text(fitted: Fitted, source: str) -> str:
-    """As `--noise replay:FILE` reads them: a line each. source: what was measured."""
+    """Formats residuals as `--noise replay:FILE` reads them: one a line.
+
+    Args:
+        source: what was measured.
+    """
     head = f"# {source}: seconds of each step over those predicted ({fitted.kind}, fitted on them), in order"
     return "\n".join([head, *(f"{residual:.4g}" for residual in fitted.residuals), ""])
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A model fitted on all steps; errors of one fitted without the held-out, on its own steps and on the held-out.
-    held: which they are. outside: on steps of another distribution, by tag, none of which it has seen. residuals:
-    measured over predicted of the steps it was fitted on, in their order. notes: what it cannot know."""
+    """A model fitted on all steps, with the errors of one fitted on four fifths of them: on these steps, and on the
+    fifth that was held out.
+
+    Args:
+        held: which steps were held out.
+        outside: errors on steps of another distribution, by tag, none of which it has seen.
+        residuals: measured over predicted times of the steps it was fitted on, in their order.
+        notes: what it cannot know.
+    """
 
     kind: str
     model: FittedModel
@@ -112,8 +127,14 @@ class Fitted:
 
 
 def fit(samples: Sequence[Sample], kind: str = "affine", of: profiles.Profile | None = None) -> Fitted:
-    """Held out: the last fifth. of: the profile whose model and GPU `operation_count` counts for. Raises ValueError
-    when the steps cannot determine the model, saying what is lacking."""
+    """Fits a latency model of `kind` to steps; the last fifth is held out.
+
+    Args:
+        of: the profile whose model and GPU `operation_count` counts for.
+
+    Raises:
+        ValueError: the steps cannot determine the model, saying what is lacking.
+    """
     cut = round(len(samples) * (1 - HELD_OUT_SHARE))
     trial, model = blank(kind, of), blank(kind, of)
     model.fit(samples)

@@ -17,15 +17,16 @@ from rubato.latency.roofline_fit import Array, Coefficients, largest
 
 @dataclass(slots=True)
 class FittedModel(ModelBase):
-    """To be inherited by models that are linear in `features` of a step, or in the larger of two planes of them.
-
+    """The base of models that are linear in `features` of a step, or in the larger of two planes of them.
     A subclass is a dataclass whose fields are its settings. It defines `step_time`, `features`, `_check`, `_solve` and
     the class variables; one whose coefficients follow the machine also defines `_refit` and `_take`. The settings do
     not hold the machine's speed of the moment, `online.factor`, which `step_time` multiplies by.
+    The class variables: KIND, its name in configurations and files; TITLE, the same in a sentence, with its article;
+    SETTINGS, names of the settings, as stored; GUESSED, those whose defaults are a guess; MIN_SAMPLES, steps that a fit
+    needs; COLUMNS, how many of the features belong to the planes (they come first).
 
-    KIND: its name in configurations and files. TITLE: the same in a sentence, with its article. SETTINGS: names of the
-    settings, as stored. GUESSED: those whose defaults are a guess. MIN_SAMPLES: steps that a fit needs. COLUMNS: how
-    many of the features belong to the planes (they come first). window: the number of steps that `update` remembers.
+    Args:
+        window: the number of steps that `update` remembers.
     """
 
     KIND: ClassVar[str]

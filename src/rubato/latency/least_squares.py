@@ -54,7 +54,11 @@ def _solved(a: Array, b: Array, free: NDArray[np.bool_]) -> Array:
 
 
 def isotonic(values: Array, weights: Array | None = None) -> Array:
-    """The values closest to these that never fall: neighbours that fall get their weighted mean. weights: positive."""
+    """Returns the values closest to these that never fall: neighbours that fall get their weighted mean.
+
+    Args:
+        weights: of the values, positive.
+    """
     blocks: list[tuple[float, float, int]] = []  # mean, weight, how many values
     given = np.ones(len(values)) if weights is None else weights
     for mean, weight in zip(values.tolist(), given.tolist(), strict=True):

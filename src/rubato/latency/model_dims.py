@@ -7,11 +7,21 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """layers; hidden: width of the residual stream; heads, kv_heads: query heads and (grouped) key/value heads of
-    `head` elements each; ffn: width inside the feed-forward block, `gated` with two matrices in and one out; vocab;
-    dtype: bytes per element of weights, activations and KV; weight_size, kv_size: of the layers' matrices (1 in FP8,
-    0.5625 in NVFP4 with its scales) and of KV, where they differ. `tied`: input and output embedding are one matrix.
-    Raises ValueError on dimensions that cannot be.
+    """The dimensions of a model that decide what a step costs.
+
+    Args:
+        layers: number of layers.
+        hidden: width of the residual stream.
+        heads, kv_heads: query heads and (grouped) key/value heads of `head` elements each.
+        ffn: width inside the feed-forward block, `gated` with two matrices in and one out.
+        vocab: rows of the embedding.
+        dtype: bytes per element of weights, activations and KV.
+        weight_size, kv_size: of the layers' matrices (1 in FP8, 0.5625 in NVFP4 with its scales) and of KV, where they
+            differ.
+        tied: whether input and output embedding are one matrix.
+
+    Raises:
+        ValueError: dimensions that cannot be.
     """
 
     layers: int

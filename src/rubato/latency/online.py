@@ -65,9 +65,12 @@ class StepWindow:
 
 @dataclass(slots=True)
 class Online:
-    """Online learning of a model with `columns` plane features. A row is (plane features, shared features, seconds).
+    """Learns a model with `columns` plane features while it is used. A row is (plane features, shared features,
+    seconds).
 
-    factor: multiplies the coefficients' predictions; the model reads it after each `observe` and `idle`."""
+    Args:
+        factor: multiplies the coefficients' predictions; the model reads it after each `observe` and `idle`.
+    """
 
     columns: int
     size: int = 512

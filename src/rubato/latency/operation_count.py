@@ -30,11 +30,20 @@ LLAMA_8B = Dims(layers=32, hidden=4096, heads=32, kv_heads=8, head=128, ffn=1433
 
 @dataclass(slots=True)
 class Model(FittedModel):
-    """dims: of the model served. gpus: over which it is split. compute: operations/s of one GPU. memory: bytes/s of one
-    GPU. block: rows of an attention kernel's block. c2, c3, c4: shares of time, >= 0. c5: seconds, >= 0.
+    """A step takes the time of its operations or of its memory traffic, whichever is longer. By default compute and
+    memory are the paper's, an A100's, and the longer of the two counts, plus 5 ms.
 
-    By default compute and memory are the paper's, an A100's, and the larger of the two times counts, and 5 ms. Raises
-    ValueError on numbers that cannot be.
+    Args:
+        dims: of the model served.
+        gpus: over which it is split.
+        compute: operations/s of one GPU.
+        memory: bytes/s of one GPU.
+        block: rows of an attention kernel's block.
+        c2, c3, c4: shares of time, >= 0.
+        c5: seconds, >= 0.
+
+    Raises:
+        ValueError: numbers that cannot be.
     """
 
     KIND: ClassVar = "operation_count"

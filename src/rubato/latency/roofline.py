@@ -24,11 +24,17 @@ MIN_SHAPES = 3  # distinct (tokens, spec_steps): two lines need three points
 
 @dataclass(slots=True)
 class Model(FittedModel):
-    """k1: seconds per token, of each plane. k2: seconds per draft step, of each plane. b: seconds per step, of each
-    plane.
+    """A step takes the larger of two planes in its tokens and draft steps. All coefficients are finite and >= 0. The
+    defaults are a rough guess to begin with when nothing is known: 10 ms a step, or 0.1 ms a token, whichever is
+    more.
 
-    All are finite and >= 0. The defaults are a rough guess to begin with when nothing is known: 10 ms a step, or 0.1 ms
-    a token, whichever is more. Raises ValueError on coefficients that cannot be.
+    Args:
+        k1: seconds per token, of each plane.
+        k2: seconds per draft step, of each plane.
+        b: seconds per step, of each plane.
+
+    Raises:
+        ValueError: coefficients that cannot be.
     """
 
     KIND: ClassVar = "roofline"

@@ -39,7 +39,12 @@ PRIOR_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """planes: (2, columns of x), the flatter plane (smaller first coefficient) first; shared: (columns of y,)."""
+    """The coefficients of the two planes and of what they share.
+
+    Args:
+        planes: of shape (2, columns of x); the flatter plane (smaller first coefficient) first.
+        shared: of shape (columns of y,).
+    """
 
     planes: Array
     shared: Array
@@ -97,10 +102,14 @@ class _Problem:
 def fit_planes(
     x: Array, y: Array, seconds: Array, offset: float = 0.0, prior: Coefficients | None = None
 ) -> Coefficients:
-    """The coefficients that explain `seconds - offset` best in relative error.
+    """Finds the coefficients that explain `seconds - offset` best in relative error. With a `prior`, coefficients that
+    the rows leave open stay at it, scaled by how much slower the rows are; without, they are 0 or arbitrary: check
+    before.
 
-    x: (n, p) plane features, y: (n, q) shared features, seconds: (n,) > 0. With a `prior`, coefficients that the rows
-    leave open stay at it, scaled by how much slower the rows are; without, they are 0 or arbitrary: check before.
+    Args:
+        x: plane features, of shape (n, p).
+        y: shared features, of shape (n, q).
+        seconds: above 0, of shape (n,).
     """
     inverse = 1.0 / seconds
     target = (seconds - offset) * inverse

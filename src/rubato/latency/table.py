@@ -32,10 +32,16 @@ PROJECTIONS = 30
 
 @dataclass(slots=True)
 class Model(FittedModel):
-    """tokens, kv: the knots, rising. seconds: rows, seconds[i][j] of a step of tokens[i] that reads kv[j].
+    """A step takes the time of a table, interpolated. The default is a rough guess to begin with. A table that falls
+    along an axis is evened out first (the mean of its running maxima from both ends).
 
-    The default is a rough guess to begin with. Raises ValueError on a table that is not one; where it falls along an
-    axis it is evened out first (the mean of its running maxima from both ends)."""
+    Args:
+        tokens, kv: the knots, rising.
+        seconds: seconds[i][j] is the time of a step of tokens[i] that reads kv[j].
+
+    Raises:
+        ValueError: a table that is not one.
+    """
 
     KIND: ClassVar = "table"
     TITLE: ClassVar = "a table"

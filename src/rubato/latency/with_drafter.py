@@ -77,7 +77,11 @@ class _WithDrafts(ModelWrapper):
 
 @dataclass(frozen=True)
 class WithDrafter(_WithDrafts):
-    """drafter: of one of its steps, which never learns."""
+    """A model of the target's steps with the drafter's time added.
+
+    Args:
+        drafter: the model of one of the drafter's steps; it never learns.
+    """
 
     drafter: LatencyModel
 

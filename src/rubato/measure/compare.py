@@ -31,7 +31,11 @@ MIN_BLOCKS = 10  # blocks: with fewer the intervals are rough
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """One run as a result file keeps it; requests: column -> values, in order of arrival."""
+    """One run as a result file keeps it.
+
+    Args:
+        requests: the values of each column, in order of arrival.
+    """
 
     label: str
     slo_rule: str
@@ -44,9 +48,13 @@ class SavedRun:
 
 @dataclass(frozen=True, slots=True)
 class TierContrast:
-    """One tier, a against b. good: the same as `attained`, of the goodput bounds, if both sides had the same ones;
-    by_rule: the same by the deadline rule and by the windowed one, whichever judged. latency: (measure, quantile) ->
-    seconds of a and of b, None where nothing was measured."""
+    """One tier under a beside the same under b.
+
+    Args:
+        good: the same as `attained`, of the goodput bounds, if both sides had the same ones.
+        by_rule: the same by the deadline rule and by the windowed one, whichever rule judged.
+        latency: seconds of a and of b by measure and quantile; None where nothing was measured.
+    """
 
     attained: Difference
     by_rule: Mapping[str, Difference]

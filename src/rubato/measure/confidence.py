@@ -56,7 +56,12 @@ def _student_within(angle: float, degrees: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """The outcome of one request of one run. workload: its workload's name; at: its arrival, seconds from the start."""
+    """The outcome of one request of one run.
+
+    Args:
+        workload: its workload's name.
+        at: its arrival, seconds from the start.
+    """
 
     workload: str
     at: float
@@ -100,11 +105,19 @@ class Estimate:
         return cls(value, value, value)
 
     def interval(self, shown: Callable[[float], str]) -> str:
-        """Formats the interval for a table; one seed has none. shown: formats one end."""
+        """Formats the interval for a table; one seed has none.
+
+        Args:
+            shown: formats one end of the interval.
+        """
         return "(one seed)" if isinf(self.high) else f"[{shown(self.low)}, {shown(self.high)}]"
 
     def shown(self, form: str = ".2f") -> str:
-        """Formats the number and its interval for a table, as `1.68 [1.57, 1.80]`. form: the format of one number."""
+        """Formats the number and its interval for a table, as `1.68 [1.57, 1.80]`.
+
+        Args:
+            form: the format of each number.
+        """
         return f"{self.value:{form}} {self.interval(lambda end: f'{end:{form}}')}"
 
     def exp(self) -> Estimate:
@@ -175,12 +188,17 @@ def paired(
     block: float = MIN_BLOCK_S,
     resamples: int = 5000,
 ) -> dict[str, Difference]:
-    """Differences per tier and over "all", with expanded percentile intervals of a moving-block bootstrap.
+    """Computes differences per tier and over "all", with expanded percentile intervals of a moving-block bootstrap.
+    Rounds of one workload lie on top of each other on its time axis, since they repeat the same requests; different
+    workloads follow one another; the axis is closed to a ring, so that every moment is equally likely to be drawn.
 
-    met_b: whether b met the same requests. durations: seconds over which each workload offers requests. block: seconds
-    of arrival time. Rounds of one workload lie on top of each other on its time axis, since they repeat the same
-    requests; different workloads follow one another; the axis is closed to a ring, so that every moment is equally
-    likely to be drawn. Raises ValueError when there are no requests.
+    Args:
+        met_b: whether b met each of the same requests.
+        durations: seconds over which each workload offers requests.
+        block: length of a block, in seconds of arrival time.
+
+    Raises:
+        ValueError: there are no requests.
     """
     if not a:
         raise ValueError("nothing to compare: no request is in both runs")
@@ -198,9 +216,15 @@ def unpaired(
     *,
     resamples: int = 5000,
 ) -> dict[str, Difference]:
-    """As `paired`, for runs of different requests: each side is resampled by itself, in blocks of `default_block`.
-    seconds: how long each side offered requests, all its rounds together. Only tiers that both have. Raises ValueError
-    when a side is empty or the two share no tier."""
+    """Computes the same as `paired` for runs of different requests: each side is resampled by itself, in blocks of
+    `default_block`. Only tiers that both sides have are compared.
+
+    Args:
+        seconds: how long each side offered requests, all its rounds together.
+
+    Raises:
+        ValueError: a side is empty, or the two share no tier.
+    """
     if not a or not b:
         raise ValueError("nothing to compare: a run has no requests")
     one = _side(a, durations_a, default_block(durations_a), resamples, seconds[0])
@@ -266,8 +290,13 @@ def _axis(
 
 @dataclass(frozen=True)
 class _Side:
-    """One policy. masks: tier, or all -> which requests are of it, and met: which were met, as 0 and 1; seconds of
-    offered time."""
+    """The requests of one policy.
+
+    Args:
+        masks: which requests are of a tier, by tier and for all.
+        met: which requests were met, as 0 and 1.
+        seconds: how long requests were offered.
+    """
 
     blocks: _Blocks
     masks: Mapping[str, np.ndarray]

@@ -34,13 +34,17 @@ class BenchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server, and how to ask it. base_url: with or without "/v1".
+    """A server, and how it is asked.
 
-    tier_field: "slo" states each tier's SLO in the body (ms) and its name as service_tier, "body" only the SLO (for a
-    server that has no such tiers), "tier" only the name, "vllm-xargs" both as flat keys in vLLM's `vllm_xargs`,
-    "priority" only vLLM's `priority`, the tier's place in `order` (tiers, the most urgent first), "none" neither (for a
-    server that knows no SLOs). ignore_eos: ask for exactly as many tokens as the workload says. continuous_usage: ask
-    for token counts with each chunk, beside those at the end. extra: fields to add to each body.
+    Args:
+        base_url: with or without "/v1".
+        tier_field: "slo" states each tier's SLO in the body (ms) and its name as service_tier, "body" only the SLO (for
+            a server that has no such tiers), "tier" only the name, "vllm-xargs" both as flat keys in vLLM's
+            `vllm_xargs`, "priority" only vLLM's `priority`, the tier's place in `order` (tiers, the most urgent first),
+            "none" neither (for a server that knows no SLOs).
+        ignore_eos: ask for exactly as many tokens as the workload says.
+        continuous_usage: ask for token counts with each chunk, and not only at the end.
+        extra: fields to add to each body.
     """
 
     base_url: str
@@ -102,8 +106,13 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class ServerModels:
-    """What a server's list of models says; models is None where it keeps no such list. owner: `owned_by` of the first,
-    "" if it does not say. rubato: the version of Rubato that answers, in front of vLLM or inside it too; "" if none."""
+    """What a server's list of models says.
+
+    Args:
+        models: None where the server keeps no such list.
+        owner: `owned_by` of the first, "" if it does not say.
+        rubato: the version of Rubato that answers, in front of vLLM or inside it too; "" if none.
+    """
 
     models: tuple[str, ...] | None
     owner: str = ""
@@ -198,10 +207,12 @@ async def stream_request(
     session: aiohttp.ClientSession, url: str, body: bytes, answer: AnswerStream, start: float, give_up: float,
     headers: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """Send one request and read its stream to the end; whatever happens to it ends up in `answer`.
+    """Sends one request and reads its stream to the end; whatever happens to it ends up in `answer`.
 
-    start, give_up: seconds of the loop's clock, when the workload began and when to stop waiting. headers: beside those
-    of the session.
+    Args:
+        start: when the workload began, in seconds of the loop's clock.
+        give_up: when to stop waiting, in seconds of the loop's clock.
+        headers: sent with those of the session.
     """
     loop = asyncio.get_running_loop()
     try:

@@ -66,11 +66,16 @@ async def run(
     max_delay: float | None = None,
     goodput: SLOBounds | None = None,
 ) -> BenchResult:
-    """Offer the workload to the server and judge what comes back by `slo_rule`.
+    """Offers the workload to the server and judges what comes back by `slo_rule`.
 
-    timeout: seconds after its scheduled arrival at which a request is given up as failed. warmup: that many short
-    requests first, tiers in turn, not counted. max_delay: seconds, instead of `delay_bound`. goodput: bounds beside the
-    tiers' SLOs. Raises BenchError when the run cannot begin.
+    Args:
+        timeout: seconds after its scheduled arrival at which a request is given up as failed.
+        warmup: how many short requests are sent first, tiers in turn, not counted.
+        max_delay: in seconds, instead of `delay_bound`.
+        goodput: bounds beside the tiers' SLOs.
+
+    Raises:
+        BenchError: the run cannot begin.
     """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     never = aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None)

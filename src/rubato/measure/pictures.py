@@ -26,7 +26,11 @@ WIDTH = 7.5  # inches
 
 @dataclass(frozen=True)
 class Ink:
-    """Colours of text, rules and intervals. ground: "none" leaves what lies behind the picture."""
+    """The colours of text, rules and intervals.
+
+    Args:
+        ground: the background; "none" leaves what lies behind the picture.
+    """
 
     text: str = "#222222"
     rule: str = "#999999"
@@ -52,8 +56,14 @@ THEMED = Ink(text="#2a2a2b", rule="#9a9a9b", grid="#e4e4e5", ground="none")
 
 @dataclass(frozen=True, repr=False)
 class Picture:
-    """A drawing, made when it is shown or saved. title: what it shows; draw: draws on a matplotlib figure; inches:
-    width and height. A notebook shows it; `figure()` is matplotlib's own, to go on drawing."""
+    """A drawing, made when it is shown or saved. A notebook shows it; `figure()` returns matplotlib's own figure, to go
+    on drawing.
+
+    Args:
+        title: what it shows.
+        draw: draws on the matplotlib figure that it is given.
+        inches: width and height.
+    """
 
     title: str
     draw: Callable[[Any, Ink], None]

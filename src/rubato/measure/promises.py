@@ -23,9 +23,13 @@ TOGETHER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """made: requests with an SLO whose first token came in time, before they were best effort. broken: of these, those
-    that missed it in the end; what its client cancelled is not counted at all. together: the most that were broken
-    within one second; None where some were, and the run did not keep when its tokens came."""
+    """Promises that requests were given and that were broken.
+
+    Args:
+        made: requests with an SLO whose first token came in time, before they were best effort.
+        broken: of these, those that missed it in the end; what its client cancelled is not counted at all.
+        together: the highest number broken within one second; None where the run did not keep when tokens came.
+    """
 
     made: int
     broken: int

@@ -33,11 +33,15 @@ from rubato.workloads.offering import as_offered
 class Record:
     """One request's fate. Times in seconds from the workload's start; tokens[i] output tokens were out by times[i].
 
-    at: scheduled arrival, or, where that follows from how others end, when it was to be offered; sent: when the client
-    began to send (None in simulation). asked, output: tokens asked for and received. counted: token counts are the
-    server's usage (else one token was assumed per non-empty chunk). best_effort: the tier served was best effort;
-    demoted_at: since when, where the request had not asked for that (None where it is not known, and live).
-    reason: of a refusal or failure. server: the server's own verdict.
+    Args:
+        at: scheduled arrival, or, where that follows from how others end, when it was to be offered.
+        sent: when the client began to send (None in simulation).
+        asked, output: tokens asked for and received.
+        counted: token counts are the server's usage (else one token was assumed per non-empty chunk).
+        best_effort: the tier served was best effort.
+        demoted_at: since when, where the request had not asked for that (None where it is not known, and live).
+        reason: of a refusal or failure.
+        server: the server's own verdict.
     """
 
     id: str
@@ -62,7 +66,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """Times of the load generator itself, in seconds; cpu: of the client's process over the whole run."""
+    """How busy the load generator itself was, in seconds.
+
+    Args:
+        cpu: CPU time of the client's process over the whole run.
+    """
 
     wall: float
     cpu: float
@@ -75,10 +83,17 @@ class ClientLoad:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One policy under one workload, once. problems: sentences, each a reason not to trust the numbers; notes: what a
-    reader should know besides. client is None for a simulated run. goodput: bounds beside the tiers' SLOs.
-    replica_seconds: what the fleet cost, where that is known: of simulated runs. paced_seconds: until the last end, of
-    a run whose requests' times follow from how others ended; None of any other."""
+    """The result of one policy under one workload, once.
+
+    Args:
+        problems: sentences, each a reason not to trust the numbers.
+        client: None for a simulated run.
+        notes: what a reader should know besides.
+        goodput: bounds beside the tiers' SLOs.
+        replica_seconds: what the fleet cost; known of simulated runs alone.
+        paced_seconds: until the last request ended, of a run in which requests wait for others to end; None of other
+            runs.
+    """
 
     label: str
     workload: Workload
@@ -164,9 +179,12 @@ def came(arrival: Arrival, at: float) -> Arrival:
 class TierSummary:
     """One tier (or "all") under one policy. Times in seconds, None where nothing was measured.
 
-    attainment_low, _high: `confidence.proportion`. met_by_deadline, met_by_windows: `met` by these two rules, whichever
-    judged. pause_p99, pause_max: of each request's longest pause between two tokens. good: requests that kept the
-    goodput bounds; goodput_rps: good per second, with Wilson's interval for their share; None without bounds.
+    Args:
+        attainment_low, attainment_high: the interval of `confidence.proportion`.
+        met_by_deadline, met_by_windows: `met` by these two rules, whichever rule judged.
+        pause_p99, pause_max: of each request's longest pause between two tokens.
+        good: requests that kept the goodput bounds.
+        goodput_rps: good per second, with Wilson's interval for their share; None without bounds.
     """
 
     tier: str
@@ -258,8 +276,13 @@ def _row(
 
 @dataclass(frozen=True, slots=True)
 class SessionSummary:
-    """Sessions of runs under one policy. A session is attained if all its turns were: each completed, kept its SLOs and
-    ended within the session's e2e, if it has one. turns: of all sessions. attainment_low, _high: as `TierSummary`."""
+    """The sessions of runs under one policy. A session is attained if all its turns were: each completed, kept its SLOs
+    and ended within the session's e2e, if it has one.
+
+    Args:
+        turns: number of turns of all sessions.
+        attainment_low, attainment_high: as in `TierSummary`.
+    """
 
     offered: int
     met: int

@@ -11,10 +11,16 @@ from rubato.core.events import Event, Finished, HandedOff, Joined, Left, Lost, O
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSeconds:
-    """total: replicas times seconds, each from when its start began until it left; of them `starting` until it served,
-    and `idle` without a request. tiers: the rest. At any time a replica's time is divided equally among the requests
-    that are there, waiting ones included, each charging the tier that it asked for: one rule for all policies, also for
-    those whose replicas serve no one tier."""
+    """What a fleet cost, in replica-seconds. At any time a replica's time is divided equally among the requests that
+    are there, waiting ones included, each charging the tier that it asked for: one rule for all policies, also for
+    those whose replicas serve no one tier.
+
+    Args:
+        total: of all replicas, each from when its start began until it left.
+        starting: of these, until replicas served.
+        idle: of these, without a request.
+        tiers: the rest, by tier.
+    """
 
     total: float
     tiers: dict[str, float]
@@ -29,7 +35,11 @@ class _Replica:
 
 
 class ReplicaSecondsMeter:
-    """A listener of a cluster. replicas: those there at the start, at time `start`."""
+    """Listens to a cluster and measures its replica-seconds.
+
+    Args:
+        replicas: those that are there at time `start`.
+    """
 
     hears_tokens = False
 

@@ -47,7 +47,14 @@ def write(path: str | Path, result: Result, command: str = "") -> None:
 
 
 def page(result: Result, command: str = "") -> str:
-    """command: as it was typed, without secrets. Raises as `write`."""
+    """Returns the HTML page of a result.
+
+    Args:
+        command: the command line as it was typed, without secrets.
+
+    Raises:
+        As `write`.
+    """
     picture = result.picture()
     parts = [
         f'<header><p class="kind">{_text(result.title)}</p><h1>{_text(result.answer)}</h1></header>',

@@ -93,7 +93,11 @@ class Result(ABC):
 
 
 def html_table(table: Table, styled: bool = True) -> str:
-    """styled: with its style in it, for a page that has none."""
+    """Returns a table as HTML.
+
+    Args:
+        styled: whether its style is in it, for a page that has none.
+    """
     style, cell = (f' style="{TABLE_STYLE}"', f' style="{CELL_STYLE}"') if styled else ("", "")
     caption = f"<caption>{html.escape(table.caption)}</caption>" if table.caption else ""
     head = "".join(f'<th scope="col"{cell}>{html.escape(text)}</th>' for text in table.head)

@@ -34,7 +34,11 @@ def dumps(runs: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]] 
 
 
 def to_json(runs: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """All but each request's description and token times. comparisons: as `ComparisonReport.to_json` has them."""
+    """Returns all of the runs but each request's description and token times.
+
+    Args:
+        comparisons: as `ComparisonReport.to_json` has them.
+    """
     grouped = by_label(runs)
     sessions = {label: found for label, own in grouped.items() if (found := summarise_sessions(own))}
     return {

@@ -25,9 +25,14 @@ class ServerError(RuntimeError):
 
 @contextlib.contextmanager
 def served(config: Mapping[str, Any], log: Path) -> Iterator[tuple[str, int]]:
-    """`with served(config, log) as (url, pid)`. config: as in the server's YAML; port 0 = a free one.
+    """Runs a server of its own: `with served(config, log) as (url, pid)`. Leaving drains it by SIGTERM; a server that
+    does not end within STOP_SECONDS is killed.
 
-    Leaving drains it by SIGTERM; what does not end within STOP_SECONDS is killed. Raises ServerError.
+    Args:
+        config: as in the server's YAML; port 0: a free one.
+
+    Raises:
+        ServerError: the server does not start.
     """
     settings = log.with_suffix(".yaml")
     settings.write_text(yaml.safe_dump({"port": 0, "drain_seconds": 0, **config}, sort_keys=False))

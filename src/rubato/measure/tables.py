@@ -10,7 +10,11 @@ from rubato.measure.confidence import Estimate
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text. caption: what the table shows, "" where that is plain."""
+    """A table whose cells are text.
+
+    Args:
+        caption: what the table shows, "" where that is plain.
+    """
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]

@@ -39,8 +39,15 @@ MIN_RUN_IN_E2ES = 5.0  # a run should last so many times as long as a request ta
 
 @dataclass(frozen=True)
 class CapacityQuestion:
-    """specs: one for each policy. tolerance: relative width of the final bracket. start: requests/s to begin with
-    (None: what step times alone would allow)."""
+    """Asks for the highest rate that each policy serves at each target.
+
+    Args:
+        source: makes the requests of a seed.
+        specs: one for each policy.
+        tolerance: relative width of the final bracket.
+        targets: shares of requests to attain.
+        start: the first rate tried, requests/s; None: what step times alone allow.
+    """
 
     source: RequestSource
     specs: tuple[RunSpec, ...]
@@ -135,10 +142,16 @@ class AlwaysAttained(ValueError):
 def crossing(
     attained: Callable[[float], float], target: float, start: float, tolerance: float, factor: float = BRACKET_FACTOR
 ) -> float:
-    """The rate at which `attained` (of a rate) falls below `target`: the middle of a bracket no wider than `tolerance`.
+    """Finds the rate at which `attained` (of a rate) falls below `target`: the middle of a bracket no wider than
+    `tolerance`.
 
-    factor: between rates tried until one holds and one does not; small where runs far beyond the capacity take
-    long. Raises AlwaysAttained when all `MAX_BRACKET_STEPS` rates attain the target, NoCapacity when none of them does.
+    Args:
+        factor: between rates tried until one holds and one does not; small where runs far beyond the capacity take
+            long.
+
+    Raises:
+        AlwaysAttained: all `MAX_BRACKET_STEPS` rates attain the target.
+        NoCapacity: none of them does.
     """
     low = high = start
     up = attained(start) >= target
@@ -185,7 +198,9 @@ def estimate(load: Workload, spec: RunSpec) -> float:
 def too_short(runs: Sequence[Mapping[str, Any]]) -> str:
     """Returns a warning if arrivals (`seconds`) lasted less than `MIN_RUN_IN_E2ES` times the `e2e_p99`, else "".
 
-    runs: those without both keys are skipped."""
+    Args:
+        runs: results by key; those without both keys are skipped.
+    """
     known = [run for run in runs if "seconds" in run and "e2e_p99" in run]
     short = [run for run in known if run["seconds"] < MIN_RUN_IN_E2ES * run["e2e_p99"]]
     if not short:
@@ -203,8 +218,11 @@ def too_short(runs: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """One policy at one target: requests/s over all seeds, of the fleet, per replica and per GPU; ratio: to the first
-    policy's, paired by seed."""
+    """The capacity of one policy at one target, in requests/s over all seeds: of the fleet, per replica and per GPU.
+
+    Args:
+        ratio: of the rate to the first policy's, paired by seed.
+    """
 
     policy: str
     target: float
@@ -216,7 +234,12 @@ class Capacity:
 
 @dataclass(frozen=True, repr=False)
 class CapacityResult(Result):
-    """question: with the policies that ran; skipped: of the others, by label, why they cannot run."""
+    """The capacities that were found.
+
+    Args:
+        question: as asked, with the policies that ran.
+        skipped: why each other policy cannot run, by its label.
+    """
 
     title = "Capacity"
     question: CapacityQuestion

@@ -13,8 +13,12 @@ from rubato.workloads import Arrival, OfferedStage, Workload
 
 @dataclass(frozen=True)
 class Feasibility:
-    """Infeasible requests of a workload. infeasible: number by tier; example: one of them, with what it lacks; of those
-    that are too long, the longest."""
+    """The infeasible requests of a workload: those that no idle replica attains.
+
+    Args:
+        infeasible: number by tier.
+        example: one of them, with what it lacks; the longest, where requests are too long.
+    """
 
     offered: int
     infeasible: Mapping[str, int]

@@ -121,7 +121,11 @@ class _Search:
     # ----------------------------------------------------------------- jobs, and what they say together
 
     def peaks(self, replicas: int, seeds: int, relaxed: str = "") -> list[Job]:
-        """The busiest stretch on so many replicas under each seed. relaxed: the constraint that is, if any."""
+        """Simulates the busiest stretch on so many replicas under each seed.
+
+        Args:
+            relaxed: the constraint to relax, "" for none.
+        """
         factor = _factor(replicas + 1) if relaxed else 1.0
         what = f" {relaxed} relaxed" if relaxed else ""
         return [

@@ -28,8 +28,15 @@ FORMAT = "rubato-plan/1"
 
 @dataclass(frozen=True)
 class FleetQuestion:
-    """target: share of requests to attain. seconds: of the busiest stretch. seeds: how many to begin with, and at most.
-    exclude: leave out, and count, what no idle replica can attain. price: of a GPU for an hour."""
+    """Asks how many replicas attain a target.
+
+    Args:
+        target: share of requests to attain.
+        seconds: length of the busiest stretch.
+        seeds: how many to begin with, and at most.
+        exclude: whether requests that no idle replica can attain are left out, and counted.
+        price: of a GPU, an hour.
+    """
 
     source: RequestSource
     spec: RunSpec
@@ -68,7 +75,11 @@ class FleetQuestion:
 
 @gc_paused()
 def peak(question: FleetQuestion, replicas: int, relaxed: str, factor: float, seed: int) -> dict[str, Any]:
-    """Met and offered, in all and per tier, in the busiest stretch drawn by `seed`. relaxed: a constraint, or ""."""
+    """Returns met and offered requests, in all and per tier, in the busiest stretch drawn by `seed`.
+
+    Args:
+        relaxed: the constraint to relax, "" for none.
+    """
     load = bootstrapped(question.load(seed, question.stretch(seed)), seed)
     spec = replace(question.spec, replicas=replicas)
     if relaxed:
@@ -150,10 +161,16 @@ def effect(all_seeds: Estimate, same: Sequence[Mapping[str, Any]], relaxed: Sequ
 
 @dataclass(frozen=True, repr=False)
 class FleetPlan(Result):
-    """replicas is the answer. decided: with one fewer the mean is below the target (else so close to it that the most
-    seeds do not tell). whole: the whole workload with that many. relaxed: attainment of one fewer with one constraint
-    relaxed by `relaxed_by`, as `effect` has it, of so many seeds. infeasible: what no idle replica attains. tried: what
-    each number of replicas that was tried attains of the busiest stretch."""
+    """The answer: so many `replicas` attain the target.
+
+    Args:
+        decided: whether the mean with one fewer is below the target; else it is too close for the number of seeds to
+            tell.
+        whole: the whole workload on that many replicas.
+        relaxed: attainment of one replica fewer by the constraint that is relaxed (`effect`).
+        infeasible: what no idle replica attains.
+        tried: attainment of the busiest stretch by number of replicas.
+    """
 
     title = "Fleet"
     question: FleetQuestion

@@ -31,8 +31,12 @@ SHUTDOWN_S = 3.0  # for a pool to end in, once the command is told to
 
 @dataclass(frozen=True)
 class Job:
-    """One call, `work(*given)`, whose result fits into JSON. key: a unique name. To run in another process `work` must
-    be a module's function, and all of `given` must pickle."""
+    """One call, `work(*given)`, whose result fits into JSON. To run in another process `work` must be a function of a
+    module, and all of `given` must pickle.
+
+    Args:
+        key: a unique name.
+    """
 
     key: str
     work: Callable[..., Any]
@@ -51,8 +55,12 @@ class JobResult:
 
 @dataclass(frozen=True)
 class JobResults:
-    """The results of all jobs, in order. resumed: number of results that the file had already; dropped: half-written
-    lines."""
+    """The results of all jobs, in order.
+
+    Args:
+        resumed: how many results the file had already.
+        dropped: how many lines of the file were half-written.
+    """
 
     results: tuple[JobResult, ...]
     resumed: int = 0
@@ -108,9 +116,15 @@ def open_runner(
 ) -> Iterator[JobRunner]:
     """Opens a runner of jobs, for a program that chooses its jobs by the results of others.
 
-    file: where results are kept, and taken from; head: every input that decides what the jobs are. workers: processes
-    (None: one a core; 1: this process). ray: the address of a Ray cluster that runs them instead. Raises ValueError for
-    fewer than one worker, both, no cluster, or a file of another computation; MissingExtra without Ray.
+    Args:
+        file: where results are written to, and read from if they are there.
+        head: every input that decides what the jobs are.
+        workers: processes (None: one a core; 1: this process).
+        ray: the address of a Ray cluster that runs them instead.
+
+    Raises:
+        ValueError: fewer than one worker, `workers` and `ray` together, no cluster, or a file of another computation.
+        MissingExtra: Ray is not installed.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"{workers} workers: give 1 or more")

@@ -28,8 +28,13 @@ PREFILL_BATCH_TOKENS = 2048  # tokens of a prefill replica's batch; from there o
 
 
 class BatchLimit(NamedTuple):
-    """The largest batch for one kind of request. batch: tokens (with PD, decodes only: sequences). seconds: of its
-    step. reason: its bound: "tpot", "kv", "batch" (the engine's) or, if one token is too slow, "none"."""
+    """The largest batch for one kind of request.
+
+    Args:
+        batch: its tokens; with PD, where a batch is decodes alone, its sequences.
+        seconds: how long its step takes.
+        reason: what limits it: "tpot", "kv", "batch" (the engine's) or, if one token is too slow, "none".
+    """
 
     batch: int
     seconds: float
@@ -37,8 +42,12 @@ class BatchLimit(NamedTuple):
 
 
 class ModeCost(NamedTuple):
-    """Seconds of a replica that one request takes. limit: of its decodes, with PD, else of the whole batch.
-    late: whether its prompt takes longer than its TTFT at this batch."""
+    """The seconds of a replica that one request takes.
+
+    Args:
+        limit: the largest batch of its decodes with PD, else the largest batch.
+        late: whether its prompt takes longer than its TTFT at this batch.
+    """
 
     seconds: float
     limit: BatchLimit
@@ -47,9 +56,14 @@ class ModeCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Optimum:
-    """Of a workload. cost: mean replica-seconds of a request; rate: requests/s that one replica serves at most. late:
-    requests whose TTFT does not fit in the batch that was counted; slow: those whose TPOT even one token alone exceeds,
-    counted one by one."""
+    """The highest rate that one replica serves of a workload, if every batch is as large as its SLOs permit.
+
+    Args:
+        cost: mean replica-seconds of a request.
+        rate: requests/s that one replica serves at most.
+        late: requests whose TTFT does not fit in the batch that was counted.
+        slow: requests whose TPOT even a batch of one token exceeds, counted one by one.
+    """
 
     mode: Mode
     requests: int

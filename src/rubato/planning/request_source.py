@@ -98,7 +98,11 @@ def _mixed(mix: MixSource, seed: int) -> Workload:
 
 @dataclass(frozen=True)
 class FileSource(RequestSource):
-    """A workload file. drawn: seeds above 0 bootstrap blocks of 60 s of it; else the times are the file's."""
+    """Takes requests from a workload file.
+
+    Args:
+        drawn: whether seeds above 0 resample blocks of 60 s; else the times are the file's.
+    """
 
     path: str
     drawn: bool = True
@@ -130,11 +134,13 @@ class WorkloadSource(RequestSource):
 
 @dataclass(frozen=True)
 class TraceSource(RequestSource):
-    """A recorded trace, `factor` times as much of it. A request's tier is the trace's, or drawn by the kinds' shares.
+    """Takes requests from a recorded trace, `factor` times as many. A request's tier is the trace's, or drawn by the
+    kinds' shares. A stretch is cut out, then multiplied; it begins on a full minute, so copies stay inside it.
 
-    how: which part of the file. drawn: as of a file. unloaded: seconds per token, of which a trace's own SLOs are
-    multiples, where there are no kinds. A stretch is cut out, then multiplied; it begins on a full minute, so copies
-    stay inside it.
+    Args:
+        how: which part of the file is taken.
+        drawn: as of `FileSource`.
+        unloaded: seconds per token, of which a trace's own SLOs are multiples, where there are no kinds.
     """
 
     path: str

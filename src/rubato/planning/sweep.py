@@ -30,7 +30,12 @@ PROBE = Request("probe", (Stage(1),), 0.0, sampling=Sampling(max_tokens=1))
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to run. specs: one for each policy, told apart by their labels; rates: requests/s of the whole fleet."""
+    """Asks what each policy attains at each rate.
+
+    Args:
+        specs: one for each policy, told apart by their labels.
+        rates: requests/s offered to the whole fleet.
+    """
 
     source: RequestSource
     specs: tuple[RunSpec, ...]
@@ -103,10 +108,14 @@ def left_out(reasons: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One policy at one rate, over all seeds. attainment per tier and "all"; the rest are means over seeds, in seconds
-    and requests/s; against: attainment minus that of the sweep's first policy, paired by seed, in [-1, 1]. by_deadline,
-    by_windows: attainment by these two rules, whichever judged; pause_p99, pause_max: of each request's longest pause
-    between two tokens, mean and maximum over seeds; per tier and "all"."""
+    """One policy at one rate: means over all seeds, in seconds and requests/s; attainment per tier and for "all".
+
+    Args:
+        against: attainment minus that of the sweep's first policy, paired by seed, in [-1, 1].
+        by_deadline, by_windows: attainment by these two rules, whichever rule judged.
+        pause_p99, pause_max: of each request's longest pause between two tokens, mean and maximum over seeds; per tier
+            and "all".
+    """
 
     policy: str
     rate: float
@@ -123,7 +132,12 @@ class SweepPoint:
 
 @dataclass(frozen=True, repr=False)
 class SweepResult(Result):
-    """sweep: with the policies that ran; skipped: of the others, by label, why they cannot run."""
+    """The points of a sweep.
+
+    Args:
+        sweep: as asked, with the policies that ran.
+        skipped: why each other policy cannot run, by its label.
+    """
 
     title = "Attainment by rate"
     sweep: Sweep

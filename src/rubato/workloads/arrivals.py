@@ -54,9 +54,12 @@ class Bursts:
     """Poisson bursts of `size` requests on average at `peak` times the mean rate, and nothing between them; how long
     bursts and pauses last is exponential (an interrupted Poisson process). Stretched with the rate, as a trace is.
 
-    spread: of the rate within bursts, the coefficient of variation of a gamma from which it is drawn anew after every
-    `hold` requests on average; 0: bursts are all alike. together: how many come at about
-    the same moment, on average (geometric), and apart: how far apart these are, of the mean gap between requests."""
+    Args:
+        spread: coefficient of variation of the gamma from which the rate within bursts is drawn anew after every `hold`
+            requests on average; 0: bursts are all alike.
+        together: how many come at about the same moment, on average (geometric).
+        apart: how far apart these are, as a share of the mean gap between requests.
+    """
 
     peak: float
     size: float

@@ -44,13 +44,20 @@ def make(
     max_model_len: int | None = None,
     profile: str = "",
 ) -> Workload:
-    """Requests of a mix of kinds at `rate` requests/s, for `duration` seconds or `count` of them; Poisson by default.
+    """Makes requests of a mix of kinds at `rate` requests/s, for `duration` seconds or `count` of them; Poisson by
+    default.
 
-    changes: mixes that follow the first. prefill: prompt tokens -> zero-load prefill seconds; TTFTs given as slowdowns
-    become seconds by it, and TTFTs that an idle replica cannot meet by it are not promised (a request left with none is
-    best effort; `notes` count them). texts: make prompts of these lengths; prompt_tokens are then the text's, by
-    `count_tokens` (a tokenizer's) or estimated. max_model_len: outputs are cut so that prompt + output fit (`notes`
-    count them). Raises ValueError for impossible arguments.
+    Args:
+        changes: mixes that follow the first.
+        prefill: returns the zero-load prefill seconds of so many prompt tokens. TTFTs given as slowdowns become seconds
+            by it, and TTFTs that an idle replica cannot meet by it are not promised (a request left with none is best
+            effort; `notes` count them).
+        texts: whether texts of these lengths are made; prompt_tokens are then the text's, by `count_tokens` (a
+            tokenizer's) or estimated.
+        max_model_len: outputs are cut so that prompt + output fit (`notes` count them).
+
+    Raises:
+        ValueError: impossible arguments.
     """
     check_rate(rate)
     process = arrivals or Poisson()

@@ -20,9 +20,11 @@ Range = Lengths | tuple[int, int]  # a pair: uniform from the least to the most 
 
 @dataclass(frozen=True, slots=True)
 class FollowUp:
-    """A stage after the first: another prefill (a tool's result; none: a decode that goes on), another decode.
+    """A stage after the first: another prefill (the result of a tool; none: a decode that goes on), and another decode.
 
-    ttft_slowdown, ends: as in `Kind`. pause: seconds a tool takes before it.
+    Args:
+        ttft_slowdown, ends: as in `Kind`.
+        pause: seconds that a tool takes before the stage.
     """
 
     output: Range
@@ -35,14 +37,16 @@ class FollowUp:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of request in a mix. prompt, output: tokens.
+    """A kind of request in a mix. Of its stages the first runs `rounds` times (0: not at all), with `pause` seconds of
+    a tool between two rounds; then come those of `then`.
 
-    app: what it is for, and which texts are made (`prompts.TEXTS`; any other app: chat's). share: weight in the mix;
-    shares need not add up to 1. ttft_slowdown: TTFT is so many times the zero-load prefill time of that prompt, instead
-    of `slo.ttft`. ttfts: TTFT is one of these, in seconds, drawn evenly; an idle replica must be able to meet it.
-    Stages: the first runs `rounds` times (default once; 0 = not at all), `pause` seconds of a tool between two rounds,
-    then come those of `then`. acceptance: least and most probability that a drafted token is accepted, one number for
-    each request.
+    Args:
+        prompt, output: lengths in tokens.
+        app: what the request is for, and which texts are made (`prompts.TEXTS`; any other app: chat's).
+        share: weight in the mix; shares need not add up to 1.
+        ttft_slowdown: TTFT is so many times the zero-load prefill time of that prompt, instead of `slo.ttft`.
+        ttfts: TTFT is one of these, in seconds, drawn evenly; an idle replica must be able to meet it.
+        acceptance: least and most probability that a drafted token is accepted, one number for each request.
     """
 
     app: str

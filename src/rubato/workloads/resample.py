@@ -24,12 +24,16 @@ _COPIES, _BLOCKS = 20, 22  # one random stream for each purpose, none of a workl
 def multiplied(
     offers: Sequence[TraceRequest], factor: float, seed: int = 0, end: float | None = None
 ) -> list[TraceRequest]:
-    """A trace with `factor` times the traffic and the same profile over time.
+    """Returns a trace with `factor` times the traffic and the same profile over time. Each minute holds that many
+    copies of itself, each rotated within the minute by an offset of its own: copies at the same instants would
+    multiply every burst. For a fraction, each request is copied with that chance. Factor 1 is the trace itself.
 
-    Each minute holds that many copies of itself, each turned round within the minute by an offset of its own:
-    copies at the same instants would multiply every burst. For a fraction, each request is copied with that chance.
-    end: of the trace (None: its last request); a last minute that is cut short is rotated within its own length. Factor
-    1 is the trace itself. Raises ValueError for a factor that is not positive and finite.
+    Args:
+        end: the end of the trace, in seconds (None: its last request); a last minute that is cut short is rotated
+            within its own length.
+
+    Raises:
+        ValueError: a factor that is not positive and finite.
     """
     if not 0.0 < factor < inf:
         raise ValueError(f"scale is {factor}: give how many times the trace's traffic, a positive number")

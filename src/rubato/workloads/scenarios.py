@@ -26,10 +26,14 @@ from rubato.workloads.workload import Workload, check_rate
 
 @dataclass(frozen=True)
 class Scenario:
-    """kinds: the mix it begins with. changes: what it becomes later, from the expected requests and seconds of the run.
+    """A mix of requests that a paper measured with.
 
-    profile: the hardware profile of the paper's model, with the host term of vLLM in 2024, when papers measured; ""
-    where it has several. about: one line, with its source.
+    Args:
+        kinds: the mix it begins with.
+        changes: returns what the mix becomes later, from the expected requests and seconds of the run.
+        profile: the hardware profile of the paper's model, with the host term of vLLM in 2024, when papers measured; ""
+            where it has several.
+        about: one line, with its source.
     """
 
     about: str
@@ -320,12 +324,19 @@ def make(
     kinds: Sequence[Kind] | None = None,
     max_model_len: int | None = None,
 ) -> Workload:
-    """The scenario `name` at `rate` requests/s: `count` requests, or those of `duration` seconds; lengths, no texts.
+    """Makes the scenario `name` at `rate` requests/s: `count` requests, or those of `duration` seconds; lengths, no
+    texts.
 
-    arrivals: instead of the scenario's. prefill: prompt tokens -> zero-load seconds; scenarios whose TTFT is a slowdown
-    need it, PolyServe's promise only what it says can be met. scale: prompts so many times as long. kinds: instead of
-    the scenario's first mix, for other shares or SLOs. max_model_len: tokens of prompt and output, instead of the
-    scenario's; 0 = no limit. Raises ValueError for impossible arguments.
+    Args:
+        arrivals: instead of the scenario's.
+        prefill: returns the zero-load seconds of so many prompt tokens; scenarios whose TTFT is a slowdown need it.
+            PolyServe's promise only TTFTs that it says can be met.
+        scale: factor on the lengths of prompts.
+        kinds: instead of the scenario's first mix, for other shares or SLOs.
+        max_model_len: tokens of prompt and output, instead of the scenario's; 0 = no limit.
+
+    Raises:
+        ValueError: impossible arguments.
     """
     scenario = get(name)
     check_rate(rate)

@@ -23,9 +23,17 @@ _ARRIVALS, _TURNS, _LENGTHS, _GAPS = 30, 31, 32, 33  # random streams, none of `
 
 @dataclass(frozen=True)
 class Sessions:
-    """turns: of a session. new: tokens that each adds to what was there; output: of its answer; gap: milliseconds of
-    the tool before each but the first. system: tokens that all sessions begin with, whole blocks of 512.
-    seconds_per_turn: a session's e2e is that many for each turn, and its gaps. slo: of each turn besides."""
+    """Conversations of agents: each turn adds to what was said before.
+
+    Args:
+        turns: number of turns of a session.
+        new: tokens that each turn adds to the prompt.
+        output: tokens of an answer.
+        gap: milliseconds of the tool before each turn but the first.
+        system: tokens that all sessions begin with, whole blocks of 512.
+        seconds_per_turn: a session's e2e is that many for each turn, and its gaps.
+        slo: of each turn, besides.
+    """
 
     turns: Lengths
     new: Lengths
@@ -66,11 +74,15 @@ def make(
     max_model_len: int | None = None,
     profile: str = "",
 ) -> Workload:
-    """Sessions whose turns come at `rate` requests/s in the mean: those that begin in `duration` seconds, or as many as
-    have about `count` turns. scale: new tokens so many times as many. max_model_len: a session ends before the turn
-    that would exceed it. Raises ValueError for impossible arguments, or when no turn fits.
+    """Makes sessions whose turns come at `rate` requests/s in the mean: those that begin in `duration` seconds, or as
+    many as have about `count` turns. A turn's `at` is when it comes if no answer takes any time.
 
-    A turn's `at` is when it comes if no answer takes any time.
+    Args:
+        scale: factor on the number of new tokens.
+        max_model_len: a session ends before the turn that would exceed it.
+
+    Raises:
+        ValueError: impossible arguments, or when no turn fits.
     """
     check_rate(rate)
     mean = of.means()[0]
@@ -100,7 +112,12 @@ def make(
 def _turns(
     of: Sessions, session: str, at: float, drawn: tuple[Ints, Ints, Any], block: int, max_model_len: int | None
 ) -> list[Arrival]:
-    """One session's. drawn: new tokens, output tokens and gaps of each turn; block: id of its own first block."""
+    """Makes the turns of one session.
+
+    Args:
+        drawn: new tokens, output tokens and gaps of each turn.
+        block: id of the first block that is its own.
+    """
     session_turns: list[Arrival] = []
     prompt = of.system
     for turn, (new, output, gap) in enumerate(zip(*(column.tolist() for column in drawn), strict=True)):

@@ -15,10 +15,13 @@ from rubato.workloads.workload import HASH_BLOCK_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Names of a layout's fields, and seconds from its time.
+    """The names of a layout's fields, and how its times become seconds.
 
-    marks: fields that tell it from another with the same names. block: tokens that one of its `hash_ids` stands for.
-    has_times: each request has one. has_failures: a request without output tokens has failed.
+    Args:
+        marks: fields that tell the layout from another with the same names.
+        block: tokens that one of its `hash_ids` stands for.
+        has_times: whether each request has a time.
+        has_failures: whether a request without output tokens has failed.
     """
 
     at: str
@@ -39,7 +42,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of a trace in no layout of ours. arrival: seconds, or date and time; tier "" = none says it."""
+    """The columns of a trace that has none of the known layouts.
+
+    Args:
+        arrival: seconds, or date and time.
+        tier: "": no column says it.
+    """
 
     arrival: str
     prompt: str
@@ -112,8 +120,11 @@ EPOCH_S = (1e8, 1e11)  # seconds since 1970 of a log's times; more are milliseco
 
 
 def unit_doubt(layout: Layout, at: list[float]) -> str:
-    """Why times look as if they were in another unit than they were read in, "" if they do not. at: sorted, in
-    seconds."""
+    """Returns why times look as if they were in another unit than they were read in, "" if they do not.
+
+    Args:
+        at: times, sorted, in seconds.
+    """
     if at[-1] == at[0] or layout is EVENTS or layout.seconds is _date:
         return ""
     rate = (len(at) - 1) / (at[-1] - at[0])

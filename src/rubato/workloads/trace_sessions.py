@@ -16,11 +16,20 @@ from rubato.workloads.workload import HASH_BLOCK_TOKENS, Arrival
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace. at: seconds since the first; prompt, output: tokens; tier "" = not said.
+    """One request of a trace.
 
-    tpot: promised seconds per token; tpot_slowdown: the same in times of the unloaded one. blocks: ids of the prompt's
-    blocks of 512 tokens. text: the prompt itself. id, after: which request goes on from which, `gap` seconds after it
-    has ended; session: of these; "" where the trace names none. slo: of an event log, which says it in full.
+    Args:
+        at: seconds since the first request.
+        prompt, output: lengths in tokens.
+        tier: "": not said.
+        tpot: promised seconds per token.
+        tpot_slowdown: the same as a multiple of the unloaded time.
+        blocks: ids of the prompt's blocks of 512 tokens.
+        text: the prompt itself.
+        id: its own.
+        after: id of the request that it goes on from, `gap` seconds after that one has ended.
+        session: the session's name; "" where the trace names none.
+        slo: in full, where the trace is an event log.
     """
 
     at: float
@@ -39,9 +48,11 @@ class TraceRequest:
 
 
 def coarser(ids: Sequence[int], block: int, names: dict[tuple[int, ...], int]) -> tuple[int, ...]:
-    """Ids of blocks of 512 tokens from those of smaller ones: equal where all within are. names: of those so far.
+    """Returns ids of blocks of 512 tokens from those of smaller ones: equal where all smaller ones are. A prefix that
+    ends within 512 tokens is found up to the last whole block only.
 
-    A prefix that ends within 512 tokens is found up to the last whole ones only.
+    Args:
+        names: ids given so far, by the ids of the smaller blocks.
     """
     each = HASH_BLOCK_TOKENS // block
     runs = (tuple(ids[first : first + each]) for first in range(0, len(ids), each))

@@ -50,9 +50,15 @@ _KINDS, _ARRIVALS = 10, 12  # random streams, none of `generate.make`'s
 class TraceOptions:
     """Which part of a trace file is read, and how.
 
-    start, seconds: the window, in seconds from the first request (None: to the end); count: at most so many requests
-    of it. columns: by name, where the layout is none of ours; time_scale: factor on the file's times. skip_malformed:
-    leave out rows that cannot be read. Raises ValueError for a number that cannot be.
+    Args:
+        start, seconds: the window, in seconds from the first request (None: to the end).
+        count: at most so many requests are read.
+        columns: names of the columns, where the layout is not known.
+        time_scale: factor on the file's times.
+        skip_malformed: whether rows that cannot be read are left out.
+
+    Raises:
+        ValueError: a number that cannot be.
     """
 
     start: float = 0.0
@@ -78,8 +84,11 @@ WHOLE = TraceOptions()  # every request, in one of our layouts
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace in order of arrival. notes: by kind (`NOTES`), a sentence without a stop on what was changed, left out or
-    looks odd."""
+    """A trace in order of arrival.
+
+    Args:
+        notes: by kind (`NOTES`), a sentence without a full stop on what was changed, left out or looks odd.
+    """
 
     name: str
     offers: tuple[TraceRequest, ...]
@@ -157,7 +166,14 @@ def _window(path: Path, offers: Sequence[TraceRequest], how: TraceOptions) -> li
 def _offer(
     where: str, row: Mapping[str, Any] | TraceError, layout: Layout | None, names: dict[tuple[int, ...], int]
 ) -> TraceRequest:
-    """The request of one row, at the trace's own time. names: of blocks so far. Raises TraceError naming the field."""
+    """Makes the request of one row, at the trace's own time.
+
+    Args:
+        names: ids given so far to blocks.
+
+    Raises:
+        TraceError: a field is wrong; the text names it.
+    """
     if isinstance(row, TraceError):
         raise row
     assert layout is not None
@@ -234,12 +250,16 @@ def make(
     unloaded: float | None = None,
     texts: bool = True,
 ) -> Workload:
-    """A workload of a trace's lengths at its own times, or those of `arrivals`; `rate` (requests/s) stretches them.
+    """Makes a workload of a trace's lengths at its own times, or those of `arrivals`; `rate` (requests/s) stretches
+    them. Without `kinds` tiers and SLOs are the trace's own, and a request that is promised nothing is best effort.
 
-    kinds: tiers, SLOs and texts (their lengths do not count): a request whose tier the trace says gets a kind of that
-    tier, another any, by their shares. Without kinds tiers and SLOs are the trace's own: `unloaded`, seconds per token
-    of a lone request, is what slowdowns of the trace multiply; what it promises nothing is best effort. Raises
-    ValueError for no requests, a tier that no kind has, or a slowdown without `unloaded`.
+    Args:
+        kinds: tiers, SLOs and texts (their lengths do not count): a request whose tier the trace says gets a kind of
+            that tier, another any, by their shares.
+        unloaded: seconds per token of a lone request, which slowdowns of the trace multiply.
+
+    Raises:
+        ValueError: no requests, a tier that no kind has, or a slowdown without `unloaded`.
     """
     if not trace.offers:
         raise ValueError(f"trace {name!r} has no requests")

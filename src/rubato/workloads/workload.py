@@ -29,8 +29,9 @@ NO_SLO = SLO()
 class OfferedStage:
     """One stage of a request: `prompt` tokens of prefill (0: decode only), then `output` tokens.
 
-    ends: the literal after which the next stage begins, as in `Stage`. pause: seconds a tool takes before this
-    stage may begin; they are in no SLO.
+    Args:
+        ends: the literal after which the next stage begins, as in `Stage`.
+        pause: seconds that a tool takes before this stage may begin; no SLO counts them.
     """
 
     prompt: int
@@ -50,15 +51,21 @@ class OfferedStage:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a workload. at: seconds from the start. messages: (role, content); none when only simulated.
+    """One request of a workload.
 
-    prompt_tokens: of the text; with the model's chat template if that was counted in. Both lengths are sums
-    over `parts` where a request has several stages. slo: of this request alone, instead of its tier's. blocks: ids of
-    the prompt's blocks of 512 tokens (Mooncake's `hash_ids`): prompts whose ids begin alike begin alike. acceptance:
-    the probability that a drafted token is accepted, where speculation is simulated.
-    after: the request that this one goes on from, which stands before it: this one comes `gap` seconds after that one
-    has ended, and at `at` at the earliest; never, if that one did not complete (`offering`). session: whose turn it is.
-    session_e2e: of a session's first turn, seconds from its arrival within which the last turn is to end.
+    Args:
+        at: seconds from the start.
+        messages: (role, content); none when only simulated.
+        prompt_tokens: length of the text, with the model's chat template if that was counted in. Both lengths are sums
+            over `parts` where a request has several stages.
+        slo: of this request alone, instead of its tier's.
+        blocks: ids of the prompt's blocks of 512 tokens (Mooncake's `hash_ids`): prompts whose ids begin alike begin
+            alike.
+        acceptance: the probability that a drafted token is accepted, where speculation is simulated.
+        after: the request that this one goes on from, which stands before it: this one comes `gap` seconds after that
+            one has ended, and at `at` at the earliest; never, if that one did not complete (`offering`).
+        session: name of the session whose turn it is.
+        session_e2e: of a session's first turn, seconds from its arrival within which the last turn is to end.
     """
 
     id: str
@@ -90,9 +97,12 @@ class Arrival:
 class Workload:
     """A named list of arrivals, ascending in `at`, and the SLOs of the tiers they belong to.
 
-    rate: requests/s it was made for; duration: seconds over which requests are offered; counted: prompt_tokens are
-    exact or by a tokenizer (else by `prompts.estimate`). profile: the hardware profile it is meant for, "" = any.
-    concurrency: of a closed loop, in which so many requests are in flight; `at` is then the earliest time of each.
+    Args:
+        rate: requests/s that it was made for.
+        duration: seconds over which requests are offered.
+        counted: prompt_tokens are exact or by a tokenizer (else by `prompts.estimate`).
+        profile: the hardware profile it is meant for, "" = any.
+        concurrency: of a closed loop, in which so many requests are in flight; `at` is then the earliest time of each.
     """
 
     name: str
@@ -158,8 +168,14 @@ class Workload:
         return replace(self, tiers={**self.tiers, **tiers}, arrivals=arrivals)
 
     def with_slo_scale(self, factor: float, what: str = "") -> Workload:
-        """The same requests with all SLOs times `factor` (2 = twice the time). what: "ttft", "tpot" or "e2e", if it is
-        to be only that one. Raises ValueError for a factor that is not positive."""
+        """Returns the same requests with all SLOs times `factor` (2: twice the time).
+
+        Args:
+            what: "ttft", "tpot" or "e2e" to scale that one alone.
+
+        Raises:
+            ValueError: a factor that is not positive.
+        """
         if not 0.0 < factor < math.inf:
             raise ValueError(f"SLO scale is {factor}: give a positive number")
 

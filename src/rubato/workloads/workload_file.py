@@ -182,7 +182,14 @@ def read(path: str | Path) -> Workload:
 
 
 def _arrival(row: _Request, tiers: Mapping[str, SLO], slos: dict[SLO, SLO]) -> Arrival:
-    """slos: those met so far, so that equal ones are one object. Raises ValueError naming the field."""
+    """Reads one request of the file.
+
+    Args:
+        slos: SLOs read so far, so that equal ones are one object.
+
+    Raises:
+        ValueError: a field is wrong; the text names it.
+    """
     if row.tier not in tiers:
         raise ValueError(f"tier is {row.tier!r}: the header has {', '.join(tiers)}")
     fields_set = row.model_fields_set

@@ -43,13 +43,18 @@ def load(
     kv_tokens: int | None = None,
     **factors: float,
 ) -> Profile:
-    """A packaged profile by name, or one of your own by the path of its file (it ends in .json); with `@HOST_TERM`
-    behind either, that of the host terms it holds.
+    """Loads a packaged profile by name, or one of your own by the path of its file (it ends in .json); `@HOST_TERM`
+    behind either chooses one of the host terms that it holds.
 
-    host, host_per_seq: seconds of every step and of each sequence in it, instead of the profile's; host_scale: times
-    both (0.5 and 1.5 say how much a result hangs on them). kv_tokens: instead of the profile's. factors: by name, such
-    as prefill_gemm=1.0, instead of the profile's. Raises ValueError for an unknown name, host term or factor, a host
-    setting or a factor for a profile of whole steps, and a profile without KV capacity.
+    Args:
+        host, host_per_seq: seconds of every step and of each sequence in it, instead of the profile's.
+        host_scale: times both (0.5 and 1.5 say how much a result hangs on them).
+        kv_tokens: tokens of KV that fit, instead of the profile's.
+        factors: factors on kernel times by name, such as prefill_gemm=1.0, instead of the profile's.
+
+    Raises:
+        ValueError: an unknown name, host term or factor, a host setting or a factor for a profile of whole steps, and a
+            profile without KV capacity.
     """
     base, host_name = named(name)
     path = Path(base) if base.endswith(".json") else Path(str(_DATA / f"{base}.json"))

@@ -38,9 +38,15 @@ USABLE_SHARE = 0.9  # of its memory
 
 @dataclass(frozen=True)
 class GPU:
-    """system, version: aiconfigurator's names of the GPU and of the vLLM its kernels were timed in. memory: bytes of
-    the card; bandwidth: of it, bytes/s; compute: dense bfloat16 operations/s, by NVIDIA's datasheet.
-    measured_bandwidth: of the card that was timed, where that is another."""
+    """A GPU whose kernels were timed.
+
+    Args:
+        system, version: aiconfigurator's names of the GPU and of the vLLM its kernels were timed in.
+        memory: bytes of the card.
+        bandwidth: of the card's memory, bytes/s.
+        compute: dense bfloat16 operations/s, by NVIDIA's datasheet.
+        measured_bandwidth: of the card that was timed, where that is another.
+    """
 
     system: str
     version: str

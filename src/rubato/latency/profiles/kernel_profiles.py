@@ -112,8 +112,15 @@ def made(model: str, gpu: str, gpus: int = 1) -> Profile:
 
 
 def composed(name: str, model: Known, gpu: str, gpus: int, host: HostTime | None = None) -> Profile:
-    """A profile of kernel tables. host: None = that of the newest vLLM that was measured, with all others by name.
-    Raises ImportError without the extra, ValueError for a model that the GPU cannot hold or be split over so many."""
+    """Makes a profile of kernel tables.
+
+    Args:
+        host: the host term; None: that of the newest vLLM that was measured, with all others by name.
+
+    Raises:
+        ImportError: the extra is not installed.
+        ValueError: a model that the GPU cannot hold, or that cannot be split over so many.
+    """
     tables = aiconfigurator.tables(model.dims, gpu, gpus)
     card = aiconfigurator.GPUS[gpu]
     provenance = PROVENANCE.format(system=card.system, version=card.version)

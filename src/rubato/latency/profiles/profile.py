@@ -21,7 +21,11 @@ FORMAT = "rubato-profile/1"
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """Seconds of a step spent outside the device: of every step, and of each sequence in it; source: its origin."""
+    """The seconds of a step spent outside the device: of every step, and of each sequence in it.
+
+    Args:
+        source: where the figure is from.
+    """
 
     host: float
     host_per_seq: float
@@ -30,7 +34,11 @@ class HostTime:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """What a part of the kernel times is multiplied by (`components.Factors`); source: its origin."""
+    """What a part of the kernel times is multiplied by (`components.Factors`).
+
+    Args:
+        source: where the figure is from.
+    """
 
     value: float
     source: str
@@ -38,10 +46,17 @@ class Factor:
 
 @dataclass(frozen=True)
 class Profile:
-    """gpus: over which one replica is split (TP). kv_tokens: KV that fits beside the weights. max_model_len: of one
-    sequence. data: a latency model's `to_dict`, or kernel tables; those have a host term and factors beside them, while
-    whole steps (host_term None) have the host's time in them. dims: of the model, where they are known. host_terms: by
-    name, host terms that may stand in the place of host_term (`load("NAME@vllm-2024")`)."""
+    """What is known of a model on a GPU: step times and limits.
+
+    Args:
+        gpus: number of GPUs that one replica is split over (TP).
+        kv_tokens: tokens of KV that fit beside the weights.
+        max_model_len: longest sequence, in tokens.
+        data: a latency model's `to_dict`, or kernel tables; those have a host term and factors beside them, while whole
+            steps (host_term None) have the host's time in them.
+        dims: of the model, where they are known.
+        host_terms: by name, host terms that may stand in the place of host_term (`load("NAME@vllm-2024")`).
+    """
 
     name: str
     about: str
@@ -81,7 +96,11 @@ class Profile:
         max_model_len: int | None = None,
         block_size: int = 16,
     ) -> Limits:
-        """What an engine of this profile takes. max_model_len: by default the model's, at most what KV holds."""
+        """Returns what an engine of this profile takes.
+
+        Args:
+            max_model_len: by default the model's, at most what KV holds.
+        """
         length = min(self.max_model_len if max_model_len is None else max_model_len, self.kv_tokens)
         return Limits(
             max_num_seqs=max_num_seqs,

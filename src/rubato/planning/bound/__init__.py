@@ -73,10 +73,16 @@ DRAINS = 0.5  # of a period: with deadlines longer than that in the mean, a shor
 
 @dataclass(frozen=True)
 class OfferedWork:
-    """What a bound is of: the requests of a workload, at any rate, on n replicas. endless: they repeat end to end, and
-    a rate is that of the stream, requests over period; else they come once, and a rate is what `rubato capacity` calls
-    so, that which the workload was made for. prefix_cache: replicas keep the KV of prompts' beginnings. Raises
-    ValueError for no replicas, and for prompts that begin alike where there is a prefix cache."""
+    """What a bound is computed for: the requests of a workload, at any rate, on `replicas` replicas.
+
+    Args:
+        endless: whether the requests repeat end to end. Then a rate is requests over the period; else it is the rate
+            that the workload was made for, as in `rubato capacity`.
+        prefix_cache: whether replicas keep the KV of prompts' beginnings.
+
+    Raises:
+        ValueError: no replicas, or prompts that begin alike where there is a prefix cache.
+    """
 
     load: Workload
     machine: Hardware
@@ -108,8 +114,15 @@ class OfferedWork:
         return largest_share(self.work(rate), self.replicas, alike, target)
 
     def rate(self, target: float, alike: Alike, tolerance: float, start: float | None = None) -> float:
-        """Requests/s at which no policy attains `target`: the upper end of a bracket of relative width `tolerance`; 0
-        where it is out of reach at all rates tried. start: a guess. Raises ValueError where it is in reach at all."""
+        """Returns the rate, requests/s, at which no policy attains `target`: the upper end of a bracket of relative
+        width `tolerance`; 0 where it is out of reach at all rates tried.
+
+        Args:
+            start: the first rate tried, requests/s.
+
+        Raises:
+            ValueError: the target is in reach at all rates.
+        """
         attains = partial(self._attains, target, alike)
         low = high = start or self.replicas / float(self.work(1.0).cost.mean())
         up = attains(low)
@@ -151,8 +164,14 @@ def _check_apart(load: Workload) -> None:
 
 @dataclass(frozen=True)
 class BoundQuestion:
-    """rate: at which shares are asked for; None: the largest rates at which `target` can be attained. endless,
-    prefix_cache: as in `OfferedWork`. tolerance: relative width of a search's bracket."""
+    """Asks what no policy can exceed.
+
+    Args:
+        rate: requests/s at which the largest shares are asked for; None: the largest rates at which `target` can be
+            attained are.
+        endless, prefix_cache: as in `OfferedWork`.
+        tolerance: relative width of a search's bracket.
+    """
 
     source: RequestSource
     machine: Hardware

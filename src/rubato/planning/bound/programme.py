@@ -23,9 +23,14 @@ SLACK = 0.5  # rows with more of their seconds left over are put aside
 
 @dataclass(frozen=True)
 class Share:
-    """share: of the requests, the largest that can be attained; below a target that was given, some value below it.
-    binds: kind of row -> its part in what keeps the share down (dual values), in all 1, or nothing where all attain.
-    steps: of the seconds that are short, the part that steps take as such, spread as far as limits permit."""
+    """The largest share of requests that can be attained.
+
+    Args:
+        share: of the requests; where a target was given and is out of reach, some value below the target.
+        binds: the part that each kind of row has in keeping the share down (dual values), in all 1; empty where all
+            attain.
+        steps: of the seconds that are short, the part that steps take as such, spread as far as limits permit.
+    """
 
     share: float
     requests: Array

@@ -29,9 +29,15 @@ MIN_WINDOW_S = 0.05  # seconds: shorter windows count as so long, where rows are
 
 @dataclass(frozen=True)
 class Row:
-    """Σ (own + fixed)[request]·share <= seconds. own: of the entries of the pieces in the window, fixed: what steps
-    take beside. kind: over a period; over a window, fixed costs spread by a limit; or counted by a sequence of pieces,
-    one after the other. begin, end: of the window."""
+    """One constraint of the programme: Σ (own + fixed)[request]·share <= seconds.
+
+    Args:
+        own: seconds of the entries of the pieces in the window, by request.
+        fixed: seconds that steps take beside their entries, by request.
+        kind: over a period; over a window, fixed costs spread by a limit; or counted by a sequence of pieces, one after
+            the other.
+        begin, end: of the window, in seconds.
+    """
 
     kind: Kind
     own: Array

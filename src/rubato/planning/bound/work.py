@@ -43,11 +43,14 @@ class Charge:
 
 @dataclass(frozen=True)
 class RequestWork:
-    """Pieces, by index: release and due (seconds), request (index), tokens that come out, whether it is a prompt.
+    """The pieces of work of all requests, by index: when a piece is released and due (seconds), its request, the tokens
+    that come out, whether it is a prompt. Pieces of two periods are there; a request's index is the same in both.
 
-    own: [charge][piece] seconds of its entries; spread: [charge][piece] its part of the fixed costs of steps. possible:
-    [request] whether it could be attained by itself. period: seconds after which the requests come again, without end,
-    or inf: they come once. Pieces of two periods are then there; a request's index is the same in both.
+    Args:
+        own: seconds of a piece's entries, by charge and piece.
+        spread: a piece's part of the fixed costs of steps, by charge and piece.
+        possible: whether a request could be attained by itself, by request.
+        period: seconds after which the requests come again, without end, or inf: they come once.
     """
 
     release: Array

@@ -33,7 +33,11 @@ REFERENCE = "edf"  # the policy that others are set against
 
 @dataclass(frozen=True)
 class JudgeQuestion:
-    """specs: of each policy, for the hardware that a load is offered to; `REFERENCE` is among them."""
+    """Asks which policy serves each load best.
+
+    Args:
+        specs: one for each policy, for the hardware that a load is offered to; `REFERENCE` is among them.
+    """
 
     loads: Sequence[JudgedLoad]
     specs: Callable[[Hardware], Sequence[RunSpec]]

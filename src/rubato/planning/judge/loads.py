@@ -34,8 +34,12 @@ FORMATS = "docs/workloads.md has their formats"
 
 @dataclass(frozen=True)
 class LoadSource(RequestSource):
-    """A recorded load. tiers: SLOs in place of those that the file states. ttft: seconds, for requests that promise a
-    TPOT and neither a TTFT nor an e2e; None: they stay as they are."""
+    """A recorded load.
+
+    Args:
+        tiers: SLOs in place of those that the file states.
+        ttft: seconds, for requests that promise a TPOT and neither a TTFT nor an e2e; None: they stay as they are.
+    """
 
     recorded: FileSource | TraceSource
     tiers: tuple[tuple[str, SLO], ...] = ()
@@ -52,8 +56,13 @@ class LoadSource(RequestSource):
 
 @dataclass(frozen=True)
 class JudgedLoad:
-    """One file and what it is offered to. slos: whose they are; bound: the TTFT bound, in words; notes: sentences
-    without a stop."""
+    """One file of requests and what it is offered to.
+
+    Args:
+        slos: whose SLOs the requests have.
+        bound: the TTFT bound, in words.
+        notes: sentences without a full stop.
+    """
 
     file: Path
     kinds: Path | None
@@ -76,8 +85,14 @@ class JudgedLoad:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How loads are read. profile: "" = the workload's own; machine: the hardware of one, by its name; ttft: the bound
-    in seconds (None: from the load); part: of traces."""
+    """How the files of loads are read.
+
+    Args:
+        profile: a hardware profile; "": the workload's own.
+        machine: returns the hardware of a profile, by its name.
+        ttft: the bound in seconds; None: from the load.
+        part: which part of a trace is taken.
+    """
 
     profile: str
     machine: Callable[[str], Hardware]

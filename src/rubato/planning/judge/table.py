@@ -25,7 +25,12 @@ Value = Mapping[str, Any]  # what `judge.search.search` returns, read back from 
 
 
 def result(load: JudgedLoad, specs: Sequence[RunSpec], values: Sequence[Value], notes: Sequence[str]) -> dict[str, Any]:
-    """A load's part of the JSON. values: of each policy and seed; notes: on what did not run."""
+    """Returns a load's part of the JSON.
+
+    Args:
+        values: what was measured, by policy and seed.
+        notes: says what did not run.
+    """
     labels = [spec.choice.label for spec in specs]
     by_policy = {label: [value for value in values if value["policy"] == label] for label in labels}
     own = load.own
