@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).parents[1]
 def recorded(job: Job) -> Job:
     """The same job, which also says which policies were loaded where it ran: `values` and `behaviour` take its results
     apart."""
-    return Job(job.key, _with_policies, (job.work, job.given))
+    return Job(job.key, _with_policies, (job.work, job.args))
 
 
 def _with_policies(work: Any, given: tuple[Any, ...]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import orjson
 
-from rubato.latency.profiles.kernel_profiles import MODELS, composed, name_of
+from rubato.latency.profiles.kernel_profiles import MODELS, compose, name_of
 
 SAMPLE = "systems/silicon_sample.csv"
 COLUMNS = ("source", "profile", "isl", "osl", "concurrency", "ttft_ms", "tpot_ms")
@@ -81,7 +81,7 @@ def main() -> None:
         if (source, gpu) in FP8_KV:
             known = replace(known, dims=replace(known.dims, kv_size=1))
         name = name_of(model, gpu, gpus)
-        (folder / f"{name}.json").write_bytes(orjson.dumps(composed(name, known, gpu, gpus).to_json()))
+        (folder / f"{name}.json").write_bytes(orjson.dumps(compose(name, known, gpu, gpus).to_json()))
 
 
 if __name__ == "__main__":

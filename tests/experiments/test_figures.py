@@ -183,7 +183,7 @@ def test_the_jobs_of_a_figure_with_a_policy_are_those_without_and_that_policys(n
     figure = experiments.load(name)
     plain, more = figure.jobs(small), figure.jobs(small, policy="vllm:budget=300")
     assert {job.key for job in plain} <= {job.key for job in more}
-    assert [job.key for job in more if "vllm:budget=300" in str(job.given)]
+    assert [job.key for job in more if "vllm:budget=300" in str(job.args)]
     assert len({job.key for job in more}) == len(more)
     if len(more) > len(plain):  # a job a system: the others' stay as they are
         assert [job for job in more if job.key in {own.key for own in plain}] == plain

@@ -211,7 +211,7 @@ def test_what_is_measured_follows_from_what_was_tuned(tmp_path: Path) -> None:
     assert [job.key for job in plain[:3]] == [f"chatbot-13b sarathi seed={seed}" for seed in (1, 2, 3)]
     more = capacity.then(tuning, False, trace=str(tmp_path))
     assert more[: len(plain)] == plain
-    added = [(job.key, Path(job.given[-1]).name) for job in more[len(plain) :]]
+    added = [(job.key, Path(job.args[-1]).name) for job in more[len(plain) :]]
     assert added[0] == ("chatbot-13b sarathi azure seed=1", "azure_conv.csv")
     assert added[-1] == ("coder-13b sarathi azure seed=3", "azure_code.csv")
     assert len(added) == 6  # Mixed has no trace

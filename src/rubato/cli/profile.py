@@ -17,7 +17,14 @@ from rubato.core.clock import WallClock
 from rubato.core.plan import Sample
 from rubato.latency import profiles, step_samples
 from rubato.latency.profiles import aiconfigurator
-from rubato.latency.profiles.kernel_profiles import MAX_CONTEXT_TOKENS, Known, composed, dims_of, made, name_of
+from rubato.latency.profiles.kernel_profiles import (
+    MAX_CONTEXT_TOKENS,
+    Known,
+    compose,
+    compose_by_name,
+    dims_of,
+    name_of,
+)
 from rubato.latency.profiles.profile import Profile
 from rubato.measure.profile_engine import profile_of
 
@@ -83,12 +90,12 @@ def _compose_profile(args: argparse.Namespace) -> Profile:
     count, _, several = gpu.partition("x")
     gpus, kind = (int(count), several) if several and count.isdigit() else (1, gpu)
     if not model.endswith(".json"):
-        profile = made(model, kind, gpus)
+        profile = compose_by_name(model, kind, gpus)
         return replace(profile, name=args.name or profile.name)
     config = json.loads(Path(model).read_text(encoding="utf-8"))
     title = args.name or Path(model).resolve().parent.name
     known = Known(title, dims_of(config), config.get("max_position_embeddings", MAX_CONTEXT_TOKENS))
-    return composed(args.name or name_of(title.lower(), kind, gpus), known, kind, gpus)
+    return compose(args.name or name_of(title.lower(), kind, gpus), known, kind, gpus)
 
 
 async def _measure_profile(args: argparse.Namespace) -> tuple[Profile, list[Sample]]:

@@ -169,13 +169,13 @@ async def _run(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m rubato.demo.demo_load", description=__doc__)
-    made.add_argument("--url", required=True, help="of the gateway, or any server that knows the tiers")
-    made.add_argument("--servers", type=int, default=SERVERS, help="simulated servers, by which the rate is chosen")
-    made.add_argument("--period", type=float, default=PERIOD_S, metavar="SECONDS", help="of one rise and fall")
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--end-with-stdin", action="store_true", help="end when standard input does: with its parent")
-    return made
+    parser = argparse.ArgumentParser(prog="python -m rubato.demo.demo_load", description=__doc__)
+    parser.add_argument("--url", required=True, help="of the gateway, or any server that knows the tiers")
+    parser.add_argument("--servers", type=int, default=SERVERS, help="simulated servers, by which the rate is chosen")
+    parser.add_argument("--period", type=float, default=PERIOD_S, metavar="SECONDS", help="of one rise and fall")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input does: with its parent")
+    return parser
 
 
 def main() -> None:

@@ -164,9 +164,9 @@ class SimulatedApi:
 
     def _max_tokens(self, path: str, fields: Mapping[str, Any], room: int) -> int:
         names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
-        said = next((int(fields[name]) for name in names if fields.get(name) is not None), None)
-        if said is not None:
-            return said
+        max_tokens = next((int(fields[name]) for name in names if fields.get(name) is not None), None)
+        if max_tokens is not None:
+            return max_tokens
         return 16 if path == COMPLETIONS else min(self.default_chat_tokens, room)
 
     def _abort(self, writer: ResponseWriter) -> None:
@@ -178,11 +178,11 @@ class SimulatedApi:
         """A request whose output has exactly `tokens` tokens."""
         now = self.core.clock.now()
         if contract is None:
-            said = sum(id >= FIRST_WORD_ID for id in prompt)  # output of another server, from which it goes on
-            had = Progress((now,), ((now,) * said,)) if said else None
-            stage = Stage(len(prompt) - said, token_ids=prompt[: len(prompt) - said])
+            output = sum(id >= FIRST_WORD_ID for id in prompt)  # output of another server, from which it goes on
+            had = Progress((now,), ((now,) * output,)) if output else None
+            stage = Stage(len(prompt) - output, token_ids=prompt[: len(prompt) - output])
             return Request(
-                id, (stage,), now, sampling=Sampling(max_tokens=tokens + said, ignore_eos=True), progress=had
+                id, (stage,), now, sampling=Sampling(max_tokens=tokens + output, ignore_eos=True), progress=had
             )
         had = contract.progress
         received = 0 if had is None else sum(map(len, had.times))
@@ -202,10 +202,10 @@ def _prompts(path: str, fields: Mapping[str, Any]) -> list[tuple[int, ...]]:
         prompt = fields["prompt"]
         several = prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
         return [tuple(one.encode() if isinstance(one, str) else map(int, one)) for one in several]
-    said = fields["input"] if path == "/v1/responses" else fields["messages"]
-    if isinstance(said, str):
-        return [tuple(said.encode())]
-    return [tuple("".join(f"{m['role']}: {_text_of(m['content'])}\n" for m in said).encode())]
+    content = fields["input"] if path == "/v1/responses" else fields["messages"]
+    if isinstance(content, str):
+        return [tuple(content.encode())]
+    return [tuple("".join(f"{m['role']}: {_text_of(m['content'])}\n" for m in content).encode())]
 
 
 def _text_of(content: Any) -> str:
@@ -295,8 +295,8 @@ class ResponseWriter:
             choices = []
             for index, id in enumerate(self.ids):
                 text = "".join(self._texts[id])
-                said = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-                choices.append({"index": index, **said, "finish_reason": self._ends[id].reason})
+                message = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+                choices.append({"index": index, **message, "finish_reason": self._ends[id].reason})
             head = {"id": self._answer, "object": self._object, "model": self._model}
             self._reply.put(orjson.dumps({**head, "choices": choices, "usage": self.usage(), **self.whole_fields()}))
         self._reply.put(b"")
@@ -313,12 +313,12 @@ class ResponseWriter:
         head = {"object": self._object, "model": self._model}
         self._reply.put(b"data: " + orjson.dumps(fields | head) + b"\n\n")
 
-    def _put_chunk(self, index: int, said: dict[str, Any], reason: str | None) -> None:
+    def _put_chunk(self, index: int, message: dict[str, Any], reason: str | None) -> None:
         if self._events is not None:
             if reason is None:
-                self._put_event(self._events[0], {"delta": said})
+                self._put_event(self._events[0], {"delta": message})
             return
-        choice = {"index": index, **({"delta": said} if self._is_chat else said), "finish_reason": reason}
+        choice = {"index": index, **({"delta": message} if self._is_chat else message), "finish_reason": reason}
         more = dict(self.last_fields()) if reason is not None else {}
         if self._with_usage_each:
             more["usage"] = self.usage()

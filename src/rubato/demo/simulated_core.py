@@ -196,17 +196,17 @@ class SimulatedCore:
     def _report(self) -> None:
         """Report the step that has ended and the batch that runs now."""
         self._is_report_due = False
-        tokens, at, said = self._tokens_in_flight(), self.clock.now(), dict[str, Any]()
+        tokens, at, fields = self._tokens_in_flight(), self.clock.now(), dict[str, Any]()
         rows, self._rows = self._rows, []
         if self._ended_steps:
             (ended_step,), self._ended_steps = self._ended_steps, []
-            said["done"], at = (ended_step.shape, ended_step.seconds), ended_step.at
+            fields["done"], at = (ended_step.shape, ended_step.seconds), ended_step.at
             self._is_batch_reported = False
         if tokens and not self._is_batch_reported:
             self._is_batch_reported = True
-            said |= {"shape": self._replica.shape, "busy": self._replica.busy_until, "tokens": tokens}
+            fields |= {"shape": self._replica.shape, "busy": self._replica.busy_until, "tokens": tokens}
         self._number += 1
-        self.on_report(Report(self._number, at, self.kv_free(), rows, held=self._kv_changes(), **said))
+        self.on_report(Report(self._number, at, self.kv_free(), rows, held=self._kv_changes(), **fields))
 
     def _kv_changes(self) -> dict[str, tuple[int, int]]:
         """Tokens and KV blocks, by request, where they differ from the last report."""

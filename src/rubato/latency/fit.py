@@ -85,7 +85,7 @@ class Fitted:
     fifth that was held out.
 
     Args:
-        held: which steps were held out.
+        held_out_name: which steps were held out.
         outside: errors on steps of another distribution, by tag, none of which it has seen.
         residuals: measured over predicted times of the steps it was fitted on, in their order.
         notes: what it cannot know.
@@ -95,7 +95,7 @@ class Fitted:
     model: FittedModel
     inside: FitReport
     held_out: FitReport
-    held: str = "the last fifth"
+    held_out_name: str = "the last fifth"
     outside: Mapping[str, FitReport] = field(default_factory=dict)
     residuals: Sequence[float] = ()
     notes: Sequence[str] = ()
@@ -108,7 +108,7 @@ class Fitted:
         """The report as YAML comments above the configuration: the whole is a YAML file."""
         lines = [
             f"# {self.kind}, in sample: {self.inside.format()}",
-            f"# {self.kind}, held out ({self.held}): {self.held_out.format()}",
+            f"# {self.kind}, held out ({self.held_out_name}): {self.held_out.format()}",
             *(f"# {note}" for note in self.notes),
             *(f"# {self.kind}, out of distribution, {tag}: {report.format()}" for tag, report in self.outside.items()),
             yaml.safe_dump(self.config(), sort_keys=False, default_flow_style=None).rstrip(),
@@ -139,8 +139,8 @@ def fit(samples: Sequence[Sample], kind: str = "affine", of: profiles.Profile | 
     trial, model = blank(kind, of), blank(kind, of)
     model.fit(samples)
     trial.fit(samples[:cut])
-    inside, held = error_report(trial, samples[:cut]), error_report(trial, samples[cut:])
-    return Fitted(kind, model, inside, held, residuals=residuals(model, samples))
+    inside, outside = error_report(trial, samples[:cut]), error_report(trial, samples[cut:])
+    return Fitted(kind, model, inside, outside, residuals=residuals(model, samples))
 
 
 def fit_groups(

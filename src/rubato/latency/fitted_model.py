@@ -128,12 +128,12 @@ class FittedModel(ModelBase):
     def _check_numbers(self, names: Sequence[str], count: int = 0, unit: str = " of seconds") -> None:
         """Make each of these settings a tuple of `count` floats, or a float without a count. Raises ValueError, naming
         it, where it is something else, negative or not finite."""
-        wanted = f"{count} finite numbers{unit}" if count else f"a finite number{unit}"
+        expected = f"{count} finite numbers{unit}" if count else f"a finite number{unit}"
         for name in names:
             given = getattr(self, name)
             values = numbers(f"{self.KIND} {name}", given if count else [given])
             if len(values) != (count or 1) or not all(0.0 <= value < math.inf for value in values):
-                raise ValueError(f"{self.KIND} {name} is {given!r}: give {wanted}, 0 or more")
+                raise ValueError(f"{self.KIND} {name} is {given!r}: give {expected}, 0 or more")
             setattr(self, name, values if count else values[0])
 
 

@@ -78,15 +78,15 @@ def _time(row: Row, name: str) -> float:
     return _number(row, name, float, "a time above 0", lambda t: 0.0 < t < inf)
 
 
-def _number(row: Row, name: str, of: Callable[[str], float], wanted: str, good: Callable[[float], bool]) -> float:
+def _number(row: Row, name: str, of: Callable[[str], float], expected: str, good: Callable[[float], bool]) -> float:
     """The number in a column. Raises ValueError naming the column, what stands there and what should."""
     value = row[name]
     if value is None:
-        raise ValueError(f"{name} is missing (a short row): expected {wanted}")
+        raise ValueError(f"{name} is missing (a short row): expected {expected}")
     try:
         number = of(value)
     except ValueError:
         number = nan
     if not good(number):
-        raise ValueError(f"{name} is {value!r}: expected {wanted}")
+        raise ValueError(f"{name} is {value!r}: expected {expected}")
     return number

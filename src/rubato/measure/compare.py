@@ -128,7 +128,7 @@ def read(source: str) -> list[SavedRun]:
     given = data.get("runs")
     if not isinstance(given, list) or not given:
         raise ValueError(f"{path} holds no runs: give what `bench --json` wrote, all of it")
-    runs = [_kept(path, number, run) for number, run in enumerate(given, 1)]
+    runs = [_read_run(path, number, run) for number, run in enumerate(given, 1)]
     labels = list(dict.fromkeys(run.label for run in runs))
     if not label and len(labels) != 1:
         raise ValueError(f"{path} holds {', '.join(labels)}: say which, as {path}:{labels[0]}")
@@ -139,10 +139,10 @@ def read(source: str) -> list[SavedRun]:
 
 def saved(run: BenchResult) -> SavedRun:
     """The run as a result file would keep it."""
-    return _kept(run.label, 1, run_json(run))
+    return _read_run(run.label, 1, run_json(run))
 
 
-def _kept(path: str, number: int, run: Any) -> SavedRun:
+def _read_run(path: str, number: int, run: Any) -> SavedRun:
     """Raises ValueError for a run of which a part is not there."""
     try:
         load, columns = run["workload"], run["requests"]

@@ -20,7 +20,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # no stubs
     def __init__(self, *args: Any, **settings: Any) -> None:
         self._clock = WallClock()
         self._is_plain = not sys.stderr.isatty()
-        self._shown = (-1, 0.0)  # the count and the time of the last line
+        self._last_line = (-1, 0.0)  # the count and the time of the last line
         drawn = {"file": io.StringIO()} if self._is_plain else {}  # for the line feed at its end
         super().__init__(*args, **drawn, **settings)
 
@@ -28,9 +28,9 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # no stubs
         """Draw the bar, or write a line where that is due."""
         if not self._is_plain:
             return super().display(msg, pos)  # type: ignore[no-any-return]
-        count, at = self._shown
+        count, at = self._last_line
         now = self._clock.now()
         if self.total and self.n != count and (count < 0 or self.n >= self.total or now - at >= LINE_S):
-            self._shown = (self.n, now)
+            self._last_line = (self.n, now)
             print(f"{(self.desc or '').removesuffix(': ')}: {self.n} of {self.total} {self.unit}s", file=sys.stderr)
         return True

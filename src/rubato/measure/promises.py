@@ -56,7 +56,7 @@ def promises(runs: BenchResult | Sequence[BenchResult]) -> Promises:
             if record is None:
                 continue
             request = as_offered(request, record.at, began.setdefault(request.session, record.at), sessions)
-            if not _promised(request, record):
+            if not _has_promise(request, record):
                 continue
             made += 1
             if not record.verdict.met:
@@ -70,7 +70,7 @@ def promises(runs: BenchResult | Sequence[BenchResult]) -> Promises:
     return Promises(made, broken, together if timed else None)
 
 
-def _promised(request: Request, record: Record) -> bool:
+def _has_promise(request: Request, record: Record) -> bool:
     first, slo = record.verdict.ttft, request.stages[0].slo
     if request.best_effort or record.outcome == "cancelled" or first is None:
         return False

@@ -169,11 +169,13 @@ def findings(runs: Sequence[BenchResult]) -> list[str]:
                 f"{label}: {total.attained_rps:.2f} attained requests/s, "
                 f"{total.goodput_tokens_per_s:.1f} output tokens/s of attained requests"
             )
-        if (kept := promises(own)).broken:
-            at_once = "" if kept.together is None else f", up to {kept.together} of them within a second"
+        if (own_promises := promises(own)).broken:
+            at_once = (
+                "" if own_promises.together is None else f", up to {own_promises.together} of them within a second"
+            )
             foot.append(
-                f"{label}: {kept.broken} of {kept.made} requests whose first token was in time missed a later one "
-                f"({100 * kept.share:.1f} %){at_once}"
+                f"{label}: {own_promises.broken} of {own_promises.made} requests whose first token was in time missed "
+                f"a later one ({100 * own_promises.share:.1f} %){at_once}"
             )
         if sessions := summarise_sessions(own):
             low, high = sessions.attainment_low, sessions.attainment_high

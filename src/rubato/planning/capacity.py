@@ -127,8 +127,8 @@ def search(
 
 def e2e_p99(run: BenchResult) -> float:
     """Seconds, of the requests that have an end-to-end latency; 0 where none has."""
-    known = [r.verdict.e2e for r in run.records if r.verdict.e2e is not None]
-    return float(np.quantile(known, 0.99)) if known else 0.0
+    measured = [r.verdict.e2e for r in run.records if r.verdict.e2e is not None]
+    return float(np.quantile(measured, 0.99)) if measured else 0.0
 
 
 class NoCapacity(ValueError):
@@ -201,13 +201,13 @@ def too_short(runs: Sequence[Mapping[str, Any]]) -> str:
     Args:
         runs: results by key; those without both keys are skipped.
     """
-    known = [run for run in runs if "seconds" in run and "e2e_p99" in run]
-    short = [run for run in known if run["seconds"] < MIN_RUN_IN_E2ES * run["e2e_p99"]]
+    measured = [run for run in runs if "seconds" in run and "e2e_p99" in run]
+    short = [run for run in measured if run["seconds"] < MIN_RUN_IN_E2ES * run["e2e_p99"]]
     if not short:
         return ""
     worst = min(short, key=lambda run: run["seconds"] / run["e2e_p99"])
     return (
-        f"{len(short)} of {len(known)} runs are too short for their requests (arrivals for less than "
+        f"{len(short)} of {len(measured)} runs are too short for their requests (arrivals for less than "
         f"{MIN_RUN_IN_E2ES:g} times the p99 of e2e; worst: {worst['seconds']:.0f} s of arrivals, "
         f"p99 {worst['e2e_p99']:.0f} s): queues had no time to grow, what is held is overestimated"
     )

@@ -115,7 +115,7 @@ class _Search:
             relaxed_by=_factor(replicas),
             relaxed_seeds=relaxed_seeds,
             infeasible=feasibility.Feasibility(**survey_result["infeasible"]),
-            tried={n: self.shown(n, count) for n, count in sorted(self.tried.items())},
+            tried={n: self.estimate_of(n, count) for n, count in sorted(self.tried.items())},
         )
 
     # ----------------------------------------------------------------- jobs, and what they say together
@@ -140,7 +140,7 @@ class _Search:
         values = self.runner.run(self.peaks(replicas, seeds))
         return attainment_over_seeds([v["met"] for v in values], [v["offered"] for v in values])
 
-    def shown(self, replicas: int, seeds: int) -> Estimate:
+    def estimate_of(self, replicas: int, seeds: int) -> Estimate:
         """As `attained`; of one seed without an interval."""
         found = self.attained(replicas, seeds)
         return found if seeds > 1 else over_seeds([found.value])

@@ -31,8 +31,8 @@ SHUTDOWN_S = 3.0  # for a pool to end in, once the command is told to
 
 @dataclass(frozen=True)
 class Job:
-    """One call, `work(*given)`, whose result fits into JSON. To run in another process `work` must be a function of a
-    module, and all of `given` must pickle.
+    """One call, `work(*args)`, whose result fits into JSON. To run in another process `work` must be a function of a
+    module, and all of `args` must pickle.
 
     Args:
         key: a unique name.
@@ -40,7 +40,7 @@ class Job:
 
     key: str
     work: Callable[..., Any]
-    given: tuple[Any, ...]
+    args: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def _exit(status: object) -> None:
 
 
 def _run(job: Job) -> JobResult:
-    value, cost = measured(lambda: job.work(*job.given))
+    value, cost = measured(lambda: job.work(*job.args))
     return JobResult(job.key, orjson.loads(orjson.dumps(value)), cost.wall, cost.cpu)
 
 

@@ -206,11 +206,11 @@ class Optima(Result):
 
     title = "Optimum"
     hardware: Hardware
-    found: tuple[Optimum, ...]
+    optima: tuple[Optimum, ...]
 
     @property
     def answer(self) -> str:
-        best = max(self.found, key=lambda o: o.rate)
+        best = max(self.optima, key=lambda o: o.rate)
         return f"A replica of {self.hardware.name} serves {best.rate:.4g} requests/s at most ({NAMES[best.mode]})."
 
     @property
@@ -228,17 +228,17 @@ class Optima(Result):
         head = ("mode", "requests/s a replica", "replica-seconds a request", "TTFT too short for it", "TPOT too short")
         rows = [
             (NAMES[o.mode], f"{o.rate:.4g}", f"{o.cost:.4g}", f"{o.late} of {o.requests}", f"{o.slow} of {o.requests}")
-            for o in self.found
+            for o in self.optima
         ]
         return [Table(head, tuple(rows))]
 
     def rows(self) -> list[dict[str, Any]]:
-        return [asdict(o) | {"rate": o.rate} for o in self.found]
+        return [asdict(o) | {"rate": o.rate} for o in self.optima]
 
     def picture(self) -> Picture:
         def draw(figure: Any, ink: Ink) -> None:
             axes = figure.add_subplot()
-            rows = [(NAMES[o.mode], Estimate.exact(o.rate), f"{o.rate:.3g}", COLOURS[0]) for o in self.found]
+            rows = [(NAMES[o.mode], Estimate.exact(o.rate), f"{o.rate:.3g}", COLOURS[0]) for o in self.optima]
             bars_with_intervals(axes, rows, ink)
             axes.set_xlabel("requests/s a replica")
 

@@ -68,15 +68,15 @@ def simulate_point(source: RequestSource, spec: RunSpec, rate: float, seed: int)
     return {"policy": spec.choice.label, "rate": rate, "seed": seed} | results.run_json(run, requests=False)
 
 
-def run(asked: Sweep, **how: Any) -> SweepResult:
+def run(sweep: Sweep, **how: Any) -> SweepResult:
     """`how`: as `jobs.run` takes it (file, workers, progress). A policy that cannot run is left out; raises ValueError
     when none can."""
-    specs, reasons = able(asked.specs)
+    specs, reasons = able(sweep.specs)
     head = {
         "results": FORMAT,
-        "sweep": asked.describe(),
+        "sweep": sweep.describe(),
     }  # of all, so that the file goes on when the one that is left out is mended
-    ran = replace(asked, specs=specs)
+    ran = replace(sweep, specs=specs)
     return SweepResult(ran, jobs.run(ran.jobs(), head=head, about="sweep", **how), reasons)
 
 

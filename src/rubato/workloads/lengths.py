@@ -43,8 +43,8 @@ def _whole(tokens: Floats) -> Ints:
 
 def normal(u: Floats) -> Floats:
     """Quantiles of the standard normal; those of 0, which have no number, at the smallest number above it."""
-    found: Floats = _quantiles(np.maximum(u, sys.float_info.min))
-    return found
+    values: Floats = _quantiles(np.maximum(u, sys.float_info.min))
+    return values
 
 
 def mean(lengths: Lengths) -> float:

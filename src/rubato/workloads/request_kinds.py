@@ -142,16 +142,16 @@ def within(kind: Kind, most: int) -> Kind:
     """
     share = (np.arange(1000) + 0.5) / 1000
     room = np.maximum(1, most - of(kind.prompt).at(share))[:, None]
-    wanted = mean(of(kind.output))
+    mean_output = mean(of(kind.output))
 
     def off(factor: float) -> float:
-        return float(np.minimum(of(kind.output).scaled(factor).at(share), room).mean()) - wanted
+        return float(np.minimum(of(kind.output).scaled(factor).at(share), room).mean()) - mean_output
 
-    if off(1.0) > -0.001 * wanted:
+    if off(1.0) > -0.001 * mean_output:
         return kind
     if off(100.0) < 0.0:
         raise ValueError(
-            f"kind {kind.app!r}: prompts leave no room in {most} tokens for {wanted:.0f} of output on average"
+            f"kind {kind.app!r}: prompts leave no room in {most} tokens for {mean_output:.0f} of output on average"
         )
     return dataclasses.replace(kind, output=of(kind.output).scaled(root(off, 1.0, 100.0, within=1e-3)))
 

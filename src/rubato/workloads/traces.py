@@ -178,7 +178,7 @@ def _offer(
         raise row
     assert layout is not None
 
-    def value_of(name: str, convert: Callable[[Any], Any], wanted: str, good: Callable[[Any], bool]) -> Any:
+    def value_of(name: str, convert: Callable[[Any], Any], expected: str, good: Callable[[Any], bool]) -> Any:
         value = row.get(name)
         try:
             converted = convert(value)
@@ -186,7 +186,7 @@ def _offer(
                 return converted
         except (TypeError, ValueError):
             pass
-        raise TraceError(f"{where}: {name} is {value!r}: expected {wanted}")
+        raise TraceError(f"{where}: {name} is {value!r}: expected {expected}")
 
     timed = layout.has_times or row.get(layout.at) is not None
     at = value_of(layout.at, layout.seconds, "a time", math.isfinite) if timed else 0.0
@@ -194,14 +194,14 @@ def _offer(
     output = value_of(layout.output, _whole, "a whole number of tokens, 0 or more", lambda n: n >= 0)
     tpot = slowdown = None
     if row.get("slo_ratio") not in (None, ""):
-        wanted = f"1.2 (x unloaded) or -50 (ms, from {MIN_SLO_MS:g} to {MAX_SLO_MS:g})"
-        ratio = value_of("slo_ratio", float, wanted, lambda x: 0.0 < x < math.inf or MIN_SLO_MS <= -x <= MAX_SLO_MS)
+        expected = f"1.2 (x unloaded) or -50 (ms, from {MIN_SLO_MS:g} to {MAX_SLO_MS:g})"
+        ratio = value_of("slo_ratio", float, expected, lambda x: 0.0 < x < math.inf or MIN_SLO_MS <= -x <= MAX_SLO_MS)
         tpot, slowdown = (None, ratio) if ratio > 0 else (-ratio / 1e3, None)
     blocks: tuple[int, ...] = ()
     if row.get("hash_ids"):
         count = -(-prompt // layout.block)
-        wanted = f"{count} whole numbers, one for each {layout.block} of {prompt} prompt tokens"
-        blocks = value_of("hash_ids", _ids, wanted, lambda ids: len(ids) == count)
+        expected = f"{count} whole numbers, one for each {layout.block} of {prompt} prompt tokens"
+        blocks = value_of("hash_ids", _ids, expected, lambda ids: len(ids) == count)
         if layout.block != HASH_BLOCK_TOKENS:
             blocks = trace_sessions.coarser(blocks, layout.block, names)
     text = value_of("prompt", lambda t: t, "text", lambda t: isinstance(t, str)) if "prompt" in row else ""
@@ -306,7 +306,7 @@ def _by_kinds(trace: Trace, kinds: Sequence[Kind], seed: int, prefill: Prefill |
         kind = own[min(bisect_right(shares, u[index]), len(own) - 1)]
         slo = promises.slo(kind, offer.prompt) if kind.ttft_slowdown is not None else None
         return Arrival(
-            id, at, kind.tier, kind.app, offer.prompt, offer.output, _said(offer), slo=slo, blocks=offer.blocks,
+            id, at, kind.tier, kind.app, offer.prompt, offer.output, _messages(offer), slo=slo, blocks=offer.blocks,
             tenant=kind.tenant,
         )  # fmt: skip
 
@@ -326,7 +326,7 @@ def _by_trace(trace: Trace, unloaded: float | None) -> tuple[dict[str, SLO], Row
         tier = offer.tier or _called(offer)
         own = None if tiers.setdefault(tier, slo) == slo else slo
         return Arrival(
-            id, at, tier, offer.tier, offer.prompt, offer.output, _said(offer), slo=own, blocks=offer.blocks
+            id, at, tier, offer.tier, offer.prompt, offer.output, _messages(offer), slo=own, blocks=offer.blocks
         )  # fmt: skip
 
     return tiers, row
@@ -339,5 +339,5 @@ def _called(offer: TraceRequest) -> str:
     return "default" if offer.tpot is None else f"tpot-{1e3 * offer.tpot:g}ms"
 
 
-def _said(offer: TraceRequest) -> tuple[tuple[str, str], ...]:
+def _messages(offer: TraceRequest) -> tuple[tuple[str, str], ...]:
     return (("user", offer.text),) if offer.text else ()

@@ -146,7 +146,7 @@ class Workload:
             raise ValueError(f"workload {self.name!r} offers all at once: it has no rate to scale")
         factor = self.rate / rate
         if self.follows:
-            arrivals = _moved(self.arrivals, factor)
+            arrivals = _with_later_arrivals(self.arrivals, factor)
         else:
             arrivals = tuple(replace(a, at=a.at * factor) for a in self.arrivals)
         return replace(self, rate=rate, duration=self.duration * factor, arrivals=arrivals)
@@ -279,14 +279,14 @@ def _check_sessions(arrivals: Sequence[Arrival]) -> None:
             )
 
 
-def _moved(arrivals: Sequence[Arrival], factor: float) -> tuple[Arrival, ...]:
+def _with_later_arrivals(arrivals: Sequence[Arrival], factor: float) -> tuple[Arrival, ...]:
     """With the times of those that go on from none times `factor`, and all that go on from them as far behind them."""
     later: dict[str, float] = {}  # by how much each is moved
-    moved: list[Arrival] = []
+    result: list[Arrival] = []
     for a in arrivals:
         later[a.id] = later[a.after] if a.after else a.at * factor - a.at
-        moved.append(replace(a, at=a.at + later[a.id]))
-    return tuple(sorted(moved, key=lambda a: a.at))
+        result.append(replace(a, at=a.at + later[a.id]))
+    return tuple(sorted(result, key=lambda a: a.at))
 
 
 def _ids(blocks: tuple[int, ...], prompt: int) -> tuple[int, ...]:

@@ -101,17 +101,17 @@ def name_of(model: str, gpu: str, gpus: int) -> str:
     return f"{model}-{gpu}" if gpus == 1 else f"{model}-{gpus}x{gpu}"
 
 
-def made(model: str, gpu: str, gpus: int = 1) -> Profile:
+def compose_by_name(model: str, gpu: str, gpus: int = 1) -> Profile:
     """A profile of a model known by name. Raises ImportError without the extra, ValueError for unknown names."""
     if model not in MODELS:
         raise ValueError(
             f"the dimensions of {model!r} are not known by name{nearest(model, MODELS)}; give its config.json"
         )
     host = DRAFT_HOST if model in DRAFTERS else None
-    return composed(name_of(model, gpu, gpus), MODELS[model], gpu, gpus, host)
+    return compose(name_of(model, gpu, gpus), MODELS[model], gpu, gpus, host)
 
 
-def composed(name: str, model: Known, gpu: str, gpus: int, host: HostTime | None = None) -> Profile:
+def compose(name: str, model: Known, gpu: str, gpus: int, host: HostTime | None = None) -> Profile:
     """Makes a profile of kernel tables.
 
     Args:

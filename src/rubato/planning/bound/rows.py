@@ -51,7 +51,7 @@ class Row:
         return float((self.own + self.fixed) @ share) - self.seconds
 
 
-class _Found(NamedTuple):
+class _Violation(NamedTuple):
     relative: float  # excess over the window
     kind: Kind
     charge: int
@@ -83,10 +83,10 @@ class Windows:
         """The rows that these shares exceed most, relative to their windows; few with about the same window."""
         if self._sequences is not None:
             self._sequences.choose(share)
-        found = sorted((f for k in range(len(self.work.charges)) for f in self._of(k, share)), reverse=True)
+        violations = sorted((f for k in range(len(self.work.charges)) for f in self._of(k, share)), reverse=True)
         rows: list[Row] = []
         near: dict[tuple[object, ...], int] = {}
-        for one in found:
+        for one in violations:
             width = one.end - one.begin
             alike = (one.kind, one.charge, round(one.begin / max(0.3 * width, 1e-3)), round(2 * log2(width)))
             if near.get(alike, 0) >= ALIKE:
@@ -97,15 +97,22 @@ class Windows:
                 break
         return rows
 
-    def row(self, found: _Found) -> Row:
-        work, k = self.work, found.charge
-        inside = (work.release >= found.begin) & (work.due <= found.end)
+    def row(self, violation: _Violation) -> Row:
+        work, k = self.work, violation.charge
+        inside = (work.release >= violation.begin) & (work.due <= violation.end)
         request = work.request[inside]
         own, fixed = (sums(request, part[k][inside], work.requests) for part in (work.own, work.spread))
-        if found.kind == "sequence" and self._sequences is not None:
+        if violation.kind == "sequence" and self._sequences is not None:
             line = work.charges[k].minorant
-            fixed = self._sequences.steps(found.column, found.end, line.fixed, line.decode_fixed)
-        return Row(found.kind, own, fixed, self.replicas * (found.end - found.begin), found.begin, found.end)
+            fixed = self._sequences.steps(violation.column, violation.end, line.fixed, line.decode_fixed)
+        return Row(
+            violation.kind,
+            own,
+            fixed,
+            self.replicas * (violation.end - violation.begin),
+            violation.begin,
+            violation.end,
+        )
 
     def fullest(self, share: Array) -> float:
         """The part of its seconds that is taken in the window where that is largest: up to 1 for what a run attains."""
@@ -113,24 +120,24 @@ class Windows:
             self._sequences.choose(share)
         largest = 0.0
         for k in range(len(self.work.charges)):
-            for _, begin, taken, _ in self._taken(k, share):
+            for _, begin, used, _ in self._windows(k, share):
                 width = self.replicas * (self._due - begin)
-                part = np.divide(taken, width, out=np.zeros_like(taken), where=width > 0.0)
+                part = np.divide(used, width, out=np.zeros_like(used), where=width > 0.0)
                 largest = max(largest, float(part.max()))
         return largest
 
-    def _of(self, k: int, share: Array) -> Iterator[_Found]:
+    def _of(self, k: int, share: Array) -> Iterator[_Violation]:
         """The window that is exceeded most, for each start."""
-        for kind, begin, taken, first in self._taken(k, share):
-            excess = taken - (1.0 + RELATIVE) * self.replicas * (self._due - begin)
+        for kind, begin, used, first in self._windows(k, share):
+            excess = used - (1.0 + RELATIVE) * self.replicas * (self._due - begin)
             excess[self._due <= begin] = -inf
             best = np.argmax(excess, axis=1)
             for i in np.nonzero(excess[np.arange(len(begin)), best] > EXCESS)[0]:
                 start, end = float(begin[i, 0]), float(self._due[best[i]])
                 relative = float(excess[i, best[i]]) / max(end - start, MIN_WINDOW_S)
-                yield _Found(relative, kind, k, start, end, first + int(i))
+                yield _Violation(relative, kind, k, start, end, first + int(i))
 
-    def _taken(self, k: int, share: Array) -> Iterator[tuple[Kind, Array, Array, int]]:
+    def _windows(self, k: int, share: Array) -> Iterator[tuple[Kind, Array, Array, int]]:
         """Kind, [start][0], seconds [start][piece] of what lies between a start and the piece's due time, and the index
         of the first start: some starts at a time."""
         work, at = self.work, max(1, BLOCK // len(self._due))
@@ -145,8 +152,8 @@ class Windows:
         steps = self._sequences.seconds(self._due, line.fixed, line.decode_fixed).T
         for first in range(0, len(starts), at):
             begin = starts[first : first + at, None]
-            taken = np.cumsum(np.where(self._release >= begin, own, 0.0), axis=1)
-            yield "sequence", begin, taken + steps[first : first + at], first
+            used = np.cumsum(np.where(self._release >= begin, own, 0.0), axis=1)
+            yield "sequence", begin, used + steps[first : first + at], first
 
 
 class Sequences:
@@ -162,7 +169,7 @@ class Sequences:
         self._begin, self._end = begin[order], end[order]
         self._request, self._tokens, self._prompt = request[order], tokens[order], prompt[order]
         self._before = np.searchsorted(self._end, self._begin, side="right")  # pieces that end by its begin
-        self._taken = np.zeros((len(begin) + 1, len(starts)), dtype=bool)
+        self._chosen = np.zeros((len(begin) + 1, len(starts)), dtype=bool)
         self._steps = np.zeros((len(begin) + 1, len(starts)))  # [pieces that end first][start]
         self._prompts = np.zeros((len(begin) + 1, len(starts)))
 
@@ -170,11 +177,11 @@ class Sequences:
         """The heaviest sequences under these shares."""
         value, prompt = share[self._request] * self._tokens, share[self._request] * self._prompt
         allowed = self._begin[:, None] >= self.starts
-        steps, prompts, taken = self._steps, self._prompts, self._taken
+        steps, prompts, chosen = self._steps, self._prompts, self._chosen
         for k, before in enumerate(self._before.tolist()):
             longer = steps[before] + value[k]
             take = allowed[k] & (longer > steps[k])
-            taken[k + 1] = take
+            chosen[k + 1] = take
             steps[k + 1] = np.where(take, longer, steps[k])
             prompts[k + 1] = np.where(take, prompts[before] + prompt[k], prompts[k])
 
@@ -182,15 +189,15 @@ class Sequences:
         """[end][start]: fixed costs of the steps of the sequence chosen. A step that brings a first token need not
         decode."""
         count = np.searchsorted(self._end, ends, side="right")
-        found: Array = (fixed + decode_fixed) * self._steps[count] - decode_fixed * self._prompts[count]
-        return found
+        seconds: Array = (fixed + decode_fixed) * self._steps[count] - decode_fixed * self._prompts[count]
+        return seconds
 
     def steps(self, column: int, end: float, fixed: float, decode_fixed: float) -> Array:
         """[request] the same, of its pieces in the sequence that was chosen from a start to `end`."""
         seconds = np.zeros(self._requests)
         k, later = int(np.searchsorted(self._end, end, side="right")), inf
         while k > 0:
-            if not self._taken[k, column]:
+            if not self._chosen[k, column]:
                 k -= 1
                 continue
             k -= 1

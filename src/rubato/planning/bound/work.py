@@ -88,8 +88,8 @@ class RequestWork:
 
 def sums(request: Ints, seconds: Array, requests: int) -> Array:
     """[request] of pieces' seconds."""
-    found: Array = np.bincount(request, seconds, requests).astype(np.float64)
-    return found
+    sums: Array = np.bincount(request, seconds, requests).astype(np.float64)
+    return sums
 
 
 def work_of(load: Workload, machine: Hardware, *, endless: bool) -> RequestWork:
@@ -161,8 +161,8 @@ def _largest(seconds: Array) -> Ints:
     """Indices of the charges that matter: to leave others out only loosens a bound."""
     mean = seconds.mean(axis=1)
     best = np.argsort(-mean)[:MAX_CHARGES]
-    kept: Ints = best[mean[best] >= NEAR_LARGEST * mean[best[0]]]
-    return kept
+    largest: Ints = best[mean[best] >= NEAR_LARGEST * mean[best[0]]]
+    return largest
 
 
 class _Charged:

@@ -22,7 +22,7 @@ from rubato.planning import jobs
 from rubato.planning.jobs import Job, JobResults
 from rubato.planning.judge.loads import JudgedLoad
 from rubato.planning.judge.search import FIRST, TOLERANCE, search
-from rubato.planning.judge.table import bars, result, rows_of, table, told, winner
+from rubato.planning.judge.table import bars, contrast_sentence, result, rows_of, table, winner
 from rubato.planning.request_source import digest
 from rubato.planning.sweep import able, left_out
 from rubato.simulation.run_spec import Hardware, RunSpec
@@ -111,7 +111,7 @@ class JudgeResult(Result):
 
     @property
     def answer(self) -> str:
-        best = {found["load"]: winner(found) for found in self.loads}
+        best = {judged["load"]: winner(judged) for judged in self.loads}
         counts = Counter(policy for policy in best.values() if policy is not None)
         held = [f"{policy} on {count} of {len(best)} loads" for policy, count in counts.most_common()]
         without = [load for load, policy in best.items() if policy is None]
@@ -125,37 +125,37 @@ class JudgeResult(Result):
 
     @property
     def findings(self) -> tuple[str, ...]:
-        return tuple(filter(None, (told(found, REFERENCE) for found in self.loads)))
+        return tuple(filter(None, (contrast_sentence(judged, REFERENCE) for judged in self.loads)))
 
     @property
     def notes(self) -> tuple[str, ...]:
         return (
             *self.job_results.notes,
-            *(f"{found['load']}: {note}" for found in self.loads for note in found["notes"]),
+            *(f"{judged['load']}: {note}" for judged in self.loads for note in judged["notes"]),
         )
 
     def tables(self) -> list[Table]:
-        return [table(found) for found in self.loads]
+        return [table(judged) for judged in self.loads]
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each load, policy and measure."""
-        return [row for found in self.loads for row in rows_of(found)]
+        return [row for judged in self.loads for row in rows_of(judged)]
 
     def picture(self) -> Picture:
         """Each policy's rate, a panel a load."""
-        bars_by_load = [(found, bars(found)) for found in self.loads]
+        bars_by_load = [(judged, bars(judged)) for judged in self.loads]
 
         def draw(figure: Any, ink: Ink) -> None:
             panels = figure.subplots(len(bars_by_load), 1, squeeze=False)[:, 0]
-            for axes, (found, own) in zip(panels, bars_by_load, strict=True):
+            for axes, (judged, own) in zip(panels, bars_by_load, strict=True):
                 if own:
                     bars_with_intervals(axes, own, ink)
                 else:
                     axes.set_xticks([])
                     axes.set_yticks([])
                     axes.text(0.5, 0.5, "no rate to show: see the notes", ha="center", va="center", color=ink.text)
-                axes.set_title(found["load"])
-                axes.set_xlabel("times the trace's rate" if found["times_own_rate"] else "requests/s of the fleet")
+                axes.set_title(judged["load"])
+                axes.set_xlabel("times the trace's rate" if judged["times_own_rate"] else "requests/s of the fleet")
 
         height = sum(1.2 + 0.32 * len(own) for _, own in bars_by_load)
         return Picture(f"Rate held ({FIRST}) with 95 % intervals", draw, (WIDTH, height))

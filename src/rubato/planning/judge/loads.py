@@ -216,10 +216,10 @@ def _open_ended(slo: SLO) -> bool:
 
 def unbounded(load: Workload) -> Counter[str]:
     """How many requests of each tier promise a TPOT, and nothing of when their prompts begin."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for one in load.arrivals:
-        found[one.tier] += any(part.prompt and _open_ended(part.slo) for part in load.parts(one))
-    return +found
+        counts[one.tier] += any(part.prompt and _open_ended(part.slo) for part in load.parts(one))
+    return +counts
 
 
 def with_ttft(load: Workload, ttft: float) -> Workload:
@@ -247,7 +247,7 @@ def _ttft(load: Workload, machine: Hardware, given: float | None) -> tuple[float
     whose = ", ".join(f"{tier} ({count} requests)" for tier, count in lacking.items())
     if given is not None:
         ttft, why = given, "as given"
-    elif stated := list(_stated(load)):
+    elif stated := list(_stated_ttfts(load)):
         ttft, why = max(stated), "the loosest that is stated here"
     else:
         longest = max(part.prompt for one in load.arrivals for part in load.parts(one))
@@ -255,6 +255,6 @@ def _ttft(load: Workload, machine: Hardware, given: float | None) -> tuple[float
     return ttft, f"TTFT bound of {ttft:.3g} s ({why}) for what states a TPOT alone: {whose}"
 
 
-def _stated(load: Workload) -> Iterator[float]:
+def _stated_ttfts(load: Workload) -> Iterator[float]:
     for one in load.arrivals:
         yield from (part.slo.ttft for part in load.parts(one) if part.slo.ttft is not None)

@@ -95,20 +95,20 @@ def _capacity(measure: str, label: str, by_policy: Mapping[str, Sequence[Value]]
 
 
 def _rates(own: Sequence[Value], measure: str) -> list[float] | None:
-    found = [value["capacity"][measure] for value in own]
-    return None if any(isinstance(one, str) for one in found) else found
+    capacities = [value["capacity"][measure] for value in own]
+    return None if any(isinstance(one, str) for one in capacities) else capacities
 
 
 def _height(own: Sequence[Value], measure: str) -> float:
     """For order: the mean rate (requests/s); above all where no rate is too much, below all where any is."""
-    found = [value["capacity"][measure] for value in own]
-    if INFEASIBLE in found:
+    capacities = [value["capacity"][measure] for value in own]
+    if INFEASIBLE in capacities:
         return -inf
-    return inf if ALWAYS in found else sum(found) / len(found)
+    return inf if ALWAYS in capacities else sum(capacities) / len(capacities)
 
 
-def _not_negative(found: Estimate) -> Estimate:
-    return replace(found, low=max(0.0, found.low))
+def _not_negative(load: Estimate) -> Estimate:
+    return replace(load, low=max(0.0, load.low))
 
 
 def _ratio(rates: Sequence[float] | None, others: Sequence[float] | None) -> Estimate | None:
@@ -163,29 +163,29 @@ def _few(load: JudgedLoad, values: Sequence[Value]) -> list[str]:
 # --------------------------------------------------------------------------- the table
 
 
-def table(found: Mapping[str, Any]) -> Table:
+def table(load: Mapping[str, Any]) -> Table:
     """A load's name, what was offered to what, and a row for each policy."""
-    tiers = ", ".join(f"{tier} {count}" for tier, count in found["tiers"].items())
-    head, *rows = _rows(found)
+    tiers = ", ".join(f"{tier} {count}" for tier, count in load["tiers"].items())
+    head, *rows = _rows(load)
     return Table(
         tuple(head), tuple(map(tuple, rows)),
-        f"{found['load']}: {found['requests']} requests in {found['seconds']:.0f} s, {found['rate']:.3g}/s ({tiers}); "
-        f"{found['slos']}; rule {found['slo_rule']!r}; {found['ttft_bound_says']}. Replicas: {found['replicas']} of "
-        f"{found['profile']}. {_unit(found)}, ratios of {FIRST!r}. Settings of policies are as given, not tuned",
+        f"{load['load']}: {load['requests']} requests in {load['seconds']:.0f} s, {load['rate']:.3g}/s ({tiers}); "
+        f"{load['slos']}; rule {load['slo_rule']!r}; {load['ttft_bound_says']}. Replicas: {load['replicas']} of "
+        f"{load['profile']}. {_unit(load)}, ratios of {FIRST!r}. Settings of policies are as given, not tuned",
     )  # fmt: skip
 
 
-def told(found: Mapping[str, Any], reference: str) -> str:
+def contrast_sentence(load: Mapping[str, Any], reference: str) -> str:
     """A sentence: which policies hold more than the reference on a load, paired by seed; "" where nothing is told."""
-    ratios = {row["policy"]: row["capacity"][FIRST]["against_edf"] for row in found["policies"]}
+    ratios = {row["policy"]: row["capacity"][FIRST]["against_edf"] for row in load["policies"]}
     known = {policy: ratio for policy, ratio in ratios.items() if ratio is not None and ratio.high < inf}
     shown = {policy: number(ratio, " ×") for policy, ratio in known.items()}
-    return f"{found['load']}: {told_apart(known, reference, 'holds', shown, 1.0)}." if known else ""
+    return f"{load['load']}: {told_apart(known, reference, 'holds', shown, 1.0)}." if known else ""
 
 
-def winner(found: Mapping[str, Any]) -> str | None:
+def winner(load: Mapping[str, Any]) -> str | None:
     """The policy that holds the largest rate on a load; None where none holds any, or several any rate tried."""
-    first, *others = found["policies"]
+    first, *others = load["policies"]
     rate = first["capacity"][FIRST]["rate"]
     if rate is None:
         is_best = _is_unlimited(first["capacity"][FIRST]) and not any(
@@ -195,41 +195,41 @@ def winner(found: Mapping[str, Any]) -> str | None:
     return first["policy"] if rate.value > 0.0 else None
 
 
-def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def rows_of(load: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One for each policy and measure; rates in requests/s of the fleet."""
     return [
-        {"load": found["load"], "policy": row["policy"], "measure": measure}
+        {"load": load["load"], "policy": row["policy"], "measure": measure}
         | with_interval("rate", capacity["rate"])
         | with_interval("times_own_rate", capacity["times_own"])
         | with_interval("against_reference", capacity["against_edf"])
-        for row in found["policies"]
+        for row in load["policies"]
         for measure, capacity in row["capacity"].items()
     ]
 
 
-def bars(found: Mapping[str, Any]) -> list[tuple[str, Estimate, str, str]]:
+def bars(load: Mapping[str, Any]) -> list[tuple[str, Estimate, str, str]]:
     """Each policy's rate by the first measure, for a picture; those without one are left out."""
-    unit = "times_own" if found["times_own_rate"] else "rate"
-    rates = [(row["policy"], row["capacity"][FIRST][unit]) for row in found["policies"]]
+    unit = "times_own" if load["times_own_rate"] else "rate"
+    rates = [(row["policy"], row["capacity"][FIRST][unit]) for row in load["policies"]]
     return [(policy, rate, number(rate), COLOURS[0]) for policy, rate in rates if rate is not None]
 
 
-def _unit(found: Mapping[str, Any]) -> str:
-    return "Rates are multiples of the trace's own" if found["times_own_rate"] else "Rates are requests/s of the fleet"
+def _unit(load: Mapping[str, Any]) -> str:
+    return "Rates are multiples of the trace's own" if load["times_own_rate"] else "Rates are requests/s of the fleet"
 
 
-def _rows(found: Mapping[str, Any]) -> list[list[str]]:
-    measures = list(found["policies"][0]["capacity"])
+def _rows(load: Mapping[str, Any]) -> list[list[str]]:
+    measures = list(load["policies"][0]["capacity"])
     rows = [["policy", *measures, "attained at its own rate", "against edf", "against the best other"]]
-    for row in found["policies"]:
+    for row in load["policies"]:
         capacity = row["capacity"]
-        rates = [_cell(capacity[measure], found["times_own_rate"]) for measure in measures]
+        rates = [_cell(capacity[measure], load["times_own_rate"]) for measure in measures]
         first = capacity[FIRST]
-        best = _shown(first["against_best_other"], "×")
+        best = _format(first["against_best_other"], "×")
         own = row["own_rate"]["all"]
         rows.append([
             row["policy"], *rates, percent(own) if own.high < inf else f"{100 * own.value:.1f} % (one seed)",
-            _shown(first["against_edf"], "×"), best if best == "-" else f"{best} ({first['best_other']})",
+            _format(first["against_edf"], "×"), best if best == "-" else f"{best} ({first['best_other']})",
         ])  # fmt: skip
     return rows
 
@@ -237,7 +237,7 @@ def _rows(found: Mapping[str, Any]) -> list[list[str]]:
 def _cell(capacity: Mapping[str, Any], times_own: bool) -> str:
     if _is_unlimited(capacity):
         return "no limit"
-    return _shown(capacity["times_own"], "×") if times_own else _shown(capacity["rate"])
+    return _format(capacity["times_own"], "×") if times_own else _format(capacity["rate"])
 
 
 def _is_unlimited(capacity: Mapping[str, Any]) -> bool:
@@ -245,5 +245,5 @@ def _is_unlimited(capacity: Mapping[str, Any]) -> bool:
     return ALWAYS in capacity["without"].values() and INFEASIBLE not in capacity["without"].values()
 
 
-def _shown(estimate: Estimate | None, unit: str = "") -> str:
+def _format(estimate: Estimate | None, unit: str = "") -> str:
     return "-" if estimate is None else number(estimate, unit)
