@@ -12,7 +12,7 @@ import orjson
 
 from rubato.latency import bilinear
 from rubato.latency.profiles import aiconfigurator
-from rubato.latency.profiles.kernel_profiles import MAX_CONTEXT_TOKENS, MODELS, made
+from rubato.latency.profiles.kernel_profiles import MAX_CONTEXT_TOKENS, MODELS, compose_by_name
 from rubato.latency.profiles.profile import Profile
 
 # name of the model, of the GPU, how many
@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    for profile in [*(made(*which) for which in PACKAGED), paper_v100()]:
+    for profile in [*(compose_by_name(*which) for which in PACKAGED), paper_v100()]:
         (folder / f"{profile.name}.json").write_bytes(orjson.dumps(profile.to_json()))
 
 
