@@ -14,8 +14,8 @@ Labels are tiers, tenants, replicas and fixed words, all bounded: tiers beyond t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -41,6 +41,8 @@ from rubato.core.interfaces import View
 from rubato.core.request import SLO, Request
 from rubato.core.slo import TOLERANCE_S
 from rubato.frontdoor.choices import prompt_tokens
+from rubato.frontdoor.history import RequestHistory
+from rubato.frontdoor.request_record import RequestRecord
 from rubato.measure.replica_seconds import ReplicaSecondsMeter
 from rubato.policy_kit.backlog import prefill_seconds
 
@@ -59,64 +61,56 @@ MARGIN_BUCKETS_S = (-30.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, 0.0, 0.1, 
 SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-@dataclass(slots=True)
-class _Open:
-    """The state of a request in flight."""
-
-    request: Request
-    tier: str  # labels
-    tenant: str
-    output_counter: Counter  # its tenant's output tokens
-    tokens: int = 0  # output tokens not counted yet
-    is_counted: bool = False  # as offered
-    began_at: float | None = None  # its first work
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-
-
 class SLOMetrics:
-    """A listener that counts requests, met and missed SLOs with causes, and steps. registry: where the metrics are
-    exported."""
+    """A listener that counts requests, met and missed SLOs with causes, and steps, and then folds each event into
+    `requests`. It keeps nothing of a request itself.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    Args:
+        registry: where the metrics are exported.
+        requests: the record of each request, from before the event that is counted.
+    """
+
+    def __init__(self, registry: CollectorRegistry, requests: RequestHistory | None = None) -> None:
         self.registry = registry
-        self._tiers, self._tenants, self._reasons = (
-            _BoundedLabels(MAX_LABEL_NAMES),
-            _BoundedLabels(MAX_LABEL_NAMES),
-            _BoundedLabels(MAX_REASONS),
-        )
-        self._open: dict[str, _Open] = {}
+        self.requests = requests or RequestHistory()
+        self._tiers, self._tenants = _BoundedLabels(MAX_LABEL_NAMES), _BoundedLabels(MAX_LABEL_NAMES)
+        self._reasons = _BoundedLabels(MAX_REASONS)
+        self._records = self.requests.in_flight
+        self._new_tokens: defaultdict[str, int] = defaultdict(int)  # of output, by tenant, not exported yet
         registry.register(self)  # first: `collect` updates the counters registered after it
         self._build_own()
-        self._folds: dict[type[Event], Callable[[Any], None]] = {
+        self._counts: dict[type[Event], Callable[[Any, Any], None]] = {
             Offered: self._on_offered,
             Placed: self._on_placed,
             Started: self._on_started,
             Tokens: self._on_tokens,
-            Demoted: lambda event: self._demotions.inc(),
-            Promoted: lambda event: self._promotions.inc(),
+            Demoted: lambda event, record: self._demotions.inc(),
+            Promoted: lambda event, record: self._promotions.inc(),
             Finished: self._on_finished,
             Stepped: self._on_stepped,
         }
 
     def __call__(self, event: Event) -> None:
-        fold = self._folds.get(type(event))
-        if fold is not None:
-            fold(event)
+        try:
+            count = self._counts.get(type(event))
+            if count is not None:
+                count(event, self._records.get(event.id))
+        finally:
+            self.requests(event)
 
     # ----------------------------------------------------------------- metrics
 
     def collect(self) -> Iterator[Metric]:
         """Update the counters that are exported next (prometheus_client's collector protocol)."""
-        for state in self._open.values():
-            self._count_tokens(state)
+        for tenant in list(self._new_tokens):
+            self._export_tokens(tenant)
         return iter(())
 
-    def _count_tokens(self, state: _Open) -> None:
-        """Add the tokens since the last call: the lock of a counter would cost more than all else at each token."""
-        if state.tokens:
-            state.output_counter.inc(state.tokens)
-            state.tokens = 0
+    def _export_tokens(self, tenant: str) -> int:
+        """Export a tenant's new tokens, and return them: a counter's lock at each would cost more than all else."""
+        tokens = self._new_tokens.pop(tenant, 0)
+        self._tenant_tokens.labels(self._tenants.label(tenant), "output").inc(tokens)
+        return tokens
 
     def counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"rubato_{name}", about, labels, registry=self.registry)
@@ -167,64 +161,61 @@ class SLOMetrics:
 
     # ----------------------------------------------------------------- folds
 
-    def _on_offered(self, event: Offered) -> None:
-        request = event.request
-        tier, tenant = self._tiers.label(request.tier), self._tenants.label(request.tenant)
-        output_counter = self._tenant_tokens.labels(tenant, "output")
-        self._open[event.id] = _Open(request, tier, tenant, output_counter)
-        self._n_offered.labels(tier, tenant)  # shown as 0: a counter that begins at 1 has no rate
+    def _labels(self, request: Request) -> tuple[str, str]:
+        """The labels of a request's tier and tenant."""
+        return self._tiers.label(request.tier), self._tenants.label(request.tenant)
+
+    def _on_offered(self, event: Offered, record: RequestRecord | None) -> None:
+        tier, tenant = self._labels(event.request)
+        self._tenant_tokens.labels(tenant, "output")  # shown as 0: a counter that begins at 1 has no rate
+        self._n_offered.labels(tier, tenant)
         self._met.labels(tier, tenant, "all")
         self._unjudged.labels(tier)
         for outcome in ("completed", "failed"):
             self._n_finished.labels(tier, tenant, outcome)
 
-    def _count_offered(self, state: _Open) -> None:
-        if state.is_counted:
-            return
-        state.is_counted = True
-        self._n_offered.labels(state.tier, state.tenant).inc()
-        for dimension in _promised_times(state.request):
-            self._promised.labels(state.tier, dimension).inc()
+    def _count_offered(self, request: Request) -> None:
+        tier, tenant = self._labels(request)
+        self._n_offered.labels(tier, tenant).inc()
+        for dimension in _promised_times(request):
+            self._promised.labels(tier, dimension).inc()
 
     def client_error(self, status: int) -> None:
         """Count a response to a client's mistake."""
         self._client_errors.labels(str(status)).inc()
 
-    def _on_placed(self, event: Placed) -> None:
+    def _on_placed(self, event: Placed, record: RequestRecord) -> None:
         if event.ttft is not None:
-            self._predicted_ttft.labels(self._open[event.id].tier).observe(event.ttft)
+            self._predicted_ttft.labels(self._tiers.label(record.request.tier)).observe(event.ttft)
 
-    def _on_started(self, event: Started) -> None:
-        state = self._open[event.id]
-        if state.began_at is None:
-            state.began_at = event.at
-            self._count_offered(state)
+    def _on_started(self, event: Started, record: RequestRecord) -> None:
+        if record.began_at is None:
+            self._count_offered(record.request)
 
-    def _on_tokens(self, event: Tokens) -> None:
+    def _on_tokens(self, event: Tokens, record: RequestRecord) -> None:
         if not event.tokens:  # withheld text of tokens that were counted before
             return
-        state = self._open[event.id]
-        state.tokens += event.tokens
-        times = event.times or (event.at,)
-        if state.first_token_at is None:
-            state.first_token_at = times[0]
-            self._measured_ttft.labels(state.tier).observe(times[0] - state.request.arrival)
-        state.last_token_at = times[-1]
+        request = record.request
+        self._new_tokens[request.tenant] += event.tokens
+        if record.last_token_at is None:
+            first = event.times[0] if event.times else event.at
+            self._measured_ttft.labels(self._tiers.label(request.tier)).observe(first - request.arrival)
         if event.tried:
             self._accepted.inc(event.tokens - 1)
             self._rejected.inc(event.tried - (event.tokens - 1))
 
-    def _on_finished(self, event: Finished) -> None:
-        state = self._open.pop(event.id)
-        if state.first_token_at is None and event.outcome == "completed":  # an untimed response had no token events
-            state.tokens = event.output
-        self._count_tokens(state)
+    def _on_finished(self, event: Finished, record: RequestRecord) -> None:
+        request, verdict, has_tokens = record.request, event.verdict, record.last_token_at is not None
+        if not has_tokens and event.outcome == "completed":  # an untimed response had no token events
+            self._new_tokens[request.tenant] += event.output
+        self._export_tokens(request.tenant)
         if event.is_client_error:
             return
-        tier, tenant, verdict = state.tier, state.tenant, event.verdict
-        self._count_offered(state)
-        if state.began_at is not None or state.first_token_at is not None:
-            self._tenant_tokens.labels(tenant, "prompt").inc(prompt_tokens(state.request, event))
+        tier, tenant = self._labels(request)
+        if record.began_at is None:
+            self._count_offered(request)
+        if record.began_at is not None or has_tokens:
+            self._tenant_tokens.labels(tenant, "prompt").inc(prompt_tokens(request, event))
         self._n_finished.labels(tier, tenant, event.outcome).inc()
         if verdict.met:
             self._met.labels(tier, tenant, "all").inc()
@@ -240,11 +231,11 @@ class SLOMetrics:
         if verdict.pause is not None:
             self._pause.labels(tier).observe(verdict.pause)
         if event.outcome == "completed":
-            for dimension, seconds in _promised_times(state.request).items():
+            for dimension, seconds in _promised_times(request).items():
                 if _is_kept(verdict, dimension, seconds):
                     self._met.labels(tier, tenant, dimension).inc()
 
-    def _on_stepped(self, event: Stepped) -> None:
+    def _on_stepped(self, event: Stepped, record: RequestRecord | None) -> None:
         self._step.labels(event.id).observe(event.seconds)
         self._seqs.labels(event.id).observe(event.shape.seqs)
         self._tokens.labels(event.id).observe(event.shape.tokens)
@@ -258,11 +249,10 @@ class _BoundedLabels:
         self._known: set[str] = set()
 
     def label(self, name: str) -> str:
-        if name not in self._known:
-            if len(self._known) >= self._most:
-                return OTHER_LABEL
+        if name in self._known or len(self._known) < self._most:
             self._known.add(name)
-        return name
+            return name
+        return OTHER_LABEL
 
 
 class Metrics(SLOMetrics):
@@ -274,6 +264,7 @@ class Metrics(SLOMetrics):
         in_flight: the cluster's count of requests.
         errors: how often each listener has failed, by name.
         log_lines_dropped: counts them so far.
+        requests: as in `SLOMetrics`.
     """
 
     def __init__(
@@ -283,9 +274,10 @@ class Metrics(SLOMetrics):
         in_flight: Callable[[], int],
         errors: Callable[[], Mapping[str, int]] = dict,
         log_lines_dropped: Callable[[], int] = int,
+        requests: RequestHistory | None = None,
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a sample of its own per series, of no use here
-        super().__init__(CollectorRegistry())
+        super().__init__(CollectorRegistry(), requests)
         self._model = model
         self._views, self._in_flight, self._errors = views, in_flight, errors
         self._log_lines_dropped = log_lines_dropped
@@ -302,14 +294,12 @@ class Metrics(SLOMetrics):
         )
         self._gaps = [0] * (len(TOKEN_BUCKETS_S) + 1)  # between tokens, by bucket
         self._gap_seconds = 0.0
-        self._folds[Preempted] = lambda event: self._preemptions.inc()
+        self._counts[Preempted] = lambda event, record: self._preemptions.inc()
 
     def __call__(self, event: Event) -> None:
-        if type(event) is Tokens:
-            self._on_tokens(event)
-            return
         super().__call__(event)
-        self._cost(event)
+        if type(event) is not Tokens:
+            self._cost(event)
 
     def text(self) -> bytes:
         """The exposition, Prometheus text format."""
@@ -398,10 +388,9 @@ class Metrics(SLOMetrics):
             "rubato_log_lines_dropped", "Log lines dropped, since their reader was too slow", value=dropped
         )
 
-    def _count_tokens(self, state: _Open) -> None:
-        if state.tokens:
-            self._generation_tokens.inc(state.tokens)
-        super()._count_tokens(state)
+    def _export_tokens(self, tenant: str) -> int:
+        self._generation_tokens.inc(tokens := super()._export_tokens(tenant))
+        return tokens
 
     def _gap_histogram(self) -> Metric:
         buckets = zip([*map(floatToGoString, TOKEN_BUCKETS_S), "+Inf"], accumulate(self._gaps), strict=True)
@@ -419,57 +408,54 @@ class Metrics(SLOMetrics):
 
     # ----------------------------------------------------------------- folds
 
-    def _on_placed(self, event: Placed) -> None:
-        state = self._open[event.id]
+    def _on_placed(self, event: Placed, record: RequestRecord) -> None:
         view = next((view for view in self._views() if view.id == event.replica), None)
-        if view is not None and state.last_token_at is None:
-            waited = event.at - state.request.arrival
-            self._predicted_ttft.labels(state.tier).observe(waited + prefill_seconds(view, state.request.prompt))
+        if view is not None and record.last_token_at is None:
+            seconds = event.at - record.request.arrival + prefill_seconds(view, record.request.prompt)
+            self._predicted_ttft.labels(self._tiers.label(record.request.tier)).observe(seconds)
 
-    def _on_started(self, event: Started) -> None:
-        state = self._open[event.id]
-        if state.began_at is None:
-            self._queue.observe(event.at - state.request.arrival)
-            self._cache_queries.inc(state.request.prompt)
+    def _on_started(self, event: Started, record: RequestRecord) -> None:
+        if record.began_at is None:
+            self._queue.observe(event.at - record.request.arrival)
+            self._cache_queries.inc(record.request.prompt)
             self._cache_hits.inc(event.cached)
-        super()._on_started(event)
+        super()._on_started(event, record)
 
-    def _on_tokens(self, event: Tokens) -> None:
+    def _on_tokens(self, event: Tokens, record: RequestRecord) -> None:
         if not event.tokens:
             return
-        state = self._open[event.id]
-        last = state.last_token_at
+        last = record.last_token_at
         for at in event.times or (event.at,):
             if last is None:
-                self._ttft.observe(at - state.request.arrival)
-                if state.began_at is not None:
-                    self._prefill.observe(at - state.began_at)
+                self._ttft.observe(at - record.request.arrival)
+                if record.began_at is not None:
+                    self._prefill.observe(at - record.began_at)
             else:
                 gap = at - last
                 self._gaps[bisect_left(TOKEN_BUCKETS_S, gap)] += 1
                 self._gap_seconds += gap
             last = at
-        super()._on_tokens(event)
+        super()._on_tokens(event, record)
 
-    def _on_finished(self, event: Finished) -> None:
-        state, verdict = self._open[event.id], event.verdict
-        super()._on_finished(event)
-        if state.began_at is not None:
-            prompt = prompt_tokens(state.request, event)
+    def _on_finished(self, event: Finished, record: RequestRecord) -> None:
+        super()._on_finished(event, record)
+        verdict, last = event.verdict, record.last_token_at
+        if record.began_at is not None:
+            prompt = prompt_tokens(record.request, event)
             self._prompt_tokens.inc(prompt)
             self._prompt_size.observe(prompt)
         if event.outcome == "completed":
             self._success.labels(self._model, event.reason).inc()
             self._output_size.observe(event.output)
-            if state.first_token_at is not None and state.last_token_at is not None:
-                self._decode.observe(state.last_token_at - state.first_token_at)
+            if record.first_token_at is not None and last is not None:
+                self._decode.observe(last - record.first_token_at)
             if verdict.tpot is not None:
                 self._tpot.observe(verdict.tpot)
             if verdict.e2e is not None:
                 self._e2e.observe(verdict.e2e)
 
-    def _on_stepped(self, event: Stepped) -> None:
-        super()._on_stepped(event)
+    def _on_stepped(self, event: Stepped, record: RequestRecord | None) -> None:
+        super()._on_stepped(event, record)
         self._iteration.observe(event.shape.tokens)
 
 

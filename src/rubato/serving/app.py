@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from rubato.core.interfaces import View
-from rubato.fleet.cluster import Cluster
 from rubato.frontdoor.admission import ApiRequest
 from rubato.frontdoor.errors import ApiError, invalid, no_room
 from rubato.frontdoor.offers import Offers
-from rubato.frontdoor.slo_fields import Tiers
-from rubato.frontdoor.tenants import Tenants
 from rubato.serving import intake, openapi, schemas
-from rubato.serving.app_state import AppState, WithHeaders, add_door, add_operations, models_response
+from rubato.serving.app_state import AppService, AppState, WithHeaders, add_door, add_operations, models_response
 from rubato.serving.board_pages import add_board
 
 MESSAGE_CHARACTERS = 32  # that the chat template adds to each message, about
@@ -45,45 +41,20 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class Service(AppService):
     """Settings and objects of our own server.
 
     Args:
-        max_model_len: tokens of prompt and output that a request may have.
-        max_choices: prompts times `n` of one answer.
+        text: the model's tokenizer.
         aliases: further names of the model.
-        tenants: by default no key is needed.
-        fair: whether the cluster has a fair share between tenants.
-        created_offset: Unix time - clock time, in seconds.
-        log_lines_dropped: counts them so far.
-        policy: name of the scheduler.
     """
 
-    cluster: Cluster
     text: Tokenizer
-    model: str
-    max_model_len: int
-    max_choices: int = 16
     aliases: tuple[str, ...] = ()
-    tenants: Tenants = field(default_factory=lambda: Tenants((), Tiers()))
-    fair: bool = False
-    max_body_bytes: int = 4 << 20
-    created_offset: float = 0.0
-    log_lines_dropped: Callable[[], int] = int
-    policy: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.model, *(alias for alias in self.aliases if alias != self.model))
-
-    def views(self) -> list[View]:
-        return [host.view() for host in self.cluster.hosts.values()]
-
-    def counted(self) -> tuple[str, ...]:
-        return ()  # every replica reports its state
-
-    def urls(self) -> Mapping[str, str]:
-        return {}  # replicas are no servers
 
 
 class _State(AppState):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
@@ -22,58 +23,74 @@ from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.errors import ApiError
 from rubato.frontdoor.metrics import Metrics
 from rubato.frontdoor.paths import canonical_path, written_path
+from rubato.frontdoor.slo_fields import Tiers
 from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.serving import logs, openapi
 from rubato.serving.asgi_client import HEAD_TIME_KEY
 
 
-class AnyService(Protocol):
-    """The common attributes of `app.Service` and `gateway.GatewayService`."""
+@dataclass(frozen=True, slots=True)
+class AppService:
+    """Settings and objects that our server's app and the gateway's share.
 
-    @property
-    def cluster(self) -> Cluster: ...
-    @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def tenants(self) -> Tenants: ...
-    @property
-    def fair(self) -> bool: ...
-    @property
-    def max_body_bytes(self) -> int: ...
-    @property
-    def max_choices(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def log_lines_dropped(self) -> Callable[[], int]: ...
-    def views(self) -> list[View]: ...
-    def counted(self) -> Collection[str]: ...
-    @property
-    def policy(self) -> str: ...
-    def urls(self) -> Mapping[str, str]: ...
+    Args:
+        cluster: runs the requests; the caller starts and closes it.
+        model: its name for clients.
+        max_model_len: tokens of prompt and output that a request may have.
+        tenants: by default no key is needed.
+        fair: whether the cluster has a fair share between tenants.
+        max_body_bytes: of a request.
+        max_choices: prompts times `n` of one answer.
+        created_offset: Unix time - clock time, in seconds.
+        log_lines_dropped: counts them so far.
+        policy: name of the scheduler.
+    """
+
+    cluster: Cluster
+    model: str
+    max_model_len: int
+    _: KW_ONLY
+    tenants: Tenants = field(default_factory=lambda: Tenants((), Tiers()))
+    fair: bool = False
+    max_body_bytes: int = 4 << 20
+    max_choices: int = 16
+    created_offset: float = 0.0
+    log_lines_dropped: Callable[[], int] = int
+    policy: str = ""
+
+    def views(self) -> list[View]:
+        return [host.view() for host in self.cluster.hosts.values()]
+
+    def counted(self) -> Collection[str]:
+        """Ids of replicas that do not report their state, so that it is counted from the requests sent there."""
+        return ()
+
+    def urls(self) -> Mapping[str, str]:
+        """URL by replica id, for replicas that are servers."""
+        return {}
 
 
 class AppState:
-    """A service with the app's metrics, request history and front door."""
+    """A service with the app's metrics, records of requests and front door."""
 
-    def __init__(self, service: AnyService) -> None:
-        self.service: AnyService = service
+    def __init__(self, service: AppService) -> None:
+        self.service: AppService = service
         self.tenants = service.tenants
         cluster = service.cluster
+        self.requests = history.RequestHistory(logs.log_finished)
         self.metrics = Metrics(
-            service.names[0],
+            service.model,
             service.views,
             lambda: cluster.in_flight,
             lambda: cluster.listener_errors,
             service.log_lines_dropped,
+            self.requests,
         )
-        self.recorder = history.RequestHistory(logs.log_finished)
         self.door = FrontDoor(
             service.tenants, cluster.clock, cluster, cluster.retry_after, lambda: service.max_model_len,
             service.max_body_bytes, service.max_choices, count_client_error=self.metrics.client_error,
         )  # fmt: skip
         cluster.listen(self.metrics)
-        cluster.listen(self.recorder)
 
     def enter(self, http: Request) -> Tenant:
         """Identify the tenant and charge the request, before its body is read. Errors after this carry the tenant's
@@ -123,7 +140,7 @@ def add_operations(app: FastAPI, state: AppState) -> None:
     async def request(http: Request, id: str) -> Response:
         """Deadlines, events and waits of a recent request, for its tenant's key or an admin's."""
         tenant = state.door.identify(http.headers)
-        records = state.recorder.find(id)
+        records = state.requests.find(id)
         if not records or not (tenant.admin or records[0].request.tenant == tenant.name):
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
         now = service.cluster.clock.now()

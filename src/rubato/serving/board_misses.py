@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rubato.core.events import Finished
-from rubato.core.request import Request, without_texts
+from rubato.core.request import Request
 from rubato.frontdoor.verdict import ms, slo_in_ms
 
 MAX_GROUPS = 64  # of one tenant; the group that missed least recently makes room
@@ -32,7 +32,7 @@ class BoardMisses:
     def add(self, request: Request, end: Finished, number: int) -> None:
         groups = self._groups.setdefault(request.tenant, {})
         key = (request.tier, end.verdict.cause or "unknown")
-        latest = (without_texts(request), end)
+        latest = (request, end)
         group = groups[key] = groups.pop(key) if key in groups else _Group(latest)  # the most recent is the last
         group.latest = latest
         group.count += 1

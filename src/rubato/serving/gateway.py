@@ -20,7 +20,6 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rubato.core.interfaces import View
-from rubato.fleet.cluster import Cluster
 from rubato.fleet.relay import Ask, RelayTrip, why_not_passed_on
 from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_kv import Trips
@@ -33,10 +32,9 @@ from rubato.frontdoor.errors import ApiError, from_finished
 from rubato.frontdoor.headers import forwarded_headers, new_id, returned_headers
 from rubato.frontdoor.offers import Offers
 from rubato.frontdoor.paths import CHAT, GENERATE, RESPONSES, TEXT, is_internal, written_path
-from rubato.frontdoor.slo_fields import Tiers, to_headers
-from rubato.frontdoor.tenants import Tenants
+from rubato.frontdoor.slo_fields import to_headers
 from rubato.frontdoor.verdict import verdict_fields
-from rubato.serving.app_state import AppState, add_door, add_operations
+from rubato.serving.app_state import AppService, AppState, add_door, add_operations
 from rubato.serving.asgi_client import AsgiClient, writer_of
 from rubato.serving.board_pages import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
@@ -48,8 +46,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayService:
-    """Settings and objects of the gateway; those not named here are as in `app.Service`.
+class GatewayService(AppService):
+    """Settings and objects of the gateway.
 
     Args:
         trips: the trip of each request, by id, for the replicas.
@@ -58,29 +56,15 @@ class GatewayService:
         models: listed by the servers.
     """
 
-    cluster: Cluster
     trips: Trips
-    model: str
-    max_model_len: int
     key: str = ""
-    tenants: Tenants = field(default_factory=lambda: Tenants((), Tiers()))
-    fair: bool = False
-    max_body_bytes: int = 4 << 20
-    max_choices: int = 16
     is_vllm: Callable[[], bool] = lambda: False
-    created_offset: float = 0.0
-    log_lines_dropped: Callable[[], int] = int
     models: ServedModels = field(default_factory=ServedModels)
-    policy: str = ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.model,)
 
     def views(self) -> list[View]:
         for host in self.servers():
-            host.emit_counted_tokens()  # histories are read together with views
-        return [host.view() for host in self.cluster.hosts.values()]
+            host.emit_counted_tokens()  # records are read together with views
+        return AppService.views(self)
 
     def counted(self) -> set[str]:
         return {host.id for host in self.servers() if not host.is_linked}

@@ -120,9 +120,10 @@ def _app_maker(
         assert known is not None, "the cluster has started"
         return create_gateway(
             GatewayService(
-                cluster, trips, config.served_model_name or known.model, known.limits.max_model_len, key,
-                tenants, bool(config.tenants), config.max_body_bytes, config.max_choices, lambda: bool(known.version),
-                unix_time() - clock.now(), dropped, homogeneity.models, config.policy.name,
+                cluster, config.served_model_name or known.model, known.limits.max_model_len, trips, key,
+                lambda: bool(known.version), homogeneity.models, tenants=tenants, fair=bool(config.tenants),
+                max_body_bytes=config.max_body_bytes, max_choices=config.max_choices,
+                created_offset=unix_time() - clock.now(), log_lines_dropped=dropped, policy=config.policy.name,
             )
         )  # fmt: skip
 

@@ -387,7 +387,7 @@ class FrontEnd:
             if (address := address_for_gateways()) is None:
                 raise ApiError(404, 'This server has no link: give "link": {} beside its policy.', code="no_link")
             return _page(address)
-        records = [r for r in reports.history.find(id) if tenant.admin or r.request.tenant == tenant.name]
+        records = [r for r in reports.requests.find(id) if tenant.admin or r.request.tenant == tenant.name]
         if not records:
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
         fair, numbers = self._tenants.configured, reports.engines.keys()
