@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rubato.core.events import REPLICA_EVENTS, Event, Finished, Offered, Placed, Tokens
-from rubato.core.interfaces import View
+from rubato.core.interfaces import SeqView, View
 from rubato.core.request import NOTHING, Request, without_texts
 from rubato.frontdoor.choices import answer_of, first_choices
+from rubato.frontdoor.errors import ApiError
 from rubato.frontdoor.explanation import explain, lateness, phases
 from rubato.frontdoor.request_record import HELD, QUEUE, RequestRecord
+from rubato.frontdoor.tenants import Tenant
 from rubato.frontdoor.verdict import ms, slo_in_ms, verdict
 
 MAX_ENDED_REQUESTS = 1000  # API requests; all choices count as one
@@ -71,6 +73,13 @@ class RequestHistory:
     def find(self, id: str) -> Sequence[RequestRecord]:
         """The records of all choices of an API request; none if it is unknown or forgotten. id: its, or a choice's."""
         return [*self._answers.get(id, self._answers.get(self._answer_of(id), {})).values()]
+
+    def find_for(self, tenant: Tenant, id: str) -> Sequence[RequestRecord]:
+        """The records of `find` that a tenant may see. Raises ApiError 404 where there are none."""
+        records = [record for record in self.find(id) if tenant.admin or record.request.tenant == tenant.name]
+        if not records:
+            raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
+        return records
 
     def _add(self, request: Request) -> None:
         answer = self._answer_of(request.id)
@@ -134,7 +143,9 @@ def _choice_json(
     record: RequestRecord, views: Sequence[View], now: float, names: Mapping[str, str], *, fair: bool,
     counted: Collection[str],
 ) -> dict[str, Any]:  # fmt: skip
-    arrival, late = record.request.arrival, lateness(record, now, _next_due(record, views), counted)
+    arrival, places = record.request.arrival, _places(record, views)
+    due = places[0].seq.due if places else record.next_due()  # a replica may know of tokens without events
+    late = lateness(record, now, due, counted)
     until = now if record.end is None else record.end.at
     demoted = record.best_effort + (now - record.best_effort_since if record.best_effort_since is not None else 0.0)
     return {
@@ -147,7 +158,7 @@ def _choice_json(
         "max_tokens": record.request.sampling.max_tokens,
         "replicas": record.replicas,
         "deadlines": _deadlines_json(record),
-        "now": None if record.end is not None else _state_at_replica(record, views, counted),
+        "now": None if record.end is not None else _state_at_replica(record, places, counted),
         "output_tokens": record.output,
         "cached_tokens": record.cached,
         "preemptions": record.preemptions,
@@ -174,30 +185,45 @@ def _state(record: RequestRecord) -> str:
     return "running" if record.waiting is None else record.waiting[0]
 
 
-def _state_at_replica(record: RequestRecord, views: Sequence[View], counted: Collection[str]) -> dict[str, Any] | None:
+class _Place(NamedTuple):
+    """A request in a queue of a replica."""
+
+    view: View
+    queue: str
+    position: int
+    of: int  # requests in the queue
+    seq: SeqView
+
+
+def _places(record: RequestRecord, views: Sequence[View]) -> list[_Place]:
+    """Where a request is, by the replicas' views."""
+    return [
+        _Place(view, queue, position, len(seqs), seq)
+        for view in views
+        for queue, seqs in (("running", view.running), ("waiting", view.waiting), ("moving", view.moving))
+        for position, seq in enumerate(seqs)
+        if seq.id == record.request.id
+    ]
+
+
+def _state_at_replica(
+    record: RequestRecord, places: Sequence[_Place], counted: Collection[str]
+) -> dict[str, Any] | None:  # fmt: skip
     """The state of a request at its replica; None where it is at none."""
-    for view in views:
-        for queue, seqs in (("running", view.running), ("waiting", view.waiting)):
-            for position, seq in enumerate(seqs):
-                if seq.id == record.request.id:
-                    is_told = view.id not in counted
-                    return {
-                        "replica": view.id,
-                        "in": queue,
-                        "position": position if is_told else None,
-                        "of": len(seqs) if is_told else None,
-                        "pending_tokens": seq.pending if is_told else None,
-                        "kv_blocks": seq.blocks if is_told else None,
-                        "best_effort": seq.best_effort,
-                        "next_token_due_ms": ms(seq.due - record.request.arrival),
-                    }
-    return None
-
-
-def _next_due(record: RequestRecord, views: Sequence[View]) -> float:
-    """When the next token is due (s). The replica's value comes first: it may know of tokens without events."""
-    here = (seq for view in views for seqs in (view.running, view.waiting, view.moving) for seq in seqs)
-    return next((seq.due for seq in here if seq.id == record.request.id), record.next_due())
+    place = next((place for place in places if place.queue != "moving"), None)
+    if place is None:
+        return None
+    is_told, seq = place.view.id not in counted, place.seq
+    return {
+        "replica": place.view.id,
+        "in": place.queue,
+        "position": place.position if is_told else None,
+        "of": place.of if is_told else None,
+        "pending_tokens": seq.pending if is_told else None,
+        "kv_blocks": seq.blocks if is_told else None,
+        "best_effort": seq.best_effort,
+        "next_token_due_ms": ms(seq.due - record.request.arrival),
+    }
 
 
 def _deadlines_json(record: RequestRecord) -> list[dict[str, Any]]:

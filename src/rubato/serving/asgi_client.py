@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from starlette.types import Message, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from rubato.fleet.relay import Flow
 from rubato.fleet.upstream import Headers
@@ -31,6 +31,13 @@ def writer_of(scope: Scope) -> Writer | None:
     """The writer of a request's connection; None where the ASGI server has none."""
     writer: Writer | None = (scope.get("extensions") or {}).get(WRITER_KEY)
     return writer
+
+
+async def watch_departure(receive: Receive, on_departure: Callable[[], object]) -> None:
+    """Call `on_departure` in the same turn of the loop in which the client's departure becomes known."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    on_departure()
 
 
 class AsgiClient:

@@ -35,7 +35,7 @@ from rubato.frontdoor.paths import CHAT, GENERATE, RESPONSES, TEXT, is_internal,
 from rubato.frontdoor.slo_fields import to_headers
 from rubato.frontdoor.verdict import verdict_fields
 from rubato.serving.app_state import AppService, AppState, add_door, add_operations
-from rubato.serving.asgi_client import AsgiClient, writer_of
+from rubato.serving.asgi_client import AsgiClient, watch_departure, writer_of
 from rubato.serving.board_pages import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
 from rubato.serving.model_list import ModelPages, asked_model, named_model
@@ -187,7 +187,7 @@ class Gateway:
         path, door = http.scope["path"], self._state.door
         if is_internal(path):
             raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
-        raw = await door.read_body(http.stream(), http.headers.get("content-length", ""))
+        raw = await door.read_body(http)
         target, headers = written_path(path, http.url.query), self._headers(http)
         admitted = door.admit_other(path, tenant)
 
@@ -268,20 +268,20 @@ class _ProxyResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = AsgiClient(scope, send, self._gateway.head(self))
         trip = self._gateway.trip(self, scope["path"], client)
-        gone = asyncio.Event()
+        has_left = False
 
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            gone.set()
+        def leave() -> None:
+            nonlocal has_left
+            has_left = True
             self.offers.cancel()
             trip.break_off("the client left")
 
-        watcher, sender = asyncio.create_task(watch()), asyncio.create_task(client.run())
+        watcher = asyncio.create_task(watch_departure(receive, leave))
+        sender = asyncio.create_task(client.run())
         try:
             await self.offers.send(trip.on_event)
             await trip.done.wait()
-            if not trip.is_over and not gone.is_set():
+            if not trip.is_over and not has_left:
                 self.offers.cancel()
                 self._send_error(trip, client)
             if client.has_ended:
@@ -303,8 +303,7 @@ class _ProxyResponse(Response):
         trip.is_over = True
         body = error.body()
         if not trip.has_begun:
-            reply = error.response()
-            client.answer(reply.status_code, [*reply.raw_headers, *self._gateway.limits(self)], body)
+            client.answer(error.status, error.response(self._gateway.limits(self)).raw_headers, body)
         elif trip.ask.path in (CHAT, TEXT):  # no [DONE]: the answer is incomplete
             client.end(b"\n\ndata: " + body + b"\n\n")  # the event before may be incomplete
         else:  # a stream of named events
@@ -329,14 +328,8 @@ class _PassThrough(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.ensure_future(self._pass(scope, receive, send))
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            task.cancel()
-
-        watcher = asyncio.create_task(watch())
+        task = asyncio.create_task(self._pass(scope, receive, send))
+        watcher = asyncio.create_task(watch_departure(receive, task.cancel))
         try:
             await asyncio.wait({task})
         finally:
@@ -350,9 +343,7 @@ class _PassThrough(Response):
         try:
             reply = await self._answer()
         except ApiError as error:
-            response = error.response()
-            response.raw_headers += self._limits()
-            return await response(scope, receive, send)
+            return await error.response(self._limits())(scope, receive, send)
         head = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned_headers(reply.headers)]
         head = [*forbid_buffering(head), *self._limits()]
         try:

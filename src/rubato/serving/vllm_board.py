@@ -47,7 +47,7 @@ def _source(reports: EngineReports, tenants: Tenants, model: str, policy: str) -
     """What the board shows of the engines' reports."""
     records, engines = reports.requests.in_flight, reports.engines
 
-    def held() -> Sequence[SeqView]:
+    def beyond_share() -> Sequence[SeqView]:
         """Requests of tenants beyond their share."""
         ids = [id for fields in engines.values() for id in fields.get("held", ()) if id in records]
         return [cast(SeqView, SimpleNamespace(id=id, request=records[id].request, **_UNPLANNED)) for id in ids]
@@ -61,7 +61,7 @@ def _source(reports: EngineReports, tenants: Tenants, model: str, policy: str) -
         tenants,
         tenants.configured,
         reports.requests,
-        held,
+        beyond_share,
         reports.views,
         lambda: "serving",
         lambda: [str(engine) for engine, fields in engines.items() if fields.get("given_up")],
