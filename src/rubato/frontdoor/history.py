@@ -33,9 +33,7 @@ class RequestHistory:
     """
 
     def __init__(
-        self,
-        on_end: Callable[[RequestRecord], None] | None = None,
-        answer_of: Callable[[str], str] = answer_of,
+        self, on_end: Callable[[RequestRecord], None] | None = None, answer_of: Callable[[str], str] = answer_of
     ) -> None:
         self._on_end = on_end
         self._answer_of = answer_of

@@ -20,18 +20,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
 
-from rubato.core.events import (
-    Demoted,
-    Event,
-    Finished,
-    Offered,
-    Placed,
-    Promoted,
-    Started,
-    Stepped,
-    Tokens,
-    Verdict,
-)
+from rubato.core.events import Demoted, Event, Finished, Offered, Placed, Promoted, Started, Stepped, Tokens, Verdict
 from rubato.core.request import SLO, Request
 from rubato.core.slo import TOLERANCE_S
 from rubato.frontdoor.choices import prompt_tokens

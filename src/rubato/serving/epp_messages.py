@@ -10,11 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from envoy_data_plane.envoy.config.core.v3 import (
-    HeaderValue,
-    HeaderValueOption,
-    HeaderValueOptionHeaderAppendAction,
-)
+from envoy_data_plane.envoy.config.core.v3 import HeaderValue, HeaderValueOption, HeaderValueOptionHeaderAppendAction
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ProcessingModeBodySendMode
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
     BodyMutation,

@@ -10,14 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    Field,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    WithJsonSchema,
-    field_validator,
-)
+from pydantic import Field, TypeAdapter, ValidationError, ValidationInfo, WithJsonSchema, field_validator
 
 from rubato.core.request import Sampling
 from rubato.frontdoor.errors import ApiError, invalid, no_room

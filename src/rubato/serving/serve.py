@@ -24,14 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 from fastapi import FastAPI
 
-from rubato.config.build import (
-    autoscaler_of,
-    believed_latency_of,
-    check_names,
-    engine_of,
-    lengths_of,
-    most_in_flight,
-)
+from rubato.config.build import autoscaler_of, believed_latency_of, check_names, engine_of, lengths_of, most_in_flight
 from rubato.config.schema import Config, ConfigError
 from rubato.core.clock import Clock, WallClock, watch_timers
 from rubato.core.did_you_mean import nearest
