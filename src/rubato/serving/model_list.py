@@ -40,7 +40,7 @@ def named_model(raw: bytes) -> str:
     checked, and could take far more memory than its bytes."""
     try:
         return _decoder.decode(raw).model
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
 
 
