@@ -146,7 +146,7 @@ def explain(
 def _why(record: RequestRecord, end: Finished, names: Mapping[str, str]) -> str:
     cause = end.verdict.cause
     if record.lost_replica:
-        return f"{_name(record.lost_replica, names)} was lost, and it began again elsewhere"
+        return f"{names.get(record.lost_replica, record.lost_replica)} was lost, and it began again elsewhere"
     if cause in CAUSE_SENTENCES:
         return CAUSE_SENTENCES[cause]
     if cause == NOT_REPORTED:
@@ -154,14 +154,14 @@ def _why(record: RequestRecord, end: Finished, names: Mapping[str, str]) -> str:
     waited = sum(until - begin for _, begin, until in record.waits)
     if not waited:
         return "no wait and no interference was seen"
-    where = f" at {_name(record.replicas[-1], names)}" if record.replicas else " in the router"
+    where = f" at {_last_replica(record, names)}" if record.replicas else " in the router"
     return f"waited {_time(waited)}{_behind(record.queue_ahead)}{where}"
 
 
 def _unreported(record: RequestRecord, names: Mapping[str, str]) -> str:
     """An explanation for a request at a server that does not report."""
     sent = max((step["at"] for step in record.steps if step["event"] == "placed"), default=record.request.arrival)
-    first, server = record.stages[0].first, _name(record.replicas[-1], names) if record.replicas else "its server"
+    first, server = record.stages[0].first, _last_replica(record, names) if record.replicas else "its server"
     took = (
         "" if first is None or first < sent else f"its first token came {_time(first - sent)} after it was sent, and "
     )
@@ -182,7 +182,7 @@ def _lateness_sentences(
             why = f"{late.cause} for {spent} of {age}"
         yield f"Late by {_time(late.seconds)} so far: {why}."
     if record.best_effort_since is not None:
-        where = f"at {_name(record.demoted_at, names)}" if record.demoted_at else "by the router"
+        where = f"at {names.get(record.demoted_at, record.demoted_at)}" if record.demoted_at else "by the router"
         after = _time(record.best_effort_since - record.request.arrival)
         yield f"Given up {where} {after} after it came: served as best effort since then."
 
@@ -190,10 +190,10 @@ def _lateness_sentences(
 def _in_flight(record: RequestRecord, now: float, names: Mapping[str, str]) -> str:
     if record.waiting is not None:
         why, since = record.waiting
-        where = f" at {_name(record.replicas[-1], names)}" if record.replicas and why == QUEUE else ""
+        where = f" at {_last_replica(record, names)}" if record.replicas and why == QUEUE else ""
         behind = _behind(record.queue_ahead) if why == QUEUE else ""
         return f"Has waited {_time(now - since)}{behind}{where}: {why}."
-    where = f" at {_name(record.replicas[-1], names)}" if record.replicas else ""
+    where = f" at {_last_replica(record, names)}" if record.replicas else ""
     if record.stages[0].first is None:
         return f"Its prompt runs{where}."
     return f"Decodes{where}: {record.output} of at most {record.request.sampling.max_tokens} tokens."
@@ -203,8 +203,8 @@ def _behind(ahead: int) -> str:
     return f" behind {ahead} other{'s' if ahead > 1 else ''}" if ahead else ""
 
 
-def _name(replica: str, names: Mapping[str, str]) -> str:
-    return names.get(replica, replica)
+def _last_replica(record: RequestRecord, names: Mapping[str, str]) -> str:
+    return names.get(record.replicas[-1], record.replicas[-1])
 
 
 def _time(seconds: float) -> str:

@@ -227,17 +227,17 @@ def _state_at_replica(
 def _deadlines_json(record: RequestRecord) -> list[dict[str, Any]]:
     """Deadlines and measured times of each stage: the first token, each later one, and the last."""
     arrival = record.request.arrival
-    rows = []
-    for index, (times, due) in enumerate(zip(record.stages, record.stage_deadlines(), strict=True)):
-        rows.append(
-            {
-                "stage": index,
-                "first_token_due_ms": ms(due.first - arrival),
-                "then_every_ms": ms(record.request.stages[index].slo.tpot),
-                "end_due_ms": ms(due.end - arrival),
-                "first_token_ms": None if times.first is None else ms(times.first - arrival),
-                "last_token_ms": None if times.first is None else ms(times.last - arrival),
-                "tokens": times.tokens,
-            }
+    return [
+        {
+            "stage": index,
+            "first_token_due_ms": ms(due.first - arrival),
+            "then_every_ms": ms(stage.slo.tpot),
+            "end_due_ms": ms(due.end - arrival),
+            "first_token_ms": None if times.first is None else ms(times.first - arrival),
+            "last_token_ms": None if times.first is None else ms(times.last - arrival),
+            "tokens": times.tokens,
+        }
+        for index, (stage, times, due) in enumerate(
+            zip(record.request.stages, record.stages, record.stage_deadlines(), strict=False)
         )
-    return rows
+    ]

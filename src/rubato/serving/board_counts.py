@@ -29,6 +29,7 @@ WINDOWS_S = (300.0, RING_S)  # which the page offers besides the time since the 
 OBJECTIVE = 0.9
 BUCKETS_PER_DOUBLING = 8  # a percentile is off by at most 4.5 %
 
+MEASURED = ("ttft", "tpot", "e2e")  # times of a verdict
 Times = Counter[int]  # how many measured times fell into each bucket
 
 
@@ -53,12 +54,9 @@ class TierSlice:
     def add(self, end: Finished) -> None:
         """Count a request that has ended."""
         judged = end.verdict
-        if judged.ttft is not None:
-            self.ttft[_bucket(judged.ttft)] += 1
-        if judged.tpot is not None:
-            self.tpot[_bucket(judged.tpot)] += 1
-        if judged.e2e is not None:
-            self.e2e[_bucket(judged.e2e)] += 1
+        for name in MEASURED:
+            if (seconds := getattr(judged, name)) is not None:
+                getattr(self, name)[_bucket(seconds)] += 1
         if judged.pause is not None and judged.pause > (self.pause or 0.0):
             self.pause = judged.pause
         if judged.met:
@@ -92,9 +90,7 @@ class TierSlice:
             "budget_left": _rounded(None if burn is None else 1.0 - burn),
             "tokens": self.tokens,
             "causes": dict(self.causes.most_common()),
-            "ttft_ms": _percentiles(self.ttft),
-            "tpot_ms": _percentiles(self.tpot),
-            "e2e_ms": _percentiles(self.e2e),
+            **{f"{name}_ms": _percentiles(getattr(self, name)) for name in MEASURED},
             "max_pause_ms": ms(self.pause),
         }
 
@@ -103,15 +99,10 @@ def sum_slices(parts: Iterable[TierSlice]) -> TierSlice:
     """The sum of several slices."""
     total = TierSlice()
     for part in parts:
-        total.offered += part.offered
-        total.met += part.met
-        total.missed += part.missed
-        total.unjudged += part.unjudged
-        total.tokens += part.tokens
-        total.causes.update(part.causes)
-        total.ttft.update(part.ttft)
-        total.tpot.update(part.tpot)
-        total.e2e.update(part.e2e)
+        for name in ("offered", "met", "missed", "unjudged", "tokens"):
+            setattr(total, name, getattr(total, name) + getattr(part, name))
+        for name in ("causes", *MEASURED):
+            getattr(total, name).update(getattr(part, name))
         if part.pause is not None:
             total.pause = max(part.pause, total.pause or 0.0)
     return total

@@ -198,8 +198,8 @@ async def _serve_until_signal(
     on_serving(url)
     await wait_first(shutdown.first_signal.wait(), cluster.dead.wait(), asyncio.shield(http))
     app.state.draining = True
-    has_failed = http.done()
-    has_failed |= await drain_and_close(cluster, shutdown, None if has_failed else config.drain_seconds)
+    is_dead = await drain_and_close(cluster, shutdown, None if http.done() else config.drain_seconds)
+    has_failed = is_dead or http.done()
     server.should_exit = True
     await http
     watch.cancel()

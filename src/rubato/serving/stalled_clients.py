@@ -27,9 +27,8 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from rubato.core.clock import WallClock
-from rubato.fleet.relay import Flow
 from rubato.frontdoor.errors import ApiError
-from rubato.serving.asgi_client import HEAD_TIME_KEY, WRITER_KEY
+from rubato.serving.asgi_client import HEAD_TIME_KEY, WRITER_KEY, Writer
 from rubato.serving.connections import Connections, PendingInput
 
 SEND_BUFFER_BYTES = 128 << 10  # of each socket; Linux would let it grow to megabytes
@@ -78,7 +77,7 @@ class _StallGuard(HttpToolsProtocol):
         self._transport_of_cycle: Any = SimpleNamespace(
             write=transport.write, close=self.close_when_read, is_closing=self.is_closing
         )
-        self._writer: _BodyWriter | None = None
+        self._writer: Writer | None = None
         # Body bytes at the last checks, over stall_seconds at least.
         self._window: deque[int] = deque(maxlen=CHECKS_PER_STALL + 1)
         self._begin_part("head")
@@ -193,7 +192,7 @@ class _StallGuard(HttpToolsProtocol):
             self._writer.flow.resume()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self._writer = _BodyWriter(self.transport, cycle)
+        self._writer = Writer(self.transport, cycle)
         cycle.scope.setdefault("extensions", {})[WRITER_KEY] = self._writer
 
         async def closing(scope: Any, receive: Any, send: Any) -> None:
@@ -336,24 +335,3 @@ class _StallGuard(HttpToolsProtocol):
         except OSError:  # it is being closed
             return 0
         return int.from_bytes(info[TCPI_BYTES_ACKED_OFFSET:], sys.byteorder)
-
-
-class _BodyWriter:
-    """Writes parts of a body that has begun, past ASGI (`asgi_client.Writer`)."""
-
-    __slots__ = ("_cycle", "_is_chunked", "_transport", "flow", "is_open")
-
-    def __init__(self, transport: asyncio.Transport, cycle: Any) -> None:
-        self._transport, self._cycle = transport, cycle
-        self._is_chunked: bool | None = None
-        self.is_open = True  # until the connection is lost
-        self.flow: Flow | None = None
-
-    def write(self, data: bytes) -> None:
-        if self._is_chunked is None:
-            self._is_chunked = self._cycle.chunked_encoding
-        if data and self.is_open:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-
-    def abort(self) -> None:
-        self._transport.abort()

@@ -32,6 +32,7 @@ from rubato.wire.messages import EngineState, RequestEvents
 log = logging.getLogger("vllm.rubato")
 PLAN_BUCKETS_S = tuple(seconds / 100 for seconds in STEP_BUCKETS_S)
 END_NOT_REPORTED = "the end was not reported"
+PLAIN_TOTALS = ("fallbacks", "stood_aside", "link_refused")  # of a report, by replica alone
 QUEUES = ("waiting", "running", "moving")  # states of an engine's sequences
 LATE_REPORT_S = 10.0  # reports on an API request count this long after its response
 
@@ -71,16 +72,8 @@ class PluginMetrics(SLOMetrics):
         for replica in replicas if self._counts_totals else ():
             for place in FAULT_PLACES:
                 self._totals["faults"].labels(replica, place)
-            for metric in (
-                self._plan,
-                self._step,
-                self._totals["fallbacks"],
-                self._totals["stood_aside"],
-                self._totals["link_refused"],
-                self.lost,
-                self._is_given_up,
-                self._requests_held,
-            ):
+            gauges = self._is_given_up, self._requests_held
+            for metric in (self._plan, self._step, self.lost, *gauges, *(self._totals[name] for name in PLAIN_TOTALS)):
                 metric.labels(replica)
 
     def state(self, replica: str, fields: Mapping[str, Any]) -> None:
@@ -91,7 +84,7 @@ class PluginMetrics(SLOMetrics):
             self._plan.labels(replica).observe(seconds)
         for tokens, seqs, seconds in fields["batches"]:
             self(Stepped(0.0, replica, Shape(tokens, seqs), seconds))
-        for name in ("fallbacks", "stood_aside", "link_refused"):
+        for name in PLAIN_TOTALS:
             self._total(self._totals[name], (name, replica), fields[name], replica)
         for outcome, count in fields["drafted"].items():
             self._total(self._draft_tokens, ("drafted", replica, outcome), count, outcome)
