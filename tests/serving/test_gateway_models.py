@@ -155,7 +155,7 @@ async def test_request_that_fails_is_tried_at_a_server_that_lists_its_model(flee
         (b'{"model":"a","input":["x"]}', "a"),
         (b'{"input":[[]],"model":"a","model":"b"}', "b"),
         (b'{"model":null}', ""), (b'{"model":7}', ""), (b'{"input":1}', ""),
-        (b'["model"]', ""), (b"", ""), (b"--form\r\n", ""), (b"[" * 100_000, ""),
+        (b'["model"]', ""), (b"", ""), (b"--form\r\n", ""), (b"[" * 100_000, ""), (b'{"model":"\xbe"}', ""),
     ],
 )  # fmt: skip
 def test_the_model_of_a_body_that_passes_as_it_is(raw: bytes, name: str) -> None:

@@ -25,7 +25,7 @@ from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
 from rubato.fleet.upstream import Headers, Reply, UnreachableError, UpstreamError
-from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, without_slo_fields
+from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, FrontDoor, without_slo_fields
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.choices import response_id
 from rubato.frontdoor.errors import ApiError, from_finished
@@ -121,65 +121,7 @@ class Gateway:
         requests, streams = admitted.requests(id, arrival, body), body.flag("stream")
         streams = streams or _can_be_folded(path, body)
         offers = Offers(door, self._cluster, admitted, requests, lambda: streams or self._has_link())
-        return _ProxyResponse(self, offers, admitted, body, model, self._headers(http), http.url.query)
-
-    def trip(self, relay: _ProxyResponse, path: str, client: AsgiClient) -> RelayTrip:
-        """Make the trip of a response that is about to be sent, and register it for the replicas."""
-        door, admitted, requests = self._state.door, relay.admitted, relay.offers.requests
-        with_usage = bool((relay.fields.value("stream_options") or {}).get("include_usage"))
-        answer = response_id(requests)
-        fields = self._for_server(relay, path, answer)
-        names_id = fields.json("request_id") == orjson.dumps(answer)
-
-        def fields_with_usage(counted: bool) -> BodyFields:
-            return _with_usage(path, fields) if counted else fields
-
-        raw = cache(lambda counted: fields_with_usage(counted).to_json())
-
-        def body(name: str, counted: bool) -> bytes:
-            if names_id and name != answer:
-                return fields_with_usage(counted).with_fields(request_id=name).to_json()
-            return raw(counted)
-
-        ask = Ask(
-            path, written_path(path, relay.query), answer, admitted.n, fields.flag("stream"), with_usage,
-            self._service.is_vllm(), relay.headers_for_server, body, relay.model, bool(self._service.key),
-            to_headers(admitted.granted),
-        )  # fmt: skip
-        trip = RelayTrip(
-            ask, requests, client, lambda tokens: door.learn_length(admitted, tokens),
-            lambda ends: verdict_fields(requests, ends),
-        )  # fmt: skip
-        for id in trip.ids:
-            self._service.trips[id] = trip
-        return trip
-
-    def head(self, relay: _ProxyResponse) -> Callable[[Headers], list[tuple[bytes, bytes]]]:
-        """A function from a server's headers to those for the client."""
-        answer = response_id(relay.offers.requests)
-        # vLLM makes the response's id from this header.
-        id_header = (b"x-request-id", (answer.partition("-")[2] or answer).encode())
-
-        def head(headers: Headers) -> list[tuple[bytes, bytes]]:
-            sent = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned_headers(headers)]
-            length = [(b"content-length", v.encode()) for n, v in headers[-1:] if n == "content-length"]
-            return [*forbid_buffering(sent), *length, id_header, *self.limits(relay)]
-
-        return head
-
-    def _for_server(self, relay: _ProxyResponse, path: str, answer: str) -> BodyFields:
-        """The body for a server, without SLO fields, which are for the gateway."""
-        body, tenants = without_slo_fields(relay.fields), self._service.tenants
-        if path == RESPONSES and ("request_id" not in body or tenants.configured):
-            body = body.with_fields(request_id=answer)  # where vLLM takes no id from a header
-        return self._state.door.with_salt(body, relay.admitted.tenant) if self._service.is_vllm() else body
-
-    def limits(self, relay: _ProxyResponse) -> list[tuple[bytes, bytes]]:
-        return self._state.door.response_headers(relay.admitted)
-
-    def forget(self, trip: RelayTrip) -> None:
-        for id in trip.ids:
-            self._service.trips.pop(id, None)
+        return _ProxyResponse(self._service, door, offers, admitted, body, model, self._headers(http), http.url.query)
 
     async def other(self, http: HttpRequest) -> Response:
         """Forward a request for any other path to one of the servers, in turn."""
@@ -257,45 +199,92 @@ class _ProxyResponse(Response):
     """Offers the requests of an API request when sent, and relays a server's response."""
 
     def __init__(
-        self, gateway: Gateway, offers: Offers, admitted: AdmittedRequest, body: BodyFields, model: str,
-        headers: list[tuple[str, str]], query: str,
+        self, service: GatewayService, door: FrontDoor, offers: Offers, admitted: AdmittedRequest, fields: BodyFields,
+        model: str, headers: list[tuple[str, str]], query: str,
     ) -> None:  # fmt: skip
-        self.offers, self.admitted, self.fields, self.headers_for_server = offers, admitted, body, headers
-        self.model, self.query = model, query
-        self._gateway = gateway
+        self._service, self._door, self._offers, self._admitted = service, door, offers, admitted
+        self._fields, self._model, self._headers_for_server, self._query = fields, model, headers, query
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = AsgiClient(scope, send, self._gateway.head(self))
-        trip = self._gateway.trip(self, scope["path"], client)
+        client = AsgiClient(scope, send, self._head)
+        trip = self._trip(scope["path"], client)
         has_left = False
 
         def leave() -> None:
             nonlocal has_left
             has_left = True
-            self.offers.cancel()
+            self._offers.cancel()
             trip.break_off("the client left")
 
         watcher = asyncio.create_task(watch_departure(receive, leave))
         sender = asyncio.create_task(client.run())
         try:
-            await self.offers.send(trip.on_event)
+            await self._offers.send(trip.on_event)
             await trip.done.wait()
             if not trip.is_over and not has_left:
-                self.offers.cancel()
+                self._offers.cancel()
                 self._send_error(trip, client)
             if client.has_ended:
                 await sender
         finally:
             watcher.cancel()
             sender.cancel()
-            self.offers.cancel()
-            self._gateway.forget(trip)
+            self._offers.cancel()
+            for id in trip.ids:
+                self._service.trips.pop(id, None)
+
+    def _trip(self, path: str, client: AsgiClient) -> RelayTrip:
+        """Make the trip, and register it for the replicas."""
+        door, admitted, requests = self._door, self._admitted, self._offers.requests
+        with_usage = bool((self._fields.value("stream_options") or {}).get("include_usage"))
+        answer = response_id(requests)
+        fields = self._for_server(path, answer)
+        names_id = fields.json("request_id") == orjson.dumps(answer)
+
+        def fields_with_usage(counted: bool) -> BodyFields:
+            return _with_usage(path, fields) if counted else fields
+
+        raw = cache(lambda counted: fields_with_usage(counted).to_json())
+
+        def body(name: str, counted: bool) -> bytes:
+            if names_id and name != answer:
+                return fields_with_usage(counted).with_fields(request_id=name).to_json()
+            return raw(counted)
+
+        ask = Ask(
+            path, written_path(path, self._query), answer, admitted.n, fields.flag("stream"), with_usage,
+            self._service.is_vllm(), self._headers_for_server, body, self._model, bool(self._service.key),
+            to_headers(admitted.granted),
+        )  # fmt: skip
+        trip = RelayTrip(
+            ask, requests, client, lambda tokens: door.learn_length(admitted, tokens),
+            lambda ends: verdict_fields(requests, ends),
+        )  # fmt: skip
+        for id in trip.ids:
+            self._service.trips[id] = trip
+        return trip
+
+    def _head(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """The headers for the client, from a server's."""
+        answer = response_id(self._offers.requests)
+        # vLLM makes the response's id from this header.
+        id_header = (b"x-request-id", (answer.partition("-")[2] or answer).encode())
+        sent = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned_headers(headers)]
+        length = [(b"content-length", v.encode()) for n, v in headers[-1:] if n == "content-length"]
+        return [*forbid_buffering(sent), *length, id_header, *self._door.response_headers(self._admitted)]
+
+    def _for_server(self, path: str, answer: str) -> BodyFields:
+        """The body for a server, without SLO fields, which are for the gateway."""
+        body, tenants = without_slo_fields(self._fields), self._service.tenants
+        if path == RESPONSES and ("request_id" not in body or tenants.configured):
+            body = body.with_fields(request_id=answer)  # where vLLM takes no id from a header
+        return self._door.with_salt(body, self._admitted.tenant) if self._service.is_vllm() else body
 
     def _send_error(self, trip: RelayTrip, client: AsgiClient) -> None:
         """Send the error of a response that failed, as a response or at the end of the stream that has begun."""
         if (end := trip.failed_end) is not None:
-            error = from_finished(end, self.offers.retry_after())
+            error = from_finished(end, self._offers.retry_after())
         else:
             error = ApiError(
                 502, f"The response broke off: {trip.break_reason}", code="server_failed", kind="server_error"
@@ -303,7 +292,8 @@ class _ProxyResponse(Response):
         trip.is_over = True
         body = error.body()
         if not trip.has_begun:
-            client.answer(error.status, error.response(self._gateway.limits(self)).raw_headers, body)
+            limits = self._door.response_headers(self._admitted)
+            client.answer(error.status, error.response(limits).raw_headers, body)
         elif trip.ask.path in (CHAT, TEXT):  # no [DONE]: the answer is incomplete
             client.end(b"\n\ndata: " + body + b"\n\n")  # the event before may be incomplete
         else:  # a stream of named events
