@@ -10,8 +10,9 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from rubato.frontdoor.metrics import Metrics, SLOMetrics
+from rubato.frontdoor.metrics import SLOMetrics
 from rubato.serving.gateway_metrics import GatewayMetrics
+from rubato.serving.server_metrics import Metrics
 from rubato.serving.vllm_reports import PluginMetrics
 
 PAGE = Path(__file__).resolve().parent / "metrics.md"

@@ -172,8 +172,8 @@ class OwnServer(Door):
         tenants = Tenants(tenants_of(config), tiers_of(config))
         app = create_app(
             Service(
-                cluster, engine.text, "simulated", LIMITS.max_model_len, config.max_choices, tenants=tenants,
-                fair=bool(config.tenants), max_body_bytes=config.max_body_bytes,
+                cluster, "simulated", LIMITS.max_model_len, engine.text, tenants=tenants,
+                fair=bool(config.tenants), max_body_bytes=config.max_body_bytes, max_choices=config.max_choices,
             )
         )  # fmt: skip
         try:
@@ -204,7 +204,7 @@ class Gateway(Door):
             tenants = Tenants(tenants_of(config), tiers_of(config))
             app = create_gateway(
                 GatewayService(
-                    cluster, trips, "stub", LIMITS.max_model_len, tenants=tenants, fair=bool(config.tenants),
+                    cluster, "stub", LIMITS.max_model_len, trips, tenants=tenants, fair=bool(config.tenants),
                     max_body_bytes=config.max_body_bytes, max_choices=config.max_choices, is_vllm=lambda: True,
                     models=fleet.homogeneity.models,
                 )

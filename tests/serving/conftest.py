@@ -92,7 +92,7 @@ def edge(
         await cluster.start()
         settings = {"model": "simulated", "max_model_len": limits_.max_model_len, "fair": fair is not None, **service}
         known = Tenants(tenants, tiers or Tiers())
-        app = create_app(Service(cluster, engine_.text, tenants=known, **settings))
+        app = create_app(Service(cluster, text=engine_.text, tenants=known, **settings))
         cluster.listen(events.append)
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
         try:

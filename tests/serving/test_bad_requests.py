@@ -384,7 +384,7 @@ def test_what_the_tokenizer_cannot_read_is_bad_input() -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
     async def with_text(at: Edge) -> None:
-        at.http._transport.app = create_app(Service(at.cluster, Text(), "simulated", 256))
+        at.http._transport.app = create_app(Service(at.cluster, "simulated", 256, Text()))
         await scenario(at)
 
     edge(with_text)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rubato.core.events import Demoted, Event, Finished, Lost, Offered, Placed, Preempted, Started, Tokens, Verdict
-from rubato.core.request import SLO, Cause, Outcome, Stage
-from rubato.frontdoor.explanation import MAX_PHASES, cause_so_far, explain, phases
+from rubato.core.request import NOTHING, SLO, Cause, Outcome, Stage
+from rubato.frontdoor.explanation import MAX_PHASES, cause_so_far, explain, lateness, phases
 from rubato.frontdoor.history import RequestHistory
 from rubato.frontdoor.request_record import RequestRecord
 from tests.doubles import request
@@ -24,6 +24,13 @@ def record_of(*events: Event, **slo: float) -> RequestRecord:
     for event in events:
         history(event)
     return record
+
+
+def explained(
+    record: RequestRecord, now: float, counted: Collection[str] = (), names: Mapping[str, str] = NOTHING
+) -> str:
+    """A request whose next token is due as its own record says."""
+    return explain(record, now, lateness(record, now, record.next_due(), counted), names)
 
 
 def end(outcome: Outcome = "completed", cause: Cause | None = None, reason: str = "stop", **more: Any) -> Finished:
@@ -100,13 +107,13 @@ def test_phases_of_a_long_story_are_the_latest() -> None:
     ],
 )  # fmt: skip
 def test_the_sentence_says_how_it_stands_or_why_it_was_late(events: Sequence[Event], sentence: str) -> None:
-    assert explain(record_of(*events, ttft=1.0), 5.0, {"r0": "gpu-4"}) == sentence
+    assert explained(record_of(*events, ttft=1.0), 5.0, names={"r0": "gpu-4"}) == sentence
 
 
 def test_a_late_request_at_a_server_that_is_counted_says_that_nothing_is_reported() -> None:
     record = record_of(*SERVED[:2], ttft=1.0)
     assert cause_so_far(record, 5.0, {"r0"}) == ("not reported", 4.75)
-    assert explain(record, 5.0, counted={"r0"}).startswith(
+    assert explained(record, 5.0, counted={"r0"}).startswith(
         "Late by 4 s so far: at its server for 4.75 s of 5 s, which does not report how it spends the time."
     )
 
@@ -129,7 +136,7 @@ def test_the_sentence_counts_those_that_waited_ahead() -> None:
         history(Placed(0.0, name, "r0"))
     history(Started(0.0, "x"))
     record = history.in_flight["a"]
-    assert explain(record, 1.0) == "Has waited 1 s behind 3 others at r0: queue of a replica."
+    assert explained(record, 1.0) == "Has waited 1 s behind 3 others at r0: queue of a replica."
     history(Started(3.0, "a"))
     history(Offered(4.0, "b", request("b")))
     history(Placed(4.0, "b", "r0"))
@@ -137,4 +144,4 @@ def test_the_sentence_counts_those_that_waited_ahead() -> None:
 
 
 def test_a_best_effort_request_is_neither_late_nor_on_time() -> None:
-    assert explain(record_of(*SERVED, end()), 5.0) == "Completed as best effort in 4 s."
+    assert explained(record_of(*SERVED, end()), 5.0) == "Completed as best effort in 4 s."

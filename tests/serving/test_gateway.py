@@ -138,9 +138,9 @@ def gateway(
             app = create_gateway(
                 GatewayService(
                     cluster,
-                    trips,
                     "stub",
                     1024,
+                    trips,
                     tenants=known,
                     models=fleet.homogeneity.models,
                     **{"is_vllm": lambda: True, **service},

@@ -237,7 +237,7 @@ def soak(
         await cluster.start()
         tiers = Tiers([Tier(name, slo) for name, slo in TIERS.items()])
         app = create_gateway(
-            GatewayService(cluster, trips, "stub", 1024, tenants=Tenants((), tiers), is_vllm=lambda: True)
+            GatewayService(cluster, "stub", 1024, trips, tenants=Tenants((), tiers), is_vllm=lambda: True)
         )
         cluster.listen(events.append)
         setup = Setup(cluster, Client(app, clock), list(there.values()), clock, rng, events)
@@ -399,7 +399,7 @@ def test_a_gateway_that_is_restarted_ends_what_it_had_and_finds_the_fleet_as_it_
             await cluster.start()
             tiers = Tiers([Tier(name, slo) for name, slo in TIERS.items()])
             app = create_gateway(
-                GatewayService(cluster, trips, "stub", 1024, tenants=Tenants((), tiers), is_vllm=lambda: True)
+                GatewayService(cluster, "stub", 1024, trips, tenants=Tenants((), tiers), is_vllm=lambda: True)
             )
             return cluster, Client(app, clock)
 

@@ -103,6 +103,12 @@ def test_model_that_no_server_lists_is_one_404_with_the_names(linked: bool) -> N
     gateway(scenario, servers=3, linked=linked, change=change)
 
 
+@on(gateway, servers=3, change=change, tenants=[tenant("a", max_in_flight=1)])
+async def test_model_with_a_name_too_long_to_read_is_a_404_each_time(fleet: Fleet) -> None:
+    for _ in range(2):
+        assert (await fleet.complete(headers=key("a"), model="x" * 100_000)).status_code == 404
+
+
 @pytest.mark.parametrize("linked", [True, False])
 def test_adapter_that_is_loaded_or_unloaded_is_seen_within_seconds(linked: bool) -> None:
     async def scenario(fleet: Fleet) -> None:
@@ -149,7 +155,7 @@ async def test_request_that_fails_is_tried_at_a_server_that_lists_its_model(flee
         (b'{"model":"a","input":["x"]}', "a"),
         (b'{"input":[[]],"model":"a","model":"b"}', "b"),
         (b'{"model":null}', ""), (b'{"model":7}', ""), (b'{"input":1}', ""),
-        (b'["model"]', ""), (b"", ""), (b"--form\r\n", ""), (b"[" * 100_000, ""),
+        (b'["model"]', ""), (b"", ""), (b"--form\r\n", ""), (b"[" * 100_000, ""), (b'{"model":"\xbe"}', ""),
     ],
 )  # fmt: skip
 def test_the_model_of_a_body_that_passes_as_it_is(raw: bytes, name: str) -> None:

@@ -9,8 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rubato.core.events import Event, Finished, Offered, Stepped, Tokens, Verdict
 from rubato.core.request import SLO, Request, Stage
-from rubato.frontdoor.metrics import MAX_REASONS, Metrics
+from rubato.frontdoor.metrics import MAX_REASONS
 from rubato.frontdoor.slo_fields import Tier, Tiers
+from rubato.serving.server_metrics import Metrics
 from tests.scenario import on
 from tests.serving.conftest import STEP, Edge, edge, key, tenant
 

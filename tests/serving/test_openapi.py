@@ -59,7 +59,7 @@ async def _run(listening: socket.socket, started: threading.Event, ended: thread
     options = ClusterOptions(PolicyChoice("edf"), ReplicaOptions(prefix_cache=True))
     cluster = local_cluster([engine], [learns], clock, options)
     await cluster.start()
-    app = create_app(Service(cluster, engine.text, "simulated", 256, tenants=TENANTS, max_body_bytes=4096))
+    app = create_app(Service(cluster, "simulated", 256, engine.text, tenants=TENANTS, max_body_bytes=4096))
     found.append(app.openapi())
     http = stall_guard(5.0, Connections(100))
     server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", ws="none", log_level="critical"))

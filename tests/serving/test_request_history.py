@@ -15,7 +15,8 @@ from rubato.core.events import Finished, Offered, Placed, Preempted, Started, To
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Stage
 from rubato.frontdoor import history as history_of_requests
-from rubato.frontdoor.history import MAX_STEPS, RequestHistory
+from rubato.frontdoor.history import RequestHistory
+from rubato.frontdoor.request_record import MAX_STEPS
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving import logs
@@ -156,7 +157,7 @@ def test_no_text_of_a_client_is_kept(caplog: pytest.LogCaptureFixture) -> None:
             max_num_seqs=8, max_num_batched_tokens=20_000, max_model_len=20_000, kv_blocks=2000, block_size=16
         ),
     )
-    (one, _, _, last) = [records[0] for records in history._answers.values()]
+    (one, _, _, last) = [next(iter(records.values())) for records in history._answers.values()]
     assert (one.request.prompt, last.output) == (3000, most)
     assert [len(pickle.dumps(records)) < 4000 for records in history._answers.values()] == [True] * 4
     page = history_of_requests.page("id", [one], [], 10.0, fair=False)

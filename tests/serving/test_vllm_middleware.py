@@ -227,7 +227,7 @@ async def test_websocket_of_a_tenant_is_closed(client: Client) -> None:
 async def test_an_id_that_clients_use_again_keeps_one_history(client: Client) -> None:
     for _ in range(20):
         await client.chat()  # the stand-in gives all the same id
-    assert len(client.reports.history.find("chatcmpl-abc")) == 1
+    assert len(client.reports.requests.find("chatcmpl-abc")) == 1
 
 
 def state_of_vllm(additional: dict[str, Any]) -> SimpleNamespace:
@@ -551,11 +551,11 @@ def test_requests_whose_end_was_lost_end_with_the_next_report_of_all() -> None:
     value = reports.metrics.registry.get_sample_value
     assert value("rubato_reports_lost_total", {"replica": "0"}) == 2
     assert value("rubato_requests_finished_total", {"tier": "chat", "tenant": "default", "outcome": "failed"}) == 1
-    (record,) = reports.history.find("a")
+    (record,) = reports.requests.find("a")
     assert record.end is not None
     assert record.end.reason == END_NOT_REPORTED
-    assert reports.history.find("b")[0].end is None
-    assert reports.history.find("d")[0].end is None
+    assert reports.requests.find("b")[0].end is None
+    assert reports.requests.find("d")[0].end is None
 
 
 def test_what_alerts_take_the_rate_of_begins_at_zero() -> None:

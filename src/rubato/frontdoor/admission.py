@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Scope, Send
 
 from rubato.core.clock import Clock
@@ -184,21 +186,22 @@ class FrontDoor:
             unstated = grant(self.tenants.tiers(tenant), {}, None, None)  # its body is not read
             raise self._refused(tenant, unstated, 1, RATE_LIMITED, wait)
 
-    async def read_body(self, parts: AsyncIterable[bytes], declared: str = "") -> bytes:
+    async def read_body(self, http: HttpRequest) -> bytes:
         """Read the whole body.
 
-        Args:
-            declared: its Content-Length.
-
         Raises:
-            ApiError: 413 as soon as the body is longer than this door takes.
+            ApiError: 413 as soon as the body is longer than this door takes, 400 where the client leaves.
         """
+        declared = http.headers.get("content-length", "")
         self.check_size(int(declared) if re.fullmatch("[0-9]{1,18}", declared) else 0)
         found, size = [], 0
-        async for part in parts:
-            size += len(part)
-            self.check_size(size)
-            found.append(part)
+        try:
+            async for part in http.stream():
+                size += len(part)
+                self.check_size(size)
+                found.append(part)
+        except ClientDisconnect:
+            raise ApiError(400, "The client went away before its body was read.") from None
         return b"".join(found)
 
     def check_size(self, size: int) -> None:

@@ -8,6 +8,7 @@ false`, a server that stops is 503, an engine that failed is 500. Nothing is eve
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import orjson
 from fastapi.responses import Response
@@ -39,8 +40,11 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, dict(self.headers), "application/json")
+    def response(self, more: Sequence[tuple[bytes, bytes]] = ()) -> Response:
+        """The error as a response. more: further headers."""
+        found = Response(self.body(), self.status, dict(self.headers), "application/json")
+        found.raw_headers += more
+        return found
 
 
 def invalid(param: str, why: str) -> ApiError:

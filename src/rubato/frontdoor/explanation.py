@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rubato.core.events import Finished
 from rubato.core.request import NOTHING
@@ -77,31 +77,55 @@ def cause_so_far(record: RequestRecord, now: float, counted: Collection[str] = (
     that it has run."""
     is_counted = bool(record.replicas) and record.replicas[-1] in counted
     lost: defaultdict[str, float] = defaultdict(float)
-    lost["queue"] = record.steps[0]["at"] - record.request.arrival  # until it was offered
+    lost["queue"] = record.offered_at - record.request.arrival  # until it was offered
     for why, begin, until in record.waits_until(now):
         lost[NOT_REPORTED if is_counted and why == QUEUE else WAIT_CAUSES[why]] += until - begin
     lost[NOT_REPORTED if is_counted else INTERFERENCE] += now - record.request.arrival - sum(lost.values())
     return max(lost.items(), key=lambda item: item[1])
 
 
-def explain(
-    record: RequestRecord,
-    now: float,
-    names: Mapping[str, str] = NOTHING,
-    counted: Collection[str] = (),
-    due: float | None = None,
-) -> str:
-    """The state of a request, or why it ended as it did, in a sentence or two.
+class Lateness(NamedTuple):
+    """How late the next token of a request in flight is, and the cause that has cost it the most. Times in seconds."""
+
+    seconds: float
+    cause: str
+    cause_seconds: float
+
+
+def lateness(record: RequestRecord, now: float, due: float, counted: Collection[str] = ()) -> Lateness | None:
+    """Judges a request in flight whose next token is due at `due`.
 
     Args:
-        names: of replicas, where the reader knows them by another name than their id.
+        record: of the request.
+        now: seconds of the clock.
+        due: time of its next token, in seconds.
         counted: ids of replicas that do not report their state.
-        due: time of its next token; None: by the record.
+
+    Returns:
+        The lateness; None for a request that is not late or has ended.
+    """
+    if record.end is not None or now <= due:
+        return None
+    return Lateness(now - due, *cause_so_far(record, now, counted))
+
+
+def explain(
+    record: RequestRecord, now: float, late: Lateness | None = None, names: Mapping[str, str] = NOTHING
+) -> str:  # fmt: skip
+    """Explains the state of a request, or why it ended as it did.
+
+    Args:
+        record: of the request.
+        now: seconds of the clock.
+        late: how late it is, by `lateness`.
+        names: of replicas, where the reader knows them by another name than their id.
+
+    Returns:
+        A sentence or two.
     """
     end = record.end
     if end is None:
-        late_by = now - (record.next_due() if due is None else due)
-        return " ".join([*_lateness_sentences(record, now, names, counted, late_by), _in_flight(record, now, names)])
+        return " ".join([*_lateness_sentences(record, now, late, names), _in_flight(record, now, names)])
     judged = end.verdict
     if end.outcome == "refused":
         return f"Refused: {end.reason}."
@@ -115,14 +139,14 @@ def explain(
         return f"Completed as best effort in {_time(end.at - record.request.arrival)}."
     if judged.met:
         return "On time." if judged.margin is None else f"On time, with {_time(judged.margin)} to spare."
-    late = "Late" if judged.margin is None else f"Late by {_time(-judged.margin)}"
-    return f"{late}: {_why(record, end, names)}."
+    by = "" if judged.margin is None else f" by {_time(-judged.margin)}"
+    return f"Late{by}: {_why(record, end, names)}."
 
 
 def _why(record: RequestRecord, end: Finished, names: Mapping[str, str]) -> str:
     cause = end.verdict.cause
     if record.lost_replica:
-        return f"{_name(record.lost_replica, names)} was lost, and it began again elsewhere"
+        return f"{names.get(record.lost_replica, record.lost_replica)} was lost, and it began again elsewhere"
     if cause in CAUSE_SENTENCES:
         return CAUSE_SENTENCES[cause]
     if cause == NOT_REPORTED:
@@ -130,14 +154,14 @@ def _why(record: RequestRecord, end: Finished, names: Mapping[str, str]) -> str:
     waited = sum(until - begin for _, begin, until in record.waits)
     if not waited:
         return "no wait and no interference was seen"
-    where = f" at {_name(record.replicas[-1], names)}" if record.replicas else " in the router"
+    where = f" at {_last_replica(record, names)}" if record.replicas else " in the router"
     return f"waited {_time(waited)}{_behind(record.queue_ahead)}{where}"
 
 
 def _unreported(record: RequestRecord, names: Mapping[str, str]) -> str:
     """An explanation for a request at a server that does not report."""
     sent = max((step["at"] for step in record.steps if step["event"] == "placed"), default=record.request.arrival)
-    first, server = record.stages[0].first, _name(record.replicas[-1], names) if record.replicas else "its server"
+    first, server = record.stages[0].first, _last_replica(record, names) if record.replicas else "its server"
     took = (
         "" if first is None or first < sent else f"its first token came {_time(first - sent)} after it was sent, and "
     )
@@ -145,21 +169,20 @@ def _unreported(record: RequestRecord, names: Mapping[str, str]) -> str:
 
 
 def _lateness_sentences(
-    record: RequestRecord, now: float, names: Mapping[str, str], counted: Collection[str], late: float
-) -> Iterator[str]:
+    record: RequestRecord, now: float, late: Lateness | None, names: Mapping[str, str]
+) -> Iterator[str]:  # fmt: skip
     """Sentences on how late a request is and why, and on where and when it became best effort."""
-    if late > 0.0:
-        cause, seconds = cause_so_far(record, now, counted)
-        age = _time(now - record.request.arrival)
-        if cause == INTERFERENCE:
-            why = f"it ran beside others for {_time(seconds)} of {age} ({cause})"
-        elif cause == NOT_REPORTED:
-            why = f"at its server for {_time(seconds)} of {age}, which does not report how it spends the time"
+    if late is not None:
+        age, spent = _time(now - record.request.arrival), _time(late.cause_seconds)
+        if late.cause == INTERFERENCE:
+            why = f"it ran beside others for {spent} of {age} ({late.cause})"
+        elif late.cause == NOT_REPORTED:
+            why = f"at its server for {spent} of {age}, which does not report how it spends the time"
         else:
-            why = f"{cause} for {_time(seconds)} of {age}"
-        yield f"Late by {_time(late)} so far: {why}."
+            why = f"{late.cause} for {spent} of {age}"
+        yield f"Late by {_time(late.seconds)} so far: {why}."
     if record.best_effort_since is not None:
-        where = f"at {_name(record.demoted_at, names)}" if record.demoted_at else "by the router"
+        where = f"at {names.get(record.demoted_at, record.demoted_at)}" if record.demoted_at else "by the router"
         after = _time(record.best_effort_since - record.request.arrival)
         yield f"Given up {where} {after} after it came: served as best effort since then."
 
@@ -167,10 +190,10 @@ def _lateness_sentences(
 def _in_flight(record: RequestRecord, now: float, names: Mapping[str, str]) -> str:
     if record.waiting is not None:
         why, since = record.waiting
-        where = f" at {_name(record.replicas[-1], names)}" if record.replicas and why == QUEUE else ""
+        where = f" at {_last_replica(record, names)}" if record.replicas and why == QUEUE else ""
         behind = _behind(record.queue_ahead) if why == QUEUE else ""
         return f"Has waited {_time(now - since)}{behind}{where}: {why}."
-    where = f" at {_name(record.replicas[-1], names)}" if record.replicas else ""
+    where = f" at {_last_replica(record, names)}" if record.replicas else ""
     if record.stages[0].first is None:
         return f"Its prompt runs{where}."
     return f"Decodes{where}: {record.output} of at most {record.request.sampling.max_tokens} tokens."
@@ -180,8 +203,8 @@ def _behind(ahead: int) -> str:
     return f" behind {ahead} other{'s' if ahead > 1 else ''}" if ahead else ""
 
 
-def _name(replica: str, names: Mapping[str, str]) -> str:
-    return names.get(replica, replica)
+def _last_replica(record: RequestRecord, names: Mapping[str, str]) -> str:
+    return names.get(record.replicas[-1], record.replicas[-1])
 
 
 def _time(seconds: float) -> str:

@@ -1,9 +1,9 @@
-"""Prometheus metrics: a fold over events, plus gauges read from the replicas at the scrape.
+"""Prometheus metrics of requests and their SLOs, counted from events.
 
-`SLOMetrics` are Rubato's own (`rubato_...`), in our server and in vLLM's with the plug-in. `Metrics` adds vLLM's names
-where the meaning is the same; vLLM's server has its own. Attainment is `rubato_slo_met_total{dimension="all"}` over
-`rubato_requests_offered_total`, which includes requests that were refused, failed or cut short. For one dimension it is
-over `rubato_slo_promised_total`, where a TPOT is the mean over the request, whatever rule judges it.
+`SLOMetrics` are Rubato's own (`rubato_...`), in our server and in vLLM's with the plug-in. Attainment is
+`rubato_slo_met_total{dimension="all"}` over `rubato_requests_offered_total`, which includes requests that were refused,
+failed or cut short. For one dimension it is over `rubato_slo_promised_total`, where a TPOT is the mean over the
+request, whatever rule judges it.
 
 A client's mistake, a 400, is no missed SLO: it counts in `rubato_client_errors_total` alone. Some are found only at a
 server, so a request counts as offered when its first work begins, or at its end.
@@ -13,36 +13,19 @@ Labels are tiers, tenants, replicas and fixed words, all bounded: tiers beyond t
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
-from prometheus_client.utils import floatToGoString
 
-from rubato.core.events import (
-    Demoted,
-    Event,
-    Finished,
-    Offered,
-    Placed,
-    Preempted,
-    Promoted,
-    Started,
-    Stepped,
-    Tokens,
-    Verdict,
-)
-from rubato.core.interfaces import View
+from rubato.core.events import Demoted, Event, Finished, Offered, Placed, Promoted, Started, Stepped, Tokens, Verdict
 from rubato.core.request import SLO, Request
 from rubato.core.slo import TOLERANCE_S
 from rubato.frontdoor.choices import prompt_tokens
-from rubato.measure.replica_seconds import ReplicaSecondsMeter
-from rubato.policy_kit.backlog import prefill_seconds
+from rubato.frontdoor.history import RequestHistory
+from rubato.frontdoor.request_record import RequestRecord
 
 MAX_REASONS = 32  # label values; a policy may refuse with any text
 MAX_LABEL_NAMES = 100  # of tiers, and of tenants
@@ -50,73 +33,62 @@ OTHER_LABEL = "other"
 CLIENT_STATUSES = (400, 401, 403, 404, 413)
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
-TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
-E2E_BUCKETS_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
-LOOP_DELAY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 PAUSE_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 MARGIN_BUCKETS_S = (-30.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-@dataclass(slots=True)
-class _Open:
-    """The state of a request in flight."""
-
-    request: Request
-    tier: str  # labels
-    tenant: str
-    output_counter: Counter  # its tenant's output tokens
-    tokens: int = 0  # output tokens not counted yet
-    is_counted: bool = False  # as offered
-    began_at: float | None = None  # its first work
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-
-
 class SLOMetrics:
-    """A listener that counts requests, met and missed SLOs with causes, and steps. registry: where the metrics are
-    exported."""
+    """A listener that counts requests, met and missed SLOs with causes, and steps, and then folds each event into
+    `requests`. It keeps nothing of a request itself.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    Args:
+        registry: where the metrics are exported.
+        requests: the record of each request, from before the event that is counted.
+    """
+
+    def __init__(self, registry: CollectorRegistry, requests: RequestHistory | None = None) -> None:
         self.registry = registry
-        self._tiers, self._tenants, self._reasons = (
-            _BoundedLabels(MAX_LABEL_NAMES),
-            _BoundedLabels(MAX_LABEL_NAMES),
-            _BoundedLabels(MAX_REASONS),
-        )
-        self._open: dict[str, _Open] = {}
+        self.requests = requests or RequestHistory()
+        self._tiers, self._tenants = _BoundedLabels(MAX_LABEL_NAMES), _BoundedLabels(MAX_LABEL_NAMES)
+        self._reasons = _BoundedLabels(MAX_REASONS)
+        self._records = self.requests.in_flight
+        self._new_tokens: defaultdict[str, int] = defaultdict(int)  # of output, by tenant, not exported yet
         registry.register(self)  # first: `collect` updates the counters registered after it
         self._build_own()
-        self._folds: dict[type[Event], Callable[[Any], None]] = {
+        self._counts: dict[type[Event], Callable[[Any, Any], None]] = {
             Offered: self._on_offered,
             Placed: self._on_placed,
             Started: self._on_started,
             Tokens: self._on_tokens,
-            Demoted: lambda event: self._demotions.inc(),
-            Promoted: lambda event: self._promotions.inc(),
+            Demoted: lambda event, record: self._demotions.inc(),
+            Promoted: lambda event, record: self._promotions.inc(),
             Finished: self._on_finished,
             Stepped: self._on_stepped,
         }
 
     def __call__(self, event: Event) -> None:
-        fold = self._folds.get(type(event))
-        if fold is not None:
-            fold(event)
+        try:
+            count = self._counts.get(type(event))
+            if count is not None:
+                count(event, self._records.get(event.id))
+        finally:
+            self.requests(event)
 
     # ----------------------------------------------------------------- metrics
 
     def collect(self) -> Iterator[Metric]:
         """Update the counters that are exported next (prometheus_client's collector protocol)."""
-        for state in self._open.values():
-            self._count_tokens(state)
+        for tenant in list(self._new_tokens):
+            self._export_tokens(tenant)
         return iter(())
 
-    def _count_tokens(self, state: _Open) -> None:
-        """Add the tokens since the last call: the lock of a counter would cost more than all else at each token."""
-        if state.tokens:
-            state.output_counter.inc(state.tokens)
-            state.tokens = 0
+    def _export_tokens(self, tenant: str) -> int:
+        """Export a tenant's new tokens, and return them: a counter's lock at each would cost more than all else."""
+        tokens = self._new_tokens.pop(tenant, 0)
+        self._tenant_tokens.labels(self._tenants.label(tenant), "output").inc(tokens)
+        return tokens
 
     def counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"rubato_{name}", about, labels, registry=self.registry)
@@ -167,64 +139,64 @@ class SLOMetrics:
 
     # ----------------------------------------------------------------- folds
 
-    def _on_offered(self, event: Offered) -> None:
-        request = event.request
-        tier, tenant = self._tiers.label(request.tier), self._tenants.label(request.tenant)
-        output_counter = self._tenant_tokens.labels(tenant, "output")
-        self._open[event.id] = _Open(request, tier, tenant, output_counter)
-        self._n_offered.labels(tier, tenant)  # shown as 0: a counter that begins at 1 has no rate
+    def _labels(self, request: Request) -> tuple[str, str]:
+        """The labels of a request's tier and tenant."""
+        return self._tiers.label(request.tier), self._tenants.label(request.tenant)
+
+    def _tier(self, record: RequestRecord) -> str:
+        return self._tiers.label(record.request.tier)
+
+    def _on_offered(self, event: Offered, record: RequestRecord | None) -> None:
+        tier, tenant = self._labels(event.request)
+        self._tenant_tokens.labels(tenant, "output")  # shown as 0: a counter that begins at 1 has no rate
+        self._n_offered.labels(tier, tenant)
         self._met.labels(tier, tenant, "all")
         self._unjudged.labels(tier)
         for outcome in ("completed", "failed"):
             self._n_finished.labels(tier, tenant, outcome)
 
-    def _count_offered(self, state: _Open) -> None:
-        if state.is_counted:
-            return
-        state.is_counted = True
-        self._n_offered.labels(state.tier, state.tenant).inc()
-        for dimension in _promised_times(state.request):
-            self._promised.labels(state.tier, dimension).inc()
+    def _count_offered(self, request: Request) -> None:
+        tier, tenant = self._labels(request)
+        self._n_offered.labels(tier, tenant).inc()
+        for dimension in _promised_times(request):
+            self._promised.labels(tier, dimension).inc()
 
     def client_error(self, status: int) -> None:
         """Count a response to a client's mistake."""
         self._client_errors.labels(str(status)).inc()
 
-    def _on_placed(self, event: Placed) -> None:
+    def _on_placed(self, event: Placed, record: RequestRecord) -> None:
         if event.ttft is not None:
-            self._predicted_ttft.labels(self._open[event.id].tier).observe(event.ttft)
+            self._predicted_ttft.labels(self._tier(record)).observe(event.ttft)
 
-    def _on_started(self, event: Started) -> None:
-        state = self._open[event.id]
-        if state.began_at is None:
-            state.began_at = event.at
-            self._count_offered(state)
+    def _on_started(self, event: Started, record: RequestRecord) -> None:
+        if record.began_at is None:
+            self._count_offered(record.request)
 
-    def _on_tokens(self, event: Tokens) -> None:
+    def _on_tokens(self, event: Tokens, record: RequestRecord) -> None:
         if not event.tokens:  # withheld text of tokens that were counted before
             return
-        state = self._open[event.id]
-        state.tokens += event.tokens
-        times = event.times or (event.at,)
-        if state.first_token_at is None:
-            state.first_token_at = times[0]
-            self._measured_ttft.labels(state.tier).observe(times[0] - state.request.arrival)
-        state.last_token_at = times[-1]
+        request = record.request
+        self._new_tokens[request.tenant] += event.tokens
+        if record.last_token_at is None:
+            first = event.times[0] if event.times else event.at
+            self._measured_ttft.labels(self._tier(record)).observe(first - request.arrival)
         if event.tried:
             self._accepted.inc(event.tokens - 1)
             self._rejected.inc(event.tried - (event.tokens - 1))
 
-    def _on_finished(self, event: Finished) -> None:
-        state = self._open.pop(event.id)
-        if state.first_token_at is None and event.outcome == "completed":  # an untimed response had no token events
-            state.tokens = event.output
-        self._count_tokens(state)
+    def _on_finished(self, event: Finished, record: RequestRecord) -> None:
+        request, verdict, has_tokens = record.request, event.verdict, record.last_token_at is not None
+        if not has_tokens and event.outcome == "completed":  # an untimed response had no token events
+            self._new_tokens[request.tenant] += event.output
+        self._export_tokens(request.tenant)
         if event.is_client_error:
             return
-        tier, tenant, verdict = state.tier, state.tenant, event.verdict
-        self._count_offered(state)
-        if state.began_at is not None or state.first_token_at is not None:
-            self._tenant_tokens.labels(tenant, "prompt").inc(prompt_tokens(state.request, event))
+        tier, tenant = self._labels(request)
+        if record.began_at is None:
+            self._count_offered(request)
+        if record.began_at is not None or has_tokens:
+            self._tenant_tokens.labels(tenant, "prompt").inc(prompt_tokens(request, event))
         self._n_finished.labels(tier, tenant, event.outcome).inc()
         if verdict.met:
             self._met.labels(tier, tenant, "all").inc()
@@ -240,11 +212,11 @@ class SLOMetrics:
         if verdict.pause is not None:
             self._pause.labels(tier).observe(verdict.pause)
         if event.outcome == "completed":
-            for dimension, seconds in _promised_times(state.request).items():
+            for dimension, seconds in _promised_times(request).items():
                 if _is_kept(verdict, dimension, seconds):
                     self._met.labels(tier, tenant, dimension).inc()
 
-    def _on_stepped(self, event: Stepped) -> None:
+    def _on_stepped(self, event: Stepped, record: RequestRecord | None) -> None:
         self._step.labels(event.id).observe(event.seconds)
         self._seqs.labels(event.id).observe(event.shape.seqs)
         self._tokens.labels(event.id).observe(event.shape.tokens)
@@ -258,219 +230,10 @@ class _BoundedLabels:
         self._known: set[str] = set()
 
     def label(self, name: str) -> str:
-        if name not in self._known:
-            if len(self._known) >= self._most:
-                return OTHER_LABEL
+        if name in self._known or len(self._known) < self._most:
             self._known.add(name)
-        return name
-
-
-class Metrics(SLOMetrics):
-    """A listener for `Cluster.listen`.
-
-    Args:
-        model: label of vLLM's metrics.
-        views: the current views of the replicas.
-        in_flight: the cluster's count of requests.
-        errors: how often each listener has failed, by name.
-        log_lines_dropped: counts them so far.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        views: Callable[[], Sequence[View]],
-        in_flight: Callable[[], int],
-        errors: Callable[[], Mapping[str, int]] = dict,
-        log_lines_dropped: Callable[[], int] = int,
-    ) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a sample of its own per series, of no use here
-        super().__init__(CollectorRegistry())
-        self._model = model
-        self._views, self._in_flight, self._errors = views, in_flight, errors
-        self._log_lines_dropped = log_lines_dropped
-        views_at_start = views()
-        self._cost = ReplicaSecondsMeter(
-            (view.id for view in views_at_start), max((view.now for view in views_at_start), default=0.0)
-        )
-        self._build_vllm(model)
-        self.loop_delay = Histogram(
-            "rubato_loop_delay_seconds",
-            "How late the event loop runs its timers, which delays each chunk",
-            buckets=LOOP_DELAY_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._gaps = [0] * (len(TOKEN_BUCKETS_S) + 1)  # between tokens, by bucket
-        self._gap_seconds = 0.0
-        self._folds[Preempted] = lambda event: self._preemptions.inc()
-
-    def __call__(self, event: Event) -> None:
-        if type(event) is Tokens:
-            self._on_tokens(event)
-            return
-        super().__call__(event)
-        self._cost(event)
-
-    def text(self) -> bytes:
-        """The exposition, Prometheus text format."""
-        return generate_latest(self.registry)
-
-    # ----------------------------------------------------------------- metrics
-
-    def _build_vllm(self, model: str) -> None:
-        def counter(name: str, about: str) -> Counter:
-            return Counter(f"vllm:{name}", about, ["model_name"], registry=self.registry).labels(model)
-
-        def histogram(name: str, about: str, buckets: Sequence[float]) -> Histogram:
-            family = Histogram(f"vllm:{name}", about, ["model_name"], buckets=buckets, registry=self.registry)
-            return family.labels(model)
-
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began and ended")
-        self._generation_tokens = counter("generation_tokens", "Output tokens")
-        self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self._cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
-        self._preemptions = counter("num_preemptions", "Preemptions")
-        self._success = Counter(
-            "vllm:request_success", "Requests completed", ["model_name", "finished_reason"], registry=self.registry
-        )
-        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS_S)
-        self._tpot = histogram(
-            "request_time_per_output_token_seconds", "Mean time per output token of a request", TOKEN_BUCKETS_S
-        )
-        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token", E2E_BUCKETS_S)
-        self._prefill = histogram(
-            "request_prefill_time_seconds", "From the first work to the first token", E2E_BUCKETS_S
-        )
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last", E2E_BUCKETS_S)
-        self._iteration = histogram("iteration_tokens_total", "Tokens in a step", SIZE_BUCKETS)
-        self._queue = histogram("request_queue_time_seconds", "From arrival to the first work", E2E_BUCKETS_S)
-        self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request", SIZE_BUCKETS)
-        self._output_size = histogram("request_generation_tokens", "Output tokens of a request", SIZE_BUCKETS)
-
-    def collect(self) -> Iterator[Metric]:
-        """Gauges at the moment of a scrape (prometheus_client's collector protocol)."""
-        yield from super().collect()
-        views = self._views()
-        in_flight = self._in_flight()
-        placed = sum(len(v.running) + len(v.waiting) for v in views)
-        yield GaugeMetricFamily("rubato_requests_in_flight", "Requests offered and not ended", value=in_flight)
-        yield GaugeMetricFamily(
-            "rubato_requests_held", "Requests in flight that are at no replica yet", value=max(0, in_flight - placed)
-        )
-        yield GaugeMetricFamily("rubato_replicas", "Replicas that are not lost", value=len(views))
-        cost = self._cost.until(max((view.now for view in views), default=0.0))
-        spent = CounterMetricFamily(
-            "rubato_replica_seconds", "Replicas times seconds: serving, idle, starting", labels=["use", "tier"]
-        )
-        by_tier: dict[str, float] = {}
-        for tier, seconds in cost.tiers.items():
-            label = self._tiers.label(tier)
-            by_tier[label] = by_tier.get(label, 0.0) + seconds
-        for tier, seconds in by_tier.items():
-            spent.add_metric(["serving", tier], seconds)
-        spent.add_metric(["idle", ""], cost.idle)
-        spent.add_metric(["starting", ""], cost.starting)
-        yield spent
-        yield self._gauge("num_requests_running", "Requests that hold KV", ((v, len(v.running)) for v in views))
-        yield self._gauge(
-            "num_requests_waiting", "Requests placed that hold no KV", ((v, len(v.waiting)) for v in views)
-        )
-        usage = ((v, 1.0 - v.kv_free / v.kv_total) for v in views)
-        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 = all", usage)
-        free = GaugeMetricFamily("rubato_kv_blocks_free", "KV blocks free", labels=["replica"])
-        total = GaugeMetricFamily("rubato_kv_blocks_total", "KV blocks", labels=["replica"])
-        for view in views:
-            free.add_metric([view.id], view.kv_free)
-            total.add_metric([view.id], view.kv_total)
-        yield free
-        yield total
-        yield self._gap_histogram()
-        failed = CounterMetricFamily(
-            "rubato_listener_errors",
-            "Events that a part of the server failed on, such as the event log",
-            labels=["listener"],
-        )
-        for name, count in self._errors().items():
-            failed.add_metric([name], count)
-        yield failed
-        dropped = self._log_lines_dropped()
-        yield CounterMetricFamily(
-            "rubato_log_lines_dropped", "Log lines dropped, since their reader was too slow", value=dropped
-        )
-
-    def _count_tokens(self, state: _Open) -> None:
-        if state.tokens:
-            self._generation_tokens.inc(state.tokens)
-        super()._count_tokens(state)
-
-    def _gap_histogram(self) -> Metric:
-        buckets = zip([*map(floatToGoString, TOKEN_BUCKETS_S), "+Inf"], accumulate(self._gaps), strict=True)
-        family = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds", "From one token to the next", labels=["model_name"]
-        )
-        family.add_metric([self._model], list(buckets), self._gap_seconds)
-        return family
-
-    def _gauge(self, name: str, about: str, values: Iterable[tuple[View, float]]) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", about, labels=["model_name", "engine"])
-        for view, value in values:
-            family.add_metric([self._model, view.id], value)
-        return family
-
-    # ----------------------------------------------------------------- folds
-
-    def _on_placed(self, event: Placed) -> None:
-        state = self._open[event.id]
-        view = next((view for view in self._views() if view.id == event.replica), None)
-        if view is not None and state.last_token_at is None:
-            waited = event.at - state.request.arrival
-            self._predicted_ttft.labels(state.tier).observe(waited + prefill_seconds(view, state.request.prompt))
-
-    def _on_started(self, event: Started) -> None:
-        state = self._open[event.id]
-        if state.began_at is None:
-            self._queue.observe(event.at - state.request.arrival)
-            self._cache_queries.inc(state.request.prompt)
-            self._cache_hits.inc(event.cached)
-        super()._on_started(event)
-
-    def _on_tokens(self, event: Tokens) -> None:
-        if not event.tokens:
-            return
-        state = self._open[event.id]
-        last = state.last_token_at
-        for at in event.times or (event.at,):
-            if last is None:
-                self._ttft.observe(at - state.request.arrival)
-                if state.began_at is not None:
-                    self._prefill.observe(at - state.began_at)
-            else:
-                gap = at - last
-                self._gaps[bisect_left(TOKEN_BUCKETS_S, gap)] += 1
-                self._gap_seconds += gap
-            last = at
-        super()._on_tokens(event)
-
-    def _on_finished(self, event: Finished) -> None:
-        state, verdict = self._open[event.id], event.verdict
-        super()._on_finished(event)
-        if state.began_at is not None:
-            prompt = prompt_tokens(state.request, event)
-            self._prompt_tokens.inc(prompt)
-            self._prompt_size.observe(prompt)
-        if event.outcome == "completed":
-            self._success.labels(self._model, event.reason).inc()
-            self._output_size.observe(event.output)
-            if state.first_token_at is not None and state.last_token_at is not None:
-                self._decode.observe(state.last_token_at - state.first_token_at)
-            if verdict.tpot is not None:
-                self._tpot.observe(verdict.tpot)
-            if verdict.e2e is not None:
-                self._e2e.observe(verdict.e2e)
-
-    def _on_stepped(self, event: Stepped) -> None:
-        super()._on_stepped(event)
-        self._iteration.observe(event.shape.tokens)
+            return name
+        return OTHER_LABEL
 
 
 def _promised_times(request: Request) -> dict[str, float]:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from rubato.core.interfaces import View
-from rubato.fleet.cluster import Cluster
-from rubato.frontdoor.admission import ApiRequest
-from rubato.frontdoor.errors import ApiError, invalid, no_room
+from rubato.core.request import Request
+from rubato.frontdoor.admission import AdmittedRequest, ApiRequest
+from rubato.frontdoor.choices import response_id, spread_choices
+from rubato.frontdoor.errors import ApiError, invalid, no_room, too_long
+from rubato.frontdoor.headers import new_id
 from rubato.frontdoor.offers import Offers
-from rubato.frontdoor.slo_fields import Tiers
-from rubato.frontdoor.tenants import Tenants
-from rubato.serving import intake, openapi, schemas
-from rubato.serving.app_state import AppState, WithHeaders, add_door, add_operations, models_response
+from rubato.serving import openapi, schemas, sse
+from rubato.serving.app_state import AppService, AppState, add_door, add_operations, json_response
 from rubato.serving.board_pages import add_board
+from rubato.serving.response import CompletionResponse
 
 MESSAGE_CHARACTERS = 32  # that the chat template adds to each message, about
 LONG_TEXT_BYTES = 4096  # tokenizing more would hold up the event loop, and all streams, by milliseconds
@@ -45,45 +46,20 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class Service(AppService):
     """Settings and objects of our own server.
 
     Args:
-        max_model_len: tokens of prompt and output that a request may have.
-        max_choices: prompts times `n` of one answer.
+        text: the model's tokenizer.
         aliases: further names of the model.
-        tenants: by default no key is needed.
-        fair: whether the cluster has a fair share between tenants.
-        created_offset: Unix time - clock time, in seconds.
-        log_lines_dropped: counts them so far.
-        policy: name of the scheduler.
     """
 
-    cluster: Cluster
     text: Tokenizer
-    model: str
-    max_model_len: int
-    max_choices: int = 16
     aliases: tuple[str, ...] = ()
-    tenants: Tenants = field(default_factory=lambda: Tenants((), Tiers()))
-    fair: bool = False
-    max_body_bytes: int = 4 << 20
-    created_offset: float = 0.0
-    log_lines_dropped: Callable[[], int] = int
-    policy: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.model, *(alias for alias in self.aliases if alias != self.model))
-
-    def views(self) -> list[View]:
-        return [host.view() for host in self.cluster.hosts.values()]
-
-    def counted(self) -> tuple[str, ...]:
-        return ()  # every replica reports its state
-
-    def urls(self) -> Mapping[str, str]:
-        return {}  # replicas are no servers
 
 
 class _State(AppState):
@@ -149,12 +125,12 @@ def create_app(service: Service) -> FastAPI:
 
 def _add_completions(app: FastAPI, state: _State) -> None:
     @app.post("/v1/chat/completions", **openapi.completion(schemas.ChatCompletion))
-    async def chat(http: Request) -> Response:
+    async def chat(http: HttpRequest) -> Response:
         """OpenAI's chat completion; an SLO may be given as headers, as `slo` in the body, or by `service_tier`."""
         return await _complete(state, http, schemas.ChatCompletion)
 
     @app.post("/v1/completions", **openapi.completion(schemas.TextCompletion))
-    async def completion(http: Request) -> Response:
+    async def completion(http: HttpRequest) -> Response:
         """OpenAI's text completion, of a string or of token ids, or of a list of one of them."""
         return await _complete(state, http, schemas.TextCompletion)
 
@@ -163,25 +139,25 @@ def _add_models(app: FastAPI, state: _State) -> None:
     service = state.service
 
     @app.get("/v1/models", responses=openapi.errors(401))
-    async def models(http: Request) -> Response:
+    async def models(http: HttpRequest) -> Response:
         """The names under which the model may be asked for."""
         state.door.identify(http.headers)
-        return models_response(
+        return json_response(
             {"object": "list", "data": [_model(service, name, state.created) for name in service.names]}
         )
 
     @app.get("/v1/models/{name:path}", responses=openapi.errors(400, 401, 404))
-    async def model(http: Request, name: str) -> Response:
+    async def model(http: HttpRequest, name: str) -> Response:
         """One model."""
         state.door.identify(http.headers)
         _check_model(service, name)
-        return models_response(_model(service, name, state.created))
+        return json_response(_model(service, name, state.created))
 
 
 # --------------------------------------------------------------------------- from HTTP to a request
 
 
-async def _complete(state: _State, http: Request, schema: type[schemas.AnyCompletion]) -> Response:
+async def _complete(state: _State, http: HttpRequest, schema: type[schemas.AnyCompletion]) -> Response:
     service, door = state.service, state.door
     arrival = state.arrival(http)
     tenant = state.enter(http)
@@ -191,16 +167,69 @@ async def _complete(state: _State, http: Request, schema: type[schemas.AnyComple
     http.state.model = body.model
     door.check_choices(tenant, body.count, body.choices)
     prompts = await state.token_ids(body)
-    limits = intake.output_limits(body, prompts, service.max_model_len)
+    limits = [_output_limit(service.max_model_len, len(prompt), body, at) for at, prompt in enumerate(prompts)]
     asked = ApiRequest(http.scope["path"], http.headers, fields, arrival, [len(p) for p in prompts], has_stages=True)
     admitted = door.admit(asked, tenant)
-    requests = intake.requests(
-        body, prompts, admitted.granted, arrival=arrival, tenant=tenant.name, limits=limits, session=admitted.session
-    )
+    requests = _requests(body, prompts, limits, admitted, arrival)
     created = int(service.created_offset + arrival)
-    offers = Offers(door, service.cluster, admitted, requests)
-    reply = intake.answer(body, requests, offers=offers, token_bytes=service.text.bytes_of_token, created=created)
-    return WithHeaders(reply, lambda: door.response_headers(admitted))
+    form = sse.Format(response_id(requests), body.kind, requests, body.model, created, service.text.bytes_of_token)
+    offers, chunks = Offers(door, service.cluster, admitted, requests), None
+    if body.stream:
+        options = body.stream_options or schemas.StreamOptions()
+        usage = bool(options.include_usage), bool(options.continuous_usage_stats)
+        chunks = sse.Chunks(form, include_usage=usage[0], every_usage=usage[1])
+    return CompletionResponse(offers, form, chunks, lambda: door.response_headers(admitted))
+
+
+def _requests(
+    body: schemas.AnyCompletion, prompts: Sequence[tuple[int, ...]], limits: Sequence[int], admitted: AdmittedRequest,
+    arrival: float,
+) -> tuple[Request, ...]:  # fmt: skip
+    """The requests of a body, one for each choice.
+
+    Args:
+        body: of the API request.
+        prompts: token ids of each prompt.
+        limits: output tokens for each prompt.
+        admitted: its grant.
+        arrival: seconds of the cluster's clock.
+
+    Returns:
+        All choices of the first prompt first.
+    """
+    id, granted = new_id(admitted.path, "", ()), admitted.granted
+    offers = [
+        Request(
+            id, granted.stages(prompt), arrival, tier=granted.tier, tenant=admitted.tenant.name,
+            sampling=body.sampling(limit), on_decline=granted.on_decline, session=admitted.session,
+        )
+        for prompt, limit in zip(prompts, limits, strict=True)
+    ]  # fmt: skip
+    return spread_choices(offers, body.choices)
+
+
+def _output_limit(most: int, prompt: int, body: schemas.AnyCompletion, at: int) -> int:
+    """The output tokens that one prompt may have.
+
+    Args:
+        most: tokens of prompt and output of a request.
+        prompt: its tokens.
+        body: of the API request.
+        at: number of the prompt in the body.
+
+    Raises:
+        ApiError: 400 where prompt and output exceed the model's context.
+    """
+    (name, limit), where = body.limit, body.where(at)
+    if prompt == 0:
+        raise invalid(where, "there is no token in it.")
+    if prompt >= most:
+        raise no_room(most, str(prompt), where)
+    if limit is not None and prompt + limit > most:
+        if name in body.model_fields_set:
+            raise too_long(most, f"{prompt} of {where} and {limit} of output ({name})", name)
+        limit = None  # it is a default, and there is less room
+    return limit or most - prompt
 
 
 def _check_model(service: Service, name: str) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import rubato
@@ -20,60 +20,76 @@ from rubato.frontdoor import history
 from rubato.frontdoor.admission import FrontDoor
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.errors import ApiError
-from rubato.frontdoor.metrics import Metrics
-from rubato.frontdoor.paths import canonical_path, written_path
+from rubato.frontdoor.paths import MODELS, canonical_path, written_path
+from rubato.frontdoor.slo_fields import Tiers
 from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.serving import logs, openapi
 from rubato.serving.asgi_client import HEAD_TIME_KEY
+from rubato.serving.server_metrics import Metrics
 
 
-class AnyService(Protocol):
-    """The common attributes of `app.Service` and `gateway.GatewayService`."""
+@dataclass(frozen=True, slots=True)
+class AppService:
+    """Settings and objects that our server's app and the gateway's share.
 
-    @property
-    def cluster(self) -> Cluster: ...
-    @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def tenants(self) -> Tenants: ...
-    @property
-    def fair(self) -> bool: ...
-    @property
-    def max_body_bytes(self) -> int: ...
-    @property
-    def max_choices(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def log_lines_dropped(self) -> Callable[[], int]: ...
-    def views(self) -> list[View]: ...
-    def counted(self) -> Collection[str]: ...
-    @property
-    def policy(self) -> str: ...
-    def urls(self) -> Mapping[str, str]: ...
+    Args:
+        cluster: runs the requests; the caller starts and closes it.
+        model: its name for clients.
+        max_model_len: tokens of prompt and output that a request may have.
+        tenants: by default no key is needed.
+        fair: whether the cluster has a fair share between tenants.
+        max_body_bytes: of a request.
+        max_choices: prompts times `n` of one answer.
+        created_offset: Unix time - clock time, in seconds.
+        log_lines_dropped: counts them so far.
+        policy: name of the scheduler.
+    """
+
+    cluster: Cluster
+    model: str
+    max_model_len: int
+    _: KW_ONLY
+    tenants: Tenants = field(default_factory=lambda: Tenants((), Tiers()))
+    fair: bool = False
+    max_body_bytes: int = 4 << 20
+    max_choices: int = 16
+    created_offset: float = 0.0
+    log_lines_dropped: Callable[[], int] = int
+    policy: str = ""
+
+    def views(self) -> list[View]:
+        return [host.view() for host in self.cluster.hosts.values()]
+
+    def counted(self) -> Collection[str]:
+        """Ids of replicas that do not report their state, so that it is counted from the requests sent there."""
+        return ()
+
+    def urls(self) -> Mapping[str, str]:
+        """URL by replica id, for replicas that are servers."""
+        return {}
 
 
 class AppState:
-    """A service with the app's metrics, request history and front door."""
+    """A service with the app's metrics, records of requests and front door."""
 
-    def __init__(self, service: AnyService) -> None:
-        self.service: AnyService = service
+    def __init__(self, service: AppService) -> None:
+        self.service: AppService = service
         self.tenants = service.tenants
         cluster = service.cluster
+        self.requests = history.RequestHistory(logs.log_finished)
         self.metrics = Metrics(
-            service.names[0],
+            service.model,
             service.views,
             lambda: cluster.in_flight,
             lambda: cluster.listener_errors,
             service.log_lines_dropped,
+            self.requests,
         )
-        self.recorder = history.RequestHistory(logs.log_finished)
         self.door = FrontDoor(
             service.tenants, cluster.clock, cluster, cluster.retry_after, lambda: service.max_model_len,
             service.max_body_bytes, service.max_choices, count_client_error=self.metrics.client_error,
         )  # fmt: skip
         cluster.listen(self.metrics)
-        cluster.listen(self.recorder)
 
     def enter(self, http: Request) -> Tenant:
         """Identify the tenant and charge the request, before its body is read. Errors after this carry the tenant's
@@ -90,7 +106,7 @@ class AppState:
 
     async def read(self, http: Request) -> BodyFields:
         """Read the fields of the body. Raises ApiError 400 and 413."""
-        return self.door.read_fields(await self.door.read_body(http.stream(), http.headers.get("content-length", "")))
+        return self.door.read_fields(await self.door.read_body(http))
 
 
 def add_operations(app: FastAPI, state: AppState) -> None:
@@ -123,9 +139,7 @@ def add_operations(app: FastAPI, state: AppState) -> None:
     async def request(http: Request, id: str) -> Response:
         """Deadlines, events and waits of a recent request, for its tenant's key or an admin's."""
         tenant = state.door.identify(http.headers)
-        records = state.recorder.find(id)
-        if not records or not (tenant.admin or records[0].request.tenant == tenant.name):
-            raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
+        records = state.requests.find_for(tenant, id)
         now = service.cluster.clock.now()
         views, counted = service.views(), service.counted()
         names = {replica: bare_host(url) for replica, url in service.urls().items()} if tenant.admin else {}
@@ -148,36 +162,28 @@ class DoorMiddleware:
             path = canonical_path(scope["path"])
         except ApiError as error:
             return await error.response()(scope, receive, send)
-        await self._app({**scope, "path": path, "raw_path": written_path(path).encode()}, receive, send)
+        scope = {**scope, "path": path, "raw_path": written_path(path).encode()}
+        await self._app(scope, receive, with_version(path, send))
         return None
 
 
-class WithHeaders(Response):
-    """A response with further headers, computed when it begins."""
+def with_version(path: str, send: Send) -> Send:
+    """An ASGI `send` that adds Rubato's version to lists of models, so that clients know that this server takes SLOs:
+    `owned_by` stays the upstream server's. path: canonical."""
+    if path != MODELS and not path.startswith(f"{MODELS}/"):
+        return send
 
-    def __init__(self, reply: Response, more: Callable[[], list[tuple[bytes, bytes]]]) -> None:
-        self._reply = reply
-        self._more_headers = more
-        self.background = None
+    async def send_version(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 200:
+            version = (VERSION_HEADER.encode(), rubato.__version__.encode())
+            message = {**message, "headers": [*message["headers"], version]}
+        await send(message)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *self._more_headers()]}
-            await send(message)
-
-        await self._reply(scope, receive, send_with_headers)
+    return send_version
 
 
 def json_response(content: Mapping[str, Any], status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
-
-
-def models_response(content: Mapping[str, Any]) -> Response:
-    """A response that lists models, with Rubato's version header: `owned_by` stays the upstream server's."""
-    page = json_response(content)
-    page.headers[VERSION_HEADER] = rubato.__version__
-    return page
 
 
 def add_door(app: FastAPI, door: FrontDoor) -> None:
@@ -185,10 +191,9 @@ def add_door(app: FastAPI, door: FrontDoor) -> None:
     app.add_middleware(DoorMiddleware, door=door)
 
     async def answer(http: Request, error: Exception) -> Response:
-        reply = _as_api_error(http, error).response()
-        return WithHeaders(reply, lambda: door.limit_headers(getattr(http.state, "tenant", None)))
+        return _as_api_error(http, error).response(door.limit_headers(getattr(http.state, "tenant", None)))
 
-    for kind in (ApiError, HTTPException, ClientDisconnect, Exception):
+    for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
 
 
@@ -198,6 +203,4 @@ def _as_api_error(http: Request, error: Exception) -> ApiError:
     if isinstance(error, HTTPException):  # no such path, or no such method of it
         message = f"{http.method} {http.scope['path'][:80]}: {error.detail}."
         return ApiError(error.status_code, message, headers=tuple((error.headers or {}).items()))
-    if isinstance(error, ClientDisconnect):
-        return ApiError(400, "The client went away before its body was read.")
     return ApiError(500, f"Internal error: {type(error).__name__}.", kind="server_error")

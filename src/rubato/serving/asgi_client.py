@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from starlette.types import Message, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from rubato.fleet.relay import Flow
 from rubato.fleet.upstream import Headers
@@ -18,19 +18,43 @@ MAX_QUEUED_BYTES = 256 << 10  # of parts not yet sent; beyond it the upstream is
 Head = Callable[[Headers], list[tuple[bytes, bytes]]]
 
 
-class Writer(Protocol):
-    """Writes parts of a body that has begun straight to the connection. flow: paused while the client reads nothing."""
+class Writer:
+    """Writes parts of a body that has begun straight to the connection, past ASGI.
 
-    flow: Flow | None
+    Args:
+        transport: of the connection.
+        cycle: uvicorn's of the request.
+    """
 
-    def write(self, data: bytes) -> None: ...
-    def abort(self) -> None: ...
+    __slots__ = ("_cycle", "_is_chunked", "_transport", "flow", "is_open")
+
+    def __init__(self, transport: asyncio.Transport, cycle: Any) -> None:
+        self._transport, self._cycle = transport, cycle
+        self._is_chunked: bool | None = None
+        self.is_open = True  # until the connection is lost
+        self.flow: Flow | None = None  # paused while the client reads nothing
+
+    def write(self, data: bytes) -> None:
+        if self._is_chunked is None:
+            self._is_chunked = self._cycle.chunked_encoding
+        if data and self.is_open:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def abort(self) -> None:
+        self._transport.abort()
 
 
 def writer_of(scope: Scope) -> Writer | None:
     """The writer of a request's connection; None where the ASGI server has none."""
     writer: Writer | None = (scope.get("extensions") or {}).get(WRITER_KEY)
     return writer
+
+
+async def watch_departure(receive: Receive, on_departure: Callable[[], object]) -> None:
+    """Call `on_departure` in the same turn of the loop in which the client's departure becomes known."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    on_departure()
 
 
 class AsgiClient:

@@ -7,9 +7,10 @@ however many browsers ask. `board_pages` serves both in an app, `vllm_board` ins
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -17,7 +18,7 @@ import rubato
 from rubato.core.clock import PLAN, Clock
 from rubato.core.interfaces import SeqView, View
 from rubato.core.server_url import bare_host
-from rubato.frontdoor.request_record import RequestRecord
+from rubato.frontdoor.history import RequestHistory
 from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.frontdoor.verdict import slo_in_ms
 from rubato.serving.board_counts import OBJECTIVE, RING_S, SLICE_S, SLICES, WINDOWS_S, BoardCounts, TierCounts
@@ -26,55 +27,50 @@ from rubato.serving.board_snapshot import RequestsInFlight, TierInFlight, replic
 REFRESH_S = 0.5
 
 
-class BoardSource(Protocol):
-    """The state that the board shows. paths: of a request's page and of chat completions, relative to the board's."""
+@dataclass(frozen=True)
+class BoardSource:
+    """The state that the board shows.
 
-    @property
-    def model(self) -> str: ...
-    @property
-    def policy(self) -> str: ...
-    @property
-    def router(self) -> str:
-        """The router's name; empty where there is none."""
-        ...
+    Args:
+        model: its name.
+        policy: its name.
+        router: its name; "" where there is none.
+        clock: of the requests' events.
+        paths: of a request's page and of chat completions, relative to the board's.
+        tenants: who may see what.
+        fair: whether a request may be held for its tenant's share.
+        requests: their records.
+        held_requests: those at no replica.
+        views: of the replicas.
+        state: serving, draining or dead.
+        faulty_replicas: ids of replicas that schedule without the policy after its faults; "" stands for the router.
+        draining: ids of replicas that drain.
+        counted: ids of replicas that do not report their state, so that it is counted from the requests sent there.
+        urls: by replica id, for replicas that are servers.
+    """
 
-    @property
-    def clock(self) -> Clock: ...
-    @property
-    def paths(self) -> Mapping[str, str]: ...
-    @property
-    def tenants(self) -> Tenants: ...
-    @property
-    def fair(self) -> bool: ...
-    @property
-    def in_flight(self) -> Mapping[str, RequestRecord]: ...
-    @property
-    def held_requests(self) -> Sequence[SeqView]: ...
-    @property
-    def draining(self) -> Collection[str]: ...
-    def views(self) -> Sequence[View]: ...
-    def counted(self) -> Collection[str]:
-        """Ids of replicas that do not report their state, so that it is counted from the requests sent there."""
-        ...
-
-    def urls(self) -> Mapping[str, str]:
-        """URL by replica id, for replicas that are servers."""
-        ...
-
-    def state(self) -> str:
-        """serving, draining or dead."""
-        ...
-
-    def faulty_replicas(self) -> Collection[str]:
-        """Ids of replicas that schedule without the policy after its faults; "" stands for the router."""
-        ...
+    model: str
+    policy: str
+    router: str
+    clock: Clock
+    paths: Mapping[str, str]
+    tenants: Tenants
+    fair: bool
+    requests: RequestHistory
+    held_requests: Callable[[], Sequence[SeqView]]
+    views: Callable[[], Sequence[View]]
+    state: Callable[[], str]
+    faulty_replicas: Callable[[], Collection[str]]
+    draining: Callable[[], Collection[str]] = tuple
+    counted: Callable[[], Collection[str]] = tuple
+    urls: Callable[[], Mapping[str, str]] = dict
 
 
 class Board:
     """The state at most `REFRESH_S` seconds ago, as JSON for each tenant. Every event must be passed to `counts`."""
 
     def __init__(self, source: BoardSource) -> None:
-        self.counts = BoardCounts(self._sample_later)
+        self.counts = BoardCounts(source.requests, self._sample_later)
         self._source = source
         self._since = source.clock.now()
         self._refreshed_at = -inf
@@ -107,8 +103,8 @@ class Board:
 
     def _sample(self, now: float) -> Sequence[View]:
         source, counts = self._source, self.counts
-        views, counted, urls, draining = source.views(), source.counted(), source.urls(), source.draining
-        self._number = counts.advance(now, source.in_flight)
+        views, counted, urls, draining = source.views(), source.counted(), source.urls(), source.draining()
+        self._number = counts.advance(now)
         counts.replicas.sample(views, self._number, counted)
         for id in source.faulty_replicas():
             if id not in self._faulty_replicas:
@@ -137,8 +133,8 @@ class Board:
         views = self._sample(now)
         self._refreshed_at, self._answers = now, {}
         self._requests = RequestsInFlight(
-            source.in_flight,
-            source.held_requests,
+            source.requests.in_flight,
+            source.held_requests(),
             views,
             now,
             fair=source.fair,

@@ -1,20 +1,20 @@
 """Counts for the board: requests offered to each tier and their outcomes, by slice of time and since the start.
 
-This is a fold over events of constant cost. It keeps an entry for each request in flight, counts of the first
-`MAX_TIERS` tiers, and for each of them a ring of the last `RING_S` seconds. `board_replicas` does so for replicas.
+It adds to the record of each request (`frontdoor.history`) at constant cost: counts of the first `MAX_TIERS` tiers, and
+for each of them slices of the last `RING_S` seconds. `board_replicas` does so for replicas.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import log2
 from typing import Any
 
 from rubato.core.events import Event, Finished, Offered
 from rubato.core.request import Request
-from rubato.frontdoor.request_record import RequestRecord
+from rubato.frontdoor.history import RequestHistory
 from rubato.frontdoor.verdict import ms
 from rubato.serving.board_misses import BoardMisses
 from rubato.serving.board_replicas import BoardReplicas
@@ -29,6 +29,7 @@ WINDOWS_S = (300.0, RING_S)  # which the page offers besides the time since the 
 OBJECTIVE = 0.9
 BUCKETS_PER_DOUBLING = 8  # a percentile is off by at most 4.5 %
 
+MEASURED = ("ttft", "tpot", "e2e")  # times of a verdict
 Times = Counter[int]  # how many measured times fell into each bucket
 
 
@@ -39,7 +40,6 @@ class TierSlice:
     `offered` counts requests that arrived then, all else those that ended then. causes: of misses and refusals.
     """
 
-    number: int = 0
     offered: int = 0
     met: int = 0
     missed: int = 0
@@ -54,12 +54,9 @@ class TierSlice:
     def add(self, end: Finished) -> None:
         """Count a request that has ended."""
         judged = end.verdict
-        if judged.ttft is not None:
-            self.ttft[_bucket(judged.ttft)] += 1
-        if judged.tpot is not None:
-            self.tpot[_bucket(judged.tpot)] += 1
-        if judged.e2e is not None:
-            self.e2e[_bucket(judged.e2e)] += 1
+        for name in MEASURED:
+            if (seconds := getattr(judged, name)) is not None:
+                getattr(self, name)[_bucket(seconds)] += 1
         if judged.pause is not None and judged.pause > (self.pause or 0.0):
             self.pause = judged.pause
         if judged.met:
@@ -93,9 +90,7 @@ class TierSlice:
             "budget_left": _rounded(None if burn is None else 1.0 - burn),
             "tokens": self.tokens,
             "causes": dict(self.causes.most_common()),
-            "ttft_ms": _percentiles(self.ttft),
-            "tpot_ms": _percentiles(self.tpot),
-            "e2e_ms": _percentiles(self.e2e),
+            **{f"{name}_ms": _percentiles(getattr(self, name)) for name in MEASURED},
             "max_pause_ms": ms(self.pause),
         }
 
@@ -104,15 +99,10 @@ def sum_slices(parts: Iterable[TierSlice]) -> TierSlice:
     """The sum of several slices."""
     total = TierSlice()
     for part in parts:
-        total.offered += part.offered
-        total.met += part.met
-        total.missed += part.missed
-        total.unjudged += part.unjudged
-        total.tokens += part.tokens
-        total.causes.update(part.causes)
-        total.ttft.update(part.ttft)
-        total.tpot.update(part.tpot)
-        total.e2e.update(part.e2e)
+        for name in ("offered", "met", "missed", "unjudged", "tokens"):
+            setattr(total, name, getattr(total, name) + getattr(part, name))
+        for name in ("causes", *MEASURED):
+            getattr(total, name).update(getattr(part, name))
         if part.pause is not None:
             total.pause = max(part.pause, total.pause or 0.0)
     return total
@@ -125,7 +115,7 @@ class TierCounts:
         self.since_start = TierSlice()
         self.outcomes: Counter[str] = Counter()
         self.has_slo = False
-        self._ring: deque[TierSlice] = deque(maxlen=SLICES)
+        self._slices: dict[int, TierSlice] = {}  # by number
         self._ended_tokens = self._counted_tokens = 0
 
     @property
@@ -134,23 +124,29 @@ class TierCounts:
         return total.offered - total.met - total.missed - total.unjudged
 
     def slice_at(self, number: int) -> TierSlice:
-        """The newest slice, which has this number; made if need be."""
-        if not self._ring or self._ring[-1].number != number:
-            self._ring.append(TierSlice(number))
-        return self._ring[-1]
+        """The slice of this number; made if need be."""
+        found = self._slices.setdefault(number, TierSlice())
+        if len(self._slices) > SLICES:
+            del self._slices[min(self._slices)]
+        return found
 
-    def offer(self, request: Request, number: int) -> TierSlice:
-        """Count an offered request. Returns the slice that counted it."""
+    def offer(self, request: Request, number: int) -> None:
+        """Count an offered request."""
         self.has_slo = self.has_slo or not request.best_effort
         self.since_start.offered += 1
-        offered_in = self.slice_at(number)
-        offered_in.offered += 1
-        return offered_in
+        self.slice_at(number).offered += 1
 
-    def finish(self, offered_in: TierSlice, end: Finished, number: int) -> None:
+    def finish(self, end: Finished, offered_in: int, number: int) -> None:
+        """Count the end of a request.
+
+        Args:
+            end: of the request.
+            offered_in: number of the slice in which it was offered.
+            number: of the current slice.
+        """
         if end.is_client_error:
             self.since_start.offered -= 1
-            offered_in.offered -= 1
+            self.slice_at(offered_in).offered -= 1
             return
         self.outcomes[end.outcome] += 1
         self._ended_tokens += end.output
@@ -168,7 +164,7 @@ class TierCounts:
     def sum_window(self, seconds: float, number: int) -> TierSlice:
         """The sum of the slices in the last `seconds`."""
         oldest = number - round(seconds / SLICE_S)
-        return sum_slices([part for part in self._ring if part.number > oldest])
+        return sum_slices([part for at, part in self._slices.items() if at > oldest])
 
     def to_json(self, number: int, late: int = 0) -> dict[str, Any]:
         """Totals and windows as JSON. late: as in `TierSlice.to_json`."""
@@ -182,74 +178,61 @@ class TierCounts:
 
     def history(self, first: int, last: int) -> dict[str, Any]:
         """Counts of each slice from `first` to `last`, as JSON."""
-        slots = {part.number: part for part in self._ring if first <= part.number <= last}
-        parts = [slots.get(number) for number in range(first, last + 1)]
-        causes = sorted({cause for part in slots.values() for cause in part.causes})
-        columns = {
-            name: [getattr(part, name) if part else 0 for part in parts] for name in ("offered", "met", "tokens")
-        }
-        return {**columns, "causes": {cause: [part.causes[cause] if part else 0 for part in parts] for cause in causes}}
+        blank = TierSlice()
+        parts = [self._slices.get(number, blank) for number in range(first, last + 1)]
+        causes = sorted({cause for part in parts for cause in part.causes})
+        columns = {name: [getattr(part, name) for part in parts] for name in ("offered", "met", "tokens")}
+        return {**columns, "causes": {cause: [part.causes[cause] for part in parts] for cause in causes}}
 
 
 class BoardCounts:
     """A listener for `Cluster.listen`.
 
     Args:
+        requests: their records, which this listener finds folded already.
         new_slice: called with the time of the first event of each slice; it must not read replicas before the listener
             has returned.
     """
 
     hears_tokens = False
 
-    def __init__(self, new_slice: Callable[[float], None] = lambda at: None) -> None:
+    def __init__(self, requests: RequestHistory, new_slice: Callable[[float], None] = lambda at: None) -> None:
         self.tiers: dict[str, TierCounts] = {}
         self.misses = BoardMisses(SLICES)
         self.replicas = BoardReplicas(SLICES)
         self.number = -1  # of the current slice
-        self._new_slice = new_slice
-        self._open: dict[str, tuple[Request, TierCounts, TierSlice]] = {}
+        self._requests, self._new_slice = requests, new_slice
 
     def __call__(self, event: Event) -> None:
         number = int(event.at / SLICE_S)
         if number > self.number:
             self.number = number
             self._new_slice(event.at)
-        kind = type(event)
-        if kind is Offered:
-            assert isinstance(event, Offered)
-            self._on_offered(event)
-        elif kind is Finished:
-            assert isinstance(event, Finished)
-            self._on_finished(event)
+        if isinstance(event, Offered):
+            tier = self.tiers.setdefault(self._tier_name(event.request), TierCounts())
+            tier.offer(event.request, int(event.at / SLICE_S))
+        elif isinstance(event, Finished):
+            record = self._requests.record(event.id)
+            tier = self.tiers[self._tier_name(record.request)]
+            tier.finish(event, int(record.offered_at / SLICE_S), self.number)
+            if event.verdict.missed and not event.is_client_error:
+                self.misses.add(record.request, event, self.number)
         else:
             self.replicas.add(event, self.number)
 
-    def advance(self, now: float, in_flight: Mapping[str, RequestRecord]) -> int:
+    def advance(self, now: float) -> int:
         """Count the new tokens of all tiers. Returns the number of the current slice."""
         self.number = max(self.number, int(now / SLICE_S))
-        tokens = dict.fromkeys(self.tiers, 0)
-        for record in in_flight.values():
-            name = record.request.tier if record.request.tier in tokens else OTHER_TIER
-            if name in tokens:
-                tokens[name] += record.output
+        tokens: Counter[str] = Counter()  # of requests in flight, by tier
+        for record in self._requests.in_flight.values():
+            tokens[self._tier_name(record.request)] += record.output
         for name, tier in self.tiers.items():
             tier.count_tokens(tokens[name], self.number)
         return self.number
 
-    def _on_offered(self, event: Offered) -> None:
-        name = event.request.tier
-        if name not in self.tiers and len(self.tiers) >= MAX_TIERS:
-            name = OTHER_TIER
-        tier = self.tiers.setdefault(name, TierCounts())
-        self._open[event.id] = (event.request, tier, tier.offer(event.request, self.number))
-
-    def _on_finished(self, event: Finished) -> None:
-        if (found := self._open.pop(event.id, None)) is None:
-            return  # it was offered before the board existed
-        request, tier, offered_in = found
-        tier.finish(offered_in, event, self.number)
-        if event.verdict.missed and not event.is_client_error:
-            self.misses.add(request, event, self.number)
+    def _tier_name(self, request: Request) -> str:
+        """The key of the tier that counts a request."""
+        return request.tier if request.tier in self.tiers or len(self.tiers) < MAX_TIERS else OTHER_TIER
 
 
 def _bucket(seconds: float) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 from rubato.core.events import Finished
-from rubato.core.request import Request, without_texts
+from rubato.core.request import Request
 from rubato.frontdoor.verdict import ms, slo_in_ms
 
 MAX_GROUPS = 64  # of one tenant; the group that missed least recently makes room
@@ -15,11 +15,11 @@ MAX_GROUPS = 64  # of one tenant; the group that missed least recently makes roo
 
 @dataclass(slots=True)
 class _Group:
-    """Misses of one tier by one cause. latest: the last of them. ring: [slice, misses] of the last minutes."""
+    """Misses of one tier by one cause. latest: the last of them. recent: of the last minutes, by slice of time."""
 
     latest: tuple[Request, Finished]
     count: int = 0
-    ring: deque[list[int]] = field(default_factory=deque)
+    recent: Counter[int] = field(default_factory=Counter)
 
 
 class BoardMisses:
@@ -30,49 +30,43 @@ class BoardMisses:
         self._groups: dict[str, dict[tuple[str, str], _Group]] = {}  # by tenant
 
     def add(self, request: Request, end: Finished, number: int) -> None:
+        """Count a miss.
+
+        Args:
+            request: without its texts.
+            end: of the request.
+            number: of the current slice.
+        """
         groups = self._groups.setdefault(request.tenant, {})
         key = (request.tier, end.verdict.cause or "unknown")
-        latest = (without_texts(request), end)
-        group = groups[key] = groups.pop(key) if key in groups else _Group(latest)  # the most recent is the last
-        group.latest = latest
+        group = groups[key] = (
+            groups.pop(key) if key in groups else _Group((request, end))
+        )  # the most recent is the last
+        group.latest = (request, end)
         group.count += 1
-        if not group.ring or group.ring[-1][0] != number:
-            group.ring.append([number, 0])
-        group.ring[-1][1] += 1
-        if len(group.ring) > self._slices:
-            group.ring.popleft()
+        group.recent[number] += 1
+        if len(group.recent) > self._slices:
+            del group.recent[min(group.recent)]
         if len(groups) > MAX_GROUPS:
             del groups[next(iter(groups))]
 
     def to_json(self, tenant: str | None, now: float, number: int) -> list[dict[str, Any]]:
         """The groups of one tenant, or of all (None), as JSON, the most frequent recent ones first."""
-        merged: dict[tuple[str, str], _Row] = {}
+        by_key: defaultdict[tuple[str, str], list[_Group]] = defaultdict(list)
         for name, groups in self._groups.items():
-            if tenant in (None, name):
-                for key, group in groups.items():
-                    recent = sum(misses for at, misses in group.ring if at > number - self._slices)
-                    merged.setdefault(key, _Row()).add(group, recent)
-        rows = sorted(merged.items(), key=lambda item: (-item[1].recent, -item[1].count, item[0]))
-        return [{"tier": tier, "cause": cause, **row.to_json(now)} for (tier, cause), row in rows[:MAX_GROUPS]]
-
-
-@dataclass(slots=True)
-class _Row:
-    """One group summed over tenants."""
-
-    recent: int = 0
-    count: int = 0
-    latest: tuple[Request, Finished] | None = None
-
-    def add(self, group: _Group, recent: int) -> None:
-        self.recent += recent
-        self.count += group.count
-        if self.latest is None or group.latest[1].at > self.latest[1].at:
-            self.latest = group.latest
-
-    def to_json(self, now: float) -> dict[str, Any]:
-        assert self.latest is not None
-        return {"recent": self.recent, "count": self.count, "latest": _miss(*self.latest, now)}
+            for key, group in groups.items() if tenant in (None, name) else ():
+                by_key[key].append(group)
+        rows: list[dict[str, Any]] = [
+            {
+                "tier": tier,
+                "cause": cause,
+                "recent": sum(n for group in groups for at, n in group.recent.items() if at > number - self._slices),
+                "count": sum(group.count for group in groups),
+                "latest": _miss(*max((group.latest for group in groups), key=lambda latest: latest[1].at), now),
+            }
+            for (tier, cause), groups in by_key.items()
+        ]
+        return sorted(rows, key=lambda row: (-row["recent"], -row["count"], row["tier"], row["cause"]))[:MAX_GROUPS]
 
 
 def _miss(request: Request, end: Finished, now: float) -> dict[str, Any]:

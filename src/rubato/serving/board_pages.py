@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib import resources
-from typing import Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from rubato.core.clock import Clock
-from rubato.core.interfaces import SeqView, View
-from rubato.fleet.cluster import Cluster
-from rubato.frontdoor.history import RequestHistory
-from rubato.frontdoor.request_record import RequestRecord
-from rubato.frontdoor.tenants import Tenants
 from rubato.serving import openapi
-from rubato.serving.board import Board
+from rubato.serving.app_state import AppState
+from rubato.serving.board import Board, BoardSource
 
 PAGE_FOLDER = "board_page"  # the folder of the files below
 FILES = {  # path below the page -> file, media type
@@ -41,36 +34,9 @@ HEADERS = {
 }
 
 
-class BoardService(Protocol):
-    """The part of `AnyService` that the board uses."""
-
-    @property
-    def cluster(self) -> Cluster: ...
-    @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def policy(self) -> str: ...
-    @property
-    def fair(self) -> bool: ...
-    def views(self) -> Sequence[View]: ...
-    def counted(self) -> Collection[str]: ...
-    def urls(self) -> Mapping[str, str]: ...
-
-
-class BoardState(Protocol):
-    """The part of `AppState` that the board uses."""
-
-    @property
-    def service(self) -> BoardService: ...
-    @property
-    def tenants(self) -> Tenants: ...
-    @property
-    def recorder(self) -> RequestHistory: ...
-
-
-def add_board(app: FastAPI, state: BoardState) -> None:
+def add_board(app: FastAPI, state: AppState) -> None:
     """Mount the board; it counts the cluster's requests from now on."""
-    board = Board(ClusterSource(app, state))
+    board = Board(_source(app, state))
     state.service.cluster.listen(board.counts)
 
     @app.get("/board.json", responses=openapi.errors(401))
@@ -111,39 +77,30 @@ def _read(name: str) -> bytes:
     return (resources.files("rubato.serving") / PAGE_FOLDER / name).read_bytes()
 
 
-class ClusterSource:
-    """A `BoardSource` that reads the cluster of our server or of the gateway."""
+def _source(app: FastAPI, state: AppState) -> BoardSource:
+    """What the board shows of the cluster of our server or of the gateway."""
+    service = state.service
+    cluster = service.cluster
 
-    def __init__(self, app: FastAPI, state: BoardState) -> None:
-        self._app, self._state = app, state
-        self.paths = {"request": "debug/requests/", "chat": "v1/chat/completions"}
-        service = state.service
-        self._cluster = service.cluster
-        self.model, self.policy, self.fair = service.names[0], service.policy, service.fair
-        self.router = self._cluster.router.partition(".")[0]  # `rubato.router` is the policy's own
-        self.tenants = state.tenants
-        self.views, self.counted, self.urls = service.views, service.counted, service.urls
-
-    @property
-    def clock(self) -> Clock:
-        return self._cluster.clock
-
-    @property
-    def in_flight(self) -> Mapping[str, RequestRecord]:
-        return self._state.recorder.in_flight
-
-    @property
-    def held_requests(self) -> Sequence[SeqView]:
-        return self._cluster.held
-
-    @property
-    def draining(self) -> Collection[str]:
-        return self._cluster.draining_replicas
-
-    def state(self) -> str:
-        if self._cluster.dead.is_set():
+    def lifecycle() -> str:
+        if cluster.dead.is_set():
             return "dead"
-        return "draining" if getattr(self._app.state, "draining", False) else "serving"
+        return "draining" if getattr(app.state, "draining", False) else "serving"
 
-    def faulty_replicas(self) -> Collection[str]:
-        return ("",) if self._cluster.dead.is_set() else ()
+    return BoardSource(
+        service.model,
+        service.policy,
+        cluster.router.partition(".")[0],  # `rubato.router` is the policy's own
+        cluster.clock,
+        {"request": "debug/requests/", "chat": "v1/chat/completions"},
+        state.tenants,
+        service.fair,
+        state.requests,
+        lambda: cluster.held,
+        service.views,
+        lifecycle,
+        lambda: ("",) if cluster.dead.is_set() else (),
+        lambda: cluster.draining_replicas,
+        service.counted,
+        service.urls,
+    )

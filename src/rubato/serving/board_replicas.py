@@ -89,8 +89,13 @@ class BoardReplicas:
         elif isinstance(event, Draining):
             self._draining.add(event.id)
             self.flag(event.at, number, "draining", event.id)
+        elif isinstance(event, Left) and event.id in self._draining:
+            self._draining.discard(event.id)
+            self._replicas.pop(event.id, None)
+            self.flag(event.at, number, "drained", event.id)
         elif isinstance(event, Left):
-            self._on_left(event, number)
+            self.lost_at[event.id] = event.at
+            self.flag(event.at, number, "lost", event.id)
 
     def flag(self, at: float, number: int, kind: str, replica: str) -> None:
         """Record an event; equal ones within a slice are counted together."""
@@ -144,20 +149,8 @@ class BoardReplicas:
             if one.number > number - self.slices
         ]
 
-    def _on_left(self, event: Left, number: int) -> None:
-        if event.id in self._draining:
-            self._draining.discard(event.id)
-            self._replicas.pop(event.id, None)
-            self.flag(event.at, number, "drained", event.id)
-            return
-        self.lost_at[event.id] = event.at
-        self.flag(event.at, number, "lost", event.id)
-
     def _replica(self, id: str) -> _Replica:
-        found = self._replicas.get(id)
-        if found is None:
-            found = self._replicas[id] = _Replica(deque(maxlen=STEP_TIMES_KEPT), deque(maxlen=self.slices))
-        return found
+        return self._replicas.setdefault(id, _Replica(deque(maxlen=STEP_TIMES_KEPT), deque(maxlen=self.slices)))
 
 
 def _columns(ring: deque[_Slice], first: int, last: int) -> dict[str, Any]:

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import betterproto2
-from envoy_data_plane.envoy.service.ext_proc.v3 import HttpHeaders, ProcessingRequest, ProcessingResponse
+from envoy_data_plane.envoy.service.ext_proc.v3 import (
+    CommonResponse,
+    HeadersResponse,
+    HttpHeaders,
+    ProcessingRequest,
+    ProcessingResponse,
+    TrailersResponse,
+)
 
 from rubato.config.build import check_names
 from rubato.config.schema import Config, ConfigError
@@ -320,11 +327,11 @@ class _Stream:
         """Send headers, body and trailers, in the protocol's order."""
         await self._write(epp_messages.goes_to(endpoint, self._changes))
         if self._has_body:
-            for piece in epp_messages.request_body(self._raw, last=not self._has_trailers):
-                await self._write(piece)
+            for piece in epp_messages.body_pieces(self._raw, last=not self._has_trailers):
+                await self._write(ProcessingResponse(request_body=piece))
         self._release_body()
         if self._has_trailers:
-            await self._write(epp_messages.request_trailers_pass())
+            await self._write(ProcessingResponse(request_trailers=TrailersResponse()))
 
     # ----------------------------------------------------------------- the response
 
@@ -338,16 +345,16 @@ class _Stream:
                     raise ProtocolError(f"{kind or 'an empty message'} came {when}")
                 case "response_headers", head:
                     begun = True
-                    await self._write(epp_messages.response_head_passes())
+                    await self._write(ProcessingResponse(response_headers=HeadersResponse(CommonResponse())))
                     self._begin_response(head, epp_messages.served_of(message))
                     if head.end_of_stream:
                         self._count_response(b"", last=True)
                 case "response_body", part:
-                    for piece in epp_messages.response_body(part.body, last=part.end_of_stream):
-                        await self._write(piece)
+                    for piece in epp_messages.body_pieces(part.body, last=part.end_of_stream):
+                        await self._write(ProcessingResponse(response_body=piece))
                     self._count_response(part.body, last=part.end_of_stream)
                 case "response_trailers", _:
-                    await self._write(epp_messages.response_trailers_pass())
+                    await self._write(ProcessingResponse(response_trailers=TrailersResponse()))
                     self._count_response(b"", last=True)
                 case kind, _:
                     raise ProtocolError(f"{kind or 'an empty message'} came after the end of the request")

@@ -10,11 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from envoy_data_plane.envoy.config.core.v3 import (
-    HeaderValue,
-    HeaderValueOption,
-    HeaderValueOptionHeaderAppendAction,
-)
+from envoy_data_plane.envoy.config.core.v3 import HeaderValue, HeaderValueOption, HeaderValueOptionHeaderAppendAction
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ProcessingModeBodySendMode
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
     BodyMutation,
@@ -27,7 +23,6 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
     ProcessingRequest,
     ProcessingResponse,
     StreamedBodyResponse,
-    TrailersResponse,
 )
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Struct
@@ -120,30 +115,6 @@ def goes_to(endpoint: str, changes: RequestChanges) -> ProcessingResponse:
     return ProcessingResponse(request_headers=HeadersResponse(common), dynamic_metadata=metadata)
 
 
-def response_head_passes() -> ProcessingResponse:
-    return ProcessingResponse(response_headers=HeadersResponse(CommonResponse()))
-
-
-def request_body(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
-    """A request's body, unchanged. last: no trailers follow."""
-    for piece in _pieces(body, last):
-        yield ProcessingResponse(request_body=piece)
-
-
-def response_body(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
-    """A part of a response's body, unchanged. last: whether it is the last part."""
-    for piece in _pieces(body, last):
-        yield ProcessingResponse(response_body=piece)
-
-
-def request_trailers_pass() -> ProcessingResponse:
-    return ProcessingResponse(request_trailers=TrailersResponse())
-
-
-def response_trailers_pass() -> ProcessingResponse:
-    return ProcessingResponse(response_trailers=TrailersResponse())
-
-
 def refused(error: ApiError) -> ProcessingResponse:
     """The answer that sends an error to the client, and the request to no server."""
     headers = [("content-type", "application/json"), *error.headers]
@@ -161,7 +132,8 @@ def refused(error: ApiError) -> ProcessingResponse:
     )
 
 
-def _pieces(body: bytes, last: bool) -> Iterator[BodyResponse]:
+def body_pieces(body: bytes, *, last: bool) -> Iterator[BodyResponse]:
+    """A part of a body, unchanged, in messages of MAX_CHUNK_BYTES. last: whether nothing follows, not even trailers."""
     for at in range(0, max(1, len(body)), MAX_CHUNK_BYTES):
         piece = StreamedBodyResponse(
             body=body[at : at + MAX_CHUNK_BYTES], end_of_stream=last and at + MAX_CHUNK_BYTES >= len(body)

@@ -25,13 +25,15 @@ from rubato.serving.epp_messages import SERVICE, ProtocolError
 from rubato.serving.serve import (
     FLUSH_TIMEOUT_S,
     THREAD_TIMEOUT_S,
+    drain_and_close,
     event_logs,
+    exit_status,
     log_event,
     run_logged,
     start_cluster,
     wait_first,
 )
-from rubato.serving.shutdown import CLOSE_TIMEOUT_S, Shutdown
+from rubato.serving.shutdown import Shutdown
 
 LIVENESS, READINESS = "liveness", "readiness"
 MAX_STREAMS = 4096  # requests at once; more are refused, RESOURCE_EXHAUSTED
@@ -131,16 +133,8 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
 
 
 async def _pick_until_signal(config: Config, picker: Picker, server: Any, shutdown: Shutdown) -> int:
-    cluster = picker.cluster
-    await wait_first(shutdown.first_signal.wait(), cluster.dead.wait())
+    await wait_first(shutdown.first_signal.wait(), picker.cluster.dead.wait())
     picker.draining = True
-    if not cluster.dead.is_set():
-        await wait_first(
-            cluster.drain(), shutdown.second_signal.wait(), cluster.dead.wait(), limit=config.drain_seconds
-        )
-    shutdown.end_within(CLOSE_TIMEOUT_S)
-    failed = cluster.dead.is_set()
-    await cluster.close()
+    has_failed = await drain_and_close(picker.cluster, shutdown, config.drain_seconds)
     await server.stop(FLUSH_TIMEOUT_S)
-    log_event("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)
-    return 1 if failed else 0
+    return exit_status(picker.cluster, has_failed)

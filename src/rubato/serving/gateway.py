@@ -20,24 +20,22 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rubato.core.interfaces import View
-from rubato.fleet.cluster import Cluster
 from rubato.fleet.relay import Ask, RelayTrip, why_not_passed_on
 from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
 from rubato.fleet.upstream import Headers, Reply, UnreachableError, UpstreamError
-from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, without_slo_fields
+from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, FrontDoor, without_slo_fields
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.choices import response_id
 from rubato.frontdoor.errors import ApiError, from_finished
 from rubato.frontdoor.headers import forwarded_headers, new_id, returned_headers
 from rubato.frontdoor.offers import Offers
 from rubato.frontdoor.paths import CHAT, GENERATE, RESPONSES, TEXT, is_internal, written_path
-from rubato.frontdoor.slo_fields import Tiers, to_headers
-from rubato.frontdoor.tenants import Tenants
+from rubato.frontdoor.slo_fields import to_headers
 from rubato.frontdoor.verdict import verdict_fields
-from rubato.serving.app_state import AppState, add_door, add_operations
-from rubato.serving.asgi_client import AsgiClient, writer_of
+from rubato.serving.app_state import AppService, AppState, add_door, add_operations
+from rubato.serving.asgi_client import AsgiClient, watch_departure, writer_of
 from rubato.serving.board_pages import add_board
 from rubato.serving.gateway_metrics import GatewayMetrics
 from rubato.serving.model_list import ModelPages, asked_model, named_model
@@ -48,8 +46,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayService:
-    """Settings and objects of the gateway; those not named here are as in `app.Service`.
+class GatewayService(AppService):
+    """Settings and objects of the gateway.
 
     Args:
         trips: the trip of each request, by id, for the replicas.
@@ -58,29 +56,15 @@ class GatewayService:
         models: listed by the servers.
     """
 
-    cluster: Cluster
     trips: Trips
-    model: str
-    max_model_len: int
     key: str = ""
-    tenants: Tenants = field(default_factory=lambda: Tenants((), Tiers()))
-    fair: bool = False
-    max_body_bytes: int = 4 << 20
-    max_choices: int = 16
     is_vllm: Callable[[], bool] = lambda: False
-    created_offset: float = 0.0
-    log_lines_dropped: Callable[[], int] = int
     models: ServedModels = field(default_factory=ServedModels)
-    policy: str = ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.model,)
 
     def views(self) -> list[View]:
         for host in self.servers():
-            host.emit_counted_tokens()  # histories are read together with views
-        return [host.view() for host in self.cluster.hosts.values()]
+            host.emit_counted_tokens()  # records are read together with views
+        return AppService.views(self)
 
     def counted(self) -> set[str]:
         return {host.id for host in self.servers() if not host.is_linked}
@@ -137,65 +121,7 @@ class Gateway:
         requests, streams = admitted.requests(id, arrival, body), body.flag("stream")
         streams = streams or _can_be_folded(path, body)
         offers = Offers(door, self._cluster, admitted, requests, lambda: streams or self._has_link())
-        return _ProxyResponse(self, offers, admitted, body, model, self._headers(http), http.url.query)
-
-    def trip(self, relay: _ProxyResponse, path: str, client: AsgiClient) -> RelayTrip:
-        """Make the trip of a response that is about to be sent, and register it for the replicas."""
-        door, admitted, requests = self._state.door, relay.admitted, relay.offers.requests
-        with_usage = bool((relay.fields.value("stream_options") or {}).get("include_usage"))
-        answer = response_id(requests)
-        fields = self._for_server(relay, path, answer)
-        names_id = fields.json("request_id") == orjson.dumps(answer)
-
-        def fields_with_usage(counted: bool) -> BodyFields:
-            return _with_usage(path, fields) if counted else fields
-
-        raw = cache(lambda counted: fields_with_usage(counted).to_json())
-
-        def body(name: str, counted: bool) -> bytes:
-            if names_id and name != answer:
-                return fields_with_usage(counted).with_fields(request_id=name).to_json()
-            return raw(counted)
-
-        ask = Ask(
-            path, written_path(path, relay.query), answer, admitted.n, fields.flag("stream"), with_usage,
-            self._service.is_vllm(), relay.headers_for_server, body, relay.model, bool(self._service.key),
-            to_headers(admitted.granted),
-        )  # fmt: skip
-        trip = RelayTrip(
-            ask, requests, client, lambda tokens: door.learn_length(admitted, tokens),
-            lambda ends: verdict_fields(requests, ends),
-        )  # fmt: skip
-        for id in trip.ids:
-            self._service.trips[id] = trip
-        return trip
-
-    def head(self, relay: _ProxyResponse) -> Callable[[Headers], list[tuple[bytes, bytes]]]:
-        """A function from a server's headers to those for the client."""
-        answer = response_id(relay.offers.requests)
-        # vLLM makes the response's id from this header.
-        id_header = (b"x-request-id", (answer.partition("-")[2] or answer).encode())
-
-        def head(headers: Headers) -> list[tuple[bytes, bytes]]:
-            sent = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned_headers(headers)]
-            length = [(b"content-length", v.encode()) for n, v in headers[-1:] if n == "content-length"]
-            return [*forbid_buffering(sent), *length, id_header, *self.limits(relay)]
-
-        return head
-
-    def _for_server(self, relay: _ProxyResponse, path: str, answer: str) -> BodyFields:
-        """The body for a server, without SLO fields, which are for the gateway."""
-        body, tenants = without_slo_fields(relay.fields), self._service.tenants
-        if path == RESPONSES and ("request_id" not in body or tenants.configured):
-            body = body.with_fields(request_id=answer)  # where vLLM takes no id from a header
-        return self._state.door.with_salt(body, relay.admitted.tenant) if self._service.is_vllm() else body
-
-    def limits(self, relay: _ProxyResponse) -> list[tuple[bytes, bytes]]:
-        return self._state.door.response_headers(relay.admitted)
-
-    def forget(self, trip: RelayTrip) -> None:
-        for id in trip.ids:
-            self._service.trips.pop(id, None)
+        return _ProxyResponse(self._service, door, offers, admitted, body, model, self._headers(http), http.url.query)
 
     async def other(self, http: HttpRequest) -> Response:
         """Forward a request for any other path to one of the servers, in turn."""
@@ -203,7 +129,7 @@ class Gateway:
         path, door = http.scope["path"], self._state.door
         if is_internal(path):
             raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
-        raw = await door.read_body(http.stream(), http.headers.get("content-length", ""))
+        raw = await door.read_body(http)
         target, headers = written_path(path, http.url.query), self._headers(http)
         admitted = door.admit_other(path, tenant)
 
@@ -273,45 +199,92 @@ class _ProxyResponse(Response):
     """Offers the requests of an API request when sent, and relays a server's response."""
 
     def __init__(
-        self, gateway: Gateway, offers: Offers, admitted: AdmittedRequest, body: BodyFields, model: str,
-        headers: list[tuple[str, str]], query: str,
+        self, service: GatewayService, door: FrontDoor, offers: Offers, admitted: AdmittedRequest, fields: BodyFields,
+        model: str, headers: list[tuple[str, str]], query: str,
     ) -> None:  # fmt: skip
-        self.offers, self.admitted, self.fields, self.headers_for_server = offers, admitted, body, headers
-        self.model, self.query = model, query
-        self._gateway = gateway
+        self._service, self._door, self._offers, self._admitted = service, door, offers, admitted
+        self._fields, self._model, self._headers_for_server, self._query = fields, model, headers, query
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = AsgiClient(scope, send, self._gateway.head(self))
-        trip = self._gateway.trip(self, scope["path"], client)
-        gone = asyncio.Event()
+        client = AsgiClient(scope, send, self._head)
+        trip = self._trip(scope["path"], client)
+        has_left = False
 
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            gone.set()
-            self.offers.cancel()
+        def leave() -> None:
+            nonlocal has_left
+            has_left = True
+            self._offers.cancel()
             trip.break_off("the client left")
 
-        watcher, sender = asyncio.create_task(watch()), asyncio.create_task(client.run())
+        watcher = asyncio.create_task(watch_departure(receive, leave))
+        sender = asyncio.create_task(client.run())
         try:
-            await self.offers.send(trip.on_event)
+            await self._offers.send(trip.on_event)
             await trip.done.wait()
-            if not trip.is_over and not gone.is_set():
-                self.offers.cancel()
+            if not trip.is_over and not has_left:
+                self._offers.cancel()
                 self._send_error(trip, client)
             if client.has_ended:
                 await sender
         finally:
             watcher.cancel()
             sender.cancel()
-            self.offers.cancel()
-            self._gateway.forget(trip)
+            self._offers.cancel()
+            for id in trip.ids:
+                self._service.trips.pop(id, None)
+
+    def _trip(self, path: str, client: AsgiClient) -> RelayTrip:
+        """Make the trip, and register it for the replicas."""
+        door, admitted, requests = self._door, self._admitted, self._offers.requests
+        with_usage = bool((self._fields.value("stream_options") or {}).get("include_usage"))
+        answer = response_id(requests)
+        fields = self._for_server(path, answer)
+        names_id = fields.json("request_id") == orjson.dumps(answer)
+
+        def fields_with_usage(counted: bool) -> BodyFields:
+            return _with_usage(path, fields) if counted else fields
+
+        raw = cache(lambda counted: fields_with_usage(counted).to_json())
+
+        def body(name: str, counted: bool) -> bytes:
+            if names_id and name != answer:
+                return fields_with_usage(counted).with_fields(request_id=name).to_json()
+            return raw(counted)
+
+        ask = Ask(
+            path, written_path(path, self._query), answer, admitted.n, fields.flag("stream"), with_usage,
+            self._service.is_vllm(), self._headers_for_server, body, self._model, bool(self._service.key),
+            to_headers(admitted.granted),
+        )  # fmt: skip
+        trip = RelayTrip(
+            ask, requests, client, lambda tokens: door.learn_length(admitted, tokens),
+            lambda ends: verdict_fields(requests, ends),
+        )  # fmt: skip
+        for id in trip.ids:
+            self._service.trips[id] = trip
+        return trip
+
+    def _head(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """The headers for the client, from a server's."""
+        answer = response_id(self._offers.requests)
+        # vLLM makes the response's id from this header.
+        id_header = (b"x-request-id", (answer.partition("-")[2] or answer).encode())
+        sent = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned_headers(headers)]
+        length = [(b"content-length", v.encode()) for n, v in headers[-1:] if n == "content-length"]
+        return [*forbid_buffering(sent), *length, id_header, *self._door.response_headers(self._admitted)]
+
+    def _for_server(self, path: str, answer: str) -> BodyFields:
+        """The body for a server, without SLO fields, which are for the gateway."""
+        body, tenants = without_slo_fields(self._fields), self._service.tenants
+        if path == RESPONSES and ("request_id" not in body or tenants.configured):
+            body = body.with_fields(request_id=answer)  # where vLLM takes no id from a header
+        return self._door.with_salt(body, self._admitted.tenant) if self._service.is_vllm() else body
 
     def _send_error(self, trip: RelayTrip, client: AsgiClient) -> None:
         """Send the error of a response that failed, as a response or at the end of the stream that has begun."""
         if (end := trip.failed_end) is not None:
-            error = from_finished(end, self.offers.retry_after())
+            error = from_finished(end, self._offers.retry_after())
         else:
             error = ApiError(
                 502, f"The response broke off: {trip.break_reason}", code="server_failed", kind="server_error"
@@ -319,8 +292,8 @@ class _ProxyResponse(Response):
         trip.is_over = True
         body = error.body()
         if not trip.has_begun:
-            reply = error.response()
-            client.answer(reply.status_code, [*reply.raw_headers, *self._gateway.limits(self)], body)
+            limits = self._door.response_headers(self._admitted)
+            client.answer(error.status, error.response(limits).raw_headers, body)
         elif trip.ask.path in (CHAT, TEXT):  # no [DONE]: the answer is incomplete
             client.end(b"\n\ndata: " + body + b"\n\n")  # the event before may be incomplete
         else:  # a stream of named events
@@ -345,14 +318,8 @@ class _PassThrough(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.ensure_future(self._pass(scope, receive, send))
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            task.cancel()
-
-        watcher = asyncio.create_task(watch())
+        task = asyncio.create_task(self._pass(scope, receive, send))
+        watcher = asyncio.create_task(watch_departure(receive, task.cancel))
         try:
             await asyncio.wait({task})
         finally:
@@ -366,9 +333,7 @@ class _PassThrough(Response):
         try:
             reply = await self._answer()
         except ApiError as error:
-            response = error.response()
-            response.raw_headers += self._limits()
-            return await response(scope, receive, send)
+            return await error.response(self._limits())(scope, receive, send)
         head = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in returned_headers(reply.headers)]
         head = [*forbid_buffering(head), *self._limits()]
         try:

@@ -10,7 +10,7 @@ from rubato.fleet.served_models import ServedModels
 from rubato.frontdoor.admission import AdmittedRequest, FrontDoor
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.frontdoor.errors import ApiError
-from rubato.serving.app_state import AppState, models_response
+from rubato.serving.app_state import AppState, json_response
 
 MAX_NAMES_IN_ERROR = 20  # listed in an error
 
@@ -21,10 +21,8 @@ def asked_model(body: BodyFields, models: ServedModels, door: FrontDoor, admitte
     Raises ApiError 404 for a model that no server lists, and settles what was admitted. This check comes last, as it
     would at a server.
     """
-    name = body.value("model")
-    if not isinstance(name, str):
-        return ""
-    if not models.is_listed(name):
+    name = named_model(b'{"model":%b}' % (body.json("model") or b"null"))  # of any length: it is charged already
+    if name and not models.is_listed(name):
         door.settle(admitted, admitted.choices, 0, 0)
         raise unknown_model(name, models)
     return name
@@ -42,7 +40,7 @@ def named_model(raw: bytes) -> str:
     checked, and could take far more memory than its bytes."""
     try:
         return _decoder.decode(raw).model
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
 
 
@@ -64,10 +62,10 @@ class ModelPages:
 
     async def all(self, http: HttpRequest) -> Response:
         self._state.enter(http)
-        return models_response({"object": "list", "data": list(self._models.entries().values())})
+        return json_response({"object": "list", "data": list(self._models.entries().values())})
 
     async def one(self, http: HttpRequest, name: str) -> Response:
         self._state.enter(http)
         if (entry := self._models.entries().get(name)) is None:
             raise unknown_model(name, self._models)
-        return models_response(entry)
+        return json_response(entry)

@@ -26,13 +26,6 @@ _MEANINGS = {
     503: "The server is stopping, or the request was cut short.",
 }
 SCHEME = "key"
-_SESSION = {
-    "name": SESSION_HEADER,
-    "in": "header",
-    "required": False,
-    "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"},
-    "description": "requests of one session go where its KV is, where the router has prefix_affinity",
-}
 
 
 class ErrorDetails(BaseModel):
@@ -53,7 +46,7 @@ def completion(schema: type[schemas.Completion]) -> dict[str, Any]:
     body = {"required": True, "content": {"application/json": {"schema": of}}}
     answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
     return {
-        "openapi_extra": {"requestBody": body, "parameters": [*_slo_headers(), _SESSION]},
+        "openapi_extra": {"requestBody": body, "parameters": _headers()},
         "response_model": None,
         "responses": {
             200: {"description": "The answer: whole, or as server-sent events", "content": answer},
@@ -87,10 +80,10 @@ def complete(app: FastAPI, *, keys: bool) -> None:
                     operation["security"] = [{SCHEME: []}]
 
 
-def _slo_headers() -> list[dict[str, Any]]:
-    schema = {"type": "number", "minimum": MIN_SLO_MS, "maximum": MAX_SLO_MS}
-    return [
-        {"name": name, "in": "header", "required": False, "schema": schema, "description": f"{dimension}, milliseconds"}
-        for dimension, names in SLO_HEADERS.items()
-        for name in names
-    ]
+def _headers() -> list[dict[str, Any]]:
+    """The headers that state an SLO and a session. As parameters of FastAPI it would check them, and answer 422."""
+    time = {"type": "number", "minimum": MIN_SLO_MS, "maximum": MAX_SLO_MS}
+    found = [(name, time, f"{dimension}, milliseconds") for dimension, names in SLO_HEADERS.items() for name in names]
+    session = "requests of one session go where its KV is, where the router has prefix_affinity"
+    found.append((SESSION_HEADER, {"type": "string", "pattern": "^[!-~]{1,128}$"}, session))
+    return [{"name": n, "in": "header", "required": False, "schema": s, "description": d} for n, s, d in found]

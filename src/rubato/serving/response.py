@@ -11,11 +11,13 @@ from starlette.types import Receive, Scope, Send
 from rubato.core.events import Event, Finished, Started, Tokens
 from rubato.core.plan import Logprob
 from rubato.core.request import Request
+from rubato.frontdoor.admission import Headers
 from rubato.frontdoor.choices import first_choices
 from rubato.frontdoor.errors import ApiError, from_finished
 from rubato.frontdoor.offers import Offers
 from rubato.frontdoor.verdict import served_tier
 from rubato.serving import sse
+from rubato.serving.asgi_client import watch_departure
 
 
 class ChoiceEvents:
@@ -109,12 +111,18 @@ class CompletionResponse(Response):
 
     The status line waits for the first token or the end, so that a refusal is a 429 also when streaming; if one choice
     is refused, all are. The requests are cancelled at once when the client leaves.
+
+    Args:
+        offers: the requests.
+        form: of the response.
+        chunks: encodes a streamed one.
+        more_headers: further headers, asked for when the response begins.
     """
 
-    def __init__(self, offers: Offers, form: sse.Format, chunks: sse.Chunks | None) -> None:
-        self._offers = offers
-        self._form = form
-        self._chunks = chunks
+    def __init__(
+        self, offers: Offers, form: sse.Format, chunks: sse.Chunks | None, more_headers: Callable[[], Headers] = list
+    ) -> None:  # fmt: skip
+        self._offers, self._form, self._chunks, self._more_headers = offers, form, chunks, more_headers
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,7 +132,7 @@ class CompletionResponse(Response):
             live.has_client_left = True
             self._offers.cancel()
 
-        watcher = asyncio.create_task(_watch(receive, leave))
+        watcher = asyncio.create_task(watch_departure(receive, leave))
         try:
             await self._offers.send(live)
             await live.wait_for_news()
@@ -132,7 +140,7 @@ class CompletionResponse(Response):
                 return
             if live.failed is not None:
                 self._offers.cancel()
-                await self._error(live.failed).response()(scope, receive, send)
+                await self._error(live.failed).response(self._more_headers())(scope, receive, send)
             elif self._chunks is None:
                 await self._whole(live, scope, receive, send)
             else:
@@ -145,13 +153,16 @@ class CompletionResponse(Response):
         said = [part.take() or sse.TextPiece("") for part in live.parts]
         body = sse.whole(self._form, said, live.ends, live.cached)
         headers = {"x-rubato-tier": served_tier(self._form.request, live.ends), "x-request-id": self._form.id}
-        await Response(body, 200, headers, "application/json")(scope, receive, send)
+        reply = Response(body, 200, headers, "application/json")
+        reply.raw_headers += self._more_headers()
+        await reply(scope, receive, send)
 
     async def _stream(self, live: ResponseEvents, chunks: sse.Chunks, send: Send) -> None:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             *sse.NO_BUFFERING_HEADERS,
             (b"x-request-id", self._form.id.encode()),
+            *self._more_headers(),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         piece = chunks.begin()
@@ -182,10 +193,3 @@ class CompletionResponse(Response):
 
     def _error(self, end: Finished) -> ApiError:
         return from_finished(end, self._offers.retry_after())
-
-
-async def _watch(receive: Receive, on_departure: Callable[[], None]) -> None:
-    """Call `on_departure` in the same turn of the loop in which the client's departure becomes known."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    on_departure()

@@ -10,14 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    Field,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    WithJsonSchema,
-    field_validator,
-)
+from pydantic import Field, TypeAdapter, ValidationError, ValidationInfo, WithJsonSchema, field_validator
 
 from rubato.core.request import Sampling
 from rubato.frontdoor.errors import ApiError, invalid, no_room
@@ -25,67 +18,27 @@ from rubato.frontdoor.slo_body import MAX_NAME_CHARACTERS, MAX_UNKNOWN_FIELDS, B
 
 # Parameters of OpenAI and vLLM that change the answer and are not implemented -> the values that mean "not used".
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    # samplers of llama.cpp, text-generation-webui and their clients, which send them always
-    "dry_multiplier": (0,),
-    "dynamic_temperature": (False,),
-    "dynatemp_range": (0,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "grammar": ("",),
-    "grammar_string": ("",),
-    "guidance_scale": (1,),
-    "json_schema": ({},),
-    "mirostat": (0,),
-    "mirostat_mode": (0,),
-    "negative_prompt": ("",),
-    "no_repeat_ngram_size": (0,),
-    "num_beams": (1,),
-    "penalty_alpha": (0,),
-    "smoothing_factor": (0,),
-    "tfs": (1,),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "typical": (1,),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
-}
+    **dict.fromkeys((
+        "add_special_tokens", "audio", "chat_template", "guided_choice", "guided_grammar", "guided_json",
+        "guided_regex", "parallel_tool_calls", "prompt_logprobs", "structured_outputs", "truncate_prompt_tokens",
+        "web_search_options",
+    ), ()),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "documents", "functions", "logits_processors", "tools"), ([],)),
+    **dict.fromkeys(("chat_template_kwargs", "logit_bias", "json_schema"), ({},)),
+    **dict.fromkeys((
+        "continue_final_message", "echo", "include_stop_str_in_output", "return_token_ids", "use_beam_search",
+        "dynamic_temperature",
+    ), (False,)),
+    **dict.fromkeys(("length_penalty", "guidance_scale", "num_beams", "tfs", "tfs_z", "typical", "typical_p"), (1,)),
+    **dict.fromkeys((
+        "min_tokens", "priority", "dry_multiplier", "dynatemp_range", "epsilon_cutoff", "eta_cutoff", "mirostat",
+        "mirostat_mode", "no_repeat_ngram_size", "penalty_alpha", "smoothing_factor", "top_a", "xtc_probability",
+    ), (0,)),
+    **dict.fromkeys(("suffix", "grammar", "grammar_string", "negative_prompt"), ("",)),
+    "add_generation_prompt": (True,), "function_call": ("none",), "modalities": (["text"],),
+    "reasoning_effort": ("none",), "response_format": ({"type": "text"},), "skip_special_tokens": (True,),
+    "tool_choice": ("none", "auto"), "verbosity": ("medium",),
+}  # fmt: skip
 # Fields of other servers that change no answer here, or only that of a sampler in UNSUPPORTED.
 IGNORED = frozenset(
     {

@@ -18,31 +18,20 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 
-from rubato.config.build import (
-    autoscaler_of,
-    believed_latency_of,
-    check_names,
-    choice_of,
-    engine_of,
-    fair_share_of,
-    lengths_of,
-    most_in_flight,
-)
+from rubato.config.build import autoscaler_of, believed_latency_of, check_names, engine_of, lengths_of, most_in_flight
 from rubato.config.schema import Config, ConfigError
-from rubato.core.clock import Clock, WallClock, unix_time, watch_timers
+from rubato.core.clock import Clock, WallClock, watch_timers
 from rubato.core.did_you_mean import nearest
 from rubato.core.event_log import EventLogWriter
 from rubato.core.events import Stepped
 from rubato.core.extras import MissingExtra, extra
 from rubato.core.interfaces import Engine, LatencyModel
-from rubato.core.replica_options import ReplicaOptions
 from rubato.core.server_url import host_in_url
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
@@ -52,7 +41,14 @@ from rubato.frontdoor.tenants import Tenants, tenants_of, tiers_of
 from rubato.serving import logs
 from rubato.serving.app import Service, create_app
 from rubato.serving.connections import Connections, ListeningSocket, connection_limit, limit_accept_error_logs
-from rubato.serving.server_fleets import AppMaker, gateway_of, servers_on_ray, started_ray
+from rubato.serving.server_fleets import (
+    AppMaker,
+    app_settings,
+    cluster_options,
+    gateway_of,
+    servers_on_ray,
+    started_ray,
+)
 from rubato.serving.shutdown import CLOSE_TIMEOUT_S, LOG_DRAIN_S, Shutdown
 from rubato.serving.stalled_clients import SEND_BUFFER_BYTES, stall_guard
 
@@ -202,21 +198,41 @@ async def _serve_until_signal(
     on_serving(url)
     await wait_first(shutdown.first_signal.wait(), cluster.dead.wait(), asyncio.shield(http))
     app.state.draining = True
-    if not cluster.dead.is_set() and not http.done():
-        log.info("draining %d requests, for at most %.0f s", cluster.in_flight, config.drain_seconds)
-        await wait_first(
-            cluster.drain(), shutdown.second_signal.wait(), cluster.dead.wait(), limit=config.drain_seconds
-        )
-    shutdown.end_within(CLOSE_TIMEOUT_S)
-    failed = cluster.dead.is_set() or http.done()
-    await cluster.close()  # whatever is left ends with an error, which its client still gets
+    is_dead = await drain_and_close(cluster, shutdown, None if http.done() else config.drain_seconds)
+    has_failed = is_dead or http.done()
     server.should_exit = True
     await http
     watch.cancel()
     if cluster.error is not None:
         log.error("exit: %s", cluster.error)
-    log_event("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)
-    return 1 if failed else 0
+    return exit_status(cluster, has_failed)
+
+
+async def drain_and_close(cluster: Cluster, shutdown: Shutdown, seconds: float | None) -> bool:
+    """Let the requests in flight go on until a second signal, and close the cluster: those that are left end with an
+    error, which their clients still get.
+
+    Args:
+        cluster: to close.
+        shutdown: has had its first signal, unless the cluster is dead.
+        seconds: for the requests at most; None: they end at once.
+
+    Returns:
+        Whether the cluster was dead.
+    """
+    if seconds is not None and not cluster.dead.is_set():
+        log.info("draining %d requests, for at most %.0f s", cluster.in_flight, seconds)
+        await wait_first(cluster.drain(), shutdown.second_signal.wait(), cluster.dead.wait(), limit=seconds)
+    shutdown.end_within(CLOSE_TIMEOUT_S)
+    is_dead = cluster.dead.is_set()
+    await cluster.close()
+    return is_dead
+
+
+def exit_status(cluster: Cluster, has_failed: bool) -> int:
+    """Log the end of the server. Returns the process's exit status."""
+    log_event("exit", status=int(has_failed), offered=cluster.offered, finished=cluster.finished)
+    return int(has_failed)
 
 
 async def wait_first(*waits: Any, limit: float | None = None) -> None:
@@ -282,7 +298,7 @@ async def _cluster_and_app(config: Config, clock: Clock) -> tuple[Cluster, AppMa
     engines, cluster = build(config, clock)
 
     def app(tenants: Tenants, dropped: Callable[[], int]) -> FastAPI:
-        return create_app(replace(service_of(config, clock, engines[0], cluster, tenants), log_lines_dropped=dropped))
+        return create_app(service_of(config, clock, engines[0], cluster, tenants, dropped))
 
     return cluster, app
 
@@ -315,14 +331,7 @@ def engines_of(config: Config, clock: Clock) -> tuple[list[Engine], ClusterOptio
     if remote and config.autoscale is not None:
         raise ConfigError("autoscale: adds replicas in this process only; with fleet 'ray' leave it out")
     engines = [engine_of(config, clock, replica) for replica in range(1 if remote else config.replicas)]
-    options = ClusterOptions(
-        choice_of(config),
-        ReplicaOptions(lengths, config.slo_rule, config.prefix_cache),
-        most_in_flight(config, engines[0].limits),
-        fair_share_of(config),
-        autoscaler_of(config),
-    )
-    return engines, options
+    return engines, cluster_options(config, lengths, most_in_flight(config, engines[0].limits), autoscaler_of(config))
 
 
 def _ray_cluster(config: Config, clock: Clock, options: ClusterOptions) -> Cluster:
@@ -339,7 +348,10 @@ def _engine_and_model(config: Config, replica: int, clock: Clock) -> tuple[Engin
     return engine_of(config, clock, replica), believed_latency_of(config)
 
 
-def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, tenants: Tenants) -> Service:
+def service_of(
+    config: Config, clock: Clock, engine: Engine, cluster: Cluster, tenants: Tenants,
+    log_lines_dropped: Callable[[], int] = int,
+) -> Service:  # fmt: skip
     """The settings of the app over a started cluster."""
     model = cast(Any, engine)  # a served engine also has a name and a tokenizer
     limits = engine.limits
@@ -350,9 +362,5 @@ def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, t
         aliases=(model.model_name,),
         max_model_len=min(limits.max_model_len, limits.kv_blocks * limits.block_size),
         max_choices=min(config.max_choices, most_in_flight(config, limits) or config.max_choices),
-        tenants=tenants,
-        fair=bool(config.tenants),
-        max_body_bytes=config.max_body_bytes,
-        created_offset=unix_time() - clock.now(),
-        policy=config.policy.name,
+        **app_settings(config, clock, tenants, log_lines_dropped),
     )

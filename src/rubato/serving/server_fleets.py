@@ -23,7 +23,7 @@ from rubato.config.vllm_server import VllmServers, vllm_command
 from rubato.core.clock import Clock, unix_time
 from rubato.core.did_you_mean import nearest
 from rubato.core.extras import MissingExtra, extra
-from rubato.core.interfaces import Autoscaler
+from rubato.core.interfaces import Autoscaler, LengthPredictor
 from rubato.core.replica_options import ReplicaOptions
 from rubato.fleet.build import cluster_of
 from rubato.fleet.cluster import Cluster
@@ -61,12 +61,8 @@ def fleet_of(
     check_names(config)
     if config.autoscale is not None:
         raise ConfigError("autoscale: servers that run already are not started here; leave it out")
-    options = ClusterOptions(
-        choice_of(config),
-        ReplicaOptions(lengths_of(config), config.slo_rule, config.prefix_cache),
-        in_flight_bound(config, len(config.servers) * DEFAULT_LIMITS.max_num_seqs),
-        fair_share_of(config),
-    )
+    bound = in_flight_bound(config, len(config.servers) * DEFAULT_LIMITS.max_num_seqs)
+    options = cluster_options(config, lengths_of(config), bound)
     servers = [Server(one.url, one.link, one.key) for one in config.servers]
     keys = {server.key for server in servers}
     if len(keys) > 1:
@@ -88,13 +84,8 @@ def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     from rubato.fleet.ray_servers import RayServers, ReplaceLost
 
     trips: Trips = {}
-    options = ClusterOptions(
-        choice_of(config),
-        ReplicaOptions(lengths_of(config), config.slo_rule, config.prefix_cache),
-        most_in_flight(config, DEFAULT_LIMITS),
-        fair_share_of(config),
-        scaled or ReplaceLost(config.replicas),
-    )
+    autoscaler = scaled or ReplaceLost(config.replicas)
+    options = cluster_options(config, lengths_of(config), most_in_flight(config, DEFAULT_LIMITS), autoscaler)
     fleet = RayServers(
         command, clock, options, trips, resources=resources, key=key, step_timeout=config.step_timeout_seconds
     )  # fmt: skip
@@ -110,6 +101,28 @@ def ray_servers_of(config: Config) -> tuple[ServerCommand, str, Autoscaler | Non
     return *vllm_command(config), autoscaler_of(config)
 
 
+def cluster_options(
+    config: Config, lengths: LengthPredictor | None, max_in_flight: int | None, autoscaler: Autoscaler | None = None
+) -> ClusterOptions:  # fmt: skip
+    """The options of the cluster of a configuration."""
+    replica = ReplicaOptions(lengths, config.slo_rule, config.prefix_cache)
+    return ClusterOptions(choice_of(config), replica, max_in_flight, fair_share_of(config), autoscaler)
+
+
+def app_settings(
+    config: Config, clock: Clock, tenants: Tenants, log_lines_dropped: Callable[[], int]
+) -> dict[str, Any]:  # fmt: skip
+    """The settings of `AppService` that a configuration states for every app."""
+    return {
+        "tenants": tenants,
+        "fair": bool(config.tenants),
+        "max_body_bytes": config.max_body_bytes,
+        "created_offset": unix_time() - clock.now(),
+        "log_lines_dropped": log_lines_dropped,
+        "policy": config.policy.name,
+    }
+
+
 def _app_maker(
     config: Config, clock: Clock, cluster: Cluster, trips: Trips, homogeneity: HomogeneityCheck, key: str
 ) -> AppMaker:  # fmt: skip
@@ -120,9 +133,9 @@ def _app_maker(
         assert known is not None, "the cluster has started"
         return create_gateway(
             GatewayService(
-                cluster, trips, config.served_model_name or known.model, known.limits.max_model_len, key,
-                tenants, bool(config.tenants), config.max_body_bytes, config.max_choices, lambda: bool(known.version),
-                unix_time() - clock.now(), dropped, homogeneity.models, config.policy.name,
+                cluster, config.served_model_name or known.model, known.limits.max_model_len, trips, key,
+                lambda: bool(known.version), homogeneity.models, max_choices=config.max_choices,
+                **app_settings(config, clock, tenants, dropped),
             )
         )  # fmt: skip
 

@@ -1,10 +1,15 @@
 """Limits what one connection may take, and corrects two answers of uvicorn: to offers to upgrade, and to HTTP/1.0.
 
-uvicorn waits for ever for a client that does not read its answer or does not finish its request, keeps a head of any
-length, and reads on after an answer that did not wait for the body. Here the write buffer is bounded by the kernel's
-(`SEND_BUFFER_BYTES`) and one piece more, and a client that reads nothing for `stall_seconds` is cut off: its request
-ends as cancelled. A head may take `stall_seconds` and MAX_HEAD_BYTES, a body must come at MIN_BODY_RATE. After an
-answer to half a request the connection is closed once its client had time to read the answer.
+Of uvicorn's limits two are used: `timeout_keep_alive` closes a connection that sends nothing after an answer, and
+`timeout_graceful_shutdown` ends the last answers. The others do not keep what docs/security.md states. uvicorn waits
+for ever for a client that does not read its answer or has begun a request, and reads on after an answer that did not
+wait for the body. `h11_max_incomplete_event_size` bounds heads, but only with h11, which took 334 us of CPU where
+httptools took 66 us (a request answered in 64 chunks); `limit_concurrency` is no bound of connections (`connections`).
+
+Here the write buffer is bounded by the kernel's (`SEND_BUFFER_BYTES`) and one piece more, and a client that reads
+nothing for `stall_seconds` is cut off: its request ends as cancelled. A head may take `stall_seconds` and
+MAX_HEAD_BYTES, a body must come at MIN_BODY_RATE. After an answer to half a request the connection is closed once its
+client had time to read the answer.
 """
 
 from __future__ import annotations
@@ -15,15 +20,15 @@ import select
 import socket
 import sys
 from collections import deque
+from types import SimpleNamespace
 from typing import Any, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from rubato.core.clock import WallClock
-from rubato.fleet.relay import Flow
 from rubato.frontdoor.errors import ApiError
-from rubato.serving.asgi_client import HEAD_TIME_KEY, WRITER_KEY
+from rubato.serving.asgi_client import HEAD_TIME_KEY, WRITER_KEY, Writer
 from rubato.serving.connections import Connections, PendingInput
 
 SEND_BUFFER_BYTES = 128 << 10  # of each socket; Linux would let it grow to megabytes
@@ -68,8 +73,11 @@ class _StallGuard(HttpToolsProtocol):
         self._dropped_bytes: int | None = None  # of a request that is not read any more
         self._checks_without_read = 0  # checks, not seconds, which may have passed while the loop was busy
         self._write_state = (0, 0)
-        self._transport_of_cycle = _LingeringTransport(self)
-        self._writer: _BodyWriter | None = None
+        # For uvicorn's request cycle; its `close` gives the client time to read the answer.
+        self._transport_of_cycle: Any = SimpleNamespace(
+            write=transport.write, close=self.close_when_read, is_closing=self.is_closing
+        )
+        self._writer: Writer | None = None
         # Body bytes at the last checks, over stall_seconds at least.
         self._window: deque[int] = deque(maxlen=CHECKS_PER_STALL + 1)
         self._begin_part("head")
@@ -142,7 +150,7 @@ class _StallGuard(HttpToolsProtocol):
         self._begin_part("body")
         cast(Any, self.scope)["extensions"] = {HEAD_TIME_KEY: WallClock().now()}
         super().on_headers_complete()
-        self.cycle.transport = self._transport_of_cycle  # type: ignore[assignment]
+        self.cycle.transport = self._transport_of_cycle
         if self.scope["http_version"] != "1.1":
             self.cycle.keep_alive = False
             self.cycle.waiting_for_100_continue = False  # an older client would take a 100 for the answer
@@ -184,7 +192,7 @@ class _StallGuard(HttpToolsProtocol):
             self._writer.flow.resume()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self._writer = _BodyWriter(self.transport, cycle)
+        self._writer = Writer(self.transport, cycle)
         cycle.scope.setdefault("extensions", {})[WRITER_KEY] = self._writer
 
         async def closing(scope: Any, receive: Any, send: Any) -> None:
@@ -249,8 +257,8 @@ class _StallGuard(HttpToolsProtocol):
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
-        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
-        self.transport.write(STATUS_LINE[status] + lines + b"\r\n" + body)
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
         if status == 408:
             self.transport.close()  # it had its time
         else:
@@ -327,33 +335,3 @@ class _StallGuard(HttpToolsProtocol):
         except OSError:  # it is being closed
             return 0
         return int.from_bytes(info[TCPI_BYTES_ACKED_OFFSET:], sys.byteorder)
-
-
-class _BodyWriter:
-    """Writes parts of a body that has begun, past ASGI (`asgi_client.Writer`)."""
-
-    __slots__ = ("_cycle", "_is_chunked", "_transport", "flow", "is_open")
-
-    def __init__(self, transport: asyncio.Transport, cycle: Any) -> None:
-        self._transport, self._cycle = transport, cycle
-        self._is_chunked: bool | None = None
-        self.is_open = True  # until the connection is lost
-        self.flow: Flow | None = None
-
-    def write(self, data: bytes) -> None:
-        if self._is_chunked is None:
-            self._is_chunked = self._cycle.chunked_encoding
-        if data and self.is_open:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-
-class _LingeringTransport:
-    """The transport for uvicorn's request cycle: `close` gives the client time to read the answer."""
-
-    def __init__(self, connection: _StallGuard) -> None:
-        self.write = connection.transport.write
-        self.close = connection.close_when_read
-        self.is_closing = connection.is_closing

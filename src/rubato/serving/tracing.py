@@ -44,6 +44,7 @@ from rubato.frontdoor.choices import answer_of, prompt_tokens, response_id
 from rubato.frontdoor.errors import ApiError
 from rubato.frontdoor.headers import first_of_each
 from rubato.frontdoor.paths import GENERATE, canonical_path
+from rubato.frontdoor.request_record import event_fields
 from rubato.frontdoor.verdict import report
 from rubato.serving.asgi_client import HEAD_TIME_KEY
 
@@ -62,6 +63,7 @@ SPAN_EVENT_NAMES: dict[type[Event], str] = {  # event -> its name in a span
     Promoted: "promoted",
     Finished: "finished",
 }
+SPAN_FIELDS = ("replica", "why", "resumed", "cached_tokens", "outcome", "reason")  # of `event_fields`
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 
 _propagator = TraceContextTextMapPropagator()  # W3C's, which servers behind a gateway read as well
@@ -170,19 +172,8 @@ def _choice_attribute(event: Event) -> dict[str, Any]:
 
 def _event_attributes(event: Event) -> dict[str, Any]:
     """The attributes of an event."""
-    about = _choice_attribute(event)
-    match event:
-        case Placed(replica=replica, why=why):
-            about |= {"rubato.replica": replica, **({"rubato.why": why} if why else {})}
-        case Started(resumed=resumed, cached=cached):
-            about |= {"rubato.resumed": resumed, "rubato.cached_tokens": cached}
-        case Lost(replica=replica) | Transferred(replica=replica):
-            about["rubato.replica"] = replica
-        case HandedOff(request=request) if request.handoff is not None:
-            about |= {"rubato.replica": request.handoff.source, "rubato.why": request.handoff.reason}
-        case Finished(outcome=outcome, reason=reason):
-            about |= {"rubato.outcome": outcome, "rubato.reason": reason}
-    return about
+    fields = event_fields(event)
+    return _choice_attribute(event) | {f"rubato.{name}": fields[name] for name in SPAN_FIELDS if name in fields}
 
 
 def _span_attributes(requests: list[Request], ends: list[Finished]) -> dict[str, Any]:

@@ -6,17 +6,15 @@ where the block size is known.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import cast
 
 from fastapi.responses import RedirectResponse, Response
 
-from rubato.core.clock import Clock
-from rubato.core.interfaces import SeqView, View
-from rubato.frontdoor.request_record import RequestRecord
+from rubato.core.interfaces import SeqView
 from rubato.frontdoor.tenants import Tenant, Tenants
-from rubato.serving.board import Board
+from rubato.serving.board import Board, BoardSource
 from rubato.serving.board_pages import FILES, file_answer, first_slice, json_answer
 from rubato.serving.vllm_reports import EngineReports
 
@@ -28,7 +26,7 @@ class VllmBoard:
     """The board of one API server. model, policy: their names."""
 
     def __init__(self, reports: EngineReports, tenants: Tenants, model: str, policy: str) -> None:
-        self._board = Board(EngineSource(reports, tenants, model, policy))
+        self._board = Board(_source(reports, tenants, model, policy))
         reports.add_listener(self._board.counts)
 
     def file(self, path: str, *, with_slash: bool) -> Response | None:
@@ -45,47 +43,29 @@ class VllmBoard:
         return json_answer(self._board.json(tenant, first_slice(query.get("since", ""))))
 
 
-class EngineSource:
-    """A `BoardSource` that reads the engines' reports."""
+def _source(reports: EngineReports, tenants: Tenants, model: str, policy: str) -> BoardSource:
+    """What the board shows of the engines' reports."""
+    records, engines = reports.requests.in_flight, reports.engines
 
-    router = ""
-
-    def __init__(self, reports: EngineReports, tenants: Tenants, model: str, policy: str) -> None:
-        self._reports = reports
-        self.tenants, self.model, self.policy = tenants, model, policy
-        self.fair = tenants.configured
-        self.paths = {"request": "requests/", "chat": "../v1/chat/completions"}
-        self.draining: Collection[str] = ()
-
-    @property
-    def clock(self) -> Clock:
-        return self._reports.clock
-
-    @property
-    def in_flight(self) -> Mapping[str, RequestRecord]:
-        return self._reports.history.in_flight
-
-    @property
-    def held_requests(self) -> Sequence[SeqView]:
+    def beyond_share() -> Sequence[SeqView]:
         """Requests of tenants beyond their share."""
-        records = self.in_flight
-        ids = [id for fields in self._reports.engines.values() for id in fields.get("held", ()) if id in records]
+        ids = [id for fields in engines.values() for id in fields.get("held", ()) if id in records]
         return [cast(SeqView, SimpleNamespace(id=id, request=records[id].request, **_UNPLANNED)) for id in ids]
 
-    def views(self) -> Sequence[View]:
-        return self._reports.views()
-
-    def counted(self) -> Collection[str]:
-        return ()
-
-    def urls(self) -> Mapping[str, str]:
-        return {}
-
-    def state(self) -> str:
-        return "serving"
-
-    def faulty_replicas(self) -> Collection[str]:
-        return [str(engine) for engine, fields in self._reports.engines.items() if fields.get("given_up")]
+    return BoardSource(
+        model,
+        policy,
+        "",
+        reports.clock,
+        {"request": "requests/", "chat": "../v1/chat/completions"},
+        tenants,
+        tenants.configured,
+        reports.requests,
+        beyond_share,
+        reports.views,
+        lambda: "serving",
+        lambda: [str(engine) for engine, fields in engines.items() if fields.get("given_up")],
+    )
 
 
 _UNPLANNED = {"due": float("inf"), "missed": False}

@@ -32,6 +32,7 @@ from rubato.wire.messages import EngineState, RequestEvents
 log = logging.getLogger("vllm.rubato")
 PLAN_BUCKETS_S = tuple(seconds / 100 for seconds in STEP_BUCKETS_S)
 END_NOT_REPORTED = "the end was not reported"
+PLAIN_TOTALS = ("fallbacks", "stood_aside", "link_refused")  # of a report, by replica alone
 QUEUES = ("waiting", "running", "moving")  # states of an engine's sequences
 LATE_REPORT_S = 10.0  # reports on an API request count this long after its response
 
@@ -40,8 +41,8 @@ class PluginMetrics(SLOMetrics):
     """Metrics with those of the plug-in's steps. counts: whether this API server is the one that counts totals."""
 
     def __init__(self, registry: CollectorRegistry, *, counts: bool) -> None:
-        super().__init__(registry)
-        self._counts = counts
+        super().__init__(registry, RequestHistory(answer_of=answer_of))
+        self._counts_totals = counts
         self._plan = self.histogram("plan_seconds", "Time to plan a step", "replica", PLAN_BUCKETS_S)
         self._totals = {
             "fallbacks": self.counter("plan_fallbacks", "Steps in vLLM's own order after a fault", "replica"),
@@ -68,30 +69,22 @@ class PluginMetrics(SLOMetrics):
 
     def begin(self, replicas: Iterable[str]) -> None:
         """Show all counters as 0: a counter that begins at 1 has no rate."""
-        for replica in replicas if self._counts else ():
+        for replica in replicas if self._counts_totals else ():
             for place in FAULT_PLACES:
                 self._totals["faults"].labels(replica, place)
-            for metric in (
-                self._plan,
-                self._step,
-                self._totals["fallbacks"],
-                self._totals["stood_aside"],
-                self._totals["link_refused"],
-                self.lost,
-                self._is_given_up,
-                self._requests_held,
-            ):
+            gauges = self._is_given_up, self._requests_held
+            for metric in (self._plan, self._step, self.lost, *gauges, *(self._totals[name] for name in PLAIN_TOTALS)):
                 metric.labels(replica)
 
     def state(self, replica: str, fields: Mapping[str, Any]) -> None:
         """Count the fields of an engine's report."""
-        if not self._counts:
+        if not self._counts_totals:
             return
         for seconds in fields["planned"]:
             self._plan.labels(replica).observe(seconds)
         for tokens, seqs, seconds in fields["batches"]:
             self(Stepped(0.0, replica, Shape(tokens, seqs), seconds))
-        for name in ("fallbacks", "stood_aside", "link_refused"):
+        for name in PLAIN_TOTALS:
             self._total(self._totals[name], (name, replica), fields[name], replica)
         for outcome, count in fields["drafted"].items():
             self._total(self._draft_tokens, ("drafted", replica, outcome), count, outcome)
@@ -110,7 +103,7 @@ class PluginMetrics(SLOMetrics):
 
 
 class EngineReports:
-    """Reads the engines' messages and passes their events to `metrics`, `history` and further listeners.
+    """Reads the engines' messages and passes their events to `metrics`, which records requests, and further listeners.
 
     engines: the last report of each. block_size: tokens of a KV block, 0 where it is unknown.
     """
@@ -119,7 +112,7 @@ class EngineReports:
         self._reader = reader
         self.block_size = 0
         self.metrics = metrics
-        self.history = RequestHistory(answer_of=answer_of)
+        self.requests = metrics.requests
         self.engines: dict[int, dict[str, Any]] = {}
         self.clock = WallClock()
         self._open: dict[str, int] = {}  # the engine of each request that has not ended
@@ -179,7 +172,7 @@ class EngineReports:
         reported = {row[0]: row for row in fields.get("sequences", ())}
         held, queues = fields.get("held", ()), dict[str, list[SeqView]]({queue: [] for queue in QUEUES})
         for id in dict.fromkeys([*reported, *self._open]):  # requests since the report come last
-            if self._open.get(id) != engine or ((record := self.history.in_flight[id]).replicas == [] and id in held):
+            if self._open.get(id) != engine or ((record := self.requests.in_flight[id]).replicas == [] and id in held):
                 continue
             seq = _ReportedSequence(record, reported.get(id), at, now)
             queues[seq.queue].append(cast(SeqView, seq))
@@ -203,7 +196,6 @@ class EngineReports:
 
     def _publish(self, event: Event) -> None:
         self.metrics(event)
-        self.history(event)
         if type(event) is not Tokens:
             self._publish_to_listeners(event)
         listener = self._ticket_listeners.get(event.id)
