@@ -10,8 +10,8 @@ Beside Sarathi tuned stands the paper's own, with one budget for a model: what a
 scenarios holds (§6). Beside Reasoning stands a row whose zero-load TTFT, of which its SLO is three times, holds the
 server's part, too, as one that is measured does.
 
-Arrivals are stand-ins with the statistics of Azure's (figure `slos-serve-arrivals`). `--trace` with Azure's two files
-adds rows with the trace's own, stretched to the rate; no claim reads them.
+Arrivals are stand-ins with the statistics of Azure's. `--trace` with Azure's two files adds rows with the trace's own,
+stretched to the rate; no claim reads them.
 """
 
 from __future__ import annotations
