@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._guest import beside
 from experiments._host import AS_STATED, at_host
 from rubato.core.events import Event, Tokens
@@ -426,6 +427,4 @@ def curves(values: Sequence[Any], x: str, says: str, axes: Any) -> None:
     for which, said in (("paper", "the best of the paper's baselines"), ("all", "the best tuned baseline")):
         best = [float(np.mean([best_share(v, run, which) for run in v["runs"]])) for v in values]
         axes.plot(at, best, "x--", label=said)
-    axes.set_xlabel(says)
-    axes.set_ylabel("in SLO, TTFT of 2 s among them")
-    axes.legend(fontsize=7)
+    name_axes(axes, says, "in SLO, TTFT of 2 s among them")

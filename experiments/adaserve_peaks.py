@@ -36,6 +36,7 @@ from experiments._adaserve_runs import (
     violations,
     with_ttft,
 )
+from experiments._axes import name_axes
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
@@ -134,6 +135,4 @@ def draw(data: Any, axes: Any) -> None:
         came, met = (np.sum([r["systems"][name][key] for r in run["runs"]], axis=0) for key in ("came", "met"))
         times = BIN * (np.arange(len(came)) + 0.5)
         axes.plot(times, [m / n if n else np.nan for m, n in zip(met, came, strict=True)], label=name)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("in SLO, TTFT of 2 s among them")
-    axes.legend(fontsize=7)
+    name_axes(axes, "seconds", "in SLO, TTFT of 2 s among them")

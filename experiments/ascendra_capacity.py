@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import bars
 from experiments._guest import beside
 from experiments._host import AS_STATED, at_host
 from rubato.fleet.cluster_options import PolicyChoice
@@ -213,12 +214,11 @@ def found(values: Sequence[Any], small: bool) -> Found:
 def draw(data: Any, axes: Any) -> None:
     """Capacity of each system by model, the mean of the seeds."""
     cases, names = (list(dict.fromkeys(v[key] for v in data)) for key in ("case", "name"))
-    for place, name in enumerate(names):
-        means = [np.mean([v["capacity"] for v in data if (v["case"], v["name"]) == (case, name)]) for case in cases]
-        axes.bar(np.arange(len(cases)) + 0.85 * (place / len(names) - 0.5), means, 0.85 / len(names), label=name)
-    axes.set_xticks(range(len(cases)), cases)
-    axes.set_ylabel("requests/s of three replicas at 90 % in SLO")
-    axes.legend(fontsize=7)
+    means = {
+        name: [np.mean([v["capacity"] for v in data if (v["case"], v["name"]) == (case, name)]) for case in cases]
+        for name in names
+    }
+    bars(axes, cases, means, "requests/s of three replicas at 90 % in SLO")
 
 
 def tables(data: Any) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments.ascendra_capacity import (
     CASES,
     CONFIGURED,
@@ -298,9 +299,7 @@ def draw(data: Any, axes: Any) -> None:
         axes.plot(first["scales"], 100 * np.mean([v[name]["shares"] for v in own], axis=0), "o-", label=name)
     axes.axhline(90.0, color="grey", linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("SLO scale")
-    axes.set_ylabel("in SLO (%)")
-    axes.legend()
+    name_axes(axes, "SLO scale", "in SLO (%)")
 
 
 def tables(data: Any) -> str:

@@ -132,20 +132,3 @@ def tables(data: Sequence[Any]) -> str:
         *(f"`{router}`" for router in ratios.routers),
     ]
     return "\n\n".join([*parts, markdown([head, *routed])])
-
-
-def draw(data: Sequence[Any], axes: Any) -> None:
-    """What each system holds over `edf`, by load, at 90 % of all."""
-    ratios = Ratios(data)
-    measure = next(iter(MEASURES))
-    names = [name for name in dict.fromkeys(name for _, name in ratios.values) if name != "edf"]
-    for name in names:
-        over = [
-            float(np.mean(ratios.goodput(load, name, measure) / ratios.goodput(load, "edf", measure)))
-            for load in ratios.loads
-        ]  # fmt: skip
-        axes.plot(over, range(len(over)), "o", label=name)
-    axes.axvline(1.0, color="gray")
-    axes.set_yticks(range(len(ratios.loads)), ratios.loads)
-    axes.set_xlabel(f"requests/s over edf's, {measure}")
-    axes.legend()

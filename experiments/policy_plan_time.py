@@ -213,14 +213,3 @@ def tables(data: Sequence[Any]) -> str:
 
 def _ms(data: Sequence[Any], name: str, at: int) -> float:
     return worst(data, lambda v: v["ms"][name][at])[1].value
-
-
-def draw(data: Sequence[Any], axes: Any) -> None:
-    counts = data[0]["counts"]
-    for name in data[0]["ms"]:
-        axes.plot(counts, [_ms(data, name, i) for i in range(len(counts))], "o-", label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("requests waiting")
-    axes.set_ylabel("CPU ms of a plan, worst situation")
-    axes.legend()

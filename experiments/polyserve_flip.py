@@ -17,6 +17,7 @@ import numpy as np
 from experiments import Found
 from experiments import _polyserve_runs as runs
 from experiments import polyserve_goodput as goodput
+from experiments._axes import name_axes
 from experiments._fleet_roles import FleetRoles
 from experiments._guest import beside
 from experiments._polyserve_runs import OURS, REPLICAS, Tried
@@ -102,9 +103,7 @@ def draw(data: Any, axes: Any) -> None:
     shares = [None if share is None else REPLICAS * share for share in seen["attained"]]
     axes.plot(times, [np.nan if share is None else share for share in shares], color="black", label="in SLO, of 20")
     axes.axvline(seen["flip"], color="black", linestyle=":")
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("replicas")
-    axes.legend(fontsize=7, loc="lower right")
+    name_axes(axes, "seconds", "replicas")
 
 
 def tables(data: Any) -> str:

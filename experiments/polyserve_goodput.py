@@ -22,6 +22,7 @@ import numpy as np
 
 from experiments import Found
 from experiments import _polyserve_runs as runs
+from experiments._axes import bars
 from experiments._guest import beside
 from experiments._polyserve_runs import CHUNKS, OURS, REPLICAS, Tried, splits
 from rubato.measure.confidence import Estimate, over_seeds
@@ -224,14 +225,9 @@ def found(values: Sequence[Any], small: bool) -> Found:
 def draw(data: Any, axes: Any) -> None:
     """Polyserve's goodput over that of the best baseline, by data set and measure."""
     table = Table(data)
-    for nth, measure in enumerate(MEASURES):
-        ratios = [float(np.mean(table.ratio(each, table.chosen(each, measure), measure))) for each in table.sets]
-        at = np.arange(len(ratios)) + 0.8 * ((nth + 0.5) / len(MEASURES) - 0.5)
-        axes.bar(at, ratios, 0.8 / len(MEASURES), label=measure)
+    heights = {m: [float(np.mean(table.ratio(s, table.chosen(s, m), m))) for s in table.sets] for m in MEASURES}
     axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_xticks(range(len(table.sets)), [each.replace("-", "\n", 1) for each in table.sets], fontsize=6)
-    axes.set_ylabel("goodput over the best baseline's")
-    axes.legend(fontsize=7)
+    bars(axes, table.sets, heights, "goodput over the best baseline's")
 
 
 def tables(data: Any) -> str:

@@ -78,18 +78,6 @@ def found(values: Sequence[Any], small: bool) -> Found:
     return Found(estimates, list(values), list(range(len(values))), "deadline", settings)
 
 
-def draw(data: Any, axes: Any) -> None:
-    """CPU microseconds of a request over the size of the fleet."""
-    fleets = sorted({v["fleet"] for each in data for v in each})
-    for name in SYSTEMS:
-        costs = [1e6 / np.median(list(_requests(data, name, fleet))) for fleet in fleets]
-        axes.plot(fleets, costs, marker="o", label=name)
-    axes.set_xlabel("replicas")
-    axes.set_ylabel("CPU microseconds a request")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7)
-
-
 def _requests(data: Any, name: str, fleet: int) -> list[float]:
     return [v["requests"] for each in data for v in each if (v["name"], v["fleet"]) == (name, fleet)]
 

@@ -149,18 +149,3 @@ def tables(data: Sequence[Any]) -> str:
         ])  # fmt: skip
     parts.append(f"Attained on few replicas at one rate, worst tier, %:\n\n{markdown(rows)}")
     return "\n\n".join(parts)
-
-
-def draw(data: Sequence[Any], axes: Any) -> None:
-    """Ours over the best of the others, by data set and measure."""
-    table = Table(data)
-    names = list(table.ours)
-    for at, measure in enumerate(MEASURES):
-        axes.plot(
-            [float(np.exp(np.mean(np.log(table.ratios(name, measure))))) for name in names],
-            np.arange(len(names)) + 0.2 * (at - 1), "o", label=measure,
-        )  # fmt: skip
-    axes.axvline(1.0, color="gray")
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xlabel("rubato's requests/s over the best other's")
-    axes.legend()

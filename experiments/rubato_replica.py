@@ -174,19 +174,3 @@ def tables(data: Sequence[Any]) -> str:
             rows.append([load, ratio.shown(), f"`{setting}`", f"{own:.3g}"])
         parts.append(f"{measure}:\n\n{markdown(rows)}")
     return "\n\n".join(parts)
-
-
-def draw(data: Sequence[Any], axes: Any) -> None:
-    """Ours over the best of the others, by load and measure."""
-    table = Table(data)
-    for at, measure in enumerate(MEASURES):
-        ratios = [table.ratio(load, measure) for load in table.loads]
-        places = np.arange(len(table.loads)) + 0.25 * (at - 1)
-        axes.errorbar(
-            [r.value for r in ratios], places, fmt="o", label=measure,
-            xerr=[[r.value - r.low for r in ratios], [r.high - r.value for r in ratios]],
-        )  # fmt: skip
-    axes.axvline(1.0, color="gray")
-    axes.set_yticks(range(len(table.loads)), table.loads)
-    axes.set_xlabel("rubato's requests/s over the best other's")
-    axes.legend()

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._exhaustive_mapping import exhaustive
 from experiments._guest import beside
 from rubato.core.events import Event, Finished
@@ -276,9 +277,7 @@ def draw(data: Any, axes: Any) -> None:
                   [max(0.0, 100 * (r.high - 1) - h) for h, r in zip(heights, ratios, strict=True)]]  # fmt: skip
         axes.bar(at, heights, 0.8 / len(batches), yerr=errors, label=f"batches of up to {b}")
     axes.set_xticks(range(len(counts)), [str(n) for n in counts])
-    axes.set_xlabel("requests at once")
-    axes.set_ylabel("G over order of arrival (%)")
-    axes.legend()
+    name_axes(axes, "requests at once", "G over order of arrival (%)")
 
 
 def tables(data: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._exhaustive_mapping import exhaustive
 from experiments.sa_gap import instance
 from rubato.core.clock import process_cpu_time
@@ -96,9 +97,7 @@ def draw(data: Any, axes: Any) -> None:
         if own:
             axes.plot(own[0]["temperatures"], 100 * accepted / np.maximum(1, worse), label=f"{n} requests")
     axes.invert_xaxis()
-    axes.set_xlabel("temperature")
-    axes.set_ylabel("worse solutions accepted (%)")
-    axes.legend()
+    name_axes(axes, "temperature", "worse solutions accepted (%)")
 
 
 def tables(data: Any) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments.fidelity.live_runs import ENGINE, HOLDS, LOADS, LiveRig, LoadLevel, Outcome, Scale, torch_rig
 from rubato.core.plan import Limits
 from rubato.engines.simulated import ByteText
@@ -144,6 +145,4 @@ def draw(data: Any, axes: Any) -> None:
     axes.set_xticks(range(len(data)), names)
     axes.set_xlim(-0.5, len(data) - 0.5)
     axes.set_ylim(0, 103)
-    axes.set_ylabel("SLO attainment (%, of offered)")
-    axes.set_xlabel("policy, load (1 = simulated vllm attains 90 %)")
-    axes.legend(frameon=False)
+    name_axes(axes, "policy, load (1 = simulated vllm attains 90 %)", "SLO attainment (%, of offered)")

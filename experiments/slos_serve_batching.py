@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._executed_batches import Replica, executed, jobs_of
 from rubato.measure.confidence import over_seeds
 from rubato.measure.tables import markdown
@@ -119,6 +120,4 @@ def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
         if value.get("points"):
             tokens, seconds = np.array(value["points"]).T
             axes.plot(1e3 * seconds, tokens / seconds, ".", markersize=3, label=value["replica"])
-    axes.set_xlabel("latency of a batch (ms)")
-    axes.set_ylabel("throughput (tokens/s)")
-    axes.legend()
+    name_axes(axes, "latency of a batch (ms)", "throughput (tokens/s)")

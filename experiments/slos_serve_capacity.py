@@ -24,6 +24,7 @@ import numpy as np
 
 from experiments import Found
 from experiments import _slos_serve_runs as runs
+from experiments._axes import bars
 from experiments._guest import beside, drafts
 from experiments._slos_serve_runs import FULL, OURS, PAPERS, SMALL_SEARCH, CapacitySearch, Scale, hardware
 from rubato.core.plan import Shape
@@ -397,12 +398,6 @@ def draw(data: Sequence[Any], axes: Any) -> None:
     """Each case's capacities by the paper's judge, as shares of the largest."""
     rates = Rates(data)
     systems = [name for name in SYSTEMS if name != VLLM_SPEC]
-    for j, case in enumerate(CASES):
-        heights = {system: float(np.mean(own)) for system in systems if (own := rates.of(case, system, PAPERS))}
-        for i, system in enumerate(systems):
-            height = heights.get(system, 0.0) / max(heights.values(), default=1.0)
-            axes.bar(j + 0.14 * (i - 2.5), height, 0.13, color=f"C{i}", label="" if j else system)
-    axes.set_xticks(range(len(CASES)), list(CASES), rotation=60, fontsize=7)
-    axes.set_ylabel("capacity at 90 %, of the largest")
-    axes.set_ylim(0.0, 1.2)  # room for the legend
-    axes.legend(frameon=False, fontsize=7, ncols=3, loc="upper center")
+    means = np.array([[np.mean(rates.of(case, s, PAPERS) or [0.0]) for case in CASES] for s in systems])
+    heights = dict(zip(systems, (means / np.maximum(means.max(axis=0), 1e-9)).tolist(), strict=True))
+    bars(axes, list(CASES), heights, "capacity at 90 %, of the largest")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import bars
 from experiments._slos_serve_runs import COARSE, PAPERS, CapacitySearch
 from rubato.core.plan import Shape
 from rubato.measure.confidence import Estimate, over_seeds
@@ -124,9 +125,7 @@ def tables(data: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
-    for at, (p, d) in enumerate(RATIOS):
-        heights = [_over_equal(data, scenario, (p, d)).value for scenario in SCENARIOS]
-        axes.bar([j + 0.27 * (at - 1) for j in range(len(SCENARIOS))], heights, 0.25, label=f"{p} PF : {d} DCD")
-    axes.set_xticks(range(len(SCENARIOS)), SCENARIOS)
-    axes.set_ylabel("capacity a GPU, of 1 PF : 1 DCD")
-    axes.legend()
+    heights = {
+        f"{p} PF : {d} DCD": [_over_equal(data, scenario, (p, d)).value for scenario in SCENARIOS] for p, d in RATIOS
+    }
+    bars(axes, SCENARIOS, heights, "capacity a GPU, of 1 PF : 1 DCD")

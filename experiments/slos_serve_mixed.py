@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._slos_serve_runs import FULL, SMALL, hardware, load
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
@@ -87,7 +88,4 @@ def draw(data: Sequence[Any], axes: Any) -> None:
         own = [s for v in data if (v["policy"], v["rate"]) == (name, RATES[-1]) for s in v["shares"]["ttft"]]
         axes.plot(np.sort(own), np.linspace(0.0, 1.0, len(own)), label=name)
     axes.axvline(1.0, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xscale("log")
-    axes.set_xlabel("TTFT over what was promised")
-    axes.set_ylabel("share of requests")
-    axes.legend(frameon=False)
+    name_axes(axes, "TTFT over what was promised", "share of requests", log="x")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._executed_batches import Replica, executed, jobs_of
 from rubato.latency.fit import blank, error_report
 from rubato.measure.confidence import Estimate, over_seeds
@@ -92,6 +93,4 @@ def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
             axes.plot(predicted, executed_, ".", markersize=3, label=value["replica"])
             most = max(most, float(executed_.max()))
     axes.plot([0.0, most], [0.0, most], color="grey", linewidth=0.8)
-    axes.set_xlabel("predicted by the roofline (ms)")
-    axes.set_ylabel("executed (ms)")
-    axes.legend(fontsize=8)
+    name_axes(axes, "predicted by the roofline (ms)", "executed (ms)")

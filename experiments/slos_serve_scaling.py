@@ -19,6 +19,7 @@ import numpy as np
 
 from experiments import Found
 from experiments import _slos_serve_runs as runs
+from experiments._axes import name_axes
 from experiments._slos_serve_runs import FULL, PAPERS, SMALL_SEARCH, CapacitySearch, Scale
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
@@ -145,6 +146,4 @@ def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
         axes.plot(ran, [np.mean(rates[n]) / np.mean(rates[1]) for n in ran], "o-", label=case)
     axes.plot(REPLICAS, REPLICAS, ":", color="grey", label="linear")
     axes.set_xticks(REPLICAS)
-    axes.set_xlabel("replicas")
-    axes.set_ylabel("capacity, of one replica's")
-    axes.legend()
+    name_axes(axes, "replicas", "capacity, of one replica's")
