@@ -21,8 +21,9 @@ from experiments import Found
 from experiments._axes import bars
 from experiments._guest import beside
 from experiments._host import AS_STATED, at_host
+from experiments._rate_search import geometric
 from rubato.fleet.cluster_options import PolicyChoice
-from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.confidence import Estimate
 from rubato.measure.records import BenchResult
 from rubato.measure.tables import markdown
 from rubato.planning.capacity import crossing, e2e_p99, rate_or_zero
@@ -80,7 +81,6 @@ SYSTEMS: Mapping[str, tuple[str, ...]] = {
     SLOW: ("slos_serve",),
 }
 DEFAULT, TUNED = ("prefill_first", "sarathi, 512"), ("prefill_first, tuned", "sarathi, tuned")
-LEAST_LOADED = "sarathi, tuned, least_loaded"
 SMALL = tuple(name for name in SYSTEMS if name != SLOW)
 
 
@@ -187,13 +187,7 @@ def capacities(values: Sequence[Any], case: str) -> list[dict[str, float]]:
 def ratio(values: Sequence[Any], case: str, systems: Sequence[str], ours: str = OURS) -> Estimate:
     """Our capacity over the best of some systems', seed by seed; the geometric mean."""
     own = capacities(values, case)
-    return over_seeds([float(np.log(c[ours] / max(c[name] for name in systems))) for c in own]).exp()
-
-
-def beyond(values: Sequence[Any], case: str, ours: str = OURS) -> Estimate:
-    """Share in SLO at 1.1 × edf's capacity, less edf's there: points."""
-    own = [v["beyond"] for v in values if v["case"] == case and v["name"] == EDF]
-    return over_seeds([100 * (b[ours] - b[EDF]) for b in own])
+    return geometric([c[ours] / max(c[name] for name in systems) for c in own])
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
@@ -201,11 +195,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
     for case in CASES:
         estimates[f"{case}-over-default"] = ratio(values, case, DEFAULT)
         estimates[f"{case}-over-tuned"] = ratio(values, case, TUNED)
-        estimates[f"{case}-over-least-loaded"] = ratio(values, case, [LEAST_LOADED])
         estimates[f"{case}-over-edf"] = ratio(values, case, [EDF])
-        estimates[f"{case}-beyond"] = beyond(values, case)
-        estimates[f"{case}-paper-settings-over-default"] = ratio(values, case, DEFAULT, PAPER)
-        estimates[f"{case}-paper-settings-over-edf"] = ratio(values, case, [EDF], PAPER)
     estimates["qwen-over-sarathi-512"] = ratio(values, "qwen", ["sarathi, 512"])
     settings = {"replicas": REPLICAS, "target": TARGET, "systems": {k: list(v) for k, v in SYSTEMS.items()}}
     return Found(estimates, list(values), sorted({v["seed"] for v in values}), "mean", settings)

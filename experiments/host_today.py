@@ -16,15 +16,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from experiments import Found, adaserve_rate, ascendra_capacity, polyserve_goodput, slos_serve_capacity
 from experiments._adaserve_runs import MODELS, REAL
 from experiments._host import AS_STATED, TODAY
 from experiments._polyserve_runs import BEFORE
+from experiments._rate_search import geometric
 from experiments._slos_serve_runs import FULL, OURS, SMALL_SEARCH
 from rubato.latency import profiles
-from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.confidence import Estimate
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.judge.search import MEASURES
@@ -137,7 +136,7 @@ class Results:
         """The mode chosen on the tuning's seed, over the best baseline."""
         table = polyserve_goodput.Table(self.of("polyserve", host))
         ratios = table.ratio(DATA, table.chosen(DATA, measure), measure)
-        return over_seeds([float(x) for x in np.log(ratios)]).exp()
+        return geometric(ratios)
 
     def _adaserve(self, model: str, host: str) -> Estimate:
         """Times fewer violations than the best of the paper's baselines, where that attains 0.41."""

@@ -192,9 +192,6 @@ def found(values: Sequence[Any], small: bool) -> Found:
     counts = values[0]["counts"]
     at = counts.index(BAR) if BAR in counts else len(counts) - 1
     estimates = {f"{name}-ms": worst(values, lambda v, name=name: v["ms"][name][at])[1] for name in OURS}
-    for name in values[0]["ms"]:
-        key = f"{name.replace('_', '-')}-exponent"
-        estimates[key] = worst(values, lambda v, name=name: exponent(counts, v["ms"][name]))[1]
     loop = float(np.median([v["loop"] for v in values]))
     settings = {"profile": PROFILE, "running": RUNNING, "counts": counts, "plans": PLANS, "loop": loop}
     return Found(estimates, list(values), sorted({v["seed"] for v in values}), "deadline", settings)

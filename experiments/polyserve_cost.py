@@ -117,13 +117,8 @@ def draw(data: Any, axes: Any) -> None:
 
 
 def tables(data: Any) -> str:
-    rows = [
-        [
-            "requests/s",
-            *(f"{n}, replica-seconds a request in SLO (in SLO)" for n in data[0]["cost"]),
-            "replicas of co_chunk",
-        ]
-    ]
+    head = [f"{n}, replica-seconds a request in SLO (in SLO)" for n in data[0]["cost"]]
+    rows = [["requests/s", *head, "replicas of co_chunk"]]
     for load in sorted({v["load"] for v in data}):
         own = [v for v in data if v["load"] == load]
         cells = [

@@ -22,7 +22,6 @@ from experiments._fleet_roles import FleetRoles
 from experiments._guest import beside
 from experiments._polyserve_runs import OURS, REPLICAS, Tried
 from experiments.polyserve_goodput import ALL, HOST, PAPERS, POLYSERVE, SEEDS, SMALL, Table
-from rubato.measure.confidence import over_seeds
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.judge.search import MEASURES
@@ -82,13 +81,9 @@ def watched(roles: FleetRoles, records: Sequence[Any], end: float) -> dict[str, 
 
 def found(values: Sequence[Any], small: bool) -> Found:
     table = Table(values)
-    own = {v["name"]: v for v in values}
-    apart = "baseline pd" if "baseline pd" in own else "baseline co"
     estimates = {
         "co-over-baselines": table.mean(ALL, table.all_of("polyserve co")),
         "pd-over-baselines": table.mean(ALL, table.all_of("polyserve pd")),
-        "pd-over-pd": table.mean(ALL, table.all_of("polyserve pd"), [apart]),
-        **{f"{n[-2:]}-again": over_seeds([w["again"] for w in own[n]["watched"]]) for n in POLYSERVE},
     }
     settings = {"replicas": REPLICAS, "measures": MEASURES, "load": LOAD, "window": WINDOW, "near": NEAR}
     return Found(estimates, list(values), sorted({s for v in values for s in v["seeds"]}), "deadline", settings)

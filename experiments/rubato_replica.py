@@ -32,7 +32,6 @@ STARTS = {"chatbot": 4.5, "coder": 1.8, "summarizer": 3.0, "mixed": 4.8, "toolll
 COUNT, LONGEST, FEWER = 600, "reasoning", 200  # requests of a run; of those that live for minutes
 SEEDS, TUNED_ON = (1, 2, 3, 4), 0
 LEAST = 0.05  # of the start, what counts where no rate was found
-ALL, NINETY_FIVE, EACH = MEASURES
 
 SYSTEMS: Mapping[str, tuple[str, ...]] = {
     OURS: (OURS,),

@@ -82,13 +82,7 @@ def _cells(values: Sequence[Any]) -> list[dict[str, Any]]:
 
 def found(values: Sequence[Any], small: bool) -> Found:
     cells = _cells(values)
-
-    mean = Estimate.exact(max(max(0.0, cell["mean"]) for cell in cells))
-    estimates = {
-        "mean-gap": mean,
-        "mean-gap-aim": mean,
-        "worst-gap": Estimate.exact(prod(cell["within"] for cell in cells)),
-    }
+    estimates = {"worst-gap": Estimate.exact(prod(cell["within"] for cell in cells))}
     settings = {"scenario": SCENARIO, "instances": cells[0]["instances"]}
     return Found(estimates, cells, range(cells[0]["instances"]), "predicted", settings)
 

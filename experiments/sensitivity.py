@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments import Found
 from experiments._host import AS_STATED, TODAY, at_host
-from experiments._rate_search import RateSearch, shares_of
+from experiments._rate_search import RateSearch, geometric, shares_of
 from experiments._rubato_runs import CONTEXT, NOISE, USUALLY
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.request import Request
@@ -266,7 +266,7 @@ class Results:
     def ratio(self, system: str, condition: str, beside: str, reference: str) -> Estimate:
         """What it holds under a condition over what another holds under one."""
         pairs = zip(self.held(system, condition), self.held(beside, reference), strict=True)
-        return over_seeds([float(np.log(a / b)) for a, b in pairs]).exp()
+        return geometric([a / b for a, b in pairs])
 
 
 def found(values: Sequence[Any], small: bool) -> Found:

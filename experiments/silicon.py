@@ -359,20 +359,8 @@ def tables(data: Any) -> str:
             source, f"{1e3 * host:.2f} ms", f"{1e6 * per_seq:.1f} µs",
             f"{1e3 * seconds:.0f} ms + {1e6 * per_token:.1f} µs a prompt token",
         ])  # fmt: skip
-    errors = [
-        [
-            "server",
-            "half",
-            "points",
-            "TPOT: median",
-            "P90",
-            "bias",
-            "bias with 2024's",
-            "TTFT: bias",
-            "steps alone",
-            "host terms of this server alone",
-        ]
-    ]
+    head = "server, half, points, TPOT: median, P90, bias, bias with 2024's, TTFT: bias, steps alone"
+    errors = [[*head.split(", "), "host terms of this server alone"]]
     for name, group in groupby(data["rows"], key=lambda row: row["profile"]):
         own = list(group)
         low = [row for row in own if row["fewest"]]

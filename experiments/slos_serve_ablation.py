@@ -51,13 +51,9 @@ def jobs(small: bool) -> list[Job]:
     scale = SMALL_SEARCH if small else FULL
     return [
         Job("same", same, (scale,)),
-        *(
-            Job(f"{scenario} {step} seed={seed}", search, (scenario, step, seed, scale))
-            for scenario in STARTS
-            for step in (*STEPS, SINGLE)
-            for seed in scale.seeds
-        ),
-    ]
+        *(Job(f"{scenario} {step} seed={seed}", search, (scenario, step, seed, scale))
+          for scenario in STARTS for step in (*STEPS, SINGLE) for seed in scale.seeds),
+    ]  # fmt: skip
 
 
 def same(scale: Scale) -> dict[str, int]:

@@ -26,6 +26,7 @@ from experiments import Found
 from experiments import _slos_serve_runs as runs
 from experiments._axes import bars
 from experiments._guest import beside, drafts
+from experiments._rate_search import geometric
 from experiments._slos_serve_runs import FULL, OURS, PAPERS, SMALL_SEARCH, CapacitySearch, Scale, hardware
 from rubato.core.plan import Shape
 from rubato.measure.confidence import Estimate, over_seeds
@@ -329,7 +330,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
         estimates[f"mean-edf{judge}"] = rates.ratio(able, (EDF,), target, PLAIN)
     estimates["four-replicas-edf"] = rates.ratio(FOUR_UNDRAFTED, (EDF,), PAPERS, PLAIN)
     baseline = rates.of(LONGEST, rates.best(LONGEST, two, PAPERS), PAPERS)
-    estimates["reasoning-bound"] = over_seeds([float(np.log(most_by_decodes() / rate)) for rate in baseline]).exp()
+    estimates["reasoning-bound"] = geometric([most_by_decodes() / rate for rate in baseline])
     for judge in runs.JUDGES:
         begun = [v["begun"][judge] for v in values if v["case"] not in SEVERAL_PROMPTS]
         made, broken = (sum(own) for own in zip(*begun, strict=True))

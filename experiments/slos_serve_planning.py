@@ -129,12 +129,9 @@ def found(values: Sequence[Any], small: bool) -> Found:
     }
     loop = float(np.median([v["loop"] for v in values]))
     settings = {
-        "profile": PROFILE,
-        "tpots": {str(n): tpots for n, tpots in TPOTS.items()},
-        "slowdown": SLOWDOWN,
-        "loop": loop,
-        "table": rows,
-    }
+        "profile": PROFILE, "tpots": {str(n): tpots for n, tpots in TPOTS.items()}, "slowdown": SLOWDOWN,
+        "loop": loop, "table": rows,
+    }  # fmt: skip
     return Found(estimates, list(values), seeds, "deadline", settings)
 
 
