@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import experiments
-from experiments import Claim, claims, failed, golden, names
-from experiments.__main__ import main
+from experiments import Claim, claims, failed, golden, names, quick
+from experiments.__main__ import QUICK, main
 from experiments.paper_headlines import HEADLINES
 from experiments.paper_page import PAPERS, SECTION, pages, seeds
 from rubato.measure.confidence import Estimate
@@ -251,6 +251,28 @@ def test_a_full_run_says_its_time_goes_on_and_leaves_nothing_behind(
     assert "about 0.4 s of one core; if interrupted, the same command goes on" in capsys.readouterr().err
     assert "3 of 3 jobs were in the file already" in json.loads(out.read_text())["notes"][0]
     assert not kept.exists()
+
+
+def test_quick_figures_go_on_where_a_check_failed_or_they_were_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiments, "names", lambda: ["polyserve-limits", "slos-serve-toy"])
+    toy = experiments.load("slos-serve-toy")
+    with monkeypatch.context() as patch:
+        patch.setattr(experiments, "failed", lambda data: ["a-check"] * (data["figure"] == "slos-serve-toy"))
+        assert main(["--quick"]) == 1
+    assert "slos-serve-toy: these checks do not hold: a-check" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(toy, "found", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            quick.run(QUICK)
+    assert main(["--quick"]) == 0
+    said = capsys.readouterr().out
+    assert f"1 figures have run, says {QUICK}" in said
+    assert re.findall(r"^([\w-]+): ", said, re.MULTILINE) == ["slos-serve-toy"]
+    assert "2 figures in their small form" in said
+    assert not QUICK.exists()
 
 
 def test_a_check_that_does_not_hold_is_exit_status_1(
