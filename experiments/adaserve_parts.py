@@ -65,10 +65,8 @@ def measured(
         chosen[part] = max(shares, key=shares.__getitem__) if shares else policies[0]
     return [
         {"model": model, "rate": rate, "seed": seed, "part": part, "policy": policy, **run(policy, rate, seed)}
-        for rate in rates
-        for seed in seeds
-        for part, policy in chosen.items()
-    ]
+        for rate in rates for seed in seeds for part, policy in chosen.items()
+    ]  # fmt: skip
 
 
 def ahead(values: Sequence[Any], part: str, than: str) -> Estimate:

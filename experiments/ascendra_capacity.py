@@ -89,11 +89,9 @@ def jobs(small: bool, policy: str | None = None) -> list[Job]:
     duration, tolerance, names = (20.0, 0.5, SMALL) if small else (DURATION, TOLERANCE, tuple(SYSTEMS))
     return [
         Job(f"{case} seed={seed} {name}", measured, (case, seed, duration, tolerance, name))
-        for case in CASES
-        for seed in (SEEDS[:1] if small else SEEDS)
-        for name in beside(names, policy)
+        for case in CASES for seed in (SEEDS[:1] if small else SEEDS) for name in beside(names, policy)
         if name != SLOW or seed == SEEDS[0]
-    ]
+    ]  # fmt: skip
 
 
 @lru_cache

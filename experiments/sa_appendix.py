@@ -46,10 +46,8 @@ def jobs(small: bool) -> list[Job]:
     cells = {(4, b): model for (_, b), model in CELLS.items()} if small else CELLS
     return [
         Job(f"{name} n={n} b={b} seed={seed}", served, (name, model, n, b, seed))
-        for (n, b), model in cells.items()
-        for name in SYSTEMS
-        for seed in (SEEDS[:2] if small else SEEDS)
-    ]
+        for (n, b), model in cells.items() for name in SYSTEMS for seed in (SEEDS[:2] if small else SEEDS)
+    ]  # fmt: skip
 
 
 def machine(model: str, batch: int) -> Hardware:

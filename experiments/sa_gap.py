@@ -37,10 +37,8 @@ def jobs(small: bool) -> list[Job]:
     counts, parts = (COUNTS[:2], 1) if small else (COUNTS, INSTANCES // PART)
     return [
         Job(f"n={n} b={b} part={part}", searched, (n, b, part, 5 if small else PART))
-        for n in counts
-        for b in BATCHES
-        for part in range(parts)
-    ]
+        for n in counts for b in BATCHES for part in range(parts)
+    ]  # fmt: skip
 
 
 def instance(n: int, seed: int) -> list[MappedRequest]:

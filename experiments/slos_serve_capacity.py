@@ -173,10 +173,8 @@ def jobs(small: bool, policy: str | None = None, trace: str | None = None) -> li
     scale = SMALL_SEARCH if small else FULL
     return [
         Job(f"{case} {system} tuned", tuned, (case, system, scale))
-        for case in CASES
-        for system in beside(tuple(SYSTEMS), policy)
-        if case in of_name(system).cases
-    ]
+        for case in CASES for system in beside(tuple(SYSTEMS), policy) if case in of_name(system).cases
+    ]  # fmt: skip
 
 
 def then(values: Sequence[Any], small: bool, policy: str | None = None, trace: str | None = None) -> list[Job]:

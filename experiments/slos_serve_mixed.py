@@ -38,10 +38,8 @@ def jobs(small: bool) -> list[Job]:
     seeds = SMALL.seeds if small else FULL.seeds
     return [
         Job(f"{name} rate={rate} seed={seed}", measured, (name, rate, seed, small))
-        for name in POLICIES
-        for rate in RATES
-        for seed in seeds
-    ]
+        for name in POLICIES for rate in RATES for seed in seeds
+    ]  # fmt: skip
 
 
 def measured(name: str, rate: float, seed: int, small: bool) -> dict[str, Any]:
@@ -72,11 +70,8 @@ def found(values: Sequence[Any], small: bool) -> Found:
 
     estimates = {
         f"{name}-{measure}-{rate:g}": p99(name, rate, measure)
-        for rate in RATES
-        for name in POLICIES
-        for measure in MEASURES
-        if measure == "ttft" or name == "slos-serve"
-    }
+        for rate in RATES for name in POLICIES for measure in MEASURES if measure == "ttft" or name == "slos-serve"
+    }  # fmt: skip
     estimates["unfinished"] = Estimate.exact(sum(v["unfinished"] for v in values))
     settings = {"rates": RATES, "policies": POLICIES, "machine": hardware("mixed", FULL).describe()}
     return Found(estimates, list(values), (SMALL if small else FULL).seeds, "deadline", settings)

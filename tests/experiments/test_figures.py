@@ -440,6 +440,15 @@ def test_the_page_says_which_runs_are_too_short() -> None:
 LEAST = 0.1  # seconds that are said of what takes none
 
 
+@pytest.mark.parametrize("run", [run for run in RUNS if hasattr(experiments.load(run["figure"]), "draw")],
+                         ids=lambda run: run["figure"])  # fmt: skip
+def test_a_picture_is_drawn_of_the_recorded_run(run: dict[str, Any]) -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
+    experiments.load(run["figure"]).draw(run["data"], axes)
+    assert axes.get_ylabel()
+    assert axes.lines or axes.patches or axes.collections
+
+
 @pytest.mark.parametrize("run", RUNS, ids=[run["figure"] for run in RUNS])
 def test_the_seconds_said_are_those_of_the_recorded_run(run: dict[str, Any]) -> None:
     """CPU seconds; the live runs' servers are other processes, whose time only the wall clock has."""
