@@ -84,9 +84,9 @@ def slos_serve(host: str, case: str, system: str, small: bool) -> dict[str, Any]
 
 def polyserve(host: str, name: str, small: bool) -> dict[str, Any]:
     own = TODAY if HOSTS[host] == TODAY else polyserve_goodput.HOST
-    replicas, seeds = (4, SEEDS[:1]) if small else (REPLICAS, SEEDS)
+    replicas, seeds = (2, SEEDS[:1]) if small else (REPLICAS, SEEDS)
     settings = polyserve_goodput.settings(name, replicas)[: 1 if small else None]
-    stays, fill = (0.3, 0.2) if small else (polyserve_goodput.stays(DATA, replicas, own), BEFORE)
+    stays, fill = (1.0, 0.3) if small else (polyserve_goodput.stays(DATA, replicas, own), BEFORE)
     ran = polyserve_goodput.measured(
         DATA, name, settings, seeds, stays, replicas, fill, own, (ALL, EACH), every=not small
     )  # fmt: skip
