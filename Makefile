@@ -118,8 +118,8 @@ check: setup  ## lint, format, types, which package may import which, whether po
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m experiments --behaviour check
 
-figures-quick: setup  ## every figure in its small form, in which checks must hold
-	for name in $$($(BIN)/python -m experiments --names); do $(BIN)/python -m experiments $$name --small --no-progress || exit 1; done
+figures-quick: setup  ## figures in their small form, in which checks must hold, at most 300 CPU s in all; goes on where it was stopped
+	$(BIN)/python -m experiments --quick
 
 figures: setup  ## full runs of all figures whose policies do otherwise since; goes on where it was stopped
 	$(call FULL_RUNS,older)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import experiments
-from experiments import golden
+from experiments import golden, quick
 from experiments.paper_headlines import HEADLINES
 from experiments.paper_page import bar, pages, read
 from experiments.provenance import changed
@@ -17,6 +17,7 @@ from rubato.measure import results
 from rubato.measure.tables import markdown
 
 RUNS = Path("docs/figures")  # the JSON of full runs
+QUICK = Path("results/figures/quick.jsonl")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
                         help="print figures' names, one a line: all, those without a full run of their policies as "
                         "they are, and of these those with a claim that opens a page")  # fmt: skip
     parser.add_argument("--small", action="store_true", help="seconds: enough for the checks, not for papers' numbers")
+    parser.add_argument("--quick", action="store_true", help=f"those that are quick, small; {QUICK} is what has run")
     parser.add_argument("--trace", metavar="FILE", help="offer this recorded stream, where the figure takes one")
     parser.add_argument("--policy", metavar="POLICY",
                         help="run this policy too, beside the systems compared: mine.py:SETTING=VALUE,...")  # fmt: skip
@@ -55,6 +57,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.names:
         print("\n".join(_names(args.names)))
         return 0
+    if args.quick:
+        return quick.run(QUICK)
     if args.behaviour is not None:
         return golden.check() if args.behaviour == "check" else golden.write()
     if args.docs is not None:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._guest import beside
 from experiments._host import AS_STATED, at_host
 from rubato.core.events import Event, Tokens
@@ -91,7 +92,7 @@ MODELS = {
     ),
 }  # fmt: skip
 
-OURS, NO_NEEDS, KNEE, KNEE_NO_NEEDS = "adaserve", "adaserve, needs 0", "adaserve, the paper's", "the paper's, needs 0"
+OURS, NO_NEEDS, KNEE = "adaserve", "adaserve, needs 0", "adaserve, the paper's"
 NEEDLESS = "experiments._needless_adaserve"
 BUDGETS = (256, 512, 1024, 2048)
 PAPER = ("vllm", "sarathi", "chains of 4", "chains of 6", "chains of 8")  # of which the paper takes the best
@@ -103,8 +104,8 @@ TUNED = (*PAPER, "chains of 2", "smart_spec", "priority", "edf")
 def choice(model: str, system: str, host: str = AS_STATED) -> str:
     """The policy that a system of ours is, with its settings; another's name is its policy."""
     of = MODELS[model]
-    name = {NO_NEEDS: NEEDLESS, KNEE_NO_NEEDS: NEEDLESS, KNEE: OURS}.get(system, system)
-    if system in (KNEE, KNEE_NO_NEEDS):
+    name = {NO_NEEDS: NEEDLESS, KNEE: OURS}.get(system, system)
+    if system == KNEE:
         knee = 1 + hardware(model, host).model.knee(Shape().plus(1, 512))
         return f"{name}:verify_tokens={knee},{of.artifact}"
     return f"{name}:{of.ours}" if of.ours and name in (OURS, NEEDLESS) else name
@@ -295,10 +296,6 @@ def fewer(ours: float, best: float, requests: int) -> float:
     return max(1.0 - best, 1.0 / requests) / max(1.0 - ours, 1.0 / requests)
 
 
-def best_of(run: Mapping[str, Any], systems: Sequence[str], key: str = "share") -> float:
-    return max(float(run[name][key]) for name in systems if name in run)
-
-
 def violations(of: Mapping[str, Any], which: str, ours: str = OURS, judge: str = JUDGE) -> list[float]:
     """`fewer`, logarithm, by seed."""
     return [
@@ -363,10 +360,9 @@ class Sweep:
         values, estimates = [cell for cells in jobs for cell in cells], {}
         for model in MODELS:
             own = [v for v in values if v["model"] == model] or values  # a small run has one model
-            for name, which in (("", "paper"), ("-tuned", "all"), ("-v0", "v0")):
+            for name, which in (("", "paper"), ("-v0", "v0")):
                 estimates[f"{model}-violations{name}"] = up_to([violations(v, which) for v in own])
                 estimates[f"{model}-goodput{name}"] = up_to([more(v, which) for v in own])
-            estimates[f"{model}-knee"] = up_to([violations(v, "all", KNEE) for v in own])
         estimates["below"] = below(values)
         seeds = [run["seed"] for run in values[0]["runs"]]
         return Found(estimates, values, seeds, "mean", {"ttft": TTFT, "acceptance": REAL, **settings})
@@ -426,6 +422,4 @@ def curves(values: Sequence[Any], x: str, says: str, axes: Any) -> None:
     for which, said in (("paper", "the best of the paper's baselines"), ("all", "the best tuned baseline")):
         best = [float(np.mean([best_share(v, run, which) for run in v["runs"]])) for v in values]
         axes.plot(at, best, "x--", label=said)
-    axes.set_xlabel(says)
-    axes.set_ylabel("in SLO, TTFT of 2 s among them")
-    axes.legend(fontsize=7)
+    name_axes(axes, says, "in SLO, TTFT of 2 s among them")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import floor, log
 from typing import Any
 
+from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record
 from rubato.planning.capacity import AlwaysAttained, NoCapacity, crossing, rate_or_zero
 from rubato.planning.judge.search import MEASURES
@@ -32,6 +33,11 @@ def shares_of(records: Sequence[Record]) -> dict[str, float]:
     tiers = sorted(names, key=lambda n: float(n.removeprefix("tpot-").removesuffix("ms")) if tpots else n)
     each = {tier: share([r for r in records if r.tier == tier]) for tier in tiers}
     return {"all": share(records), "worst": min(each.values()), **each}
+
+
+def geometric(ratios: Iterable[float]) -> Estimate:
+    """The geometric mean of ratios, one a seed."""
+    return over_seeds([log(ratio) for ratio in ratios]).exp()
 
 
 class RateSearch:

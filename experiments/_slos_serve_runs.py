@@ -100,7 +100,7 @@ PATTERNS = {  # Table 2; Mixed's is ours
 
 
 def stand_in(scenario: str) -> ArrivalProcess | None:
-    """Arrivals as uneven as Azure's; None where the scenario's own are (figure `slos-serve-arrivals`)."""
+    """Arrivals as uneven as Azure's; None where the scenario's own are."""
     return CODE_STAND_IN if PATTERNS[scenario] == "code" else None
 
 

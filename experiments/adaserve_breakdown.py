@@ -65,8 +65,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates = {}
     for model in MODELS:
         own = [v for v in values if v["model"] == model] or values  # a small run has one model
-        for part in PARTS[:3]:
-            estimates[f"{model}-{part}"] = over_seeds([_percent(v, part) for v in own])
+        estimates[f"{model}-selection"] = over_seeds([_percent(v, "selection") for v in own])
     settings = {"rate": RATE, "output": OUTPUT, "acceptance": REAL}
     return Found(estimates, list(values), sorted({v["seed"] for v in values}), "mean", settings)
 

@@ -65,10 +65,8 @@ def measured(
         chosen[part] = max(shares, key=shares.__getitem__) if shares else policies[0]
     return [
         {"model": model, "rate": rate, "seed": seed, "part": part, "policy": policy, **run(policy, rate, seed)}
-        for rate in rates
-        for seed in seeds
-        for part, policy in chosen.items()
-    ]
+        for rate in rates for seed in seeds for part, policy in chosen.items()
+    ]  # fmt: skip
 
 
 def ahead(values: Sequence[Any], part: str, than: str) -> Estimate:
@@ -104,18 +102,3 @@ def tables(values: Sequence[Any]) -> str:
             f"{np.mean([v['ttft_p99'] for v in own]):.1f}",
         ])  # fmt: skip
     return markdown(rows)
-
-
-def draw(values: Sequence[Any], axes: Any) -> None:
-    """In SLO, mean of the seeds, by model and rate."""
-    at = list(dict.fromkeys((v["model"], v["rate"]) for v in values))
-    parts = list(dict.fromkeys(v["part"] for v in values))
-    for i, part in enumerate(parts):
-        shares = [
-            float(np.mean([v["share"][JUDGE] for v in values if (v["model"], v["rate"], v["part"]) == (*x, part)]))
-            for x in at
-        ]
-        axes.bar(np.arange(len(at)) + i / (len(parts) + 1), shares, 1 / (len(parts) + 1), label=part)
-    axes.set_xticks(np.arange(len(at)) + 0.4, [f"{model}, {rate:g}/s" for model, rate in at])
-    axes.set_ylabel("in SLO, TTFT of 2 s among them")
-    axes.legend(fontsize=7, ncols=2)

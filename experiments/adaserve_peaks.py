@@ -15,28 +15,9 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments._adaserve_runs import (
-    BUDGETS,
-    JUDGE,
-    JUDGES,
-    MODELS,
-    OURS,
-    REAL,
-    SEEDS,
-    TTFT,
-    Run,
-    ahead,
-    best_baseline,
-    cell,
-    choice,
-    mean_of,
-    served,
-    shown,
-    tuned,
-    violations,
-    with_ttft,
-)
-from rubato.measure.confidence import Estimate, over_seeds
+from experiments import _adaserve_runs as ada
+from experiments._axes import name_axes
+from rubato.measure.confidence import Estimate
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.workloads import Workload, scenarios
@@ -53,10 +34,10 @@ SYSTEMS = ("sarathi", "chains of 4", "chains of 2", "smart_spec", "priority", "e
 
 def jobs(small: bool, policy: str | None = None) -> list[Job]:
     if small:
-        return [Job(model, measured, (model, RATE, 2.0, SEEDS[:1], policy)) for model in MODELS]
+        return [Job(model, measured, (model, RATE, 2.0, ada.SEEDS[:1], policy)) for model in ada.MODELS]
     return [
-        Job(f"{model} {rate:.2f}", measured, (model, rate, SECONDS_OF_RUN, SEEDS, policy))
-        for model in MODELS
+        Job(f"{model} {rate:.2f}", measured, (model, rate, SECONDS_OF_RUN, ada.SEEDS, policy))
+        for model in ada.MODELS
         for rate in RATES
     ]
 
@@ -64,22 +45,22 @@ def jobs(small: bool, policy: str | None = None) -> list[Job]:
 def measured(model: str, rate: float, seconds: float, seeds: Sequence[int], policy: str | None) -> dict[str, Any]:
     @lru_cache
     def load(seed: int) -> Workload:
-        return with_ttft(scenarios.make(f"{MODELS[model].scenario}-peaks", rate, duration=seconds, seed=seed))
+        return ada.with_ttft(scenarios.make(f"{ada.MODELS[model].scenario}-peaks", rate, duration=seconds, seed=seed))
 
-    def runs(seed: int) -> Run:
+    def runs(seed: int) -> ada.Run:
         return lambda name: _run(model, name, load(seed), seed, seconds)
 
     return {
         "model": model, "rate": rate, "requests": len(load(seeds[0]).arrivals),
-        **cell(runs, tuned([runs(0)], BUDGETS[::2], SYSTEMS), (OURS,), policy, seeds, (JUDGE,)),
+        **ada.cell(runs, ada.tuned([runs(0)], ada.BUDGETS[::2], SYSTEMS), (ada.OURS,), policy, seeds, (ada.JUDGE,)),
     }  # fmt: skip
 
 
 def _run(model: str, name: str, load: Workload, seed: int, seconds: float) -> dict[str, Any]:
-    run = served(model, choice(model, name), load, REAL, seed)
+    run = ada.served(model, ada.choice(model, name), load, ada.REAL, seed)
     at = (np.array([a.at for a in load.arrivals]) / BIN).astype(int)
     bins = int(np.ceil(seconds / BIN))
-    came, met = np.bincount(at, minlength=bins), np.bincount(at, run.met(JUDGE), minlength=bins)
+    came, met = np.bincount(at, minlength=bins), np.bincount(at, run.met(ada.JUDGE), minlength=bins)
     return run.summary() | {"came": came.tolist(), "met": met.tolist()}
 
 
@@ -93,35 +74,26 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates: dict[str, Estimate] = {}
     for model in dict.fromkeys(v["model"] for v in values):
         own = [v for v in values if v["model"] == model]
-        fastest = max(own, key=lambda v: float(v["rate"]))
-        best = best_baseline(fastest, "all")
-        estimates |= {
-            f"{model}-attained": _least([ahead(v, "paper") for v in own]),
-            f"{model}-attained-tuned": _least([ahead(v) for v in own]),
-            f"{model}-violations": over_seeds(violations(fastest, "all")).exp(),
-            f"{model}-worst-half-minute": over_seeds(
-                [100 * (worst(run["systems"][OURS]) - worst(run["systems"][best])) for run in fastest["runs"]]
-            ),
-        }
+        # where it is ahead by least
+        estimates[f"{model}-attained"] = min((ada.ahead(v, "paper") for v in own), key=lambda estimate: estimate.value)
     seeds = [run["seed"] for run in values[0]["runs"]]
-    return Found(estimates, list(values), seeds, "mean", {"rates": list(RATES), "ttft": TTFT, "acceptance": REAL})
-
-
-def _least(points: Sequence[Estimate]) -> Estimate:
-    """Of the rate at which ours is ahead by least."""
-    return min(points, key=lambda estimate: estimate.value)
+    return Found(
+        estimates, list(values), seeds, "mean", {"rates": list(RATES), "ttft": ada.TTFT, "acceptance": ada.REAL}
+    )
 
 
 def tables(data: Any) -> str:
     parts = []
     for v in data:
-        rows = [[f"{v['model']}, {v['rate']:.2f} requests/s", *JUDGES, *TIERS, "worst 30 s", "TTFT P99, s", "goodput"]]
-        for name in shown(v):
+        rows = [
+            [f"{v['model']}, {v['rate']:.2f} requests/s", *ada.JUDGES, *TIERS, "worst 30 s", "TTFT P99, s", "goodput"]
+        ]
+        for name in ada.shown(v):
             runs = [run["systems"][name] for run in v["runs"]]
-            numbers = [mean_of(v, name, "share", judge) for judge in JUDGES]
+            numbers = [ada.mean_of(v, name, "share", judge) for judge in ada.JUDGES]
             numbers += [float(np.mean([r["by_tier"].get(tier, np.nan) for r in runs])) for tier in TIERS]
             numbers += [float(np.mean([worst(r) for r in runs]))]
-            late, goodput = mean_of(v, name, "ttft_p99"), mean_of(v, name, "goodput", JUDGE)
+            late, goodput = ada.mean_of(v, name, "ttft_p99"), ada.mean_of(v, name, "goodput", ada.JUDGE)
             rows.append([name, *(f"{n:.3f}" for n in numbers), f"{late:.1f}", f"{goodput:.0f}"])
         parts.append(markdown(rows))
     return "\n\n".join(parts)
@@ -130,10 +102,8 @@ def tables(data: Any) -> str:
 def draw(data: Any, axes: Any) -> None:
     """Share attained by time of arrival, the fastest rate of the first model, all seeds."""
     run = max((v for v in data if v["model"] == data[0]["model"]), key=lambda v: float(v["rate"]))
-    for name in shown(run):
+    for name in ada.shown(run):
         came, met = (np.sum([r["systems"][name][key] for r in run["runs"]], axis=0) for key in ("came", "met"))
         times = BIN * (np.arange(len(came)) + 0.5)
         axes.plot(times, [m / n if n else np.nan for m, n in zip(met, came, strict=True)], label=name)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("in SLO, TTFT of 2 s among them")
-    axes.legend(fontsize=7)
+    name_axes(axes, "seconds", "in SLO, TTFT of 2 s among them")

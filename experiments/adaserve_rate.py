@@ -21,36 +21,9 @@ from typing import Any, cast
 import numpy as np
 
 from experiments import Found
-from experiments._adaserve_runs import (
-    ACCEPTANCE,
-    ALPHA,
-    JUDGE,
-    JUDGES,
-    KNEE,
-    MODELS,
-    NO_NEEDS,
-    OURS,
-    REAL,
-    SEEDS,
-    SUFFIX,
-    TOP_K,
-    TTFT,
-    V0,
-    Run,
-    below,
-    best_share,
-    cell,
-    choice,
-    curves,
-    fewer,
-    more,
-    offered,
-    served,
-    table,
-    tuned,
-    violations,
-)
+from experiments import _adaserve_runs as ada
 from experiments._host import AS_STATED
+from experiments._rate_search import geometric
 from rubato.core.request import Request
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.measure.confidence import Estimate, over_seeds
@@ -63,12 +36,12 @@ SECONDS = 917.0
 
 TARGET, NEAR = 0.41, 0.02  # attained by the best baseline, and what is near enough
 RATES = {  # requests/s; the paper's end at 4.8 and 4.2
-    ("llama", REAL): (5.0, 6.0, 7.0),
-    ("qwen", REAL): (6.0, 7.5, 9.0),
-    ("llama", ALPHA): (5.5, 7.0),
-    ("qwen", ALPHA): (6.5, 8.5),
-    ("llama", SUFFIX): (6.0,),
-    ("qwen", SUFFIX): (8.0,),
+    ("llama", ada.REAL): (5.0, 6.0, 7.0),
+    ("qwen", ada.REAL): (6.0, 7.5, 9.0),
+    ("llama", ada.ALPHA): (5.5, 7.0),
+    ("qwen", ada.ALPHA): (6.5, 8.5),
+    ("llama", ada.SUFFIX): (6.0,),
+    ("qwen", ada.SUFFIX): (8.0,),
 }
 RUN = 45.0  # seconds
 CHAINS = {"code": (0.90, 1.01), "chat": (0.38, 0.43), "summary": (1.00, 1.16)}  # live: chain of 4, tree of 4 by 3
@@ -76,10 +49,10 @@ CHAINS = {"code": (0.90, 1.01), "chat": (0.38, 0.43), "summary": (1.00, 1.16)}  
 
 def jobs(small: bool, trace: str | None = None, policy: str | None = None) -> list[Job]:
     if small:
-        few = ("llama", REAL, (4.0, 8.0), 2.0, SEEDS[:1], trace, policy)
+        few = ("llama", ada.REAL, (4.0, 8.0), 2.0, ada.SEEDS[:1], trace, policy)
         return [Job("fit", fitted, (1000,)), Job("llama", measured, few)]
     return [Job("fit", fitted, (4000,))] + [
-        Job(f"{model} {acceptance}", measured, (model, acceptance, rates, RUN, SEEDS, trace, policy))
+        Job(f"{model} {acceptance}", measured, (model, acceptance, rates, RUN, ada.SEEDS, trace, policy))
         for (model, acceptance), rates in RATES.items()
     ]
 
@@ -89,21 +62,21 @@ def measured(
     policy: str | None, host: str = AS_STATED,
 ) -> list[dict[str, Any]]:  # fmt: skip
     def load(rate: float, seed: int) -> Workload:
-        return offered(model, rate, seconds, seed, trace)
+        return ada.offered(model, rate, seconds, seed, trace)
 
-    def runs(rate: float, seed: int) -> Run:
-        return lambda name: served(
-            model, choice(model, name, host), load(rate, seed), acceptance, seed, host=host
+    def runs(rate: float, seed: int) -> ada.Run:
+        return lambda name: ada.served(
+            model, ada.choice(model, name, host), load(rate, seed), acceptance, seed, host=host
         ).summary()
 
-    ours = (OURS,) if acceptance == SUFFIX else (OURS, NO_NEEDS, KNEE)
-    if acceptance == REAL and host == AS_STATED:
-        ours = (*ours, *V0)
-    tuning = tuned([runs(rate, 0) for rate in rates])
+    ours = (ada.OURS,) if acceptance == ada.SUFFIX else (ada.OURS, ada.NO_NEEDS, ada.KNEE)
+    if acceptance == ada.REAL and host == AS_STATED:
+        ours = (*ours, *ada.V0)
+    tuning = ada.tuned([runs(rate, 0) for rate in rates])
     return [
         {
             "model": model, "acceptance": acceptance, "rate": rate, "requests": len(load(rate, seeds[0]).arrivals),
-            **cell(partial(runs, rate), tuning, ours, policy, seeds),
+            **ada.cell(partial(runs, rate), tuning, ours, policy, seeds),
         }
         for rate in rates
     ]  # fmt: skip
@@ -115,7 +88,7 @@ def fitted(tries: int) -> dict[str, Any]:
     the mean of `TOP_K`'s data sets."""
     rows = {}
     for app in CHAINS:
-        process = Acceptance(**ACCEPTANCE[SUFFIX]).of(cast(Request, SimpleNamespace(id=app, app=app)))
+        process = Acceptance(**ada.ACCEPTANCE[ada.SUFFIX]).of(cast(Request, SimpleNamespace(id=app, app=app)))
         right = []
         for width in (1, 3):
             each = []
@@ -124,8 +97,10 @@ def fitted(tries: int) -> dict[str, Any]:
                 each.append(len(process.accept(position, draft, range(len(draft.choices)))[0]))
             right.append(float(np.mean(each)))
         rows[app] = right
-    alpha = float(np.mean([row[0] for row in TOP_K.values()]))
-    unequal = Acceptance(**{**ACCEPTANCE[REAL], "alpha": alpha}).of(cast(Request, SimpleNamespace(id="top", app="")))
+    alpha = float(np.mean([row[0] for row in ada.TOP_K.values()]))
+    unequal = Acceptance(**{**ada.ACCEPTANCE[ada.REAL], "alpha": alpha}).of(
+        cast(Request, SimpleNamespace(id="top", app=""))
+    )
     choices = np.array([unequal.at(position)[1] for position in range(20 * tries)])
     return {"fit": rows, "top": [float(np.mean(choices < k)) for k in range(1, 6)]}
 
@@ -133,14 +108,16 @@ def fitted(tries: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------- the compared point
 
 
-def point(cells: Sequence[Any], which: str, seed: int, ours: str = OURS, judge: str = JUDGE) -> dict[str, float]:
+def point(
+    cells: Sequence[Any], which: str, seed: int, ours: str = ada.OURS, judge: str = ada.JUDGE
+) -> dict[str, float]:
     """Of one model, acceptance and seed: the rate at which the best baseline comes within two points of 0.41, or of the
     least that it attains, by straight lines between rates; there, both systems' numbers. which: of the paper's
     baselines, or of all."""
     cells = sorted(cells, key=lambda v: float(v["rate"]))
     runs = [next(run for run in v["runs"] if run["seed"] == seed) for v in cells]
     rates = [float(v["rate"]) for v in cells]
-    best = [best_share(v, run, which, judge) for v, run in zip(cells, runs, strict=True)]
+    best = [ada.best_share(v, run, which, judge) for v, run in zip(cells, runs, strict=True)]
     target = max(TARGET, min(best)) + NEAR
     after = next(i for i, share in enumerate(best) if share <= target)
     rate = rates[after]
@@ -155,35 +132,39 @@ def point(cells: Sequence[Any], which: str, seed: int, ours: str = OURS, judge: 
         "requests": at([v["requests"] for v in cells]),
         "goodput": at([run["systems"][ours]["goodput"][judge] for run in runs]),
         "best_goodput": at(
-            [best_share(v, run, which, judge, "goodput") for v, run in zip(cells, runs, strict=True)]
+            [ada.best_share(v, run, which, judge, "goodput") for v, run in zip(cells, runs, strict=True)]
         ),
     }  # fmt: skip
 
 
 def _ratios(point: dict[str, float]) -> dict[str, float]:
     return {
-        "violations": fewer(point["ours"], point["best"], int(point["requests"])),
+        "violations": ada.fewer(point["ours"], point["best"], int(point["requests"])),
         "attained": point["ours"] / max(point["best"], 1.0 / point["requests"]),
         "goodput": point["goodput"] / max(1.0, point["best_goodput"]),
     }
 
 
-def _cells(values: Sequence[Any], model: str, acceptance: str = REAL) -> list[Any]:
+def _cells(values: Sequence[Any], model: str, acceptance: str = ada.REAL) -> list[Any]:
     """Of a model with an acceptance, by rate; of another where this was not run, in a small run."""
     runs = [v for v in values if v["acceptance"] == acceptance] or list(values)
     return [v for v in runs if v["model"] == model] or runs
 
 
-def _at_point(cells: Sequence[Any], what: str, which: str, ours: str = OURS, judge: str = JUDGE) -> Estimate:
+def _at_point(cells: Sequence[Any], what: str, which: str, ours: str = ada.OURS, judge: str = ada.JUDGE) -> Estimate:
     """A ratio at the compared point, over seeds."""
     seeds = [run["seed"] for run in cells[0]["runs"]]
-    return over_seeds([float(np.log(_ratios(point(cells, which, seed, ours, judge))[what])) for seed in seeds]).exp()
+    return geometric([_ratios(point(cells, which, seed, ours, judge))[what] for seed in seeds])
 
 
 def _more_than_v0(cells: Sequence[Any], what: str) -> Estimate:
     """As `_at_point`, over the best of vLLM V0's chains, at the lowest rate that is run."""
     of = min(cells, key=lambda v: float(v["rate"]))
-    logs = violations(of, "v0") if what == "violations" else more(of, "v0", key="share" if what == "attained" else what)
+    logs = (
+        ada.violations(of, "v0")
+        if what == "violations"
+        else ada.more(of, "v0", key="share" if what == "attained" else what)
+    )
     return over_seeds(logs).exp()
 
 
@@ -194,54 +175,53 @@ def violations_at_point(cells: Sequence[Any]) -> Estimate:
 
 def _selection(cells: Sequence[Any]) -> Estimate:
     """Points by which SLO-customised selection attains more, mean over rates, over seeds."""
+
+    def ahead(run: Any) -> float:
+        ours, without = (run["systems"][name]["share"][ada.JUDGE] for name in (ada.OURS, ada.NO_NEEDS))
+        return 100.0 * float(ours - without)
+
     runs = zip(*(v["runs"] for v in cells), strict=True)
-    return over_seeds([
-        float(np.mean([
-            100 * (run["systems"][OURS]["share"][JUDGE] - run["systems"][NO_NEEDS]["share"][JUDGE]) for run in of_seed
-        ]))
-        for of_seed in runs
-    ])  # fmt: skip
+    return over_seeds([float(np.mean([ahead(run) for run in of_seed])) for of_seed in runs])
 
 
 def found(jobs: Sequence[Any], small: bool) -> Found:
     fit, *cells = jobs
-    values = [cell for of_job in cells for cell in of_job]
+    values = [of for of_job in cells for of in of_job]
     off = max(abs(a - b) for app, live in CHAINS.items() for a, b in zip(fit["fit"][app], live, strict=True))
-    top = np.mean(list(TOP_K.values()), axis=0)
+    top = np.mean(list(ada.TOP_K.values()), axis=0)
     estimates = {
         "suffix-fit": Estimate.exact(off),
         "top-k": Estimate.exact(100.0 * float(np.max(np.abs(np.array(fit["top"]) - top)))),
     }
-    for model in MODELS:
-        for acceptance, word in ((REAL, ""), (ALPHA, "-equal"), (SUFFIX, "-suffix")):
+    for model in ada.MODELS:
+        for acceptance, word in ((ada.REAL, ""), (ada.ALPHA, "-equal"), (ada.SUFFIX, "-suffix")):
             own = _cells(values, model, acceptance)
-            for which, name in (("paper", ""), ("all", "-tuned")):
+            estimates[f"{model}{word}-violations-by-tpot"] = _at_point(own, "violations", "paper", ada.OURS, "TPOT")
+            if acceptance == ada.REAL:
                 for what in ("violations", "attained", "goodput"):
-                    estimates[f"{model}{word}-{what}{name}"] = _at_point(own, what, which)
-            estimates[f"{model}{word}-violations-by-tpot"] = _at_point(own, "violations", "paper", OURS, "TPOT")
-            if acceptance == REAL:
-                for what in ("violations", "attained", "goodput"):
+                    estimates[f"{model}-{what}"] = _at_point(own, what, "paper")
                     estimates[f"{model}-{what}-v0"] = _more_than_v0(own, what)
-            if acceptance != SUFFIX:
-                estimates[f"{model}{word}-knee"] = _at_point(own, "violations", "all", KNEE)
-                estimates[f"{model}{word}-selection"] = _selection(own)
+                estimates[f"{model}-violations-tuned"] = _at_point(own, "violations", "all")
+                estimates[f"{model}-selection"] = _selection(own)
+            if acceptance != ada.SUFFIX:
+                estimates[f"{model}{word}-knee"] = _at_point(own, "violations", "all", ada.KNEE)
         own = sorted(_cells(values, model), key=lambda v: float(v["rate"]))
         low, high = own[0], own[-1]
-        for name, systems in (("", (OURS, OURS)), ("-spec", (_chains_of_4(low), _chains_of_4(high)))):
+        for name, systems in (("", (ada.OURS, ada.OURS)), ("-spec", (_chains_of_4(low), _chains_of_4(high)))):
             few, many = [_accepted(v, system) for v, system in zip((low, high), systems, strict=True)]
             estimates[f"{model}-accepted-falls{name}"] = over_seeds([a / b for a, b in zip(few, many, strict=True)])
-    estimates["below"] = below(values)
+    estimates["below"] = ada.below(values)
     settings = {
-        "ttft": TTFT,
+        "ttft": ada.TTFT,
         "target": TARGET,
         "seconds": RUN,
-        "acceptance": {k: dict(a) for k, a in ACCEPTANCE.items()},
+        "acceptance": {k: dict(a) for k, a in ada.ACCEPTANCE.items()},
     }
     return Found(estimates, values, [run["seed"] for run in values[0]["runs"]], "mean", settings)
 
 
 def _chains_of_4(of: Any) -> str:
-    return str(of["families"]["chains of 4"][JUDGE])
+    return str(of["families"]["chains of 4"][ada.JUDGE])
 
 
 def _accepted(of: Any, system: str) -> list[float]:
@@ -255,8 +235,8 @@ def tables(data: Any) -> str:
     for model, acceptance in RATES:
         own = [v for v in data if v["model"] == model and v["acceptance"] == acceptance]
         for which, said in (("all", "all"), ("paper", "the paper's")):
-            for judge in JUDGES if own else ():
-                points = [point(own, which, run["seed"], OURS, judge) for run in own[0]["runs"]]
+            for judge in ada.JUDGES if own else ():
+                points = [point(own, which, run["seed"], ada.OURS, judge) for run in own[0]["runs"]]
                 mean = {key: float(np.mean([p[key] for p in points])) for key in points[0]}
                 ratio = [f"{_ratios(mean)[key]:.2f}" for key in ("violations", "attained", "goodput")]
                 rows.append([
@@ -267,9 +247,9 @@ def tables(data: Any) -> str:
     for model, acceptance in RATES:
         own = [v for v in data if v["model"] == model and v["acceptance"] == acceptance]
         if own:
-            parts.append(table(own, "rate", f"{model}, acceptance {acceptance}, requests/s"))
+            parts.append(ada.table(own, "rate", f"{model}, acceptance {acceptance}, requests/s"))
     return "\n\n".join(parts)
 
 
 def draw(data: Any, axes: Any) -> None:
-    curves([v for v in _cells(data, "llama") if v["model"] == "llama"], "rate", "requests/s (llama)", axes)
+    ada.curves([v for v in _cells(data, "llama") if v["model"] == "llama"], "rate", "requests/s (llama)", axes)

@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import bars
 from experiments._guest import beside
 from experiments._host import AS_STATED, at_host
+from experiments._rate_search import geometric
 from rubato.fleet.cluster_options import PolicyChoice
-from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.confidence import Estimate
 from rubato.measure.records import BenchResult
 from rubato.measure.tables import markdown
 from rubato.planning.capacity import crossing, e2e_p99, rate_or_zero
@@ -79,7 +81,6 @@ SYSTEMS: Mapping[str, tuple[str, ...]] = {
     SLOW: ("slos_serve",),
 }
 DEFAULT, TUNED = ("prefill_first", "sarathi, 512"), ("prefill_first, tuned", "sarathi, tuned")
-LEAST_LOADED = "sarathi, tuned, least_loaded"
 SMALL = tuple(name for name in SYSTEMS if name != SLOW)
 
 
@@ -88,11 +89,9 @@ def jobs(small: bool, policy: str | None = None) -> list[Job]:
     duration, tolerance, names = (20.0, 0.5, SMALL) if small else (DURATION, TOLERANCE, tuple(SYSTEMS))
     return [
         Job(f"{case} seed={seed} {name}", measured, (case, seed, duration, tolerance, name))
-        for case in CASES
-        for seed in (SEEDS[:1] if small else SEEDS)
-        for name in beside(names, policy)
+        for case in CASES for seed in (SEEDS[:1] if small else SEEDS) for name in beside(names, policy)
         if name != SLOW or seed == SEEDS[0]
-    ]
+    ]  # fmt: skip
 
 
 @lru_cache
@@ -186,13 +185,7 @@ def capacities(values: Sequence[Any], case: str) -> list[dict[str, float]]:
 def ratio(values: Sequence[Any], case: str, systems: Sequence[str], ours: str = OURS) -> Estimate:
     """Our capacity over the best of some systems', seed by seed; the geometric mean."""
     own = capacities(values, case)
-    return over_seeds([float(np.log(c[ours] / max(c[name] for name in systems))) for c in own]).exp()
-
-
-def beyond(values: Sequence[Any], case: str, ours: str = OURS) -> Estimate:
-    """Share in SLO at 1.1 × edf's capacity, less edf's there: points."""
-    own = [v["beyond"] for v in values if v["case"] == case and v["name"] == EDF]
-    return over_seeds([100 * (b[ours] - b[EDF]) for b in own])
+    return geometric([c[ours] / max(c[name] for name in systems) for c in own])
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
@@ -200,11 +193,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
     for case in CASES:
         estimates[f"{case}-over-default"] = ratio(values, case, DEFAULT)
         estimates[f"{case}-over-tuned"] = ratio(values, case, TUNED)
-        estimates[f"{case}-over-least-loaded"] = ratio(values, case, [LEAST_LOADED])
         estimates[f"{case}-over-edf"] = ratio(values, case, [EDF])
-        estimates[f"{case}-beyond"] = beyond(values, case)
-        estimates[f"{case}-paper-settings-over-default"] = ratio(values, case, DEFAULT, PAPER)
-        estimates[f"{case}-paper-settings-over-edf"] = ratio(values, case, [EDF], PAPER)
     estimates["qwen-over-sarathi-512"] = ratio(values, "qwen", ["sarathi, 512"])
     settings = {"replicas": REPLICAS, "target": TARGET, "systems": {k: list(v) for k, v in SYSTEMS.items()}}
     return Found(estimates, list(values), sorted({v["seed"] for v in values}), "mean", settings)
@@ -213,12 +202,11 @@ def found(values: Sequence[Any], small: bool) -> Found:
 def draw(data: Any, axes: Any) -> None:
     """Capacity of each system by model, the mean of the seeds."""
     cases, names = (list(dict.fromkeys(v[key] for v in data)) for key in ("case", "name"))
-    for place, name in enumerate(names):
-        means = [np.mean([v["capacity"] for v in data if (v["case"], v["name"]) == (case, name)]) for case in cases]
-        axes.bar(np.arange(len(cases)) + 0.85 * (place / len(names) - 0.5), means, 0.85 / len(names), label=name)
-    axes.set_xticks(range(len(cases)), cases)
-    axes.set_ylabel("requests/s of three replicas at 90 % in SLO")
-    axes.legend(fontsize=7)
+    means = {
+        name: [np.mean([v["capacity"] for v in data if (v["case"], v["name"]) == (case, name)]) for case in cases]
+        for name in names
+    }
+    bars(axes, cases, means, "requests/s of three replicas at 90 % in SLO")
 
 
 def tables(data: Any) -> str:

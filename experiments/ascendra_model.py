@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from rubato.core.events import Stepped
 from rubato.core.plan import Sample
 from rubato.fleet.cluster_options import PolicyChoice
@@ -86,9 +87,7 @@ def draw(data: Any, axes: Any) -> None:
             minutes = own[0]["bucket"] / 60 * (np.arange(length) + 0.5)
             axes.plot(minutes, means, style, color=f"C{i}", label=f"{model}, {'median' if number == 'p50' else 'P90'}")
     axes.axhline(10.0, color="grey", linewidth=0.8)
-    axes.set_xlabel("minutes since a cold start")
-    axes.set_ylabel("relative error of a step (%)")
-    axes.legend()
+    name_axes(axes, "minutes since a cold start", "relative error of a step (%)")
 
 
 def tables(data: Any) -> str:

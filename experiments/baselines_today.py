@@ -17,6 +17,7 @@ import numpy as np
 
 from experiments import Found
 from experiments._guest import beside
+from experiments._rate_search import geometric
 from experiments._rubato_runs import GRID, NOISE
 from experiments.rubato_replica import LEAST, LONGEST, OURS, STARTS, SYSTEMS, TODAY, Table, measured, settings
 from rubato.measure.confidence import Estimate, over_seeds
@@ -76,16 +77,14 @@ class Ratios(Table):
         return np.maximum(value["measures"][measure]["goodput"], LEAST * value["start"])
 
     def fleet_over(self, router: str, base: str, measure: str) -> Estimate:
-        return over_seeds(
-            [float(x) for x in np.log(self.of_fleet(router, measure) / self.of_fleet(base, measure))]
-        ).exp()
+        return geometric(self.of_fleet(router, measure) / self.of_fleet(base, measure))
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
     ratios = Ratios(values)
     estimates = {}
     for measure, name in NAMES.items():
-        for own in TODAY:
+        for own in TODAY if name == "90" else ():
             for base in ("edf", "sarathi"):
                 estimates[f"{own}-over-{base}-{name}"] = ratios.over(own, base, measure)
         estimates[f"rubato-over-best-{name}"] = ratios.mean(ratios.loads, measure)
@@ -132,20 +131,3 @@ def tables(data: Sequence[Any]) -> str:
         *(f"`{router}`" for router in ratios.routers),
     ]
     return "\n\n".join([*parts, markdown([head, *routed])])
-
-
-def draw(data: Sequence[Any], axes: Any) -> None:
-    """What each system holds over `edf`, by load, at 90 % of all."""
-    ratios = Ratios(data)
-    measure = next(iter(MEASURES))
-    names = [name for name in dict.fromkeys(name for _, name in ratios.values) if name != "edf"]
-    for name in names:
-        over = [
-            float(np.mean(ratios.goodput(load, name, measure) / ratios.goodput(load, "edf", measure)))
-            for load in ratios.loads
-        ]  # fmt: skip
-        axes.plot(over, range(len(over)), "o", label=name)
-    axes.axvline(1.0, color="gray")
-    axes.set_yticks(range(len(ratios.loads)), ratios.loads)
-    axes.set_xlabel(f"requests/s over edf's, {measure}")
-    axes.legend()

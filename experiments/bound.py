@@ -108,16 +108,12 @@ def jobs(small: bool, policy: str | None = None) -> list[Job]:
     scale = _scale(small)
     alone = [
         Job(f"{name} {system} seed={seed}", reached, (name, system, POLICIES.get(system, system), seed, small))
-        for name in scale.scenarios
-        for system in beside(tuple(POLICIES), policy)
-        for seed in scale.seeds
-    ]
+        for name in scale.scenarios for system in beside(tuple(POLICIES), policy) for seed in scale.seeds
+    ]  # fmt: skip
     fleet = [
         Job(f"{name} {system} seed={seed}", reached, (name, system, setting, seed, small))
-        for name in scale.mixes
-        for system, setting in ON_FLEET.items()
-        for seed in _seeds(name, scale)
-    ]
+        for name in scale.mixes for system, setting in ON_FLEET.items() for seed in _seeds(name, scale)
+    ]  # fmt: skip
     bounds = [
         Job(f"{name} bound seed={seed}", bound, (name, seed, small))
         for name in (*scale.scenarios, *scale.mixes)
@@ -268,13 +264,10 @@ def found(values: Sequence[Any], small: bool) -> Found:
     for prefix, names, policies in (("", scale.scenarios, POLICIES), ("fleet-", scale.mixes, ON_FLEET)):
         for policy in policies:
             for alike in ASKED:
+                asked = [(policy, alike, seed) for seed in _seeds(names[0], scale)]
                 own = [
-                    [
-                        s
-                        for v, a, s in shares
-                        if (v["policy"], a, v["seed"]) == (policy, alike, seed) and v["name"] in names
-                    ]
-                    for seed in _seeds(names[0], scale)
+                    [s for v, a, s in shares if (v["policy"], a, v["seed"]) == key and v["name"] in names]
+                    for key in asked
                 ]
                 logs = [float(np.mean(np.log(np.maximum(of_seed, 1e-3)))) for of_seed in own]
                 estimates[f"{prefix}{policy}-{alike}"] = over_seeds(logs).exp()

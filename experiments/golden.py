@@ -32,12 +32,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload
 
 RECORDED = Path(__file__).with_suffix(".json")
-TIERS = {
-    "chat": SLO(ttft=1.0, tpot=0.05),
-    "code": SLO(ttft=0.5, tpot=0.1),
-    "agent": SLO(e2e=6.0),
-    "batch": SLO(),
-}
+TIERS = {"chat": SLO(ttft=1.0, tpot=0.05), "code": SLO(ttft=0.5, tpot=0.1), "agent": SLO(e2e=6.0), "batch": SLO()}
 NEAR = {"chat": SLO(ttft=0.4, tpot=0.03), "code": SLO(ttft=1.0, tpot=0.05), "agent": SLO(tpot=0.1), "batch": SLO()}
 STEPS = affine.Model(
     host=0.0044, host_per_seq=5.8e-05, k=(1.0e-06, 6.6e-05), b=(0.0116, 0.0022), a=9.0e-08, d=3.0e-10, e=1.5e-10

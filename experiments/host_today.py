@@ -16,15 +16,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from experiments import Found, adaserve_rate, ascendra_capacity, polyserve_goodput, slos_serve_capacity
 from experiments._adaserve_runs import MODELS, REAL
 from experiments._host import AS_STATED, TODAY
 from experiments._polyserve_runs import BEFORE
+from experiments._rate_search import geometric
 from experiments._slos_serve_runs import FULL, OURS, SMALL_SEARCH
 from rubato.latency import profiles
-from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.confidence import Estimate
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.judge.search import MEASURES
@@ -85,9 +84,9 @@ def slos_serve(host: str, case: str, system: str, small: bool) -> dict[str, Any]
 
 def polyserve(host: str, name: str, small: bool) -> dict[str, Any]:
     own = TODAY if HOSTS[host] == TODAY else polyserve_goodput.HOST
-    replicas, seeds = (4, SEEDS[:1]) if small else (REPLICAS, SEEDS)
+    replicas, seeds = (2, SEEDS[:1]) if small else (REPLICAS, SEEDS)
     settings = polyserve_goodput.settings(name, replicas)[: 1 if small else None]
-    stays, fill = (0.3, 0.2) if small else (polyserve_goodput.stays(DATA, replicas, own), BEFORE)
+    stays, fill = (1.0, 0.3) if small else (polyserve_goodput.stays(DATA, replicas, own), BEFORE)
     ran = polyserve_goodput.measured(
         DATA, name, settings, seeds, stays, replicas, fill, own, (ALL, EACH), every=not small
     )  # fmt: skip
@@ -137,7 +136,7 @@ class Results:
         """The mode chosen on the tuning's seed, over the best baseline."""
         table = polyserve_goodput.Table(self.of("polyserve", host))
         ratios = table.ratio(DATA, table.chosen(DATA, measure), measure)
-        return over_seeds([float(x) for x in np.log(ratios)]).exp()
+        return geometric(ratios)
 
     def _adaserve(self, model: str, host: str) -> Estimate:
         """Times fewer violations than the best of the paper's baselines, where that attains 0.41."""

@@ -17,11 +17,12 @@ import numpy as np
 
 from experiments import Found
 from experiments._guest import beside
+from experiments._rate_search import geometric
 from experiments._rubato_runs import NOISE, learnt_lengths
 from experiments.rubato_replica import TUNED_ON, settings
 from rubato.core.request import NOTHING
 from rubato.fleet.cluster_options import PolicyChoice
-from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.confidence import Estimate
 from rubato.measure.records import Record
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
@@ -37,7 +38,6 @@ SCENARIO, COUNT, SEEDS = "jitserve-mixed", 500, (1, 2, 3)
 RATES, SEATS = (6.0, 12.0), (32, 256)  # requests/s; the scripts' seats, and the profile's
 SYSTEMS = ("vllm", "sarathi", "edf", "qoserve", "slos_serve", "jitserve", "rubato")
 SMALL = ("vllm", "edf", "qoserve", "slos_serve", "jitserve", "rubato")
-OVER = (("jitserve", "vllm"), ("jitserve", "slos_serve"), ("edf", "jitserve"), ("qoserve", "jitserve"))
 MEASURES = ("requests", "tokens")
 TIERS = ("chat", "code", "research")
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -123,10 +123,9 @@ class Shares:
         """By seed; at least one in a thousand, so that there are ratios."""
         return np.maximum(self.values[seats, rate, name]["measures"][measure]["shares"], 1e-3)
 
-    def over(self, name: str, base: str, measure: str, seats: int = SEATS[0], base_seats: int = SEATS[0]) -> Estimate:
-        """At the scripts' rate."""
-        ratio = self.of(seats, RATES[-1], name, measure) / self.of(base_seats, RATES[-1], base, measure)
-        return over_seeds([float(x) for x in np.log(ratio)]).exp()
+    def over(self, name: str, base: str, measure: str) -> Estimate:
+        """At the scripts' rate and seats."""
+        return geometric(self.of(SEATS[0], RATES[-1], name, measure) / self.of(SEATS[0], RATES[-1], base, measure))
 
     def best(self, measure: str) -> str:
         others = [name for name in self.names if name in SYSTEMS and name != "rubato"]
@@ -137,10 +136,7 @@ class Shares:
 def found(values: Sequence[Any], small: bool) -> Found:
     table, estimates = Shares(values), {}
     for measure in MEASURES:
-        for name, base in OVER:
-            estimates[f"{name}-over-{base.replace('_', '-')}-{measure}"] = table.over(name, base, measure)
         estimates[f"rubato-over-best-{measure}"] = table.over("rubato", table.best(measure), measure)
-        estimates[f"seats-{measure}"] = table.over("vllm", "jitserve", measure, seats=SEATS[-1])
     given = {
         "systems": {name: list(choices(name)) for name in SYSTEMS}, "count": COUNT, "noise": NOISE, "seats": SEATS,
         "rates": RATES,

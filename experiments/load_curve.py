@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments._rate_search import RateSearch
+from experiments._rate_search import RateSearch, geometric
 from experiments._rubato_runs import NOISE, learnt_lengths
 from rubato.config import kinds_file
 from rubato.fleet.cluster_options import PolicyChoice
@@ -147,7 +147,7 @@ class Curves:
     def ratio(self, share: str) -> Estimate:
         """The load that ours holds over the one that the best setting does."""
         ours, best = self.held(OURS, share), self.held(MEASURES[share], share)
-        return over_seeds([float(np.log(a / b)) for a, b in zip(ours, best, strict=True)]).exp()
+        return geometric([a / b for a, b in zip(ours, best, strict=True)])
 
 
 def _crossing(loads: Sequence[float], shares: Any) -> float:

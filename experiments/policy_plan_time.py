@@ -192,9 +192,6 @@ def found(values: Sequence[Any], small: bool) -> Found:
     counts = values[0]["counts"]
     at = counts.index(BAR) if BAR in counts else len(counts) - 1
     estimates = {f"{name}-ms": worst(values, lambda v, name=name: v["ms"][name][at])[1] for name in OURS}
-    for name in values[0]["ms"]:
-        key = f"{name.replace('_', '-')}-exponent"
-        estimates[key] = worst(values, lambda v, name=name: exponent(counts, v["ms"][name]))[1]
     loop = float(np.median([v["loop"] for v in values]))
     settings = {"profile": PROFILE, "running": RUNNING, "counts": counts, "plans": PLANS, "loop": loop}
     return Found(estimates, list(values), sorted({v["seed"] for v in values}), "deadline", settings)
@@ -213,14 +210,3 @@ def tables(data: Sequence[Any]) -> str:
 
 def _ms(data: Sequence[Any], name: str, at: int) -> float:
     return worst(data, lambda v: v["ms"][name][at])[1].value
-
-
-def draw(data: Sequence[Any], axes: Any) -> None:
-    counts = data[0]["counts"]
-    for name in data[0]["ms"]:
-        axes.plot(counts, [_ms(data, name, i) for i in range(len(counts))], "o-", label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("requests waiting")
-    axes.set_ylabel("CPU ms of a plan, worst situation")
-    axes.legend()

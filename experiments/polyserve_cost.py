@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments import Found
 from experiments import _polyserve_runs as runs
+from experiments._axes import name_axes
 from experiments._fleet_roles import FleetRoles
 from experiments._polyserve_runs import CHUNKS, MODES, OURS, REPLICAS
 from experiments._rate_search import share
@@ -112,20 +113,12 @@ def draw(data: Any, axes: Any) -> None:
     for name in data[0]["cost"]:
         costs = [np.mean([v["cost"][name] for v in data if v["load"] == load]) for load in loads]
         axes.plot(rates, costs, marker="o", label=name if name == "co_chunk" else f"polyserve {name}")
-    axes.set_xlabel("requests/s")
-    axes.set_ylabel("replica-seconds a request in SLO")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7)
+    name_axes(axes, "requests/s", "replica-seconds a request in SLO", from_zero=True)
 
 
 def tables(data: Any) -> str:
-    rows = [
-        [
-            "requests/s",
-            *(f"{n}, replica-seconds a request in SLO (in SLO)" for n in data[0]["cost"]),
-            "replicas of co_chunk",
-        ]
-    ]
+    head = [f"{n}, replica-seconds a request in SLO (in SLO)" for n in data[0]["cost"]]
+    rows = [["requests/s", *head, "replicas of co_chunk"]]
     for load in sorted({v["load"] for v in data}):
         own = [v for v in data if v["load"] == load]
         cells = [

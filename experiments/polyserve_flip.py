@@ -17,11 +17,11 @@ import numpy as np
 from experiments import Found
 from experiments import _polyserve_runs as runs
 from experiments import polyserve_goodput as goodput
+from experiments._axes import name_axes
 from experiments._fleet_roles import FleetRoles
 from experiments._guest import beside
 from experiments._polyserve_runs import OURS, REPLICAS, Tried
 from experiments.polyserve_goodput import ALL, HOST, PAPERS, POLYSERVE, SEEDS, SMALL, Table
-from rubato.measure.confidence import over_seeds
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.judge.search import MEASURES
@@ -81,13 +81,9 @@ def watched(roles: FleetRoles, records: Sequence[Any], end: float) -> dict[str, 
 
 def found(values: Sequence[Any], small: bool) -> Found:
     table = Table(values)
-    own = {v["name"]: v for v in values}
-    apart = "baseline pd" if "baseline pd" in own else "baseline co"
     estimates = {
         "co-over-baselines": table.mean(ALL, table.all_of("polyserve co")),
         "pd-over-baselines": table.mean(ALL, table.all_of("polyserve pd")),
-        "pd-over-pd": table.mean(ALL, table.all_of("polyserve pd"), [apart]),
-        **{f"{n[-2:]}-again": over_seeds([w["again"] for w in own[n]["watched"]]) for n in POLYSERVE},
     }
     settings = {"replicas": REPLICAS, "measures": MEASURES, "load": LOAD, "window": WINDOW, "near": NEAR}
     return Found(estimates, list(values), sorted({s for v in values for s in v["seeds"]}), "deadline", settings)
@@ -102,9 +98,7 @@ def draw(data: Any, axes: Any) -> None:
     shares = [None if share is None else REPLICAS * share for share in seen["attained"]]
     axes.plot(times, [np.nan if share is None else share for share in shares], color="black", label="in SLO, of 20")
     axes.axvline(seen["flip"], color="black", linestyle=":")
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("replicas")
-    axes.legend(fontsize=7, loc="lower right")
+    name_axes(axes, "seconds", "replicas")
 
 
 def tables(data: Any) -> str:

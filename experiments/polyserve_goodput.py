@@ -22,6 +22,7 @@ import numpy as np
 
 from experiments import Found
 from experiments import _polyserve_runs as runs
+from experiments._axes import bars
 from experiments._guest import beside
 from experiments._polyserve_runs import CHUNKS, OURS, REPLICAS, Tried, splits
 from rubato.measure.confidence import Estimate, over_seeds
@@ -45,7 +46,7 @@ LARGE, FEWER = SETS[:3], 10
 SEEDS, TUNED_ON = (7, 8, 9), 0
 COUNTED = 5400  # requests, of all seeds together: about 500 of the rarest tier
 LEAST = 0.05
-ALL, *_, EACH = MEASURES
+ALL, *_ = MEASURES
 SYSTEMS = ("polyserve co", "polyserve pd", "baseline co", "baseline pd", "edf")
 UNTAUGHT = "untaught"  # after the name of a system: lengths are learnt from the start of the run only
 POLYSERVE, PAPERS = ("polyserve co", "polyserve pd"), ("baseline co", "baseline pd")
@@ -190,30 +191,15 @@ class Table:
 
 def found(values: Sequence[Any], small: bool) -> Found:
     table = Table(values)
-    chosen = {data: table.chosen(data) for data in table.sets}
     estimates = {
         f"chosen-{name}": table.mean(measure, {data: table.chosen(data, measure) for data in table.sets})
         for name, measure in zip(("90", "95", "each"), MEASURES, strict=True)
     }
     for mode, name in zip(runs.MODES, POLYSERVE, strict=True):
         estimates[f"{mode}-over-baselines"] = table.mean(ALL, table.all_of(name))
-        same = f"baseline {mode}" if f"baseline {mode}" in table.names else PAPERS[0]
-        estimates[f"{mode}-over-{mode}"] = table.mean(ALL, table.all_of(name), [same])
         estimates[f"{mode}-of-optimum"] = table.of_optimum(name)
         estimates[f"{mode}-spread"] = Estimate.exact(table.spread(name))
-    estimates["pd-gain"], estimates["pd-share"] = estimates["pd-over-baselines"], estimates["pd-of-optimum"]
-    for name, ours in (("least-each", {d: table.chosen(d, EACH) for d in table.sets}), ("pd-least-each",
-                       table.all_of(POLYSERVE[1]) or chosen)):  # fmt: skip
-        ratios = [over_seeds(table.ratio(d, system, EACH).tolist()) for d, system in ours.items()]
-        estimates[name] = min(ratios, key=lambda e: e.value)
-    untaught = {d: f"{name} {UNTAUGHT}" for d, name in chosen.items() if (d, f"{name} {UNTAUGHT}") in table.values}
-    estimates["untaught"] = (
-        table.over_sets([
-            table.goodput(d, name, ALL)[:1] / table.goodput(d, chosen[d], ALL)[:1] for d, name in untaught.items()
-        ])
-        if untaught
-        else Estimate.exact(1.0)
-    )  # fmt: skip
+    estimates["pd-gain"] = estimates["pd-over-baselines"]
     given = {
         "replicas": REPLICAS, "measures": MEASURES, "host": runs.HOSTS[HOST], "noise": runs.NOISE,
         "kv_bytes_per_second": runs.LINK.bandwidth, "systems": {k: list(settings(k)) for k in SYSTEMS},
@@ -224,14 +210,9 @@ def found(values: Sequence[Any], small: bool) -> Found:
 def draw(data: Any, axes: Any) -> None:
     """Polyserve's goodput over that of the best baseline, by data set and measure."""
     table = Table(data)
-    for nth, measure in enumerate(MEASURES):
-        ratios = [float(np.mean(table.ratio(each, table.chosen(each, measure), measure))) for each in table.sets]
-        at = np.arange(len(ratios)) + 0.8 * ((nth + 0.5) / len(MEASURES) - 0.5)
-        axes.bar(at, ratios, 0.8 / len(MEASURES), label=measure)
+    heights = {m: [float(np.mean(table.ratio(s, table.chosen(s, m), m))) for s in table.sets] for m in MEASURES}
     axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_xticks(range(len(table.sets)), [each.replace("-", "\n", 1) for each in table.sets], fontsize=6)
-    axes.set_ylabel("goodput over the best baseline's")
-    axes.legend(fontsize=7)
+    bars(axes, table.sets, heights, "goodput over the best baseline's")
 
 
 def tables(data: Any) -> str:

@@ -10,6 +10,7 @@ from math import inf
 from typing import Any
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._polyserve_runs import HOSTS, hardware
 from rubato.measure.confidence import Estimate
 from rubato.measure.tables import markdown
@@ -74,10 +75,7 @@ def draw(data: Any, axes: Any) -> None:
             label = f"({prompt}, {output})" if mode == "co" else None
             costs = [r["cost"][mode] for r in own]
             axes.plot([1e3 * r["tpot"] for r in own], costs, style, color=f"C{place}", label=label)
-    axes.set_xlabel("TPOT, ms")
-    axes.set_ylabel("replica-seconds a request")
-    axes.set_yscale("log")
-    axes.legend(fontsize=7)
+    name_axes(axes, "TPOT, ms", "replica-seconds a request", log="y")
 
 
 def tables(data: Any) -> str:

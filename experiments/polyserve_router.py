@@ -19,7 +19,7 @@ from experiments._cluster_time import Inside, now
 from experiments._polyserve_runs import OURS
 from experiments._rate_search import share
 from rubato.core.clock import process_cpu_time
-from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.confidence import over_seeds
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 
@@ -61,33 +61,13 @@ def measured(fleets: Sequence[int], count: int, fill: float) -> list[dict[str, A
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
-    def routed(name: str, fleet: int) -> Estimate:
-        return over_seeds([v["requests"] for each in values for v in each
-                           if (v["name"], v["fleet"]) == (name, fleet)])  # fmt: skip
-
-    def p99(name: str, fleet: int) -> Estimate:
-        return over_seeds([1e3 * v["p99"] for each in values for v in each
-                           if (v["name"], v["fleet"]) == (name, fleet)])  # fmt: skip
-
     most = max(v["fleet"] for each in values for v in each)
-    estimates: dict[str, Estimate] = {}
-    for mode in ("co", "pd", "rubato"):
-        estimates |= {f"{mode}-20": routed(mode, 20), f"{mode}-100": routed(mode, most)}
-        estimates |= {f"{mode}-p99-20": p99(mode, 20), f"{mode}-p99-100": p99(mode, most)}
+    estimates = {
+        f"{mode}-{name}": over_seeds(_requests(values, mode, fleet))
+        for mode in ("co", "pd", "rubato") for name, fleet in (("20", 20), ("100", most))
+    }  # fmt: skip
     settings = {"data": DATA, "load": LOAD, "systems": SYSTEMS, "requests": COUNT}
     return Found(estimates, list(values), list(range(len(values))), "deadline", settings)
-
-
-def draw(data: Any, axes: Any) -> None:
-    """CPU microseconds of a request over the size of the fleet."""
-    fleets = sorted({v["fleet"] for each in data for v in each})
-    for name in SYSTEMS:
-        costs = [1e6 / np.median(list(_requests(data, name, fleet))) for fleet in fleets]
-        axes.plot(fleets, costs, marker="o", label=name)
-    axes.set_xlabel("replicas")
-    axes.set_ylabel("CPU microseconds a request")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7)
 
 
 def _requests(data: Any, name: str, fleet: int) -> list[float]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from experiments import Found
 from experiments import _polyserve_runs as runs
+from experiments._axes import name_axes
 from experiments._polyserve_runs import OURS, Tried
 from experiments.polyserve_goodput import ALL, mode_of
 from rubato.measure.confidence import Estimate, over_seeds
@@ -82,10 +83,7 @@ def draw(data: Any, axes: Any) -> None:
     for name in dict.fromkeys(v["name"] for v in data):
         means = [np.mean([v["each"] for v in data if (v["name"], v["size"]) == (name, size)]) for size in sizes]
         axes.plot(sizes, means, marker="o", label=name)
-    axes.set_xlabel("replicas")
-    axes.set_ylabel("requests/s of a replica at 90 %")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7)
+    name_axes(axes, "replicas", "requests/s of a replica at 90 %", from_zero=True)
 
 
 def tables(data: Any) -> str:

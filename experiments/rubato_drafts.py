@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments import Found
 from experiments._adaserve_runs import ACCEPTANCE, MODELS, fewer, hardware
-from experiments._rate_search import shares_of
+from experiments._rate_search import geometric, shares_of
 from rubato.engines.simulated import drafter
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
@@ -101,7 +101,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
     for model in RATES:
         own = [cell for cell in cells(values) if (cell[0]["model"], cell[0]["accepted"]) == (model, EQUAL)][-1]
         pairs = [(v["systems"][OURS]["all"], v["systems"][best(own)]["all"], v["requests"]) for v in own]
-        estimates[f"{model}-violations"] = over_seeds([float(np.log(fewer(*pair))) for pair in pairs]).exp()
+        estimates[f"{model}-violations"] = geometric([fewer(*pair) for pair in pairs])
     return Found(estimates, list(values), sorted({v["seed"] for v in values}), "deadline", {"ttft": TTFT})
 
 

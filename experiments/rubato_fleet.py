@@ -88,10 +88,6 @@ class Table:
         logs = np.broadcast_arrays(*[np.log(self.ratios(data, measure)) for data in self.ours])
         return over_seeds([float(x) for x in np.mean(logs, axis=0)]).exp()
 
-    def least(self, measure: str) -> Estimate:
-        each = [over_seeds([float(x) for x in np.log(self.ratios(data, measure))]).exp() for data in self.ours]
-        return min(each, key=lambda ratio: ratio.value)
-
 
 class Modes:
     """Shares on few replicas, in percent, by case and mode, seed by seed."""
@@ -114,9 +110,6 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates = {}
     for measure, name in zip(MEASURES, ("90", "95", "each"), strict=True):
         estimates[f"fleet-{name}"] = table.mean(measure)
-        estimates[f"least-{name}"] = table.least(measure)
-    modes = Modes(values)
-    estimates["auto-least"] = min(map(modes.ahead, modes.own), key=lambda points: points.value)
     given = {"replicas": REPLICAS, "measures": MEASURES, "host": HOST}
     return Found(estimates, list(values), SEEDS[:1] if small else SEEDS, "deadline", given)
 
@@ -149,18 +142,3 @@ def tables(data: Sequence[Any]) -> str:
         ])  # fmt: skip
     parts.append(f"Attained on few replicas at one rate, worst tier, %:\n\n{markdown(rows)}")
     return "\n\n".join(parts)
-
-
-def draw(data: Sequence[Any], axes: Any) -> None:
-    """Ours over the best of the others, by data set and measure."""
-    table = Table(data)
-    names = list(table.ours)
-    for at, measure in enumerate(MEASURES):
-        axes.plot(
-            [float(np.exp(np.mean(np.log(table.ratios(name, measure))))) for name in names],
-            np.arange(len(names)) + 0.2 * (at - 1), "o", label=measure,
-        )  # fmt: skip
-    axes.axvline(1.0, color="gray")
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xlabel("rubato's requests/s over the best other's")
-    axes.legend()

@@ -32,7 +32,6 @@ STARTS = {"chatbot": 4.5, "coder": 1.8, "summarizer": 3.0, "mixed": 4.8, "toolll
 COUNT, LONGEST, FEWER = 600, "reasoning", 200  # requests of a run; of those that live for minutes
 SEEDS, TUNED_ON = (1, 2, 3, 4), 0
 LEAST = 0.05  # of the start, what counts where no rate was found
-ALL, NINETY_FIVE, EACH = MEASURES
 
 SYSTEMS: Mapping[str, tuple[str, ...]] = {
     OURS: (OURS,),
@@ -174,19 +173,3 @@ def tables(data: Sequence[Any]) -> str:
             rows.append([load, ratio.shown(), f"`{setting}`", f"{own:.3g}"])
         parts.append(f"{measure}:\n\n{markdown(rows)}")
     return "\n\n".join(parts)
-
-
-def draw(data: Sequence[Any], axes: Any) -> None:
-    """Ours over the best of the others, by load and measure."""
-    table = Table(data)
-    for at, measure in enumerate(MEASURES):
-        ratios = [table.ratio(load, measure) for load in table.loads]
-        places = np.arange(len(table.loads)) + 0.25 * (at - 1)
-        axes.errorbar(
-            [r.value for r in ratios], places, fmt="o", label=measure,
-            xerr=[[r.value - r.low for r in ratios], [r.high - r.value for r in ratios]],
-        )  # fmt: skip
-    axes.axvline(1.0, color="gray")
-    axes.set_yticks(range(len(table.loads)), table.loads)
-    axes.set_xlabel("rubato's requests/s over the best other's")
-    axes.legend()

@@ -161,16 +161,13 @@ def found(values: Sequence[Any], small: bool) -> Found:
     data = [cell for own in values for cell in own]
     table = Table(data)
     estimates = {
-        "near-best": Estimate.exact(table.near()), "ratio": table.ratio("attained"), "ratio-both": table.ratio("both")
+        "near-best": Estimate.exact(table.near()), "ratio": table.ratio("attained"),
     }  # fmt: skip
-    for other in OTHERS:
+    for other in ("edf", "vllm"):
         estimates[f"over-{other}"] = table.ahead(other, "attained")
         estimates[f"worst-over-{other}"] = table.ahead(other, "worst")
     estimates["broken"] = Estimate.exact(table.broken(table.cells))
     estimates["broken-cell"] = Estimate.exact(max(table.broken([cell]) for cell in table.cells))
-    estimates["least-part"] = table.lost(table.parts()[0], "both")
-    for name in ("e2e", "ttft"):
-        estimates[f"below-{name}"] = max([over_seeds(own[name]) for own in table.below], key=lambda each: each.value)
     return Found(estimates, data, SEEDS[:1] if small else SEEDS, "deadline", {"noises": NOISES})
 
 

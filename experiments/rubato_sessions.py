@@ -129,18 +129,6 @@ def found(values: Sequence[Any], small: bool) -> Found:
     return Found(estimates, list(values), SEEDS[:1] if small else SEEDS, "deadline", settings)
 
 
-def draw(data: Sequence[Any], axes: Any) -> None:
-    """Sessions attained on one replica, by rate."""
-    one = _Runs(data, 1)
-    for name in one.names:
-        means = [over_seeds(one.points(name, rate, "sessions")).value for rate in one.rates]
-        axes.plot(one.rates, means, marker="o", label=name)
-    axes.set_xlabel("turns/s")
-    axes.set_ylabel("sessions attained (%)")
-    axes.set_ylim(0.0, 102.0)
-    axes.legend(frameon=False)
-
-
 def tables(data: Sequence[Any]) -> str:
     """Sessions and turns attained, in percent."""
     rows = [("system", "replicas", "turns/s a replica", "sessions", "turns")]

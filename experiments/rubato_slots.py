@@ -96,15 +96,8 @@ def found(values: Sequence[Any], small: bool) -> Found:
 
 def tables(data: Sequence[Any]) -> str:
     """Means over seeds."""
-    head = [
-        "load",
-        "policy",
-        "times",
-        "attained, no slots",
-        "with slots",
-        "time with 64 under way, no slots",
-        "with slots",
-    ]
+    head = ["load", "policy", "times", "attained, no slots", "with slots"]
+    head += ["time with 64 under way, no slots", "with slots"]
     rows = [
         [load, f"`{policy}`", f"{times:g}",
          *(f"{100 * mean(v[engine][what] for v in own):.1f} %" for what in ("attained", "taken") for engine in ENGINES)]

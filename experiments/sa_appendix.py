@@ -6,8 +6,7 @@ outside), served in order of arrival by vLLM's scheduler with as many sequences 
 continuously, too, and is not simulated otherwise. The SLOs stay as they are (§5.1). SA knows lengths by a Gaussian of
 400 earlier requests, a draw for each request as the paper has it, by their mean, or exactly; beside it the next
 request whenever a place is free, and `edf`. The paper's figures are the best of its cells, of one run each: held
-against them is the share of our runs of the cell that reach them, 1 in 10 or more. Gains are ratios of means over
-seeds.
+against them is the share of our runs of the cell that reach them, 1 in 10 or more.
 """
 
 from __future__ import annotations
@@ -18,20 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments.sa_gain import (
-    ARRIVAL,
-    EXACT,
-    MEAN,
-    SA,
-    SCENARIO,
-    Served,
-    lengths,
-    longer,
-    measured,
-    offered,
-    over,
-    reaching,
-)
+from experiments import sa_gain as gain
 from rubato.core.plan import Limits
 from rubato.latency import operation_count
 from rubato.latency.profiles.kernel_profiles import MODELS
@@ -46,13 +32,13 @@ SECONDS = 240.0
 CELLS: Mapping[tuple[int, int], str] = {(40, 1): "qwen2.5-32b", (8, 2): "qwen2.5-7b"}  # requests, batches of -> model
 SEEDS = tuple(range(1, 41))
 CARD, KEPT, BLOCK = 80 * 2**30, 3e9, 16  # bytes of memory, and of them for other than weights and KV; tokens
-SYSTEMS: Mapping[str, Served] = {
-    "order of arrival": ARRIVAL,
-    "sa": SA,
-    "sa, mean lengths": Served(lengths=MEAN),
-    "sa, exact lengths": Served(lengths=EXACT),
-    "sa, a free place, mean lengths": Served(settings=(("dispatch", "place"),), lengths=MEAN),
-    "edf": Served("edf", "round_robin", lengths=MEAN),
+SYSTEMS: Mapping[str, gain.Served] = {
+    "order of arrival": gain.ARRIVAL,
+    "sa": gain.SA,
+    "sa, mean lengths": gain.Served(lengths=gain.MEAN),
+    "sa, exact lengths": gain.Served(lengths=gain.EXACT),
+    "sa, a free place, mean lengths": gain.Served(settings=(("dispatch", "place"),), lengths=gain.MEAN),
+    "edf": gain.Served("edf", "round_robin", lengths=gain.MEAN),
 }
 
 
@@ -60,10 +46,8 @@ def jobs(small: bool) -> list[Job]:
     cells = {(4, b): model for (_, b), model in CELLS.items()} if small else CELLS
     return [
         Job(f"{name} n={n} b={b} seed={seed}", served, (name, model, n, b, seed))
-        for (n, b), model in cells.items()
-        for name in SYSTEMS
-        for seed in (SEEDS[:2] if small else SEEDS)
-    ]
+        for (n, b), model in cells.items() for name in SYSTEMS for seed in (SEEDS[:2] if small else SEEDS)
+    ]  # fmt: skip
 
 
 def machine(model: str, batch: int) -> Hardware:
@@ -75,28 +59,22 @@ def machine(model: str, batch: int) -> Hardware:
 
 
 def served(name: str, model: str, n: int, b: int, seed: int) -> dict[str, Any]:
-    how, load = SYSTEMS[name], offered(n, seed)
-    spec = RunSpec(machine(model, b), how.choice(), 1, "mean", lengths=lambda truth: lengths(how.lengths, load, seed))
-    found = measured(simulate_events(longer(load), load.truth(), spec, seed))
+    how, load = SYSTEMS[name], gain.offered(n, seed)
+    spec = RunSpec(
+        machine(model, b), how.choice(), 1, "mean", lengths=lambda truth: gain.lengths(how.lengths, load, seed)
+    )
+    found = gain.measured(simulate_events(gain.longer(load), load.truth(), spec, seed))
     return {"name": name, "model": model, "n": n, "b": b, "seed": seed, **found}
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
     many, few = ((4, 1), (4, 2)) if small else CELLS
     estimates = {
-        "attained-5-times": reaching(values, "sa", [many], "attained", 5.0),
-        "attained-exact-5-times": reaching(values, "sa, exact lengths", [many], "attained", 5.0),
-        "latency-31-6": reaching(values, "sa", [few], "latency", 0.684),
-        "latency-exact-31-6": reaching(values, "sa, exact lengths", [few], "latency", 0.684),
-        "attained-40-1": over(values, "sa", *many, "attained"),
-        "attained-mean-40-1": over(values, "sa, mean lengths", *many, "attained"),
-        "attained-exact-40-1": over(values, "sa, exact lengths", *many, "attained"),
-        "latency-8-2": over(values, "sa", *few, "latency"),
-        "latency-mean-8-2": over(values, "sa, mean lengths", *few, "latency"),
-        "latency-exact-8-2": over(values, "sa, exact lengths", *few, "latency"),
+        "attained-5-times": gain.reaching(values, "sa", [many], "attained", 5.0),
+        "latency-31-6": gain.reaching(values, "sa", [few], "latency", 0.684),
     }
     seeds = sorted({v["seed"] for v in values})
-    return Found(estimates, list(values), seeds, "mean", {"scenario": SCENARIO, "gpu": "A800, simulated"})
+    return Found(estimates, list(values), seeds, "mean", {"scenario": gain.SCENARIO, "gpu": "A800, simulated"})
 
 
 def tables(data: Any) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._exhaustive_mapping import exhaustive
 from experiments._guest import beside
 from rubato.core.events import Event, Finished
@@ -236,7 +237,6 @@ def reaching(
 
 def found(values: Sequence[Any], small: bool) -> Found:
     n, many, exhaustible = (4, 4, 4) if small else (10, 40, 8)
-    two = 1 if small else 2
     base = SEARCH.format(100.0, 100)
     wrong = dict.fromkeys(v["name"] for v in values if v["name"] in WRONG)
     worst = min((over(values, name, n, 4, base="sa, exact lengths") for name in wrong), key=lambda e: e.value)
@@ -248,10 +248,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
         "attained-best-of-12": reaching(values, "sa", cells, "attained", 1.334),
         "latency-best-of-12": reaching(values, "sa", cells, "latency", 0.837),
         "g-10-1": over(values, "sa", n, 1),
-        "g-mean-10-1": over(values, "sa, mean lengths", n, 1),
         "g-exact-10-1": over(values, "sa, exact lengths", n, 1),
-        "attained-10-1": over(values, "sa", n, 1, "attained"),
-        "latency-10-2": over(values, "sa", n, two, "latency"),
         "g-exact-40-4": over(values, "sa, lengths ± 2.5 %", many, 4),
         "g-exact-over-gaussian-40-4": over(values, "sa, lengths ± 2.5 %", many, 4, base="sa"),
         "g-exhaustive-8-1": over(values, "sa", exhaustible, 1, base="exhaustive"),
@@ -259,7 +256,6 @@ def found(values: Sequence[Any], small: bool) -> Found:
         "iterations-200": reaching(values, SEARCH.format(100.0, 200), [(n, 1)], "g", 1.011, base),
         "coefficients-off": worst,
         "instances-4": Estimate(four.value / single.value, four.low / single.value, four.high / single.value),
-        "g-over-edf-40-4": over(values, "sa", many, 4, base="edf"),
     }
     seeds = sorted({v["seed"] for v in values})
     return Found(estimates, list(values), seeds, "mean", {"scenario": SCENARIO, "profile": PROFILE, "history": HISTORY})
@@ -276,9 +272,7 @@ def draw(data: Any, axes: Any) -> None:
                   [max(0.0, 100 * (r.high - 1) - h) for h, r in zip(heights, ratios, strict=True)]]  # fmt: skip
         axes.bar(at, heights, 0.8 / len(batches), yerr=errors, label=f"batches of up to {b}")
     axes.set_xticks(range(len(counts)), [str(n) for n in counts])
-    axes.set_xlabel("requests at once")
-    axes.set_ylabel("G over order of arrival (%)")
-    axes.legend()
+    name_axes(axes, "requests at once", "G over order of arrival (%)")
 
 
 def tables(data: Any) -> str:
@@ -294,16 +288,8 @@ def tables(data: Any) -> str:
     names = [*SYSTEMS, *ERRORS, *(name for name in ran if name not in {*SYSTEMS, *ERRORS, *SEARCHES, *WRONG})]
     cells = [(n, b) for n, b in sizes if n < MANY]
     drawn = [["share of draws whose best cell reaches the paper's", "G × 1.465", "in SLO × 1.334", "latency × 0.837"]]
-    drawn += [
-        [
-            name,
-            *(
-                reaching(data, name, cells, number, bar).shown()
-                for number, bar in (("g", 1.465), ("attained", 1.334), ("latency", 0.837))
-            ),
-        ]
-        for name in DRAWN[1:]
-    ]
+    bars = (("g", 1.465), ("attained", 1.334), ("latency", 0.837))
+    drawn += [[name, *(reaching(data, name, cells, number, bar).shown() for number, bar in bars)] for name in DRAWN[1:]]
     rows = [["G × 1000, in SLO, mean latency", *(f"{n} at once, batch {b}" for n, b in sizes)]]
     rows += [[name, *(cell(name, n, b) for n, b in sizes)] for name in names]
     more = [["at 10 requests", "G over SA's"]]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._exhaustive_mapping import exhaustive
 from experiments.sa_gap import instance
 from rubato.core.clock import process_cpu_time
@@ -80,7 +81,6 @@ def found(values: Sequence[Any], small: bool) -> Found:
 
     estimates = {
         "evaluations-10": Estimate.exact(next(v["evaluations"] for v in values if v["n"] == 10)),
-        "ms-10": ms(10),
         "ms-10-table": ms(10),
         "ms-2-instances": ms(10, 2),
         "ms-4-instances": ms(10, 4),
@@ -96,28 +96,15 @@ def draw(data: Any, axes: Any) -> None:
         if own:
             axes.plot(own[0]["temperatures"], 100 * accepted / np.maximum(1, worse), label=f"{n} requests")
     axes.invert_xaxis()
-    axes.set_xlabel("temperature")
-    axes.set_ylabel("worse solutions accepted (%)")
-    axes.legend()
+    name_axes(axes, "temperature", "worse solutions accepted (%)")
 
 
 def tables(data: Any) -> str:
     def of(n: int, instances: int) -> list[Any]:
         return [v for v in data if v.get("instances") == instances and v["n"] == n]
 
-    rows = [
-        [
-            "requests",
-            "instances",
-            "evaluations at most",
-            "searched",
-            "ms",
-            "the paper's",
-            "exhaustive, ms",
-            "evaluations",
-            "the paper's",
-        ]
-    ]
+    head = "requests; instances; evaluations at most; searched; ms; the paper's"
+    rows = [[*head.split("; "), "exhaustive, ms", "evaluations", "the paper's"]]
     for n, instances in [*((n, 1) for n in COUNTS), *((10, k) for k in SEVERAL)]:
         own, beside = of(n, instances), [v for v in data if "exhaustive" in v and v["n"] == n and instances == 1]
         paper = TABLE.get(n, "") if instances == 1 else SEVERAL[instances]

@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments import Found
 from experiments._host import AS_STATED, TODAY, at_host
-from experiments._rate_search import RateSearch, shares_of
+from experiments._rate_search import RateSearch, geometric, shares_of
 from experiments._rubato_runs import CONTEXT, NOISE, USUALLY
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.request import Request
@@ -266,7 +266,7 @@ class Results:
     def ratio(self, system: str, condition: str, beside: str, reference: str) -> Estimate:
         """What it holds under a condition over what another holds under one."""
         pairs = zip(self.held(system, condition), self.held(beside, reference), strict=True)
-        return over_seeds([float(np.log(a / b)) for a, b in pairs]).exp()
+        return geometric([a / b for a, b in pairs])
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
@@ -319,20 +319,3 @@ def tables(data: Sequence[Any]) -> str:
 def _lost(results: Results, system: str, condition: str) -> str:
     own, worst = results.lost(system, condition), results.lost(system, condition, "worst")
     return f"{own.shown('.1f')} / {worst.value:.1f}"
-
-
-def draw(data: Sequence[Any], axes: Any) -> None:
-    """Points lost: a row a disturbance, a column a system, the largest loss first in both."""
-    results = Results(data)
-    systems = sorted(results.systems, key=lambda system: -results.worst(system)[1].value)
-    conditions = sorted(results.disturbances, key=lambda c: -max(results.lost(system, c).value for system in systems))
-    lost = np.array([[results.lost(system, condition).value for system in systems] for condition in conditions])
-    axes.imshow(lost, cmap="Reds", vmin=0.0, vmax=max(10.0, float(lost.max())), aspect="auto")
-    for row, column in np.ndindex(*lost.shape):
-        dark = lost[row, column] > 0.6 * max(10.0, float(lost.max()))
-        axes.text(
-            column, row, f"{lost[row, column]:.1f}", ha="center", va="center", color="w" if dark else "k", fontsize=8
-        )
-    axes.set_xticks(range(len(systems)), systems, rotation=40, ha="right", fontsize=8)
-    axes.set_yticks(range(len(conditions)), conditions, fontsize=8)
-    axes.set_title("points of attainment lost at the rate that each holds", fontsize=9)

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
 from rubato.core.request import SLO
@@ -346,11 +347,7 @@ def draw(data: Any, axes: Any) -> None:
     axes.plot(ends, ends, color="grey", linewidth=0.8)
     for factor in (0.8, 1.2):
         axes.plot(ends, [factor * end for end in ends], color="grey", linewidth=0.6, linestyle=":")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("TPOT measured (ms); dotted: 20 % off")
-    axes.set_ylabel("TPOT simulated (ms)")
-    axes.legend(fontsize=8)
+    name_axes(axes, "TPOT measured (ms); dotted: 20 % off", "TPOT simulated (ms)", log="xy")
 
 
 def tables(data: Any) -> str:
@@ -362,20 +359,8 @@ def tables(data: Any) -> str:
             source, f"{1e3 * host:.2f} ms", f"{1e6 * per_seq:.1f} µs",
             f"{1e3 * seconds:.0f} ms + {1e6 * per_token:.1f} µs a prompt token",
         ])  # fmt: skip
-    errors = [
-        [
-            "server",
-            "half",
-            "points",
-            "TPOT: median",
-            "P90",
-            "bias",
-            "bias with 2024's",
-            "TTFT: bias",
-            "steps alone",
-            "host terms of this server alone",
-        ]
-    ]
+    head = "server, half, points, TPOT: median, P90, bias, bias with 2024's, TTFT: bias, steps alone"
+    errors = [[*head.split(", "), "host terms of this server alone"]]
     for name, group in groupby(data["rows"], key=lambda row: row["profile"]):
         own = list(group)
         low = [row for row in own if row["fewest"]]

@@ -131,19 +131,3 @@ def holding(cells: Sequence[Mapping[str, Mapping[str, float]]]) -> Estimate:
         return sum(all(share[end] <= 1.0 for share in cell.values()) for cell in cells) / len(cells)
 
     return Estimate(within("value"), within("high"), within("low"))
-
-
-def draw(data: Any, axes: Any) -> None:
-    """Attainment of each cell: live twice, and simulated."""
-    names = [f"{v['policy']}\n{v['load']:g}" for v in data]
-    for place, (run, label, mark) in enumerate(
-        (("one", "live 1", "o"), ("two", "live 2", "s"), ("simulated", "simulated", "x"))
-    ):
-        at = [i + 0.12 * (place - 1) for i in range(len(data))]
-        axes.plot(at, [100 * v[run]["attained"] for v in data], mark, label=label)
-    axes.set_xticks(range(len(data)), names)
-    axes.set_xlim(-0.5, len(data) - 0.5)
-    axes.set_ylim(0, 103)
-    axes.set_ylabel("SLO attainment (%, of offered)")
-    axes.set_xlabel("policy, load (1 = simulated vllm attains 90 %)")
-    axes.legend(frameon=False)

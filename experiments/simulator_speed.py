@@ -265,15 +265,3 @@ def found(values: Sequence[Any], small: bool) -> Found:
         "loads": {name: case.load for name, case in CASES.items()}, "drafter": DRAFTER, "alpha": ALPHA,
     }  # fmt: skip
     return Found(estimates, runs, range(len(sarathi)), "deadline", settings)
-
-
-def draw(data: Sequence[Any], axes: Any) -> None:
-    names = {SARATHI: "sarathi", LOOKING: "every request, every step"} | {name: c.says for name, c in CASES.items()}
-    for case, name in names.items():
-        runs = [v for v in data if v["case"] == case]
-        axes.plot([v["count"] for v in runs], [v["per_second"] for v in runs], "o", label=name)
-    axes.set_xlabel("requests in the run")
-    axes.set_ylabel("requests per CPU second")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.legend()

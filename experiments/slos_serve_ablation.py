@@ -18,6 +18,7 @@ import numpy as np
 
 from experiments import Found
 from experiments import _slos_serve_runs as runs
+from experiments._axes import bars
 from experiments._slos_serve_runs import ALPHA, FULL, PAPERS, SMALL_SEARCH, CapacitySearch, Scale, drafter
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
@@ -50,13 +51,9 @@ def jobs(small: bool) -> list[Job]:
     scale = SMALL_SEARCH if small else FULL
     return [
         Job("same", same, (scale,)),
-        *(
-            Job(f"{scenario} {step} seed={seed}", search, (scenario, step, seed, scale))
-            for scenario in STARTS
-            for step in (*STEPS, SINGLE)
-            for seed in scale.seeds
-        ),
-    ]
+        *(Job(f"{scenario} {step} seed={seed}", search, (scenario, step, seed, scale))
+          for scenario in STARTS for step in (*STEPS, SINGLE) for seed in scale.seeds),
+    ]  # fmt: skip
 
 
 def same(scale: Scale) -> dict[str, int]:
@@ -141,9 +138,6 @@ def tables(data: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
     rates = Rates(data)
-    for i, step in enumerate(STEPS):
-        heights = [np.mean(rates.of(name, step)) / np.mean(rates.of(name, BASELINE)) for name in STARTS]
-        axes.bar([j + 0.2 * (i - 1.5) for j in range(len(STARTS))], heights, 0.19, label=step)
-    axes.set_xticks(range(len(STARTS)), list(STARTS))
-    axes.set_ylabel("capacity, of the baseline's")
-    axes.legend(frameon=False, fontsize=8)
+    means = {step: [float(np.mean(rates.of(name, step))) for name in STARTS] for step in (*STEPS, BASELINE)}
+    heights = {step: [a / b for a, b in zip(means[step], means[BASELINE], strict=True)] for step in STEPS}
+    bars(axes, list(STARTS), heights, "capacity, of the baseline's")

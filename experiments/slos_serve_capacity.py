@@ -10,8 +10,8 @@ Beside Sarathi tuned stands the paper's own, with one budget for a model: what a
 scenarios holds (§6). Beside Reasoning stands a row whose zero-load TTFT, of which its SLO is three times, holds the
 server's part, too, as one that is measured does.
 
-Arrivals are stand-ins with the statistics of Azure's (figure `slos-serve-arrivals`). `--trace` with Azure's two files
-adds rows with the trace's own, stretched to the rate; no claim reads them.
+Arrivals are stand-ins with the statistics of Azure's. `--trace` with Azure's two files adds rows with the trace's own,
+stretched to the rate; no claim reads them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import numpy as np
 
 from experiments import Found
 from experiments import _slos_serve_runs as runs
+from experiments._axes import bars
 from experiments._guest import beside, drafts
+from experiments._rate_search import geometric
 from experiments._slos_serve_runs import FULL, OURS, PAPERS, SMALL_SEARCH, CapacitySearch, Scale, hardware
 from rubato.core.plan import Shape
 from rubato.measure.confidence import Estimate, over_seeds
@@ -171,10 +173,8 @@ def jobs(small: bool, policy: str | None = None, trace: str | None = None) -> li
     scale = SMALL_SEARCH if small else FULL
     return [
         Job(f"{case} {system} tuned", tuned, (case, system, scale))
-        for case in CASES
-        for system in beside(tuple(SYSTEMS), policy)
-        if case in of_name(system).cases
-    ]
+        for case in CASES for system in beside(tuple(SYSTEMS), policy) if case in of_name(system).cases
+    ]  # fmt: skip
 
 
 def then(values: Sequence[Any], small: bool, policy: str | None = None, trace: str | None = None) -> list[Job]:
@@ -328,7 +328,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
         estimates[f"mean-edf{judge}"] = rates.ratio(able, (EDF,), target, PLAIN)
     estimates["four-replicas-edf"] = rates.ratio(FOUR_UNDRAFTED, (EDF,), PAPERS, PLAIN)
     baseline = rates.of(LONGEST, rates.best(LONGEST, two, PAPERS), PAPERS)
-    estimates["reasoning-bound"] = over_seeds([float(np.log(most_by_decodes() / rate)) for rate in baseline]).exp()
+    estimates["reasoning-bound"] = geometric([most_by_decodes() / rate for rate in baseline])
     for judge in runs.JUDGES:
         begun = [v["begun"][judge] for v in values if v["case"] not in SEVERAL_PROMPTS]
         made, broken = (sum(own) for own in zip(*begun, strict=True))
@@ -397,12 +397,6 @@ def draw(data: Sequence[Any], axes: Any) -> None:
     """Each case's capacities by the paper's judge, as shares of the largest."""
     rates = Rates(data)
     systems = [name for name in SYSTEMS if name != VLLM_SPEC]
-    for j, case in enumerate(CASES):
-        heights = {system: float(np.mean(own)) for system in systems if (own := rates.of(case, system, PAPERS))}
-        for i, system in enumerate(systems):
-            height = heights.get(system, 0.0) / max(heights.values(), default=1.0)
-            axes.bar(j + 0.14 * (i - 2.5), height, 0.13, color=f"C{i}", label="" if j else system)
-    axes.set_xticks(range(len(CASES)), list(CASES), rotation=60, fontsize=7)
-    axes.set_ylabel("capacity at 90 %, of the largest")
-    axes.set_ylim(0.0, 1.2)  # room for the legend
-    axes.legend(frameon=False, fontsize=7, ncols=3, loc="upper center")
+    means = np.array([[np.mean(rates.of(case, s, PAPERS) or [0.0]) for case in CASES] for s in systems])
+    heights = dict(zip(systems, (means / np.maximum(means.max(axis=0), 1e-9)).tolist(), strict=True))
+    bars(axes, list(CASES), heights, "capacity at 90 %, of the largest")

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._slos_serve_runs import FULL, SMALL, hardware, load
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
@@ -99,6 +100,4 @@ def draw(data: Sequence[Any], axes: Any) -> None:
         for tier, here in value["here"].items() if value["seed"] == first else ():
             if any(here):
                 axes.plot(value["at"], here, label=f"{value['policy']}, {tier}")
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("requests in the system")
-    axes.legend(frameon=False)
+    name_axes(axes, "seconds", "requests in the system")

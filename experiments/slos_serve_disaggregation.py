@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import bars
+from experiments._rate_search import geometric
 from experiments._slos_serve_runs import COARSE, PAPERS, CapacitySearch
 from rubato.core.plan import Shape
-from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.confidence import Estimate
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.planning.request_source import ScenarioSource
@@ -82,7 +84,7 @@ def _over_equal(values: Sequence[Mapping[str, Any]], scenario: str, ratio: tuple
         [v["rate"] for v in values if v["scenario"] == scenario and tuple(v["ratio"]) == own]
         for own in (ratio, RATIOS[0])
     ]
-    return over_seeds([float(np.log(a / b)) for a, b in zip(*pair, strict=True)]).exp()
+    return geometric([a / b for a, b in zip(*pair, strict=True)])
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
@@ -90,8 +92,6 @@ def found(values: Sequence[Any], small: bool) -> Found:
         f"{scenario}-{p}-{d}": _over_equal(values, scenario, (p, d)) for scenario in SCENARIOS for p, d in RATIOS[1:]
     }
     machine = packaged_hardware(PROFILE)
-    largest = [v["rate"] / bound(machine, v["scenario"], *v["ratio"]) for v in values]
-    estimates["over-bound"] = Estimate.exact(max(largest))
     settings = {
         "machine": machine.describe(), "ratios": RATIOS, "count": FEW if small else COUNT, "lengths": "oracle",
         "ideal": {scenario: ideal(machine, scenario) for scenario in SCENARIOS},
@@ -102,14 +102,8 @@ def found(values: Sequence[Any], small: bool) -> Found:
 def tables(data: Sequence[Mapping[str, Any]]) -> str:
     """Mean of the seeds; in brackets the bound."""
     machine = packaged_hardware(PROFILE)
-    rows = [
-        [
-            "scenario",
-            "ideal ratio",
-            *(f"{p} : {d}" for p, d in RATIOS),
-            *(f"{p} : {d} over 1 : 1" for p, d in RATIOS[1:]),
-        ]
-    ]
+    names = [f"{p} : {d}" for p, d in RATIOS]
+    rows = [["scenario", "ideal ratio", *names, *(f"{name} over 1 : 1" for name in names[1:])]]
     for scenario in SCENARIOS:
         rates = []
         for ratio in RATIOS:
@@ -124,9 +118,7 @@ def tables(data: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
-    for at, (p, d) in enumerate(RATIOS):
-        heights = [_over_equal(data, scenario, (p, d)).value for scenario in SCENARIOS]
-        axes.bar([j + 0.27 * (at - 1) for j in range(len(SCENARIOS))], heights, 0.25, label=f"{p} PF : {d} DCD")
-    axes.set_xticks(range(len(SCENARIOS)), SCENARIOS)
-    axes.set_ylabel("capacity a GPU, of 1 PF : 1 DCD")
-    axes.legend()
+    heights = {
+        f"{p} PF : {d} DCD": [_over_equal(data, scenario, (p, d)).value for scenario in SCENARIOS] for p, d in RATIOS
+    }
+    bars(axes, SCENARIOS, heights, "capacity a GPU, of 1 PF : 1 DCD")

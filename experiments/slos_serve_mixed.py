@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._slos_serve_runs import FULL, SMALL, hardware, load
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
@@ -37,10 +38,8 @@ def jobs(small: bool) -> list[Job]:
     seeds = SMALL.seeds if small else FULL.seeds
     return [
         Job(f"{name} rate={rate} seed={seed}", measured, (name, rate, seed, small))
-        for name in POLICIES
-        for rate in RATES
-        for seed in seeds
-    ]
+        for name in POLICIES for rate in RATES for seed in seeds
+    ]  # fmt: skip
 
 
 def measured(name: str, rate: float, seed: int, small: bool) -> dict[str, Any]:
@@ -71,11 +70,8 @@ def found(values: Sequence[Any], small: bool) -> Found:
 
     estimates = {
         f"{name}-{measure}-{rate:g}": p99(name, rate, measure)
-        for rate in RATES
-        for name in POLICIES
-        for measure in MEASURES
-        if measure == "ttft" or name == "slos-serve"
-    }
+        for rate in RATES for name in POLICIES for measure in MEASURES if measure == "ttft" or name == "slos-serve"
+    }  # fmt: skip
     estimates["unfinished"] = Estimate.exact(sum(v["unfinished"] for v in values))
     settings = {"rates": RATES, "policies": POLICIES, "machine": hardware("mixed", FULL).describe()}
     return Found(estimates, list(values), (SMALL if small else FULL).seeds, "deadline", settings)
@@ -87,7 +83,4 @@ def draw(data: Sequence[Any], axes: Any) -> None:
         own = [s for v in data if (v["policy"], v["rate"]) == (name, RATES[-1]) for s in v["shares"]["ttft"]]
         axes.plot(np.sort(own), np.linspace(0.0, 1.0, len(own)), label=name)
     axes.axvline(1.0, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xscale("log")
-    axes.set_xlabel("TTFT over what was promised")
-    axes.set_ylabel("share of requests")
-    axes.legend(frameon=False)
+    name_axes(axes, "TTFT over what was promised", "share of requests", log="x")

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._executed_batches import Replica, executed, jobs_of
 from rubato.latency.fit import blank, error_report
-from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.confidence import over_seeds
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 
@@ -58,11 +59,9 @@ def measured(name: str, count: int, seed: int) -> dict[str, Any]:
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
-    def r2(name: str, kind: str) -> Estimate:
-        return over_seeds([v[kind]["r2"] for v in values if v["replica"] == name])
-
-    estimates = {f"{name}-r2": r2(name, "roofline") for name in REPLICAS}
-    estimates["least-affine-r2"] = min((r2(name, "affine") for name in REPLICAS), key=lambda own: own.value)
+    estimates = {
+        f"{name}-r2": over_seeds([v["roofline"]["r2"] for v in values if v["replica"] == name]) for name in REPLICAS
+    }
     settings = {
         "policy": POLICY, "noise": NOISE, "count": FEW if small else COUNT,
         "replicas": {name: [own.profile, own.scenario, own.rate] for name, own in REPLICAS.items()},
@@ -92,6 +91,4 @@ def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
             axes.plot(predicted, executed_, ".", markersize=3, label=value["replica"])
             most = max(most, float(executed_.max()))
     axes.plot([0.0, most], [0.0, most], color="grey", linewidth=0.8)
-    axes.set_xlabel("predicted by the roofline (ms)")
-    axes.set_ylabel("executed (ms)")
-    axes.legend(fontsize=8)
+    name_axes(axes, "predicted by the roofline (ms)", "executed (ms)")

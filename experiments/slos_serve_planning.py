@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._axes import name_axes
 from experiments._timed_slos_serve import Planned
 from experiments.simulator_speed import loop_seconds
 from rubato.core.events import Finished
@@ -128,12 +129,9 @@ def found(values: Sequence[Any], small: bool) -> Found:
     }
     loop = float(np.median([v["loop"] for v in values]))
     settings = {
-        "profile": PROFILE,
-        "tpots": {str(n): tpots for n, tpots in TPOTS.items()},
-        "slowdown": SLOWDOWN,
-        "loop": loop,
-        "table": rows,
-    }
+        "profile": PROFILE, "tpots": {str(n): tpots for n, tpots in TPOTS.items()}, "slowdown": SLOWDOWN,
+        "loop": loop, "table": rows,
+    }  # fmt: skip
     return Found(estimates, list(values), seeds, "deadline", settings)
 
 
@@ -154,9 +152,5 @@ def draw(data: Sequence[Any], axes: Any) -> None:
     for row in table(data):
         if row["calls"] and row["tiers"] == 3:
             axes.plot([row["ran"]] * 2, [row["p50"], row["p99"]], "o-", label=f"{row['new']} new")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
     axes.axhline(2.0, ls=":", color="grey")
-    axes.set_xlabel("running (three tiers)")
-    axes.set_ylabel("CPU ms, p50 to p99")
-    axes.legend()
+    name_axes(axes, "running (three tiers)", "CPU ms, p50 to p99", log="xy")

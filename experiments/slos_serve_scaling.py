@@ -1,12 +1,11 @@
 """Capacity of one to four replicas under SLOs-Serve and its router, at 90 % attainment (Fig. 13).
 
-The paper's model for it, OPT-7B, one A100-40G a replica; ToolLLM has its own. Beside it, on four replicas: `slos_serve`
-that hands none on, under routers that are not SLO-aware, and `sarathi`. Output lengths are known and the judge is the
-paper's; ratios are paired by seed. Chat comes evenly: as many requests a replica, so that runs last as long. Coder and
-ToolLLM come in bursts that a higher rate makes shorter, as the paper's traces do: the same requests for every fleet, so
-that all see as many bursts. At four times the rate a burst is over in a quarter of the time, so four replicas hold more
-than four times as much, whatever schedules them (`sarathi`'s row). A service that grows has bursts as long as before
-with more requests in each: that is "coder, as long", and what to plan with.
+The paper's model for it, OPT-7B, one A100-40G a replica; ToolLLM has its own. Beside it `sarathi`. Output lengths are
+known and the judge is the paper's; ratios are paired by seed. Chat comes evenly: as many requests a replica, so that
+runs last as long. Coder and ToolLLM come in bursts that a higher rate makes shorter, as the paper's traces do: the same
+requests for every fleet, so that all see as many bursts. At four times the rate a burst is over in a quarter of the
+time, so four replicas hold more than four times as much, whatever schedules them (`sarathi`'s row). A service that
+grows has bursts as long as before with more requests in each: that is "coder, as long", and what to plan with.
 """
 
 from __future__ import annotations
@@ -19,9 +18,11 @@ import numpy as np
 
 from experiments import Found
 from experiments import _slos_serve_runs as runs
+from experiments._axes import name_axes
+from experiments._rate_search import geometric
 from experiments._slos_serve_runs import FULL, PAPERS, SMALL_SEARCH, CapacitySearch, Scale
 from rubato.fleet.cluster_options import PolicyChoice
-from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.confidence import Estimate
 from rubato.planning.jobs import Job
 from rubato.simulation.run_spec import RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
@@ -35,8 +36,7 @@ REPLICAS = (1, 2, 3, 4)
 MOST = REPLICAS[-1]
 OURS, SARATHI = "slos_serve", "sarathi@least_loaded"
 TURNS, LEAST_LOADED = (f"slos_serve:max_hops=-1@{router}" for router in ("round_robin", "least_loaded"))
-BESIDE = {TURNS: "round-robin", LEAST_LOADED: "least-loaded", SARATHI: "sarathi"}
-FLEETS = (*((OURS, n) for n in REPLICAS), *((system, MOST) for system in BESIDE), (SARATHI, 1))
+FLEETS = (*((OURS, n) for n in REPLICAS), (SARATHI, 1), (SARATHI, MOST))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ CASES = {
     AS_LONG: Case("coder", OPT, 1200, True, 1.5, as_long=True),
     "toolllm": Case(  # a run takes ten times as long as another
         "toolllm", "llama-2-7b-a100-40g@vllm-2024", 600, False, 0.15,
-        fleets=((OURS, 1), (OURS, MOST), (TURNS, MOST), (SARATHI, 1), (SARATHI, MOST)),
+        fleets=((OURS, 1), (OURS, MOST), (SARATHI, 1), (SARATHI, MOST)),
     ),
 }  # fmt: skip
 
@@ -70,13 +70,9 @@ def jobs(small: bool) -> list[Job]:
     scale = SMALL_SEARCH if small else FULL
     return [
         *(Job(f"{case} same", same, (case, scale)) for case in CASES),
-        *(
-            Job(f"{case} {system} replicas={n} seed={seed}", search, (case, system, n, seed, scale))
-            for case in CASES
-            for system, n in CASES[case].fleets
-            for seed in scale.seeds
-        ),
-    ]
+        *(Job(f"{case} {system} replicas={n} seed={seed}", search, (case, system, n, seed, scale))
+          for case in CASES for system, n in CASES[case].fleets for seed in scale.seeds),
+    ]  # fmt: skip
 
 
 def search(case: str, system: str, replicas: int, seed: int, scale: Scale) -> dict[str, Any]:
@@ -115,18 +111,14 @@ def found(values: Sequence[Any], small: bool) -> Found:
     scale = SMALL_SEARCH if small else FULL
     rates = {(v["case"], v["system"], v["replicas"], v["seed"]): v["capacity"] for v in values if "capacity" in v}
 
-    def over(case: str, system: str, replicas: int, other: str, others: int) -> Estimate:
-        pairs = [(rates[case, system, replicas, seed], rates[case, other, others, seed]) for seed in scale.seeds]
-        return over_seeds([float(np.log(a / b)) for a, b in pairs]).exp()
+    def over_one(case: str, system: str, replicas: int) -> Estimate:
+        return geometric([rates[case, system, replicas, s] / rates[case, system, 1, s] for s in scale.seeds])
 
     estimates = {"one-replica-any-router": Estimate.exact(sum(v.get("differ", 0) for v in values))}
     for name, case in CASES.items():
         for system, n in case.fleets:
-            if system == OURS and n > 1:
-                estimates[f"{name}-{n}"] = over(name, OURS, n, OURS, 1)
-            elif n > 1:
-                estimates[f"{name}-over-{BESIDE[system]}"] = over(name, OURS, MOST, system, MOST)
-        estimates[f"{name}-{MOST}-sarathi"] = over(name, SARATHI, MOST, SARATHI, 1)
+            if n > 1:
+                estimates[f"{name}-{n}{'' if system == OURS else '-sarathi'}"] = over_one(name, system, n)
     settings = {
         "target": PAPERS, "lengths": "oracle",
         "counts": {name: scale.count or case.count for name, case in CASES.items()},
@@ -145,6 +137,4 @@ def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
         axes.plot(ran, [np.mean(rates[n]) / np.mean(rates[1]) for n in ran], "o-", label=case)
     axes.plot(REPLICAS, REPLICAS, ":", color="grey", label="linear")
     axes.set_xticks(REPLICAS)
-    axes.set_xlabel("replicas")
-    axes.set_ylabel("capacity, of one replica's")
-    axes.legend()
+    name_axes(axes, "replicas", "capacity, of one replica's")

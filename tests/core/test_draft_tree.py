@@ -6,9 +6,9 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from experiments._exhaustive_selection import NOTHING, UNBOUND, brute_force, is_tree, met, optimal, total
 from rubato.core.plan import Tree
 from rubato.policy_kit.draft_tree import adaptive, select
+from tests.core.exhaustive_selection import NOTHING, UNBOUND, brute_force, is_tree, met, optimal, total
 
 
 @st.composite

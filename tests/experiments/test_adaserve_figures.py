@@ -26,7 +26,6 @@ from experiments._adaserve_runs import (
     up_to,
     winners,
 )
-from experiments.adaserve_control import rank
 from experiments.adaserve_rate import point
 from rubato.core.plan import Shape
 
@@ -107,9 +106,3 @@ def test_the_suffix_drafter_takes_what_was_measured() -> None:
     chain, tree = Shape(tokens=1, seqs=1), Shape(tokens=3, seqs=1)
     assert 8 * Lookup().step_time(chain) == pytest.approx(0.04e-3, rel=0.01)
     assert 8 * Lookup().step_time(tree) == pytest.approx(0.2e-3, rel=0.01)
-
-
-def test_rank_is_among_the_fixed_ones() -> None:
-    shares = {OURS: 0.8, "equations 8 and 9": 0.99, "1 x 1": 0.9, "2 x 1": 0.8, "4 x 3": 0.7}
-    assert rank(shares, OURS) == 2.0
-    assert rank(shares, "equations 8 and 9") == 1.0

@@ -27,7 +27,7 @@ def test_ratios_are_of_the_geometric_means_and_losses_of_ours_come_first() -> No
     values += [value("mixed", name, rate, replicas=4) for name, rate in FLEETS.items()]
     found = baselines_today.found(values, False)
     assert found.estimates.keys() == claims()["baselines-today"].keys()
-    means = {name: found.estimates[f"{name}-each"].value for name in ("scorpio-over-edf", "qoserve-over-sarathi")}
+    means = {name: found.estimates[f"{name}-90"].value for name in ("scorpio-over-edf", "qoserve-over-sarathi")}
     assert means == pytest.approx({"scorpio-over-edf": 0.75, "qoserve-over-sarathi": (1.25 * 5.0) ** 0.5})
     assert found.estimates["rubato-over-best-90"].value == pytest.approx((5 / 4 * 5 / 10) ** 0.5)
     assert found.estimates["lmetric-over-slos-serve-95"].value == pytest.approx(0.75)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import experiments
-from experiments import Claim, claims, failed, golden, names
-from experiments.__main__ import main
+from experiments import Claim, claims, failed, golden, names, quick
+from experiments.__main__ import QUICK, main
 from experiments.paper_headlines import HEADLINES
 from experiments.paper_page import PAPERS, SECTION, pages, seeds
 from rubato.measure.confidence import Estimate
@@ -27,8 +27,8 @@ FULL = sorted((ROOT / "docs" / "figures").glob("*.json"))
 LONG = (
     "adaserve-urgent", "ascendra-capacity", "ascendra-parts", "baselines-today", "bound", "host-today",
     "polyserve-goodput", "rubato-replica", "rubato-robust", "sa-gain", "sensitivity",
-    "simulator-fidelity", "simulator-speed", "slos-serve-ablation", "slos-serve-capacity", "slos-serve-host",
-    "slos-serve-margin", "slos-serve-overload", "slos-serve-scaling",
+    "simulator-fidelity", "simulator-speed", "slos-serve-ablation", "slos-serve-capacity",
+    "slos-serve-scaling",
 )  # fmt: skip
 
 
@@ -53,6 +53,7 @@ def test_the_claims_file_and_the_figures_are_the_same() -> None:
     files = [file for folder in experiments.__path__ for file in Path(folder).glob("*.py")]
     figures = [file.stem for file in files if "\nSECONDS = " in file.read_text()]
     assert sorted(name.replace("_", "-") for name in figures) == names()
+    assert set(names()) >= quick.LEFT_OUT
     for own in claims().values():
         for claim in own.values():
             assert claim.kind in ("check", "paper", "ours")
@@ -123,7 +124,7 @@ def test_a_figure_of_a_recorded_stream(tmp_path: Path) -> None:
     assert set(data["data"][0]["runs"][0]["systems"]["adaserve"]["by_tier"]) == {"code", "chat", "summary"}
     with pytest.raises(
         ValueError,
-        match=r"'adaserve-urgent' takes no trace: .*adaserve-rate, adaserve-scale, slos-serve-arrivals.* take one",
+        match=r"'adaserve-urgent' takes no trace: .*adaserve-rate, adaserve-scale, slos-serve-capacity take one",
     ):
         experiments.run("adaserve-urgent", small=True, trace=trace)
 
@@ -251,6 +252,28 @@ def test_a_full_run_says_its_time_goes_on_and_leaves_nothing_behind(
     assert "about 0.4 s of one core; if interrupted, the same command goes on" in capsys.readouterr().err
     assert "3 of 3 jobs were in the file already" in json.loads(out.read_text())["notes"][0]
     assert not kept.exists()
+
+
+def test_quick_figures_go_on_where_a_check_failed_or_they_were_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiments, "names", lambda: ["polyserve-limits", "slos-serve-toy"])
+    toy = experiments.load("slos-serve-toy")
+    with monkeypatch.context() as patch:
+        patch.setattr(experiments, "failed", lambda data: ["a-check"] * (data["figure"] == "slos-serve-toy"))
+        assert main(["--quick"]) == 1
+    assert "slos-serve-toy: these checks do not hold: a-check" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(toy, "found", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            quick.run(QUICK)
+    assert main(["--quick"]) == 0
+    said = capsys.readouterr().out
+    assert f"1 figures have run, says {QUICK}" in said
+    assert re.findall(r"^([\w-]+): ", said, re.MULTILINE) == ["slos-serve-toy"]
+    assert "2 figures in their small form" in said
+    assert not QUICK.exists()
 
 
 def test_a_check_that_does_not_hold_is_exit_status_1(
@@ -402,7 +425,7 @@ def test_the_page_says_which_systems_have_fewer_seeds_and_what_has_one() -> None
     assert seeds({"seeds": [7], "data": {}}) == "1 seed"
     page = pages(RUNS)["papers/polyserve.md"]
     assert "3 seeds (1: edf, polyserve co untaught, polyserve pd untaught)" in page
-    assert "| 1.014 (one seed) |" in page
+    assert "| 1.202 (one seed) |" in pages(RUNS)["papers/simulator.md"]
 
 
 def test_the_page_says_which_runs_are_too_short() -> None:
@@ -416,6 +439,15 @@ def test_the_page_says_which_runs_are_too_short() -> None:
 
 
 LEAST = 0.1  # seconds that are said of what takes none
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if hasattr(experiments.load(run["figure"]), "draw")],
+                         ids=lambda run: run["figure"])  # fmt: skip
+def test_a_picture_is_drawn_of_the_recorded_run(run: dict[str, Any]) -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
+    experiments.load(run["figure"]).draw(run["data"], axes)
+    assert axes.get_ylabel()
+    assert axes.lines or axes.patches or axes.collections
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[run["figure"] for run in RUNS])

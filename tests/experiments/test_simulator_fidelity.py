@@ -74,10 +74,3 @@ def test_a_full_run_says_what_it_lacks_before_it_begins(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match=r"pip install 'rubato-llm\[torch\]'"):
         experiments.run("simulator-fidelity", workers=1)
-
-
-def test_its_picture_has_three_marks_a_cell() -> None:
-    matplotlib = pytest.importorskip("matplotlib.figure")
-    axes = matplotlib.Figure().add_subplot()
-    figure.draw([value(0.815), value(0.77)], axes)
-    assert [list(line.get_ydata()) for line in axes.lines] == [[80.0, 80.0], [80.0, 80.0], [81.5, 77.0]]

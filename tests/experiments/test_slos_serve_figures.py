@@ -14,16 +14,13 @@ import pytest
 import experiments
 from experiments import _slos_serve_runs as runs
 from experiments import claims
-from experiments import slos_serve_arrivals as arrivals
 from experiments import slos_serve_capacity as capacity
 from experiments import slos_serve_disaggregation as disaggregation
 from experiments._executed_batches import Replica, executed
 from experiments._rate_search import RateSearch
-from experiments._recording_slos_serve import PromiseLog, Scheduler
 from experiments._slos_serve_runs import JUDGES, PAPERS, CapacitySearch
 from experiments.slos_serve_capacity import Rates
 from experiments.slos_serve_coder_load import here
-from experiments.slos_serve_margin import NOISES, RATES, found, kept
 from rubato.core.events import Verdict
 from rubato.core.plan import Shape
 from rubato.core.request import SLO
@@ -32,7 +29,6 @@ from rubato.measure.records import BenchResult, Record, rejudged
 from rubato.planning.capacity import AlwaysAttained, NoCapacity
 from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Arrival, Workload, scenarios
-from tests.policies.test_tables import prompt, seen
 
 SCALE = runs.SMALL
 TWO = SLO(ttft=1.0, tpot=0.1)
@@ -239,6 +235,15 @@ def test_azures_traces_are_known_by_their_names(tmp_path: Path) -> None:
         runs.trace_files(other)
 
 
+def test_the_content_of_a_folder_of_traces_is_that_of_all_its_files(tmp_path: Path) -> None:
+    code, conv = tmp_path / "azure_code.csv", tmp_path / "azure_conv.csv"
+    code.write_text(TRACE)
+    conv.write_text(TRACE)
+    before = experiments._digest(tmp_path)
+    code.write_text(TRACE + TRACE)
+    assert experiments._digest(tmp_path) != before
+
+
 def test_a_scenarios_lengths_come_at_the_traces_times_from_another_place_by_seed(tmp_path: Path) -> None:
     file = tmp_path / "azure_code.csv"
     file.write_text(TRACE)
@@ -251,36 +256,6 @@ def test_a_scenarios_lengths_come_at_the_traces_times_from_another_place_by_seed
     assert [a.prompt_tokens for a in plain.arrivals] == [a.prompt_tokens for a in loads[0].arrivals]
     search = CapacitySearch(loads[0], runs.hardware("coder", scale), 0)
     assert search._load.rescaled(2.0).duration == pytest.approx(2.0)  # four requests at two a second
-
-
-def test_how_bursty_arrivals_are() -> None:
-    """Ten bursts of ten in a second each, ten seconds apart."""
-    times = np.array([10.0 * burst + 0.1 * i for burst in range(10) for i in range(10)])
-    own = arrivals.measures(times)
-    assert own["requests"] == 100
-    assert own["seconds"] == pytest.approx(90.9)
-    assert own["met"][0] == pytest.approx([9.09] * 6, abs=0.01)  # all of a burst within one second
-    assert own["spread"][arrivals.WINDOWS.index(1.0)] == pytest.approx(9.0, abs=0.1)
-    assert own["spread"][arrivals.WINDOWS.index(10.0)] == arrivals.LEAST  # ten in each
-
-
-def test_recorded_and_read_traces_are_measured_alike(tmp_path: Path) -> None:
-    file = tmp_path / "azure_code.csv"
-    file.write_text(TRACE)
-    assert arrivals.recorded("code", "")["cv"] == arrivals.RECORDED["code"]["cv"]
-    assert arrivals.recorded("code", str(file))["requests"] == 4
-
-
-def test_a_folder_of_traces_is_offered_as_one(tmp_path: Path) -> None:
-    for name in ("azure_conv.csv", "azure_code.csv"):
-        rows = [f"2023-11-16 18:17:{n % 60:02d}.{n % 7}0,100,10" for n in range(0, 59, 2 if "code" in name else 1)]
-        (tmp_path / name).write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    data = experiments.run("slos-serve-arrivals", small=True, workers=1, trace=tmp_path)
-    assert data["trace"] == tmp_path.name
-    assert [v["requests"] for v in data["data"] if "trace" in v] == [30, 59]
-    before = data["content"]
-    (tmp_path / "azure_code.csv").write_text(TRACE)
-    assert experiments.run("slos-serve-arrivals", small=True, workers=1, trace=tmp_path)["content"] != before
 
 
 def test_the_ideal_ratio_and_the_bound_are_the_papers_equations() -> None:
@@ -311,36 +286,3 @@ def test_who_is_here_has_arrived_and_not_had_its_last_token() -> None:
     records = [replace(run(*times).records[0], at=at) for at, times in ((0.0, (1.0, 2.0)), (1.5, (1.6, 4.0)))]
     assert here(records, [0.0, 1.5, 1.9, 2.0, 3.9, 4.0]) == [1, 2, 2, 1, 1, 0]
     assert here([], [0.0]) == [0]
-
-
-def test_promises_broken_are_counted_over_all_scenarios_seed_by_seed() -> None:
-    """Of each seed 100 promises and 200 offered a scenario; the first seed breaks 3 of each, the second none."""
-    margins = ("0", "0.05", "0.1", "0.2", "default")
-    one = {"offered": 200, "attained": 90, "promised": 100, "broken": 0, "unfinished": 0, "came_to": 0.1}
-    values = [
-        {**one, "scenario": s, "noise": noise, "margin": margin, "seed": seed, "broken": 3 if seed == 1 else 0}
-        for s in RATES for noise in NOISES for margin in margins for seed in (1, 2)
-    ]  # fmt: skip
-    values += [{**values[-1], "scenario": "more", "promised": 300, "broken": 297, "seed": 2}]
-    estimates = found(values, True).estimates
-    assert estimates["broken-10-0.1"].value == pytest.approx(0.015)
-    assert estimates["broken-20-default"].value == pytest.approx((0.03 + 297 / 600) / 2)
-    assert estimates["default-10"].value == pytest.approx(1.0)
-    assert estimates["attained-20"].value == pytest.approx(0.0)
-
-
-def test_a_promise_that_was_given_up_is_still_counted() -> None:
-    log = PromiseLog()
-    scheduler = Scheduler(safety_margin=0.1, log=log)
-    a = prompt("a", 60, ttft=0.1)
-    scheduler.plan(seen([a], []))
-    assert scheduler.plan(seen([a], [], now=0.05)).demote == ("a",)  # nothing was run, and 70 ms are needed
-    assert not scheduler.promised
-    assert log == PromiseLog({"a"}, [0.1, 0.1])
-
-
-def test_what_a_run_kept() -> None:
-    """Eight requests and two places: six are promised, and kept, where steps are as predicted."""
-    value = kept("chatbot", 0.0, None, 1, True)
-    assert (value["offered"], value["unfinished"], value["came_to"]) == (8, 0, 0.0)
-    assert (value["promised"], value["broken"], value["attained"]) == (6, 0, 6)

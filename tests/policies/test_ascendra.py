@@ -18,7 +18,7 @@ from rubato.core.plan import Limits, Plan, Role
 from rubato.core.request import SATURATED, SLO, Handoff, Request, Sampling, Stage
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import PolicyError
-from rubato.policies.ascendra import HP, LP, Router, Scheduler
+from rubato.policies.ascendra import HP, LP, Router, Scheduler, deadline
 from rubato.replica.plan_check import check, spelled_out
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
@@ -79,8 +79,13 @@ def figure_1(
     return {id: places(events, id) for id in prompts}, times
 
 
+def latest_start(seq: SeqView, view: View) -> float:
+    """Which must start first: a token of a prompt takes a unit."""
+    return seq.pending - deadline(seq)
+
+
 def test_figure_1() -> None:
-    where, when = figure_1("ascendra", {"theta": 0.0, "value": "experiments.ascendra_toy.latest_start"}, "auto")
+    where, when = figure_1("ascendra", {"theta": 0.0, "value": f"{__name__}.latest_start"}, "auto")
     assert where == {"A": ["r0"], "B": ["r1"], "C": ["r0", "r1"], "D": ["r0"], "E": ["r1"]}
     assert when == {"A": [0, 3], "B": [0, 1], "C": [3, 5], "D": [3, 5], "E": [1, 3]}
 

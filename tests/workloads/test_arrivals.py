@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson, Replay, offered, on_off, parse
-from rubato.workloads.scenarios import CODE_STAND_IN
+from rubato.workloads.scenarios import CHAT_ARRIVALS, CODE_STAND_IN
 
 UNEVEN = Bursts(3.0, 40.0, spread=1.0, hold=20.0)
 TOGETHER = Bursts(3.0, 40.0, together=1.25)
@@ -95,6 +95,18 @@ def test_requests_meet_rates_as_uneven_as_in_azures_code_trace():
     for window, spread in ((0.01, 1.92), (0.1, 2.5), (1.0, 13.2), (10.0, 71.6), (60.0, 164.0)):
         counts = np.bincount((at / window).astype(int))
         assert counts.var() / counts.mean() == pytest.approx(spread, rel=0.25)
+
+
+def test_chat_arrivals_have_the_gaps_of_azures_chat_trace_and_code_comes_in_bursts_beside_them():
+    """SLOs-Serve, §6: code comes in bursts, conversations do not. The minutes of the chat trace differ from each other,
+    a variance of counts of 16 times their mean, and those of its stand-in do not."""
+    chat, code = times(CHAT_ARRIVALS, rate=5.53, n=200_000), times(CODE_STAND_IN, rate=2.567, n=200_000)
+    assert np.diff(chat).std() / np.diff(chat).mean() == pytest.approx(1.094, rel=0.05)
+    spread = {}
+    for name, at in (("chat", chat), ("code", code)):
+        counts = np.bincount((at / 10.0).astype(int))
+        spread[name] = counts.var() / counts.mean()
+    assert spread["code"] > 10.0 * spread["chat"]
 
 
 def test_on_off_keeps_its_seconds_and_its_share():

@@ -54,8 +54,8 @@ TIGHT_TPOT, LOOSE_TPOT = SLO(tpot=0.05), SLO(tpot=0.1)
 # 1.09; the code trace comes in bursts, and these have its CV, 13, and its counts in windows of 0.1 to 60 s
 # (docs/workloads.md).
 CHAT_ARRIVALS, CODE_ARRIVALS = Gamma(1.1), Bursts(6.0, 130.0)
-# Nearer to the code trace: bursts of unequal rates, in which some requests come almost together (figure
-# `slos-serve-arrivals`). What admission gains on bursts hangs on both, so SLOs-Serve's figures of capacity have it.
+# Nearer to the code trace: bursts of unequal rates, in which some requests come almost together. What admission gains
+# on bursts hangs on both, so SLOs-Serve's figures of capacity have it.
 CODE_STAND_IN = Bursts(3.0, 150.0, spread=1.0, hold=20.0, together=1.4, apart=0.007)
 
 
