@@ -174,16 +174,16 @@ class TierReplica(BookedReplica):
     def _prefilled_at(self, request: HeldRequest, tpot: float, step: int, now: float) -> float:
         """Returns when its prompt would be through, behind those that are here, in chunks beside the decodes as their
         KV is now; what decodes lend (`Scheduler`) is asked for if it would be late without. inf if a step has no room
-        for a chunk, or those that are here alone make it late."""
+        for a chunk, or if the least that it can take is too much."""
         view, ahead, seqs = self.view, self._ahead, len(self.forecast)
         of = (step, busy_until := view.busy_until, view.pending, self.added, self.forecast.changes, tpot)
         if of != ahead.of:
             ahead = self._ahead = self._work_ahead(of, tpot, step, seqs)
         at, due, wanted = now + max(0.0, busy_until - now), request.due, ahead.backlog + request.pending
         whole = self.steps.isolated_seconds(wanted) + ceil(wanted / ahead.most) * ahead.beside
-        if at + whole > due and (  # late in any case, as most are that ask a full replica: seen by what is known
-            not ahead.tokens or at + ceil(request.pending / ahead.tokens + ahead.steps) * ahead.seconds > due
-        ):
+        # Most that ask a full replica are late in any case, which is seen by what is known of it.
+        late = not ahead.tokens or at + ceil(request.pending / ahead.tokens + ahead.steps) * ahead.seconds > due
+        if late and (self.added or at + whole > due or self._lead(ahead, tpot, at, now) <= tpot):
             return inf
         tokens, each = self.steps.chunk(tpot, seqs, ahead.kv, request.pending)
         if tokens < 1:
@@ -196,14 +196,18 @@ class TierReplica(BookedReplica):
         seconds = ceil(steps) * each
         if at + seconds <= due or self.added or at + whole > due:  # the last: however much is lent
             return at + seconds
-        if not ahead.first_due >= now:  # decodes that were due before are late now
-            ahead.first_due = view.first_decode_due
-        lead = ahead.first_due + (tpot if at > now else 0.0) - tpot - at
+        lead = self._lead(ahead, tpot, at, now)
         if lead <= tpot or (lead := min(lead, first_prompt_due(view) - tpot - at)) <= tpot:
             return at + seconds
         if whole <= lead:
             return at + whole
         return at + (lead + (1.0 - lead / whole) * seconds)
+
+    def _lead(self, ahead: WorkAhead, tpot: float, at: float, now: float) -> float:
+        """Returns the seconds from `at` until a TPOT before the first decode is due: what decodes can lend."""
+        if not ahead.first_due >= now:  # decodes that were due before are late now
+            ahead.first_due = self.view.first_decode_due
+        return ahead.first_due + (tpot if at > now else 0.0) - tpot - at
 
     def _work_ahead(self, of: tuple[float, ...], tpot: float, step: int, seqs: int) -> WorkAhead:
         """Looks at the work before a prompt that would come now."""
