@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 def deadline(seq: SeqView) -> float:
     """Returns when the first token of its stage is due, inf without a TTFT."""
-    ttft = seq.request.stages[seq.stage].slo.ttft
+    ttft = seq.slo.ttft
     return inf if ttft is None else seq.stage_start + ttft
 
 
@@ -282,7 +282,7 @@ def _until_late(view: View) -> float:
 def _due_by_mean(seq: SeqView) -> float:
     """Returns when its next token is due for a mean TBT within its TPOT; inf before its first token or without a
     TPOT."""
-    tpot = seq.request.stages[seq.stage].slo.tpot
+    tpot = seq.slo.tpot
     return inf if tpot is None or seq.first_token_at is None else seq.first_token_at + tpot * seq.output
 
 

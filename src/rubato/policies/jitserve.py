@@ -149,7 +149,7 @@ class Scheduler(Stateless):
         """Returns the weighted tokens that it earns if it ends `seconds` from now."""
         if seq.best_effort:
             return 0.0
-        slo, request = seq.request.stages[seq.stage].slo, seq.request
+        slo, request = seq.slo, seq.request
         prompt, left, end = request.prompt, remaining_output(seq), now + seconds
         tokens = seq.output + left
         if _ends_once(seq):
@@ -168,5 +168,5 @@ class Scheduler(Stateless):
 
 def _ends_once(seq: SeqView) -> bool:
     """Returns whether it has only an e2e, and so earns all its tokens at its end."""
-    slo = seq.request.stages[seq.stage].slo
+    slo = seq.slo
     return slo.e2e is not None and slo.ttft is None and slo.tpot is None

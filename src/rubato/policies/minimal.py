@@ -70,4 +70,4 @@ def _running(view: View) -> tuple[Shape, Sequence[SeqView]]:
     if decodes.seqs <= view.limits.max_num_seqs:
         return decodes, prefills
     cached = [seq.cached for seq in view.running if seq.pending == 1][: view.limits.max_num_seqs]
-    return Shape(len(cached), len(cached), sum(cached) + len(cached)), prefills
+    return Shape.decodes(len(cached), sum(cached) + len(cached)), prefills

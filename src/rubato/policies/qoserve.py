@@ -167,7 +167,7 @@ class Scheduler(Stateless):
 
 def _prefill_due(view: View, seq: SeqView) -> float:
     """Returns when its prefill must be done: for its next token, or, with only an e2e, for all output to follow."""
-    slo = seq.request.stages[seq.stage].slo
+    slo = seq.slo
     if slo.e2e is None or slo.ttft is not None or seq.due == inf:
         return seq.due
     return seq.due - remaining_output(seq) * view.latency.step_time(view.decodes.plus(1, seq.length))
@@ -178,5 +178,5 @@ def _decode_due(seq: SeqView) -> float:
     tpot, first = tpot_of(seq), seq.first_token_at
     if tpot == inf:
         return inf
-    bounded = seq.request.stages[seq.stage].slo.max_pause is not None and not seq.missed
+    bounded = seq.slo.max_pause is not None and not seq.missed
     return seq.due if first is None or bounded else max(seq.due, first + seq.output * tpot)

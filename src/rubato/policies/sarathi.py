@@ -60,7 +60,7 @@ class Scheduler(Stateless):
 
     def _tuned(self, view: View) -> int:
         here = [*view.running, *view.waiting]
-        tpots = [t for s in here if (t := s.request.stages[s.stage].slo.tpot) is not None]
+        tpots = [t for s in here if (t := s.slo.tpot) is not None]
         if not tpots:
             return view.limits.max_num_batched_tokens
         decodes = view.decodes

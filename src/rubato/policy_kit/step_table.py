@@ -12,7 +12,7 @@ from rubato.core.plan import Shape
 from rubato.policy_kit.prefill_queue import dynamic_prefill_time
 
 KV_GRAIN_TOKENS, PROMPT_GRAIN_TOKENS, SEQS_GRAIN = 4096, 256, 8  # step times are those of numbers rounded up to these
-PROBE_SHAPE = Shape(32, 32, 32_000)
+PROBE_SHAPE = Shape.decodes(32, 32_000)
 
 
 class StepTable:
@@ -21,7 +21,7 @@ class StepTable:
     def __init__(self, latency: LatencyModel, most: int) -> None:
         self._latency = latency
         self._most = most
-        self._decodes = cache(lambda seqs, kv: latency.step_time(Shape(seqs, seqs, kv)))
+        self._decodes = cache(lambda seqs, kv: latency.step_time(Shape.decodes(seqs, kv)))
         self._chunk = cache(self._find_chunk)
         self._alone = cache(lambda prompt, cached: prefill_time(latency, prompt, cached, most))
         self._in_chunks = cache(
@@ -69,7 +69,7 @@ class StepTable:
         return self._in_chunks(-(-prompt // grain) * grain, -(-cached // grain) * grain, budget)
 
     def _find_chunk(self, tpot: float, seqs: int, kv: int, prompt: int) -> tuple[int, float]:
-        base = Shape(seqs, seqs, kv)
+        base = Shape.decodes(seqs, kv)
         tokens = self._latency.largest_chunk(tpot, base, prompt, self._most - seqs)
         if tokens < prompt:  # the last of them has this much before it
             tokens = self._latency.largest_chunk(tpot, base, prompt - tokens, self._most - seqs)

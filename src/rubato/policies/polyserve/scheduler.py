@@ -72,7 +72,7 @@ def by_deadline(seq: SeqView, now: float) -> tuple[float, float]:
 def prompt_due(seq: SeqView) -> float:
     """When a prompt whose decodes run elsewhere has to be through, but for its KV's way: a TPOT before its first token
     is due, since the second one waits for the end of a step there. inf for best effort."""
-    return inf if seq.best_effort else seq.due - (seq.request.stages[seq.stage].slo.tpot or 0.0)
+    return inf if seq.best_effort else seq.due - (seq.slo.tpot or 0.0)
 
 
 def first_prompt_due(view: View) -> float:

@@ -51,7 +51,7 @@ def plan_prompt(
     kinds = {(id(view.latency), view.limits.max_num_batched_tokens): view for view in fleet}
     isolated_seconds = min([prefill_time(view.latency, seq.pending, 0, most) for (_, most), view in kinds.items()])
     tier, last = tier_and_due(seq, tiers, left, isolated_seconds, now)
-    decode = min([view.latency.step_time(Shape(1, 1, int(seq.length + left))) for view in kinds.values()])
+    decode = min([view.latency.step_time(Shape.decodes(1, int(seq.length + left))) for view in kinds.values()])
     if tier < 0 or decode > tiers[tier]:
         return None
     order = due = prompt_due(seq)

@@ -11,10 +11,9 @@ from rubato.core.request import Handoff
 from rubato.policies.rubato_pd.prefill_step import PATIENCE_S, PREFILL_STEP_TOKENS, seconds_in_turns
 from rubato.policies.rubato_pd.prompt import PromptPlan, plan_best_effort_prompt, plan_prompt
 from rubato.policies.rubato_pd.replica_model import FleetReplica
-from rubato.policies.rubato_pd.turn import GroupedRound
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.refusals import fleet_refusal
-from rubato.policy_kit.tier_fleet import PREFILL_GROUP, DecodeSlot, TierRouter
+from rubato.policy_kit.tier_fleet import PREFILL_GROUP, DecodeSlot, RoutingRound, TierRouter
 
 # The order of the queue is by deadline, but a tier that loses all its requests is put forward by so many seconds, and a
 # prompt back by so many times its work where all requests are lost: so each tier loses as much, and long prompts first.
@@ -35,6 +34,28 @@ MAX_POOL_TOKENS = 4096  # of best effort waiting at a pool replica: recalled req
 BEST_EFFORT_BURST_S = 2.0  # best effort's share is saved up for at most this time
 RETRY_S = 0.5  # an unplaced request is tried again after this time
 KV_ORPHAN_TIMEOUT_S = 30.0  # KV without a decode replica is dropped after this time
+
+
+class GroupedRound(RoutingRound):
+    """Decisions so far; `fleet` are the replicas that requests may go to."""
+
+    def __init__(self, held: Sequence[SeqView], fleet: Sequence[FleetReplica], now: float) -> None:
+        super().__init__(now)
+        self.held_ids = {seq.id for seq in held}
+        self.fleet = fleet
+        self._groups: dict[int | None, list[FleetReplica]] = {}
+
+    def group(self, group: int | None) -> list[FleetReplica]:
+        """Returns its replicas, the most loaded first; for the pool (None) the idlest first. Ties go by lowest
+        index."""
+        if (replicas := self._groups.get(group)) is None:
+            replicas = self._groups[group] = [r for r in self.fleet if r.group == group]
+            replicas.sort(key=(lambda r: (len(r.forecast), r.index)) if group is None else FleetReplica.rank)
+        return replicas
+
+    def invalidate_groups(self, *groups: int | None) -> None:
+        for group in groups:
+            self._groups.pop(group, None)
 
 
 @dataclass
