@@ -171,7 +171,7 @@ def main() -> None:
     tiers = [slos["tight"].tpot, slos["loose"].tpot]
     systems = {
         "polyserve": PolicyChoice("polyserve", {}, "auto", {"mode": "co", "tiers": tiers}),
-        "co_chunk, least_loaded": PolicyChoice("co_chunk", {"budget": 128}, "least_loaded", {}),
+        "CO-Chunk, least_loaded": PolicyChoice("sarathi", {"budget": 128}, "least_loaded", {}),
     }
     kept: dict[str, Any] = {"rate": args.rate, "seconds": args.seconds, "rows": []}
     for seed in range(1, args.seeds + 1):

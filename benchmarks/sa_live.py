@@ -43,6 +43,7 @@ from rubato.latency import bilinear
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.measure.confidence import over_seeds
 from rubato.policies import sa
+from rubato.policy_kit.annealing import Predicted, Solution
 from rubato.workloads import Workload, scenarios
 from rubato_torch import Engine, bundled_model
 
@@ -62,9 +63,9 @@ SYSTEMS = (ARRIVAL, SA, MEAN, EXACT, EDF)
 class Router(sa.Router):
     """SA's front, in order of arrival; by this file's name a routing policy."""
 
-    def solved(self, predicted: sa.Predicted) -> sa.Solution:
+    def solved(self, predicted: Predicted) -> Solution:
         n = len(predicted.seconds)
-        return sa.Solution(tuple((i,) for i in range(n)), 0, float(predicted.seconds[:, 0].sum()), 0)
+        return Solution(tuple((i,) for i in range(n)), 0, float(predicted.seconds[:, 0].sum()), 0)
 
 
 @dataclass(frozen=True)

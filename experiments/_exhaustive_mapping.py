@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rubato.policies.sa import Floats, Ints, Predicted, Solution
+from rubato.policy_kit.annealing import Floats, Ints, Predicted, Solution
 from rubato.policy_kit.compiled import compiled
 
 EXHAUSTIBLE = 10  # jobs at most: 102 million orders and splits

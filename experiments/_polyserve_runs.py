@@ -44,8 +44,8 @@ BRACKET = 0.2  # rates on either side of the 90 % point are no further apart tha
 STEP = 1.08  # rates tried are powers of it, so that measures share runs
 
 CHUNKS = (
-    *(f"co_chunk:budget={budget}@least_loaded" for budget in (2048, 1024, 512)),
-    *(f"co_chunk:budget=2048@{router}" for router in ("minimal", "random")),
+    *(f"sarathi:budget={budget}@least_loaded" for budget in (2048, 1024, 512)),
+    *(f"sarathi:budget=2048@{router}" for router in ("minimal", "random")),
 )
 
 

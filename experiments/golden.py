@@ -45,7 +45,7 @@ LINK = KVLink(kv_bytes=131_072, bandwidth=50e9, latency=0.001)
 SCHEDULERS = (
     "edf", "edf:max_ttft_share=1,safety_margin=0,decode_lead=1", "vllm", "vllm:budget=256,reserve_kv=true", "sarathi",
     "sarathi:budget=0,reserve_kv=true", "prefill_first", "prefill_first:reserve_kv=true", "priority",
-    "priority:budget=256", "co_chunk", "co_chunk:budget=256", "slos_serve", "slos_serve:max_batch_seconds=0.1",
+    "priority:budget=256", "sarathi:budget=512", "sarathi:budget=256", "slos_serve", "slos_serve:max_batch_seconds=0.1",
     "slos_serve:promise=arrival", "rubato", "rubato:fairness=2", "polyserve", "scorpio",
     "scorpio:mixed=true,budget=512,ttft_reserve=0,reserve_kv=true", "qoserve", "qoserve:alpha=0.001,reserve_kv=true",
     "jitserve",

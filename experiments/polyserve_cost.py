@@ -83,10 +83,10 @@ def measured(load: float, seed: int, stays: float, fill: float, choices: Sequenc
             low, high = (low, middle) if attained(choice, middle) >= TARGET else (middle, high)
         fewest, best = high, choice
     if not best:
-        raise ValueError(f"no setting of co_chunk attains {TARGET:g} with {fewest - 1} replicas at {rate:.4g}/s")
-    shares["co_chunk"] = attained(best, fewest)
+        raise ValueError(f"no setting of CO-Chunk attains {TARGET:g} with {fewest - 1} replicas at {rate:.4g}/s")
+    shares["CO-Chunk"] = attained(best, fewest)
     spent = fewest * (window.end - window.start)
-    cost["co_chunk"] = spent / (shares["co_chunk"] * (window.last - window.first))
+    cost["CO-Chunk"] = spent / (shares["CO-Chunk"] * (window.last - window.first))
     return {"load": load, "seed": seed, "rate": rate, "cost": cost, "attained": shares,
             "replicas": fewest, "setting": best}  # fmt: skip
 
@@ -96,13 +96,13 @@ def found(values: Sequence[Any], small: bool) -> Found:
     seeds = sorted({v["seed"] for v in values})
     estimates = {}
     for mode in MODES:
-        ratio = {(v["load"], v["seed"]): v["cost"][mode] / v["cost"]["co_chunk"] for v in values}
+        ratio = {(v["load"], v["seed"]): v["cost"][mode] / v["cost"]["CO-Chunk"] for v in values}
         means = [over_seeds([ratio[load, seed] for seed in seeds]) for load in loads]
         estimates[f"{mode}-dearest"] = max(means, key=lambda e: e.value)
         estimates[f"{mode}-attained"] = over_seeds(
             [min(v["attained"][mode] for v in values if v["seed"] == seed) for seed in seeds]
         )
-    settings = {"data": DATA, "host": HOST, "loads": loads, "co_chunk": CHUNKS, "room": ROOM}
+    settings = {"data": DATA, "host": HOST, "loads": loads, "CO-Chunk": CHUNKS, "room": ROOM}
     return Found(estimates, list(values), seeds, "deadline", settings)
 
 
@@ -112,13 +112,13 @@ def draw(data: Any, axes: Any) -> None:
     rates = [np.mean([v["rate"] for v in data if v["load"] == load]) for load in loads]
     for name in data[0]["cost"]:
         costs = [np.mean([v["cost"][name] for v in data if v["load"] == load]) for load in loads]
-        axes.plot(rates, costs, marker="o", label=name if name == "co_chunk" else f"polyserve {name}")
+        axes.plot(rates, costs, marker="o", label=name if name == "CO-Chunk" else f"polyserve {name}")
     name_axes(axes, "requests/s", "replica-seconds a request in SLO", from_zero=True)
 
 
 def tables(data: Any) -> str:
     head = [f"{n}, replica-seconds a request in SLO (in SLO)" for n in data[0]["cost"]]
-    rows = [["requests/s", *head, "replicas of co_chunk"]]
+    rows = [["requests/s", *head, "replicas of CO-Chunk"]]
     for load in sorted({v["load"] for v in data}):
         own = [v for v in data if v["load"] == load]
         cells = [

@@ -7,9 +7,10 @@ has filled (`_polyserve_runs.BEFORE`). Windows are a mean stay, and longer where
 the one that holds more on the tuning's seed. TTFTs are drawn so that an idle replica computes the prompt in time; in
 `pd` the KV's way and a step come before the second token, and 1 % of Mooncake's requests cannot be in time.
 
-Baselines: co_chunk with its budget swept behind `least_loaded`, the largest also behind `minimal` and `random`, and
-prefill and decode apart with the split swept behind `minimal`, two splits also behind `random`; the best of them is the
-one of each data set and measure. All predict lengths by the conditional mean and see `max_tokens` of 2,048.
+Baselines: CO-Chunk (`sarathi` with a budget, which is swept) behind `least_loaded`, the largest also behind `minimal`
+and `random`, and prefill and decode apart with the split swept behind `minimal`, two splits also behind `random`; the
+best of them is the one of each data set and measure. All predict lengths by the conditional mean and see `max_tokens`
+of 2,048.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ SYSTEMS = {
     "co": OURS["co"],
     "pd": OURS["pd"],
     "rubato": "rubato@rubato:mode=pd",
-    "least_loaded": "co_chunk:budget=2048@least_loaded",
+    "least_loaded": "sarathi:budget=2048@least_loaded",
 }
 
 

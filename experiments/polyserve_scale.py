@@ -28,7 +28,7 @@ SIZES, SEEDS, STAYS = (8, 16, 32), (1,), 2.0
 SYSTEMS = {
     "polyserve co": (OURS["co"],),
     "polyserve pd": (OURS["pd"],),
-    "baseline co": ("co_chunk:budget=2048@least_loaded",),
+    "baseline co": ("sarathi:budget=2048@least_loaded",),
     "baseline pd": ("distserve@minimal:prefill=6,decode=14",),
 }
 

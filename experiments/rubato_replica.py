@@ -3,8 +3,8 @@
 90 % of all requests offered, 95 % of all, 90 % of each tier. Lengths are learnt, steps are off by 5 %. Each system is
 tuned for each measure on requests of one seed and measured on others. `adaserve`, `vllm_spec` and `smart_spec` need a
 drafter, `ascendra` and `distserve` two replicas; `scorpio` and `qoserve` are in `baselines-today` alone and hold less
-than `edf`; `prefill_first`, `co_chunk` and `sa` held at most 0.95 of the best other on every scenario: they are left
-out.
+than `edf`; `prefill_first`, `sarathi` with a budget and `sa` held at most 0.95 of the best other on every scenario:
+they are left out.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from rubato.measure.confidence import Estimate, over_seeds, wilson
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 from rubato.policies import sa
+from rubato.policy_kit.annealing import Predicted, Solution
 from rubato.simulation.run_spec import RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate_events
 from rubato.workloads import Workload, scenarios
@@ -82,7 +83,7 @@ class Served:
 class Exhaustive(sa.Router):
     """SA's router with the yardstick for a search."""
 
-    def solved(self, predicted: sa.Predicted) -> sa.Solution:
+    def solved(self, predicted: Predicted) -> Solution:
         return exhaustive(predicted)
 
 

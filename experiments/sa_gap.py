@@ -19,7 +19,8 @@ from rubato.latency import bilinear
 from rubato.measure.confidence import Estimate
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.policies.sa import Annealing, MappedRequest, Predicted, anneal
+from rubato.policies.sa import MappedRequest, Predictions
+from rubato.policy_kit.annealing import Annealing, anneal
 from rubato.workloads import scenarios
 
 SOURCE = "SA, §5.2 and Fig. 7"
@@ -51,7 +52,7 @@ def searched(n: int, b: int, part: int, instances: int) -> dict[str, Any]:
     model, evaluations = bilinear.Model(), 0
     gaps: list[float] = []
     for seed in range(part * instances, (part + 1) * instances):
-        given = Predicted.of(instance(n, seed), model, b)
+        given = Predictions().of(instance(n, seed), model, b)
         best = exhaustive(given)
         evaluations = best.evaluations
         reached = anneal(given, Annealing(), np.random.default_rng([seed, _SEARCH])).g

@@ -22,7 +22,8 @@ from rubato.latency import bilinear
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
-from rubato.policies.sa import Annealing, Predicted, Solution, anneal
+from rubato.policies.sa import Predictions
+from rubato.policy_kit.annealing import Annealing, Solution, anneal
 
 SOURCE = "SA, Table 1, §5.2 and §5.5"
 SECONDS = 66.0
@@ -52,7 +53,7 @@ def timed(n: int, instances: int, seed: int, repeats: int) -> dict[str, Any]:
     ms: list[float] = []
     found: list[Solution] = []
     for repeat in range(repeats + 1):
-        given = [Predicted.of(instance(n, 1000 * seed + repeat), model, BATCH) for _ in range(instances)]
+        given = [Predictions().of(instance(n, 1000 * seed + repeat), model, BATCH) for _ in range(instances)]
         begin = process_cpu_time()
         solutions = [anneal(each, HOW, rng) for each in given]
         ms.append(1e3 * (process_cpu_time() - begin))
@@ -68,8 +69,8 @@ def timed(n: int, instances: int, seed: int, repeats: int) -> dict[str, Any]:
 
 
 def exhaustively(n: int) -> dict[str, Any]:
-    given = Predicted.of(instance(n, 1), bilinear.Model(), BATCH)
-    exhaustive(Predicted.of(instance(2, 1), bilinear.Model(), BATCH))  # loads the compiled code
+    given = Predictions().of(instance(n, 1), bilinear.Model(), BATCH)
+    exhaustive(Predictions().of(instance(2, 1), bilinear.Model(), BATCH))  # loads the compiled code
     begin = process_cpu_time()
     evaluations = exhaustive(given).evaluations
     return {"n": n, "exhaustive": 1e3 * (process_cpu_time() - begin), "evaluations": evaluations}

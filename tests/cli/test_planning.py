@@ -30,7 +30,7 @@ def trace(tmp_path: Path) -> str:
 def test_sweep_writes_everything_and_goes_on(tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     out, jobs, report = (str(tmp_path / name) for name in ("out.json", "jobs.jsonl", "report.html"))
     words = ["sweep", "--trace", trace, "--rates", "2,8", "--seeds", "0,1", *REPLICA, *QUIET]
-    words += ["--policy", "sarathi", "--policy", "co_chunk:budget=64@minimal"]
+    words += ["--policy", "sarathi", "--policy", "sarathi:budget=64@minimal"]
     words += ["--json", out, "--resume", jobs, "--report", report]
     assert main(words) == 0
     data = json.loads(Path(out).read_text())
@@ -43,7 +43,7 @@ def test_sweep_writes_everything_and_goes_on(tmp_path: Path, trace: str, capsys:
     assert [c["tiers"] for c in again["jobs"]] == [c["tiers"] for c in data["jobs"]]
     assert "7 of 8 jobs were in the file already" in again["notes"][0]
     assert "1 half-written line dropped" in again["notes"][1]
-    assert "co_chunk:budget=64@minimal" in Path(report).read_text()
+    assert "sarathi:budget=64@minimal" in Path(report).read_text()
     assert "1 half-written line dropped" in capsys.readouterr().out
     assert main([*words, "--noise", "0.1"]) == 2
     assert (

@@ -94,10 +94,10 @@ def test_impossible_sweeps(changes: dict[str, object], says: str) -> None:
 
 
 def test_a_policy_as_one_writes_it() -> None:
-    choice = PolicyChoice.parse("co_chunk:budget=256@random:seed=3")
-    assert (choice.policy, choice.settings) == ("co_chunk", {"budget": 256})
+    choice = PolicyChoice.parse("sarathi:budget=256@random:seed=3")
+    assert (choice.policy, choice.settings) == ("sarathi", {"budget": 256})
     assert (choice.router, choice.router_settings) == ("random", {"seed": 3})
-    assert choice.label == "co_chunk:budget=256@random:seed=3"
+    assert choice.label == "sarathi:budget=256@random:seed=3"
     assert PolicyChoice.parse("sarathi").label == "sarathi"
     assert PolicyChoice.parse("sarathi", "minimal").router == "minimal"
 

@@ -1,4 +1,4 @@
-"""PolyServe's baselines: CO-Chunk's plan, and the routers Random and Minimal."""
+"""PolyServe's baselines: CO-Chunk as a setting of `sarathi`, and the routers Random and Minimal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.doubles import Linear, Seq, request, shown
 from tests.policies.test_tables import LIMITS, decode, fleet, load, moved, prompt, seen, work
 
 
-def test_co_chunk_gives_decodes_their_tokens_then_the_prompt_that_has_begun_then_the_oldest() -> None:
+def test_sarathi_with_a_budget_gives_decodes_their_tokens_then_the_prompt_that_has_begun_then_the_oldest() -> None:
     begun = Seq(request("begun", 60), 60, 20, 2)
-    plan = load("co_chunk", {"budget": 60}).plan(seen([prompt("a", 30), prompt("b", 30)], [begun, decode("r")]))
+    plan = load("sarathi", {"budget": 60}).plan(seen([prompt("a", 30), prompt("b", 30)], [begun, decode("r")]))
     assert list(work(plan).items()) == [("r", 1), ("begun", 40), ("a", 19)]
 
 
-def test_co_chunks_budget_is_static_whatever_the_tpot() -> None:
-    tight = decode("r", tpot=0.02)  # sarathi would give it 10 tokens: 10 ms + 1 ms a token
-    assert work(load("co_chunk", {"budget": 50}).plan(seen([prompt("a", 90)], [tight]))) == {"r": 1, "a": 49}
+def test_sarathis_budget_is_static_whatever_the_tpot() -> None:
+    tight = decode("r", tpot=0.02)  # tuned, it would give 10 tokens: 10 ms + 1 ms a token
+    assert work(load("sarathi", {"budget": 50}).plan(seen([prompt("a", 90)], [tight]))) == {"r": 1, "a": 49}
 
 
 @pytest.mark.parametrize("name", ["vllm", "sarathi", "prefill_first", "vllm_spec"])
@@ -76,7 +76,7 @@ def test_minimal_tells_full_batches_apart_by_what_waits_behind() -> None:
 @pytest.mark.parametrize(
     ("build", "name", "settings", "says"),
     [
-        (load, "co_chunk", {"budget": 0}, "give at least 1 token"),
+        (load, "sarathi", {"budget": -1}, "budget -1, .*: give >= 0"),
         (load_router, "random", {"seed": -1}, "seed is -1"),
         (load, "minimal", {}, "has no Scheduler; it defines Router"),
     ],

@@ -17,9 +17,10 @@ from rubato.core.plan import Limits, Role
 from rubato.core.request import SLO, Handoff, Request, Stage
 from rubato.policies import polyserve
 from rubato.policies.polyserve import Router
-from rubato.policies.polyserve.replica_model import PREFILL_GROUP, HeldRequest, TierReplica
+from rubato.policies.polyserve.replica_model import HeldRequest, TierReplica
 from rubato.policy_kit.prefill_queue import QueuedPrompt, prefill_chunks
 from rubato.policy_kit.step_table import StepTable
+from rubato.policy_kit.tier_fleet import PREFILL_GROUP
 from rubato.simulation.simulate import simulate_events
 from tests.doubles import Linear, Seq, request, run_spec
 from tests.policies.test_properties import Load, few, loads, run
@@ -34,7 +35,7 @@ class Watched(Router):
 
     def _reserve_slot(self, request: HeldRequest, slot: Any, routing: Any) -> None:
         replica, group, rule = slot
-        assert request.seq.id not in self._where, "placed twice"
+        assert request.seq.id not in self._slots, "placed twice"
         assert not replica.draining or rule == "claimed"
         assert group <= request.tier or (rule == "has room" and request.due == inf), "a looser tier's replica"
         if rule not in ("own tier", "has room"):

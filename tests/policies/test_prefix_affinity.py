@@ -547,7 +547,7 @@ def test_polyserve_keeps_its_books_by_where_requests_are(mode: str, monkeypatch:
         for event in events:
             if isinstance(event, Placed):
                 inner: Any = self.inner
-                there = inner._prefills.get(event.id) or inner._where[event.id][0]
+                there = inner._prefills.get(event.id) or inner._slots[event.id].replica
                 assert there.id == event.replica
                 moved += "cached here" in event.why
 

@@ -20,8 +20,9 @@ from rubato.policies.rubato import Scheduler
 from rubato.policies.rubato_pd import Router
 from rubato.policies.rubato_pd.prefill_step import prefill_step
 from rubato.policies.rubato_pd.prompt import PromptPlan
-from rubato.policies.rubato_pd.replica_model import MAX_PREFILL_WAIT_S, PREFILL_GROUP, FleetReplica
+from rubato.policies.rubato_pd.replica_model import MAX_PREFILL_WAIT_S, FleetReplica
 from rubato.policy_kit.step_table import StepTable
+from rubato.policy_kit.tier_fleet import PREFILL_GROUP
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
 from tests.doubles import Linear, Seq, request, run_spec, shown

@@ -18,18 +18,8 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.latency import affine, bilinear
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.policies import PolicyError, load, load_router, router_for
-from rubato.policies.sa import (
-    DISPATCHES,
-    Annealing,
-    MappedRequest,
-    Predicted,
-    Predictions,
-    Router,
-    anneal,
-    annealed,
-    evaluated,
-    order,
-)
+from rubato.policies.sa import DISPATCHES, MappedRequest, Predictions, Router, order
+from rubato.policy_kit.annealing import Annealing, Predicted, anneal, annealed, evaluated
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
 from tests.doubles import Linear, run_spec
@@ -199,9 +189,11 @@ def test_what_nobody_can_meet_is_still_sent_in_the_order_with_the_least_latency(
 
 def test_times_are_the_papers_formulas() -> None:
     model = bilinear.Model()
-    [[alone, both], _] = Predicted.of(
-        [MappedRequest("a", 100, 10, SLO(e2e=1.0)), MappedRequest("b", 50, 5, SLO())], model, 4
-    ).seconds
+    [[alone, both], _] = (
+        Predictions()
+        .of([MappedRequest("a", 100, 10, SLO(e2e=1.0)), MappedRequest("b", 50, 5, SLO())], model, 4)
+        .seconds
+    )
 
     def prefill(b: int) -> float:
         return (0.1 * b * 100 + 5.7 * b + 0.01 * 100 + 43.67) / 1e3
@@ -225,7 +217,7 @@ def test_slack_is_what_the_tightest_of_the_slos_leaves() -> None:
     model = bilinear.Model()
 
     def slack(slo: SLO, waited: float = 0.0) -> float:
-        return float(Predicted.of([MappedRequest("a", 100, 10, slo, waited)], model, 1).slack[0, 0])
+        return float(Predictions().of([MappedRequest("a", 100, 10, slo, waited)], model, 1).slack[0, 0])
 
     prefill, decode = prefill_seconds(model, 1, 100), decode_seconds(model, 1, 100, 10)
     assert slack(SLO()) == np.inf
@@ -252,7 +244,7 @@ def test_predictions_are_made_once_for_each_request_and_batch_size() -> None:
 
     def asked(given: Sequence[MappedRequest]) -> int:
         before, found, asked = model.asked, kept.of(given, model, 4), model.asked
-        fresh = Predicted.of(given, model, 4)
+        fresh = Predictions().of(given, model, 4)
         assert found.seconds == pytest.approx(fresh.seconds, rel=0.03)
         assert found.slack == pytest.approx(fresh.slack, rel=0.03)
         assert found.waited == fresh.waited
@@ -277,7 +269,7 @@ def test_predictions_that_are_kept_are_those_that_would_be_made(turns: list[list
     kept, model = Predictions(), bilinear.Model()
     for turn in turns:
         jobs = [MappedRequest(str(i), p, o, SLO(e2e=9.0), waited=1.0) for i, (p, o) in {i: x for i, *x in turn}.items()]
-        found, fresh = kept.of(jobs, model, 3), Predicted.of(jobs, model, 3)
+        found, fresh = kept.of(jobs, model, 3), Predictions().of(jobs, model, 3)
         assert np.array_equal(found.seconds, fresh.seconds)  # lengths this short differ by more than is let pass
         assert np.array_equal(found.slack, fresh.slack)
 

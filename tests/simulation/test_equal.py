@@ -270,7 +270,7 @@ def test_under_a_router_that_demotes_and_wakes_up(policy: str, load: Load) -> No
     assert made[0].seen == made[1].seen
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "vllm", "co_chunk"])
+@pytest.mark.parametrize("policy", ["sarathi", "vllm"])
 @few
 @given(load=loads(), budget=st.sampled_from([4, 16, 64]))
 def test_fixed_budgets_go_on_for_many_steps(policy: str, load: Load, budget: int) -> None:

@@ -15,7 +15,7 @@ from rubato.engines.vllm.sequence import KEYS, MAX_TEXT_CHARACTERS
 from tests.vllm.harness import harness
 
 POLICIES = [
-    "rubato", "edf", "sarathi", "vllm", "prefill_first", "priority", "slos_serve", "co_chunk", "polyserve", "scorpio",
+    "rubato", "edf", "sarathi", "vllm", "prefill_first", "priority", "slos_serve", "polyserve", "scorpio",
     "qoserve", "jitserve",
 ]  # fmt: skip
 LONG = "x" * 1_000_000

@@ -112,7 +112,7 @@ def policies(parser: argparse.ArgumentParser) -> None:
     options = parser.add_argument_group("policies")
     options.add_argument(
         "--policy", action="append", metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
-        help="policy with settings and router, such as co_chunk:budget=256@random; repeat it for several (default: "
+        help="policy with settings and router, such as sarathi:budget=256@random; repeat it for several (default: "
         "the configuration's, or rubato)",
     )  # fmt: skip
     options.add_argument(

@@ -15,7 +15,7 @@ from rubato.policy_kit.fair_share import FairShare
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """A policy and a router with their settings, as one writes them: `co_chunk:budget=256@random:seed=3`. router:
+    """A policy and a router with their settings, as one writes them: `sarathi:budget=256@random:seed=3`. router:
     "auto" is the policy's own, or `least_loaded`."""
 
     policy: str

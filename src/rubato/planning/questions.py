@@ -57,7 +57,7 @@ def simulate(
     """Simulate a load under one policy, or under each of several.
 
     Args:
-        policy: `"edf"`, `"co_chunk:budget=256@random"`, `"my_policy.py"`, or a Scheduler or Router, object or class.
+        policy: `"edf"`, `"sarathi:budget=256@random"`, `"my_policy.py"`, or a Scheduler or Router, object or class.
         load: a workload, the name of a scenario, a file (a workload's, a trace's, or YAML of kinds), or kinds.
         profile: one of `profiles.names()`, the path of a profile's JSON, or a `Hardware`.
         replicas: of the fleet; default: the configuration's, or 1.

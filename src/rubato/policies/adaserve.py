@@ -29,7 +29,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
 from rubato.policy_kit.acceptance import TreeChances
@@ -44,12 +43,13 @@ from rubato.policy_kit.draft_value import (
 )
 from rubato.policy_kit.paced_admission import AdmittedLoad, Draft, PacedAdmission, everyone
 from rubato.policy_kit.paces import tokens_needed
+from rubato.policy_kit.stateless import Stateless
 
 SOURCE = "AdaServe: SLO-customized speculative decoding (2025)"
 
 
 @dataclass
-class Scheduler:
+class Scheduler(Stateless):
     """Plans steps of decodes with draft trees, and of prompts.
 
     Args:
@@ -62,7 +62,7 @@ class Scheduler:
         prefill_chunk ([1, inf)): prompt tokens of a step
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft"})
+    needs = frozenset({"chunked", "preempt", "mixed", "draft"})
     uses: ClassVar[frozenset[str]] = frozenset({"tree"})
     verify_tokens: int = 0
     draft_tokens: int = MAX_DRAFT_TOKENS
@@ -83,9 +83,6 @@ class Scheduler:
         if self.max_depth < self.min_depth:
             raise ValueError(f"depths from {self.min_depth} to {self.max_depth}: give the smaller one first")
         self._admission = PacedAdmission(self.prefill_chunk)
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def plan(self, view: View) -> Plan:
         for seq in view.running:

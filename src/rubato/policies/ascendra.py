@@ -41,6 +41,7 @@ from rubato.policy_kit.batch_builder import (
     run_all,
     unreserved_blocks,
 )
+from rubato.policy_kit.stateless import Stateless
 
 SOURCE = "Ascendra (2025): dynamic request prioritization on low- and high-priority instances"
 
@@ -56,7 +57,7 @@ T = TypeVar("T")
 
 def deadline(seq: SeqView) -> float:
     """Returns when the first token of its stage is due, inf without a TTFT."""
-    ttft = seq.request.stages[seq.stage].slo.ttft
+    ttft = seq.slo.ttft
     return inf if ttft is None else seq.stage_start + ttft
 
 
@@ -105,7 +106,7 @@ def value_function(name: str) -> Value:
 
 
 @dataclass
-class Scheduler:
+class Scheduler(Stateless):
     """Plans the steps of an LP or an HP.
 
     Args:
@@ -121,7 +122,7 @@ class Scheduler:
         drop (true, false): refuse (429) a request that waits beyond its TTFT and has had nothing
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "handoff"})
+    needs = frozenset({"chunked", "preempt", "mixed", "handoff"})
     value: str = "edf"
     theta: float = 0.5
     hp_tokens: int = 2048
@@ -136,9 +137,6 @@ class Scheduler:
         if self.hp_tokens < 1 or self.batch_size < 1:
             raise ValueError(f"hp_tokens {self.hp_tokens}, batch_size {self.batch_size}: give 1 or more of each")
         self._value = value_function(self.value)
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def plan(self, view: View) -> Plan:
         """Plans a step; a replica without a role, as under another router, is an LP that offloads nothing."""
@@ -284,7 +282,7 @@ def _until_late(view: View) -> float:
 def _due_by_mean(seq: SeqView) -> float:
     """Returns when its next token is due for a mean TBT within its TPOT; inf before its first token or without a
     TPOT."""
-    tpot = seq.request.stages[seq.stage].slo.tpot
+    tpot = seq.slo.tpot
     return inf if tpot is None or seq.first_token_at is None else seq.first_token_at + tpot * seq.output
 
 

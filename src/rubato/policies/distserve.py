@@ -14,23 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Plan, Role
 from rubato.core.request import Request
 from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end, decodes_only, resume_prefills
 from rubato.policy_kit.pools import split
+from rubato.policy_kit.stateless import Stateless
 
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
 
 
 @dataclass
-class Scheduler:
+class Scheduler(Stateless):
     """budget: tokens of a prefill batch (0 = what the engine takes)."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"preempt", "handoff", "kv_transfer"})
+    needs = frozenset({"preempt", "handoff", "kv_transfer"})
     budget: int = 0
 
     def __post_init__(self) -> None:
@@ -38,9 +37,6 @@ class Scheduler:
             raise ValueError(
                 f"budget is {self.budget}: give the tokens of a prefill batch, or 0 for the engine's limit"
             )
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def plan(self, view: View) -> Plan:
         if view.role.phase == "prefill":
@@ -64,12 +60,11 @@ class Scheduler:
 
 
 @dataclass
-class Router:
+class Router(Stateless):
     """prefill, decode: the ratio of the two pools, at least one replica each. watermark: share of a decode replica's KV
     kept free when it takes a request beside others. reserve_kv: it takes one only when KV for all of it is left beside
     what those that run there take to their ends (the longest it may be)."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
     prefill: int = 1
     decode: int = 1
     watermark: float = 0.01
@@ -85,9 +80,6 @@ class Router:
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
         """Gives the first replicas the prefill role, in the ratio of the settings, rounded."""
         return split("distserve", replicas, self.prefill, self.decode)
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         prefills = [v for v in fleet if v.role.phase == "prefill"]

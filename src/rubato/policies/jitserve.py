@@ -29,11 +29,11 @@ from itertools import accumulate
 from math import inf
 from typing import ClassVar
 
-from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
 from rubato.policy_kit.batch_builder import BatchBuilder, remaining_output, run_in_order
 from rubato.policy_kit.prefill_jobs import tpot_of
+from rubato.policy_kit.stateless import Stateless
 from rubato.policy_kit.turns import Turns, add_decodes
 
 SOURCE = "JITServe: SLO-aware LLM Serving with Imprecise Request Information (NSDI 2026, arXiv 2504.20068)"
@@ -44,7 +44,7 @@ MIN_DEADLINE_SHARE = 1e-6  # least deadline, as a share of the predicted time
 
 
 @dataclass
-class Scheduler:
+class Scheduler(Stateless):
     """Plans batches of the densest requests of like length.
 
     Args:
@@ -55,7 +55,7 @@ class Scheduler:
         schedule_interval ([1, inf)): steps between choices
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    needs = frozenset({"chunked", "preempt", "mixed"})
     default_lengths: ClassVar[str] = "quantile"
     max_num_seqs: int = 32
     budget: int = 512
@@ -72,9 +72,6 @@ class Scheduler:
                 f"max_num_seqs {self.max_num_seqs}, budget {self.budget}, schedule_interval {self.schedule_interval}, "
                 f"penalty_factor {self.penalty_factor}: give at least 1 request, token and step, and 0 or more"
             )
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def plan(self, view: View) -> Plan:
         builder = BatchBuilder(view, self.budget)
@@ -152,7 +149,7 @@ class Scheduler:
         """Returns the weighted tokens that it earns if it ends `seconds` from now."""
         if seq.best_effort:
             return 0.0
-        slo, request = seq.request.stages[seq.stage].slo, seq.request
+        slo, request = seq.slo, seq.request
         prompt, left, end = request.prompt, remaining_output(seq), now + seconds
         tokens = seq.output + left
         if _ends_once(seq):
@@ -171,5 +168,5 @@ class Scheduler:
 
 def _ends_once(seq: SeqView) -> bool:
     """Returns whether it has only an e2e, and so earns all its tokens at its end."""
-    slo = seq.request.stages[seq.stage].slo
+    slo = seq.slo
     return slo.e2e is not None and slo.ttft is None and slo.tpot is None

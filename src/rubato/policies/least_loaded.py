@@ -6,33 +6,28 @@ For replicas that are alike, in front of any scheduler. The router where a polic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
-from rubato.core.events import Event
-from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.core.interfaces import SeqView, View
 from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS
 from rubato.policy_kit.backlog import load as load_of
+from rubato.policy_kit.greedy_router import GreedyRouter
 
 SOURCE = "join-the-shortest-queue, in tokens, as gateways in front of vLLM do it"
 
 
 @dataclass
-class Router:
+class Router(GreedyRouter):
     """per_request: tokens that a request counts for beside its pending prefill (its decode to come)."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
     per_request: int = DECODE_TO_COME_TOKENS
+    _load: list[int] = field(init=False, repr=False, default_factory=list)  # of each replica, in this dispatch
 
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
-
-    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+    def begin(self, held: Sequence[SeqView], fleet: Sequence[View]) -> None:
         per = self.per_request
-        load = [load_of(view, per) for view in fleet]
-        place = {}
-        for seq in held:
-            least = load.index(min(load))
-            place[seq.id] = fleet[least].id
-            load[least] += seq.pending + per
-        return Dispatch(place)
+        self._load = [load_of(view, per) for view in fleet]
+
+    def choose(self, seq: SeqView, fleet: Sequence[View]) -> int:
+        least = self._load.index(min(self._load))
+        self._load[least] += seq.pending + self.per_request
+        return least

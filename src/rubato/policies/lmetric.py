@@ -17,37 +17,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from rubato.core.events import Event
-from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.core.interfaces import SeqView, View
+from rubato.policy_kit.greedy_router import GreedyRouter
 from rubato.policy_kit.prefix_index import PrefixIndex
 
 SOURCE = "LMetric: Simple is Better, Multiplication May Be All You Need for LLM Request Scheduling (arXiv 2603.15202)"
 
 
 @dataclass
-class Router:
+class Router(GreedyRouter):
     """No settings."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
     _prefixes: PrefixIndex = field(default_factory=PrefixIndex, init=False, repr=False, compare=False)
+    _prefill: list[int] = field(default_factory=list, init=False, repr=False)  # of each replica, in this dispatch
+    _count: list[int] = field(default_factory=list, init=False, repr=False)
 
     def observe(self, events: Sequence[Event]) -> None:
         self._prefixes.observe(events)
 
-    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        prefixes = self._prefixes
-        prefixes.begin(held, fleet)
-        prefill = [view.pending - view.decodes.seqs for view in fleet]  # a decode has one token pending
-        count = [view.count for view in fleet]
-        place = {}
-        for seq in held:
-            new = [seq.pending - (0 if seq.cached else prefixes.cached(seq, view.id)) for view in fleet]
-            score = [(prefill[i] + new[i]) * (count[i] + 1) for i in range(len(fleet))]
-            least = score.index(min(score))
-            place[seq.id] = fleet[least].id
-            prefixes.expect(seq, fleet[least].id)
-            prefill[least] += new[least]
-            count[least] += 1
-        return Dispatch(place)
+    def begin(self, held: Sequence[SeqView], fleet: Sequence[View]) -> None:
+        self._prefixes.begin(held, fleet)
+        self._prefill = [view.pending - view.decodes.seqs for view in fleet]  # a decode has one token pending
+        self._count = [view.count for view in fleet]
+
+    def choose(self, seq: SeqView, fleet: Sequence[View]) -> int:
+        prefixes, prefill, count = self._prefixes, self._prefill, self._count
+        new = [seq.pending - (0 if seq.cached else prefixes.cached(seq, view.id)) for view in fleet]
+        score = [(prefill[i] + new[i]) * (count[i] + 1) for i in range(len(fleet))]
+        least = score.index(min(score))
+        prefixes.expect(seq, fleet[least].id)
+        prefill[least] += new[least]
+        count[least] += 1
+        return least

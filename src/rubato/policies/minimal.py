@@ -11,48 +11,30 @@ of those that decode and have memory for it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from rubato.core.events import Event
-from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.plan import Role, Shape
-from rubato.policy_kit.pools import candidates, check_ratio, split
+from rubato.core.interfaces import SeqView, View
+from rubato.core.plan import Shape
+from rubato.policy_kit.pools import PooledRouter
 
 SOURCE = "PolyServe, §5.1: baselines PD-Minimal and CO-Minimal (lowest cycle time)"
 
 
 @dataclass
-class Router:
+class Router(PooledRouter):
     """prefill, decode: the ratio of replicas that do one of them only; 0 = all do both."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
-    prefill: int = 0
-    decode: int = 0
+    _loads: dict[str, _Load] = field(init=False, repr=False, default_factory=dict)  # in this dispatch
 
-    def __post_init__(self) -> None:
-        check_ratio(self.prefill, self.decode)
+    def begin(self, held: Sequence[SeqView], fleet: Sequence[View]) -> None:
+        self._loads = {view.id: _Load(view) for view in fleet}
 
-    def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
-        return split("minimal", replicas, self.prefill, self.decode) if self.prefill else {}
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
-
-    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        loads = {view.id: _Load(view) for view in fleet}
-        place: dict[str, str] = {}
-        kv_taken: Counter[str] = Counter()  # KV blocks
-        for seq in held:
-            able = candidates(seq, fleet, kv_taken) if self.prefill else fleet
-            if able:
-                least = min((loads[view.id] for view in able), key=lambda load: load.cost)
-                place[seq.id] = least.view.id
-                kv_taken[least.view.id] += least.view.limits.blocks(seq.cached)
-                least.add(seq.pending, seq.cached)
-        return Dispatch(place)
+    def choose(self, seq: SeqView, fleet: Sequence[View]) -> int:
+        loads = [self._loads[view.id] for view in fleet]
+        least = min(range(len(loads)), key=lambda i: loads[i].cost)
+        loads[least].add(seq.pending, seq.cached)
+        return least
 
 
 class _Load:
@@ -88,4 +70,4 @@ def _running(view: View) -> tuple[Shape, Sequence[SeqView]]:
     if decodes.seqs <= view.limits.max_num_seqs:
         return decodes, prefills
     cached = [seq.cached for seq in view.running if seq.pending == 1][: view.limits.max_num_seqs]
-    return Shape(len(cached), len(cached), sum(cached) + len(cached)), prefills
+    return Shape.decodes(len(cached), sum(cached) + len(cached)), prefills

@@ -9,44 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 
-from rubato.core.events import Event
-from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.core.interfaces import SeqView, View
 from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS
 from rubato.policy_kit.backlog import load as load_of
+from rubato.policy_kit.greedy_router import GreedyRouter, random_stream
 
 SOURCE = "Mitzenmacher, The Power of Two Choices in Randomized Load Balancing (IEEE TPDS 2001)"
 
 
 @dataclass
-class Router:
+class Router(GreedyRouter):
     """seed: of its own random stream, so that no other choice of a run shifts with it. per_request: tokens that a
     request counts for beside its pending prefill (its decode to come)."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
     seed: int = 0
     per_request: int = DECODE_TO_COME_TOKENS
+    _load: list[int] = field(init=False, repr=False, default_factory=list)  # of each replica, in this dispatch
     _draw: np.random.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}: give 0 or more")
-        self._draw = np.random.default_rng(self.seed)
+        self._draw = random_stream(self.seed)
 
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
+    def begin(self, held: Sequence[SeqView], fleet: Sequence[View]) -> None:
+        self._load = [load_of(view, self.per_request) for view in fleet]
 
-    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        load = [load_of(view, self.per_request) for view in fleet]
-        place = {}
-        for seq in held:
-            least = min(self._two(len(fleet)), key=load.__getitem__)  # of equal ones the first drawn
-            place[seq.id] = fleet[least].id
-            load[least] += seq.pending + self.per_request
-        return Dispatch(place)
+    def choose(self, seq: SeqView, fleet: Sequence[View]) -> int:
+        least = min(self._two(len(fleet)), key=self._load.__getitem__)  # of equal ones the first drawn
+        self._load[least] += seq.pending + self.per_request
+        return least
 
     def _two(self, replicas: int) -> Sequence[int]:
         """Draws two different replicas, or the only one."""

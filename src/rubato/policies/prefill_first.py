@@ -7,24 +7,22 @@ A prompt longer than the engine's batch is run alone, in chunks as long as a bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from rubato.core.events import Event
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan
 from rubato.policy_kit.batch_builder import BatchBuilder, decodes_or_prefills, resume_prefills, waiting_that_fit
+from rubato.policy_kit.stateless import Stateless
 
 SOURCE = "vLLM before V1, default scheduler; SLOs-Serve's and Ascendra's baseline"
 
 
 @dataclass
-class Scheduler:
+class Scheduler(Stateless):
     """budget: max_num_batched_tokens of a prefill batch. watermark: share of KV kept free when admitting.
     reserve_kv: start a request only when KV for all of it is left (`batch_builder.waiting_that_fit`)."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"preempt"})
+    needs = frozenset({"preempt"})
     budget: int = 2048
     watermark: float = 0.01
     reserve_kv: bool = False
@@ -32,9 +30,6 @@ class Scheduler:
     def __post_init__(self) -> None:
         if self.budget < 1 or not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"budget {self.budget}, watermark {self.watermark}: give >= 1 token and a share in [0, 1)")
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def plan(self, view: View) -> Plan:
         prefills = BatchBuilder(view, self.budget)

@@ -19,12 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import ClassVar
 
-from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
 from rubato.policy_kit.batch_builder import BatchBuilder, make_room
+from rubato.policy_kit.stateless import Stateless
 
 SOURCE = (
     "vLLM V1 scheduler with --scheduling-policy priority; priorities from SLOs, and turns for the starved, are ours"
@@ -32,13 +31,13 @@ SOURCE = (
 
 
 @dataclass
-class Scheduler:
+class Scheduler(Stateless):
     """budget: tokens per step. max_wait: seconds after which the oldest of the looser priorities gets turns.
     turn_every, turn_tokens: its turn is one step in `turn_every`, with at least `turn_tokens` tokens if it has as many
     pending.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    needs = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 2048
     max_wait: float = 5.0
     turn_every: int = 16
@@ -52,9 +51,6 @@ class Scheduler:
             raise ValueError(
                 f"turn_every {self.turn_every} must be at least 2, turn_tokens {self.turn_tokens} at least 1"
             )
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def plan(self, view: View) -> Plan:
         builder = BatchBuilder(view, self.budget)

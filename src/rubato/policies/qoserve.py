@@ -25,9 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import ClassVar
 
-from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import NO_BATCH, Plan
 from rubato.policy_kit.batch_builder import (
@@ -39,6 +37,7 @@ from rubato.policy_kit.batch_builder import (
 )
 from rubato.policy_kit.prefill_jobs import tpot_of
 from rubato.policy_kit.refusals import refusable, refusals, wants_refusal
+from rubato.policy_kit.stateless import Stateless
 from rubato.policy_kit.turns import Turns, add_decodes
 
 SOURCE = "QoServe (ASPLOS 2026), before Niyama: Breaking the Silos of LLM Inference Serving (arXiv 2503.22562)"
@@ -46,7 +45,7 @@ THROUGHPUT_MEMORY = 0.995  # weight of the old prefill throughput at each step t
 
 
 @dataclass
-class Scheduler:
+class Scheduler(Stateless):
     """Plans chunks as long as the tightest decode's slack.
 
     Args:
@@ -57,7 +56,7 @@ class Scheduler:
         reserve_kv (true, false): start a request only when KV for all of it, to its end, is left
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    needs = frozenset({"chunked", "preempt", "mixed"})
     alpha: float = 0.008
     margin: float = 1.2
     min_budget: int = 128
@@ -74,9 +73,6 @@ class Scheduler:
             raise ValueError(
                 f"min_budget {self.min_budget}, max_budget {self.max_budget}: give at least 1 token, and no less"
             )
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def plan(self, view: View) -> Plan:
         self._measure(view)
@@ -171,7 +167,7 @@ class Scheduler:
 
 def _prefill_due(view: View, seq: SeqView) -> float:
     """Returns when its prefill must be done: for its next token, or, with only an e2e, for all output to follow."""
-    slo = seq.request.stages[seq.stage].slo
+    slo = seq.slo
     if slo.e2e is None or slo.ttft is not None or seq.due == inf:
         return seq.due
     return seq.due - remaining_output(seq) * view.latency.step_time(view.decodes.plus(1, seq.length))
@@ -182,5 +178,5 @@ def _decode_due(seq: SeqView) -> float:
     tpot, first = tpot_of(seq), seq.first_token_at
     if tpot == inf:
         return inf
-    bounded = seq.request.stages[seq.stage].slo.max_pause is not None and not seq.missed
+    bounded = seq.slo.max_pause is not None and not seq.missed
     return seq.due if first is None or bounded else max(seq.due, first + seq.output * tpot)

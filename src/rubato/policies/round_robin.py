@@ -7,25 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from rubato.core.events import Event
-from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.core.interfaces import SeqView, View
+from rubato.policy_kit.greedy_router import GreedyRouter
 
 SOURCE = "the usual default of load balancers"
 
 
 @dataclass
-class Router:
-    needs: ClassVar[frozenset[str]] = frozenset()
-    _turn: int = field(default=0, init=False)
+class Router(GreedyRouter):
+    _turn: int = field(default=-1, init=False)
 
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
-
-    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        place = {}
-        for seq in held:
-            place[seq.id] = fleet[self._turn % len(fleet)].id
-            self._turn += 1
-        return Dispatch(place)
+    def choose(self, seq: SeqView, fleet: Sequence[View]) -> int:
+        self._turn += 1
+        return self._turn % len(fleet)

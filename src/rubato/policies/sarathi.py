@@ -4,7 +4,9 @@ For requests that share one TPOT, below capacity.
 
 Without `budget` it tunes itself: each step takes as many tokens as the latency model says finish within the tightest
 TPOT of the requests here. The paper profiles one static number for the deployment; deriving it from the batch at hand
-never allows less where a static one would keep the TPOT, so this baseline is the stronger of the two.
+never allows less where a static one would keep the TPOT, so this baseline is the stronger of the two. With `budget` it
+is PolyServe's baseline CO-Chunk, once a sweep has found the best for a load
+(`rubato capacity --policy sarathi:budget=128 --policy sarathi:budget=256 ...`).
 
 `min_prefill_chunk_tokens` is that of vLLM's pull request 54145: beside decodes, prompts that would get fewer tokens in
 all wait for more to come, up to `TTFT_HOLD_STEPS` steps. There each prompt has its own count of steps.
@@ -12,27 +14,25 @@ all wait for more to come, up to `TTFT_HOLD_STEPS` steps. There each prompt has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from rubato.core.events import Event
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan
 from rubato.policy_kit.batch_builder import BatchBuilder, decode_first
+from rubato.policy_kit.stateless import Stateless
 
 SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it as a baseline"
 TTFT_HOLD_STEPS = 8  # ours: what the pull request sets was not found
 
 
 @dataclass
-class Scheduler:
+class Scheduler(Stateless):
     """budget: tokens per step; 0 = the largest that keeps the tightest TPOT, at least `min_chunk` of prefill.
     min_chunk: tokens of prefill in such a step, at least. min_prefill_chunk_tokens: beside decodes prefill is held
     while it would be fewer tokens (0: never held). reserve_kv: start a request only when KV for all of it is left
     (`batch_builder.waiting_that_fit`)."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    needs = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 0
     min_chunk: int = 32
     min_prefill_chunk_tokens: int = 0
@@ -45,9 +45,6 @@ class Scheduler:
                 f"budget {self.budget}, min_chunk {self.min_chunk}, min_prefill_chunk_tokens "
                 f"{self.min_prefill_chunk_tokens}: give >= 0 (0 = tuned), >= 1 and >= 0 tokens"
             )
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def plan(self, view: View) -> Plan:
         builder = decode_first(view, self.budget or self._tuned(view), self.reserve_kv)
@@ -63,7 +60,7 @@ class Scheduler:
 
     def _tuned(self, view: View) -> int:
         here = [*view.running, *view.waiting]
-        tpots = [t for s in here if (t := s.request.stages[s.stage].slo.tpot) is not None]
+        tpots = [t for s in here if (t := s.slo.tpot) is not None]
         if not tpots:
             return view.limits.max_num_batched_tokens
         decodes = view.decodes

@@ -171,7 +171,7 @@ class Scheduler:
             return True
         size = ceil(sum(count * tightest / tpot for tpot, count in counts.items()) - CREDIT_ROUNDING)
         length = sum(s.length for s in together) / len(together) + remaining_output(seq) / 2.0
-        step = view.latency.step_time(Shape(size, size, ceil(size * length)))
+        step = view.latency.step_time(Shape.decodes(size, ceil(size * length)))
         return step * self.inefficiency < tightest
 
 

@@ -10,22 +10,20 @@ the reservation of a whole prompt's KV before its first chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar
 
-from rubato.core.events import Event
 from rubato.core.interfaces import View, nothing_sent
 from rubato.core.plan import Plan
 from rubato.core.request import SATURATED
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, decode_first, run_in_order, waiting_that_fit
+from rubato.policy_kit.stateless import Stateless
 
 SOURCE = "vLLM V1 scheduler, defaults of its API server below 70 GiB of GPU memory (max_num_batched_tokens 2048)"
 
 
 @dataclass
-class Scheduler:
+class Scheduler(Stateless):
     """Plans a step by vLLM's rule.
 
     Args:
@@ -36,7 +34,7 @@ class Scheduler:
         reserve_kv (true, false): start a request only when KV for all of it is left
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    needs = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 2048
     max_num_queued_reqs: int = 0
     max_num_queued_tokens: int = 0
@@ -48,9 +46,6 @@ class Scheduler:
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a limit of 1 or more, or 0 for none")
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def plan(self, view: View) -> Plan:
         drop, begun = self._over_limit(view), view.prefilling

@@ -11,23 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
 from rubato.policies import vllm
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order, waiting_that_fit
+from rubato.policy_kit.stateless import Stateless
 
 SOURCE = "vLLM V1 with num_speculative_tokens; the baseline vLLM-Spec(n) of AdaServe and vLLM (Spec) of SLOs-Serve"
 
 
 @dataclass
-class Scheduler:
+class Scheduler(Stateless):
     """budget: max_num_batched_tokens. n: num_speculative_tokens (AdaServe's artifact has 4, 6 and 8). reserve_kv: as
     `vllm`."""
 
-    needs: ClassVar[frozenset[str]] = vllm.Scheduler.needs | {"draft"}
+    needs = vllm.Scheduler.needs | {"draft"}
     budget: int = 2048
     n: int = 4
     reserve_kv: bool = False
@@ -35,9 +34,6 @@ class Scheduler:
     def __post_init__(self) -> None:
         if self.budget < 1 or self.n < 1:
             raise ValueError(f"budget {self.budget}, n {self.n}: give at least 1 token per step, and 1 to draft")
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def plan(self, view: View) -> Plan:
         builder = BatchBuilder(view, self.budget)

@@ -21,7 +21,7 @@ def prefill_seconds(view: View, prompt: int) -> float:
     pending = prompt + sum(seq.pending for seq in view.waiting)
     pending += sum(seq.pending for seq in view.running if seq.pending > 1)
     chunk = max(1, view.limits.max_num_batched_tokens - decodes)
-    base = Shape(decodes, decodes, kv)
+    base = Shape.decodes(decodes, kv)
     full, rest = divmod(pending, chunk)
     seconds = max(0.0, view.busy_until - view.now)
     if full:

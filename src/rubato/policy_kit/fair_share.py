@@ -280,7 +280,7 @@ class FairShare:
             low, high = (n, high) if seconds(n) <= tpot else (low, n - 1)
         if low:
             return low
-        idle = view.latency.step_time(Shape(1, 1, 1))
+        idle = view.latency.step_time(Shape.decodes(1, 1))
         return max(MIN_SUSTAINED, (tpot - idle) / (seconds(1) - idle)) if seconds(1) > idle else MIN_SUSTAINED
 
 
@@ -294,7 +294,7 @@ def _group_choices(requests: Iterable[Request]) -> Iterable[list[Request]]:
 
 def _step(fleet: Sequence[View]) -> float:
     """Returns the seconds of the shortest step on the fastest replica."""
-    return min(view.latency.step_time(Shape(1, 1, 1)) for view in fleet)
+    return min(view.latency.step_time(Shape.decodes(1, 1)) for view in fleet)
 
 
 def _isolated_seconds(fleet: Sequence[View], prompt: int) -> float:

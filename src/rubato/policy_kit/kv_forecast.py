@@ -30,6 +30,7 @@ class KVForecast:
         self._used = 0  # stretches that have a resident
         self._of: dict[str, tuple[int, int]] = {}  # resident -> (length less the step it had it at, end)
         self._ends: list[tuple[int, str]] = []  # by end, some of them gone already
+        self.changes = 0  # counted, so that what was worked out from it can be kept
 
     def __len__(self) -> int:
         return len(self._of)
@@ -103,6 +104,7 @@ class KVForecast:
 
     def _count(self, base: int, end: int, times: int) -> None:
         """Adds a resident to the sums up to its end (`times` 1), or removes it (-1)."""
+        self.changes += 1
         until = max(0, self._stretch(end) + 1)  # 0: it ended before the first
         self._sums[:until] += times * (base + self._first + self._after[:until])
         self._used = max(self._used, until)

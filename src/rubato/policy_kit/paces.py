@@ -20,7 +20,7 @@ def tokens_needed(seq: SeqView, end: float, now: float) -> float:
     """A(r): tokens that it must get from the step that ends then, its own next one among them (AdaServe, section 3)."""
     if seq.best_effort:
         return 0.0
-    slo, most = seq.request.stages[seq.stage].slo, 0.0
+    slo, most = seq.slo, 0.0
     if slo.tpot is not None and seq.first_token_at is not None:
         most = (end - seq.first_token_at) / slo.tpot - (seq.output - 1)
     if slo.e2e is not None:
@@ -33,7 +33,7 @@ def time_for(seq: SeqView, tokens: float, now: float) -> float:
     """When the step that brings it so many tokens must have ended at the latest: `tokens_needed`, the other way."""
     if seq.best_effort:
         return inf
-    slo, time = seq.request.stages[seq.stage].slo, inf
+    slo, time = seq.slo, inf
     if slo.tpot is not None and seq.first_token_at is not None:
         time = seq.first_token_at + slo.tpot * (seq.output - 1 + tokens)
     if slo.e2e is not None:
@@ -45,7 +45,7 @@ def time_for(seq: SeqView, tokens: float, now: float) -> float:
 def pace_of(seq: SeqView, now: float) -> float:
     """Seconds that each of its tokens to come may take on average, its lead or lag spread over them; inf where nothing
     asks for a pace, 0 where it is too late for any."""
-    slo, left = seq.request.stages[seq.stage].slo, remaining_output(seq)
+    slo, left = seq.slo, remaining_output(seq)
     pace = inf if slo.tpot is None else slo.tpot
     if slo.tpot is not None and seq.first_token_at is not None:
         pace = (seq.first_token_at + slo.tpot * (seq.output - 1 + left) - now) / left

@@ -72,14 +72,14 @@ def feasible(view: View, jobs: Sequence[PrefillJob], rate: PrefillRate) -> Seque
     for job in to_refuse:
         tpot, length = tpot_of(seq_of(job)), seq_of(job).length
         longest[tpot] = max(longest.get(tpot, 0), length)
-    steps = {tpot: view.latency.step_time(Shape(1, 1, length)) for tpot, length in longest.items()}
+    steps = {tpot: view.latency.step_time(Shape.decodes(1, length)) for tpot, length in longest.items()}
     slow = set()
     for _, arrival, place, pending, seq in to_refuse:
-        tpot, e2e = tpot_of(seq), seq.request.stages[seq.stage].slo.e2e
+        tpot, e2e = tpot_of(seq), seq.slo.e2e
         predicted = None if e2e is None else known_output(seq)
         step = steps[tpot]
         if step > tpot or predicted is not None:
-            step = view.latency.step_time(Shape(1, 1, seq.length))
+            step = view.latency.step_time(Shape.decodes(1, seq.length))
         late = step > tpot and why_infeasible(seq, view) is not None
         if e2e is not None and predicted is not None:
             end = view.now + rate.seconds_at_full_speed(pending) + (predicted - 1.0) * step
@@ -170,7 +170,7 @@ class DecodeCapacity:
             return True
         if length >= self._refused[0] and tpot <= self._refused[1]:
             return False
-        shape = Shape(self._count + 1, self._count + 1, self._length + length)
+        shape = Shape.decodes(self._count + 1, self._length + length)
         if self._latency.step_time(shape) * self._safety <= self._share * tpot:
             return True
         self._refused = (length, tpot)
@@ -184,5 +184,5 @@ class DecodeCapacity:
 
 def tpot_of(seq: SeqView) -> float:
     """Returns the TPOT of its stage in seconds, inf without one."""
-    tpot = seq.request.stages[seq.stage].slo.tpot
+    tpot = seq.slo.tpot
     return inf if tpot is None else tpot

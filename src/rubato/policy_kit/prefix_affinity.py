@@ -119,7 +119,7 @@ class _Redirection:
         """Returns whether `view` keeps its SLO. `more`: its load beyond the router's choice; `saved`: tokens not
         computed there."""
         promised = not (seq.best_effort or seq.id in self._demoted)
-        due, tpot = (seq.due, seq.request.stages[seq.stage].slo.tpot) if promised else (inf, None)
+        due, tpot = (seq.due, seq.slo.tpot) if promised else (inf, None)
         if due == inf:
             if more > saved:
                 return False
@@ -131,4 +131,4 @@ class _Redirection:
         """Returns the seconds of a step with a token of every request there or placed there now, and of this one."""
         count = min(view.count + self._count[view.id] + 1, view.limits.max_num_seqs)
         kv = sum([s.length for s in view.running]) + sum([s.length for s in view.waiting])
-        return view.latency.step_time(Shape(count, count, kv + self._queued[view.id] + seq.length))
+        return view.latency.step_time(Shape.decodes(count, kv + self._queued[view.id] + seq.length))

@@ -11,12 +11,8 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
 from rubato.policy_kit.prefill_queue import dynamic_prefill_time
 
-KV_GRAIN_TOKENS, PROMPT_GRAIN_TOKENS, SEQS_GRAIN = (
-    4096,
-    256,
-    8,
-)  # step times are rounded up to these
-PROBE_SHAPE = Shape(32, 32, 32_000)
+KV_GRAIN_TOKENS, PROMPT_GRAIN_TOKENS, SEQS_GRAIN = 4096, 256, 8  # step times are those of numbers rounded up to these
+PROBE_SHAPE = Shape.decodes(32, 32_000)
 
 
 class StepTable:
@@ -25,7 +21,7 @@ class StepTable:
     def __init__(self, latency: LatencyModel, most: int) -> None:
         self._latency = latency
         self._most = most
-        self._decodes = cache(lambda seqs, kv: latency.step_time(Shape(seqs, seqs, kv)))
+        self._decodes = cache(lambda seqs, kv: latency.step_time(Shape.decodes(seqs, kv)))
         self._chunk = cache(self._find_chunk)
         self._alone = cache(lambda prompt, cached: prefill_time(latency, prompt, cached, most))
         self._in_chunks = cache(
@@ -46,39 +42,37 @@ class StepTable:
             probe = before
         self._probed = (now, probe)
 
+    # Rounded up here and not by a function: a router asks dozens of times for a request that it places.
+
     def decodes(self, seqs: int, kv: int) -> float:
         """Returns the seconds of a step of `seqs` decodes with `kv` tokens together."""
-        return self._decodes(seqs, _rounded_up(kv, KV_GRAIN_TOKENS))
+        return self._decodes(seqs, -(-kv // KV_GRAIN_TOKENS) * KV_GRAIN_TOKENS)
 
     def chunk(self, tpot: float, seqs: int, kv: int, prompt: int) -> tuple[int, float]:
         """Returns the tokens of a prompt that fit in each step of `tpot` seconds with `seqs` decodes, to the prompt's
         end, and the seconds of such a step; (0, 0.0) if none fit."""
         return self._chunk(
             tpot,
-            _rounded_up(seqs, SEQS_GRAIN),
-            _rounded_up(kv, KV_GRAIN_TOKENS),
-            _rounded_up(prompt, PROMPT_GRAIN_TOKENS),
+            -(-seqs // SEQS_GRAIN) * SEQS_GRAIN,
+            -(-kv // KV_GRAIN_TOKENS) * KV_GRAIN_TOKENS,
+            -(-prompt // PROMPT_GRAIN_TOKENS) * PROMPT_GRAIN_TOKENS,
         )
 
     def isolated_seconds(self, prompt: int, cached: int = 0) -> float:
         """Returns the seconds of a prompt's tokens after the cached ones, alone and in as few steps as possible."""
-        return self._alone(_rounded_up(prompt, PROMPT_GRAIN_TOKENS), _rounded_up(cached, PROMPT_GRAIN_TOKENS))
+        grain = PROMPT_GRAIN_TOKENS
+        return self._alone(-(-prompt // grain) * grain, -(-cached // grain) * grain)
 
     def in_chunks(self, prompt: int, cached: int, budget: int) -> float:
         """Returns the same in dynamic chunks (`prefill_queue`)."""
-        return self._in_chunks(
-            _rounded_up(prompt, PROMPT_GRAIN_TOKENS), _rounded_up(cached, PROMPT_GRAIN_TOKENS), budget
-        )
+        grain = PROMPT_GRAIN_TOKENS
+        return self._in_chunks(-(-prompt // grain) * grain, -(-cached // grain) * grain, budget)
 
     def _find_chunk(self, tpot: float, seqs: int, kv: int, prompt: int) -> tuple[int, float]:
-        base = Shape(seqs, seqs, kv)
+        base = Shape.decodes(seqs, kv)
         tokens = self._latency.largest_chunk(tpot, base, prompt, self._most - seqs)
         if tokens < prompt:  # the last of them has this much before it
             tokens = self._latency.largest_chunk(tpot, base, prompt - tokens, self._most - seqs)
         if not tokens:
             return 0, 0.0
         return tokens, self._latency.step_time(base.plus(tokens, max(0, prompt - tokens)))
-
-
-def _rounded_up(count: int, grain: int) -> int:
-    return -(-count // grain) * grain

@@ -6,15 +6,13 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, inf, nan
+from typing import Any
 
 from rubato.core.interfaces import SeqView, View
 from rubato.policies.polyserve.scheduler import PREFILL_BATCH_TOKENS, first_prompt_due
-from rubato.policy_kit.batch_builder import remaining_output
-from rubato.policy_kit.kv_forecast import KVForecast
 from rubato.policy_kit.step_table import StepTable
-
-PREFILL_GROUP = -1  # the group of the prefill replicas; tiers are counted from 0
+from rubato.policy_kit.tier_fleet import PREFILL_GROUP, BookedReplica
 
 # Relative delay that a queued prompt must survive: prompts with nearer deadlines overtake it, and steps take a little
 # longer than predicted.
@@ -42,35 +40,45 @@ class HeldRequest:
         return int(self.length + self.remaining)
 
 
-class TierReplica:
-    """group: the tier it serves, `PREFILL_GROUP`, or None in the pool. draining: it has requests of looser tiers only,
-    and admits none. residents: how many of each tier, those whose prompt is under way elsewhere included. prompts:
-    those to be prefilled here, by id, with when they have to be through. load: None when it is to be worked out
-    again."""
+@dataclass(slots=True)
+class WorkAhead:
+    """The work before a prompt that comes to a replica now. It stays the same until the replica's state (`of`) changes:
+    requests that come within a step ask the same replicas, the fullest first.
+
+    backlog: prompt tokens in no step yet. kv: tokens of the decodes. longest: tokens of the longest prompt here. most:
+    prompt tokens of a step; tokens: those that keep it within the TPOT. beside: seconds that decodes add to a step.
+    steps, seconds: chunks of the backlog, and seconds of one. first_due: of the first decode, NaN while not asked."""
+
+    of: tuple[float, ...]
+    backlog: int = 0
+    kv: int = 0
+    longest: int = 0
+    most: int = 1
+    tokens: int = 1
+    beside: float = 0.0
+    steps: float = 0.0
+    seconds: float = 0.0
+    first_due: float = nan
+
+
+class TierReplica(BookedReplica):
+    """A replica that serves its tier's prompts beside decodes, or prefills.
+
+    `draining`: it has requests of looser tiers only, and admits none. `prompts` are those to be prefilled here, with
+    when they have to be through.
+    """
+
+    prompts: dict[str, HeldRequest]
 
     def __init__(self, view: View, index: int, tiers: int, steps: StepTable) -> None:
-        self.id = view.id
-        self.index = index
-        self.view = view
-        self.group: int | None = None
+        super().__init__(view, index, tiers, steps)
         self.draining = False
-        self.residents = [0] * tiers
-        self.forecast = KVForecast()
-        self.prompts: dict[str, HeldRequest] = {}
-        self._times: dict[str, tuple[float, int, int, float]] = {}  # of each of these (`_timed`), when last looked at
         self.added = 0  # tokens that this dispatch places here
         self.idle_since = inf  # without a prompt, if it prefills
-        self.capacity = view.kv_total * view.limits.block_size
-        self.steps = steps
-        self.load: float | None = None
-        self._line: list[tuple[float, int, int, float]] | None = None
-        self._line_of: tuple[int, float] = (0, 0.0)  # the step by which it was made
+        self._times: dict[str, tuple[float, int, int, float]] = {}  # of each of these (`_timed`), when last looked at
+        self._line_of: tuple[int, float] = (0, 0.0)  # the step by which `_line` was made
         self._rooms: Sequence[float] = ()  # of it
-        self._longest, self._longest_of = 0, (-1, 0)
-
-    @property
-    def empty(self) -> bool:
-        return not (len(self.forecast) or self.prompts)
+        self._ahead = WorkAhead(())
 
     def receives_kv(self) -> bool:
         """Returns whether KV is on its way here, even of a request that has left since; until it arrives the replica
@@ -81,91 +89,69 @@ class TierReplica:
         """Returns the replica's current step, after predicting residents that outlived their predicted length again."""
         self.steps.renew(now)
         step = self.view.steps
-        if late := self.forecast.overdue(step):
-            known = self.view.known
-            for id in late:
-                seq = known.get(id)
-                self.forecast.add(id, seq.length if seq else 1, remaining_output(seq) if seq else 1.0, step)
+        self.predict_overdue(step)
         return step
 
-    def weigh(self) -> float:
-        """Returns its load, by which replicas are sorted: its longest predicted iteration; for a prefill replica, the
-        queued tokens."""
-        if self.load is None:
-            count = len(self.forecast)
-            if self.group == PREFILL_GROUP:
-                self.load = float(sum(prompt.pending for prompt in self.prompts.values()))
-            else:
-                self.load = self.steps.decodes(count, self.forecast.peak(self.view.steps)) if count else 0.0
-        return self.load
-
-    def add(self, request: HeldRequest) -> None:
-        """Adds a request that is to decode here."""
-        self.forecast.add(request.seq.id, request.length, request.remaining, self.view.steps)
-        self.residents[request.tier] += 1
-        self.load = None
+    def _find_load(self) -> float:
+        """Returns the queued tokens of a prefill replica, a step of its decodes for any other."""
+        if self.group == PREFILL_GROUP:
+            return float(sum(prompt.pending for prompt in self.prompts.values()))
+        return super()._find_load()
 
     def add_unknown(self, id: str, tier: int | None) -> None:
-        """Adds a request that another router placed here, as overdue, so that its length is looked up next time. `tier`
-        is None if it is not among `residents`."""
+        """Adds a request that another router placed here, as overdue, so that its length is looked up next time."""
         self.idle_since = inf
         self.forecast.add(id, 1, 1.0, self.view.steps - 1)
         if tier is not None:
             self.residents[tier] += 1
-        self.load = None
-
-    def drop(self, id: str, tier: int | None) -> None:
-        """Removes a request. `tier` is None if it is not among `residents`."""
-        self.forecast.drop(id)
-        if tier is not None:
-            self.residents[tier] -= 1
-        self.load = None
+        self._rank = None
 
     def queue(self, request: HeldRequest) -> None:
-        """Queues a prompt to be prefilled here."""
+        line = self._line
+        super().queue(request)
         self.idle_since = inf
-        self.prompts[request.seq.id] = request
         self._times[request.seq.id] = timed = self._timed(request.due, request.pending, request.length)
-        self.load = None
-        if self._line is not None and request.pending > 1:  # with one token left it is in no line
-            insort(self._line, timed)
+        self._rank = None
+        if line is not None and request.pending > 1:  # with one token left it is in no line
+            insort(line, timed)
             self._rooms = ()
+        self._line = line
 
-    def unqueue(self, id: str) -> None:
-        """Removes a prompt that is done, or goes elsewhere."""
-        del self.prompts[id], self._times[id]
-        self.load = self._line = None
+    def unqueue(self, id: str) -> Any:
+        del self._times[id]
+        self._rank = None
+        return super().unqueue(id)
 
     # ----------------------------------------------------------------- whether a request fits
 
     def next_token_at(
         self, request: HeldRequest, tpot: float, now: float, is_alone: bool = False, later: bool = False
     ) -> float | None:
-        """When its next token would be out beside decodes; None if that is too late, or a step or the KV would come to
-        be too much. alone: all that are here leave. later: it comes with its KV once it is prefilled."""
+        """Returns when its next token would be out beside decodes; None if that is too late, or a step or the KV would
+        come to be too much. is_alone: all that are here leave. later: it comes with its KV once it is prefilled."""
         step = self.renew(now)
-        limits = self.view.limits
         count = 1 if is_alone else len(self.forecast) + 1
-        if count > limits.max_num_seqs:
+        if count > self.view.limits.max_num_seqs:
             return None
+        when = now
+        if count > 1 and not (later or request.moves):
+            when = self._prefilled_at(request, tpot, step, now)
+            if when > request.due:  # seen first, since the KV to come takes longer to look at
+                return None
         if count > 1:
             peak = self.forecast.peak_with(request.length, request.remaining, step)
         else:
             peak = request.most
-        seconds = self.steps.decodes(count, peak)
-        if peak > self.capacity or seconds > tpot:
+        if peak > self.capacity or self.steps.decodes(count, peak) > tpot:
             return None
         if later:
             return now
-        when = now + self._wait(now)
         if request.moves:
             if is_source(self, request.seq):
                 return None
             when = self.joins_at(request, now)
         elif count == 1:
-            when += self.steps.isolated_seconds(request.pending + self.added)
-        else:
-            when += self._prefilled_in(request, tpot, count - 1, now, when)
+            when = now + self._wait(now) + self.steps.isolated_seconds(request.pending + self.added)
         return when if when <= request.due else None
 
     def can_keep(self, request: HeldRequest, tpot: float, now: float) -> bool:
@@ -185,42 +171,59 @@ class TierReplica:
         late = request.way - wait  # behind the step that runs: then it waits for the end of another
         return now + wait + each + (max(0.0, late) if wait == 0.0 else each * max(0, ceil(late / each)))
 
-    def _prefilled_in(self, request: HeldRequest, tpot: float, seqs: int, now: float, at: float) -> float:
-        """Seconds from `at` until its prompt is through, behind those that are here, in chunks beside so many decodes
-        as their KV is now; what decodes lend (`Scheduler`) is asked for if it would be late without. inf if a step has
-        no room for a chunk."""
-        kv = self.forecast.now(self.view.steps)
-        backlog, view = self._backlog(), self.view
-        tokens, each = self.steps.chunk(tpot, seqs, kv, request.pending)
+    def _prefilled_at(self, request: HeldRequest, tpot: float, step: int, now: float) -> float:
+        """Returns when its prompt would be through, behind those that are here, in chunks beside the decodes as their
+        KV is now; what decodes lend (`Scheduler`) is asked for if it would be late without. inf if a step has no room
+        for a chunk, or if the least that it can take is too much."""
+        view, ahead, seqs = self.view, self._ahead, len(self.forecast)
+        of = (step, busy_until := view.busy_until, view.pending, self.added, self.forecast.changes, tpot)
+        if of != ahead.of:
+            ahead = self._ahead = self._work_ahead(of, tpot, step, seqs)
+        at, due, wanted = now + max(0.0, busy_until - now), request.due, ahead.backlog + request.pending
+        whole = self.steps.isolated_seconds(wanted) + ceil(wanted / ahead.most) * ahead.beside
+        # Most that ask a full replica are late in any case, which is seen by what is known of it.
+        late = not ahead.tokens or at + ceil(request.pending / ahead.tokens + ahead.steps) * ahead.seconds > due
+        if late and (self.added or at + whole > due or self._lead(ahead, tpot, at, now) <= tpot):
+            return inf
+        tokens, each = self.steps.chunk(tpot, seqs, ahead.kv, request.pending)
         if tokens < 1:
             return inf
         steps = request.pending / tokens
-        if backlog:
-            tokens, slower = self.steps.chunk(tpot, seqs, kv, self._longest_prompt() or request.pending)
-            steps += backlog / max(1, tokens)
+        if ahead.backlog:
+            tokens, slower = self.steps.chunk(tpot, seqs, ahead.kv, ahead.longest or request.pending)
+            steps += ahead.backlog / max(1, tokens)
             each = max(each, slower)
-        wanted, seconds = backlog + request.pending, ceil(steps) * each
-        if at + seconds <= request.due or self.added:
-            return seconds
-        most = view.limits.max_num_batched_tokens - seqs
-        beside = self.steps.decodes(seqs, kv) - self.steps.decodes(1, 1)
-        whole = self.steps.isolated_seconds(wanted) + ceil(wanted / most) * beside
-        if at + whole > request.due:  # however much is lent: seen before that is asked, which takes long
-            return seconds
-        lead = view.first_decode_due + (tpot if at > now else 0.0) - tpot - at
+        seconds = ceil(steps) * each
+        if at + seconds <= due or self.added or at + whole > due:  # the last: however much is lent
+            return at + seconds
+        lead = self._lead(ahead, tpot, at, now)
         if lead <= tpot or (lead := min(lead, first_prompt_due(view) - tpot - at)) <= tpot:
-            return seconds
+            return at + seconds
         if whole <= lead:
-            return whole
-        return lead + (1.0 - lead / whole) * seconds
+            return at + whole
+        return at + (lead + (1.0 - lead / whole) * seconds)
+
+    def _lead(self, ahead: WorkAhead, tpot: float, at: float, now: float) -> float:
+        """Returns the seconds from `at` until a TPOT before the first decode is due: what decodes can lend."""
+        if not ahead.first_due >= now:  # decodes that were due before are late now
+            ahead.first_due = self.view.first_decode_due
+        return ahead.first_due + (tpot if at > now else 0.0) - tpot - at
+
+    def _work_ahead(self, of: tuple[float, ...], tpot: float, step: int, seqs: int) -> WorkAhead:
+        """Looks at the work before a prompt that would come now."""
+        steps, kv, backlog, longest = self.steps, self.forecast.now(step), self._backlog(), self._longest_prompt()
+        most = self.view.limits.max_num_batched_tokens - seqs
+        tokens, _ = steps.chunk(tpot, seqs, kv, 0)
+        beside = steps.decodes(seqs, kv) - steps.decodes(1, 1)
+        work = WorkAhead(of, backlog, kv, longest, most, tokens, beside)
+        if backlog and longest:
+            chunk, work.seconds = steps.chunk(tpot, seqs, kv, longest)
+            work.steps = backlog / max(1, chunk)
+        return work
 
     def _longest_prompt(self) -> int:
-        """Returns the tokens of the longest prompt here that is not done, 0 for none; computed when they change."""
-        of = (self.view.steps, self.view.pending)
-        if of != self._longest_of:
-            self._longest = max([s.length for s in (*self.view.prefilling, *self.view.waiting)], default=0)
-            self._longest_of = of
-        return self._longest
+        """Returns the tokens of the longest prompt here that is not done, 0 for none."""
+        return max([s.length for s in (*self.view.prefilling, *self.view.waiting)], default=0)
 
     def prefills_in_time(self, request: HeldRequest, now: float) -> bool:
         """Returns whether a prompt and those behind it would be done in time in the queue here, nearest deadline first,

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import ClassVar
 
-from rubato.core.events import Event
 from rubato.core.interfaces import LatencyModel, SeqView, View
 from rubato.core.plan import Plan, Shape
 from rubato.policy_kit.batch_builder import decode_first, decodes_only
 from rubato.policy_kit.prefill_queue import nearest_due_first
+from rubato.policy_kit.stateless import Stateless
 
 PREFILL_BATCH_TOKENS = 2048  # tokens of a prefill batch, by which the router prices prompts, too
 
 
 @dataclass
-class Scheduler:
+class Scheduler(Stateless):
     """Plans the steps of a replica in the role that the router gives it.
 
     Args:
@@ -25,16 +24,13 @@ class Scheduler:
             as many left runs in one step
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    needs = frozenset({"chunked", "preempt", "mixed"})
     uses: ClassVar[frozenset[str]] = frozenset({"handoff", "kv_transfer"})
     budget: int = PREFILL_BATCH_TOKENS
 
     def __post_init__(self) -> None:
         if self.budget < 1:
             raise ValueError(f"budget is {self.budget}: give the tokens of a prefill batch, at least 1")
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def plan(self, view: View) -> Plan:
         if view.role.phase == "prefill":
@@ -76,7 +72,7 @@ def by_deadline(seq: SeqView, now: float) -> tuple[float, float]:
 def prompt_due(seq: SeqView) -> float:
     """When a prompt whose decodes run elsewhere has to be through, but for its KV's way: a TPOT before its first token
     is due, since the second one waits for the end of a step there. inf for best effort."""
-    return inf if seq.best_effort else seq.due - (seq.request.stages[seq.stage].slo.tpot or 0.0)
+    return inf if seq.best_effort else seq.due - (seq.slo.tpot or 0.0)
 
 
 def first_prompt_due(view: View) -> float:

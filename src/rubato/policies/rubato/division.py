@@ -32,7 +32,7 @@ def gain_of_prompts(tpots: Sequence[float], fleet: Sequence[View]) -> float:
     """Returns how many times as much time prompts get if each replica serves one TPOT with steps of that length,
     compared with steps of the tightest TPOT everywhere. Each step has a fixed cost, so longer steps leave more time for
     prompts."""
-    least = min([view.latency.step_time(Shape(1, 1, 1)) for view in fleet])
+    least = min([view.latency.step_time(Shape.decodes(1, 1)) for view in fleet])
     left = sorted([1.0 - least / tpot for tpot in tpots if tpot > least])
     return sum(left) / len(left) / left[int(len(left) * MIN_TIGHTEST_SHARE)] if left else 1.0
 

@@ -44,7 +44,7 @@ class ReplicaLoad:
             return
         self.decodes += 1
         self.decodes_kv += seq.length
-        due = seq.due + ((seq.request.stages[seq.stage].slo.tpot or inf) if seq.in_flight else 0.0)
+        due = seq.due + ((seq.slo.tpot or inf) if seq.in_flight else 0.0)
         if due >= self.view.now:
             self.first_due = min(self.first_due, due)
 

@@ -204,7 +204,7 @@ class RequestBook:
         cached = seq.cached
         pending = seq.length - cached
         due, tpot, until, last = self._times(view, seq, known, pending)
-        alone = view.latency.step_time(Shape().plus(pending, cached)) if pending > 1 else 0.0
+        alone = view.latency.step_time(Shape.prefill(pending, cached)) if pending > 1 else 0.0
         if last < view.now + alone or seq.missed or wants_refusal(seq, view):
             self._permanently_best_effort.add(seq.id)
             self.losses.count_request(known.tier, True)
@@ -230,7 +230,7 @@ class RequestBook:
         if pending == 1 and (window := self._windows.get(seq.id)) is not None:
             _, before, began = window
             due, last = min(due, began + (seq.output + 1 - before) * tpot), min(due, began + WINDOW_TOKENS * tpot)
-        e2e = seq.request.stages[seq.stage].slo.e2e
+        e2e = seq.slo.e2e
         if e2e is not None:
             end = seq.request.arrival + seq.tool_seconds + e2e
             pace = self._pace
@@ -253,4 +253,4 @@ def _with_lead(job: Task, now: float, lead: float, entry: DecodeEntry, doubt: fl
 
 
 def has_e2e(seq: SeqView) -> bool:
-    return seq.request.stages[seq.stage].slo.e2e is not None
+    return seq.slo.e2e is not None

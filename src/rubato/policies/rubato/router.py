@@ -82,7 +82,7 @@ class Router:
         are placed stay where they are."""
         steps = self._steps(fleet[0])
         for seq in held:
-            slo = seq.request.stages[seq.stage].slo
+            slo = seq.slo
             if seq.id not in self._unplaced:
                 self._requests_since_decision += 1
                 if not seq.best_effort and (slo.tpot is not None or slo.e2e is None):  # which TPOT an e2e takes varies
@@ -151,7 +151,7 @@ def placement_order(seq: SeqView) -> tuple[bool, float]:
 def find_keeping(seq: SeqView, replicas: Sequence[ReplicaLoad], now: float) -> tuple[ReplicaLoad, str] | None:
     """Returns the replica that keeps its SLO, and the reason: the one with the nearest TPOT that is no looser, then the
     least loaded. A request without a TTFT, or with a TPOT that no replica keeps, goes there in any case."""
-    slo, tpot = seq.request.stages[seq.stage].slo, tpot_of(seq, now)
+    slo, tpot = seq.slo, tpot_of(seq, now)
     order = sorted(replicas, key=lambda r: (-r.tpot, r.load))
     order = [r for r in order if r.tpot <= tpot * (1.0 + 1e-9)] or order[::-1]
     for replica in order:
@@ -176,7 +176,7 @@ def find_with_time(replicas: Sequence[ReplicaLoad]) -> tuple[ReplicaLoad, str] |
 
 def tpot_of(seq: SeqView, now: float) -> float:
     """Returns the seconds that each token may take: its TPOT, or the even share of its e2e; inf without either."""
-    slo = seq.request.stages[seq.stage].slo
+    slo = seq.slo
     if slo.e2e is None:
         return slo.tpot or inf
     end = seq.request.arrival + slo.e2e + seq.tool_seconds

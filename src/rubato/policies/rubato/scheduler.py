@@ -90,7 +90,7 @@ class Scheduler:
         self._errors.learn(view)
         doubt = self.risk * self._errors.spread(view.latency.spread)
         self._requests.set_step_seconds(
-            self._errors.slower * view.latency.step_time(Shape(1, 1, 1)), self._errors.usual
+            self._errors.slower * view.latency.step_time(Shape.decodes(1, 1)), self._errors.usual
         )
         candidates = self._requests.find_candidates(view)
         entry = self._drafts.entry(view, candidates.decodes)

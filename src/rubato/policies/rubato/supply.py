@@ -139,7 +139,7 @@ class DecodeSteps:
         self._kv = list(accumulate([job.cached + 1 for job in decodes], initial=0))
         self._due = np.array([job.due for job in decodes])
         count = len(decodes)
-        self.base = slower * self._step_time(Shape(1, 1, 1))
+        self.base = slower * self._step_time(Shape.decodes(1, 1))
         self.full = self.seconds(count)  # of all decodes
         self.unit = max(self.full, 2.0 * self.base)
         self.each = max(0.0, self.full - self.base) / count if count else 0.0  # seconds of one decode more

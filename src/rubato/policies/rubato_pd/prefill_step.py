@@ -38,7 +38,7 @@ def prompt_due(seq: SeqView) -> float:
     due = seq.due
     if due == inf:
         return seq.stage_start + PATIENCE_S
-    return due - min(seq.request.stages[seq.stage].slo.tpot or 0.0, MAX_PROMPT_LEAD_S)
+    return due - min(seq.slo.tpot or 0.0, MAX_PROMPT_LEAD_S)
 
 
 def seconds_in_turns(latency: LatencyModel, tokens: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -12,6 +11,7 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
 from rubato.policies.rubato_pd.prefill_step import prompt_due, seconds_in_turns
 from rubato.policy_kit.batch_builder import remaining_output
+from rubato.policy_kit.tier_fleet import tier_and_due
 
 
 @dataclass(slots=True)
@@ -32,16 +32,10 @@ class PromptPlan:
     work: float
 
 
-def tier_of(tpot: float, tiers: Sequence[float]) -> int:
-    """Returns the loosest tier whose TPOT is at most `tpot`, -1 if there is none."""
-    return bisect_right(tiers, tpot * (1.0 + 1e-9)) - 1
-
-
 def plan_prompt(
     seq: SeqView, tiers: Sequence[float], fleet: Sequence[View], now: float, token_moves: float
 ) -> PromptPlan | None:
-    """Plans the prompt of a request with an SLO. With an e2e it belongs to the loosest tier that ends in time, and its
-    next token is due such that the remaining tokens follow at that tier's pace.
+    """Plans the prompt of a request with an SLO.
 
     Args:
         seq: the request
@@ -53,18 +47,11 @@ def plan_prompt(
     Returns:
         None for a TPOT that no tier, or no replica, keeps
     """
-    slo, last, left = seq.request.stages[seq.stage].slo, seq.due, remaining_output(seq)
+    slo, left = seq.slo, remaining_output(seq)
     kinds = {(id(view.latency), view.limits.max_num_batched_tokens): view for view in fleet}
     isolated_seconds = min([prefill_time(view.latency, seq.pending, 0, most) for (_, most), view in kinds.items()])
-    tier = len(tiers) - 1
-    if slo.tpot is not None:
-        tier = tier_of(slo.tpot, tiers)
-    if slo.e2e is not None:
-        end = seq.request.arrival + slo.e2e + seq.tool_seconds
-        while tier > 0 and min(last, end - left * tiers[tier]) - isolated_seconds < now:
-            tier -= 1
-        last = min(last, end - left * tiers[tier])
-    decode = min([view.latency.step_time(Shape(1, 1, int(seq.length + left))) for view in kinds.values()])
+    tier, last = tier_and_due(seq, tiers, left, isolated_seconds, now)
+    decode = min([view.latency.step_time(Shape.decodes(1, int(seq.length + left))) for view in kinds.values()])
     if tier < 0 or decode > tiers[tier]:
         return None
     order = due = prompt_due(seq)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 
 from rubato.core.interfaces import View
 from rubato.policies.rubato_pd.prompt import PromptPlan
-from rubato.policy_kit.batch_builder import remaining_output
-from rubato.policy_kit.kv_forecast import KVForecast
 from rubato.policy_kit.step_table import StepTable
-
-PREFILL_GROUP = -1  # the group of the prefill replicas; tiers are counted from 0
+from rubato.policy_kit.tier_fleet import BookedReplica
 
 # Lateness of steps that a waiting prompt must survive: half a step of 2,048 tokens.
 MAX_STEP_DELAY_S = 0.02
@@ -20,39 +16,16 @@ MAX_STEP_DELAY_S = 0.02
 MAX_PREFILL_WAIT_S = 0.1
 
 
-@dataclass(slots=True)
-class DecodeSlot:
-    """A place to decode, in use or reserved. tier: the request's, None for best effort in the pool. share: of a replica
-    of its tier."""
+class FleetReplica(BookedReplica):
+    """A replica with the prompts that it computes for others. pace: how many times the seconds of the fastest replica a
+    prompt takes."""
 
-    replica: FleetReplica
-    tier: int | None
-    share: float
-
-
-class FleetReplica:
-    """group: the tier it serves, `PREFILL_GROUP`, or None in the pool. residents: how many of each tier decode here,
-    those whose prompt is under way elsewhere included. prompts: those to be prefilled here for others. pace: how many
-    times the seconds of the fastest replica a prompt takes."""
+    prompts: dict[str, PromptPlan]
 
     def __init__(self, view: View, index: int, tiers: int, steps: StepTable) -> None:
-        self.id = view.id
-        self.index = index
-        self.view = view
-        self.steps = steps
-        self.group: int | None = None
+        super().__init__(view, index, tiers, steps)
         self.role = view.role
-        self.residents = [0] * tiers
-        self.forecast = KVForecast()
-        self.prompts: dict[str, PromptPlan] = {}
         self.pace = 1.0
-        self.best_effort_tokens = 0  # tokens of best effort placed here since it last showed its view
-        self._load: float | None = None
-        self._line: list[tuple[float, float, float, float]] | None = None
-
-    @property
-    def empty(self) -> bool:
-        return not (len(self.forecast) or self.prompts)
 
     @property
     def others(self) -> int:
@@ -60,43 +33,18 @@ class FleetReplica:
         return len(self.forecast) - sum(self.residents)
 
     def show(self, view: View) -> None:
-        """Takes the current view. Residents that outlived their predicted length are predicted again."""
-        self.view = view
-        self.best_effort_tokens = 0
+        super().show(view)
+        self.best_effort_tokens = 0  # tokens of best effort placed here since it last showed its view
         self._line = None
         self.steps.renew(view.now)
-        if late := self.forecast.overdue(view.steps):
-            known = view.known
-            for id in late:
-                seq = known.get(id)
-                self.forecast.add(id, seq.length if seq else 1, remaining_output(seq) if seq else 1.0, view.steps)
-            self._load = None
+        if self.predict_overdue(view.steps):
+            self._rank = None
 
     def wait(self) -> float:
         """Seconds until the step in flight ends."""
         return max(0.0, self.view.busy_until - self.view.now)
 
     # ----------------------------------------------------------------- decodes
-
-    @property
-    def load(self) -> float:
-        """Seconds of a step of its decodes, at their fullest."""
-        if self._load is None:
-            count = len(self.forecast)
-            self._load = self.steps.decodes(count, self.forecast.peak(self.view.steps)) if count else 0.0
-        return self._load
-
-    def add(self, id: str, tier: int | None, length: int, left: float) -> None:
-        self.forecast.add(id, length, left, self.view.steps)
-        if tier is not None:
-            self.residents[tier] += 1
-        self._load = None
-
-    def drop(self, id: str, tier: int | None) -> None:
-        self.forecast.drop(id)
-        if tier is not None:
-            self.residents[tier] -= 1
-        self._load = None
 
     def has_slot(self, length: int, left: float, tpot: float = inf) -> bool:
         """Returns whether one more request of `length` tokens, with `left` to come, always has KV and steps within
@@ -108,11 +56,6 @@ class FleetReplica:
         if count > 1:
             peak = self.forecast.peak_with(length, left, self.view.steps)
         return peak <= self.capacity and self.steps.decodes(count, peak) <= tpot
-
-    @property
-    def capacity(self) -> int:
-        """Tokens of KV."""
-        return self.view.kv_total * self.view.limits.block_size
 
     def fullness(self, tpot: float) -> float:
         """Returns the used share of the scarcest resource with steps of `tpot` seconds: step time, KV or places."""
@@ -169,11 +112,3 @@ class FleetReplica:
             line.sort()
             self._line = line
         return self._line
-
-    def queue(self, prompt: PromptPlan) -> None:
-        self.prompts[prompt.seq.id] = prompt
-        self._line = None
-
-    def unqueue(self, id: str) -> PromptPlan | None:
-        self._line = None
-        return self.prompts.pop(id, None)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import ceil, inf
-from typing import ClassVar
 
-from rubato.core.events import Event, Finished, HandedOff, Left, Lost, Placed, Transferred
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.plan import Role
 from rubato.core.request import Handoff
 from rubato.policies.rubato_pd.prefill_step import PATIENCE_S, PREFILL_STEP_TOKENS, seconds_in_turns
 from rubato.policies.rubato_pd.prompt import PromptPlan, plan_best_effort_prompt, plan_prompt
-from rubato.policies.rubato_pd.replica_model import PREFILL_GROUP, DecodeSlot, FleetReplica
-from rubato.policies.rubato_pd.turn import RoutingRound
+from rubato.policies.rubato_pd.replica_model import FleetReplica
 from rubato.policy_kit.batch_builder import remaining_output
-from rubato.policy_kit.kv_forecast import KVForecast
 from rubato.policy_kit.refusals import fleet_refusal
-from rubato.policy_kit.step_table import StepTable
-
-POOL_ROLE = Role(kind="best_effort")
-PREFILL_ROLE = Role("prefill", kind="prefill")
+from rubato.policy_kit.tier_fleet import PREFILL_GROUP, DecodeSlot, RoutingRound, TierRouter
 
 # The order of the queue is by deadline, but a tier that loses all its requests is put forward by so many seconds, and a
 # prompt back by so many times its work where all requests are lost: so each tier loses as much, and long prompts first.
@@ -43,27 +34,42 @@ MAX_POOL_TOKENS = 4096  # of best effort waiting at a pool replica: recalled req
 BEST_EFFORT_BURST_S = 2.0  # best effort's share is saved up for at most this time
 RETRY_S = 0.5  # an unplaced request is tried again after this time
 KV_ORPHAN_TIMEOUT_S = 30.0  # KV without a decode replica is dropped after this time
-MIN_WAKE_S = 1e-5  # the earliest next dispatch
+
+
+class GroupedRound(RoutingRound):
+    """Decisions so far; `fleet` are the replicas that requests may go to."""
+
+    def __init__(self, held: Sequence[SeqView], fleet: Sequence[FleetReplica], now: float) -> None:
+        super().__init__(now)
+        self.held_ids = {seq.id for seq in held}
+        self.fleet = fleet
+        self._groups: dict[int | None, list[FleetReplica]] = {}
+
+    def group(self, group: int | None) -> list[FleetReplica]:
+        """Returns its replicas, the most loaded first; for the pool (None) the idlest first. Ties go by lowest
+        index."""
+        if (replicas := self._groups.get(group)) is None:
+            replicas = self._groups[group] = [r for r in self.fleet if r.group == group]
+            replicas.sort(key=(lambda r: (len(r.forecast), r.index)) if group is None else FleetReplica.rank)
+        return replicas
+
+    def invalidate_groups(self, *groups: int | None) -> None:
+        for group in groups:
+            self._groups.pop(group, None)
 
 
 @dataclass
-class Router:
+class Router(TierRouter[FleetReplica]):
     """tiers: TPOTs in seconds, ascending; a request belongs to the loosest that is no looser than its own. best_effort:
     the share of the fleet's time that goes to best effort, and to what was too late, where no replica is free.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"recall", "step_times", "kv_transfer"})
-    default_lengths: ClassVar[str] = "conditional_mean"
-    tiers: Sequence[float] = (0.02, 0.03, 0.05, 0.1)
+    needs = TierRouter.needs | {"kv_transfer"}
+    policy = "rubato"
+    replica_type = FleetReplica
     best_effort: float = 0.02
-    _replicas: dict[str, FleetReplica] = field(init=False, repr=False, default_factory=dict)
-    _tables: dict[tuple[int, int], StepTable] = field(init=False, repr=False, default_factory=dict)
     _queue: dict[str, PromptPlan] = field(init=False, repr=False, default_factory=dict)
-    _prefills: dict[str, FleetReplica] = field(init=False, repr=False, default_factory=dict)  # where prompts are
-    _slots: dict[str, DecodeSlot] = field(init=False, repr=False, default_factory=dict)
     _parked: dict[str, SeqView] = field(init=False, repr=False, default_factory=dict)  # best effort, oldest first
-    _moving: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # KV on its way: since
-    _token_moves: float = field(init=False, repr=False, default=0.0)  # seconds of a token's KV on its way
     _loss: float = field(init=False, repr=False, default=0.0)
     _tier_loss: list[float] = field(init=False, repr=False, default_factory=list)
     _need: list[float] = field(init=False, repr=False, default_factory=list)  # replicas that each tier's residents take
@@ -73,37 +79,13 @@ class Router:
     def __post_init__(self) -> None:
         if not 0.0 < self.best_effort <= 1.0:
             raise ValueError(f"best_effort is {self.best_effort!r}: give a share of the fleet, above 0 and up to 1")
-        self.tiers = tuple(self.tiers)
-        if not self.tiers or not all(a < b for a, b in pairwise((0.0, *self.tiers, inf))):
-            raise ValueError(f"tiers are {self.tiers!r}: give TPOTs in seconds, above 0 and ascending")
+        super().__post_init__()
         self._tier_loss = [0.0] * len(self.tiers)
         self._need = [0.0] * len(self.tiers)
 
-    def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
-        """All are in the pool at first."""
-        if len(replicas) < 2:
-            raise ValueError("rubato in mode pd needs at least 2 replicas, to prefill and to decode: there is 1")
-        return dict.fromkeys(replicas, POOL_ROLE)
-
     # ----------------------------------------------------------------- what happens
 
-    def observe(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, HandedOff) and event.request.handoff and event.request.handoff.reason == "prefilled":
-                self._leave_prefill(event.id)
-            elif isinstance(event, Finished | HandedOff | Lost):
-                self._leave(event.id)
-            elif isinstance(event, Transferred):
-                if (since := self._moving.pop(event.id, None)) is not None:
-                    self._token_moves += 0.1 * ((event.at - since) / event.tokens - self._token_moves)
-            elif isinstance(event, Placed):
-                self._record_placement(event.id, self._replicas.get(event.replica))
-            elif isinstance(event, Left):
-                self._forget(self._replicas.pop(event.id, None))
-
     def _record_placement(self, id: str, replica: FleetReplica | None) -> None:
-        """Records a placement elsewhere than decided here: with the rest of its group, or where its prefix is
-        cached."""
         self._queue.pop(id, None)
         self._parked.pop(id, None)
         before, slot = self._prefills.get(id), self._slots.get(id)
@@ -116,26 +98,19 @@ class Router:
             self._prefills[id] = replica
             return
         self._leave(id)
-        self._slots[id] = DecodeSlot(replica, None, 0.0)
+        self._slots[id] = DecodeSlot(replica, None)
         replica.add(id, None, 1, 1.0)  # its length is looked up when that has passed
 
     def _leave(self, id: str) -> None:
-        """Forgets a request that ended, or is to be placed anew."""
         self._queue.pop(id, None)
         self._parked.pop(id, None)
-        self._moving.pop(id, None)
-        self._leave_prefill(id)
-        if (slot := self._slots.pop(id, None)) is not None:
-            slot.replica.drop(id, slot.tier)
-            if slot.tier is not None:
-                self._need[slot.tier] -= slot.share
+        if (slot := self._slots.get(id)) is not None and slot.tier is not None:
+            self._need[slot.tier] -= slot.share
+        super()._leave(id)
 
-    def _leave_prefill(self, id: str) -> None:
-        if (replica := self._prefills.pop(id, None)) is not None:
-            replica.unqueue(id)
-
-    def _forget(self, replica: FleetReplica | None) -> None:
+    def _forget_replica(self, id: str) -> None:
         """Forgets a lost replica and all requests there."""
+        replica = self._replicas.pop(id, None)
         for id in [id for id, slot in self._slots.items() if slot.replica is replica]:
             prefills = self._prefills.pop(id, None)
             self._leave(id)
@@ -148,7 +123,7 @@ class Router:
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         replicas = self._update_replicas(fleet, now)
-        routing = RoutingRound(held, replicas, now)
+        routing = GroupedRound(held, replicas, now)
         self._reassign_replicas(routing)
         if len(replicas) == 1 and replicas[0].role.phase == "both":
             return self._place_on_last(held, routing)
@@ -170,17 +145,9 @@ class Router:
             until = min(until, now + RETRY_S)
         elif queue:
             until = min(until, now + PATIENCE_S)
-        return Dispatch(
-            place=routing.place,
-            reject=routing.reject,
-            demote=routing.demote,
-            recall=routing.recall,
-            wake_at=max(until, now + MIN_WAKE_S) if until < inf else None,
-            assign=self._assigned(routing),
-            why=routing.why,
-        )
+        return self._dispatch(routing, until)
 
-    def _place_on_last(self, held: Sequence[SeqView], routing: RoutingRound) -> Dispatch:
+    def _place_on_last(self, held: Sequence[SeqView], routing: GroupedRound) -> Dispatch:
         """Places all requests without KV on the only replica left."""
         for seq in held:
             if seq.cached > 0:
@@ -188,11 +155,9 @@ class Router:
             else:
                 self._leave(seq.id)
                 routing.place[seq.id] = routing.fleet[0].id
-        wake_at = routing.now + RETRY_S if len(routing.place) + len(routing.reject) < len(held) else None
-        return Dispatch(routing.place, routing.reject, wake_at=wake_at, assign=self._assigned(routing), why=routing.why)
-
-    def _assigned(self, routing: RoutingRound) -> Mapping[str, Role]:
-        return {id: role for id, role in routing.roles.items() if self._replicas[id].view.role != role}
+        routing.recall.clear()  # it has no other place to go
+        left = len(held) - len(routing.place) - len(routing.reject)
+        return self._dispatch(routing, routing.now + RETRY_S if left else inf)
 
     def _update_replicas(self, fleet: Sequence[View], now: float) -> Sequence[FleetReplica]:
         """Returns the replicas of the fleet, with current views."""
@@ -201,11 +166,7 @@ class Router:
         for index, view in enumerate(fleet):
             replica = self._replicas.get(view.id)
             if replica is None:
-                most = view.limits.max_num_batched_tokens
-                # one table for all with the same latency model: it takes a thousand questions to fill
-                table = self._tables.setdefault((id(view.latency), most), StepTable(view.latency, most))
-                replica = self._replicas[view.id] = FleetReplica(view, index, len(self.tiers), table)
-                joined = True
+                replica, joined = self._book(view, index), True
             replica.show(view)
             replicas.append(replica)
         if joined:
@@ -220,7 +181,7 @@ class Router:
         self._credit_since = now
         return replicas
 
-    def _enqueue(self, seq: SeqView, routing: RoutingRound) -> None:
+    def _enqueue(self, seq: SeqView, routing: GroupedRound) -> None:
         """Adds a request without KV to the queue, or to best effort."""
         if seq.id in self._slots or seq.id in self._prefills:  # it came back, or was not taken
             self._leave(seq.id)
@@ -235,10 +196,10 @@ class Router:
             return
         self._queue[seq.id] = prompt
 
-    def _prompt(self, seq: SeqView, routing: RoutingRound) -> PromptPlan | None:
+    def _prompt(self, seq: SeqView, routing: GroupedRound) -> PromptPlan | None:
         return plan_prompt(seq, self.tiers, [r.view for r in routing.fleet], routing.now, self._token_moves)
 
-    def _decline(self, seq: SeqView, routing: RoutingRound) -> None:
+    def _decline(self, seq: SeqView, routing: GroupedRound) -> None:
         """Refuses or demotes a request that cannot be in time any more."""
         if seq.request.on_decline == "refuse" and seq.request.progress is None:
             routing.reject[seq.id] = fleet_refusal(seq, [r.view for r in routing.fleet])
@@ -252,7 +213,7 @@ class Router:
 
     # ----------------------------------------------------------------- prompts
 
-    def _start(self, routing: RoutingRound) -> None:
+    def _start(self, routing: GroupedRound) -> None:
         """Places prompts on replicas that have time for them, each with a slot to decode in, until none has."""
         full: set[int] = set()
         failed = 0
@@ -265,7 +226,7 @@ class Router:
             elif lacks and (failed := failed + 1) >= MAX_FAILED_PROMPTS:
                 return
 
-    def _place_or_name_lack(self, prompt: PromptPlan, routing: RoutingRound) -> str:
+    def _place_or_name_lack(self, prompt: PromptPlan, routing: GroupedRound) -> str:
         """Places a prompt. Returns what it lacks ("prefill" or "slot"), "" if it was placed."""
         id = prompt.seq.id
         if (to := self._find_prefill_replica(prompt, routing)) is None:
@@ -276,15 +237,14 @@ class Router:
         if to.group is None:
             self._enlist(to, PREFILL_GROUP, routing)
         self._reserve_slot(prompt, slot, routing)
-        routing.why[id] = f"prefill, then {slot[0].id}"
         to.queue(prompt)
         self._prefills[id] = to
-        routing.place[id] = to.id
+        routing.put(id, to, f"prefill, then {slot[0].id}")
         if prompt.until < inf:
             self._count_loss(prompt.tier, 0.0)
         return ""
 
-    def _prompts_in_order(self, routing: RoutingRound) -> Sequence[PromptPlan]:
+    def _prompts_in_order(self, routing: GroupedRound) -> Sequence[PromptPlan]:
         """Returns the queued prompts in the order to try them; late ones leave the queue."""
         ready: list[tuple[float, str, PromptPlan]] = []
         for id, prompt in list(self._queue.items()):
@@ -300,7 +260,7 @@ class Router:
         ready.sort()
         return [prompt for _, _, prompt in ready]
 
-    def _find_prefill_replica(self, prompt: PromptPlan, routing: RoutingRound) -> FleetReplica | None:
+    def _find_prefill_replica(self, prompt: PromptPlan, routing: GroupedRound) -> FleetReplica | None:
         """Returns a replica where the prompt can begin soon and nothing becomes late: for a short prompt the one with
         the most queued work, to share steps, for a long one the one with the least. Otherwise, or if a long one would
         wait, a replica of the pool."""
@@ -323,7 +283,7 @@ class Router:
     # ----------------------------------------------------------------- seats to decode in
 
     def _find_slot(
-        self, prompt: PromptPlan, routing: RoutingRound, besides: FleetReplica | None
+        self, prompt: PromptPlan, routing: GroupedRound, besides: FleetReplica | None
     ) -> tuple[FleetReplica, int] | None:
         """Returns a replica to decode on and its tier: the fullest of its own tier, a tighter tier's as a guest, or one
         of the pool. Guests go where the host tier needs replicas anyway, so that other replicas can empty."""
@@ -341,7 +301,7 @@ class Router:
                 return replica, group
         return (pool[0], tier) if pool else None
 
-    def _reserve_slot(self, prompt: PromptPlan, slot: tuple[FleetReplica, int], routing: RoutingRound) -> None:
+    def _reserve_slot(self, prompt: PromptPlan, slot: tuple[FleetReplica, int], routing: GroupedRound) -> None:
         replica, group = slot
         if replica.group is None:
             self._enlist(replica, group, routing)
@@ -352,7 +312,7 @@ class Router:
         self._need[tier] += share
         routing.invalidate_groups(group)
 
-    def _move(self, seq: SeqView, routing: RoutingRound) -> None:
+    def _move(self, seq: SeqView, routing: GroupedRound) -> None:
         """Moves a request with KV to its slot; without one, to the decode replica with the most free KV."""
         id, handoff = seq.id, seq.request.handoff or Handoff("", "failed", routing.now)
         slot = self._slots.get(id)
@@ -381,11 +341,11 @@ class Router:
         view = slot.replica.view
         if view.limits.blocks(seq.length) <= view.kv_free:
             self._moving[id] = routing.now
-            routing.place[id], routing.why[id] = slot.replica.id, "decodes"
+            routing.put(id, slot.replica, "decodes")
 
     # ----------------------------------------------------------------- best effort
 
-    def _admit_best_effort(self, routing: RoutingRound) -> None:
+    def _admit_best_effort(self, routing: GroupedRound) -> None:
         """Puts the oldest best effort at the head of the queue once best effort's share of the fleet has paid for
         earlier ones."""
         if self._credit < 0.0 or any(p.seq.best_effort for p in self._queue.values()):
@@ -400,7 +360,7 @@ class Router:
                     del self._parked[id]
                 return
 
-    def _fill_pool(self, routing: RoutingRound) -> None:
+    def _fill_pool(self, routing: GroupedRound) -> None:
         """Places best effort on the pool as far as KV goes; a part of the pool stays idle for requests with SLOs."""
         pool = routing.group(None)
         busy = bool(self._queue or self._prefills or any(slot.tier is not None for slot in self._slots.values()))
@@ -420,22 +380,20 @@ class Router:
             replica = min(fits, key=lambda r: (len(r.forecast), r.index))
             replica.add(id, None, seq.length, left)
             replica.best_effort_tokens += seq.pending
-            self._slots[id] = DecodeSlot(replica, None, 0.0)
+            self._slots[id] = DecodeSlot(replica, None)
             del self._parked[id]
-            routing.place[id], routing.why[id] = replica.id, "best effort: in the pool"
+            routing.put(id, replica, "best effort: in the pool")
         routing.invalidate_groups(None)
 
     # ----------------------------------------------------------------- roles
 
-    def _enlist(self, replica: FleetReplica, group: int, routing: RoutingRound) -> None:
+    def _enlist(self, replica: FleetReplica, group: int, routing: GroupedRound) -> None:
         """Moves a replica from the pool to a group, and recalls best effort from it."""
         if len(replica.forecast):
-            routing.recall[replica.id] = "best_effort"
-            replica.forecast = KVForecast()
-            self._slots = {id: slot for id, slot in self._slots.items() if slot.replica is not replica}
+            self._recall_best_effort(replica, routing)
         self._assign(replica, group, routing)
 
-    def _reassign_replicas(self, routing: RoutingRound) -> None:
+    def _reassign_replicas(self, routing: GroupedRound) -> None:
         """Returns empty replicas to the pool, and moves a replica whose residents are all of looser tiers to the
         tightest of these. The only replica left prefills and decodes, once no KV is on its way to it."""
         for replica in routing.fleet:
@@ -449,15 +407,10 @@ class Router:
         if len(routing.fleet) == 1 and only.role.phase != "both" and only not in coming:
             self._assign(only, None, routing)
 
-    def _assign(self, replica: FleetReplica, group: int | None, routing: RoutingRound) -> None:
+    def _assign(self, replica: FleetReplica, group: int | None, routing: GroupedRound) -> None:
         routing.invalidate_groups(replica.group, group)
         replica.group = group
-        replica.role = POOL_ROLE
-        if group == PREFILL_GROUP:
-            replica.role = PREFILL_ROLE
-        elif group is not None:
-            replica.role = Role("decode", f"{self.tiers[group]:g}", kind="tier")
-        routing.roles[replica.id] = replica.role
+        replica.role = routing.roles[replica.id] = self._role(group)
 
 
 def _fullest(

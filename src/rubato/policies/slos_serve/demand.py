@@ -76,7 +76,7 @@ class DemandReader:
     def demand(self, seq: SeqView) -> Demand:
         """What it demands. Where an e2e bounds it, half of the time is for the prompt, half for a steady decode."""
         due, tpot, pending, left = seq.due, tightest_tpot(seq), seq.pending, remaining_output(seq)
-        e2e = seq.request.stages[seq.stage].slo.e2e
+        e2e = seq.slo.e2e
         if e2e is not None:
             steady = 0.5 * e2e / (left + seq.output)
             tpot = min(tpot, steady)

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.policies.slos_serve.scheduler import Scheduler
 from rubato.policy_kit.refusals import fleet_refusal
+from rubato.policy_kit.stateless import Stateless
 
 BACKUPS = ("best_effort", "refuse")
 
 
 @dataclass
-class Router:
+class Router(Stateless):
     """Places requests in turn, and hands on what a replica declines.
 
     Args:
@@ -26,7 +25,6 @@ class Router:
         backup (best_effort, refuse): what becomes of a request that all decline
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
     max_hops: int = Scheduler.max_hops
     backup: str = "best_effort"
     _landed: int = field(default=0, init=False)
@@ -37,9 +35,6 @@ class Router:
                 f"max_hops {self.max_hops}, backup {self.backup!r}: give 0 or more, or -1 for none handed on; one of "
                 f"{', '.join(BACKUPS)}"
             )
-
-    def observe(self, events: Sequence[Event]) -> None:
-        pass
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         here = {view.id: view.count for view in fleet}

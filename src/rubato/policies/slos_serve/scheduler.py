@@ -210,7 +210,7 @@ class Scheduler:
     def _demands(self, step: Decisions, paced: bool = True) -> list[Demand]:
         """Returns the demands of admitted requests."""
         decodes = step.view.decodes
-        alone = Shape(1, 1, decodes.kv // decodes.seqs) if decodes.seqs else Shape()
+        alone = Shape.decodes(1, decodes.kv // decodes.seqs) if decodes.seqs else Shape()
         soonest = step.view.latency.step_time(alone) * (1.0 + self._margin(step.view)) if decodes.seqs else 0.0
         return step.reader.demands(step.admitted, soonest, paced)
 
@@ -231,21 +231,24 @@ class Scheduler:
     def _as_admitted(self, oldest: SeqView, reader: DemandReader) -> Demand:
         return reader.demand(oldest)._replace(due=max(self._claim[2] - reader.now, 0.0), tpot=PATIENT_TPOT_S)
 
-    def _decide(self, step: Decisions, demands: list[Demand], oldest: SeqView | None) -> tuple[Grid, list[Demand]]:
-        """Admits requests that can be in time with the admitted ones, and lays a grid for all. Returns the grid and the
-        admitted demands, by deadlines only if not all paces can be kept."""
-        view, reader = step.view, step.reader
-        able = [
-            s for s in step.best_effort if s.demoted and s is not oldest and not s.missed and reader.now < s.due < inf
-        ]
-        again = heapq.nsmallest(MAX_RETRIED, able, key=lambda s: (s.pending, _arrival(s)))  # could be in time after all
+    def _candidates(self, step: Decisions, oldest: SeqView | None) -> list[SeqView]:
+        """Returns the requests to decide on, by deadline: new ones, and some that could be in time after all."""
+        demoted = [s for s in step.best_effort if s.demoted and s is not oldest]
+        able = [s for s in demoted if not s.missed and step.reader.now < s.due < inf]
+        again = heapq.nsmallest(MAX_RETRIED, able, key=lambda s: (s.pending, _arrival(s)))
         values = self.tier_values
         candidates = heapq.nsmallest(
             MAX_DECISIONS,
             [*step.undecided, *again],
             key=lambda s: (-values.get(s.request.tier, 1.0), s.due, _arrival(s)),
         )
-        candidates.sort(key=lambda s: (s.due, _arrival(s)))
+        return sorted(candidates, key=lambda s: (s.due, _arrival(s)))
+
+    def _decide(self, step: Decisions, demands: list[Demand], oldest: SeqView | None) -> tuple[Grid, list[Demand]]:
+        """Admits requests that can be in time with the admitted ones, and lays a grid for all. Returns the grid and the
+        admitted demands, by deadlines only if not all paces can be kept."""
+        view, reader = step.view, step.reader
+        candidates = self._candidates(step, oldest)
         new = [reader.demand(s) for s in candidates]
         forced = demands
         if oldest is not None:
