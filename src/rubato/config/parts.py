@@ -14,12 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from rubato.core.registry import ConfigError
 from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS, SLO, OnDecline
 from rubato.core.server_url import server_base_url
-
-
-class ConfigError(ValueError):
-    """A setting that is unknown or impossible; the message names it, and what would do."""
 
 
 class StrictSettings(BaseModel):

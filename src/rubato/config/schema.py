@@ -33,9 +33,9 @@ from rubato.config.parts import (
     TierSettings,
     TLSSettings,
 )
-from rubato.config.parts import ConfigError as ConfigError
 from rubato.config.yaml_text import parse_yaml
 from rubato.core.did_you_mean import nearest
+from rubato.core.registry import ConfigError as ConfigError
 from rubato.core.request import MAX_SLO_S
 from rubato.core.server_url import check_url
 from rubato.core.slo import SLO_RULES
@@ -45,14 +45,14 @@ class Config(StrictSettings):
     """Everything that a server, a gateway or a simulation needs.
 
     model: a local Hugging Face folder, a GGUF file or `bundled`; null = the engine's. served_model_name: the model's
-    name for clients; null = the model's own. engine: what runs the model, `torch`, `simulated`, `vllm` (servers on Ray)
-    or a dotted module, with its settings. servers: URLs of OpenAI-compatible servers; with any of them this is a
-    gateway. replicas: engines at the start. autoscale: adds and drains replicas while requests are served, `attainment`
-    or `pool`; null = never. fleet: where replicas run, `local` (in this process) or `ray` (an actor each). policy: the
-    scheduling policy, a name, a file.py or a dotted module, with its settings. router: the routing policy, likewise;
-    `auto` = the policy's own, or `least_loaded`. latency: the model of step times, with its settings; null = `affine`,
-    which learns them. lengths: the predictor of output lengths; left out = the policy's own, or `running_mean` where a
-    request may have an e2e; null = the policy's own, or none.
+    name for clients; null = the model's own. engine: what runs the model, `torch`, `simulated`, `vllm` (servers on
+    Ray), a file.py or a dotted module, with its settings. servers: URLs of OpenAI-compatible servers; with any of them
+    this is a gateway. replicas: engines at the start. autoscale: adds and drains replicas while requests are served,
+    `attainment`, `pool`, a file.py or a dotted module; null = never. fleet: where replicas run, `local` (in this
+    process) or `ray` (an actor each). policy: the scheduling policy, a name, a file.py or a dotted module, with its
+    settings. router: the routing policy, likewise; `auto` = the policy's own, or `least_loaded`. latency: the model of
+    step times, likewise; null = `affine`, which learns them. lengths: the predictor of output lengths, likewise; left
+    out = the policy's own, or `running_mean` where a request may have an e2e; null = the policy's own, or none.
 
     tiers: named SLOs, which a request asks for by `service_tier`; OpenAI's auto, default, priority and flex are always
     known: flex is best effort unless it is configured, the others are the default_tier. default_tier: the tier of a
