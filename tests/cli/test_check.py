@@ -76,7 +76,7 @@ def test_what_a_start_would_refuse_is_refused(
         ("engine: {kind: simulated}\nautoscale: {kind: attainment, max: 0}", "autoscaler 'attainment'"),
         ("engine: {kind: simulated}\nfleet: {kind: ray, num_cpu: 1}", "fleet 'ray' has no setting 'num_cpu'"),
         ("engine: vllm", "model: engine 'vllm' needs a Hugging Face name"),
-        ("engine: {kind: vllm, arg: []}\nmodel: a/b", "engine 'vllm' has no setting 'arg'"),
+        ("engine: {kind: vllm, arg: []}\nmodel: a/b", "engine.arg: unknown setting: did you mean 'args'"),
     ],
 )
 def test_engines_and_fleets_are_checked_without_being_started(

@@ -12,13 +12,14 @@ from typing import Any
 
 from rubato import policies
 from rubato.config.build import SIMULATED_LIMITS
-from rubato.config.parts import PARTS, StrictSettings
+from rubato.config.parts import PARTS
 from rubato.config.schema import Config
 from rubato.config.vllm_server import VllmServers
 from rubato.core import registry
 from rubato.core.length_prediction import PREDICTORS
 from rubato.core.registry import Registry
 from rubato.core.setting_texts import Setting, setting_texts, settings_of
+from rubato.core.strict_settings import StrictSettings
 from rubato.engines import simulated
 from rubato.fleet.autoscalers import AUTOSCALERS
 from rubato.latency.model_kinds import MODELS

@@ -16,11 +16,11 @@ never in an error: what was given for a tenant, for servers or for TLS is not re
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from rubato.config.parts import (
     PARTS,
@@ -28,7 +28,6 @@ from rubato.config.parts import (
     LogSettings,
     Named,
     ServerSettings,
-    StrictSettings,
     TenantSettings,
     TierSettings,
     TLSSettings,
@@ -38,7 +37,7 @@ from rubato.core.did_you_mean import nearest
 from rubato.core.registry import ConfigError as ConfigError
 from rubato.core.request import MAX_SLO_S
 from rubato.core.server_url import check_url
-from rubato.core.slo import SLO_RULES
+from rubato.core.strict_settings import StrictSettings
 
 
 class Config(StrictSettings):
@@ -76,6 +75,8 @@ class Config(StrictSettings):
     null = no spans.
     """
 
+    PARTS: ClassVar[Mapping[str, type[StrictSettings]]] = PARTS
+    SECRET: ClassVar[Collection[str]] = ("tenants", "servers", "tls")
     model: str | None = None
     served_model_name: str | None = None
     engine: Named = Named(name="torch")
@@ -180,10 +181,7 @@ def load(
             raise ConfigError(f"override {path!r}: write it as setting=value, such as policy.safety_margin=0.2")
         words = path.split(".")
         _set(tree, words, text if text and _is_text(words) else parse_yaml(text, f"override of {path}"))
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(tree, details) for details in error.errors(include_url=False))) from None
+    return Config.of(tree)
 
 
 def _tree(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -228,21 +226,3 @@ def _set(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
         tree.pop("kind", None)
         tree.pop("name", None)
     tree[path[-1]] = value
-
-
-def _sentence(tree: Mapping[str, Any], details: Any) -> str:
-    where = ".".join(str(part) for part in details["loc"])
-    message: str = details["msg"].removeprefix("Value error, ")
-    if details["type"] == "extra_forbidden":
-        group = PARTS[str(details["loc"][0])] if len(details["loc"]) > 1 else Config
-        return f"{where}: unknown setting{nearest(str(details['loc'][-1]), group.model_fields)}"
-    if not where:
-        return message
-    if details["type"] == "literal_error" and where == "slo_rule":
-        return f"slo_rule: unknown rule {details['input']!r}{nearest(str(details['input']), SLO_RULES)}"
-    if details["type"] == "tuple_type":
-        message = "give a list"
-    secret = details["loc"][0] == "tls" or "keys" in details["loc"]
-    secret = secret or (details["loc"][0] in ("tenants", "servers") and not isinstance(details["input"], int | float))
-    shown = "" if details["type"] == "value_error" or secret else f", got {details['input']!r:.80}"
-    return f"{where}: {message}{shown}"
