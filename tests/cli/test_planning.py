@@ -264,7 +264,7 @@ class Scheduler:
         (["sweep", "--profile", "qwen2.5-7b-2xv100", "--scenario", "sa-mixed", "--rates", "1"], "offers all at once"),
         (["plan", *REPLICA, "--trace", "t", "--workload", "w"], "requests come from one of them"),
         (["sweep", *REPLICA, "--rates", "1", "--count", "0"], "--count 0: give 1 or more"),
-        (["sweep", *REPLICA, "--rates", "1", "--duration", "-1"], "--duration -1.0: give a positive number of seconds"),
+        (["sweep", *REPLICA, "--rates", "1", "--duration", "-1"], "--duration -1.0: give seconds above 0"),
         (["sweep", *REPLICA, "--rates", "1", "--replicas", "0"], "--replicas 0: give 1 or more"),
         (["sweep", *REPLICA, "--rates", "1", "--noise", "2"], "noise 2.0: give a relative spread"),
         (["plan", *REPLICA, "--trace", "TRACE", "--max-num-seqs", "0"], "--max-num-seqs 0: give 1 or more"),

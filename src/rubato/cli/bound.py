@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rubato.cli import answers, simulation_options
+from rubato.cli import answers, common_options, simulation_options
 from rubato.config.schema import load
 from rubato.engines.simulated import step_noise
 from rubato.planning import bound
@@ -17,9 +17,7 @@ EXAMPLES = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.add(parser, with_policies=False)
-    parser.add_argument(
-        "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
-    )
+    common_options.replicas(parser)
     parser.add_argument(
         "--rate",
         "--request-rate",

@@ -15,9 +15,7 @@ EXAMPLES = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.add(parser)
-    parser.add_argument(
-        "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
-    )
+    common_options.replicas(parser)
     parser.add_argument(
         "--targets",
         type=common_options.numbers,
