@@ -46,7 +46,7 @@ def _table(part: str, cls: Any, settings: Mapping[str, object]) -> str:
     if not settings:
         return ""
     said = arguments_of(cls.__doc__)
-    missing = sorted(settings.keys() - said.keys())
+    missing = sorted(name for name in settings if not said.get(name, ("", ""))[0])
     if missing:
         raise ValueError(f"{cls.__module__}.{cls.__name__}: no line `name (allowed): meaning` for {', '.join(missing)}")
     rows = [f"| `{part}` setting | default | allowed | meaning |", "|---|---|---|---|"]
