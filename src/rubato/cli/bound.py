@@ -19,12 +19,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.add(parser, with_policies=False)
     common_options.replicas(parser)
     parser.add_argument(
-        "--rate",
-        "--request-rate",
-        type=float,
-        metavar="RATE",
+        "--rate", "--request-rate", type=float, metavar="RATE",
         help="requests/s at which shares are asked for (default: rates are)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--target", type=float, default=0.9, metavar="SHARE", help="without --rate: share of requests to attain"
     )
@@ -32,10 +29,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--tolerance", type=float, default=0.01, metavar="SHARE", help="relative width of a search's last bracket"
     )
     parser.add_argument(
-        "--once",
-        action="store_true",
+        "--once", action="store_true",
         help="requests come once, as in `capacity`, in place of a stream that repeats them",
-    )
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,7 +26,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without-slos", action="store_true", help="with --demo: servers without the plug-in, in stock vLLM's order"
     )
-    parser.add_argument("--event-log", metavar="FILE", help="write the event log here (JSON lines)")
 
 
 def run(args: argparse.Namespace) -> int:

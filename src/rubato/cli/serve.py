@@ -31,7 +31,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="run replicas in this Ray cluster, such as `auto` (default with --engine vllm: one is started here)",
     )  # fmt: skip
     server_options.address(parser)
-    parser.add_argument("--event-log", metavar="FILE", help="write the event log here (JSON lines)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from rubato.latency import profiles
 from rubato.latency.model_base import with_defaults
 from rubato.latency.model_kinds import LATENCY_MODELS
 from rubato.latency.with_drafter import WithDrafter, WithLearntDrafter
-from rubato.policies import default_lengths, load, router_for
+from rubato.policies import default_lengths, load
 from rubato.policy_kit.fair_share import FairShare
 
 REAL_ENGINE_SETTINGS = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # a simulation ignores them
@@ -262,8 +262,7 @@ def autoscaler_of(config: Config) -> Autoscaler | None:
 
 def _check_roles(config: Config, made: Any) -> None:
     """Raises ConfigError where the router needs a fixed fleet, or `pool` is asked for and the router keeps none."""
-    policy, router = config.policy, config.router
-    routes = router_for(policy.name, router.name, router.settings, policy.settings)
+    policy, (_, routes) = config.policy, choice_of(config).build()
     roles = _roles(routes, config.replicas).values() if isinstance(routes, Assigner) else ()
     pooled = bool(roles) and all(role.kind == "best_effort" for role in roles)
     if isinstance(made, PoolAutoscaler) and not pooled:
@@ -290,13 +289,9 @@ def _roles(router: Assigner, replicas: int) -> Mapping[str, Role]:
 
 def check_names(config: Config) -> None:
     """Raises ConfigError where the policy or its router names a tier that does not exist, and PolicyError as `load`."""
-    policy, router = config.policy, config.router
-    parts = {
-        "policy": load(policy.name, policy.settings),
-        "router": router_for(policy.name, router.name, router.settings, policy.settings),
-    }
+    scheduler, router = choice_of(config).build()
     known = config.tier_names
-    for part, built in parts.items():
+    for part, built in (("policy", scheduler), ("router", router)):
         for tier in getattr(built, "tier_names", ()):
             if tier not in known:
                 raise ConfigError(f"{part}: its settings name {tier!r}, not among the tiers{nearest(tier, known)}")

@@ -16,7 +16,6 @@ from rubato.config.schema import Config, ConfigError
 from rubato.core.strict_settings import StrictSettings
 from rubato.engines.vllm.settings import Settings
 from rubato.fleet.server_actor import ServerCommand
-from rubato.policies import load, router_for
 
 KV_FLAG = "--kv-transfer-config"
 KV_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
@@ -98,9 +97,7 @@ def vllm_command(config: Config) -> tuple[ServerCommand, str]:
 
 def moves_kv(config: Config) -> bool:
     """Whether the policy or its router moves KV from server to server. Raises ConfigError and PolicyError."""
-    choice = choice_of(config)
-    scheduler = load(choice.policy, choice.settings)
-    router = router_for(choice.policy, choice.router, choice.router_settings, choice.settings)
+    scheduler, router = choice_of(config).build()
     return "kv_transfer" in scheduler.needs | router.needs
 
 
