@@ -29,10 +29,10 @@ def page(name: str, text: str) -> str:
     policy = name.replace("-", "_")
     scheduler = _class_of("vllm" if policy == "sa" else policy, "Scheduler")  # what runs behind `sa` is vLLM's rule
     router = _class_of(policy, "Router")
-    tables = [_table("policy", scheduler, policies.settings_of(scheduler, "Scheduler"))]
+    tables = [_table("policy", scheduler, policies.SCHEDULERS.settings_of(scheduler))]
     if router is not None:
-        elsewhere = {*policies.settings_of(scheduler, "Scheduler"), *policies.COMMON_ROUTER_SETTINGS}
-        own = policies.settings_of(router, "Router")
+        elsewhere = {*policies.SCHEDULERS.settings_of(scheduler), *policies.ROUTERS.common}
+        own = policies.ROUTERS.settings_of(router)
         tables.append(_table("router", router, {name: own[name] for name in own if name not in elsewhere}))
     made = "\n\n".join(table for table in tables if table)
     return BLOCK.sub(lambda found: f"{found[1]}\n{made}\n\n{found[2]}", text)
@@ -46,7 +46,7 @@ def _table(part: str, cls: Any, settings: Mapping[str, object]) -> str:
     if not settings:
         return ""
     said = arguments_of(cls.__doc__)
-    missing = sorted(settings.keys() - said.keys())
+    missing = sorted(name for name in settings if not said.get(name, ("", ""))[0])
     if missing:
         raise ValueError(f"{cls.__module__}.{cls.__name__}: no line `name (allowed): meaning` for {', '.join(missing)}")
     rows = [f"| `{part}` setting | default | allowed | meaning |", "|---|---|---|---|"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import rubato
@@ -15,8 +14,8 @@ from rubato.config.build import fair_share_of
 from rubato.config.for_vllm import ignored_settings, load_for_vllm
 from rubato.core.server_url import host_in_url
 from rubato.engines.vllm import link
-from rubato.engines.vllm.core_link import CoreLink, LinkSettings
-from rubato.engines.vllm.settings import check_version, installed_version
+from rubato.engines.vllm.core_link import CoreLink
+from rubato.engines.vllm.settings import LinkSettings, check_version, installed_version
 
 if TYPE_CHECKING:
     from rubato.serving.vllm_middleware import Middleware as Middleware
@@ -56,13 +55,12 @@ class Scheduler:
         return made
 
 
-def _link(asked: Mapping[str, Any] | None, engine: int, vllm_config: Any) -> CoreLink | None:
+def _link(where: LinkSettings | None, engine: int, vllm_config: Any) -> CoreLink | None:
     """The link to API servers, where their folder was announced, and to gateways, where that is configured: its address
     is left in the folder for the API server. Raises ValueError and OSError for what cannot be."""
     folder, key = os.environ.get(link.FOLDER), os.environ.get(link.KEY, "")
-    if asked is None and folder is None:
+    if where is None and folder is None:
         return None
-    where = None if asked is None else LinkSettings.of(asked)
     engines = vllm_config.parallel_config.data_parallel_size
     if where is not None and engines > 1:
         raise ValueError(

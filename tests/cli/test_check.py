@@ -51,7 +51,7 @@ def test_a_valid_configuration_says_what_it_runs(tmp_path: Path, capsys: pytest.
     [
         ("policy=efd", "unknown policy 'efd': did you mean 'edf'?"),
         ("policy.fairnes=1", "policy 'edf' has no setting 'fairnes': did you mean 'fairness'?"),
-        ("router=nonesuch", "unknown policy 'nonesuch'"),
+        ("router=nonesuch", "unknown router 'nonesuch'"),
         ("tiers.chat.tttft_ms=3", "tiers.chat.tttft_ms: unknown setting: did you mean 'ttft_ms'?"),
         ("tenants.acme.key_file=nowhere", "key_file: nowhere cannot be read"),
         ("tls={cert: nowhere.pem, key: nowhere.pem}", "tls: nowhere.pem and nowhere.pem cannot be used"),
@@ -73,10 +73,10 @@ def test_what_a_start_would_refuse_is_refused(
     ("text", "says"),
     [
         ("engine: {kind: simulated, max_num_seq: 3}", "engine 'simulated' has no setting 'max_num_seq'"),
-        ("engine: {kind: simulated}\nautoscale: {kind: attainment, max: 0}", "autoscale 'attainment'"),
+        ("engine: {kind: simulated}\nautoscale: {kind: attainment, max: 0}", "autoscaler 'attainment'"),
         ("engine: {kind: simulated}\nfleet: {kind: ray, num_cpu: 1}", "fleet 'ray' has no setting 'num_cpu'"),
         ("engine: vllm", "model: engine 'vllm' needs a Hugging Face name"),
-        ("engine: {kind: vllm, arg: []}\nmodel: a/b", "engine 'vllm' has no setting 'arg'"),
+        ("engine: {kind: vllm, arg: []}\nmodel: a/b", "engine.arg: unknown setting: did you mean 'args'"),
     ],
 )
 def test_engines_and_fleets_are_checked_without_being_started(

@@ -499,10 +499,10 @@ ON_RAY = ["serve", "model", "--port", "0", "--engine", "vllm"]
         ),
         (["serve", "--port", "0", "--engine", "vllm"], "engine 'vllm' needs a Hugging Face name or a folder"),
         ([*ON_RAY, "--set", "engine.args=[--port=1]"], "engine.args: leave --port out: Rubato chooses it"),
-        ([*ON_RAY, "--set", "engine.arg=[]"], "engine 'vllm' has no setting 'arg': did you mean 'args'?"),
+        ([*ON_RAY, "--set", "engine.arg=[]"], "engine.arg: unknown setting: did you mean 'args'?"),
         (
             [*ON_RAY, "--tensor-parallel-size", "0"],
-            "engine.tensor_parallel_size is 0: give a number of GPUs, 1 or more",
+            "engine.tensor_parallel_size: Input should be greater than or equal to 1, got 0",
         ),
         ([*ON_RAY, "--set", "engine.plugin={stand_asid: true}"], "did you mean 'stand_aside'"),
         ([*ON_RAY, "--set", "engine.plugin={link: {}}"], "engine.plugin: link follows from the rest"),

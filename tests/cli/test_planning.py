@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rubato import policies
 from rubato.cli.main import main
 from rubato.core.plan import Shape
 from rubato.latency.profiles import load
@@ -122,7 +123,7 @@ def test_a_sweep_goes_on_when_the_policy_left_out_can_run(
     assert main(words) == 0
     assert list(json.loads(out.read_text())["skipped"]) == [str(mine)]
     mine.write_text("from rubato.policies.sarathi import Scheduler")
-    sys.modules.pop(f"rubato policy {mine}")  # as in a process of its own
+    sys.modules.pop(policies.module_of(str(mine)).__name__)  # as in a process of its own
     assert main(words) == 0
     data = json.loads(out.read_text())
     assert data["skipped"] == {}
@@ -263,7 +264,7 @@ class Scheduler:
         (["sweep", "--profile", "qwen2.5-7b-2xv100", "--scenario", "sa-mixed", "--rates", "1"], "offers all at once"),
         (["plan", *REPLICA, "--trace", "t", "--workload", "w"], "requests come from one of them"),
         (["sweep", *REPLICA, "--rates", "1", "--count", "0"], "--count 0: give 1 or more"),
-        (["sweep", *REPLICA, "--rates", "1", "--duration", "-1"], "--duration -1.0: give a positive"),
+        (["sweep", *REPLICA, "--rates", "1", "--duration", "-1"], "--duration -1.0: give seconds above 0"),
         (["sweep", *REPLICA, "--rates", "1", "--replicas", "0"], "--replicas 0: give 1 or more"),
         (["sweep", *REPLICA, "--rates", "1", "--noise", "2"], "noise 2.0: give a relative spread"),
         (["plan", *REPLICA, "--trace", "TRACE", "--max-num-seqs", "0"], "--max-num-seqs 0: give 1 or more"),
@@ -290,8 +291,8 @@ class Scheduler:
         (["bound", "--profile", "llama-2-7b-a100-40g", "--scenario", "slos-serve-toolllm"], "has several stages"),
         (["bound", "--profile", "qwen2.5-7b-2xv100", "--scenario", "ascendra-sharegpt4-llama"], "give a packaged"),
         (["plan", *REPLICA, "--report", "."], "--report . cannot be written: it is a folder"),
-        (["plan", *REPLICA, "--set", "latency.k=abc"], "affine k is 'abc': give numbers"),
-        (["plan", *REPLICA, "--set", "latency.a=abc"], "affine a is ['abc']: give numbers"),
+        (["plan", *REPLICA, "--set", "latency.k=abc"], "'affine': setting k is 'abc'; give a list"),
+        (["plan", *REPLICA, "--set", "latency.a=abc"], "'affine': setting a is 'abc'; give a number"),
         (["sweep", *REPLICA, "--rates", "1", "--seeds", "-1"], "--seeds -1: give 0 or more"),
     ],
 )

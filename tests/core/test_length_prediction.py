@@ -211,12 +211,15 @@ def test_a_configuration_and_an_experiment_name_them_alike(kind: str) -> None:
 @pytest.mark.parametrize(
     ("lengths", "says"),
     [
-        ({"kind": "running_mean", "least": "x"}, "lengths 'running_mean': least is 'x': give a whole number"),
-        ({"kind": "gaussian", "seed": "x"}, "lengths 'gaussian': seed is 'x': give a whole number, 0 or more"),
-        ({"kind": "conditional_mean", "least": 0}, "lengths 'conditional_mean': least is 0: give a whole number"),
-        ({"kind": "gaussian", "seed": -1}, "lengths 'gaussian': "),
-        ({"kind": "gaussian", "rng": 1}, "lengths 'gaussian' has no setting 'rng'"),
-        ("gausian", "unknown kind 'gausian': did you mean 'gaussian'"),
+        ({"kind": "running_mean", "least": "x"}, "'running_mean': setting least is 'x'; give a whole number"),
+        ({"kind": "gaussian", "seed": "x"}, "'gaussian': setting seed is 'x'; give a whole number, like 0"),
+        (
+            {"kind": "conditional_mean", "least": 0},
+            "length predictor 'conditional_mean': least is 0: give a whole number",
+        ),
+        ({"kind": "gaussian", "seed": -1}, "'gaussian': seed is -1: give a whole number, 0 or more"),
+        ({"kind": "gaussian", "rng": 1}, "length predictor 'gaussian' has no setting 'rng'"),
+        ("gausian", "unknown length predictor 'gausian': did you mean 'gaussian'"),
         ("oracle", "serve with running_mean or conditional_mean or quantile or gaussian"),
     ],
 )

@@ -45,3 +45,11 @@ def test_settings_have_the_texts_of_inherited_docstrings() -> None:
     assert settings_of(Own, {"low": 1, "high": 2, "bare": None}) == (
         Setting("low", 1, "of the base"), Setting("high", 2, "of its own"), Setting("bare", None, ""),
     )  # fmt: skip
+
+
+def test_arguments_need_not_say_what_is_allowed() -> None:
+    docstring = (
+        "Does.\n\nArgs:\n    rate: requests/s,\n        of all.\n    low, high (0): bounds\n\nRaises:\n    rate: no"
+    )
+    texts = {"rate": "requests/s, of all", "low": "bounds (0)", "high": "bounds (0)"}
+    assert setting_texts(docstring, ["rate", "low", "high"]) == texts

@@ -98,7 +98,7 @@ def test_architectures_are_named_all_of_them() -> None:
 
 def test_settings_and_keys_inside_vllm() -> None:
     page = "vllm.md"
-    assert set(column(page, "## Settings")) == set(Settings.__dataclass_fields__)
+    assert set(column(page, "## Settings")) == set(Settings.model_fields)
     shell = blocks(page, "pip install")[0]
     for flag in ("--scheduler-cls ", "--middleware "):
         name, _, attribute = shell.split(flag)[1].split()[0].rpartition(".")

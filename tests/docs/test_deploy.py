@@ -25,8 +25,7 @@ import rubato.vllm
 from rubato import policies
 from rubato.cli.main import parser as rubato_parser
 from rubato.config.schema import Config, load
-from rubato.engines.vllm.core_link import LinkSettings
-from rubato.engines.vllm.settings import TESTED_VERSIONS, Settings, check_version, settings_of
+from rubato.engines.vllm.settings import TESTED_VERSIONS, LinkSettings, Settings, check_version, settings_of
 from rubato.serving.app_state import add_operations
 from rubato.serving.shutdown import CLOSE_TIMEOUT_S
 from rubato.wire.link_keys import TOKEN_ENV
@@ -199,13 +198,15 @@ def replicas(folder: Path) -> int:
 def plugin_settings() -> Settings:
     _, vllm = container("vllm")
     (given,) = [arg.partition("=")[2] for arg in vllm["args"] if arg.startswith("--additional-config=")]
-    return settings_of(json.loads(given))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TOKEN_ENV, "a secret")
+        return settings_of(json.loads(given))
 
 
 def link_settings() -> LinkSettings:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(TOKEN_ENV, "a secret")
-        return LinkSettings.of(plugin_settings().link or {})
+    link = plugin_settings().link
+    assert link is not None
+    return link
 
 
 @pytest.mark.parametrize("folder", [BASE, FOUR], ids=lambda folder: folder.name)

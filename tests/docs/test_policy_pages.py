@@ -89,7 +89,7 @@ def test_which_policy_names_every_policy() -> None:
 
 def test_settings_of_every_router_are_on_the_page_of_all() -> None:
     stated = re.findall(r"Every router, yours too, takes `(\w+)=true`", PAGES["policies.md"])
-    assert dict.fromkeys(stated, False) == policies.COMMON_ROUTER_SETTINGS
+    assert dict.fromkeys(stated, False) == policies.ROUTERS.common
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.page}-{row.name}")

@@ -31,7 +31,7 @@ def said(pattern: str, *folders: str) -> list[str]:
 
 def fields(pattern: str) -> list[str]:
     """Settings of a server and of the plug-in that are named so."""
-    return [name for name in (*Config.model_fields, *Settings.__dataclass_fields__) if re.search(pattern, name)]
+    return [name for name in (*Config.model_fields, *Settings.model_fields) if re.search(pattern, name)]
 
 
 def builds_and_clusters() -> list[str]:

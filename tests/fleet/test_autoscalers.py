@@ -181,15 +181,13 @@ def test_at_the_minimum_nothing_is_asked_again_once_all_is_over() -> None:
 
 
 WRONG = [
-    ("autoscale=cloud", "autoscale: unknown kind 'cloud'"),
-    ("autoscale={kind: attainment, most: 3}", "autoscale 'attainment' has no setting 'most'"),
-    ("autoscale={kind: attainment, min: 4, max: 3}", "autoscale 'attainment': min is 4, above max, 3"),
+    ("autoscale={kind: attainment, most: 3}", "autoscaler 'attainment' has no setting 'most'"),
+    ("autoscale={kind: attainment, min: 4, max: 3}", "autoscaler 'attainment': min is 4, above max, 3"),
     ("autoscale={kind: attainment, max: 0}", "max is 0: give a whole number of replicas, 1 or more"),
     ("autoscale={kind: attainment, target: 95}", "target is 95: give a share above 0, at most 1"),
     ("autoscale={kind: attainment, hold_seconds: -1}", "hold_seconds is -1: give a number of seconds, 0 or more"),
     ("autoscale={kind: attainment, min: 2}", "replicas is 1: give as many as there are to be at the start, from"),
     ("autoscale={kind: pool}", "'rubato' has none: choose autoscale.kind=attainment, or policy polyserve"),
-    ("autoscale={kind: rubato.core.plan}", "autoscale: rubato.core.plan has no class Autoscaler"),
 ]
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from rubato.core.clock import WallClock
 from rubato.core.plan import Limits
 from rubato.engines.vllm import core_link
-from rubato.engines.vllm.core_link import CoreLink, LinkSettings
+from rubato.engines.vllm.core_link import CoreLink
+from rubato.engines.vllm.settings import LinkSettings
 from rubato.fleet.server_link import ZmqLink
 from rubato.fleet.server_watch import ServerWatch
 from rubato.latency.affine import Model

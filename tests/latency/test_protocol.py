@@ -146,5 +146,5 @@ def test_a_model_of_anyones_is_completed_by_defaults() -> None:
 
 def test_what_is_no_latency_model_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Own, "largest_chunk")
-    with pytest.raises(ConfigError, match=r"test_protocol\.Own has no largest_chunk: a latency model has step_time"):
+    with pytest.raises(ConfigError, match=r"test_protocol': Model lacks largest_chunk; it must have step_time"):
         latency_of(load({"latency": __name__}))

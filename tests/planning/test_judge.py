@@ -247,7 +247,7 @@ def test_a_load_that_every_policy_holds_at_any_rate_is_reported_as_such(
         ({"a_csv": TRACE}, "--seeds=1,1", "--seeds 1,1: give at least one, and each once"),
         ({"a_csv": TRACE}, "--policy=vllm --policy=vllm", "policy vllm is given twice"),
         ({"a_csv": TRACE}, "--policy=vlm --seeds=0 --duration=0", "--duration 0: give seconds above 0"),
-        ({"a_csv": TRACE}, "--set=lengths=orcle", "lengths: unknown kind 'orcle': did you mean 'oracle'?\n"),
+        ({"a_csv": TRACE}, "--set=lengths=orcle", "unknown length predictor 'orcle': did you mean 'oracle'?"),
         ({"a_csv": TRACE}, "--ttft=0", "--ttft 0.0: give seconds above 0"),
         ({"a_jsonl": '{"format": "rubato-workload/2", "name": "x"}'}, "", "a.jsonl, line 1: tiers is missing"),
     ],

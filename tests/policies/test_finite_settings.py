@@ -38,7 +38,7 @@ def given(type_: str, number: float) -> Any:
 def test_a_setting_that_is_no_finite_number_is_named(
     policy: str, part: str, setting: str, type_: str, number: float
 ) -> None:
-    says = f"policy '{policy}': setting {setting} is .*: give finite numbers only"
+    says = f"'{policy}': setting {setting} is .*: give finite numbers only"
     with pytest.raises(PolicyError, match=says):
         BUILD[part](policy, {setting: given(type_, number)})
 

@@ -336,8 +336,8 @@ def test_any_router_can_be_given_the_setting() -> None:
     [
         ({"prefix_afinity": True}, "no setting 'prefix_afinity': did you mean 'prefix_affinity'"),
         ({"prefix_affinity": True, "per_requests": 1}, "no setting 'per_requests': did you mean 'per_request'"),
-        ({"prefix_affinity": "yes"}, "setting prefix_affinity is 'yes'; give a bool"),
-        ({"prefix_affinity": 1}, "give a bool"),
+        ({"prefix_affinity": "yes"}, "setting prefix_affinity is 'yes'; give true or false"),
+        ({"prefix_affinity": 1}, "give true or false"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, object], says: str) -> None:

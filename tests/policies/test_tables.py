@@ -533,7 +533,7 @@ def test_vllm_spec_takes_kv_for_drafted_tokens() -> None:
     [
         ("vlm", {}, "unknown policy 'vlm': did you mean 'vllm'"),
         ("edf", {"saftey_margin": 0.1}, "has no setting 'saftey_margin': did you mean 'safety_margin'"),
-        ("edf", {"turn_every": "often"}, "setting turn_every is 'often'; give a int"),
+        ("edf", {"turn_every": "often"}, "setting turn_every is 'often'; give a whole number"),
         ("edf", {"turn_every": 1}, "turn_every 1 must be at least 2"),
         ("distserve", {"budget": -1}, "budget is -1: give the tokens of a prefill batch"),
         ("vllm_spec", {"n": 0}, "budget 2048, n 0: give at least 1"),

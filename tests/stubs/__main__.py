@@ -20,7 +20,8 @@ from rubato.core.replica_options import ReplicaOptions
 from rubato.demo.simulated_api import SimulatedApi, SimulatedReply
 from rubato.demo.simulated_core import SimulatedCore
 from rubato.demo.simulated_server import App, LinkedCore, listen
-from rubato.engines.vllm.core_link import CoreLink, LinkSettings
+from rubato.engines.vllm.core_link import CoreLink
+from rubato.engines.vllm.settings import LinkSettings
 from rubato.latency.affine import Model
 from rubato.wire.messages import Report
 

@@ -16,9 +16,10 @@ from rubato.core.events import Finished, HandedOff, Offered, Started, Tokens
 from rubato.core.plan import Role
 from rubato.core.request import SLO, Progress, Request, Stage
 from rubato.engines.vllm import core_link
-from rubato.engines.vllm.core_link import CoreLink, LinkSettings
+from rubato.engines.vllm.core_link import CoreLink
 from rubato.engines.vllm.gateway_reports import GatewayReports, choice_of
 from rubato.engines.vllm.policy_driver import FLEET_SUPPORTS
+from rubato.engines.vllm.settings import LinkSettings
 from rubato.fleet.link_reader import LinkReader, MissedReportError
 from rubato.fleet.remote_view import HandOffReport, RemoteReplica, ReplicaReport
 from rubato.fleet.server_link import ZmqLink
@@ -488,7 +489,7 @@ def test_an_open_address_needs_a_token_and_settings_are_checked(monkeypatch: pyt
     assert LinkSettings.of({"host": "0.0.0.0"}).host == "0.0.0.0"
     for wrong in ({"port": 70_000}, {"port": True}, {"host": ""}, {"prot": 1}):
         with pytest.raises(ValueError, match=r"rubato\.link"):
-            LinkSettings.of(wrong)
+            LinkSettings.of(wrong, "rubato.link.")
 
 
 @pytest.mark.parametrize("how", ["stalled", "dead"])

@@ -12,6 +12,7 @@ import pytest
 from rubato.config.for_vllm import load_for_vllm
 from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits
+from rubato.core.registry import ConfigError
 from rubato.engines.vllm.policy_driver import PolicyDriver
 from rubato.engines.vllm.settings import Settings, check_version, settings_of
 from rubato.policies import PolicyError
@@ -35,6 +36,7 @@ def test_defaults() -> None:
         ({}, "policy: edf", "running_mean"),
         ({}, "policy: rubato", "conditional_mean"),
         ({"lengths": "gaussian"}, "lengths: null", "gaussian"),
+        ({"lengths": "gaussian"}, "lengths: {kind: quantile, least: 9}", "gaussian"),
     ],
 )
 def test_lengths_are_the_policys_own_or_the_running_mean_unless_the_operator_says_otherwise(
@@ -47,6 +49,24 @@ def test_lengths_are_the_policys_own_or_the_running_mean_unless_the_operator_say
     assert type(found) is type(PREDICTORS[lengths]() if lengths else None)
 
 
+@pytest.mark.parametrize(
+    ("text", "said", "words"),
+    [
+        ("lengths: {kind: quantile, least: 9}", {"lengths": None}, "lengths: inside vLLM a predictor without settings"),
+        ("lengths: my.module", {"lengths": None}, "lengths: inside vLLM a predictor without settings"),
+        ("latency: roofline", {"latency": {}}, "latency: inside vLLM the model is affine"),
+    ],
+)
+def test_what_a_file_has_that_vllm_cannot_is_an_error_unless_it_is_replaced(
+    tmp_path: Path, text: str, said: dict[str, object], words: str
+) -> None:
+    path = tmp_path / "rubato.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_for_vllm({"rubato": {"config": str(path)}})
+    load_for_vllm({"rubato": {"config": str(path), **said}})
+
+
 def test_everything() -> None:
     given = {"policy": "sarathi", "settings": {"budget": 64}, "latency": {"b": [0.02, 0.0]}, "slo_rule": "mean"}
     driver = PolicyDriver(settings_of({"rubato": given, "other": 1}), LIMITS, KV)
@@ -57,18 +77,20 @@ def test_everything() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"polcy": "edf"}, "has no 'polcy': did you mean 'policy'?"),
+        ({"polcy": "edf"}, "rubato.polcy: unknown setting: did you mean 'policy'?"),
         ("edf", "give an object"),
-        ({"slo_rule": "strict"}, "choose one of deadline"),
-        ({"lengths": "oracle"}, "rubato.lengths is 'oracle': give running_mean"),
-        ({"lengths": ["running_mean"]}, "give running_mean"),
-        ({"slo_rule": {}}, "choose one of deadline"),
-        ({"policy": 5}, "rubato.policy is 5: give a policy's name"),
-        ({"settings": "x"}, "rubato.settings is 'x': give an object"),
-        ({"settings": None}, "rubato.settings is None: give an object"),
-        ({"latency": [1.0]}, "rubato.latency is [1.0]: give an object"),
-        ({"latency": {"bb": 1.0}}, "rubato.latency has no 'bb'"),
-        ({"latency": {"window": "x"}}, "rubato.latency.window is 'x': give a whole number"),
+        ({"slo_rule": "strict"}, "rubato.slo_rule: Input should be 'deadline', 'mean' or 'windowed', got 'strict'"),
+        ({"lengths": "oracle"}, "rubato.lengths: 'oracle' is none that a server has: give running_mean"),
+        ({"lengths": ["running_mean"]}, "rubato.lengths: Input should be a valid string, got ['running_mean']"),
+        ({"slo_rule": {}}, "rubato.slo_rule: Input should be 'deadline'"),
+        ({"policy": 5}, "rubato.policy: Input should be a valid string, got 5"),
+        ({"settings": "x"}, "rubato.settings: Input should be a valid dictionary, got 'x'"),
+        ({"settings": None}, "rubato.settings: Input should be a valid dictionary, got None"),
+        ({"stand_aside": "yes"}, "rubato.stand_aside: Input should be a valid boolean, got 'yes'"),
+        ({"link": {"prot": 1}}, "rubato.link.prot: unknown setting: did you mean 'port'?"),
+        ({"latency": [1.0]}, "rubato.latency: Input should be a valid dictionary, got [1.0]"),
+        ({"latency": {"bb": 1.0}}, "rubato.latency: latency model 'affine' has no setting 'bb'"),
+        ({"latency": {"window": "x"}}, "setting window is 'x'; give a whole number"),
     ],
 )
 def test_unknown(given: object, words: str) -> None:

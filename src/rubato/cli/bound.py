@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rubato.cli import answers, simulation_options
+from rubato.cli import answers, common_options, simulation_options
 from rubato.config.schema import load
 from rubato.engines.simulated import step_noise
 from rubato.planning import bound
@@ -17,16 +17,11 @@ EXAMPLES = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.add(parser, with_policies=False)
+    common_options.replicas(parser)
     parser.add_argument(
-        "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
-    )
-    parser.add_argument(
-        "--rate",
-        "--request-rate",
-        type=float,
-        metavar="RATE",
+        "--rate", "--request-rate", type=float, metavar="RATE",
         help="requests/s at which shares are asked for (default: rates are)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--target", type=float, default=0.9, metavar="SHARE", help="without --rate: share of requests to attain"
     )
@@ -34,10 +29,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--tolerance", type=float, default=0.01, metavar="SHARE", help="relative width of a search's last bracket"
     )
     parser.add_argument(
-        "--once",
-        action="store_true",
+        "--once", action="store_true",
         help="requests come once, as in `capacity`, in place of a stream that repeats them",
-    )
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,16 +15,11 @@ EXAMPLES = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.add(parser)
+    common_options.replicas(parser)
     parser.add_argument(
-        "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
-    )
-    parser.add_argument(
-        "--targets",
-        type=common_options.numbers,
-        default=list(capacity.TARGETS),
-        metavar="0.9,0.98",
+        "--targets", type=common_options.numbers, default=list(capacity.TARGETS), metavar="0.9,0.98",
         help="shares to attain",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--tolerance", type=float, default=0.02, metavar="SHARE", help="relative width of a search's last bracket"
     )

@@ -28,6 +28,30 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+def replicas(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
+    )
+
+
+def amount(options: argparse._ActionsContainer, default: str = "") -> None:
+    """Declare how many requests there are. default: what the help of --duration says of it."""
+    options.add_argument(
+        "--count", "--num-prompts", type=int, metavar="N", help="number of requests (of a trace: its first)"
+    )
+    options.add_argument(
+        "--duration", type=float, metavar="SECONDS", help=f"seconds of arrivals (of a trace: its first{default})"
+    )
+
+
+def check_amount(args: argparse.Namespace) -> None:
+    """Raises ValueError for an impossible --count or --duration."""
+    if args.count is not None and args.count < 1:
+        raise ValueError(f"--count {args.count}: give 1 or more")
+    if args.duration is not None and not 0.0 < args.duration < math.inf:
+        raise ValueError(f"--duration {args.duration}: give seconds above 0")
+
+
 def tiers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Declare the options of request kinds: a file, or the SLOs of three tiers."""
     parser.add_argument("--kinds", metavar="FILE", help="YAML: tiers, their SLOs and the kinds of request in each")

@@ -19,19 +19,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="an OpenAI server, such as http://10.0.0.7:8000; as often as there are servers",
     )  # fmt: skip
     server_options.add(parser, replicas=False)
-    parser.add_argument(
-        "--host", metavar="ADDRESS", help="address to listen on (default: the configuration's, or 127.0.0.1)"
-    )
-    parser.add_argument(
-        "--port", type=int, metavar="N", help="0 = any free one (default: the configuration's, or 8000)"
-    )
+    server_options.address(parser)
     parser.add_argument(
         "--demo", action="store_true", help="over four simulated servers under a load that rises above capacity"
     )
     parser.add_argument(
         "--without-slos", action="store_true", help="with --demo: servers without the plug-in, in stock vLLM's order"
     )
-    parser.add_argument("--event-log", metavar="FILE", help="write the event log here (JSON lines)")
 
 
 def run(args: argparse.Namespace) -> int:

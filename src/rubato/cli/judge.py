@@ -31,9 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     simulation_options.replica_and_configuration(parser)
     simulation_options.policies(parser)
-    parser.add_argument(
-        "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
-    )
+    common_options.replicas(parser)
     requests = parser.add_argument_group("requests")
     requests.add_argument(
         "--seeds", type=common_options.seeds, default=[1, 2, 3], metavar="1,2,3",
@@ -43,8 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--ttft", type=float, metavar="SECONDS",
         help="of requests that state a TPOT alone (default: the loosest TTFT of the load)",
     )  # fmt: skip
-    requests.add_argument("--count", "--num-prompts", type=int, metavar="N", help="of a trace: its first requests")
-    requests.add_argument("--duration", type=float, metavar="SECONDS", help="of a trace: seconds of it")
+    common_options.amount(requests)
     trace_options.add(requests)
     simulation_options.running(parser)
 

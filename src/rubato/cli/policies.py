@@ -12,6 +12,7 @@ import yaml
 from rubato import policies
 from rubato.config.json_schema import policy_settings
 from rubato.core.interfaces import Router, Scheduler
+from rubato.core.registry import Registry
 
 EXAMPLES = (
     "",
@@ -48,16 +49,16 @@ def _page(name: str) -> str:
     has_router = hasattr(module, "Router")
     has_scheduler = hasattr(module, "Scheduler") or not has_router  # of one with neither, `load` says what it lacks
     if has_scheduler:
-        text.append(_part(policies.load(name), "Scheduler", f"{name}:SETTING=VALUE"))
+        text.append(_part(policies.load(name), policies.SCHEDULERS, f"{name}:SETTING=VALUE"))
     if has_router:
         policy = name if has_scheduler else "POLICY"
-        text.append(_part(policies.load_router(name), "Router", f"{policy}@{name}:SETTING=VALUE"))
+        text.append(_part(policies.load_router(name), policies.ROUTERS, f"{policy}@{name}:SETTING=VALUE"))
     return "\n\n".join([*text, "Which policy for which load: docs/which-policy.md"])
 
 
-def _part(part: Scheduler | Router, kind: str, option: str) -> str:
+def _part(part: Scheduler | Router, kind: Registry, option: str) -> str:
     cls: Any = type(part)
-    lines = [f"{kind} (--policy {option}), needs of the engine: {', '.join(sorted(part.needs)) or 'nothing'}"]
+    lines = [f"{kind.attribute} (--policy {option}), needs of the engine: {', '.join(sorted(part.needs)) or 'nothing'}"]
     settings = policy_settings(cls, kind)
     for setting in settings:
         lines.append(f"    {setting.name}={_yaml_text(setting.default)}")

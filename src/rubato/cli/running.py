@@ -14,7 +14,7 @@ from pathlib import Path
 from rubato.core.extras import extra
 
 # Option of an argument whose name is not `--NAME`; positional arguments have none.
-OPTION_WORDS = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "model": "", "folder": ""}
+OPTION_WORDS = {"log": "", "a": "", "b": "", "model": "", "folder": ""}
 
 
 def run_verb(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:

@@ -30,13 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--ray-address", metavar="ADDRESS",
         help="run replicas in this Ray cluster, such as `auto` (default with --engine vllm: one is started here)",
     )  # fmt: skip
-    parser.add_argument(
-        "--host", metavar="ADDRESS", help="address to listen on (default: the configuration's, or 127.0.0.1)"
-    )
-    parser.add_argument(
-        "--port", type=int, metavar="N", help="0 = any free one (default: the configuration's, or 8000)"
-    )
-    parser.add_argument("--event-log", metavar="FILE", help="write the event log here (JSON lines)")
+    server_options.address(parser)
 
 
 def run(args: argparse.Namespace) -> int:

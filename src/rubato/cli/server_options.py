@@ -20,17 +20,23 @@ def add(parser: argparse.ArgumentParser, *, replicas: bool = True, file: bool = 
     )  # fmt: skip
     parser.add_argument("--router", metavar="NAME", help="routing policy: a name, a file.py or a dotted module")
     if replicas:
-        parser.add_argument(
-            "--replicas", type=int, metavar="N", help="replicas at the start (default: the configuration's, or 1)"
-        )
+        common_options.replicas(parser)
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
+        "--set", action="append", default=[], metavar="NAME=VALUE",
         help="a policy setting (`safety_margin=0.2`, `router.per_request=32`) or any of the configuration "
         "(`engine.kv_gib=2`)",
+    )  # fmt: skip
+
+
+def address(parser: argparse.ArgumentParser) -> None:
+    """Declare where a server listens, and its event log."""
+    parser.add_argument(
+        "--host", metavar="ADDRESS", help="address to listen on (default: the configuration's, or 127.0.0.1)"
     )
+    parser.add_argument(
+        "--port", type=int, metavar="N", help="0 = any free one (default: the configuration's, or 8000)"
+    )
+    parser.add_argument("--event-log", metavar="FILE", help="write the event log here (JSON lines)")
 
 
 def config(args: argparse.Namespace, **given: Any) -> Config:

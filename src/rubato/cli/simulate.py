@@ -23,6 +23,7 @@ from rubato.core import event_log
 from rubato.core.timeline import steps
 from rubato.measure import goodput
 from rubato.measure.records import BenchResult
+from rubato.simulation.configured import run_spec_of
 from rubato.simulation.simulate import simulate
 
 # Without options two policies run under more load than either sustains, so that they differ.
@@ -83,7 +84,7 @@ def _simulate_policy(args: argparse.Namespace) -> list[BenchResult]:
         print(f"rubato simulate: {said}", file=sys.stderr)
 
     spec = replace(
-        simulation_options.run_spec(args, config, machine, choice_of(config)),
+        run_spec_of(config, machine, choice_of(config), args.noise, args.slo_rule),
         learns=True,
         prefix_cache=config.prefix_cache,
         max_in_flight=most_in_flight(config, machine.limits),

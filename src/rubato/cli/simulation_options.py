@@ -21,8 +21,6 @@ from rubato.planning.request_source import (
     ScenarioSource,
     TraceSource,
     count_of,
-    lone_decode,
-    read_trace,
 )
 from rubato.simulation.configured import hardware_of, run_spec_of
 from rubato.simulation.run_spec import Hardware, RunSpec
@@ -72,12 +70,7 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True, with_policies: bool
     requests.add_argument("--scale", type=float, default=1.0, metavar="F", help="with --trace: factor on its traffic")
     trace_options.add(requests)
     common_options.tiers(requests)
-    requests.add_argument(
-        "--count", "--num-prompts", type=int, metavar="N", help="number of requests (of a trace: its first)"
-    )
-    requests.add_argument(
-        "--duration", type=float, metavar="SECONDS", help="seconds of arrivals (of a trace: its first)"
-    )
+    common_options.amount(requests)
     if seeds:
         requests.add_argument(
             "--seeds", type=common_options.seeds, default=[0, 1, 2, 3], metavar="0,1,2",
@@ -174,11 +167,6 @@ def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
     return hardware_of(config, kv_tokens=kv_tokens, **options)
 
 
-def run_spec(args: argparse.Namespace, config: Config, machine: Hardware, choice: PolicyChoice) -> RunSpec:
-    """The run of one policy on replicas like `machine`. Raises ValueError (ConfigError)."""
-    return run_spec_of(config, machine, choice, args.noise, args.slo_rule)
-
-
 def run_specs(args: argparse.Namespace, machine: Hardware, replicas: int | None = None) -> tuple[RunSpec, ...]:
     """A run for each --policy; policies are not imported yet (`sweep.able`). replicas: None = the configuration's."""
     config = load(args.config or {}, args.set)
@@ -192,7 +180,8 @@ def run_specs(args: argparse.Namespace, machine: Hardware, replicas: int | None 
     else:  # the configuration's, its router unless another is given
         own = choice_of(config)
         chosen = [replace(own, router=args.router, router_settings={}) if args.router else own]
-    return tuple(replace(run_spec(args, config, machine, choice), replicas=replicas) for choice in chosen)
+    specs = (run_spec_of(config, machine, choice, args.noise, args.slo_rule) for choice in chosen)
+    return tuple(replace(spec, replicas=replicas) for spec in specs)
 
 
 def request_source(
@@ -210,20 +199,16 @@ def request_source(
     origins = [name for name in ("scenario", "workload", "trace") if getattr(args, name)]
     if len(origins) > 1:
         raise ValueError(f"--{' and --'.join(origins)} are given: requests come from one of them")
-    if args.count is not None and args.count < 1:
-        raise ValueError(f"--count {args.count}: give 1 or more")
-    if args.duration is not None and not args.duration > 0.0:
-        raise ValueError(f"--duration {args.duration}: give a positive number of seconds")
+    common_options.check_amount(args)
     if rate is not None:
         check_rate(rate)
         if args.workload or args.trace:
             raise ValueError("--rate is for a scenario or a mix: a trace has its own, times --scale")
     if args.trace:
         part = trace_options.trace_options_of(args)
-        trace = read_trace(args.trace, part)
-        if trace.has_slos and not args.kinds:
-            return TraceSource(args.trace, (), args.scale, part, drawn, lone_decode(trace, machine.model)[0])
-        return TraceSource(args.trace, tuple(common_options.kinds(args)), args.scale, part, drawn)
+        kinds = common_options.kinds(args)
+        own = kinds if args.kinds else None
+        return TraceSource.of(args.trace, part, own, kinds, machine.model, args.scale, drawn)
     trace_options.check_unused(args)
     if args.workload:
         return FileSource(args.workload, drawn)

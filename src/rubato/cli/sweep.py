@@ -18,9 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rates", type=common_options.numbers, required=True, metavar="1,2,4", help="requests/s of the fleet"
     )
-    parser.add_argument(
-        "--replicas", type=int, metavar="N", help="replicas of the fleet (default: the configuration's, or 1)"
-    )
+    common_options.replicas(parser)
 
 
 def run(args: argparse.Namespace) -> int:

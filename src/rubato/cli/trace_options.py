@@ -9,7 +9,8 @@ from rubato.workloads.trace_layouts import Columns
 from rubato.workloads.traces import TraceOptions
 
 
-def add(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+def add(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--skip-malformed", action="store_true", help="leave out a trace's bad rows, and count them")
     parser.add_argument(
         "--from", type=float, default=0.0, dest="trace_from", metavar="SECONDS",
         help="of a trace: leave out its first seconds; the first request after them is at 0",
@@ -48,5 +49,4 @@ def check_unused(args: argparse.Namespace) -> None:
 
 def trace_options_of(args: argparse.Namespace) -> TraceOptions:
     """How the trace is read. Raises ValueError for an impossible number."""
-    skip = getattr(args, "skip_malformed", False)
-    return TraceOptions(args.trace_from, args.duration, args.count, args.columns, args.time_scale, skip)
+    return TraceOptions(args.trace_from, args.duration, args.count, args.columns, args.time_scale, args.skip_malformed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 
 from rubato.cli import common_options, trace_options
@@ -42,10 +41,9 @@ def _requests(options: argparse._ArgumentGroup, file: bool) -> None:
         "--scenario", metavar="NAME", help="a paper's workload (`rubato workload --list`); lengths only"
     )
     options.add_argument(
-        "--trace", dest="arrivals_from", metavar="FILE",
+        "--trace", metavar="FILE",
         help="CSV, JSON lines or JSON array of times and lengths; with --scenario its times only",
     )  # fmt: skip
-    options.add_argument("--skip-malformed", action="store_true", help="leave out a trace's bad rows, and count them")
     trace_options.add(options)
     common_options.tiers(options)
     options.add_argument(
@@ -58,12 +56,7 @@ def _arrivals(options: argparse._ArgumentGroup) -> None:
     options.add_argument(
         "--rate", "--request-rate", type=float, metavar="RATE", help="requests/s (default 1, or the trace's own)"
     )
-    options.add_argument(
-        "--duration", type=float, metavar="SECONDS", help="seconds of arrivals (default 60, or all of the trace)"
-    )
-    options.add_argument(
-        "--count", "--num-prompts", type=int, metavar="N", help="number of requests, in place of --duration"
-    )
+    common_options.amount(options, "; default 60, or all of it")
     options.add_argument(
         "--arrivals", metavar="WORDS",
         help="poisson, gamma:cv=3, bursts:peak=6,size=130, on-off:on=10,off=50,quiet=0.1, "
@@ -115,25 +108,22 @@ def workload_of(args: argparse.Namespace, seed: int) -> Workload:
 
     Raises ValueError for options that contradict each other, OSError for a file that cannot be opened.
     """
-    if args.count is not None and args.count < 1:
-        raise ValueError(f"--count {args.count}: give 1 or more")
-    if args.duration is not None and not 0.0 < args.duration < inf:
-        raise ValueError(f"--duration {args.duration}: give seconds above 0")
-    if not args.arrivals_from:
+    common_options.check_amount(args)
+    if not args.trace:
         trace_options.check_unused(args)
     process = None if args.arrivals in (None, "trace") else parse(args.arrivals)
-    if args.concurrency is not None and args.arrivals is None and args.rate is None and not args.arrivals_from:
+    if args.concurrency is not None and args.arrivals is None and args.rate is None and not args.trace:
         if args.count is None:
             raise ValueError("--concurrency offers requests as fast as others end: say how many by --count")
         process = AtOnce()
     if args.scenario:
         return _scale_slos(args, _scenario(args, seed, process))
-    return _scale_slos(args, _trace(args, seed, process) if args.arrivals_from else _mix(args, seed, process))
+    return _scale_slos(args, _trace(args, seed, process) if args.trace else _mix(args, seed, process))
 
 
 def from_file(args: argparse.Namespace) -> Workload:
     """Read the file of --workload, at --rate, with texts for --texts."""
-    if args.kinds or args.arrivals_from or args.scenario:
+    if args.kinds or args.trace or args.scenario:
         raise ValueError("--workload says everything: leave out --kinds, --trace and --scenario")
     trace_options.check_unused(args)
     made = workload_file.read(args.workload)
@@ -156,11 +146,11 @@ def _scenario(args: argparse.Namespace, seed: int, process: ArrivalProcess | Non
     if args.kinds:
         raise ValueError("--scenario has kinds of its own: leave out --kinds")
     rate = args.rate
-    if args.arrivals_from:
+    if args.trace:
         if process is not None:
             raise ValueError("--scenario takes its arrivals from --trace or from --arrivals: leave out one of them")
         whole = replace(trace_options.trace_options_of(args), seconds=None, count=None)
-        process = traces.read(args.arrivals_from, whole).times
+        process = traces.read(args.trace, whole).times
         rate = process.rate if rate is None else rate
     made = scenarios.make(
         args.scenario,
@@ -177,10 +167,10 @@ def _scenario(args: argparse.Namespace, seed: int, process: ArrivalProcess | Non
 
 
 def _trace(args: argparse.Namespace, seed: int, process: ArrivalProcess | None) -> Workload:
-    trace = traces.read(args.arrivals_from, trace_options.trace_options_of(args))
+    trace = traces.read(args.trace, trace_options.trace_options_of(args))
     own = trace.has_slos and not args.kinds
     return traces.make(
-        Path(args.arrivals_from).name.partition(".")[0],
+        Path(args.trace).name.partition(".")[0],
         trace,
         () if own else common_options.kinds(args),
         rate=args.rate,

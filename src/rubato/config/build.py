@@ -5,11 +5,9 @@ Simulations use this module, too, so it needs none of the server's libraries.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from math import isfinite
 from typing import Any, cast
 
@@ -18,20 +16,19 @@ from rubato.config.parts import Named
 from rubato.config.schema import Config, ConfigError
 from rubato.core.clock import Clock
 from rubato.core.did_you_mean import nearest
-from rubato.core.extras import MissingExtra
-from rubato.core.finite_settings import check_finite
 from rubato.core.interfaces import Assigner, Autoscaler, Engine, LatencyModel, LengthPredictor
-from rubato.core.length_prediction import DEFAULT_LENGTHS, PREDICTORS, Oracle
+from rubato.core.length_prediction import DEFAULT_LENGTHS, LENGTHS, PREDICTORS
 from rubato.core.plan import Limits, Role
+from rubato.core.registry import Registry, construct, settings_of
 from rubato.engines import simulated
 from rubato.engines.simulated import Drafter, KVLink, drafter
 from rubato.fleet.autoscalers import AUTOSCALERS, PoolAutoscaler, ReplicaBounds
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import profiles
 from rubato.latency.model_base import with_defaults
-from rubato.latency.model_kinds import MODELS
+from rubato.latency.model_kinds import LATENCY_MODELS
 from rubato.latency.with_drafter import WithDrafter, WithLearntDrafter
-from rubato.policies import default_lengths, load, router_for
+from rubato.policies import default_lengths, load
 from rubato.policy_kit.fair_share import FairShare
 
 REAL_ENGINE_SETTINGS = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # a simulation ignores them
@@ -45,49 +42,56 @@ SIMULATED_LIMITS = {
 }
 # `max_in_flight: auto` allows this many batches of every replica, and at least this many requests.
 BATCHES_IN_FLIGHT, MIN_IN_FLIGHT = 4, 256
-# Drafters of real tokens, name -> module and class; imported only when an engine is built, since they need PyTorch.
-DRAFTERS = {
-    "suffix": ("rubato_torch.drafters.suffix", "SuffixDrafter"),
-    "model": ("rubato_torch.model_drafter", "ModelDrafter"),
-}
+# Drafters of real tokens; imported only when an engine is built, since they need PyTorch.
+DRAFTERS = Registry(
+    "drafter", "Drafter",
+    {"suffix": "rubato_torch.drafters.suffix:SuffixDrafter", "model": "rubato_torch.model_drafter:ModelDrafter"},
+    ("draft", "verified", "forget"),
+)  # fmt: skip
+_ENGINES = {m.name: f"rubato.engines.{m.name}" for m in pkgutil.iter_modules(engines.__path__)}
+ENGINES = Registry("engine", "Engine", _ENGINES, ("supports", "add", "execute", "forget"))
+AFFINE = Named(name="affine")  # where no latency model is configured
 
 
 def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
-    """`engine.kind` is a module of `rubato.engines`, or any other, with a class `Engine`.
+    """The engine of `engine.kind`: one of `rubato.engines`, or the class `Engine` of the user's own module.
 
     Its constructor gets what it has parameters for: `model`, `clock`, `latency`, `limits` and `seed`, and the settings;
     `drafter` is made by `drafter_of` or, for an engine that is not simulated, `token_drafter_of`. Raises ConfigError.
     """
-    cls = _engine_class(config.engine.name)
-    settings = dict(config.engine.settings)
-    takes = inspect.signature(cls).parameters
+    name, settings = config.engine.name, dict(config.engine.settings)
+    takes = inspect.signature(ENGINES.class_of(name)).parameters
+    parameters: dict[str, Any] = {"clock": clock}
+    if "model" in takes and config.model is not None and "model" not in settings:
+        parameters["model"] = config.model
+    elif "model" in takes and config.model is None and takes["model"].default is inspect.Parameter.empty:
+        raise ConfigError(f"model: engine {name!r} needs one; set model to its path or name")
     if "limits" in takes:
-        settings = {name: value for name, value in settings.items() if name not in SIMULATED_LIMITS}
-        settings["limits"] = Limits(**simulation_limits(config))
-    given: dict[str, Any] = {"clock": clock}
-    if config.model is not None:
-        given["model"] = config.model
-    elif "model" in takes and takes["model"].default is inspect.Parameter.empty:
-        raise ConfigError(f"model: engine {config.engine.name!r} needs one; set model to its path or name")
+        parameters["limits"] = Limits(**simulation_limits(config))
+        settings = {key: value for key, value in settings.items() if key not in SIMULATED_LIMITS}
     if "latency" in takes:
-        given["latency"] = latency_of(config)
-    settings = {**{name: value for name, value in given.items() if name in takes}, **settings}
-    if "seed" in takes:
-        settings["seed"] = settings.get("seed", 0) + replica
+        parameters["latency"] = latency_of(config)
+    if "seed" in takes and type(seed := settings.get("seed", 0)) is int:
+        settings["seed"] = seed + replica
     if "drafter" in takes:
-        settings["drafter"] = drafter_of(config) if _is_simulated(config) else token_drafter_of(config)
-        if settings["drafter"] is None and "draft" in load(config.policy.name, config.policy.settings).needs:
-            such = "{alpha: 0.7}, right 7 times of 10" if _is_simulated(config) else "suffix"
-            raise ConfigError(
-                f"policy {config.policy.name!r} needs draft, and engine {config.engine.name!r} was given no drafter: "
-                f"set engine.drafter, such as engine.drafter: {such}"
-            )
+        parameters["drafter"] = _drafter_for_policy(config)
+        settings.pop("drafter", None)
     if "link" in takes:
-        settings["link"] = link_of(config)
-    extra = list(SIMULATED_LIMITS) if "limits" in takes else []
-    hidden = {"clock", "latency", "limits", "lengths"}
-    known = [name for name in takes if name not in hidden] + extra
-    return cast(Engine, _construct_checked(f"engine {config.engine.name!r}", cls, settings, known))
+        parameters["link"] = link_of(config)
+        settings.pop("link", None)
+    return cast(Engine, ENGINES.build(name, settings, **{key: parameters[key] for key in parameters if key in takes}))
+
+
+def _drafter_for_policy(config: Config) -> object | None:
+    """The engine's drafter. Raises ConfigError where there is none and the policy needs drafts."""
+    built = drafter_of(config) if _is_simulated(config) else token_drafter_of(config)
+    if built is None and "draft" in load(config.policy.name, config.policy.settings).needs:
+        such = "{alpha: 0.7}, right 7 times of 10" if _is_simulated(config) else "suffix"
+        raise ConfigError(
+            f"policy {config.policy.name!r} needs draft, and engine {config.engine.name!r} was given no drafter: "
+            f"set engine.drafter, such as engine.drafter: {such}"
+        )
+    return built
 
 
 def simulation_limits(config: Config) -> dict[str, int]:
@@ -126,7 +130,7 @@ def drafter_of(config: Config) -> Drafter | None:
             f"engine.drafter is {asked!r}: give the name of a profile, such as opt-125m-a100-40g, or alpha, how often "
             "it is right, of a drafter that costs nothing"
         )
-    if name is not None and (name in DRAFTERS or ("." in name and not _is_profile(name))):
+    if name is not None and (name in DRAFTERS.packaged or ("." in name and not _is_profile(name))):
         raise ConfigError(
             f"engine.drafter {name!r} drafts real tokens, which a simulation does not have: say how often it is right "
             "(at no cost), such as --set 'engine.drafter={alpha: 0.5}', or simulate without it, --set "
@@ -148,16 +152,9 @@ def token_drafter_of(config: Config) -> object | None:
     if name is None or _is_profile(name):
         raise ConfigError(
             f"engine.drafter is {asked!r}, which is for simulated engines: engine {config.engine.name!r} drafts with "
-            f"{', '.join(DRAFTERS)}, or a module of yours with a class Drafter"
+            f"{', '.join(DRAFTERS.packaged)}, or a module of yours with a class Drafter"
         )
-    module, of = DRAFTERS.get(name, (name, "Drafter"))
-    if "." not in module:
-        raise ConfigError(f"engine.drafter: unknown drafter {name!r}{nearest(name, DRAFTERS)}")
-    cls = _class("engine.drafter", module, of, {})
-    made = _construct_checked(f"engine.drafter {name!r}", cls, settings, list(inspect.signature(cls).parameters))
-    if lacking := [part for part in ("draft", "verified", "forget") if not callable(getattr(made, part, None))]:
-        raise ConfigError(f"engine.drafter: class Drafter of {name} lacks {', '.join(lacking)}")
-    return made
+    return cast(object, DRAFTERS.build(name, settings))
 
 
 def _split_drafter(asked: object) -> tuple[str | None, dict[str, Any]]:
@@ -175,16 +172,15 @@ def _is_profile(name: str) -> bool:
 
 
 def _is_simulated(config: Config) -> bool:
-    return issubclass(_engine_class(config.engine.name), simulated.Engine)
+    return issubclass(ENGINES.class_of(config.engine.name), simulated.Engine)
 
 
 def link_of(config: Config) -> KVLink:
     """The cost of moving KV to a simulated engine (`engine.link`). Raises ConfigError."""
     asked = config.engine.settings.get("link", {})
-    known = [f.name for f in fields(KVLink)]
     if not isinstance(asked, Mapping):
-        raise ConfigError(f"engine.link is {asked!r}: give {', '.join(known)}")
-    return cast(KVLink, _construct_checked("engine.link", KVLink, asked, known))
+        raise ConfigError(f"engine.link is {asked!r}: give {', '.join(settings_of(KVLink))}")
+    return cast(KVLink, construct("engine.link", KVLink, asked))
 
 
 def believed_latency_of(config: Config) -> LatencyModel:
@@ -198,31 +194,26 @@ def believed_latency_of(config: Config) -> LatencyModel:
 
 
 def latency_of(config: Config) -> LatencyModel:
-    """The model of `latency.kind`: a name in `MODELS`, or any module with a class `Model`. The default is `affine`,
-    which begins with a guess and learns from each step.
+    """The model of `latency.kind`: one of `MODELS`, or the class `Model` of the user's own module. The default is
+    `affine`, which begins with a guess and learns from each step.
 
     A `Model` needs step_time, largest_chunk, fit and update; `latency.model_base` adds the rest of a `LatencyModel`.
     Raises ConfigError.
     """
-    named = config.latency or Named(name="affine")
-    cls = _class("latency", named.name, "Model", MODELS)
-    model = _construct_checked(f"latency {named.name!r}", cls, named.settings, list(inspect.signature(cls).parameters))
-    try:
-        return with_defaults(model)
-    except TypeError as error:
-        raise ConfigError(f"latency: {error}") from error
+    named = config.latency or AFFINE
+    return with_defaults(LATENCY_MODELS.build(named.name, named.settings))
 
 
 def guessed_settings(config: Config) -> list[str]:
     """Names of `latency` settings that are not given and whose defaults are guesses (`GUESSED` of the model). A live
     server learns them; a simulation would take the guess for the truth."""
-    named = config.latency or Named(name="affine")
-    model = _class("latency", named.name, "Model", MODELS)
-    return [name for name in getattr(model, "GUESSED", ()) if name not in named.settings]
+    named = config.latency or AFFINE
+    guessed = getattr(LATENCY_MODELS.class_of(named.name), "GUESSED", ())
+    return [name for name in guessed if name not in named.settings]
 
 
 def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None) -> LengthPredictor | None:
-    """The length predictor of `lengths.kind`: one of `PREDICTORS`, or a dotted module with a class `Lengths`.
+    """The length predictor of `lengths.kind`: one of `PREDICTORS`, or the class `Lengths` of the user's own module.
 
     The default is the policy's (`policies.default_lengths`); if it has none, `DEFAULT_LENGTHS` where a request may have
     an e2e SLO. None where `lengths` is null and the policy has none.
@@ -239,17 +230,13 @@ def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None)
         if usual is None and "lengths" not in config.model_fields_set and _may_have_e2e(config):
             usual = DEFAULT_LENGTHS
         return None if usual is None else PREDICTORS[usual]()
-    name, settings = config.lengths.name, dict(config.lengths.settings)
-    if name == "oracle":
-        if truth is None:
-            raise ConfigError(
-                f"lengths: the oracle knows simulated requests only; serve with {' or '.join(PREDICTORS)}"
-            )
-        settings = {"truth": {id: sum(outputs) for id, outputs in truth.items()}, **settings}
-        return cast(LengthPredictor, _construct_checked("lengths 'oracle'", Oracle, settings, ["noise"]))
-    cls = _class("lengths", name, "Lengths", {"oracle": Oracle, **PREDICTORS})
-    known = [name for name in inspect.signature(cls).parameters if not name.startswith("_")]
-    return cast(LengthPredictor, _construct_checked(f"lengths {name!r}", cls, settings, known))
+    name, settings = config.lengths.name, config.lengths.settings
+    if name != "oracle":
+        return cast(LengthPredictor, LENGTHS.build(name, settings))
+    if truth is None:
+        raise ConfigError(f"lengths: the oracle knows simulated requests only; serve with {' or '.join(PREDICTORS)}")
+    outputs = {id: sum(outputs) for id, outputs in truth.items()}
+    return cast(LengthPredictor, LENGTHS.build(name, settings, truth=outputs))
 
 
 def _may_have_e2e(config: Config) -> bool:
@@ -259,15 +246,11 @@ def _may_have_e2e(config: Config) -> bool:
 
 
 def autoscaler_of(config: Config) -> Autoscaler | None:
-    """The autoscaler of `autoscale.kind`: one of `AUTOSCALERS`, or a dotted module with a class `Autoscaler`; None
+    """The autoscaler of `autoscale.kind`: a packaged one, or the class `Autoscaler` of the user's own module; None
     where the fleet does not scale. Raises ConfigError, also for `pool` with a policy that keeps no pool."""
     if config.autoscale is None:
         return None
-    name, settings = config.autoscale.name, config.autoscale.settings
-    cls = _class("autoscale", name, "Autoscaler", AUTOSCALERS)
-    made = _construct_checked(f"autoscale {name!r}", cls, settings, list(inspect.signature(cls).parameters))
-    if lacking := [part for part in ("observe", "scale") if not callable(getattr(made, part, None))]:
-        raise ConfigError(f"autoscale: class Autoscaler of {name} lacks {', '.join(lacking)}")
+    made = AUTOSCALERS.build(config.autoscale.name, config.autoscale.settings)
     if isinstance(made, ReplicaBounds) and not made.min <= config.replicas <= made.max:
         raise ConfigError(
             f"replicas is {config.replicas}: give as many as there are to be at the start, from autoscale.min, "
@@ -279,8 +262,7 @@ def autoscaler_of(config: Config) -> Autoscaler | None:
 
 def _check_roles(config: Config, made: Any) -> None:
     """Raises ConfigError where the router needs a fixed fleet, or `pool` is asked for and the router keeps none."""
-    policy, router = config.policy, config.router
-    routes = router_for(policy.name, router.name, router.settings, policy.settings)
+    policy, (_, routes) = config.policy, choice_of(config).build()
     roles = _roles(routes, config.replicas).values() if isinstance(routes, Assigner) else ()
     pooled = bool(roles) and all(role.kind == "best_effort" for role in roles)
     if isinstance(made, PoolAutoscaler) and not pooled:
@@ -305,49 +287,11 @@ def _roles(router: Assigner, replicas: int) -> Mapping[str, Role]:
         raise ConfigError(f"autoscale: with {replicas} replicas, {e}") from e
 
 
-def _engine_class(kind: str) -> Any:
-    known = {module.name: f"rubato.engines.{module.name}" for module in pkgutil.iter_modules(engines.__path__)}
-    return _class("engine", known.get(kind, kind), "Engine", known)
-
-
-def _class(what: str, kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    """The class of `kind` in `known`, or the class `name` of the dotted module `kind`. Raises ConfigError for a module
-    that cannot be imported or has no such class."""
-    if kind in known:
-        return known[kind]
-    if "." not in kind:
-        raise ConfigError(f"{what}: unknown kind {kind!r}{nearest(kind, known)}")
-    try:
-        module = importlib.import_module(kind)
-    except MissingExtra as error:
-        raise ConfigError(f"{what}: {error}") from error
-    except ImportError as error:
-        raise ConfigError(f"{what}: {kind} cannot be imported ({error})") from error
-    if not hasattr(module, name):
-        raise ConfigError(f"{what}: {kind} has no class {name}")
-    return getattr(module, name)
-
-
-def _construct_checked(what: str, cls: Any, settings: Mapping[str, Any], known: list[str]) -> object:
-    for key in settings:
-        if key not in inspect.signature(cls).parameters:
-            raise ConfigError(f"{what} has no setting {key!r}{nearest(key, known)}")
-    try:
-        check_finite(settings, cls)
-        return cls(**settings)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what}: {error}") from error
-
-
 def check_names(config: Config) -> None:
     """Raises ConfigError where the policy or its router names a tier that does not exist, and PolicyError as `load`."""
-    policy, router = config.policy, config.router
-    parts = {
-        "policy": load(policy.name, policy.settings),
-        "router": router_for(policy.name, router.name, router.settings, policy.settings),
-    }
+    scheduler, router = choice_of(config).build()
     known = config.tier_names
-    for part, built in parts.items():
+    for part, built in (("policy", scheduler), ("router", router)):
         for tier in getattr(built, "tier_names", ()):
             if tier not in known:
                 raise ConfigError(f"{part}: its settings name {tier!r}, not among the tiers{nearest(tier, known)}")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import os
+from collections.abc import Collection
 from typing import Any
 
-from rubato.config.parts import Named
 from rubato.config.schema import Config, ConfigError, load
 from rubato.core.did_you_mean import nearest
 from rubato.core.length_prediction import PREDICTORS
-from rubato.engines.vllm.settings import Settings, settings_of
+from rubato.engines.vllm.settings import PREFIX, Settings, settings_of
 
 # Settings that vLLM's own flags decide, or that its server cannot have.
 VLLM_OWNED = frozenset(
@@ -26,40 +25,38 @@ VLLM_OWNED = frozenset(
 def load_for_vllm(additional: object) -> tuple[Settings, Config]:
     """The plug-in's settings from vLLM's `additional_config`, completed from the file that it names.
 
-    Raises ConfigError (ValueError) as `config.schema.load`, and for settings that do not work inside vLLM.
+    Raises ConfigError for settings that are unknown, impossible, or do not work inside vLLM.
     """
     settings = settings_of(additional)
     if not settings.config:
         return settings, Config()
-    config = load(settings.config)
-    given = config.model_fields_set
-    said = additional.get("rubato", {}) if isinstance(additional, Mapping) else {}
-    fill: dict[str, Any] = {}
-    if "policy" in given and "policy" not in said:
-        fill.update(policy=config.policy.name, settings={**config.policy.settings, **said.get("settings", {})})
-    if config.latency is not None and "latency" not in said:
-        fill["latency"] = latency_in_vllm(config.latency)
-    if "lengths" in given and "lengths" not in said:
-        fill["lengths"] = lengths_in_vllm(config)
-    if "slo_rule" in given and "slo_rule" not in said:
-        fill["slo_rule"] = config.slo_rule
-    return replace(settings, **fill), config
+    config, said = load(settings.config), settings.model_dump(exclude_unset=True)
+    given = settings_inside_vllm(config, said)
+    own = {**given["settings"], **settings.settings} if "policy" not in said else settings.settings
+    return Settings.of({**given, **said, "settings": own}, PREFIX), config
 
 
-def latency_in_vllm(latency: Named) -> Mapping[str, Any]:
-    """The coefficients of the latency model. Raises ConfigError for any model but affine."""
-    if latency.name != "affine":
+def settings_inside_vllm(config: Config, replaced: Collection[str] = ()) -> dict[str, Any]:
+    """The plug-in's settings that a configuration implies, but for `latency` and `lengths` among those in `replaced`.
+    Raises ConfigError for a latency model that is not affine, and for a predictor with settings or of a module."""
+    name, lengths = config.policy.name, config.lengths
+    latency = None if "latency" in replaced else config.latency
+    has_lengths = "lengths" in config.model_fields_set and "lengths" not in replaced
+    given: dict[str, Any] = {
+        "policy": os.path.abspath(name) if name.endswith(".py") else name,  # the server may run in another folder
+        "settings": dict(config.policy.settings),
+        "slo_rule": config.slo_rule,
+    }
+    if latency is not None and latency.name != "affine":
         raise ConfigError(f"latency: inside vLLM the model is affine, and {latency.name!r} is asked for")
-    return latency.settings
-
-
-def lengths_in_vllm(config: Config) -> str | None:
-    """The name of the length predictor. Raises ConfigError for one with settings, or of a module."""
-    lengths = config.lengths
-    if lengths is not None and (lengths.name not in PREDICTORS or lengths.settings):
+    if latency is not None:
+        given["latency"] = dict(latency.settings)
+    if has_lengths and lengths is not None and (lengths.name not in PREDICTORS or lengths.settings):
         close = nearest(lengths.name, PREDICTORS)
         raise ConfigError(f"lengths: inside vLLM a predictor without settings, not {lengths!r}{close}")
-    return None if lengths is None else lengths.name
+    if has_lengths:
+        given["lengths"] = None if lengths is None else lengths.name
+    return given
 
 
 def ignored_settings(config: Config) -> list[str]:

@@ -6,18 +6,20 @@ Types and bounds are pydantic's, texts those of docstrings (`core/setting_texts.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rubato import policies
 from rubato.config.build import SIMULATED_LIMITS
-from rubato.config.parts import PARTS, StrictSettings
+from rubato.config.parts import PARTS
 from rubato.config.schema import Config
 from rubato.config.vllm_server import VllmServers
+from rubato.core import registry
 from rubato.core.length_prediction import PREDICTORS
+from rubato.core.registry import Registry
 from rubato.core.setting_texts import Setting, setting_texts, settings_of
+from rubato.core.strict_settings import StrictSettings
 from rubato.engines import simulated
 from rubato.fleet.autoscalers import AUTOSCALERS
 from rubato.latency.model_kinds import MODELS
@@ -45,12 +47,10 @@ Choices = Mapping[str, tuple[Setting, ...]]  # the packaged names, with the sett
 def choices() -> dict[str, Choices]:
     """The packaged choices of `policy`, `router`, `engine`, `latency`, `lengths`, `autoscale` and `fleet`, each with
     its settings. Engine `torch` has none here: reading them would import PyTorch."""
-    kinds = {(name, kind.title()) for name, kind, *_ in policies.describe()}
     parts: dict[str, dict[str, tuple[Setting, ...]]] = {"policy": {}, "router": {"auto": ()}}
-    for name, kind in sorted(kinds):
-        build: Callable[[str], object] = policies.load if kind == "Scheduler" else policies.load_router
-        cls = type(build(name))
-        parts["policy" if kind == "Scheduler" else "router"][name] = policy_settings(cls, kind)
+    for name, kind, *_ in sorted(policies.describe()):
+        part = policies.SCHEDULERS if kind == "scheduler" else policies.ROUTERS
+        parts[part.part][name] = policy_settings(part.class_of(name), part)
     engine = settings_of(simulated.Engine, {"noise": 0.0, "seed": 0, "drafter": None, "link": {}, "start_seconds": 0.0})
     limits = tuple(Setting(name, default, LIMIT_TEXTS[name]) for name, default in SIMULATED_LIMITS.items())
     return {
@@ -58,31 +58,21 @@ def choices() -> dict[str, Choices]:
         "engine": {"torch": (), "simulated": limits + engine, "vllm": of_signature(VllmServers)},
         "latency": {name: of_signature(model, model.SETTINGS) for name, model in MODELS.items()},
         "lengths": {name: of_signature(predictor) for name, predictor in PREDICTORS.items()},
-        "autoscale": {name: of_signature(scaler) for name, scaler in AUTOSCALERS.items()},
+        "autoscale": {name: of_signature(scaler) for name, scaler in AUTOSCALERS.packaged.items()},
         "fleet": {"local": (), "ray": tuple(Setting(name, None, text) for name, text in RAY_TEXTS.items())},
     }
 
 
-def policy_settings(cls: Any, kind: str) -> tuple[Setting, ...]:
-    """The settings of a policy's class. kind: `Scheduler` or `Router`."""
-    found = settings_of(cls, policies.settings_of(cls, kind))
+def policy_settings(cls: Any, kind: Registry) -> tuple[Setting, ...]:
+    """The settings of a policy's class."""
+    found = settings_of(cls, kind.settings_of(cls))
     return tuple(each if each.text else replace(each, text=ROUTER_TEXTS.get(each.name, "")) for each in found)
 
 
-def of_signature(kind: Any, names: Iterable[str] | None = None) -> tuple[Setting, ...]:
+def of_signature(builder: Any, names: Iterable[str] | None = None) -> tuple[Setting, ...]:
     """The parameters of a class or a function as settings; only those in `names` where it is given."""
-    parameters = inspect.signature(kind).parameters
-    named = parameters if names is None else names
-    defaults = {name: _default(kind, parameters[name]) for name in named}
-    return settings_of(kind, defaults)
-
-
-def _default(kind: Any, parameter: inspect.Parameter) -> object:
-    if is_dataclass(kind):
-        made = {f.name: f.default_factory for f in fields(kind) if callable(f.default_factory)}
-        if parameter.name in made:
-            return made[parameter.name]()
-    return None if parameter.default is inspect.Parameter.empty else parameter.default
+    defaults = registry.settings_of(builder)
+    return settings_of(builder, {name: defaults[name] for name in (defaults if names is None else names)})
 
 
 def json_schema() -> dict[str, Any]:

@@ -23,9 +23,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from rubato.config.parts import StrictSettings, TierSettings
+from rubato.config.parts import TierSettings
 from rubato.config.yaml_text import parse_yaml
 from rubato.core.did_you_mean import nearest
+from rubato.core.strict_settings import StrictSettings
 from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
 from rubato.workloads.request_kinds import Kind, Range, chat, code, summary
 

@@ -12,20 +12,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
+from rubato.core.registry import ConfigError
 from rubato.core.request import MAX_SLO_MS, MIN_SLO_MS, SLO, OnDecline
 from rubato.core.server_url import server_base_url
-
-
-class ConfigError(ValueError):
-    """A setting that is unknown or impossible; the message names it, and what would do."""
-
-
-class StrictSettings(BaseModel):
-    """Settings of which every name and type must be right."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+from rubato.core.strict_settings import StrictSettings
 
 
 class Named(StrictSettings):

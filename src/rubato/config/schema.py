@@ -16,11 +16,11 @@ never in an error: what was given for a tenant, for servers or for TLS is not re
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from rubato.config.parts import (
     PARTS,
@@ -28,31 +28,30 @@ from rubato.config.parts import (
     LogSettings,
     Named,
     ServerSettings,
-    StrictSettings,
     TenantSettings,
     TierSettings,
     TLSSettings,
 )
-from rubato.config.parts import ConfigError as ConfigError
 from rubato.config.yaml_text import parse_yaml
 from rubato.core.did_you_mean import nearest
+from rubato.core.registry import ConfigError as ConfigError
 from rubato.core.request import MAX_SLO_S
 from rubato.core.server_url import check_url
-from rubato.core.slo import SLO_RULES
+from rubato.core.strict_settings import StrictSettings
 
 
 class Config(StrictSettings):
     """Everything that a server, a gateway or a simulation needs.
 
     model: a local Hugging Face folder, a GGUF file or `bundled`; null = the engine's. served_model_name: the model's
-    name for clients; null = the model's own. engine: what runs the model, `torch`, `simulated`, `vllm` (servers on Ray)
-    or a dotted module, with its settings. servers: URLs of OpenAI-compatible servers; with any of them this is a
-    gateway. replicas: engines at the start. autoscale: adds and drains replicas while requests are served, `attainment`
-    or `pool`; null = never. fleet: where replicas run, `local` (in this process) or `ray` (an actor each). policy: the
-    scheduling policy, a name, a file.py or a dotted module, with its settings. router: the routing policy, likewise;
-    `auto` = the policy's own, or `least_loaded`. latency: the model of step times, with its settings; null = `affine`,
-    which learns them. lengths: the predictor of output lengths; left out = the policy's own, or `running_mean` where a
-    request may have an e2e; null = the policy's own, or none.
+    name for clients; null = the model's own. engine: what runs the model, `torch`, `simulated`, `vllm` (servers on
+    Ray), a file.py or a dotted module, with its settings. servers: URLs of OpenAI-compatible servers; with any of them
+    this is a gateway. replicas: engines at the start. autoscale: adds and drains replicas while requests are served,
+    `attainment`, `pool`, a file.py or a dotted module; null = never. fleet: where replicas run, `local` (in this
+    process) or `ray` (an actor each). policy: the scheduling policy, a name, a file.py or a dotted module, with its
+    settings. router: the routing policy, likewise; `auto` = the policy's own, or `least_loaded`. latency: the model of
+    step times, likewise; null = `affine`, which learns them. lengths: the predictor of output lengths, likewise; left
+    out = the policy's own, or `running_mean` where a request may have an e2e; null = the policy's own, or none.
 
     tiers: named SLOs, which a request asks for by `service_tier`; OpenAI's auto, default, priority and flex are always
     known: flex is best effort unless it is configured, the others are the default_tier. default_tier: the tier of a
@@ -76,6 +75,8 @@ class Config(StrictSettings):
     null = no spans.
     """
 
+    PARTS: ClassVar[Mapping[str, type[StrictSettings]]] = PARTS
+    SECRET: ClassVar[Collection[str]] = ("tenants", "servers", "tls")
     model: str | None = None
     served_model_name: str | None = None
     engine: Named = Named(name="torch")
@@ -180,10 +181,7 @@ def load(
             raise ConfigError(f"override {path!r}: write it as setting=value, such as policy.safety_margin=0.2")
         words = path.split(".")
         _set(tree, words, text if text and _is_text(words) else parse_yaml(text, f"override of {path}"))
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(tree, details) for details in error.errors(include_url=False))) from None
+    return Config.of(tree)
 
 
 def _tree(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -228,21 +226,3 @@ def _set(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
         tree.pop("kind", None)
         tree.pop("name", None)
     tree[path[-1]] = value
-
-
-def _sentence(tree: Mapping[str, Any], details: Any) -> str:
-    where = ".".join(str(part) for part in details["loc"])
-    message: str = details["msg"].removeprefix("Value error, ")
-    if details["type"] == "extra_forbidden":
-        group = PARTS[str(details["loc"][0])] if len(details["loc"]) > 1 else Config
-        return f"{where}: unknown setting{nearest(str(details['loc'][-1]), group.model_fields)}"
-    if not where:
-        return message
-    if details["type"] == "literal_error" and where == "slo_rule":
-        return f"slo_rule: unknown rule {details['input']!r}{nearest(str(details['input']), SLO_RULES)}"
-    if details["type"] == "tuple_type":
-        message = "give a list"
-    secret = details["loc"][0] == "tls" or "keys" in details["loc"]
-    secret = secret or (details["loc"][0] in ("tenants", "servers") and not isinstance(details["input"], int | float))
-    shown = "" if details["type"] == "value_error" or secret else f", got {details['input']!r:.80}"
-    return f"{where}: {message}{shown}"

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 from uuid import uuid4
 
+from pydantic import Field, field_validator
+
 from rubato.config.build import choice_of
-from rubato.config.for_vllm import latency_in_vllm, lengths_in_vllm
+from rubato.config.for_vllm import settings_inside_vllm
 from rubato.config.schema import Config, ConfigError
-from rubato.core.did_you_mean import nearest
-from rubato.engines.vllm.settings import settings_of
+from rubato.core.strict_settings import StrictSettings
+from rubato.engines.vllm.settings import Settings
 from rubato.fleet.server_actor import ServerCommand
-from rubato.policies import load, router_for
 
 KV_FLAG = "--kv-transfer-config"
 KV_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
@@ -38,53 +37,34 @@ RESERVED_FLAGS = {  # vLLM's flags that follow from the configuration: what to d
 }
 
 
-@dataclass(frozen=True)
-class VllmServers:
-    """args: vLLM's own flags. tensor_parallel_size: GPUs of one server. python: the interpreter of vLLM's environment,
-    on each node; with Rubato installed. env: environment variables. plugin: settings of the plug-in, but for the
-    policy's. start_seconds: in which a server must serve. Raises ConfigError for what cannot be."""
+class VllmServers(StrictSettings):
+    """Settings of engine `vllm`.
 
-    args: Sequence[str] = ()
-    tensor_parallel_size: int = 1
-    python: str = sys.executable
-    env: Mapping[str, str] = field(default_factory=dict)
-    plugin: Mapping[str, Any] = field(default_factory=dict)
-    start_seconds: float = 900.0
+    args: vLLM's own flags. tensor_parallel_size: GPUs of one server. python: the interpreter of vLLM's environment, on
+    each node; with Rubato installed. env: environment variables. plugin: settings of the plug-in, but for the policy's.
+    start_seconds: in which a server must serve.
+    """
 
+    SECRET: ClassVar[Collection[str]] = ("args", "env")
+    args: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    python: str = Field(default=sys.executable, min_length=1)
+    env: Mapping[str, str] = {}
+    plugin: Mapping[str, Any] = {}
+    start_seconds: float = Field(default=900.0, gt=0)
+
+    @field_validator("args")
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> VllmServers:
-        known = [each.name for each in fields(cls)]
-        for name in settings:
-            if name not in known:
-                raise ConfigError(f"engine 'vllm' has no setting {name!r}{nearest(name, known)}")
-        return cls(**settings)
-
-    def __post_init__(self) -> None:
-        args = self.args
-        if isinstance(args, str) or not isinstance(args, Sequence) or not all(isinstance(a, str) for a in args):
-            raise ConfigError("engine.args: give a list of vLLM's flags, such as ['--max-model-len=4096']")
-        for word in args:
-            flag = word.partition("=")[0]
+    def _check_flags(cls, args: Sequence[str]) -> Sequence[str]:
+        for flag in (word.partition("=")[0] for word in args):
             if flag in RESERVED_FLAGS:
-                raise ConfigError(f"engine.args: leave {flag} out: {RESERVED_FLAGS[flag]}")
-        if type(self.tensor_parallel_size) is not int or self.tensor_parallel_size < 1:
-            raise ConfigError(
-                f"engine.tensor_parallel_size is {self.tensor_parallel_size!r}: give a number of GPUs, 1 or more"
-            )
-        if not isinstance(self.python, str) or not self.python:
-            raise ConfigError(f"engine.python is {self.python!r}: give the path of an interpreter")
-        if not isinstance(self.env, Mapping) or not all(isinstance(v, str) for v in self.env.values()):
-            raise ConfigError("engine.env: give environment variables, each a string")
-        if not isinstance(self.plugin, Mapping):
-            raise ConfigError(f"engine.plugin is {self.plugin!r}: give settings of the plug-in, such as stand_aside")
-        seconds = self.start_seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise ConfigError(f"engine.start_seconds is {seconds!r}: give a number of seconds above 0")
+                raise ValueError(f"leave {flag} out: {RESERVED_FLAGS[flag]}")
+        return args
 
 
 def vllm_command(config: Config) -> tuple[ServerCommand, str]:
     """The command that starts one vLLM server, and its API key: `engine.env`'s or a new one. Raises ConfigError."""
-    servers = VllmServers.of(config.engine.settings)
+    servers = VllmServers.of(config.engine.settings, "engine.")
     if config.model is None or config.model == "bundled":
         raise ConfigError(
             "model: engine 'vllm' needs a Hugging Face name or a folder (`bundled` is of engine torch): give it after "
@@ -117,28 +97,15 @@ def vllm_command(config: Config) -> tuple[ServerCommand, str]:
 
 def moves_kv(config: Config) -> bool:
     """Whether the policy or its router moves KV from server to server. Raises ConfigError and PolicyError."""
-    choice = choice_of(config)
-    scheduler = load(choice.policy, choice.settings)
-    router = router_for(choice.policy, choice.router, choice.router_settings, choice.settings)
+    scheduler, router = choice_of(config).build()
     return "kv_transfer" in scheduler.needs | router.needs
 
 
 def plugin_settings(config: Config, more: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the plug-in in each server (`engines.vllm.settings`). more: further settings, `engine.plugin`.
     Raises ConfigError."""
-    name, latency = config.policy.name, config.latency
-    if name.endswith(".py"):
-        name = os.path.abspath(name)
-    plugin: dict[str, Any] = {"policy": name, "settings": dict(config.policy.settings), "slo_rule": config.slo_rule}
-    if latency is not None:
-        plugin["latency"] = dict(latency_in_vllm(latency))
-    if "lengths" in config.model_fields_set:
-        plugin["lengths"] = lengths_in_vllm(config)
+    plugin = settings_inside_vllm(config)
     if twice := [key for key in more if key in (*plugin, "link")]:
         raise ConfigError(f"engine.plugin: {twice[0]} follows from the rest of the configuration; leave it out here")
-    plugin = {**plugin, **more, "link": {"host": "{host}"}}
-    try:
-        settings_of({"rubato": plugin})
-    except ValueError as error:
-        raise ConfigError(f"engine.plugin: {error}") from error
-    return plugin
+    Settings.of({**plugin, **more}, "engine.plugin.")
+    return {**plugin, **more, "link": {"host": "{host}"}}

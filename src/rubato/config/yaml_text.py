@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from rubato.config.parts import ConfigError
+from rubato.core.registry import ConfigError
 
 
 def parse_yaml(text: str | bytes, where: str) -> Any:

@@ -23,6 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from rubato.core.interfaces import LengthPredictor
+from rubato.core.registry import Registry
 from rubato.core.request import Request
 
 MAX_LENGTHS = 1024  # of finished requests that are remembered for each class
@@ -361,3 +362,6 @@ class Oracle:
 
     def learn(self, request: Request, output: int) -> None:
         self._true_lengths.pop(request.id, None)
+
+
+LENGTHS = Registry("length predictor", "Lengths", {"oracle": Oracle, **PREDICTORS}, ("remaining", "learn"))

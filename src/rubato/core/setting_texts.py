@@ -1,5 +1,5 @@
-"""Reads the text of each setting from a class's docstring: `name (allowed): text`, a line each below `Args:`, or
-`name: text. name, name: text.` within a paragraph."""
+"""Reads the text of each setting from a class's docstring: `name: text` or `name (allowed): text`, a line each
+below `Args:`, or `name: text. name, name: text.` within a paragraph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ARGUMENTS = "\nArgs:\n"
-ARGUMENT = re.compile(r"^    (\w+) \((.+?)\): (.*?)(?=^    \w+ \(|^\S|\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
+ARGUMENT = re.compile(r"^    ([\w, ]+?)(?: \((.+?)\))?: (.*?)(?=^    \S|^\S|\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ def settings_of(kind: Any, defaults: Mapping[str, object]) -> tuple[Setting, ...
 
 
 def arguments_of(docstring: str | None) -> dict[str, tuple[str, str]]:
-    """Returns name -> (allowed, text) from the lines `name (allowed): text` below `Args:`."""
+    """Returns name -> (allowed, text) from the lines below `Args:`; "" where a line has none allowed."""
     below = inspect.cleandoc(docstring or "").partition(ARGUMENTS)[2]
-    return {name: (allowed, " ".join(text.split())) for name, allowed, text in ARGUMENT.findall(below)}
+    found = ARGUMENT.findall(re.split(r"^\S", below, maxsplit=1, flags=re.MULTILINE)[0])
+    return {name: (allowed, " ".join(text.split())) for names, allowed, text in found for name in names.split(", ")}
 
 
 def setting_texts(docstring: str | None, settings: Collection[str]) -> dict[str, str]:
@@ -46,11 +47,11 @@ def setting_texts(docstring: str | None, settings: Collection[str]) -> dict[str,
         return {}
     name = "|".join(map(re.escape, sorted(settings, key=len, reverse=True)))
     head = re.compile(rf"(?:^|(?<=[.;] ))((?:{name})(?:(?:,| and) (?:{name}))*): ")
-    texts = {
-        name: text + (f"; in {allowed}" if allowed[0] in "[(" else f" ({allowed})")
-        for name, (allowed, text) in arguments_of(docstring).items()
-        if name in settings
-    }
+    texts: dict[str, str] = {}
+    for argument, (allowed, text) in arguments_of(docstring).items():
+        bounds = f"; in {allowed}" if allowed.startswith(("[", "(")) else f" ({allowed})" if allowed else ""
+        if argument in settings:
+            texts[argument] = text.rstrip(".") + bounds
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(docstring).partition(ARGUMENTS)[0]):
         words = " ".join(paragraph.split()).split(" Raises ")[0]
         heads = list(head.finditer(words))

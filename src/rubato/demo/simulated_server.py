@@ -25,7 +25,8 @@ from rubato.core.plan import NO_BATCH, Sample
 from rubato.core.server_url import host_in_url
 from rubato.demo.simulated_api import CHAT, COMPLETIONS, SimulatedApi, SimulatedReply
 from rubato.demo.simulated_core import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PROFILE, SimulatedCore
-from rubato.engines.vllm.core_link import CoreLink, LinkSettings
+from rubato.engines.vllm.core_link import CoreLink
+from rubato.engines.vllm.settings import LinkSettings
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine, profiles
 from rubato.wire.messages import Report, decode_command

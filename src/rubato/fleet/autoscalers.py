@@ -11,6 +11,7 @@ from rubato.core.events import Event, Finished, Joined, Offered
 from rubato.core.infeasible import prefill_time
 from rubato.core.interfaces import Scaling, SeqView, View
 from rubato.core.plan import Shape
+from rubato.core.registry import Registry
 from rubato.core.request import Request
 from rubato.fleet.scaling import is_idle
 
@@ -252,4 +253,6 @@ def _late(waiting: Iterable[SeqView], view: View, start: float) -> Iterable[tupl
         yield seq, late
 
 
-AUTOSCALERS = {"pool": PoolAutoscaler, "attainment": AttainmentAutoscaler}
+AUTOSCALERS = Registry(
+    "autoscaler", "Autoscaler", {"pool": PoolAutoscaler, "attainment": AttainmentAutoscaler}, ("observe", "scale")
+)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
-from rubato.core.interfaces import Autoscaler
+from rubato.core.interfaces import Autoscaler, Router, Scheduler
 from rubato.core.replica_options import DEFAULT_OPTIONS, ReplicaOptions
 from rubato.policies import load, router_for
 from rubato.policy_kit.fair_share import FairShare
@@ -41,10 +41,14 @@ class PolicyChoice:
         return cls(*_parsed(own), *_parsed(other or router))
 
     def checked(self) -> PolicyChoice:
-        """Itself. Raises ValueError (PolicyError) for a policy, router or setting that is not there."""
-        load(self.policy, self.settings)
-        router_for(self.policy, self.router, self.router_settings, self.settings)
+        """Itself. Raises as `build`."""
+        self.build()
         return self
+
+    def build(self) -> tuple[Scheduler, Router]:
+        """A scheduler and the router. Raises ValueError (PolicyError) for what is not there."""
+        scheduler = load(self.policy, self.settings)
+        return scheduler, router_for(self.policy, self.router, self.router_settings, self.settings)
 
 
 def _words(name: str, settings: Mapping[str, object]) -> str:

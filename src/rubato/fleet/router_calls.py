@@ -10,6 +10,7 @@ from rubato.core.clock import PLAN, Clock, Handle
 from rubato.core.events import Event
 from rubato.core.interfaces import Assigner, Dispatch, Host, Router, SeqView, View
 from rubato.core.plan import Role
+from rubato.core.registry import name_of
 from rubato.policy_kit.candidates import Candidates
 from rubato.policy_kit.prefix_affinity import PrefixAffinity
 from rubato.replica.plan_check import PlanError, check_dispatch
@@ -31,7 +32,7 @@ class RouterCalls:
         policy_router = router
         while isinstance(policy_router, PrefixAffinity | Candidates):
             policy_router = policy_router.inner
-        self.policy = type(policy_router).__module__.removeprefix("rubato.policies.").removeprefix("rubato policy ")
+        self.policy = name_of(type(policy_router).__module__).removeprefix("rubato.policies.")
         wants: object = getattr(router, "wants", frozenset())
         if not isinstance(wants, frozenset):
             raise ValueError(f"router {self.policy!r}: `wants` is {wants!r}: give a frozenset")

@@ -64,15 +64,8 @@ MEMBERS = ("spread", "step_time", "seconds_of", "line", "knee", "largest_chunk",
 
 
 def with_defaults(model: Any) -> LatencyModel:
-    """Returns a model, with defaults for the optional members that it lacks. Raises TypeError, naming what is missing,
-    for a model without step_time, largest_chunk, fit or update."""
-    missing = [name for name in MEMBERS if not hasattr(model, name)]
-    if needed := [name for name in missing if not hasattr(ModelBase, name) or name == "step_time"]:
-        raise TypeError(
-            f"{type(model).__module__}.{type(model).__name__} has no {' and no '.join(needed)}: a latency model has "
-            "step_time(shape), largest_chunk(seconds, base, cached, most), fit(samples) and update(sample)"
-        )
-    return ModelWithDefaults(model) if missing else model
+    """Returns a model, with defaults for the optional members that it lacks."""
+    return model if all(hasattr(model, name) for name in MEMBERS) else ModelWithDefaults(model)
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,18 @@ class TraceSource(RequestSource):
     drawn: bool = True
     unloaded: float | None = None
 
+    @classmethod
+    def of(
+        cls, path: str, how: TraceOptions, kinds: Sequence[Kind] | None, usual: Sequence[Kind], model: LatencyModel,
+        factor: float = 1.0, drawn: bool = True,
+    ) -> TraceSource:  # fmt: skip
+        """Makes a source with these kinds; without any, with the SLOs that the trace states, or else with the usual
+        kinds. Raises ValueError and OSError for a trace that cannot be read."""
+        trace = read_trace(path, how)
+        if kinds is None and trace.has_slos:
+            return cls(path, (), factor, how, drawn, lone_decode(trace, model)[0])
+        return cls(path, tuple(usual if kinds is None else kinds), factor, how, drawn)
+
     def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
         return _traced(self, seed, stretch)
 

@@ -79,7 +79,7 @@ def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     """A cluster over `replicas` vLLM servers, each started by a Ray actor, and the gateway's app. Lost servers are
     replaced unless `autoscale` is set. Raises ConfigError, PolicyError or ValueError."""
     command, key, scaled = ray_servers_of(config)
-    gpus = {"num_gpus": VllmServers.of(config.engine.settings).tensor_parallel_size}
+    gpus = {"num_gpus": VllmServers.of(config.engine.settings, "engine.").tensor_parallel_size}
     resources = {**gpus, **started_ray(config)}
     from rubato.fleet.ray_servers import RayServers, ReplaceLost
 

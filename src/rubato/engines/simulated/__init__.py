@@ -6,16 +6,15 @@ On the virtual clock it is the simulator; on the wall clock it stands in for a m
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import inf, log
 from typing import Any
 
 from rubato.core.clock import COMPLETION, Clock
-from rubato.core.did_you_mean import nearest
-from rubato.core.finite_settings import check_finite
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import KV, NO_BATCH, Batch, Emitted, Entry, FinishReason, Limits, Logprob, Shape, StepResult, Tree
+from rubato.core.registry import construct
 from rubato.core.request import Request
 from rubato.core.stop_strings import StopText
 from rubato.engines.simulated import step_noise
@@ -82,15 +81,9 @@ def drafter(name: str | None, **acceptance: Any) -> Drafter:
     """A drafter with the profile of a small model. name: of the profile; None: drafting costs nothing. acceptance:
     settings of `Acceptance`, such as alpha=0.8. Raises ValueError for an unknown profile or an invalid setting."""
     label = "drafter" if name is None else f"drafter {name!r}"
-    known = [f.name for f in fields(Acceptance) if f.name != "requests"]
-    for setting in acceptance:
-        if setting not in known:
-            raise ValueError(f"{label} has no setting {setting!r}{nearest(setting, known)}")
-    check_finite(acceptance, Acceptance, f"{label}: ")
-    try:
-        return Drafter(Acceptance(**acceptance), None if name is None else profiles.load(name).model())
-    except TypeError as error:
-        raise ValueError(f"{label}: {error}") from error
+    return Drafter(
+        construct(label, Acceptance, acceptance, requests={}), None if name is None else profiles.load(name).model()
+    )
 
 
 @dataclass(slots=True)
@@ -126,7 +119,7 @@ class Engine:
         clock: Clock,
         *,
         lengths: Mapping[str, Sequence[int]] | None = None,
-        noise: step_noise.Noise = 0.0,
+        noise: float | str = 0.0,
         seed: int = 0,
         link: KVLink = FREE_LINK,
         drafter: Drafter | None = None,

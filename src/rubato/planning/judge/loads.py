@@ -19,7 +19,7 @@ import orjson
 from rubato.config import kinds_file
 from rubato.core.request import SLO
 from rubato.latency import profiles
-from rubato.planning.request_source import FileSource, RequestSource, TraceSource, lone_decode
+from rubato.planning.request_source import FileSource, RequestSource, TraceSource, lone_decode, read_trace
 from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Workload, traces
 from rubato.workloads.request_kinds import USUAL_SLOS, Kind, tiers_of, usual_kinds
@@ -166,21 +166,21 @@ def _workload(file: Path, kinds: Path | None, how: LoadOptions) -> _Read:
 
 def _trace(file: Path, kinds: Path | None, how: LoadOptions) -> _Read:
     try:
-        trace = traces.read(file, how.part)
+        trace = read_trace(str(file), how.part)
     except traces.TraceError as error:
         raise ValueError(f"{error}; it is no workload file either") from error
     machine = _machine(file, how.profile, how)
     notes = tuple(trace.notes.values())
-    source = TraceSource(str(file), (), how=how.part)
+    own = None if kinds is None else _kinds(kinds)
+    source = TraceSource.of(str(file), how.part, own, usual_kinds(USUAL_SLOS), machine.model)
     if kinds is not None:
-        return replace(source, kinds=tuple(_kinds(kinds))), (), machine, f"SLOs of {kinds.name}", notes
-    if not trace.has_slos:
-        source = replace(source, kinds=usual_kinds(USUAL_SLOS))
+        return source, (), machine, f"SLOs of {kinds.name}", notes
+    if source.kinds:
         return source, (), machine, "SLOs of the usual kinds of `rubato simulate --trace`", notes
-    alone, context = lone_decode(trace, machine.model)
     if any(offer.tpot_slowdown is not None for offer in trace.offers):
+        alone, context = lone_decode(trace, machine.model)
         notes = (*notes, f"its slo_ratio is in steps of a decode alone at {context} tokens, {1e3 * alone:.3g} ms")
-    return replace(source, unloaded=alone), (), machine, "its own SLOs", notes
+    return source, (), machine, "its own SLOs", notes
 
 
 def _machine(file: Path, profile: str, how: LoadOptions) -> Hardware:
