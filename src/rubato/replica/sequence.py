@@ -256,9 +256,9 @@ class Seq:
         return self.earlier_output + self.output
 
     def times_of_stage(self) -> array[float]:
-        """Returns when each token of this stage came out."""
-        if self.decoding and self._logged < self.steps.tick:
-            return self.times[-1] + self.steps.between(self._logged, self.steps.tick)
+        """Returns when each token of this stage came out, as a list that grows with further tokens."""
+        if self.decoding:
+            self.settle()
         return self.times[-1]
 
     def times_of_all(self) -> list[array[float]]:
