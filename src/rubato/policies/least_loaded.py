@@ -11,8 +11,7 @@ from typing import ClassVar
 
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS
-from rubato.policy_kit.backlog import load as load_of
+from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS, loads
 
 SOURCE = "join-the-shortest-queue, in tokens, as gateways in front of vLLM do it"
 
@@ -29,7 +28,7 @@ class Router:
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         per = self.per_request
-        load = [load_of(view, per) for view in fleet]
+        load = loads(fleet, per)
         place = {}
         for seq in held:
             least = load.index(min(load))

@@ -15,8 +15,7 @@ import numpy as np
 
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS
-from rubato.policy_kit.backlog import load as load_of
+from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS, loads
 
 SOURCE = "Mitzenmacher, The Power of Two Choices in Randomized Load Balancing (IEEE TPDS 2001)"
 
@@ -40,7 +39,7 @@ class Router:
         pass
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        load = [load_of(view, self.per_request) for view in fleet]
+        load = loads(fleet, self.per_request)
         place = {}
         for seq in held:
             least = min(self._two(len(fleet)), key=load.__getitem__)  # of equal ones the first drawn
