@@ -139,13 +139,11 @@ class ReplicaState:
 
     def under_way(self) -> StepRun | None:
         """Returns the run whose step has begun and not ended; None between two steps, when a plan is due."""
-        self.sync()
         run = self.run
-        between = (
-            run is None
-            or run.steps_done == run.steps
-            or (run.steps_done and run.ends[run.steps_done - 1] >= self.clock.time)
-        )
+        if run is None:
+            return None
+        self.sync()
+        between = run.steps_done == run.steps or (run.steps_done and run.ends[run.steps_done - 1] >= self.clock.time)
         self.steps.under_way = not between
         return None if between else run
 
