@@ -137,7 +137,7 @@ def judge(
     first, last = float(outputs[0][0]), float(outputs[-1][-1])
     e2e = last - request.arrival - tool_seconds(stages) if completed else None
     tpot = _mean_tpot(request, stages)
-    ttft, pause_or_none = first - request.arrival, pause if any(len(tokens) > 1 for tokens in outputs) else None
+    ttft, pause_or_none = first - request.arrival, pause if max(map(len, outputs)) > 1 else None
     return Verdict(met, slo_rule, cause, ttft, tpot, e2e, margin, pause_or_none, *by_rule)
 
 

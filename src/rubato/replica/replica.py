@@ -183,8 +183,7 @@ class Replica(ReplicaState):
         self.kv.end(run)
         self._clear_run(now)
         run.order = ()  # the log keeps the run, but not its ended sequences
-        for chunk in run.chunks:
-            seq = chunk.seq
+        for seq, *_ in run.chunks:
             if not seq.ended and seq.pending == 1:
                 self.prefilling.pop(seq.id, None)
                 self.join(seq)

@@ -129,11 +129,11 @@ class ReplicaState:
         steps = steps_done - run.steps_done
         self.steps.add(run.ends if steps == len(run.ends) else run.ends[run.steps_done : steps_done])
         self.pool.kv += steps * run.seqs
-        for chunk in run.chunks:
-            tokens = min(steps * chunk.tokens, chunk.total - run.steps_done * chunk.tokens)
-            chunk.seq._cached += tokens
-            chunk.seq.in_flight = min(chunk.tokens, chunk.total - steps_done * chunk.tokens)
-            if not chunk.seq.ended:
+        for seq, _, each, total in run.chunks:
+            tokens = min(steps * each, total - run.steps_done * each)
+            seq._cached += tokens
+            seq.in_flight = min(each, total - steps_done * each)
+            if not seq.ended:
                 self.pending -= tokens
         run.steps_done = steps_done
 
