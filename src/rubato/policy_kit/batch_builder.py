@@ -149,7 +149,7 @@ class BatchBuilder:
         """Adds one token of each sequence at once if all run and fit; else returns False and adds nothing. `drafts`
         holds what to draft at the end of the step, by id (`Work.draft`)."""
         count, running, block = len(seqs), self.running, self.view.limits.block_size
-        if count > min(self.seqs_left, self.tokens_left) or any(s.id not in running for s in seqs):
+        if count > min(self.seqs_left, self.tokens_left) or [s for s in seqs if s.id not in running]:
             return False
         cached = [s.cached for s in seqs]
         # A new block is needed only when the last is full, or when a drafter writes ahead of the tokens.
