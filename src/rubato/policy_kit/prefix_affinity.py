@@ -9,7 +9,7 @@ are predicted to keep the request's SLO:
 - TPOT: a step with one token of each that is there and of this one takes no longer than its TPOT.
 
 Best effort, and a request whose first token is not due at any time, goes to a replica that has more load than the
-router's choice by no more than the tokens that are not to be computed there (`backlog.load`). Of equal prefixes the
+router's choice by no more than the tokens that are not to be computed there (`backlog.loads`). Of equal prefixes the
 router's choice is kept; of those of other replicas the one with less load is taken. What the router rejects, demotes,
 holds or recalls stays as it is, and so do requests that were handed off, whose placement has reasons of its own.
 """
