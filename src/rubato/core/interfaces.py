@@ -159,8 +159,8 @@ class View:
 
 
 # (fixed, y, slope, x, until): the step time of a number of decodes as their KV grows: fixed + (y + slope·(kv - x))
-# seconds for kv below `until`.
-Line = tuple[float, float, float, float, float]
+# seconds for kv below `until`; x is a number of tokens.
+Line = tuple[float, float, float, int, float]
 
 
 class LatencyModel(Protocol):

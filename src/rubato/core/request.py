@@ -247,7 +247,7 @@ def without_texts(request: Request) -> Request:
     if sampling.stop or sampling.stop_ids:
         sampling = replace(sampling, stop=(), stop_ids=())
     stages = request.stages
-    if any(stage.token_ids or len(stage.ends) > MAX_END_CHARS for stage in stages):
+    if [stage for stage in stages if stage.token_ids or len(stage.ends) > MAX_END_CHARS]:
         stages = tuple(replace(stage, token_ids=(), ends=stage.ends[:MAX_END_CHARS]) for stage in stages)
     if stages is request.stages and sampling is request.sampling and request.progress is None and not request.prefix:
         return request

@@ -115,12 +115,13 @@ def judge(
     if slo_rule not in SLO_RULES:
         raise ValueError(f"unknown judging rule {slo_rule!r}: choose one of {', '.join(SLO_RULES)}")
     completed = outcome == "completed"
-    outputs = [stage.tokens for stage in stages if len(stage.tokens)]
+    outputs = [_for_sums(stage.tokens) for stage in stages if len(stage.tokens)]
     can_meet = completed and (bool(outputs) or request.best_effort)
     pauses = [longest_pause(tokens) for tokens in outputs]
-    margins = _margins(request, stages, pauses, slo_rule == "mean")
+    margins = _margins(request, stages, outputs, pauses, slo_rule == "mean")
     margin = margins[slo_rule] if margins[slo_rule] < inf else None
-    met, *by_rule = (can_meet and margins[rule] >= -TOLERANCE_S for rule in (slo_rule, "deadline", "windowed"))
+    met = can_meet and margins[slo_rule] >= -TOLERANCE_S
+    by_rule = can_meet and margins["deadline"] >= -TOLERANCE_S, can_meet and margins["windowed"] >= -TOLERANCE_S
     pause = max(pauses, default=0.0)
     cause: Cause | None = None
     if outcome == "refused" and reason.startswith(INFEASIBLE):
@@ -136,7 +137,7 @@ def judge(
     first, last = float(outputs[0][0]), float(outputs[-1][-1])
     e2e = last - request.arrival - tool_seconds(stages) if completed else None
     tpot = _mean_tpot(request, stages)
-    ttft, pause_or_none = first - request.arrival, pause if any(len(tokens) > 1 for tokens in outputs) else None
+    ttft, pause_or_none = first - request.arrival, pause if max(map(len, outputs)) > 1 else None
     return Verdict(met, slo_rule, cause, ttft, tpot, e2e, margin, pause_or_none, *by_rule)
 
 
@@ -182,17 +183,24 @@ def as_passed_on(request: Request, verdict: Verdict, tokens: int, first: float |
     )  # fmt: skip
 
 
+def _for_sums(tokens: Sequence[float] | NDArray[np.float64]) -> Sequence[float] | NDArray[np.float64]:
+    """Returns the times of tokens as an array where NumPy is faster: converted once, for all that follows."""
+    return tokens if len(tokens) < MIN_NUMPY_TOKENS else np.asarray(tokens)
+
+
 def longest_pause(tokens: Sequence[float] | NDArray[np.float64]) -> float:
     """Returns the longest time between two consecutive tokens of one stage; 0 for a single token."""
     if len(tokens) < MIN_NUMPY_TOKENS:
         return float(max([b - a for a, b in pairwise(tokens)], default=0.0))
     times = np.asarray(tokens)
     gaps = times[1:] - times[:-1]
-    return float(gaps[gaps.argmax()])  # in a third of the time that the maximum takes
+    return float(gaps.item(gaps.argmax()))  # in a third of the time that the maximum takes
 
 
 def tool_seconds(stages: Sequence[StageTimes]) -> float:
     """Returns the seconds that tools took, from a stage's last token to the next stage's start; no SLO counts them."""
+    if len(stages) == 1:
+        return 0.0
     gaps = [b.start - float(a.tokens[-1]) for a, b in pairwise(stages) if len(a.tokens)]
     return sum([gap for gap in gaps if gap > 0.0])
 
@@ -212,19 +220,21 @@ def _mean_tpot(request: Request, stages: Sequence[StageTimes]) -> float | None:
 
 
 def _margins(
-    request: Request, stages: Sequence[StageTimes], pauses: Sequence[float], with_mean: bool
-) -> dict[str, float]:
+    request: Request, stages: Sequence[StageTimes], outputs: Sequence[Sequence[float] | NDArray[np.float64]],
+    pauses: Sequence[float], with_mean: bool,
+) -> dict[str, float]:  # fmt: skip
     """Returns, by rule, the seconds to spare at the tightest point of all SLOs; inf without SLO or output.
 
     Args:
         request: to judge.
         stages: its times.
-        pauses: the longest pause of each stage with tokens.
+        outputs: the tokens' times of each stage with tokens, for sums (`_for_sums`).
+        pauses: the longest pause of each of these.
         with_mean: include the mean rule.
     """
     spare: dict[str, float] = dict.fromkeys(SLO_RULES if with_mean else ("deadline", "windowed"), inf)
     continues: float | None = None
-    for at, (stage, times, pause) in enumerate(zip(request.stages, stages, pauses, strict=False)):
+    for at, (stage, times, output, pause) in enumerate(zip(request.stages, stages, outputs, pauses, strict=False)):
         tokens, slo = times.tokens, stage.slo
         n = len(tokens)
         if not n:
@@ -233,12 +243,12 @@ def _margins(
         arrival = request.arrival if at == 0 else request.arrival + tool_seconds(stages[: at + 1])
         due = deadlines(slo, arrival, times.start, first, continues if stage.prompt == 0 else None)
         at_end = due.end - last
-        by_deadline = min(at_end, _deadline_margin(tokens, first, due), due.max_pause - pause)
+        by_deadline = min(at_end, _deadline_margin(output, first, due), due.max_pause - pause)
         spare["deadline"] = min(spare["deadline"], by_deadline)
         if slo.ttft is not None:
             at_end = min(at_end, due.first - first)
         tpot = slo.tpot
-        spare["windowed"] = min(spare["windowed"], at_end, inf if tpot is None else _windows_margin(tokens, tpot))
+        spare["windowed"] = min(spare["windowed"], at_end, inf if tpot is None else _windows_margin(output, tpot))
         if with_mean:
             by_mean = inf if tpot is None or n < 2 else (n - 1) * tpot - float(tokens[-1] - tokens[0])
             spare["mean"] = min(spare["mean"], at_end, by_mean)
@@ -256,7 +266,7 @@ def _deadline_margin(tokens: Sequence[float] | NDArray[np.float64], first_at: fl
     if n < MIN_NUMPY_TOKENS:
         return first + min([i * tpot - float(t) for i, t in enumerate(tokens)])
     spare = _due_after_first(tpot, 1 << n.bit_length())[:n] - tokens
-    return first + float(spare[spare.argmin()])  # in a third of the time that the minimum takes
+    return first + float(spare.item(spare.argmin()))  # in a third of the time that the minimum takes
 
 
 @lru_cache(16)
@@ -273,8 +283,8 @@ def _windows_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float) 
             end = min(begin + WINDOW_TOKENS, n - 1)
             spare = min(spare, (end - begin) * tpot - float(tokens[end] - tokens[begin]))
         return spare
-    ends = np.asarray(tokens)[::WINDOW_TOKENS]  # a window ends where the next begins; the tail is shorter
-    spans = ends[1:] - ends[:-1]
-    spare = WINDOW_TOKENS * tpot - float(spans[spans.argmax()])
+    times = np.asarray(tokens)  # a window ends where the next begins; the tail is shorter
+    spans = times[WINDOW_TOKENS::WINDOW_TOKENS] - times[:-WINDOW_TOKENS:WINDOW_TOKENS]
+    spare = WINDOW_TOKENS * tpot - float(spans.item(spans.argmax()))
     tail = (n - 1) % WINDOW_TOKENS
-    return min(spare, tail * tpot - float(tokens[-1] - ends[-1])) if tail else spare
+    return min(spare, tail * tpot - float(times[-1] - times[-1 - tail])) if tail else spare

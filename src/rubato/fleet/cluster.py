@@ -196,9 +196,10 @@ class Cluster:
         self.hosts[replica].assign(role)
         self._emit(Assigned(self.clock.now(), replica, role))
 
-    def listen(self, listener: Listener) -> None:
-        """Adds a listener, which gets every event from now on, in order, on the event loop."""
-        self._listeners.add(listener)
+    def listen(self, listener: Listener, *types: type[Event]) -> None:
+        """Adds a listener, which gets every event of these types (none: of all) from now on, in order, on the event
+        loop."""
+        self._listeners.add(listener, *types)
 
     def offer(self, request: Request, listener: Listener | None = None) -> None:
         """Take a request; `listener` gets its events. Raises ValueError for an id that is in flight already."""
@@ -478,7 +479,10 @@ class Cluster:
             self._transfers.end_transfer(event.id)
         # The router first: a listener may cancel, and effects must not be observed before their cause.
         own = self._request_listeners.pop(event.id, None) if last else self._request_listeners.get(event.id)
-        self._listeners.publish(event, self._router.observe, *(() if own is None else (own,)))
+        if own is None:
+            self._listeners.publish(event, self._router.observe)
+        else:
+            self._listeners.publish(event, self._router.observe, own)
         if last or isinstance(event, Offered):
             self._scaling.ask_soon()
         if self._scaling.draining and isinstance(event, FREES_REPLICA):

@@ -37,15 +37,23 @@ class EventBus:
     """
 
     def __init__(self) -> None:
-        self._all: tuple[Listener, ...] = ()
-        self._token_listeners: tuple[Listener, ...] = ()  # listeners that get token events, too
+        self._listeners: list[tuple[Listener, tuple[type[Event], ...]]] = []  # and the types that each asked for
+        self._by_type: dict[type[Event], tuple[Listener, ...]] = {}  # listeners of the types that came so far
         self._failures: dict[str, tuple[int, float]] = {}  # by name: errors so far, and when one was last reported
 
-    def add(self, listener: Listener) -> None:
-        """Adds a listener. One whose `hears_tokens` is False gets no token events, which are most events."""
-        self._all += (listener,)
-        if getattr(listener, "hears_tokens", True):
-            self._token_listeners += (listener,)
+    def add(self, listener: Listener, *types: type[Event]) -> None:
+        """Adds a listener to events of these types; without types to all, but for token events, which are most events,
+        where its `hears_tokens` is False."""
+        self._listeners.append((listener, types))
+        self._by_type.clear()
+
+    def _listeners_of(self, kind: type[Event]) -> tuple[Listener, ...]:
+        hears_all = kind is not Tokens
+        heard = [
+            listener for listener, types in self._listeners
+            if (kind in types if types else hears_all or getattr(listener, "hears_tokens", True))
+        ]  # fmt: skip
+        return self._by_type.setdefault(kind, tuple(heard))
 
     @property
     def errors(self) -> dict[str, int]:
@@ -54,7 +62,9 @@ class EventBus:
 
     def publish(self, event: Event, *first: Listener) -> None:
         """Tell `first`, in their order, and then every listener."""
-        listeners = self._token_listeners if type(event) is Tokens else self._all
+        listeners = self._by_type.get(type(event))
+        if listeners is None:
+            listeners = self._listeners_of(type(event))
         for listener in (*first, *listeners) if first else listeners:
             try:
                 listener(event)

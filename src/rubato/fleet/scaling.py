@@ -77,9 +77,13 @@ class FleetScaling:
 
     def views_to_route(self, now: float) -> list[View]:
         """Views of open hosts that do not cool down; none if a phase would have no host left in them."""
-        hosts = [host for id, host in self._hosts.items() if id not in self.draining]
-        if not (cooling := self._cooling_down(hosts, now)):
-            return [host.view() for host in hosts]
+        hosts = list(self._hosts.values())
+        if self.draining:
+            hosts = [host for host in hosts if host.id not in self.draining]
+        views = [host.view() for host in hosts if host.cooldown_until <= now]
+        if len(views) == len(hosts):
+            return views
+        cooling = self._cooling_down(hosts, now)
         views = [host.view() for host in hosts if host not in cooling]
         phases = {host.view().role.phase for host in cooling}
         return views if phases <= {view.role.phase for view in views} else []

@@ -90,7 +90,7 @@ class Model(FittedModel):
     def line(self, seqs: int, kv: int) -> Line:
         """A step of `seqs` decodes as a straight line in the KV tokens that they read together, from `kv` up."""
         k, b, k_, b_, s, a, _, _ = self._flat
-        return max(k * seqs + b, k_ * seqs + b_), s * seqs, a, 0.0, math.inf
+        return max(k * seqs + b, k_ * seqs + b_), s * seqs, a, 0, math.inf
 
     def knee(self, base: Shape) -> int:
         """Tokens beyond `base` to where the two planes intersect; `knee_of` if they do not."""

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rubato.core.interfaces import SeqView, View
-from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS
-from rubato.policy_kit.backlog import load as load_of
+from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS, loads
 from rubato.policy_kit.greedy_router import GreedyRouter
 
 SOURCE = "join-the-shortest-queue, in tokens, as gateways in front of vLLM do it"
@@ -25,7 +24,7 @@ class Router(GreedyRouter):
 
     def begin(self, held: Sequence[SeqView], fleet: Sequence[View]) -> None:
         per = self.per_request
-        self._load = [load_of(view, per) for view in fleet]
+        self._load = loads(fleet, per)
 
     def choose(self, seq: SeqView, fleet: Sequence[View]) -> int:
         least = self._load.index(min(self._load))

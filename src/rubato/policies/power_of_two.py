@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rubato.core.interfaces import SeqView, View
-from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS
-from rubato.policy_kit.backlog import load as load_of
+from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS, loads
 from rubato.policy_kit.greedy_router import GreedyRouter, random_stream
 
 SOURCE = "Mitzenmacher, The Power of Two Choices in Randomized Load Balancing (IEEE TPDS 2001)"
@@ -34,7 +33,7 @@ class Router(GreedyRouter):
         self._draw = random_stream(self.seed)
 
     def begin(self, held: Sequence[SeqView], fleet: Sequence[View]) -> None:
-        self._load = [load_of(view, self.per_request) for view in fleet]
+        self._load = loads(fleet, self.per_request)
 
     def choose(self, seq: SeqView, fleet: Sequence[View]) -> int:
         least = min(self._two(len(fleet)), key=self._load.__getitem__)  # of equal ones the first drawn

@@ -48,7 +48,7 @@ class Scheduler(Stateless):
 
     def plan(self, view: View) -> Plan:
         builder = decode_first(view, self.budget or self._tuned(view), self.reserve_kv)
-        prefill = sum(work.tokens for work in builder.work.values())
+        prefill = sum([work.tokens for work in builder.work.values()])
         if builder.decode and 0 < prefill < self.min_prefill_chunk_tokens and self._held_steps < TTFT_HOLD_STEPS:
             self._held_steps += 1
             builder = BatchBuilder(view)

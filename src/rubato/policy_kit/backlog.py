@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rubato.core.interfaces import View
 from rubato.core.plan import Shape
 
 DECODE_TO_COME_TOKENS = 64  # what the decode to come of a request counts for
 
 
-def load(view: View, per_request: int = DECODE_TO_COME_TOKENS) -> int:
-    """Returns the pending tokens of all requests at a replica, plus `per_request` for the decode of each."""
-    return view.pending + per_request * view.count
+def loads(fleet: Sequence[View], per_request: int = DECODE_TO_COME_TOKENS) -> list[int]:
+    """Returns for each replica the pending tokens of all its requests, plus `per_request` for the decode of each."""
+    return [view.pending + per_request * view.count for view in fleet]
 
 
 def prefill_seconds(view: View, prompt: int) -> float:

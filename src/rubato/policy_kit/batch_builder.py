@@ -149,7 +149,7 @@ class BatchBuilder:
         """Adds one token of each sequence at once if all run and fit; else returns False and adds nothing. `drafts`
         holds what to draft at the end of the step, by id (`Work.draft`)."""
         count, running, block = len(seqs), self.running, self.view.limits.block_size
-        if count > min(self.seqs_left, self.tokens_left) or any(s.id not in running for s in seqs):
+        if count > min(self.seqs_left, self.tokens_left) or [s for s in seqs if s.id not in running]:
             return False
         cached = [s.cached for s in seqs]
         # A new block is needed only when the last is full, or when a drafter writes ahead of the tokens.
@@ -302,9 +302,10 @@ def _run_chunks(builder: BatchBuilder) -> bool:
         tokens = min(seq.pending, builder.tokens_left) if builder.seqs_left else 0
         if tokens == 0:
             return True
-        if builder.missing_blocks(seq, tokens) > 0:
+        blocks = builder._more_blocks(seq, tokens)
+        if blocks > builder.kv_left:
             return False
-        builder.add(seq, tokens)
+        builder._put(seq, tokens, (), None, blocks)
     return True
 
 
@@ -345,24 +346,23 @@ def admit_in_order(builder: BatchBuilder, waiting: Iterable[SeqView], draft: tup
     if builder.preempted:
         return
     for seq in waiting:
-        tokens = min(seq.pending, builder.tokens_left)
-        if tokens == 0 or builder.tokens_that_fit(seq) < tokens:
+        pending = seq.pending
+        tokens = min(pending, builder.tokens_left)
+        if tokens == 0 or builder.seqs_left == 0 or builder.lacks_slot(seq):
             return
-        _add(builder, seq, tokens, (), draft)
+        blocks = builder._more_blocks(seq, tokens)
+        if blocks > builder.kv_left:
+            return
+        builder._put(seq, tokens, (), draft if tokens == pending else None, blocks)
 
 
-def _add(builder: BatchBuilder, seq: SeqView, tokens: int, nodes: Sequence[int], draft: tuple[int, int] | None) -> None:
-    """So many tokens of a sequence: the pending, then the first of `nodes`; and a draft if it samples."""
-    verified = max(0, tokens - seq.pending)
-    builder.add(seq, tokens - verified, tuple(nodes[:verified]), draft if tokens >= seq.pending else None)
-
-
-def waiting_that_fit(view: View, reserve_kv: bool) -> Iterator[SeqView]:
-    """Yields waiting requests in order. With `reserve_kv`, only while there is KV for each to its end in addition to
+def waiting_that_fit(view: View, reserve_kv: bool) -> Iterable[SeqView]:
+    """Returns waiting requests in order. With `reserve_kv`, only while there is KV for each to its end in addition to
     all others' needs: with exact predictions none is preempted then."""
-    if not reserve_kv:
-        yield from view.waiting
-        return
+    return _waiting_with_kv_to_end(view) if reserve_kv else view.waiting
+
+
+def _waiting_with_kv_to_end(view: View) -> Iterator[SeqView]:
     free = unreserved_blocks(view)
     alone = not (view.running or view.moving)  # then it starts whatever is predicted
     for seq in view.waiting:

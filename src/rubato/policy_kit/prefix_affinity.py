@@ -9,7 +9,7 @@ are predicted to keep the request's SLO:
 - TPOT: a step with one token of each that is there and of this one takes no longer than its TPOT.
 
 Best effort, and a request whose first token is not due at any time, goes to a replica that has more load than the
-router's choice by no more than the tokens that are not to be computed there (`backlog.load`). Of equal prefixes the
+router's choice by no more than the tokens that are not to be computed there (`backlog.loads`). Of equal prefixes the
 router's choice is kept; of those of other replicas the one with less load is taken. What the router rejects, demotes,
 holds or recalls stays as it is, and so do requests that were handed off, whose placement has reasons of its own.
 """
@@ -23,7 +23,7 @@ from math import inf
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, Router, SeqView, View
 from rubato.core.plan import Role, Shape
-from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS, load, prefill_seconds
+from rubato.policy_kit.backlog import DECODE_TO_COME_TOKENS, loads, prefill_seconds
 from rubato.policy_kit.prefix_index import PrefixIndex
 from rubato.policy_kit.wrapper import RouterWrapper
 
@@ -113,7 +113,7 @@ class _Redirection:
         return chosen
 
     def _load(self, view: View) -> int:
-        return load(view) + self._queued[view.id] + DECODE_TO_COME_TOKENS * self._count[view.id]
+        return loads([view])[0] + self._queued[view.id] + DECODE_TO_COME_TOKENS * self._count[view.id]
 
     def _keeps_slo(self, seq: SeqView, view: View, cached: int, more: int, saved: int) -> bool:
         """Returns whether `view` keeps its SLO. `more`: its load beyond the router's choice; `saved`: tokens not

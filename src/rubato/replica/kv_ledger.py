@@ -38,7 +38,10 @@ class KVCounts:
         return self._free - need - (self._verified_blocks(run) if run.speculation else 0)
 
     def blocks_of(self, seq: Seq) -> int:
-        return -(-(seq.cached + seq.in_flight) // self.block_size)
+        tokens = seq.cached
+        if self._pool.steps.under_way:  # else nothing is in flight
+            tokens += seq.in_flight
+        return -(-tokens // self.block_size)
 
     own_blocks_of = blocks_of
 
@@ -51,7 +54,7 @@ class KVCounts:
 
     def steps_that_fit(self, run: StepRun, most: int) -> int:
         """Returns how many steps of the run the free blocks allow, at most `most`; 1 always fits."""
-        spare = self._free - sum([chunk.total for chunk in run.chunks])
+        spare = self._free - sum([chunk.total for chunk in run.chunks]) if run.chunks else self._free
         if self._pool.count * most > spare:  # else even one block a token would fit
             while most > 1 and self.run_blocks(run, most) > self._free:
                 most -= 1

@@ -233,7 +233,8 @@ def _is_plain_placement(dispatch: object, held: Sequence[SeqView], replicas: Col
     ):
         return False
     known = {seq.id for seq in held if seq.request.handoff is None}
-    return bool(place) and place.keys() <= known and all(type(to) is str and to in replicas for to in place.values())
+    misplaced = [to for to in place.values() if type(to) is not str or to not in replicas]
+    return bool(place) and place.keys() <= known and not misplaced
 
 
 def _malformed_dispatch(dispatch: object) -> Iterable[str]:

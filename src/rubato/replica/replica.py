@@ -174,22 +174,25 @@ class Replica(ReplicaState):
         that verification cannot bring (`check_emitted`)."""
         run = self.run
         assert run is not None, "no run is under way"
-        self.book(run)
-        if self.output_ids is not None and self.kv.by_block:
+        if run.steps_done < run.steps:
+            self.book(run)
+        by_block = self.kv.by_block
+        if by_block and self.output_ids is not None:
             for seq in self.pool.filling():
                 self.learn_ids(seq)
         self.kv.end(run)
         self._clear_run(now)
         run.order = ()  # the log keeps the run, but not its ended sequences
-        for chunk in run.chunks:
-            if not chunk.seq.ended and chunk.seq.pending == 1:
-                self.prefilling.pop(chunk.seq.id, None)
-                self.join(chunk.seq)
+        for seq, *_ in run.chunks:
+            if not seq.ended and seq.pending == 1:
+                self.prefilling.pop(seq.id, None)
+                self.join(seq)
         for seq in self.idle_decodes:
             if not seq.ended and self.running.get(seq.id) is seq:
                 self.join(seq)
         self.idle_decodes.clear()
-        self.groups.after_step(self.running)
+        if by_block:  # else there are no groups (`submit`)
+            self.groups.after_step(self.running)
         for id, out in emitted.items():
             seq = self.seqs[id]
             if not seq.ended:

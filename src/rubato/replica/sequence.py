@@ -229,13 +229,15 @@ class Seq:
     def missed(self) -> bool:
         """Whether some token was late; checks the tokens since the last call."""
         # not `output`, which inside vLLM counts tokens before they come
-        output = self._output + self.steps.tick if self.decoding else self._output
-        if self._checked < output and not self._missed:
-            due, steps = self.deadlines, self.steps
-            if self._checked == output - 1 and self.decoding and self._logged < steps.tick and due.max_pause == inf:
-                self._missed = steps.last > due.token(self._checked) + TOLERANCE_S
+        first, steps = self._checked, self.steps
+        output = self._output + steps.tick if self.decoding else self._output
+        if first < output and not self._missed:
+            due = self._deadlines or self._compute_deadlines()
+            if first == output - 1 and self.decoding and self._logged < steps.tick and due.max_pause == inf:
+                at = due.first + first * due.tpot if first else due.first  # inlined `token` as in `due`
+                self._missed = steps.last > (at if at < due.end else due.end) + TOLERANCE_S
             elif due.first < inf or due.end < inf:
-                first, times = self._checked, self.times_of_stage()
+                times = self.times_of_stage()
                 self._missed = any(
                     times[i] > due.token(i, times[i - 1] if i else inf) + TOLERANCE_S for i in range(first, output)
                 )
@@ -256,9 +258,9 @@ class Seq:
         return self.earlier_output + self.output
 
     def times_of_stage(self) -> array[float]:
-        """Returns when each token of this stage came out."""
-        if self.decoding and self._logged < self.steps.tick:
-            return self.times[-1] + self.steps.between(self._logged, self.steps.tick)
+        """Returns when each token of this stage came out, as a list that grows with further tokens."""
+        if self.decoding:
+            self.settle()
         return self.times[-1]
 
     def times_of_all(self) -> list[array[float]]:

@@ -129,23 +129,21 @@ class ReplicaState:
         steps = steps_done - run.steps_done
         self.steps.add(run.ends if steps == len(run.ends) else run.ends[run.steps_done : steps_done])
         self.pool.kv += steps * run.seqs
-        for chunk in run.chunks:
-            tokens = min(steps * chunk.tokens, chunk.total - run.steps_done * chunk.tokens)
-            chunk.seq._cached += tokens
-            chunk.seq.in_flight = min(chunk.tokens, chunk.total - steps_done * chunk.tokens)
-            if not chunk.seq.ended:
+        for seq, _, each, total in run.chunks:
+            tokens = min(steps * each, total - run.steps_done * each)
+            seq._cached += tokens
+            seq.in_flight = min(each, total - steps_done * each)
+            if not seq.ended:
                 self.pending -= tokens
         run.steps_done = steps_done
 
     def under_way(self) -> StepRun | None:
         """Returns the run whose step has begun and not ended; None between two steps, when a plan is due."""
-        self.sync()
         run = self.run
-        between = (
-            run is None
-            or run.steps_done == run.steps
-            or (run.steps_done and run.ends[run.steps_done - 1] >= self.clock.time)
-        )
+        if run is None:
+            return None
+        self.sync()
+        between = run.steps_done == run.steps or (run.steps_done and run.ends[run.steps_done - 1] >= self.clock.time)
         self.steps.under_way = not between
         return None if between else run
 

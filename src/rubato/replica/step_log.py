@@ -27,8 +27,8 @@ class Chunk(NamedTuple):
 
     def blocks(self, steps: int, block: int) -> int:
         """Returns the KV blocks that its first `steps` steps take."""
-        cached = self.start + min(steps * self.tokens, self.total)
-        return blocks_for(cached, block) - blocks_for(self.start, block)
+        _, start, tokens, total = self
+        return blocks_for(start + min(steps * tokens, total), block) - blocks_for(start, block)
 
 
 class Speculation(NamedTuple):

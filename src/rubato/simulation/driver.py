@@ -55,9 +55,8 @@ def drive(
         hosts.append(host)
         return host
 
-    def follow(event: Event) -> None:
-        if isinstance(event, HandedOff):
-            clock.call_at(clock.time, PLAN, report_steps)
+    def follow(handed_off: Event) -> None:
+        clock.call_at(clock.time, PLAN, report_steps)
 
     def report_steps() -> None:
         """Of all, where what was handed off has found no place yet: it waits for what the end of a step may bring."""
@@ -68,7 +67,7 @@ def drive(
     extra_host = new_host if spec.autoscaler is not None else None
     cluster = cluster_of([new_host] * spec.replicas, clock, options, extra_host)
     ready(cluster)
-    cluster.listen(follow)
+    cluster.listen(follow, HandedOff)
     cluster.begin()
     _run(cluster, clock, requests)
     for host in hosts:

@@ -214,7 +214,7 @@ def simulate_requests(
                     line.times, line.tokens = list(together), list(together.values())
 
     def ready(cluster: Cluster) -> None:
-        cluster.listen(follow)
+        cluster.listen(follow, Offered, Demoted, Promoted, HandedOff, Finished)
         if listen is not None:
             cluster.listen(listen)
         if pauses:

@@ -33,7 +33,7 @@ from rubato.replica.step_log import StepRun
 from rubato.simulation.queue_clock import QueueClock
 from rubato.simulation.step_times import StepTimes
 
-MAX_STEPS_AHEAD = 24  # steps of a run computed ahead; an arrival discards the rest
+MAX_STEPS_AHEAD = 48  # steps of a run computed ahead; an arrival discards the rest
 NEVER = 1 << 60
 DRAFTER = "--set engine.drafter.alpha=0.7: how often it is right"
 ONE = Emitted(1)
@@ -248,7 +248,8 @@ class SimulatedHost:
             return
         if self._repeat_steps > 0 and self._pool.blocks() <= replica.kv.free:  # the last plan stands
             self._start(replica.go_on(now), True)
-            self._flush()
+            if self._outbox:
+                self._flush()
             return
         if self._refresh:
             replica.view(now)

@@ -102,7 +102,7 @@ def _along(line: Callable[[int, int], Line], n: int, kv: int, steps: int) -> lis
     while steps:
         fixed, y, slope, x, until = line(n, kv)
         here = steps if until == inf else min(steps, max(1, ceil((until - kv) / n)))
-        took += [fixed + (y + slope * (at - x)) for at in range(kv, kv + here * n, n)]
+        took += [fixed + (y + slope * more) for more in range(kv - x, kv - x + here * n, n)]
         kv += here * n
         steps -= here
     return took
@@ -113,7 +113,7 @@ def _ends_along(line: Callable[[int, int], Line], n: int, kv: int, steps: int, e
     kv += n
     fixed, y, slope, x, until = line(n, kv)
     if kv + (steps - 1) * n < until:
-        return [end := end + (fixed + (y + slope * (at - x))) for at in range(kv, kv + steps * n, n)]
+        return [end := end + (fixed + (y + slope * more)) for more in range(kv - x, kv - x + steps * n, n)]
     took = _along(line, n, kv - n, steps)
     took[0] += end
     return list(accumulate(took))
