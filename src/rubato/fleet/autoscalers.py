@@ -80,9 +80,9 @@ class PoolAutoscaler(ReplicaBounds):
     def observe(self, events: Sequence[Event]) -> None:
         """Ignores events: the views are enough."""
 
-    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+    def scale(self, unplaced: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         pool = [view for view in fleet if is_in_pool(view)]
-        short = max(self.spare, 1 if held else 0) - len(pool) - starting
+        short = max(self.spare, 1 if unplaced else 0) - len(pool) - starting
         replica_count = len(fleet) + starting
         wake: list[float] = []
         add = self._bounded_add(0, replica_count)
@@ -173,20 +173,20 @@ class AttainmentAutoscaler(ReplicaBounds):
             elif isinstance(event, Joined):
                 self._joined_at = event.at
 
-    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+    def scale(self, unplaced: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         replica_count = len(fleet) + starting
         if now < self._next_check_at:
             return Scaling(self._bounded_add(0, replica_count), wake_at=self._next_check_at)
         self._next_check_at = now + CHECK_S
         self._forget(now - self.window_seconds)
-        tiers = self._tiers(held, fleet, now)
+        tiers = self._tiers(unplaced, fleet, now)
         lowest_share = min((1.0 - t.missed / t.all for t in tiers.values() if t.missed >= MIN_MISSES), default=1.0)
         missing = ceil(len(fleet) * (self.target - lowest_share)) if lowest_share < self.target and not starting else 0
         if not starting and not self._fits(fleet, len(fleet)):
             missing = max(missing, 1)  # before they miss: a start takes time
         add = self._bounded_add(missing, replica_count)
         drain: list[str] = []
-        spare = lowest_share >= self.target and not (held or starting) and len(fleet) > self.min
+        spare = lowest_share >= self.target and not (unplaced or starting) and len(fleet) > self.min
         if not (spare and self._fits(fleet, len(fleet) - 1)):
             self._fits_since = None
         else:
@@ -194,7 +194,7 @@ class AttainmentAutoscaler(ReplicaBounds):
             if now >= since + self.hold_seconds:
                 drain = [min(reversed(fleet), key=lambda view: view.count).id]
                 self._fits_since = None
-        check_again = held or self._requests or self._offered or len(fleet) - len(drain) > self.min
+        check_again = unplaced or self._requests or self._offered or len(fleet) - len(drain) > self.min
         return Scaling(add, drain, self._next_check_at if check_again else None)
 
     def _forget(self, before: float) -> None:
@@ -203,7 +203,7 @@ class AttainmentAutoscaler(ReplicaBounds):
         while self._ended and self._ended[0][0] < before:
             self._ended.popleft()
 
-    def _tiers(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Mapping[str, _Tier]:
+    def _tiers(self, unplaced: Sequence[SeqView], fleet: Sequence[View], now: float) -> Mapping[str, _Tier]:
         tiers: dict[str, _Tier] = {}
 
         def count(request: Request, missed: bool) -> None:
@@ -217,7 +217,7 @@ class AttainmentAutoscaler(ReplicaBounds):
                 count(seq.request, seq.missed or seq.demoted or seq.due < now)
             for seq, late in _late(view.waiting, view, max(now, view.busy_until)):
                 count(seq.request, late)
-        for seq in held:  # as if it could begin anywhere
+        for seq in unplaced:  # as if it could begin anywhere
             count(seq.request, any(late for _, late in _late((seq,), fleet[0], now)))
         return tiers
 

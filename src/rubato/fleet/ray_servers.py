@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -21,20 +21,17 @@ from ray.exceptions import RayError
 from rubato.core.clock import Clock
 from rubato.core.events import Event, Left
 from rubato.core.interfaces import LatencyModel, Router, Scaling, SeqView, View
-from rubato.fleet import server_probe
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.http_client import HttpServer
-from rubato.fleet.served_models import Models
+from rubato.fleet.relay import Trips
+from rubato.fleet.remote_host import ReplicaLostError
 from rubato.fleet.server_actor import ServerActor, ServerCommand, ServerStart
-from rubato.fleet.server_fleet import HomogeneityCheck
-from rubato.fleet.server_kv import Trips
-from rubato.fleet.server_link import Link, ZmqLink
-from rubato.fleet.server_replica import ServerAbout, ServerReplica
-from rubato.fleet.server_watch import ServerLostError
+from rubato.fleet.server_link import ZmqLink
+from rubato.fleet.server_probe import FleetProbe, HomogeneityCheck
+from rubato.fleet.server_replica import ServerReplica
 from rubato.wire.link_keys import TOKEN_ENV
-from rubato.wire.messages import CoreAbout
 
 log = logging.getLogger(__name__)
 
@@ -64,16 +61,10 @@ class RayServerReplica(ServerReplica):
     one node. Other arguments are those of `ServerReplica`. actor, started: set once the actor runs."""
 
     def __init__(
-        self,
-        id: str,
-        clock: Clock,
-        *,
-        command: ServerCommand,
-        resources: Mapping[str, Any],
-        server: HttpServer,
-        **host: Any,
-    ) -> None:
-        super().__init__(id, "", server, clock, **host)
+        self, id: str, probe: FleetProbe, clock: Clock, *, command: ServerCommand, resources: Mapping[str, Any],
+        server: HttpServer, **host: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(id, probe, clock, **host)
         self._server_command, self._resources = command, resources
         self._server = server
         self.actor: Any = None
@@ -90,7 +81,7 @@ class RayServerReplica(ServerReplica):
         except BaseException:
             self._begin_end()  # it must not keep its GPUs
             raise
-        self._spawn(self._watch_actor())
+        self.spawn(self._watch_actor())
 
     async def close(self) -> None:
         """Leave the server, and end it and its actor: nothing is left of it within 5 s."""
@@ -109,7 +100,7 @@ class RayServerReplica(ServerReplica):
             raise ValueError(f"the actor of server {self.id} died at its start ({_short(error)})") from error
         if not at.url:
             raise ValueError(f"server {self.id} did not start: {at.why}")
-        self.started, self.url = at, at.url
+        self.started, self.probe.url = at, at.url
         self._server.set_url(at.url)
         log.info("replica %s serves at %s (process %d, actor %d, node %s)", self.id, at.url, at.pid, at.actor, at.node)
 
@@ -135,7 +126,7 @@ class RayServerReplica(ServerReplica):
         except RayError as error:
             what, how = "actor", _short(error)
         log.error("replica %s: its %s is gone: %s", self.id, what, how)
-        self._die(ServerLostError(f"the {what} of replica {self.id} is gone"))
+        self.die(ReplicaLostError(f"the {what} of replica {self.id} is gone"))
 
     def _begin_end(self) -> asyncio.Task[None]:
         """Begin to end the actor, once; not one of the tasks that `close` cancels."""
@@ -171,7 +162,7 @@ class ReplaceLost:
     def observe(self, events: Sequence[Event]) -> None:
         self._losses.extend(event.at for event in events if isinstance(event, Left))
 
-    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+    def scale(self, unplaced: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         missing = max(0, self.servers - len(fleet) - starting)
         while self._losses and self._losses[0] < now - LOSS_WINDOW_S:
             self._losses.popleft()
@@ -190,17 +181,10 @@ class RayServers:
     environment sets. Sets the link's token in this process's environment where there is none, and in the servers'."""
 
     def __init__(
-        self,
-        command: ServerCommand,
-        clock: Clock,
-        options: ClusterOptions,
-        trips: Trips,
-        *,
-        resources: Mapping[str, Any] | None = None,
-        key: str = "",
-        profile: Callable[[], LatencyModel | None] = lambda: None,
-        step_timeout: float | None = None,
-    ) -> None:
+        self, command: ServerCommand, clock: Clock, options: ClusterOptions, trips: Trips, *,
+        resources: Mapping[str, Any] | None = None, key: str = "",
+        profile: Callable[[], LatencyModel | None] = lambda: None, step_timeout: float | None = None,
+    ) -> None:  # fmt: skip
         token = os.environ.setdefault(TOKEN_ENV, uuid4().hex)  # random bits of the operating system
         self._command = ServerCommand(
             command.words, {**command.environment, TOKEN_ENV: token}, command.start_seconds
@@ -222,32 +206,9 @@ class RayServers:
             self.homogeneity.models.forget(gone.url)
             del self._replicas[gone.id]
         server = HttpServer("")  # until it has started
-
-        models: Models = {}
-
-        async def open_link() -> Link | None:
-            nonlocal models
-            models = await server_probe.ready_models(server.url, server, self._key)
-            self.homogeneity.check_models(server.url, models)
-            address = await server_probe.link_address(server.url, server, self._key)
-            return None if address is None else ZmqLink(address)
-
-        async def about(core: CoreAbout | None) -> ServerAbout:
-            about_server = await server_probe.about(
-                server.url, server, core, self._profile(), models, self.homogeneity.models.main
-            )
-            self.homogeneity.check(server.url, about_server)
-            return about_server
-
-        async def read_models() -> None:
-            listed = await server_probe.models(server.url, server, self._key, server_probe.MODELS_ANSWER_S)
-            self.homogeneity.models.read(server.url, listed)
-
-        ask_about: Callable[[CoreAbout | None], Coroutine[Any, Any, ServerAbout]] = about
+        probe = FleetProbe("", server, self.homogeneity, self._profile, ZmqLink, key=self._key)
         replica = self._replicas[id] = RayServerReplica(
-            id, self._clock, command=self._command, resources=self._resources, server=server, about=ask_about,
-            link=open_link, trips=self._trips, emit=emit, lost=lost, options=self._options.replica,
-            step_timeout=self._step_timeout,
-            read_models=read_models,
+            id, probe, self._clock, command=self._command, resources=self._resources, server=server,
+            trips=self._trips, emit=emit, lost=lost, options=self._options.replica, step_timeout=self._step_timeout,
         )  # fmt: skip
         return replica
