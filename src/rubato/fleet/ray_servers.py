@@ -45,20 +45,30 @@ MAX_RESTART_DELAY_S = 60.0  # before another server replaces a lost one
 
 
 class _Actor(ServerActor):
-    """beyond: the server is to be reached from other nodes."""
+    """Starts and ends one server on its node.
+
+    Args:
+        is_remote: whether the server is to be reached from other nodes.
+    """
 
     def __init__(self, name: str, command: ServerCommand, is_remote: bool) -> None:
         super().__init__(name, command, _ray.util.get_node_ip_address() if is_remote else "127.0.0.1")
 
     async def node(self) -> str:
-        """Ray's id of this node."""
+        """Returns Ray's id of this node."""
         found: str = _ray.get_runtime_context().get_node_id()
         return found
 
 
 class RayServerReplica(ServerReplica):
-    """A `Host` over a server that a Ray actor starts. resources: Ray's options for the actor, e.g. {"num_gpus": 2}, on
-    one node. Other arguments are those of `ServerReplica`. actor, started: set once the actor runs."""
+    """A `Host` over a server that a Ray actor starts. `actor` and `started` are set once the actor runs.
+
+    Args:
+        command: starts the server.
+        resources: Ray's options for the actor on one node, e.g. {"num_gpus": 2}.
+        server: HTTP to the server; gets its address once it serves.
+        host: other arguments of `ServerReplica`.
+    """
 
     def __init__(
         self, id: str, probe: FleetProbe, clock: Clock, *, command: ServerCommand, resources: Mapping[str, Any],
@@ -73,8 +83,11 @@ class RayServerReplica(ServerReplica):
         self._actor_end: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts the server. Raises ValueError, with the end of the server's log, if it does not start or cannot be
-        used."""
+        """Starts the server.
+
+        Raises:
+            ValueError: it does not start, or cannot be used; the message has the end of its log.
+        """
         try:
             await self._start_server()
             await super().start()
@@ -84,7 +97,7 @@ class RayServerReplica(ServerReplica):
         self.spawn(self._watch_actor())
 
     async def close(self) -> None:
-        """Leave the server, and end it and its actor: nothing is left of it within 5 s."""
+        """Leaves the server, and ends it and its actor, within CLOSE_S seconds."""
         ending = self._begin_end()
         await super().close()
         await asyncio.shield(ending)
@@ -105,7 +118,11 @@ class RayServerReplica(ServerReplica):
         log.info("replica %s serves at %s (process %d, actor %d, node %s)", self.id, at.url, at.pid, at.actor, at.node)
 
     async def _wait_for_place(self) -> None:
-        """Raises ValueError where Ray finds no place."""
+        """Waits until Ray has started the actor.
+
+        Raises:
+            ValueError: Ray finds no place for it.
+        """
         try:
             async with asyncio.timeout(PLACEMENT_S):
                 await self.actor.__ray_ready__.remote()
@@ -119,7 +136,7 @@ class RayServerReplica(ServerReplica):
             ) from None
 
     async def _watch_actor(self) -> None:
-        """Lose the server when it ends, or its actor does. How is in the log alone: addresses are in it, and the end of
+        """Loses the server when it or its actor ends. Only the log says how: the reason has addresses, and the end of
         the server's own log."""
         try:
             what, how = "server", await self.actor.wait.remote()
@@ -146,15 +163,19 @@ class RayServerReplica(ServerReplica):
 
 
 def _short(error: BaseException) -> str:
-    """Without what Ray guesses about causes."""
+    """Returns the error without Ray's guesses about its causes."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[-1].partition(' Some common causes')[0][:300]}".rstrip(": ")
 
 
 @dataclass
 class ReplaceLost:
-    """An `Autoscaler` that replaces lost servers: the first one at once, further ones within 10 minutes after 2, 4, 8
-    ... s, at most 60. servers: number to keep."""
+    """An `Autoscaler` that replaces lost servers: the first one at once, further ones within LOSS_WINDOW_S seconds
+    after 2, 4, 8 ... s, at most MAX_RESTART_DELAY_S.
+
+    Args:
+        servers: number of servers to keep.
+    """
 
     servers: int
     _losses: deque[float] = field(init=False, repr=False, default_factory=deque)
@@ -176,9 +197,18 @@ class ReplaceLost:
 
 
 class RayServers:
-    """Makes hosts of servers in Ray actors, all of one command; `ray.init` has been called. resources: as
-    `RayServerReplica`. profile, step_timeout: as `ServerFleet`. key: of the servers' API, which their command or its
-    environment sets. Sets the link's token in this process's environment where there is none, and in the servers'."""
+    """Makes hosts of servers in Ray actors, all of one command; `ray.init` has been called.
+
+    It sets the link's token in the servers' environment, and in that of this process if it has none.
+
+    Args:
+        command: starts each server.
+        trips: of the gateway, by request.
+        resources: as `RayServerReplica`.
+        key: of the servers' API, which their command or its environment sets.
+        profile: as `ServerFleet`.
+        step_timeout: as `ServerFleet` (s).
+    """
 
     def __init__(
         self, command: ServerCommand, clock: Clock, options: ClusterOptions, trips: Trips, *,
@@ -197,11 +227,11 @@ class RayServers:
         self.homogeneity = HomogeneityCheck(options.choice.policy)
 
     def routed_by(self, router: Router) -> Router:
-        """A router that places requests at servers that have their model."""
+        """Returns a router that places requests at servers that have their model."""
         return self.homogeneity.models.placed_by(router, self._trips, lambda id: self._replicas[id].url)
 
     def host(self, id: str, emit: Listener, lost: HostLost) -> RayServerReplica:
-        """One of the fleet, from its start on or later."""
+        """Returns a host for one more server, which it starts."""
         for gone in [replica for replica in self._replicas.values() if replica.is_gone]:
             self.homogeneity.models.forget(gone.url)
             del self._replicas[gone.id]
