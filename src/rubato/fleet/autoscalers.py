@@ -24,8 +24,8 @@ class ReplicaBounds:
     """Limits the number of replicas that serve or start.
 
     Args:
-        min: replicas, at least; after a loss others are added at once.
-        max: replicas, at most.
+        min (1 or more): replicas, at least; after a loss others are added at once
+        max (1 or more): replicas, at most
     """
 
     min: int = 1
@@ -70,9 +70,9 @@ class PoolAutoscaler(ReplicaBounds):
     `spare` are idle.
 
     Args:
-        spare: replicas that the pool keeps; 0: a replica is added only for unplaced requests.
-        add_seconds: for which the pool is short before a replica is added.
-        drain_seconds: for which a replica is idle before it leaves.
+        spare (0 or more): replicas that the pool keeps; 0: a replica is added only for unplaced requests
+        add_seconds (0 or more): for which the pool is short before a replica is added
+        drain_seconds (0 or more): for which a replica is idle before it leaves
     """
 
     spare: int = 1
@@ -150,9 +150,9 @@ class AttainmentAutoscaler(ReplicaBounds):
     the window, and on the present decodes, at the tightest TPOT offered; the same for its places and KV.
 
     Args:
-        target: share of each tier's requests to attain.
-        window_seconds: over which attainment and load are measured.
-        hold_seconds: for which fewer replicas were enough before one is drained.
+        target ((0, 1]): share of each tier's requests to attain
+        window_seconds (0 or more): over which attainment and load are measured
+        hold_seconds (0 or more): for which fewer replicas were enough before one is drained
     """
 
     target: float = 0.95
