@@ -8,9 +8,11 @@ from typing import Any
 
 from rubato.core.clock import WallClock, process_cpu_time
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.routing import Routing
 
 now = WallClock().now
-ENTRIES = ("offer", "_route_until_settled", "_emit")  # of Cluster, where the driver and the hosts enter it
+# Where the driver and the hosts enter a cluster.
+ENTRIES = ((Cluster, "offer"), (Routing, "route_until_settled"), (Cluster, "_emit"))
 
 
 class Inside:
@@ -26,15 +28,17 @@ class Inside:
         self._depth = 0
 
     def __enter__(self) -> Inside:
-        self._former = {name: getattr(Cluster, name) for name in (*ENTRIES, "_call_router")}
-        for name in ENTRIES:
-            setattr(Cluster, name, self._timed(self._former[name], name == "offer"))
-        Cluster._call_router = self._each(self._former["_call_router"])  # type: ignore[method-assign]
+        self._former = {(of, name): getattr(of, name) for of, name in ENTRIES}
+        self._former_call = Routing._call_router
+        for (of, name), method in self._former.items():
+            setattr(of, name, self._timed(method, name == "offer"))
+        Routing._call_router = self._each(self._former_call)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, method in self._former.items():
-            setattr(Cluster, name, method)
+        for (of, name), method in self._former.items():
+            setattr(of, name, method)
+        Routing._call_router = self._former_call  # type: ignore[method-assign]
 
     def _timed(self, method: Callable[..., Any], offers: bool) -> Callable[..., Any]:
         @wraps(method)

@@ -24,8 +24,8 @@ from rubato.core.replica_options import ReplicaOptions
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.relay import Trips
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
-from rubato.fleet.server_kv import Trips
 from rubato.frontdoor.metrics import SLOMetrics
 from rubato.frontdoor.tenants import Tenants, tenants_of, tiers_of
 from rubato.latency.affine import Model

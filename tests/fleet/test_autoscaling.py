@@ -32,12 +32,12 @@ class AtRandom:
     def __init__(self, seed: int) -> None:
         self._draw = Random(seed)
 
-    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+    def scale(self, unplaced: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         draw = self._draw
         add = draw.choice((0, 0, 1, 2)) if len(fleet) + starting < 6 else 0
         most = len(fleet) - 1
         drain = draw.sample([view.id for view in fleet], draw.randint(0, min(2, most))) if draw.random() < 0.5 else []
-        busy = held or any(view.running or view.waiting for view in fleet)
+        busy = unplaced or any(view.running or view.waiting for view in fleet)
         return Scaling(add, drain, now + draw.choice((0.003, 0.05)) if busy else None)
 
     def observe(self, events: Sequence[Event]) -> None:
@@ -115,7 +115,7 @@ def test_what_cannot_be_drained_is_said() -> None:
         def __init__(self, id: str) -> None:
             self.id = id
 
-        def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+        def scale(self, unplaced: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
             return Scaling(drain=[self.id])
 
         def observe(self, events: Sequence[Event]) -> None:

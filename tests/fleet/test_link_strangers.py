@@ -21,8 +21,8 @@ from rubato.core.plan import Limits
 from rubato.engines.vllm import core_link
 from rubato.engines.vllm.core_link import CoreLink
 from rubato.engines.vllm.settings import LinkSettings
+from rubato.fleet.remote_host import LinkSession
 from rubato.fleet.server_link import ZmqLink
-from rubato.fleet.server_watch import ServerWatch
 from rubato.latency.affine import Model
 from rubato.wire.link_keys import MAX_COMMAND_BYTES, TOKEN_ENV, protect_gateway
 from rubato.wire.messages import (
@@ -137,10 +137,10 @@ def test_link_gateway_without_the_cores_token_learns_that_it_is_refused(monkeypa
     link = started()
 
     async def greet() -> None:
-        gateway, watch = ZmqLink(f"tcp://127.0.0.1:{link.port}"), ServerWatch.__new__(ServerWatch)
-        watch.url, watch.clock, watch._name = "http://server", WallClock(), "g"
+        gateway = ZmqLink(f"tcp://127.0.0.1:{link.port}")
+        session = LinkSession("r0", gateway, WallClock(), is_idle=bool, apply=print, lose=print)
         try:
-            await watch._greet(gateway)
+            await session.greet("http://server")
         finally:
             gateway.close()
 

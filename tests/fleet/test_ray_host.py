@@ -20,7 +20,8 @@ from rubato.core.request import Request, Sampling, Stage
 from rubato.engines.simulated import WORDS, Engine
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.ray_host import EngineParts, RayHost, ray_cluster
+from rubato.fleet.linked_host import EngineParts
+from rubato.fleet.ray_host import RayHost, ray_cluster
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=500, kv_blocks=200, block_size=16)

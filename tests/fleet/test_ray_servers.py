@@ -30,9 +30,9 @@ from rubato.fleet.build import cluster_of
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.ray_servers import RayServerReplica, RayServers, ReplaceLost
+from rubato.fleet.relay import Trips
 from rubato.fleet.server_actor import ServerCommand
 from rubato.fleet.server_guard import descendants
-from rubato.fleet.server_kv import Trips
 from rubato.fleet.upstream import Headers
 from rubato.wire.link_keys import TOKEN_ENV
 from tests.doubles import request
@@ -261,7 +261,7 @@ def test_an_autoscaler_adds_and_drains_servers(nodes: Nodes) -> None:
 
         def observe(self, events: object) -> None: ...
 
-        def scale(self, held: object, fleet: object, starting: int, now: float) -> Scaling:
+        def scale(self, unplaced: object, fleet: object, starting: int, now: float) -> Scaling:
             add, drain, self.add, self.drain = self.add, self.drain, 0, ""
             return Scaling(add=add, drain=[drain] if drain else [])
 

@@ -16,7 +16,8 @@ from rubato.core.request import SLO, Handoff, Progress, Request, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.remote_view import KVUsage, RemoteReplica, ReplicaReport, shift_event, shift_report, shift_request
+from rubato.fleet.remote_view import RemoteReplica
+from rubato.wire.replica_report import KVUsage, ReplicaReport, shift_event, shift_report, shift_request
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, instant, loads, spec_for
 

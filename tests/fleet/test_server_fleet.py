@@ -22,12 +22,11 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.disaggregation import prefill_only, with_kv
-from rubato.fleet.relay import Ask, Carrier, Trip
+from rubato.fleet.relay import Ask, Carrier, Trip, Trips
+from rubato.fleet.remote_host import ReplicaLostError
 from rubato.fleet.resume import NotResumableError
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
-from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import RESPONSE_END_S, ServerReplica
-from rubato.fleet.server_watch import ServerLostError
 from rubato.fleet.upstream import Headers, Reply
 from rubato.latency.affine import Model
 from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
@@ -233,7 +232,7 @@ def test_a_response_ends_whose_server_is_lost_between_its_last_token_and_its_las
             await clock.sleep_until(clock.now() + 0.01, ARRIVAL)
         (host,) = cluster.hosts.values()
         assert isinstance(host, ServerReplica)
-        host._die(ServerLostError("its machine is gone"))
+        host.die(ReplicaLostError("its machine is gone"))
         if comes:
             reply.flows.set()
         await clock.sleep_until(clock.now() + 2 * RESPONSE_END_S, ARRIVAL)

@@ -18,8 +18,8 @@ from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.relay import Trips
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
-from rubato.fleet.server_kv import Trips
 from tests.fleet.test_server_fleet import LIMITS, STEP, MemoryTrip, offered
 from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
 

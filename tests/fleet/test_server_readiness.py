@@ -13,8 +13,8 @@ import pytest
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions
+from rubato.fleet.relay import Trips
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
-from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_link import Link
 from rubato.fleet.server_replica import ServerReplica
 from tests.fleet.test_server_fleet import LIMITS, STEP, options, used

@@ -91,7 +91,7 @@ async def measured() -> tuple[list[Sample], list[Scrape]]:
 
     clock.spawn(offer(core, counters, clock), "load")
     clock.spawn(scraped(), "scrape")
-    steps = await collect_steps(link, clock, SECONDS + 2.0)
+    steps = await collect_steps(link, clock, SECONDS + 2.0, URL)
     link.close()
     return steps, pages
 
@@ -236,11 +236,11 @@ class DeafLink:
 @pytest.mark.parametrize(
     ("link", "says"),
     [
-        (DeafLink(False, None), "does not answer on its link within 10 s"),
-        (DeafLink(True, None), "set RUBATO_LINK_TOKEN to the secret that it has"),
-        (DeafLink(False, Refused("protocol 2")), "does not let us in: protocol 2"),
+        (DeafLink(False, None), "does not answer on the link within 5 s"),
+        (DeafLink(True, None), "set RUBATO_LINK_TOKEN to one secret for both"),
+        (DeafLink(False, Refused("protocol 2")), "does not let this gateway in: protocol 2"),
     ],
 )
 def test_a_core_that_does_not_answer_is_named(link: DeafLink, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        run_virtual(collect_steps(link, VirtualClock(), 30.0))
+        run_virtual(collect_steps(link, VirtualClock(), 30.0, URL))

@@ -16,10 +16,11 @@ from rubato.core.events import Event, Finished, Lost, Placed, Tokens
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Limits
 from rubato.engines.simulated import WORDS, Engine
-from rubato.fleet import ray_host
+from rubato.fleet import linked_host, ray_host, remote_host
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.ray_host import CLOSE_S, HEARTBEAT_S, MAX_SILENCE_S, RayHost, ray_cluster
+from rubato.fleet.ray_host import CLOSE_S, MAX_SILENCE_S, RayHost, ray_cluster
+from rubato.wire.messages import HEARTBEAT_S
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=500, kv_blocks=400, block_size=16)
@@ -55,8 +56,9 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     found: list[Process] = []
     remote = lambda **_: lambda of: SimpleNamespace(remote=lambda *given: Process(of(*given)))  # noqa: E731
     monkeypatch.setattr(ray_host, "ray", SimpleNamespace(remote=remote, kill=found.append))
-    monkeypatch.setattr(ray_host, "WallClock", VirtualClock)
-    monkeypatch.setattr(ray_host, "unix_time", lambda: VirtualClock().now())
+    monkeypatch.setattr(linked_host, "WallClock", VirtualClock)
+    for module in (remote_host, linked_host):
+        monkeypatch.setattr(module, "unix_time", lambda: VirtualClock().now())
     return found
 
 
@@ -207,7 +209,8 @@ def test_a_wall_clock_that_jumps_moves_no_event(
         return events
 
     undisturbed = run_virtual(main())
-    monkeypatch.setattr(ray_host, "unix_time", lambda: VirtualClock().now() + next(readings) * jump)
+    for module in (remote_host, linked_host):
+        monkeypatch.setattr(module, "unix_time", lambda: VirtualClock().now() + next(readings) * jump)
     assert run_virtual(main()) == undisturbed
     assert next(readings) > 2, "the wall clock was never read"
     assert all(e.verdict.met for e in undisturbed if isinstance(e, Finished))

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from rubato.core.events import Finished, HandedOff
-from rubato.fleet import relay
+from rubato.fleet import server_try
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.serving.gateway import _with_usage
 from rubato.wire.folded_answer import FoldedAnswer
@@ -213,7 +213,7 @@ def test_a_stream_that_is_no_answer_is_an_error(parts: list[bytes]) -> None:
 
 
 def test_an_answer_without_end_is_cut_off_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "MAX_ANSWER_BYTES", 900)
+    monkeypatch.setattr(server_try, "MAX_ANSWER_BYTES", 900)
 
     async def scenario(fleet: Fleet) -> None:
         assert (await fleet.complete()).status_code == 500
@@ -274,7 +274,7 @@ async def test_a_server_with_the_link_is_asked_as_the_client_asks(fleet: Fleet) 
 @on(gateway)
 async def test_a_server_whose_link_is_silent_is_asked_for_a_stream(fleet: Fleet) -> None:
     for host in fleet.cluster.hosts.values():
-        host.is_linked = False  # type: ignore[attr-defined]
+        host.requests.is_linked = False  # type: ignore[attr-defined]
     verdict = (await fleet.complete(slo={"ttft_ms": 1000})).json()["rubato"]
     assert verdict["ttft_ms"] == 100.0
     assert [body["stream"] for server in fleet.servers for body in server.bodies] == [True]

@@ -21,8 +21,8 @@ from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.relay import Trips
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
-from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
 from rubato.fleet.upstream import BrokenError, Headers, UnreachableError
 from rubato.frontdoor.slo_fields import Tier, Tiers
@@ -152,7 +152,9 @@ def gateway(
                 cluster.listen(made.events.append)
                 await scenario(made)
             assert not trips
-            assert not any(host._prompt_tokens for host in cluster.hosts.values() if isinstance(host, ServerReplica))
+            assert not any(
+                host.requests.prompt_tokens for host in cluster.hosts.values() if isinstance(host, ServerReplica)
+            )
             offered, finished = made.of(Offered), made.of(Finished)
             assert sorted(e.id for e in offered) == sorted(e.id for e in finished)
         finally:
@@ -733,8 +735,8 @@ async def test_a_verdict_by_the_link_has_the_delay_of_what_the_gateway_passes_on
     assert (await fleet.complete(stream=True, prompt="abc", slo=slo)).status_code == 200
     (host,) = fleet.cluster.hosts.values()
     assert isinstance(host, ServerReplica)
-    assert host._link is not None
-    hear, late = host._link.receive, asyncio.Event()
+    assert host.session is not None
+    hear, late = host.session.link.receive, asyncio.Event()
 
     async def receive() -> Any:
         told = await hear()
@@ -742,7 +744,7 @@ async def test_a_verdict_by_the_link_has_the_delay_of_what_the_gateway_passes_on
             await asyncio.sleep(0.2)
         return told
 
-    host._link.receive = receive  # type: ignore[method-assign]
+    host.session.link.receive = receive  # type: ignore[method-assign]
     await asyncio.sleep(1.0)  # the one that waits now
     asked = asyncio.create_task(fleet.complete(prompt="abc", slo=slo))
     await asyncio.sleep(0.35)

@@ -27,8 +27,8 @@ from rubato.fleet.build import cluster_of
 from rubato.fleet.cluster import Cluster, HostLost, HostMaker
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.event_bus import Listener
+from rubato.fleet.relay import Trips
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
-from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.frontdoor.tenants import Tenants
@@ -282,7 +282,7 @@ class Sways:
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
-    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+    def scale(self, unplaced: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         missing = max(0, self.least - len(fleet) - starting)
         if now < self.at or missing:
             return Scaling(add=missing, wake_at=max(now + 1.0, self.at))

@@ -21,7 +21,7 @@ from rubato.engines.vllm.gateway_reports import GatewayReports, choice_of
 from rubato.engines.vllm.policy_driver import FLEET_SUPPORTS
 from rubato.engines.vllm.settings import LinkSettings
 from rubato.fleet.link_reader import LinkReader, MissedReportError
-from rubato.fleet.remote_view import HandOffReport, RemoteReplica, ReplicaReport
+from rubato.fleet.remote_view import RemoteReplica
 from rubato.fleet.server_link import ZmqLink
 from rubato.latency import affine
 from rubato.wire import messages
@@ -46,6 +46,7 @@ from rubato.wire.messages import (
     encode,
     expect,
 )
+from rubato.wire.replica_report import HandOffReport, ReplicaReport
 from tests.vllm.harness import Harness, harness
 
 

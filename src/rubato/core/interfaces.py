@@ -312,11 +312,11 @@ class Autoscaler(Protocol):
 
     def observe(self, events: Sequence[Event]) -> None: ...
 
-    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+    def scale(self, unplaced: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         """Decides which replicas to add and drain.
 
         Args:
-            held: as for a Router.
+            unplaced: requests at no replica, as `held` of `Router.place`.
             fleet: as for a Router, without draining replicas.
             starting: number of added replicas that do not serve yet.
             now: time in seconds.

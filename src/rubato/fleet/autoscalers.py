@@ -22,8 +22,12 @@ MIN_MISSES = 2  # in a tier: one miss alone adds no replica
 
 @dataclass
 class ReplicaBounds:
-    """min: fewest replicas that serve or start; fewer, such as after a loss, are made up for at once. max: most
-    replicas that serve or start."""
+    """Limits the number of replicas that serve or start.
+
+    Args:
+        min (1 or more): replicas, at least; after a loss others are added at once
+        max (1 or more): replicas, at most
+    """
 
     min: int = 1
     max: int = 8
@@ -36,34 +40,40 @@ class ReplicaBounds:
             raise ValueError(f"min is {self.min}, above max, {self.max}")
 
     def _bounded_add(self, wanted: int, replica_count: int) -> int:
-        """Replicas to add: `wanted` within the bounds. replica_count: replicas that serve or start."""
+        """Returns how many of `wanted` replicas the bounds allow to add, if `replica_count` serve or start."""
         return max(self.min - replica_count, min(wanted, self.max - replica_count), 0)
 
 
 def check_seconds(**settings: float) -> None:
-    """Raises ValueError for a setting that is no number of seconds."""
+    """Checks settings.
+
+    Raises:
+        ValueError: one is no number of seconds.
+    """
     for name, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not (isfinite(value) and value >= 0.0):
             raise ValueError(f"{name} is {value!r}: give a number of seconds, 0 or more")
 
 
 def is_in_pool(view: View) -> bool:
-    """Whether this replica serves no tier: PolyServe's best-effort pool (§4.3); nor does one that has just joined, or
-    that a tier has left empty, which goes back to the pool when the router is asked again."""
+    """Returns whether the replica serves no tier and so is in PolyServe's best-effort pool (§4.3). An empty replica is:
+    it has just joined, or its tier gives it back when the router is asked again."""
     return is_idle(view) or (not view.role.tier and view.role.phase == "both" and view.role.kind in ("", "best_effort"))
 
 
 @dataclass
 class PoolAutoscaler(ReplicaBounds):
-    """PolyServe's pool of machines (§4.3, §5.4), which the paper takes as unlimited: a tier takes a replica from the
-    pool at once, so the pool is kept from running dry, and what it has too much is given back.
+    """Keeps replicas in PolyServe's pool of machines (§4.3, §5.4), which the paper takes as unlimited. A tier takes a
+    replica from the pool at once.
 
-    A replica is added when for `add_seconds` the pool, with those that start, has had fewer than `spare` replicas, or
-    is empty while requests are held. One that has been idle for `drain_seconds` leaves while more than `spare` are
-    idle.
+    A replica is added when for `add_seconds` the pool, with replicas that start, has had fewer than `spare` replicas,
+    or is empty while requests are unplaced. A replica that has been idle for `drain_seconds` leaves while more than
+    `spare` are idle.
 
-    spare: replicas that the pool keeps; 0 = add only once requests are held. add_seconds: how long it is short before
-    one is added. drain_seconds: how long one is idle before it leaves.
+    Args:
+        spare (0 or more): replicas that the pool keeps; 0: a replica is added only for unplaced requests
+        add_seconds (0 or more): for which the pool is short before a replica is added
+        drain_seconds (0 or more): for which a replica is idle before it leaves
     """
 
     spare: int = 1
@@ -81,9 +91,9 @@ class PoolAutoscaler(ReplicaBounds):
     def observe(self, events: Sequence[Event]) -> None:
         """Ignores events: the views are enough."""
 
-    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+    def scale(self, unplaced: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         pool = [view for view in fleet if is_in_pool(view)]
-        short = max(self.spare, 1 if held else 0) - len(pool) - starting
+        short = max(self.spare, 1 if unplaced else 0) - len(pool) - starting
         replica_count = len(fleet) + starting
         wake: list[float] = []
         add = self._bounded_add(0, replica_count)
@@ -99,7 +109,8 @@ class PoolAutoscaler(ReplicaBounds):
         return Scaling(add, self._idle_to_drain(pool, replica_count + add, now, wake), min(wake, default=None))
 
     def _idle_to_drain(self, pool: Sequence[View], replica_count: int, now: float, wake: list[float]) -> list[str]:
-        """Replicas that were idle for long enough, latest first: PolyServe takes the first from the pool."""
+        """Returns replicas that were idle for long enough, the last of the pool first, since PolyServe takes its first.
+        Adds to `wake` when others will be."""
         unused = [view.id for view in pool if is_idle(view)]
         self._idle_since = {id: self._idle_since.get(id, now) for id in unused}
         surplus = max(0, min(len(unused) - self.spare, replica_count - self.min))
@@ -116,7 +127,7 @@ class PoolAutoscaler(ReplicaBounds):
 
 @dataclass(slots=True)
 class _Tier:
-    """Counts of a tier's requests: all, and requests that missed their SLO or are predicted to."""
+    """Counts a tier's requests, and of these the requests that missed their SLO or are predicted to."""
 
     all: int = 0
     missed: int = 0
@@ -128,19 +139,21 @@ class _Tier:
 
 @dataclass
 class AttainmentAutoscaler(ReplicaBounds):
-    """By predicted attainment, for any policy: replicas are added while in some tier fewer than `target` of the
-    requests are, or are predicted to be, in SLO, and one while all together are too few for what is offered; one is
+    """Scales a fleet of any policy by predicted attainment. Replicas are added while a tier has fewer than `target` of
+    its requests in SLO, by fact or prediction; one is added while the fleet is too small for the offered load; one is
     drained when for `hold_seconds` the others were enough.
 
-    A tier's share is that of requests that ended in the last `window_seconds` or are there now. Of those that are
-    there, one is predicted to miss if it is late, demoted, or waits where the prompts due before it leave no time for
-    its own. Requests that came before the last replica joined count no more. Best effort never counts.
+    A tier's share counts requests that ended in the last `window_seconds`, and the present ones. A present request is
+    predicted to miss if it is late or demoted, or if the prompts due before it leave no time for its own. Requests
+    that came before the last replica joined do not count, nor does best effort.
 
-    Replicas are enough if each one spends at most 80 % (`MAX_UTILIZATION`) of its time on prefill, at the tokens/s
-    offered in the window, and on the present decodes, at the tightest TPOT offered; the same for its places and KV.
+    Replicas are enough if each one spends at most `MAX_UTILIZATION` of its time on prefill, at the tokens/s offered in
+    the window, and on the present decodes, at the tightest TPOT offered; the same for its places and KV.
 
-    target: share of each tier's requests to attain. window_seconds: over which attainment and load are measured.
-    hold_seconds: how long fewer replicas were enough before one is drained.
+    Args:
+        target ((0, 1]): share of each tier's requests to attain
+        window_seconds (0 or more): over which attainment and load are measured
+        hold_seconds (0 or more): for which fewer replicas were enough before one is drained
     """
 
     target: float = 0.95
@@ -174,20 +187,20 @@ class AttainmentAutoscaler(ReplicaBounds):
             elif isinstance(event, Joined):
                 self._joined_at = event.at
 
-    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+    def scale(self, unplaced: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         replica_count = len(fleet) + starting
         if now < self._next_check_at:
             return Scaling(self._bounded_add(0, replica_count), wake_at=self._next_check_at)
         self._next_check_at = now + CHECK_S
         self._forget(now - self.window_seconds)
-        tiers = self._tiers(held, fleet, now)
+        tiers = self._tiers(unplaced, fleet, now)
         lowest_share = min((1.0 - t.missed / t.all for t in tiers.values() if t.missed >= MIN_MISSES), default=1.0)
         missing = ceil(len(fleet) * (self.target - lowest_share)) if lowest_share < self.target and not starting else 0
         if not starting and not self._fits(fleet, len(fleet)):
             missing = max(missing, 1)  # before they miss: a start takes time
         add = self._bounded_add(missing, replica_count)
         drain: list[str] = []
-        spare = lowest_share >= self.target and not (held or starting) and len(fleet) > self.min
+        spare = lowest_share >= self.target and not (unplaced or starting) and len(fleet) > self.min
         if not (spare and self._fits(fleet, len(fleet) - 1)):
             self._fits_since = None
         else:
@@ -195,7 +208,7 @@ class AttainmentAutoscaler(ReplicaBounds):
             if now >= since + self.hold_seconds:
                 drain = [min(reversed(fleet), key=lambda view: view.count).id]
                 self._fits_since = None
-        check_again = held or self._requests or self._offered or len(fleet) - len(drain) > self.min
+        check_again = unplaced or self._requests or self._offered or len(fleet) - len(drain) > self.min
         return Scaling(add, drain, self._next_check_at if check_again else None)
 
     def _forget(self, before: float) -> None:
@@ -204,7 +217,7 @@ class AttainmentAutoscaler(ReplicaBounds):
         while self._ended and self._ended[0][0] < before:
             self._ended.popleft()
 
-    def _tiers(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Mapping[str, _Tier]:
+    def _tiers(self, unplaced: Sequence[SeqView], fleet: Sequence[View], now: float) -> Mapping[str, _Tier]:
         tiers: dict[str, _Tier] = {}
 
         def count(request: Request, missed: bool) -> None:
@@ -218,12 +231,12 @@ class AttainmentAutoscaler(ReplicaBounds):
                 count(seq.request, seq.missed or seq.demoted or seq.due < now)
             for seq, late in _late(view.waiting, view, max(now, view.busy_until)):
                 count(seq.request, late)
-        for seq in held:  # as if it could begin anywhere
+        for seq in unplaced:  # as if it could begin anywhere
             count(seq.request, any(late for _, late in _late((seq,), fleet[0], now)))
         return tiers
 
     def _fits(self, fleet: Sequence[View], replicas: int) -> bool:
-        """Whether this number of replicas would hold the present and the offered load."""
+        """Returns whether this number of replicas would hold the present and the offered load."""
         view = fleet[0]
         chunk = view.limits.max_num_batched_tokens
         offered = sum(tokens for _, tokens, _ in self._offered) / max(self.window_seconds, CHECK_S)

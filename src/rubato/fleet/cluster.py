@@ -6,12 +6,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 
-from rubato.core.clock import PLAN, Clock, Handle
+from rubato.core.clock import PLAN, Clock
 from rubato.core.events import (
-    Assigned,
-    Demoted,
     Event,
     Finished,
     HandedOff,
@@ -26,21 +23,18 @@ from rubato.core.events import (
 )
 from rubato.core.interfaces import (
     Autoscaler,
-    Dispatch,
     Host,
     LengthPredictor,
     NotReadyError,
     Router,
     SeqView,
-    View,
 )
-from rubato.core.plan import Role
-from rubato.core.request import NO_REPLICA, NO_REPLICA_TIMEOUT_S, SATURATED, SHUTTING_DOWN, Outcome, Progress, Request
+from rubato.core.request import NO_REPLICA, NO_REPLICA_TIMEOUT_S, SATURATED, SHUTTING_DOWN, Outcome, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.event_bus import EventBus, Listener, without_tokens
-from rubato.fleet.local_host import MAX_FAILED_STEPS
 from rubato.fleet.request_table import RequestTable
-from rubato.fleet.router_calls import RouterCalls, RouterError, RoutingTimer
+from rubato.fleet.router_calls import Shares
+from rubato.fleet.routing import Routing
 from rubato.fleet.scaling import FleetScaling
 from rubato.fleet.transfers import KVTransfers
 from rubato.policy_kit.fair_share import FairShare
@@ -80,53 +74,44 @@ class Cluster:
     """
 
     def __init__(
-        self,
-        makers: Sequence[HostMaker],
-        router: Router,
-        clock: Clock,
-        *,
-        max_in_flight: int | None = None,
-        slo_rule: str = "deadline",
-        fair: FairShare | None = None,
-        lengths: LengthPredictor | None = None,
-        autoscaler: Autoscaler | None = None,
-        extra_host: HostMaker | None = None,
-    ) -> None:
+        self, makers: Sequence[HostMaker], router: Router, clock: Clock, *, max_in_flight: int | None = None,
+        slo_rule: str = "deadline", fair: FairShare | None = None, lengths: LengthPredictor | None = None,
+        autoscaler: Autoscaler | None = None, extra_host: HostMaker | None = None,
+    ) -> None:  # fmt: skip
         if (autoscaler is None) != (extra_host is None):
             raise ValueError("give an autoscaler and what makes its hosts (`extra_host`), or neither")
-        self._router = RouterCalls(router)
         if max_in_flight is not None and max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}: give at least 1, or none for no bound")
-        hosts = [make(f"r{i}", self._emit, self._lose_host) for i, make in enumerate(makers)]
-        self.hosts = {host.id: host for host in hosts}
+        self.hosts: dict[str, Host] = {}
         self.clock = clock
         self.offered = 0
         self.finished = 0
         self.dead = asyncio.Event()
         self.error: BaseException | None = None
-        self._why_dead = ""
         self._max_in_flight = max_in_flight
         self._slo_rule = slo_rule
         self._requests = RequestTable(clock, lengths)
-        self._scaling = FleetScaling(
+        self._listeners = EventBus()
+        self._shares = Shares(fair, self._listeners)
+        self._routing = Routing(
+            router, self.hosts, self._requests, self._shares, clock, submit=self._submit, end=self._end,
+            end_cancelled=self._end_cancelled, give_up=self._give_up, emit=self._emit,
+        )  # fmt: skip
+        hosts = [make(f"r{i}", self._emit, self._lose_host) for i, make in enumerate(makers)]
+        self.hosts.update({host.id: host for host in hosts})
+        self._scaling = self._routing.scaling = FleetScaling(
             self.hosts, self._requests, clock, autoscaler,
             None if extra_host is None else lambda id: extra_host(id, self._emit, self._lose_host),
-            check=self._router.check_needs, emit=self._emit, joined=self._request_routing,
+            check=self._routing.router.check_needs, emit=self._emit, joined=self._routing.request_routing,
         )  # fmt: skip
         self._transfers = KVTransfers(
             self.hosts, self._requests, clock,
             fail=lambda seq, why: self._end(seq, "failed", why), kv_freed=self._handle_kv_freed,
         )  # fmt: skip
-        self._timer = RoutingTimer(clock, self._route_until_settled)
-        self._routing_scheduled: Handle | None = None  # at the end of this instant
-        self._is_routing = False  # while the router is asked; always, once closed
-        self._cooldown_timer: Handle | None = None  # for the end of the first cooldown, if all hosts cool down
         self._cancel_reasons: dict[str, str] = {}  # what a host was asked to cancel, and why
-        self._listeners = EventBus()
         if autoscaler is not None:
             observe = autoscaler.observe
             self._listeners.add(without_tokens(lambda event: observe((event,))))
-        self._fair = fair
         self._request_listeners: dict[str, Listener] = {}
         self._completion_times: deque[float] = deque(maxlen=MAX_RECENT_COMPLETIONS)  # when each ended
         self._is_draining = False
@@ -138,14 +123,14 @@ class Cluster:
         return len(self._requests)
 
     @property
-    def held(self) -> Sequence[SeqView]:
-        """The unplaced requests, in order of arrival."""
+    def unplaced_requests(self) -> Sequence[SeqView]:
+        """The requests at no replica, in order of arrival."""
         return list(self._requests.unplaced.values())
 
     @property
     def router(self) -> str:
         """The name of the policy that routes."""
-        return self._router.policy
+        return self._routing.router.policy
 
     @property
     def draining_replicas(self) -> Collection[str]:
@@ -154,8 +139,8 @@ class Cluster:
 
     @property
     def wants_steps(self) -> bool:
-        """Whether the router is asked after each step: its end may free KV that an unplaced request waits for."""
-        return self._router.wants_steps or bool(self._requests.with_kv)
+        """Whether the router is asked after each step."""
+        return self._routing.wants_steps
 
     @property
     def listener_errors(self) -> Mapping[str, int]:
@@ -169,7 +154,8 @@ class Cluster:
             ValueError: the router wants more replicas, or a capability that one of them lacks.
             NotReadyError: a host is not ready.
         """
-        roles = self._router.roles(list(self.hosts))
+        router = self._routing.router
+        roles = router.roles(list(self.hosts))
         hosts = list(self.hosts.values())
         results = await asyncio.gather(*(host.start() for host in hosts), return_exceptions=True)
         failed = [(host, error) for host, error in zip(hosts, results, strict=True) if error is not None]
@@ -179,22 +165,12 @@ class Cluster:
             log.warning("replica %s is left out for now: %s", host.id, error)
             del self.hosts[host.id]
             await host.close()
-        self._assign(self._router.roles(list(self.hosts)) if failed else roles)
+        self._routing.assign_all(router.roles(list(self.hosts)) if failed else roles)
         self._scaling.ask_soon()
 
     def begin(self) -> None:
         """As `start`, for hosts that need no start."""
-        self._assign(self._router.roles(list(self.hosts)))
-
-    def _assign(self, roles: Mapping[str, Role]) -> None:
-        for host in self.hosts.values():
-            self._router.check_needs(host)
-        for id, role in roles.items():
-            self._assign_role(id, role)
-
-    def _assign_role(self, replica: str, role: Role) -> None:
-        self.hosts[replica].assign(role)
-        self._emit(Assigned(self.clock.now(), replica, role))
+        self._routing.assign_all(self._routing.router.roles(list(self.hosts)))
 
     def listen(self, listener: Listener, *types: type[Event]) -> None:
         """Adds a listener, which gets every event of these types (none: of all) from now on, in order, on the event
@@ -209,22 +185,20 @@ class Cluster:
         full = self._max_in_flight is not None and self.in_flight >= self._max_in_flight - (
             self._max_in_flight // SLO_RESERVE_DIVISOR if request.best_effort else 0
         )
-        if full and self._fair is not None and self._max_in_flight is not None:
-            # a tenant with less than its share of the places gets one: another's flood must not take them all
-            full = self._listeners.guarded(now, True, self._fair.beyond_share, request, self._max_in_flight, now)
+        if full and self._max_in_flight is not None:
+            full = self._shares.is_beyond(request, self._max_in_flight, now)
         self.offered += 1
         seq = self._requests.hold(request)
-        if self._fair is not None:
-            self._listeners.guarded(now, None, self._fair.add_request, request, now)
+        self._shares.add(request, now)
         if listener is not None:
             self._request_listeners[request.id] = listener
         self._emit(Offered(now, request.id, request))
         if self._is_draining:
             self._end(seq, "refused", SHUTTING_DOWN)
-        elif full or not (self.hosts or self._why_dead):
+        elif full or not (self.hosts or self._routing.why_stopped):
             self._end(seq, "refused", SATURATED if full else NO_REPLICA)
         else:
-            self._request_routing()
+            self._routing.request_routing()
 
     def refuse(self, request: Request, reason: str, listener: Listener | None = None) -> Finished:
         """Count a request as offered and refused by a limit outside the cluster, for listeners only. Its end."""
@@ -265,10 +239,8 @@ class Cluster:
 
     async def close(self) -> None:
         """Stops at once: all requests in flight end as failed."""
-        self._is_draining = self._is_routing = True  # nothing is placed any more
-        self._timer.stop()
-        if self._cooldown_timer is not None:
-            self._cooldown_timer.cancel()
+        self._is_draining = True
+        self._routing.close()
         self._left_hosts += self._scaling.close()
         self._transfers.take_back_all()
         # Close all at once: each may take its time limit, and the server must end in time.
@@ -283,135 +255,9 @@ class Cluster:
         for id in list(self._requests.unplaced):
             self.cancel(id, "the server closed")
 
-    # ----------------------------------------------------------------- routing
+    # ----------------------------------------------------------------- placing
 
-    def _request_routing(self) -> None:
-        """Ask the router after an event: now, or, if it wants steps, after all else that happens at this instant."""
-        if not self._router.wants_steps or self._why_dead:
-            self._route_until_settled()
-        elif self._routing_scheduled is None and not self._is_routing:
-            self._routing_scheduled = self.clock.call_at(self.clock.now(), PLAN, self._route_until_settled)
-
-    def _handle_kv_freed(self) -> None:
-        """Handles freed KV memory of a replica, which may be draining."""
-        if self._scaling.draining:
-            self._scaling.remove_empty_hosts()
-        self._route_if_kv_freed()
-
-    def _route_if_kv_freed(self) -> None:
-        """A step has ended or KV may be free: a held request with KV waits for nothing else. If nothing is placed, a
-        cancelled request has ended, and no other event will come."""
-        if self.wants_steps or not self._requests.placed:
-            self._request_routing()
-
-    def _route_until_settled(self) -> None:
-        """Ask the router until it places no more. Placing may end requests; the router is asked again after it."""
-        if self._routing_scheduled is not None:
-            self._routing_scheduled.cancel()
-            self._routing_scheduled = None
-        if self._is_routing:
-            return
-        self._is_routing = True
-        try:
-            if self._why_dead:
-                self._end_unplaced()
-            while self.hosts and self._requests.unplaced and self._route_once():
-                pass
-        finally:
-            self._is_routing = False
-
-    def _route_after_cooldown(self) -> None:
-        self._cooldown_timer = None
-        self._route_until_settled()
-
-    def _route_once(self) -> bool:
-        """Asks the router once and carries its dispatch out. Returns whether a request was placed or ended: ask
-        again."""
-        if self._cancel_reasons:
-            self._end_cancelled()
-        now = self.clock.now()
-        if not (views := self._scaling.views_to_route(now)):
-            if self._cooldown_timer is None and (at := self._scaling.first_cooldown_end()) is not None:
-                self._cooldown_timer = self.clock.call_at(at, PLAN, self._route_after_cooldown)
-            return False
-        unplaced = list(self._requests.unplaced.values())
-        if self._fair is not None:
-            unplaced = self._within_shares(self._fair, unplaced, views, now)
-        groups = self._requests.groups
-        joined = bool(groups) and self._join_groups(unplaced, now)
-        if joined:
-            unplaced = [s for s in unplaced if s.request.group not in groups and s.id in self._requests.unplaced]
-        if not unplaced:
-            return joined
-        dispatch = self._call_router(unplaced, views, now)
-        if dispatch is None:
-            return not self.dead.is_set()
-        return self._carry_out(dispatch, now) or joined
-
-    def _within_shares(self, fair: FairShare, unplaced: list[Seq], views: Sequence[View], now: float) -> list[Seq]:
-        """The requests that the tenants' shares let pass. Handed-off requests passed before, and go first."""
-        new = {s.id: s for s in unplaced if s.request.handoff is None}
-        handed_off = [s for s in unplaced if s.id not in new]
-        requests = [s.request for s in new.values()]
-        passing = self._listeners.guarded(now, None, fair.release, requests, views, now)
-        self._timer.set_shares_time(None if passing is None else fair.wake_at)
-        return handed_off + [new[request.id] for request in (requests if passing is None else passing)]
-
-    def _join_groups(self, unplaced: Sequence[Seq], now: float) -> bool:
-        """Place requests whose group has a replica; returns whether any."""
-        groups = self._requests.groups
-        joining = [s for s in unplaced if s.request.group in groups]
-        for seq in joining:
-            if seq.id in self._requests.unplaced and seq.request.group in groups:
-                self._submit(seq, groups[seq.request.group][0], now)
-        return bool(joining)
-
-    def _call_router(self, unplaced: Sequence[Seq], fleet: Sequence[View], now: float) -> Dispatch | None:
-        """What the router decides. None if it fails: the requests it was asked about end with the error, as after a
-        failed plan; after several failures in a row the router is given up."""
-        try:
-            dispatch = self._router.place(unplaced, fleet, now, placed=len(self._requests.placed), replicas=self.hosts)
-        except RouterError as error:
-            for seq in unplaced:
-                if seq.id in self._requests.unplaced:
-                    self._end(seq, "failed", str(error))
-            if (failures := self._router.failures) >= MAX_FAILED_STEPS:
-                last = f"router {self._router.policy!r}: {failures} dispatches in a row failed; the last: {error}"
-                self._give_up(last, RuntimeError(last))
-            return None
-        self._timer.set_router_time(dispatch.wake_at)
-        return dispatch
-
-    def _carry_out(self, dispatch: Dispatch, now: float) -> bool:
-        """Whether anything was rejected or placed."""
-        for replica, role in dispatch.assign.items():
-            self._assign_role(replica, role)
-        for replica, kind in dispatch.recall.items():
-            self.hosts[replica].recall(kind)
-        # From here on each may end another request, or find a host gone.
-        unplaced = self._requests.unplaced
-        for id in dispatch.demote:
-            if id in unplaced:
-                self._demote(unplaced[id], now)
-        for id, reason in dispatch.reject.items():
-            if id in unplaced:
-                self._end(unplaced[id], "refused", reason)
-        placed = False
-        for id, replica in dispatch.place.items():
-            if id in unplaced and replica in self.hosts:
-                seq = unplaced[id]
-                to = self._requests.groups.get(seq.request.group, (replica,))[0]
-                placed |= self._submit(seq, to, now, dispatch.why.get(id, ""))
-        return bool(dispatch.reject) or placed
-
-    def _demote(self, seq: Seq, now: float) -> None:
-        """Makes a request best effort from now on, also at its replica."""
-        progress = seq.request.progress or Progress((seq.request.arrival,), ((),))
-        seq.request = replace(seq.request, progress=replace(progress, demoted=True))
-        seq.demoted = True
-        self._emit(Demoted(now, seq.id))
-
-    def _submit(self, seq: Seq, replica: str, now: float, why: str = "") -> bool:
+    def _submit(self, seq: Seq, replica: str, now: float, why: str) -> bool:
         """Give an unplaced request to a replica; False when the replica has no KV memory for what the request brings
         along."""
         request = seq.request
@@ -419,8 +265,7 @@ class Cluster:
         if source is not None and not self.hosts[replica].reserve(request):
             return False
         self._requests.place(request, replica)
-        if self._fair is not None and request.handoff is None:
-            self._listeners.guarded(now, None, self._fair.record_placement, request.id)
+        self._shares.place(request, now)
         self._emit(Placed(now, request.id, replica, why))
         if request.id not in self._requests.placed:  # a listener to `Placed` cancelled it
             return True
@@ -454,9 +299,11 @@ class Cluster:
         for id in [id for id in self._cancel_reasons if id in self._requests.unplaced]:
             self._end(self._requests.unplaced[id], "cancelled", self._cancel_reasons[id])
 
-    def _end_unplaced(self) -> None:
-        for seq in list(self._requests.unplaced.values()):
-            self._end(seq, "failed", self._why_dead)
+    def _handle_kv_freed(self) -> None:
+        """Handles freed KV memory of a replica, which may be draining."""
+        if self._scaling.draining:
+            self._scaling.remove_empty_hosts()
+        self._routing.route_if_kv_freed()
 
     def _emit(self, event: Event) -> None:
         if type(event) is Tokens:  # most are, and nothing follows from them
@@ -479,10 +326,11 @@ class Cluster:
             self._transfers.end_transfer(event.id)
         # The router first: a listener may cancel, and effects must not be observed before their cause.
         own = self._request_listeners.pop(event.id, None) if last else self._request_listeners.get(event.id)
+        observe = self._routing.router.observe
         if own is None:
-            self._listeners.publish(event, self._router.observe)
+            self._listeners.publish(event, observe)
         else:
-            self._listeners.publish(event, self._router.observe, own)
+            self._listeners.publish(event, observe, own)
         if last or isinstance(event, Offered):
             self._scaling.ask_soon()
         if self._scaling.draining and isinstance(event, FREES_REPLICA):
@@ -492,9 +340,9 @@ class Cluster:
                 self._completion_times.clear()  # how long it then has nothing to do says nothing of its speed
                 self._empty.set()
         elif isinstance(event, FREES_PLACES):
-            self._request_routing()
+            self._routing.request_routing()
         elif isinstance(event, FREES_KV):
-            self._route_if_kv_freed()
+            self._routing.route_if_kv_freed()
 
     def _book_end(self, event: Finished) -> None:
         """A request has ended: with it its transfer, its place and its part of its tenant's share."""
@@ -502,10 +350,7 @@ class Cluster:
         self._cancel_reasons.pop(event.id, None)
         if request is not None:
             self._transfers.end(request)
-        if self._fair is not None:
-            self._listeners.guarded(
-                event.at, None, self._fair.record_end, event.id, event.outcome, event.output, event.at
-            )
+        self._shares.end(event)
         self.finished += 1
         if event.outcome == "completed":
             self._completion_times.append(event.at)
@@ -523,8 +368,7 @@ class Cluster:
             if request.id in self._requests.placed and request.id not in self._transfers:  # these are taken back below
                 self._requests.take_from_replica(request.id)
                 self._requests.hold(self._transfers.without_lost_kv(request))
-                if self._fair is not None and request.handoff is None:
-                    self._listeners.guarded(now, None, self._fair.record_return, request.id)
+                self._shares.take_back(request, now)
                 self._emit(Lost(now, request.id, id))
                 self._end_after_losses(request.id)
         for seq in list(self._requests.unplaced.values()):
@@ -536,7 +380,7 @@ class Cluster:
                 self._emit(Lost(now, moving, id))
         self._scaling.ask_soon()
         if self._scaling.is_open:
-            self._request_routing()
+            self._routing.request_routing()
         elif self._scaling.can_add or self.hosts:  # (those that drain take nothing)
             self.clock.call_at(now + NO_REPLICA_TIMEOUT_S, PLAN, self._end_if_alone)
         else:
@@ -554,20 +398,16 @@ class Cluster:
 
     def _end_if_alone(self) -> None:
         """Ends all held requests if no replica has replaced the lost ones. Later requests may find one."""
-        if not self._scaling.is_open and not self._why_dead:
+        if not self._scaling.is_open and not self._routing.why_stopped:
             for seq in list(self._requests.unplaced.values()):
                 self._end(seq, "failed", f"no replica has come back for {NO_REPLICA_TIMEOUT_S:g} s")
 
     def _give_up(self, why: str, error: BaseException) -> None:
         """Ends unplaced and later requests: nothing can be placed any more."""
         self.error = error
-        self._why_dead = why
         self._scaling.stop_asking()
-        routing, self._is_routing = self._is_routing, True
-        self._end_cancelled()
         self.dead.set()
-        self._end_unplaced()
-        self._is_routing = routing
+        self._routing.stop(why)
 
 
 def retry_after(completed: Sequence[float], in_flight: int) -> float:

@@ -13,11 +13,9 @@ from dataclasses import replace
 from rubato.core.events import Event, Finished, Offered, Stepped, Transferred
 from rubato.core.plan import NO_BATCH
 from rubato.core.request import Request
-from rubato.fleet.remote_view import HandOffReport, KVUsage, ReplicaReport, SnapshotEntry
 from rubato.wire import messages
 from rubato.wire.messages import EventRow, HandOffRow, OfferedRow, SentRow, Snapshot, TokensRow, event_of
-
-NO_KV_USAGE = KVUsage(0, 0, 0, 0)
+from rubato.wire.replica_report import NO_KV_USAGE, HandOffReport, KVUsage, ReplicaReport, SnapshotEntry
 
 
 class MissedReportError(Exception):

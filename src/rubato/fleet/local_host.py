@@ -48,20 +48,10 @@ class LocalHost:
     cooldown_until = 0.0
 
     def __init__(
-        self,
-        id: str,
-        engine: Engine,
-        scheduler: Scheduler,
-        latency: LatencyModel,
-        clock: Clock,
-        *,
-        emit: Callable[[Event], None],
-        lost: Callable[[str, BaseException, Sequence[Request]], None],
-        policy: str,
-        options: ReplicaOptions = DEFAULT_OPTIONS,
-        kv_transfer: bool = True,
-        step_timeout: float | None = None,
-    ) -> None:
+        self, id: str, engine: Engine, scheduler: Scheduler, latency: LatencyModel, clock: Clock, *,
+        emit: Callable[[Event], None], lost: Callable[[str, BaseException, Sequence[Request]], None], policy: str,
+        options: ReplicaOptions = DEFAULT_OPTIONS, kv_transfer: bool = True, step_timeout: float | None = None,
+    ) -> None:  # fmt: skip
         self.supports = (engine.supports | {"handoff", "recall", "step_times"}) - (
             set() if kv_transfer else {"kv_transfer"}
         )

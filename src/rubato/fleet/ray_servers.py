@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -21,20 +21,17 @@ from ray.exceptions import RayError
 from rubato.core.clock import Clock
 from rubato.core.events import Event, Left
 from rubato.core.interfaces import LatencyModel, Router, Scaling, SeqView, View
-from rubato.fleet import server_probe
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.http_client import HttpServer
-from rubato.fleet.served_models import Models
+from rubato.fleet.relay import Trips
+from rubato.fleet.remote_host import ReplicaLostError
 from rubato.fleet.server_actor import ServerActor, ServerCommand, ServerStart
-from rubato.fleet.server_fleet import HomogeneityCheck
-from rubato.fleet.server_kv import Trips
-from rubato.fleet.server_link import Link, ZmqLink
-from rubato.fleet.server_replica import ServerAbout, ServerReplica
-from rubato.fleet.server_watch import ServerLostError
+from rubato.fleet.server_link import ZmqLink
+from rubato.fleet.server_probe import FleetProbe, HomogeneityCheck
+from rubato.fleet.server_replica import ServerReplica
 from rubato.wire.link_keys import TOKEN_ENV
-from rubato.wire.messages import CoreAbout
 
 log = logging.getLogger(__name__)
 
@@ -48,32 +45,36 @@ MAX_RESTART_DELAY_S = 60.0  # before another server replaces a lost one
 
 
 class _Actor(ServerActor):
-    """beyond: the server is to be reached from other nodes."""
+    """Starts and ends one server on its node.
+
+    Args:
+        is_remote: whether the server is to be reached from other nodes.
+    """
 
     def __init__(self, name: str, command: ServerCommand, is_remote: bool) -> None:
         super().__init__(name, command, _ray.util.get_node_ip_address() if is_remote else "127.0.0.1")
 
     async def node(self) -> str:
-        """Ray's id of this node."""
+        """Returns Ray's id of this node."""
         found: str = _ray.get_runtime_context().get_node_id()
         return found
 
 
 class RayServerReplica(ServerReplica):
-    """A `Host` over a server that a Ray actor starts. resources: Ray's options for the actor, e.g. {"num_gpus": 2}, on
-    one node. Other arguments are those of `ServerReplica`. actor, started: set once the actor runs."""
+    """A `Host` over a server that a Ray actor starts. `actor` and `started` are set once the actor runs.
+
+    Args:
+        command: starts the server.
+        resources: Ray's options for the actor on one node, e.g. {"num_gpus": 2}.
+        server: HTTP to the server; gets its address once it serves.
+        host: other arguments of `ServerReplica`.
+    """
 
     def __init__(
-        self,
-        id: str,
-        clock: Clock,
-        *,
-        command: ServerCommand,
-        resources: Mapping[str, Any],
-        server: HttpServer,
-        **host: Any,
-    ) -> None:
-        super().__init__(id, "", server, clock, **host)
+        self, id: str, probe: FleetProbe, clock: Clock, *, command: ServerCommand, resources: Mapping[str, Any],
+        server: HttpServer, **host: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(id, probe, clock, **host)
         self._server_command, self._resources = command, resources
         self._server = server
         self.actor: Any = None
@@ -82,18 +83,21 @@ class RayServerReplica(ServerReplica):
         self._actor_end: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts the server. Raises ValueError, with the end of the server's log, if it does not start or cannot be
-        used."""
+        """Starts the server.
+
+        Raises:
+            ValueError: it does not start, or cannot be used; the message has the end of its log.
+        """
         try:
             await self._start_server()
             await super().start()
         except BaseException:
             self._begin_end()  # it must not keep its GPUs
             raise
-        self._spawn(self._watch_actor())
+        self.spawn(self._watch_actor())
 
     async def close(self) -> None:
-        """Leave the server, and end it and its actor: nothing is left of it within 5 s."""
+        """Leaves the server, and ends it and its actor, within CLOSE_S seconds."""
         ending = self._begin_end()
         await super().close()
         await asyncio.shield(ending)
@@ -109,12 +113,16 @@ class RayServerReplica(ServerReplica):
             raise ValueError(f"the actor of server {self.id} died at its start ({_short(error)})") from error
         if not at.url:
             raise ValueError(f"server {self.id} did not start: {at.why}")
-        self.started, self.url = at, at.url
+        self.started, self.probe.url = at, at.url
         self._server.set_url(at.url)
         log.info("replica %s serves at %s (process %d, actor %d, node %s)", self.id, at.url, at.pid, at.actor, at.node)
 
     async def _wait_for_place(self) -> None:
-        """Raises ValueError where Ray finds no place."""
+        """Waits until Ray has started the actor.
+
+        Raises:
+            ValueError: Ray finds no place for it.
+        """
         try:
             async with asyncio.timeout(PLACEMENT_S):
                 await self.actor.__ray_ready__.remote()
@@ -128,14 +136,14 @@ class RayServerReplica(ServerReplica):
             ) from None
 
     async def _watch_actor(self) -> None:
-        """Lose the server when it ends, or its actor does. How is in the log alone: addresses are in it, and the end of
+        """Loses the server when it or its actor ends. Only the log says how: the reason has addresses, and the end of
         the server's own log."""
         try:
             what, how = "server", await self.actor.wait.remote()
         except RayError as error:
             what, how = "actor", _short(error)
         log.error("replica %s: its %s is gone: %s", self.id, what, how)
-        self._die(ServerLostError(f"the {what} of replica {self.id} is gone"))
+        self.die(ReplicaLostError(f"the {what} of replica {self.id} is gone"))
 
     def _begin_end(self) -> asyncio.Task[None]:
         """Begin to end the actor, once; not one of the tasks that `close` cancels."""
@@ -155,15 +163,19 @@ class RayServerReplica(ServerReplica):
 
 
 def _short(error: BaseException) -> str:
-    """Without what Ray guesses about causes."""
+    """Returns the error without Ray's guesses about its causes."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[-1].partition(' Some common causes')[0][:300]}".rstrip(": ")
 
 
 @dataclass
 class ReplaceLost:
-    """An `Autoscaler` that replaces lost servers: the first one at once, further ones within 10 minutes after 2, 4, 8
-    ... s, at most 60. servers: number to keep."""
+    """An `Autoscaler` that replaces lost servers: the first one at once, further ones within LOSS_WINDOW_S seconds
+    after 2, 4, 8 ... s, at most MAX_RESTART_DELAY_S.
+
+    Args:
+        servers: number of servers to keep.
+    """
 
     servers: int
     _losses: deque[float] = field(init=False, repr=False, default_factory=deque)
@@ -171,7 +183,7 @@ class ReplaceLost:
     def observe(self, events: Sequence[Event]) -> None:
         self._losses.extend(event.at for event in events if isinstance(event, Left))
 
-    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+    def scale(self, unplaced: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         missing = max(0, self.servers - len(fleet) - starting)
         while self._losses and self._losses[0] < now - LOSS_WINDOW_S:
             self._losses.popleft()
@@ -185,22 +197,24 @@ class ReplaceLost:
 
 
 class RayServers:
-    """Makes hosts of servers in Ray actors, all of one command; `ray.init` has been called. resources: as
-    `RayServerReplica`. profile, step_timeout: as `ServerFleet`. key: of the servers' API, which their command or its
-    environment sets. Sets the link's token in this process's environment where there is none, and in the servers'."""
+    """Makes hosts of servers in Ray actors, all of one command; `ray.init` has been called.
+
+    It sets the link's token in the servers' environment, and in that of this process if it has none.
+
+    Args:
+        command: starts each server.
+        trips: of the gateway, by request.
+        resources: as `RayServerReplica`.
+        key: of the servers' API, which their command or its environment sets.
+        profile: as `ServerFleet`.
+        step_timeout: as `ServerFleet` (s).
+    """
 
     def __init__(
-        self,
-        command: ServerCommand,
-        clock: Clock,
-        options: ClusterOptions,
-        trips: Trips,
-        *,
-        resources: Mapping[str, Any] | None = None,
-        key: str = "",
-        profile: Callable[[], LatencyModel | None] = lambda: None,
-        step_timeout: float | None = None,
-    ) -> None:
+        self, command: ServerCommand, clock: Clock, options: ClusterOptions, trips: Trips, *,
+        resources: Mapping[str, Any] | None = None, key: str = "",
+        profile: Callable[[], LatencyModel | None] = lambda: None, step_timeout: float | None = None,
+    ) -> None:  # fmt: skip
         token = os.environ.setdefault(TOKEN_ENV, uuid4().hex)  # random bits of the operating system
         self._command = ServerCommand(
             command.words, {**command.environment, TOKEN_ENV: token}, command.start_seconds
@@ -213,41 +227,18 @@ class RayServers:
         self.homogeneity = HomogeneityCheck(options.choice.policy)
 
     def routed_by(self, router: Router) -> Router:
-        """A router that places requests at servers that have their model."""
+        """Returns a router that places requests at servers that have their model."""
         return self.homogeneity.models.placed_by(router, self._trips, lambda id: self._replicas[id].url)
 
     def host(self, id: str, emit: Listener, lost: HostLost) -> RayServerReplica:
-        """One of the fleet, from its start on or later."""
+        """Returns a host for one more server, which it starts."""
         for gone in [replica for replica in self._replicas.values() if replica.is_gone]:
             self.homogeneity.models.forget(gone.url)
             del self._replicas[gone.id]
         server = HttpServer("")  # until it has started
-
-        models: Models = {}
-
-        async def open_link() -> Link | None:
-            nonlocal models
-            models = await server_probe.ready_models(server.url, server, self._key)
-            self.homogeneity.check_models(server.url, models)
-            address = await server_probe.link_address(server.url, server, self._key)
-            return None if address is None else ZmqLink(address)
-
-        async def about(core: CoreAbout | None) -> ServerAbout:
-            about_server = await server_probe.about(
-                server.url, server, core, self._profile(), models, self.homogeneity.models.main
-            )
-            self.homogeneity.check(server.url, about_server)
-            return about_server
-
-        async def read_models() -> None:
-            listed = await server_probe.models(server.url, server, self._key, server_probe.MODELS_ANSWER_S)
-            self.homogeneity.models.read(server.url, listed)
-
-        ask_about: Callable[[CoreAbout | None], Coroutine[Any, Any, ServerAbout]] = about
+        probe = FleetProbe("", server, self.homogeneity, self._profile, ZmqLink, key=self._key)
         replica = self._replicas[id] = RayServerReplica(
-            id, self._clock, command=self._command, resources=self._resources, server=server, about=ask_about,
-            link=open_link, trips=self._trips, emit=emit, lost=lost, options=self._options.replica,
-            step_timeout=self._step_timeout,
-            read_models=read_models,
+            id, probe, self._clock, command=self._command, resources=self._resources, server=server,
+            trips=self._trips, emit=emit, lost=lost, options=self._options.replica, step_timeout=self._step_timeout,
         )  # fmt: skip
         return replica

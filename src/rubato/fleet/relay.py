@@ -1,65 +1,33 @@
 """One API request's trip through the gateway: placed at a server, streamed, placed again where that failed, ended.
 
-The cluster places the requests; `Trip.start_try` sends the body to the server and passes the response on in callbacks:
-no task wakes for a part of a stream. The trip reports tokens (`ServerReplica.count`) and ends to the replica, and adds
-the verdict at the end of the response.
+The cluster places the requests; each placement is a `server_try.Try`. A `RelayTrip` carries the bytes itself; of a
+`picked_trip.PickedTrip` Envoy does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, Protocol
 
 import orjson
 
-from rubato.core.clock import Clock
 from rubato.core.events import Event, Finished
 from rubato.core.plan import KV
-from rubato.core.request import INFEASIBLE, Progress, Request
-from rubato.fleet.disaggregation import DisaggregationUnsupportedError, prefill_only, with_kv
+from rubato.core.request import Progress, Request
+from rubato.fleet.disaggregation import prefill_only, with_kv
 from rubato.fleet.event_bus import Listener, without_tokens
-from rubato.fleet.resume import CHAT, TEXT, NotResumableError, StreamSoFar
-from rubato.fleet.token_path import ByteWriter, TokenCount, TokenPath
-from rubato.fleet.upstream import (
-    MAX_ANSWER_BYTES,
-    BrokenError,
-    Headers,
-    Reply,
-    UnreachableError,
-    Upstream,
-    UpstreamError,
-    error_code,
-    read_all,
-)
-from rubato.wire.folded_answer import FoldedAnswer
-from rubato.wire.response_stream import DONE, ResponseStream, loads, usage_of, with_fields
+from rubato.fleet.resume import NotResumableError, StreamSoFar
+from rubato.fleet.token_path import ByteWriter, TokenPath
+from rubato.fleet.upstream import Headers, Reply, Upstream, read_all
+from rubato.wire.response_stream import with_fields
 
 log = logging.getLogger(__name__)
 
 TOKENIZE_S = 5.0  # for an answer of /tokenize
-# A redirect sends the client to another address, the server's own as a rule (304 does not).
-REDIRECT_STATUSES = (301, 302, 303, 307, 308)
-JSON_HEADERS: Headers = [("content-type", "application/json")]
-STREAM_HEADERS = ("content-type", "cache-control", "x-accel-buffering")  # which a folded stream does not have
-REDIRECT_MESSAGE = "The server answers with a redirect, which is not passed on."
-KEY_STATUSES = (401, 403)
-KEY_REFUSED_MESSAGE = "The server refuses the gateway's own key, or what may be done with it."
 UNKNOWN_FIELD_STATUSES = (400, 422)  # answers to a body with a field that the server does not know
-CLOSE_S = 1.0  # from the last finish reason of a stream to the end of its bytes
-MAX_EARLY_BYTES = 1 << 20  # held back of a stream before its first token
-
-
-class Fault(Enum):
-    """How a server failed at a request, which decides how often the request is retried elsewhere."""
-
-    UNREACHABLE = "nobody answers there: the request was not sent"
-    FULL = "it takes no more for now"
-    UNAVAILABLE = "it says that it cannot serve for now"
-    UNKNOWN = "it may be the request's own fault: one other server is asked"
 
 
 class Flow(Protocol):
@@ -67,9 +35,6 @@ class Flow(Protocol):
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
-
-
-FAULT_OF_STATUS = {429: Fault.FULL, 503: Fault.UNAVAILABLE}
 
 
 class Client(Protocol):
@@ -89,7 +54,7 @@ class Client(Protocol):
 
 
 class Carrier(Protocol):
-    """A replica as a trip sees it."""
+    """A replica to which a trip sends its request (`server_replica.ServerReplica`)."""
 
     @property
     def id(self) -> str: ...
@@ -100,74 +65,10 @@ class Carrier(Protocol):
     @property
     def is_linked(self) -> bool: ...
     @property
-    def has_link(self) -> bool:
-        """Whether the server learns SLOs over a link, which may be silent now."""
-        ...
-
+    def has_link(self) -> bool: ...
     @property
-    def can_continue(self) -> bool:
-        """Whether the server is known to continue another server's stream."""
-        ...
-
-    @property
-    def clock(self) -> Clock: ...
-    @property
-    def is_prefill_server(self) -> bool:
-        """Whether requests that are sent there now go on elsewhere after their prefill."""
-        ...
-
-    def has_requests_of(self, trip: Trip) -> bool:
-        """Whether a request of the trip is open here."""
-        ...
-
-    def mark_started(self, trip: Trip, prompt: int) -> None:
-        """Marks the trip's requests as started. prompt: tokens, 0 if not known."""
-        ...
-
-    def count(self, trip: Trip, choices: Sequence[int]) -> None:
-        """Counts a token of each of these choices."""
-        ...
-
-    def token_count_of(self, trip: Trip) -> TokenCount | None:
-        """The counter of a trip with one choice; None before its first token, and while a link reports tokens."""
-        ...
-
-    def set_prompt_tokens(self, trip: Trip, tokens: int) -> None:
-        """Sets the prompt tokens as the server counts them; 0: the server did not count."""
-        ...
-
-    def max_output(self, trip: Trip) -> int:
-        """The limit on the trip's output tokens, whatever its server claims."""
-        ...
-
-    def end(self, trip: Trip, outcome: Any, reason: str) -> None:
-        """Ends the trip's requests that are open here."""
-        ...
-
-    def is_working_at(self, trip: Trip) -> bool:
-        """Whether the link reports a request of this trip at the engine."""
-        ...
-
-    async def wait_for_end_report(self, trip: Trip) -> None:
-        """Waits a short time for the link to report the ends of the trip's requests."""
-        ...
-
-    async def check_health(self, trip: Trip) -> None:
-        """Checks the server's health after it has broken this trip off; without an answer the server is lost with all
-        its requests."""
-        ...
-
-    def fail(self, trip: Trip, why: str, fault: Fault) -> None:
-        """The server failed: the trip's open requests go elsewhere, if they can."""
-        ...
-
-    async def hand_over(self, trip: Trip, body: bytes) -> None:
-        """Hands the prefilled request off. body: the response that says where its KV is."""
-        ...
-
-    def end_try(self, trip: Trip) -> None:
-        """The current try of the trip has ended here."""
-        ...
+    def can_continue(self) -> bool: ...
+    def is_working_at(self, trip: Trip) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +119,8 @@ class Trip:
         self.has_begun = False  # the client has received a part of the response
         self.began_at: float | None = None  # when the client got the first part of a stream
         self.has_failed = False  # at a server, and was retried
-        self._streamed = 0  # tokens of a stream, without those of the current `_path`
-        self._path: TokenPath | None = None  # of the try that counts
+        self.streamed_before = 0  # tokens of a stream, without those of the current `path`
+        self.path: TokenPath | None = None  # of the tokens of the try that counts
         self.untimed: int | None = None  # tokens of a response that came as a whole
         self.is_over = False  # the client has received the whole response
         self.break_reason = ""  # why no more of the response will come
@@ -236,7 +137,7 @@ class Trip:
     @property
     def streamed(self) -> int:
         """Tokens that have come in the stream."""
-        return self._streamed + (0 if self._path is None else self._path.passed_tokens)
+        return self.streamed_before + (0 if self.path is None else self.path.passed_tokens)
 
     def _set_done(self) -> None:
         self.done.set()
@@ -244,10 +145,10 @@ class Trip:
 
     def _shut(self) -> None:
         """Ends the direct path of tokens: the trip has changed."""
-        if self._path is not None:
-            self._streamed = self.streamed
-            self._path.writer = None
-            self._path = None
+        if self.path is not None:
+            self.streamed_before = self.streamed
+            self.path.writer = None
+            self.path = None
 
     def untimed_tokens(self, id: str) -> int | None:
         """Output tokens of a request whose times are not known; None if they are known."""
@@ -275,16 +176,20 @@ class Trip:
                 self.failed_end = event
                 self._set_done()
 
-    def start_try(self, replica: Carrier, request: Request, kv: KV | None = None) -> asyncio.Task[None]:
-        """Starts a try at the replica where the cluster has placed it. kv: of its prompt, at another server."""
+    def start_try(self, run: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a try at the replica where the cluster has placed it."""
         self._shut()
         self.news.clear()
-        self._task = asyncio.ensure_future(self._serve(replica, request, kv))
+        self._task = asyncio.ensure_future(run)
         return self._task
+
+    def is_current(self, task: asyncio.Task[None] | None) -> bool:
+        """Whether this task runs the try that counts."""
+        return self._task is task
 
     def leave(self, task: asyncio.Task[None]) -> None:
         """Drops a try: the server ends its requests."""
-        if self._task is task:
+        if self.is_current(task):
             self._task = None
             self._shut()
         if task is not asyncio.current_task():
@@ -356,209 +261,6 @@ class Trip:
 
     def answer_whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Answers with a response that does not stream, or with the client's own error."""
-
-    # ----------------------------------------------------------------- one try
-
-    async def _serve(self, replica: Carrier, request: Request, kv: KV | None) -> None:
-        """Runs one try. An error of the gateway ends it, too: nothing stays in flight."""
-        reply: Reply | None = None
-        prefills = kv is None and replica.is_prefill_server
-        try:
-            reply = await self.open(replica, request, kv, prefills=prefills)
-            await self._pass_on(replica, reply, prefills)
-        except NotResumableError as error:
-            replica.end(self, "failed", str(error))
-        except DisaggregationUnsupportedError as error:
-            replica.end(self, "refused", f"rejected-invalid: {error}")
-        except UpstreamError as error:
-            if isinstance(error, BrokenError | UnreachableError):
-                await replica.check_health(self)
-            if reply is not None:
-                reply.close()  # first: it may come back here
-            what = "cannot be reached" if reply is None else "broke off"
-            fault = Fault.UNREACHABLE if isinstance(error, UnreachableError) else Fault.UNKNOWN
-            replica.fail(self, f"replica {replica.id} {what}: {error}", fault)
-        except Exception as error:
-            log.exception("replica %s: a request could not be passed on", replica.id)
-            replica.end(self, "failed", f"the gateway failed at it ({type(error).__name__})")
-            self.break_off(f"the gateway failed at it ({type(error).__name__})")
-        finally:
-            if reply is not None:
-                reply.close()
-            if self.client.flow is reply:
-                self.client.flow = None
-            replica.end_try(self)
-
-    async def _pass_on(self, replica: Carrier, reply: Reply, prefills: bool) -> None:
-        if reply.status != 200:
-            await self._pass_error(replica, reply.status, reply.headers, await read_all(reply))
-            return
-        if prefills:
-            await replica.hand_over(self, await read_all(reply))
-            return
-        if dict(reply.headers).get("content-type", "").lower().startswith("text/event-stream"):
-            if self.ask.streams or self.ask.path not in (CHAT, TEXT):
-                await self._stream(replica, reply)
-            else:
-                await self._fold(replica, reply)
-            return
-        raw = await read_all(reply)
-        prompt, output = usage_of(raw)
-        replica.set_prompt_tokens(self, prompt)
-        if not replica.is_linked:
-            replica.mark_started(self, prompt)
-            self.untimed = min(output, replica.max_output(self))
-        await self._completed(replica)
-        self.answer_whole(200, reply.headers, raw)
-
-    async def _pass_error(self, replica: Carrier, status: int, headers: Headers, raw: bytes) -> None:
-        if not replica.is_linked and status == 429 and dict(headers).get("x-should-retry") == "false":
-            # its SLO cannot be met there even alone: no fault of the server's
-            self.answer_whole(status, headers, raw)
-            replica.end(self, "refused", f"{INFEASIBLE}: the server answered 429")
-            return
-        if (kept := why_not_passed_on(replica.id, status, has_own_key=self.ask.has_own_key)) is not None:
-            self._end_as_502(replica, *kept)
-            return
-        if status < 500 and status != 429:
-            self.answer_whole(status, headers, raw)
-            replica.end(self, "refused", f"rejected-invalid: the server answered {status}")
-            return
-        await replica.wait_for_end_report(self)
-        if not replica.has_requests_of(self):  # what the server says is the echo of a refusal
-            self.break_off(f"replica {replica.id} answered {status}")
-            return
-        log.debug("replica %s answered %d: %.200r", replica.id, status, raw)  # it may quote the prompt
-        why = f"replica {replica.id} answered {status}{error_code(raw)}"
-        replica.fail(self, why, FAULT_OF_STATUS.get(status, Fault.UNKNOWN))
-
-    def _end_as_502(self, replica: Carrier, why: str, message: str) -> None:
-        """Ends the trip as failed through no fault of its client, who gets only this message."""
-        self._end_as_told(replica, why)
-        error = {"message": message, "type": "server_error", "param": None, "code": "server_failed"}
-        self.answer_whole(502, JSON_HEADERS, orjson.dumps({"error": error}))
-
-    def _end_as_told(self, replica: Carrier, why: str) -> None:
-        """Ends the trip as failed, without an error for the client, who sees the failure otherwise."""
-        replica.end(self, "failed", why)
-        self.failed_end = None
-
-    async def _stream(self, replica: Carrier, reply: Reply) -> None:
-        ask = self.ask
-        is_named = ask.path not in (CHAT, TEXT)
-        reader = ResponseStream(len(self.ids), is_named=is_named, with_usage=ask.with_usage)
-        early: bytearray | None = bytearray()  # before its first token: an engine may still refuse
-
-        def take(data: bytes, choices: Sequence[int]) -> None:
-            nonlocal early
-            if early is not None:
-                early += data
-                if not (choices or reader.holds or reader.has_ended or len(early) > MAX_EARLY_BYTES):
-                    return
-                data, early = bytes(early), None
-                if not self.has_begun:
-                    self.has_begun, self.began_at = True, replica.clock.now()
-                    self.client.start(200, reply.headers)
-                self.client.flow = reply
-            self._count(replica, choices)
-            if data:
-                self.write(data)
-            # A later try's events are not passed as they are.
-            if choices and self._path is not None and self.tries <= 1:
-                self._path.count, self._path.writer = replica.token_count_of(self), self.client.direct
-
-        await self._pump(replica, reply, reader, take)
-        if reader.has_failed:  # which its client has seen
-            await replica.wait_for_end_report(self)
-            self._end_as_told(replica, "the server's response says that it failed")
-        else:
-            await self._completed(replica)
-        end = b"" if reader.has_ended or is_named else DONE
-        self.finish(reader.finish({} if is_named else self.verdict(), end))
-
-    async def _fold(self, replica: Carrier, reply: Reply) -> None:
-        """Folds a stream into one answer: the gateway asked for a stream to see tokens as they come, though the client
-        wants one answer, and gets it only when it is whole."""
-        reader = ResponseStream(len(self.ids), max_event_bytes=MAX_ANSWER_BYTES)
-        answer = FoldedAnswer(is_chat=self.ask.path == CHAT)
-        self._streamed = 0
-
-        def take(passed: bytes, choices: Sequence[int]) -> None:
-            answer.add(passed)
-            if answer.is_broken:
-                raise UpstreamError("a chunk of the stream cannot be read")
-            if answer.bytes > MAX_ANSWER_BYTES:
-                raise UpstreamError(f"the server's answer is longer than {MAX_ANSWER_BYTES} bytes")
-            self._count(replica, choices)
-
-        try:
-            await self._pump(replica, reply, reader, take)
-        except UpstreamError:
-            if reader.error is None:
-                raise
-            reply.close()  # first: it may come back here
-            await self._pass_error(replica, _status_of(reader.error), JSON_HEADERS, reader.error)
-            return
-        answer.add(reader.finish({}))
-        if not answer.has_choices:
-            raise UpstreamError("the stream brought no answer")
-        await self._completed(replica)
-        headers = [header for header in reply.headers if header[0] not in STREAM_HEADERS]
-        self.answer_whole(200, [*headers, *JSON_HEADERS], answer.to_json())
-
-    def _count(self, replica: Carrier, choices: Sequence[int]) -> None:
-        """Counts a token of each of these choices."""
-        if choices:
-            self._streamed += len(choices)
-            if not replica.is_linked:
-                replica.count(self, choices)
-
-    async def _pump(
-        self, replica: Carrier, reply: Reply, reader: ResponseStream, take: Callable[[bytes, Sequence[int]], None]
-    ) -> None:
-        """Reads a stream to its end, and counts tokens that its chunks have not shown. Raises UpstreamError.
-
-        Args:
-            take: gets the bytes that may be passed on, and the choice of each token in them.
-        """
-        task = asyncio.current_task()
-        closing: list[asyncio.TimerHandle] = []  # closes the connection after the last finish reason
-
-        def came(data: bytes) -> None:
-            if self._task is not task:
-                return  # it has been taken back, and the connection is about to close
-            passable, choices = reader.feed(data)
-            if reader.error is not None:
-                raise UpstreamError("an error in the stream")
-            take(passable, choices)
-            if reader.is_complete and not closing:  # the counts, and [DONE], come at once if they do
-                closing.append(asyncio.get_running_loop().call_later(CLOSE_S, reply.close))
-
-        self._path = TokenPath(replica, reader, came, self.keeps())
-        try:
-            await reply.pump(self._path.take)
-        except UpstreamError:
-            if reader.error is not None:
-                await replica.wait_for_end_report(self)
-                log.debug("replica %s: an error in a stream: %.200r", replica.id, reader.error)  # it may quote a prompt
-                raise UpstreamError(f"an error in the stream{error_code(reader.error)}") from None
-            if not reader.is_complete:
-                raise
-        finally:
-            for timer in closing:
-                timer.cancel()
-        if not reader.is_complete:
-            raise UpstreamError("the stream ended before its last chunk")
-        prompt, output = reader.usage
-        replica.set_prompt_tokens(self, prompt)
-        if not replica.is_linked:  # a chunk may have brought several tokens
-            missing = min(output, replica.max_output(self)) - self.streamed
-            replica.count(self, [at % len(self.ids) for at in range(missing)])
-
-    async def _completed(self, replica: Carrier) -> None:
-        """The response has ended: ends the requests whose ends the link has not reported."""
-        await replica.wait_for_end_report(self)
-        replica.end(self, "completed", "stop")
 
 
 class RelayTrip(Trip):
@@ -684,26 +386,6 @@ class RelayTrip(Trip):
         return data if self.tries <= 1 else data.replace(self.answer.encode(), self.ask.answer.encode())
 
 
-def why_not_passed_on(replica: str, status: int, *, has_own_key: bool) -> tuple[str, str] | None:
-    """Why a server's answer is not passed on, and the message that the client gets instead; None: it is passed on.
-    has_own_key: the gateway's own key was in the request."""
-    if status in REDIRECT_STATUSES:
-        return f"replica {replica} answered {status}, a redirect", REDIRECT_MESSAGE
-    if has_own_key and status in KEY_STATUSES:
-        why = f"replica {replica} answered {status} to the gateway's own key"
-        log.error("%s: see `key_env` of its server", why)
-        return why, KEY_REFUSED_MESSAGE
-    return None
-
-
-def _status_of(error: bytes) -> int:
-    """The HTTP status of an error inside a stream: vLLM's `code`."""
-    fields = loads(error)
-    found = fields.get("error") if isinstance(fields, dict) else None
-    status = found.get("code") if isinstance(found, dict) else None
-    return status if type(status) is int and 400 <= status < 600 else 500
-
-
 async def _tokenized(upstream: Upstream, text: str, headers: Headers) -> tuple[int, ...]:
     """The tokens of a text, from the server's /tokenize; empty if it has none. A chunk may have brought several tokens.
     Raises UpstreamError."""
@@ -714,6 +396,9 @@ async def _tokenized(upstream: Upstream, text: str, headers: Headers) -> tuple[i
         return tuple(map(int, orjson.loads(raw)["tokens"])) if reply.status == 200 else ()
     except (ValueError, KeyError, TypeError):
         return ()
+
+
+Trips = dict[str, Trip]  # by the id of each of its requests
 
 
 def name_of_try(id: str, tries: int) -> str:

@@ -1,15 +1,12 @@
 """The view of a replica in another process: a fold over its reports.
 
-The replica reports in batches: events in order, and the few numbers of its state that events do not carry. A submitted
-request that is not yet acknowledged counts as waiting there. Times of reports are in the replica's own clock;
-`shift_report` converts them to the controller's.
+A submitted request that is not yet acknowledged counts as waiting there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 from rubato.core.events import (
     Demoted,
@@ -24,77 +21,11 @@ from rubato.core.events import (
     Tokens,
     Transferred,
 )
-from rubato.core.interfaces import Host, LatencyModel, LengthPredictor, View
-from rubato.core.plan import ANY, KV, NO_BATCH, Limits, Role, Sample, Shape
+from rubato.core.interfaces import LatencyModel, LengthPredictor, View
+from rubato.core.plan import ANY, NO_BATCH, Limits, Role, Sample
 from rubato.core.request import Handoff, HandoffReason, Request
 from rubato.replica.sequence import Seq
-from rubato.wire.messages import State
-
-
-class KVUsage(NamedTuple):
-    """The KV of a sequence: cached tokens, blocks, blocks that it shares with no other, and tokens in flight."""
-
-    cached: int
-    blocks: int
-    own: int
-    in_flight: int
-
-
-NO_KV_USAGE = KVUsage(0, 0, 0, 0)
-
-
-class HandOffReport(NamedTuple):
-    """A request that a replica hands off, to be placed again. cached: tokens whose KV stays there until it is read."""
-
-    id: str
-    reason: HandoffReason
-    at: float
-    cached: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotEntry:
-    """One request in a full report of a replica.
-
-    Args:
-        state: "arriving": its KV has not come yet; "leaving": only its KV is still there.
-        cached: tokens in KV; of a waiting request, the tokens that the prefix cache has.
-        times: of its output tokens (s).
-        token_ids: of its output tokens.
-    """
-
-    request: Request
-    state: State
-    started: bool
-    demoted: bool
-    cached: int
-    times: tuple[float, ...]
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaReport:
-    """The events of a replica up to `as_of`, and its state then.
-
-    Args:
-        kv_usage: of each sequence that runs, leaves or arrives.
-        error: the replica is beyond recovery; every request there has ended.
-        in_flight: the batch that runs.
-        hits: tokens in the prefix cache, of waiting sequences for which they changed.
-        hand_offs: the reader of the report folds them as `HandedOff`.
-        snapshot: all requests in order of arrival, after missed reports; None otherwise.
-    """
-
-    as_of: float
-    events: tuple[Event, ...]
-    kv_free: int
-    busy_until: float
-    kv_usage: Mapping[str, KVUsage]
-    error: str | None = None
-    in_flight: Shape = NO_BATCH
-    hits: tuple[tuple[str, int], ...] = ()
-    hand_offs: tuple[HandOffReport, ...] = ()
-    snapshot: tuple[SnapshotEntry, ...] | None = None
+from rubato.wire.replica_report import NO_KV_USAGE, KVUsage, ReplicaReport, SnapshotEntry
 
 
 class RemoteReplica:
@@ -102,14 +33,9 @@ class RemoteReplica:
     one; KV blocks are reported as counts. lengths: the controller's own predictor, which learns from completions."""
 
     def __init__(
-        self,
-        id: str,
-        limits: Limits,
-        latency: LatencyModel,
-        supports: frozenset[str],
-        now: float,
+        self, id: str, limits: Limits, latency: LatencyModel, supports: frozenset[str], now: float,
         lengths: LengthPredictor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.id = id
         self.limits = limits
         self.latency = latency
@@ -127,7 +53,7 @@ class RemoteReplica:
         self._running: dict[str, Seq] = {}
         self._leaving: dict[str, Seq] = {}
         self._arriving: dict[str, Seq] = {}
-        self._role = ANY
+        self.role = ANY
         self._stepped = now
         self._steps = 0
         self._submitted = 0
@@ -142,7 +68,7 @@ class RemoteReplica:
         (self._arriving if coming else self._waiting)[request.id] = seq
 
     def assign(self, role: Role) -> None:
-        self._role = role
+        self.role = role
 
     def apply(self, report: ReplicaReport) -> None:
         """Applies a report. Events of requests that have ended here change nothing."""
@@ -210,7 +136,7 @@ class RemoteReplica:
             supports=self.supports,
             busy_until=self._busy_until,
             as_of=min(now, self.as_of),
-            role=self._role,
+            role=self.role,
             moving=moving,
             in_flight=self._in_flight,
             steps=self._steps,
@@ -404,61 +330,3 @@ def _of_length(request: Request, prompt: int) -> Request:
     if rest or first.prompt == prompt or first.token_ids:
         return request
     return replace(request, stages=(replace(first, prompt=prompt),))
-
-
-class NoKVTransfer:
-    """The part of a `Host` whose KV cannot move. why_no_kv: the reason, as an error says it."""
-
-    why_no_kv = ""
-
-    def reserve(self, request: Request) -> bool:
-        raise RuntimeError(self.why_no_kv)
-
-    async def transfer(self, id: str, to: Host) -> None:
-        raise RuntimeError(self.why_no_kv)
-
-    async def receive(self, id: str, kv: KV) -> None:
-        raise RuntimeError(self.why_no_kv)
-
-    def release(self, id: str) -> None:
-        """No KV is being transferred."""
-
-    def resume(self, id: str) -> None:
-        """No request here waits for a tool."""
-
-
-def shift_event(event: Event, by: float) -> Event:
-    """The event in a clock that shows `by` seconds more."""
-    changes: dict[str, Any] = {"at": event.at + by}
-    if isinstance(event, Offered | HandedOff):
-        changes["request"] = shift_request(event.request, by)
-    return replace(event, **changes)
-
-
-def shift_request(request: Request, by: float) -> Request:
-    """The request in a clock that shows `by` seconds more."""
-    progress = request.progress
-    if progress is not None:
-        starts = tuple(t + by for t in progress.starts)
-        times = tuple(tuple(t + by for t in of_stage) for of_stage in progress.times)
-        progress = replace(progress, starts=starts, times=times)
-    handoff = request.handoff and replace(request.handoff, at=request.handoff.at + by)
-    return replace(request, arrival=request.arrival + by, progress=progress, handoff=handoff)
-
-
-def shift_report(report: ReplicaReport, by: float) -> ReplicaReport:
-    """The report in a clock that shows `by` seconds more."""
-    events: Sequence[Event] = [shift_event(event, by) for event in report.events]
-    hand_offs = tuple([one._replace(at=one.at + by) for one in report.hand_offs])
-    snapshot = report.snapshot
-    if snapshot is not None:
-        snapshot = tuple(
-            [
-                replace(one, request=shift_request(one.request, by), times=tuple([t + by for t in one.times]))
-                for one in snapshot
-            ]
-        )
-    return replace(
-        report, as_of=report.as_of + by, busy_until=report.busy_until + by, events=tuple(events), hand_offs=hand_offs,
-        snapshot=snapshot,
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Calls to a cluster's router: checks its wants, needs and decisions, and when to ask it again."""
+"""Calls to a cluster's router and to its tenants' shares: checks, and when to ask the router again."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rubato.core.capabilities import cure
 from rubato.core.clock import PLAN, Clock, Handle
-from rubato.core.events import Event
+from rubato.core.events import Event, Finished
 from rubato.core.interfaces import Assigner, Dispatch, Host, Router, SeqView, View
 from rubato.core.plan import Role
 from rubato.core.registry import name_of
+from rubato.core.request import Request
+from rubato.fleet.event_bus import EventBus
 from rubato.policy_kit.candidates import Candidates
+from rubato.policy_kit.fair_share import FairShare
 from rubato.policy_kit.prefix_affinity import PrefixAffinity
 from rubato.replica.plan_check import PlanError, check_dispatch
+from rubato.replica.sequence import Seq
 
 log = logging.getLogger(__name__)
 
@@ -118,3 +122,48 @@ class RoutingTimer:
         self._timer = None
         self._router_at, self._shares_at = (None if t == at else t for t in (self._router_at, self._shares_at))
         self._wake()
+
+
+class Shares:
+    """Calls fair shares. fair: None for first come, first served. listeners: count the failures."""
+
+    def __init__(self, fair: FairShare | None, listeners: EventBus) -> None:
+        self.wake_at: float | None = None  # when a request passes without an event
+        self.fair = fair
+        self._listeners = listeners
+
+    def is_beyond(self, request: Request, places: int, now: float) -> bool:
+        """Whether its tenant has its share of the places already; all have, without shares."""
+        if self.fair is None:
+            return True
+        # a tenant with less than its share of the places gets one: another's flood must not take them all
+        return self._listeners.guarded(now, True, self.fair.beyond_share, request, places, now)
+
+    def add(self, request: Request, now: float) -> None:
+        if self.fair is not None:
+            self._listeners.guarded(now, None, self.fair.add_request, request, now)
+
+    def place(self, request: Request, now: float) -> None:
+        """A request was placed."""
+        if self.fair is not None and request.handoff is None:
+            self._listeners.guarded(now, None, self.fair.record_placement, request.id)
+
+    def take_back(self, request: Request, now: float) -> None:
+        """A placed request is unplaced again."""
+        if self.fair is not None and request.handoff is None:
+            self._listeners.guarded(now, None, self.fair.record_return, request.id)
+
+    def end(self, event: Finished) -> None:
+        if self.fair is not None:
+            self._listeners.guarded(
+                event.at, None, self.fair.record_end, event.id, event.outcome, event.output, event.at
+            )
+
+    def release(self, fair: FairShare, unplaced: Sequence[Seq], views: Sequence[View], now: float) -> list[Seq]:
+        """The requests that the shares let pass. Handed-off requests passed before, and go first."""
+        new = {s.id: s for s in unplaced if s.request.handoff is None}
+        handed_off = [s for s in unplaced if s.id not in new]
+        requests = [s.request for s in new.values()]
+        passing = self._listeners.guarded(now, None, fair.release, requests, views, now)
+        self.wake_at = None if passing is None else fair.wake_at
+        return handed_off + [new[request.id] for request in (requests if passing is None else passing)]

@@ -35,17 +35,10 @@ class FleetScaling:
     """
 
     def __init__(
-        self,
-        hosts: dict[str, Host],
-        requests: RequestTable,
-        clock: Clock,
-        autoscaler: Autoscaler | None,
-        make: Callable[[str], Host] | None,
-        *,
-        check: Callable[[Host], None],
-        emit: Listener,
+        self, hosts: dict[str, Host], requests: RequestTable, clock: Clock, autoscaler: Autoscaler | None,
+        make: Callable[[str], Host] | None, *, check: Callable[[Host], None], emit: Listener,
         joined: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.draining: set[str] = set()  # ids of hosts that take nothing more
         self._hosts = hosts
         self._requests = requests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from rubato.core.capabilities import cure
@@ -19,10 +19,10 @@ from rubato.fleet.cluster import Cluster, HostLost
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.http_client import HttpServer
-from rubato.fleet.served_models import Models, ServedModels
-from rubato.fleet.server_kv import Trips
+from rubato.fleet.relay import Trips
 from rubato.fleet.server_link import Link, ZmqLink
-from rubato.fleet.server_replica import ServerAbout, ServerReplica, UnlikeServerError
+from rubato.fleet.server_probe import FleetProbe, HomogeneityCheck, ServerAbout
+from rubato.fleet.server_replica import ServerReplica
 from rubato.fleet.upstream import Upstream
 from rubato.wire.messages import CoreAbout
 
@@ -57,49 +57,9 @@ class WaitForLost:
     def observe(self, events: Sequence[Event]) -> None:
         """Ignores events: the views are enough."""
 
-    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+    def scale(self, unplaced: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         unused_count = self.unused_count()
         return Scaling(add=unused_count, wake_at=now + RECHECK_S if unused_count else None)  # a start may fail
-
-
-class HomogeneityCheck:
-    """Checks that all servers of a fleet are like the first one. policy: of the gateway's router. urls: of the servers,
-    if known."""
-
-    def __init__(self, policy: str, urls: Iterable[str] = ()) -> None:
-        self.first_server: ServerAbout | None = None
-        self.models = ServedModels(urls)
-        self._first_url = ""  # its address
-        self._policy = policy
-
-    def check_models(self, url: str, models: Models) -> None:
-        """Takes the models of a starting server. Raises ValueError if the fleet's model, the first of the first server,
-        is not among them."""
-        main = self.models.main = self.models.main or next(iter(models))
-        if main not in models:
-            raise ValueError(f"server {url} lists the models {', '.join(models):.200}, and not the fleet's, {main!r}")
-        self.models.read(url, models)
-
-    def check(self, url: str, about_server: ServerAbout) -> None:
-        """Raises UnlikeServerError for a server of another vLLM version, or another policy, than the first server."""
-        if self.first_server is None:
-            self.first_server, self._first_url = about_server, url
-        first = self.first_server
-        for what, ours, theirs in (
-            ("vLLM", first.version, about_server.version),
-            ("policy", first.policy, about_server.policy),
-        ):
-            if ours and theirs and ours != theirs:
-                raise UnlikeServerError(
-                    f"server {url} has {what} {theirs!r}, and {self._first_url} {ours!r}: a gateway is for servers "
-                    "that are alike; start another gateway for those"
-                )
-        if about_server.policy and about_server.policy != self._policy:
-            raise UnlikeServerError(
-                f"server {url} schedules by policy {about_server.policy!r}, and the gateway is to route for "
-                f"{self._policy!r}: give the gateway --policy {about_server.policy}, or start the server with "
-                f"{self._policy!r}"
-            )
 
 
 class ServerFleet:
@@ -114,17 +74,10 @@ class ServerFleet:
     """
 
     def __init__(
-        self,
-        servers: Sequence[Server],
-        clock: Clock,
-        options: ClusterOptions,
-        trips: Trips,
-        *,
-        profile: Callable[[], LatencyModel | None] = lambda: None,
-        transport: Callable[[str], Upstream] = HttpServer,
-        link: Callable[[str], Link] | None = ZmqLink,
-        step_timeout: float | None = None,
-    ) -> None:
+        self, servers: Sequence[Server], clock: Clock, options: ClusterOptions, trips: Trips, *,
+        profile: Callable[[], LatencyModel | None] = lambda: None, transport: Callable[[str], Upstream] = HttpServer,
+        link: Callable[[str], Link] | None = ZmqLink, step_timeout: float | None = None,
+    ) -> None:  # fmt: skip
         self._servers = servers
         self._clock = clock
         self._options = options
@@ -184,48 +137,33 @@ class ServerFleet:
 
     def _host(self, id: str, emit: Listener, lost: HostLost, *, wait_until_ready: bool) -> ServerReplica:
         server = self._unused_servers()[0]
-        upstream = self._transport(server.url)
-        models: Models = {}
 
-        async def open_link() -> Link | None:
-            nonlocal models
-            models = await server_probe.ready_models(server.url, upstream, server.key)
-            self.homogeneity.check_models(server.url, models)
-            if self._link is None:
-                return None
-            address = server.link or await server_probe.link_address(server.url, upstream, server.key)
-            return None if address is None else self._link(address)
-
-        async def about(core: CoreAbout | None) -> ServerAbout:
-            profile = self._profile()
-            main = self.homogeneity.models.main
-            about_server = await server_probe.about(server.url, upstream, core, profile, models, main)
-            self.homogeneity.check(server.url, about_server)
+        def check(about_server: ServerAbout, core: CoreAbout | None) -> None:
             if wait_until_ready and (missing := self._needs - about_server.supports):
                 lacks = f"server {server.url} lacks {', '.join(sorted(missing))}, which the router needs"
                 raise ValueError(f"{lacks}: {cure(missing)}")
             log.info("replica %s is server %s", id, server.url)  # elsewhere it has its id alone: clients see that
             if core is None:
-                choice, rule = self._options.choice, self._options.replica.slo_rule
-                plug_in: dict[str, object] = {"policy": choice.policy}
-                plug_in |= {"settings": dict(choice.settings)} if choice.settings else {}
-                plug_in |= {"slo_rule": rule} if rule != SLO_RULES[0] else {}
-                plug_in |= {"link": {}} if self._link is not None else {}  # an endpoint picker has none
-                log.warning(NO_LINK_WARNING, server.url, json.dumps({"rubato": plug_in}))
-            return about_server
+                log.warning(NO_LINK_WARNING, server.url, json.dumps({"rubato": self._plug_in_settings()}))
 
-        async def read_models() -> None:
-            listed = await server_probe.models(server.url, upstream, server.key, server_probe.MODELS_ANSWER_S)
-            self.homogeneity.models.read(server.url, listed)
-
+        probe = FleetProbe(
+            server.url, self._transport(server.url), self.homogeneity, self._profile, self._link, key=server.key,
+            link_address=server.link, check=check,
+        )  # fmt: skip
         replica = self._replicas[server.url] = ServerReplica(
-            id, server.url, upstream, self._clock, about=about, link=open_link, trips=self._trips, emit=emit,
-            lost=lost, options=self._options.replica, step_timeout=self._step_timeout,
-            wait_until_ready=wait_until_ready, kv_used=lambda: server_probe.kv_used(upstream),
-            read_models=read_models,
+            id, probe, self._clock, trips=self._trips, emit=emit, lost=lost,
+            options=self._options.replica, step_timeout=self._step_timeout, wait_until_ready=wait_until_ready,
         )  # fmt: skip
         self._urls = {one.id: url for url, one in self._replicas.items()}
         return replica
+
+    def _plug_in_settings(self) -> dict[str, object]:
+        """Settings of the plug-in for a server that is to have it."""
+        choice, rule = self._options.choice, self._options.replica.slo_rule
+        settings: dict[str, object] = {"policy": choice.policy}
+        settings |= {"settings": dict(choice.settings)} if choice.settings else {}
+        settings |= {"slo_rule": rule} if rule != SLO_RULES[0] else {}
+        return settings | ({"link": {}} if self._link is not None else {})  # an endpoint picker has none
 
 
 async def server_cluster(

@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from rubato.wire.link_keys import FAILED_HANDSHAKES, MAX_COMMAND_BYTES, failed_handshakes, protect_gateway
 from rubato.wire.messages import FromCore, ToCore, decode_from_core, encode
+from rubato.wire.replica_report import ReplicaReport
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,8 @@ class Link(Protocol):
         """Sends without waiting; messages beyond the queue are lost."""
         ...
 
-    async def receive(self) -> FromCore:
-        """The next one."""
+    async def receive(self) -> FromCore | ReplicaReport:
+        """Returns the next message. Raises ReplicaLostError if the other end is gone for good."""
         ...
 
     def close(self) -> None: ...

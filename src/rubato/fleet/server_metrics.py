@@ -1,9 +1,9 @@
-"""A latency model from a vLLM server's `/metrics` alone.
+"""Fits a latency model to a vLLM server's `/metrics` alone.
 
-These have no single step, but counters: of steps and their tokens, and of the gaps between the tokens of a request, of
-which each is one step. So means over a window are known: seconds, tokens, decodes and KV tokens of a step. A model that
-is linear in them holds for means as for steps, and is fitted to windows. What is not linear cannot be seen so: the knee
-of `affine`, and prefill attention.
+The page has no single steps, only counters: of steps and their tokens, and of the gaps between the tokens of a request,
+each of which is one step. They give means over a window: seconds, tokens, decodes and KV tokens of a step. A model that
+is linear in these holds for means as for steps, and is fitted to windows. The knee of `affine` and prefill attention
+are not linear, and cannot be seen.
 """
 
 from __future__ import annotations
@@ -41,8 +41,13 @@ DRAFTS_METRIC = "vllm:spec_decode_num_drafts_total"
 
 
 class Scrape(NamedTuple):
-    """A page of metrics: counts since the server's start, over all its engines. at: when it was read (s); kv: tokens in
-    use, of one engine; engines: how many."""
+    """The counts of a page of metrics since the server's start, over all its engines.
+
+    Args:
+        at: when the page was read (s).
+        kv: tokens in use, of one engine.
+        engines: number of engines.
+    """
 
     at: float
     steps: float
@@ -56,7 +61,14 @@ class Scrape(NamedTuple):
 
 
 class MetricsWindow(NamedTuple):
-    """Means over a window. seconds: of a step; decodes, prompt: sequences that decode in it, and tokens of prompts."""
+    """The means of a window.
+
+    Args:
+        seconds: of a step.
+        decodes: sequences that decode in a step.
+        prompt: tokens of prompts in a step.
+        kv: tokens in use.
+    """
 
     seconds: float
     decodes: float
@@ -65,8 +77,11 @@ class MetricsWindow(NamedTuple):
 
 
 async def scrape(server: Upstream, clock: Clock, seconds: float) -> list[Scrape]:
-    """Reads a server's metrics for `seconds`, without pages that do not come. Raises ValueError for too few seconds, or
-    if the server has no vLLM metrics."""
+    """Reads a server's metrics for `seconds`, and returns the pages that have come.
+
+    Raises:
+        ValueError: the seconds are too few, or the server has no vLLM metrics.
+    """
     if seconds < MIN_DURATION_S:
         raise ValueError(
             f"--duration {seconds:g}: the server has no link, and /metrics alone needs {MIN_DURATION_S:g} s or more, "
@@ -82,7 +97,11 @@ async def scrape(server: Upstream, clock: Clock, seconds: float) -> list[Scrape]
 
 
 def read_page(page: str, at: float) -> Scrape:
-    """The counts of a page. Raises ValueError if some are missing."""
+    """Returns the counts of a page, read at this time (s).
+
+    Raises:
+        ValueError: some counts are missing.
+    """
     sums: dict[str, list[float]] = {}
     for name, value in METRIC_LINE.findall(page):
         sums.setdefault(name, []).append(float(value))
@@ -105,8 +124,11 @@ def read_page(page: str, at: float) -> Scrape:
 
 
 def windows(scrapes: Sequence[Scrape]) -> list[MetricsWindow]:
-    """Of `WINDOW_SCRAPES` or more each, in which `MIN_STEPS` or more have run. Raises ValueError where the server
-    drafts or was started again."""
+    """Returns windows of at least `WINDOW_SCRAPES` scrapes and `MIN_STEPS` steps.
+
+    Raises:
+        ValueError: the server drafts, or was started again.
+    """
     result: list[MetricsWindow] = []
     first = 0
     for last in range(1, len(scrapes)):
@@ -122,7 +144,7 @@ def windows(scrapes: Sequence[Scrape]) -> list[MetricsWindow]:
 
 
 def _window(part: Sequence[Scrape]) -> MetricsWindow:
-    """Means over the gaps between tokens, from the first page to the last.
+    """Returns the means over the gaps between tokens, from the first page to the last.
 
     A prompt is in one gap of each request that decodes meanwhile, and of none where the server was idle: so prompt
     tokens of a mean gap are those of a second, times the gap.
@@ -136,7 +158,7 @@ def _window(part: Sequence[Scrape]) -> MetricsWindow:
 
 
 def load_advice(url: str) -> str:
-    """What to do where a load did not vary enough."""
+    """Returns what to do if the load of the server at this URL did not vary enough."""
     return (
         "offer little, then much, of long prompts and of short ones, with RATE half of the requests a second that the "
         f"server holds: rubato bench {url} --duration 300 --rate RATE --arrivals piecewise:0=1,100=4,200=8,300=0"
@@ -144,7 +166,11 @@ def load_advice(url: str) -> str:
 
 
 def fit_scrapes(scrapes: Sequence[Scrape], url: str) -> Fitted:
-    """Every fifth window is held out. Raises ValueError for too few windows, or whose load did not vary enough."""
+    """Fits the model to windows of the server at this URL; every fifth window is held out.
+
+    Raises:
+        ValueError: there are too few windows, or their load did not vary enough.
+    """
     rows = windows(scrapes)
     if len(rows) < MIN_WINDOWS:
         raise ValueError(
@@ -182,18 +208,18 @@ def _check_varied(table: Array, url: str) -> None:
 
 
 def _is_correlated(one: Array, other: Array) -> bool:
-    """Whether they cannot be told apart."""
+    """Returns whether the effects of two columns cannot be told apart."""
     return other.std() == 0.0 or abs(float(np.corrcoef(one, other)[0, 1])) > MAX_CORRELATION
 
 
 def _columns(table: Array) -> Array:
-    """What a constant, a token, a sequence and a KV token are multiplied by."""
+    """Returns the factors of a constant, a token, a sequence and a KV token, a column each."""
     _, decodes, prompt, kv = table.T
     return np.column_stack([np.ones(len(table)), decodes + prompt, decodes, kv])
 
 
 def _fit(table: Array) -> affine.Model:
-    """In relative error, twice: without the windows that were far off at first."""
+    """Fits the relative error twice, the second time without windows that were far off at first."""
     selected = table
     for _ in range(2):
         b, k, per_seq, a = nnls(_columns(selected) / selected[:, :1], np.ones(len(selected))).tolist()

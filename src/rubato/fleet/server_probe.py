@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -12,8 +13,8 @@ import orjson
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Limits
 from rubato.core.server_url import host_in_url
-from rubato.fleet.served_models import Models
-from rubato.fleet.server_replica import ServerAbout
+from rubato.fleet.served_models import Models, ServedModels
+from rubato.fleet.server_link import Link
 from rubato.fleet.upstream import PROBE_HEADERS, Upstream, UpstreamError, ask_health, read_all
 from rubato.latency import affine
 from rubato.wire.messages import CoreAbout
@@ -34,6 +35,24 @@ CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 LABEL = re.compile(r'\b(\w{1,64})="([^"]{0,256})"')  # bounded: a page is a server's, of any length
 # One line for each engine, or rank: vLLM, SGLang.
 KV_USAGE = re.compile(r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{.*\})?[ \t]+(\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class ServerAbout:
+    """A server's model, and the properties that a router sees.
+
+    Args:
+        version: of vLLM; empty if the server does not report it.
+        kv_lease: seconds that the engine keeps KV for another engine to read; None: it has no KV connector.
+    """
+
+    model: str
+    limits: Limits
+    latency: LatencyModel
+    supports: frozenset[str]
+    policy: str = ""
+    version: str = ""
+    kv_lease: float | None = None
 
 
 async def about(
@@ -197,3 +216,102 @@ async def _version(server: Upstream) -> str:
 
 def _headers(key: str) -> tuple[tuple[str, str], ...]:
     return (*PROBE_HEADERS, ("authorization", f"Bearer {key}")) if key else PROBE_HEADERS
+
+
+class UnlikeServerError(ValueError):
+    """A server is of another kind than the fleet; the gateway does not start."""
+
+
+class HomogeneityCheck:
+    """Checks that all servers of a fleet are like the first one. policy: of the gateway's router. urls: of the servers,
+    if known."""
+
+    def __init__(self, policy: str, urls: Iterable[str] = ()) -> None:
+        self.first_server: ServerAbout | None = None
+        self.models = ServedModels(urls)
+        self._first_url = ""  # its address
+        self._policy = policy
+
+    def check_models(self, url: str, models: Models) -> None:
+        """Takes the models of a starting server. Raises ValueError if the fleet's model, the first of the first server,
+        is not among them."""
+        main = self.models.main = self.models.main or next(iter(models))
+        if main not in models:
+            raise ValueError(f"server {url} lists the models {', '.join(models):.200}, and not the fleet's, {main!r}")
+        self.models.read(url, models)
+
+    def check(self, url: str, about_server: ServerAbout) -> None:
+        """Raises UnlikeServerError for a server of another vLLM version, or another policy, than the first server."""
+        if self.first_server is None:
+            self.first_server, self._first_url = about_server, url
+        first = self.first_server
+        for what, ours, theirs in (
+            ("vLLM", first.version, about_server.version),
+            ("policy", first.policy, about_server.policy),
+        ):
+            if ours and theirs and ours != theirs:
+                raise UnlikeServerError(
+                    f"server {url} has {what} {theirs!r}, and {self._first_url} {ours!r}: a gateway is for servers "
+                    "that are alike; start another gateway for those"
+                )
+        if about_server.policy and about_server.policy != self._policy:
+            raise UnlikeServerError(
+                f"server {url} schedules by policy {about_server.policy!r}, and the gateway is to route for "
+                f"{self._policy!r}: give the gateway --policy {about_server.policy}, or start the server with "
+                f"{self._policy!r}"
+            )
+
+
+class FleetProbe:
+    """What a replica asks its server, whose answers must fit its fleet.
+
+    Args:
+        url: of the server.
+        upstream: HTTP to it.
+        profile: predicts step times of servers that do not report them.
+        link: opens the link to a core's address; None: the server is not asked for it.
+        link_address: of the server's core; empty: as the server says.
+        check: raises ValueError for a server that the fleet cannot use.
+    """
+
+    def __init__(
+        self, url: str, upstream: Upstream, homogeneity: HomogeneityCheck, profile: Callable[[], LatencyModel | None],
+        link: Callable[[str], Link] | None, *, key: str = "", link_address: str = "",
+        check: Callable[[ServerAbout, CoreAbout | None], None] = lambda about, core: None,
+    ) -> None:  # fmt: skip
+        self.url = url
+        self.upstream = upstream
+        self._homogeneity, self._profile, self._link, self._check = homogeneity, profile, link, check
+        self._key, self._link_address = key, link_address
+        self._models: Models = {}
+
+    async def open_link(self) -> Link | None:
+        """Opens the link; returns None for a server without one. Raises ValueError or UpstreamError for a server that
+        is not ready."""
+        self._models = await ready_models(self.url, self.upstream, self._key)
+        self._homogeneity.check_models(self.url, self._models)
+        if self._link is None:
+            return None
+        address = self._link_address or await link_address(self.url, self.upstream, self._key)
+        return None if address is None else self._link(address)
+
+    async def about(self, core: CoreAbout | None) -> ServerAbout:
+        """Asks a ready server for its properties. Raises ValueError, UpstreamError or UnlikeServerError.
+
+        Args:
+            core: the greeting of its core; None without a link.
+        """
+        models, main = self._models, self._homogeneity.models.main
+        about_server = await about(self.url, self.upstream, core, self._profile(), models, main)
+        self._homogeneity.check(self.url, about_server)
+        self._check(about_server, core)
+        return about_server
+
+    async def read_models(self) -> None:
+        """Reads the server's list of models again. Raises ValueError or UpstreamError."""
+        listed = await models(self.url, self.upstream, self._key, MODELS_ANSWER_S)
+        self._homogeneity.models.read(self.url, listed)
+
+    async def kv_used(self) -> float | None:
+        """Reads the share of the server's KV in use; None if its metrics do not report it."""
+        return await kv_used(self.upstream)

@@ -11,18 +11,17 @@ from dataclasses import replace
 import numpy as np
 
 from rubato.core.clock import ARRIVAL, Clock, WallClock
+from rubato.core.events import Stepped
 from rubato.core.plan import Sample
 from rubato.fleet import server_metrics
 from rubato.fleet.http_client import HttpServer
+from rubato.fleet.remote_host import LinkSession
 from rubato.fleet.server_link import Link, ZmqLink
 from rubato.fleet.server_probe import link_address
 from rubato.fleet.upstream import UpstreamError
 from rubato.latency.fit import Fitted, fit
-from rubato.wire.link_keys import TOKEN_ENV
-from rubato.wire.messages import HEARTBEAT_S, PROTOCOL, Greeting, Hello, Ping, Refused, Report, Unknown
-
-GATEWAY_NAME = "rubato fit"  # on the link
-MAX_SILENCE_S = 10.0  # until the core greets
+from rubato.wire.messages import HEARTBEAT_S
+from rubato.wire.replica_report import ReplicaReport
 
 
 async def fit_server(url: str, kind: str, seconds: float, key: str = "") -> Fitted:
@@ -50,7 +49,7 @@ async def fit_server(url: str, kind: str, seconds: float, key: str = "") -> Fitt
         raise ValueError(f"server {url}: {error}") from error
     link = ZmqLink(address)
     try:
-        steps = await collect_steps(link, clock, seconds)
+        steps = await collect_steps(link, clock, seconds, url)
     finally:
         link.close()
     return fit_steps(steps, kind, url)
@@ -73,50 +72,24 @@ def fit_steps(steps: Sequence[Sample], kind: str, url: str) -> Fitted:
     return replace(fitted, notes=[note])
 
 
-async def collect_steps(link: Link, clock: Clock, seconds: float) -> list[Sample]:
-    """The steps that an engine core reports over its link. Raises ValueError where it does not let us in, or is
+async def collect_steps(link: Link, clock: Clock, seconds: float, url: str) -> list[Sample]:
+    """Returns the steps that an engine core reports over its link. Raises ValueError where it does not let us in, or is
     silent."""
-    reader = _StepReader(link, clock)
-    listening = clock.spawn(reader.listen(), "steps of a server")
+    steps: list[Sample] = []
+
+    def apply(report: ReplicaReport) -> None:
+        ended = [event for event in report.events if isinstance(event, Stepped)]
+        steps.extend([Sample(e.shape, e.seconds) for e in ended if e.shape.tokens > 0 and e.seconds > 0.0])
+
     until = clock.now() + seconds
+    session = LinkSession("of the server", link, clock, is_idle=lambda: False, apply=apply, lose=lambda error: None)
+    listening = clock.spawn(session.listen(), "steps of a server")
     try:
+        await session.greet(url)
+        session.begin_reports()
         while (now := clock.now()) < until:
-            reader.check(now)
-            link.send(Ping(now) if reader.is_greeted else Hello(PROTOCOL, GATEWAY_NAME, now))
+            session.send_heartbeat()
             await clock.sleep_until(min(until, now + HEARTBEAT_S), ARRIVAL)
-        reader.check(until)
     finally:
         listening.cancel()
-    return reader.steps
-
-
-class _StepReader:
-    """What a core has said."""
-
-    def __init__(self, link: Link, clock: Clock) -> None:
-        self.steps: list[Sample] = []
-        self.is_greeted = False
-        self._link, self._clock = link, clock
-        self._began = clock.now()
-        self._refused = ""
-
-    async def listen(self) -> None:
-        while True:
-            match await self._link.receive():
-                case Greeting():
-                    self.is_greeted = True
-                case Refused(why):
-                    self._refused = why
-                case Unknown():
-                    self.is_greeted = False
-                case Report(done=(shape, seconds)) if shape.tokens > 0 and seconds > 0.0:
-                    self.steps.append(Sample(shape, seconds))
-
-    def check(self, now: float) -> None:
-        """Raises ValueError where nothing will come."""
-        if self._refused:
-            raise ValueError(f"the server's engine does not let us in: {self._refused}")
-        if self._link.is_refused:
-            raise ValueError(f"the server's engine does not let us in: set {TOKEN_ENV} to the secret that it has")
-        if not self.is_greeted and now >= self._began + MAX_SILENCE_S:
-            raise ValueError(f"the server's engine does not answer on its link within {MAX_SILENCE_S:g} s")
+    return steps

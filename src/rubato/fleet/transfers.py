@@ -20,14 +20,9 @@ class KVTransfers:
     have come free."""
 
     def __init__(
-        self,
-        hosts: Mapping[str, Host],
-        requests: RequestTable,
-        clock: Clock,
-        *,
-        fail: Callable[[Seq, str], None],
+        self, hosts: Mapping[str, Host], requests: RequestTable, clock: Clock, *, fail: Callable[[Seq, str], None],
         kv_freed: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._hosts = hosts
         self._requests = requests
         self._clock = clock

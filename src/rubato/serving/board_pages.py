@@ -96,7 +96,7 @@ def _source(app: FastAPI, state: AppState) -> BoardSource:
         state.tenants,
         service.fair,
         state.requests,
-        lambda: cluster.held,
+        lambda: cluster.unplaced_requests,
         service.views,
         lifecycle,
         lambda: ("",) if cluster.dead.is_set() else (),

@@ -34,10 +34,9 @@ from rubato.core.request import NO_REPLICA
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.http_client import HttpServer
 from rubato.fleet.picked_trip import PickedTrip, endpoint_of
-from rubato.fleet.relay import Ask
+from rubato.fleet.relay import Ask, Trips
 from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_fleet import server_cluster
-from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
 from rubato.fleet.upstream import Upstream
 from rubato.frontdoor.admission import ApiRequest, FrontDoor, without_slo_fields

@@ -20,10 +20,10 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rubato.core.interfaces import View
-from rubato.fleet.relay import Ask, RelayTrip, why_not_passed_on
+from rubato.fleet.relay import Ask, RelayTrip, Trips
 from rubato.fleet.served_models import ServedModels
-from rubato.fleet.server_kv import Trips
 from rubato.fleet.server_replica import ServerReplica
+from rubato.fleet.server_try import why_not_passed_on
 from rubato.fleet.upstream import Headers, Reply, UnreachableError, UpstreamError
 from rubato.frontdoor.admission import AdmittedRequest, ApiRequest, FrontDoor, without_slo_fields
 from rubato.frontdoor.body_fields import BodyFields
@@ -63,7 +63,7 @@ class GatewayService(AppService):
 
     def views(self) -> list[View]:
         for host in self.servers():
-            host.emit_counted_tokens()  # records are read together with views
+            host.requests.emit_counted_tokens()  # records are read together with views
         return AppService.views(self)
 
     def counted(self) -> set[str]:

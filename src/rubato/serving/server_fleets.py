@@ -29,11 +29,11 @@ from rubato.fleet.build import cluster_of
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.http_client import HttpServer
+from rubato.fleet.relay import Trips
 from rubato.fleet.server_actor import ServerCommand
-from rubato.fleet.server_fleet import HomogeneityCheck, Server, ServerFleet, server_cluster
-from rubato.fleet.server_kv import Trips
+from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
 from rubato.fleet.server_link import Link, ZmqLink
-from rubato.fleet.server_probe import DEFAULT_LIMITS
+from rubato.fleet.server_probe import DEFAULT_LIMITS, HomogeneityCheck
 from rubato.fleet.upstream import Upstream
 from rubato.frontdoor.tenants import Tenants
 from rubato.serving.gateway import GatewayService, create_gateway
