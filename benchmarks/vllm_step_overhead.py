@@ -126,7 +126,7 @@ def measured(model: str, policy: str, running: int, waiting: int, *, asynchronou
                 "added": median(added),
                 "added, middle half of rounds": quantiles(added, n=4)[::2],
                 "added, times stock": median(each[label] / each["stock"] - 1.0 for each in rounds),
-                "steps left to vLLM": driver.stood_aside / driver.steps,
+                "steps left to vLLM": driver.guard.stood_aside / driver.guard.steps,
             }
     return row
 
