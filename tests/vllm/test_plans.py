@@ -457,8 +457,8 @@ def test_a_policy_that_raises_costs_nobody_a_token(
 
 # Of each hook, what it calls in its middle, or itself: of the driver or of its module.
 HOOKS = {
-    "offer": "VllmSeq", "end": "judge", "preempted": "Preempted", "view": "view", "plan": "_chunks", "shift": "Demoted",
-    "scheduled": "InFlightBatch", "completed": "_book", "_starting": "_current_hit",
+    "offer": "VllmSeq", "end": "judge", "preempted": "Preempted", "view": "view", "plan": "chunks_of",
+    "shift": "Demoted", "scheduled": "_begin", "completed": "_book", "_starting": "_current_hit",
 }  # fmt: skip
 
 

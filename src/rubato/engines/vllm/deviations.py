@@ -8,8 +8,9 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from rubato.engines.vllm.guards import guarded
-from rubato.engines.vllm.policy_driver import PlannedStep, PolicyDriver
+from rubato.engines.vllm.policy_driver import PolicyDriver
 from rubato.engines.vllm.sequence import Hit
+from rubato.engines.vllm.step_parts import PlannedStep
 
 
 class Deviations:

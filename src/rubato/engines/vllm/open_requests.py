@@ -38,7 +38,7 @@ class OpenRequests:
     arriving: ids of requests whose KV is at another engine, or being transferred. kv_arrived: ids of requests whose KV
     has come, and that have run in no batch since. leaving: requests that have left, and whose KV is still here.
     untracked: number of requests here that no gateway can place elsewhere. over_share: requests held back, of tenants
-    over their share.
+    over their share. changes: number of events of requests so far, tokens left out.
 
     Args:
         limits: of the engine.
@@ -59,7 +59,7 @@ class OpenRequests:
         self.arriving: set[str] = set()
         self.kv_arrived: set[str] = set()
         self.leaving: dict[str, VllmSeq] = {}
-        self.untracked = 0
+        self.untracked = self.changes = 0
         self.over_share: dict[str, VllmSeq] = {}
         self.guard, self.kv_lease, self.lengths, self.fair = guard, kv_lease, lengths, fair
         self.unix: Callable[[], float] = unix_time
@@ -121,7 +121,9 @@ class OpenRequests:
                 seq.request = request_of_gateway(seq.vllm_request, own.contract)
                 self._attach(seq, own)
                 seq._deadlines = None
+                seq.show_due()
                 self.untracked -= is_movable(seq)
+                self.changes += 1
                 self._slack.invalidate()
                 gateways.link.request_resync()
 
@@ -141,6 +143,7 @@ class OpenRequests:
     # ----------------------------------------------------------------- while they are here
 
     def record(self, seq: VllmSeq, event: Event) -> None:
+        self.changes += 1
         self._reporting.record(seq, event, self.seqs)
 
     def start(self, seq: VllmSeq, now: float, cached: int) -> None:

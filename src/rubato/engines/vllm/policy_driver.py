@@ -7,18 +7,18 @@ reaches vLLM.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, cast
 
 from rubato.core.capabilities import cure
 from rubato.core.clock import WallClock
 from rubato.core.events import Demoted, Promoted, Stepped, Tokens
 from rubato.core.interfaces import View
 from rubato.core.length_prediction import DEFAULT_LENGTHS, PREDICTORS
-from rubato.core.plan import NO_BATCH, Limits, Plan, Sample, Shape
+from rubato.core.plan import Limits, Plan, Sample, Shape
 from rubato.engines.vllm.core_link import CoreLink
 from rubato.engines.vllm.drafts import VllmDrafts
 from rubato.engines.vllm.gateway_commands import GatewayCommands
@@ -29,6 +29,14 @@ from rubato.engines.vllm.reports import REPLICA_NAME
 from rubato.engines.vllm.room import SlackCheck
 from rubato.engines.vllm.sequence import VllmSeq
 from rubato.engines.vllm.settings import Settings
+from rubato.engines.vllm.step_parts import (
+    InFlightBatch,
+    PlannedStep,
+    Schedulable,
+    VllmView,
+    chunks_of,
+    runs_all_decodes,
+)
 from rubato.latency import affine
 from rubato.policies import PolicyError, default_lengths, load, optional
 from rubato.policy_kit.fair_share import FairShare
@@ -36,62 +44,11 @@ from rubato.replica.plan_check import check, spelled_out
 from rubato.wire.messages import CoreAbout
 
 if TYPE_CHECKING:
-    from rubato.engines.vllm.kv_view import KVView
+    from rubato.engines.vllm.kv_view import HitEnds, KVView
 
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
 FLEET_SUPPORTS = frozenset({"handoff", "recall"})  # with a gateway
 ORDER = attrgetter("order")
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightBatch:
-    """A batch between its plan and its completion. decodes: the part of its shape that decodes. sampling: requests that
-    get at least one token."""
-
-    output: Any  # vLLM's SchedulerOutput
-    shape: Shape
-    decodes: Shape
-    since: float
-    sampling: Sequence[VllmSeq]
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """A checked plan in vLLM's terms. chunks: tokens to run of each request, including drafted ones to verify. depths:
-    tokens to draft of each request."""
-
-    view: View
-    plan: Plan
-    chunks: Mapping[str, int]
-    depths: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class VllmView(View):
-    """A View whose derived values are computed when it is made."""
-
-    running_ids: Collection[str] = ()
-    prefilling: Sequence[VllmSeq] = ()
-    decodes: Shape = NO_BATCH
-    decode_blocks: int = 0
-
-
-class Schedulable(NamedTuple):
-    """vLLM's requests before a step.
-
-    Args:
-        waiting: can be scheduled and hold no KV.
-        running: can be scheduled and hold KV, in order of start.
-        moving: hold KV and cannot be scheduled, or their KV has not come.
-        places: running places that these take.
-        kv_taken: KV blocks that arrive in this step.
-    """
-
-    waiting: Sequence[Any]
-    running: Sequence[Any]
-    moving: Sequence[Any]
-    places: int
-    kv_taken: int
 
 
 class PolicyDriver:
@@ -109,18 +66,10 @@ class PolicyDriver:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        limits: Limits,
-        kv: KVView,
-        num_spec_tokens: int = 0,
-        *,
-        fair: FairShare | None = None,
-        trust_client_slos: bool = True,
-        link: CoreLink | None = None,
-        engine: int = 0,
+        self, settings: Settings, limits: Limits, kv: KVView, num_spec_tokens: int = 0, *,
+        fair: FairShare | None = None, trust_client_slos: bool = True, link: CoreLink | None = None, engine: int = 0,
         kv_lease: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = settings.policy
         self.policy = load(settings.policy, settings.settings)
         self.supports = SUPPORTS | {"draft"} if num_spec_tokens else SUPPORTS
@@ -152,7 +101,11 @@ class PolicyDriver:
         self._batches: deque[InFlightBatch] = deque()
         self._last = -inf  # when the last batch completed
         self._view_asked_at = inf  # when a view was first asked for
+        self._planned: PlannedStep | None = None  # the last plan
         self._is_busy = False  # there was more to do then
+        # The last view's waiting requests: the state that they were shown in, vLLM's queue (so that no other list gets
+        # its place in memory), what tells whether their hits are current, and the sequences.
+        self._shown: tuple[tuple[int, int, bool], Sequence[Any], HitEnds, tuple[VllmSeq, ...]] | None = None
 
     def open_link(self, *, model: str, vllm: str, rubato: str) -> None:
         """Starts the link: the engine is ready. vllm, rubato: their versions."""
@@ -179,7 +132,7 @@ class PolicyDriver:
         self._view_asked_at = min(self._view_asked_at, now)
         if not self._batches:
             self.latency.idle(now - max(self._last, self._view_asked_at))
-        queued = self._show_waiting([seq for r in waiting if (seq := seqs.get(r.request_id)) is not None], now)
+        queued = self._show_waiting(waiting, seqs, now)
         block, ahead, decodes, decode_kv, blocks = self.limits.block_size, self._kv.lookahead_tokens, 0, 0, 0
         holding, prefilling = [], []
         for vllm_request in running:
@@ -189,13 +142,13 @@ class PolicyDriver:
                 continue
             holding.append(seq)
             seq.show_holding_kv()
+            cached = seq.cached
             if seq.arriving:
-                self.requests.take_kv(seq, now, seq.cached)
+                self.requests.take_kv(seq, now, cached)
             if seq.pending != 1:
                 prefilling.append(seq)
                 continue
             decodes += 1
-            cached = seq.cached
             decode_kv += cached
             if ahead:
                 blocks += max(0, cached // block + 1 - seq.blocks)
@@ -226,19 +179,23 @@ class PolicyDriver:
             slo_rule=self._slo_rule,
         )
 
-    def _show_waiting(self, waiting: list[VllmSeq], now: float) -> list[VllmSeq]:
-        """The waiting sequences in their order, each with its prefix cache hit."""
-        waiting.sort(key=ORDER)
-        kv = self._kv
+    def _show_waiting(self, queue: Sequence[Any], known: Mapping[str, VllmSeq], now: float) -> Sequence[VllmSeq]:
+        """The waiting sequences in their order, each with its prefix cache hit: the same tuple while nothing but time
+        passes for any of them."""
+        kv, state = self._kv, (id(queue), self.requests.changes, known is self.requests.seqs)
+        if self._shown is not None and state == self._shown[0] and kv.are_current(self._shown[2]):
+            return self._shown[3]
+        waiting = sorted([seq for r in queue if (seq := known.get(r.request_id)) is not None], key=ORDER)
         is_current = kv.is_current
         for seq in waiting:
             if seq.waiting and seq.hit is not None and is_current(seq.hit):
                 continue  # as in the last view
-            seq.draft, seq.waiting = None, True
-            seq.length, seq.cached = seq.vllm_request.num_tokens, kv.refresh_hit(seq).tokens
-            seq.pending = seq.length - seq.cached
+            seq.show_waiting(kv.refresh_hit(seq).tokens)
         over_share = self.requests.ids_over_share(now, self.latency)
-        return [seq for seq in waiting if seq.id not in over_share] if over_share else waiting
+        shown = tuple([seq for seq in waiting if seq.id not in over_share])
+        ends = None if over_share or known is not self.requests.seqs else kv.hit_ends([kv.look_up(s) for s in shown])
+        self._shown = None if ends is None else (state, queue, ends, shown)
+        return shown
 
     def _limits_without(self, places: int) -> Limits:
         """The limits for the policy: less the unplanned requests and the `places` of requests in no view."""
@@ -283,7 +240,7 @@ class PolicyDriver:
             chunks = self.drafts.chunks(plan, view, self.requests.seqs)
             step = PlannedStep(view, plan, chunks, self.drafts.depths(plan))
         else:
-            step = PlannedStep(view, plan, _chunks(plan, view), {})
+            step = self._planned = PlannedStep(view, plan, chunks_of(plan, view), {})
         seconds = self.clock.now() - view.now
         if self.reporting.api_servers is not None:
             self.reporting.api_servers.planned.append(seconds)
@@ -315,43 +272,56 @@ class PolicyDriver:
             requests: vLLM's requests by id.
             depths: tokens to draft of each request; None: vLLM's own number.
         """
-        seqs, sampling, entries, drafting = self.requests.seqs, [], [], []
-        most, decodes, kv = self.drafts.max_tokens, 0, 0
+        sampling: list[VllmSeq] = []
+        seqs, entries, drafting = self.requests.seqs, list[tuple[int, int]](), list[tuple[int, int]]()
+        most, decodes, kv, step = self.drafts.max_tokens, 0, 0, self._planned
+        self._planned = None
+        if step is not None and runs_all_decodes(step) and step.chunks == output.num_scheduled_tokens:
+            view = step.view
+            decoding = cast("Sequence[VllmSeq]", view.running)
+            for seq in (sampling := [s for s in decoding if s.pending == 1]):
+                seq.expected_tokens += 1
+            self._begin(now, output, view.decodes, view.decodes, sampling)
+            return
         drafts = most > 0 and not getattr(output, "skip_drafts", False)  # from vLLM 0.33 on
         for id, tokens in output.num_scheduled_tokens.items():
-            vllm_request = requests[id]
+            vllm_request, known = requests[id], seqs.get(id)
             begun = vllm_request.num_computed_tokens - tokens
-            entries.append((tokens, begun))
             if tokens == 1:
                 decodes, kv = decodes + 1, kv + begun + 1
-            seq = seqs.get(id)
+            else:
+                entries.append((tokens, begun))
             if not vllm_request.is_prefill_chunk:
                 if drafts and (depth := most if depths is None else depths.get(id, 0)):
                     drafting.append((depth, 1))
-                if seq is not None:
-                    seq.expected_tokens += 1
-                    sampling.append(seq)
-            if seq is not None and seq.arriving:  # in no view yet
-                self.requests.take_kv(seq, now, begun)
-            elif seq is not None and seq.waiting:
-                self.requests.start(seq, now, begun)
-        self.requests.kv_arrived.difference_update(output.num_scheduled_tokens)
+                if known is not None:
+                    known.expected_tokens += 1
+                    sampling.append(known)
+            if known is not None and known.arriving:  # in no view yet
+                self.requests.take_kv(known, now, begun)
+            elif known is not None and known.waiting:
+                self.requests.start(known, now, begun)
+        of_decodes = Shape.decodes(decodes, kv)
+        self._begin(now, output, of_decodes.with_entries(entries, drafting), of_decodes, sampling)
+
+    def _begin(self, now: float, output: Any, shape: Shape, decodes: Shape, sampling: Sequence[VllmSeq]) -> None:
+        """Records a batch that begins. The arguments are those of `InFlightBatch`."""
         self.guard.steps += 1
+        self.requests.kv_arrived.difference_update(output.num_scheduled_tokens)
         since = self._last if self._is_busy else now
-        shape = NO_BATCH.with_entries(entries, drafting)
-        self._batches.append(InFlightBatch(output, shape, Shape(decodes, decodes, kv), since, sampling))
+        self._batches.append(InFlightBatch(output, shape, decodes, since, sampling))
         gateways = self.reporting.gateways
         if gateways is not None and shape.seqs:
             seconds = self.latency.step_time(shape) if gateways.link.listeners else 0.0
-            gateways.batch(now, shape, seconds, output.num_scheduled_tokens, self._kv.free(), seqs)
+            gateways.batch(now, shape, seconds, output.num_scheduled_tokens, self._kv.free(), self.requests.seqs)
 
     @guarded
     def completed(self, output: Any, outputs: Mapping[int, Any], now: float, unfinished: int) -> None:
         """Records the end of a batch: its time and its tokens. outputs: vLLM's EngineCoreOutputs by client."""
         while self._batches and (flight := self._batches.popleft()).output is not output:
             self.guard.count_fault("unknown batch")  # its beginning was not noted for a fault, or its end
-        for seq in flight.sampling:
-            seq.expected_tokens -= 1
+        for sampled in flight.sampling:
+            sampled.expected_tokens -= 1
         done = None
         if flight.shape.seqs:
             seconds = now - max(flight.since, self._last)
@@ -364,10 +334,21 @@ class PolicyDriver:
             if self.reporting.api_servers is not None:
                 self.reporting.api_servers.batches.append((flight.shape.tokens, flight.shape.seqs, seconds))
         self._is_busy = flight.shape.seqs > 0 and unfinished > 0
-        drafted = output.scheduled_spec_decode_tokens
+        drafted, seqs, gateways = output.scheduled_spec_decode_tokens, self.requests.seqs, self.reporting.gateways
+        is_read = not getattr(self.policy, "can_skip_tokens", False) or (
+            gateways is not None and gateways.link.listeners
+        )
         for core in outputs.values():
             for out in core.outputs:
-                self._book(out, now, len(drafted.get(out.request_id, ())) if drafted else 0)
+                seq, ids = seqs.get(out.request_id), out.new_token_ids
+                if seq is None or len(ids) != 1 or drafted or not seq.reported_tokens or seq.prefill_only:
+                    self._book(out, now, len(drafted.get(out.request_id, ())) if drafted else 0)
+                    continue
+                seq.add_decoded(now)
+                if is_read:
+                    self.reporting.record_tokens(Tokens(now, seq.id, 1, "", tuple(ids)))
+                if out.finish_reason is not None:
+                    self.requests.finish(seq.id, out.finish_reason)
         self.report(idle=not self._is_busy, done=done)
 
     def _book(self, out: Any, now: float, drafted: int) -> None:
@@ -379,11 +360,7 @@ class PolicyDriver:
             self.requests.hand_off(seq.id, "prefilled", max(1, tokens))
             return
         ids = out.new_token_ids
-        if len(ids) == 1 and not drafted and seq.reported_tokens:  # most of all: in every step, for each that decodes
-            seq.times[-1].append(now)
-            seq._output += 1
-            self.reporting.record_tokens(Tokens(now, seq.id, 1, "", tuple(ids)))
-        elif ids:
+        if ids:
             seq.add_tokens([now] * len(ids))
             if not seq.reported_tokens:
                 seq.reported_tokens = len(ids)
@@ -407,11 +384,13 @@ class PolicyDriver:
             done: a completed batch, and its seconds.
         """
         try:
-            batches = [flight.output.num_scheduled_tokens for flight in self._batches if flight.shape.seqs]
-            now, requests = self.clock.now(), self.requests
-            self.reporting.send(
-                now, requests.seqs, requests.leaving, self._kv.free, batches, self._state, idle=idle, done=done
-            )
+            now, seqs, gateways = self.clock.now(), self.requests.seqs, self.reporting.gateways
+            if gateways is not None:
+                batches = [flight.output.num_scheduled_tokens for flight in self._batches if flight.shape.seqs]
+                free = self._kv.free() if gateways.link.listeners or not seqs else 0
+                gateways.step(now, done, free, seqs, self.requests.leaving, batches)
+            if self.reporting.api_servers is not None:
+                self.reporting.api_servers.send(now, self._state, seqs, idle=idle)
         except Exception:
             message = "step %d is not reported to vLLM's API servers: their metrics lack it"
             self.guard.record_harmless_fault("report", message, self.guard.steps)
@@ -431,15 +410,3 @@ class PolicyDriver:
             "step_seconds_off": self.latency.spread,
             "kv_free": self._kv.free(),
         }
-
-
-def _chunks(plan: Plan, view: View) -> dict[str, int]:
-    """Tokens to run of each request: `spelled_out` without making a `Work` of each decode, in every step."""
-    chunks = {}
-    if plan.decode_all:
-        chunks = {s.id: 1 for s in view.running if s.pending == 1}
-        for id in (*plan.preempt, *plan.drop, *plan.handoff):
-            chunks.pop(id, None)
-    for work in plan.work:
-        chunks[work.seq] = work.tokens
-    return chunks

@@ -10,7 +10,8 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_qu
 from vllm.v1.request import RequestStatus
 
 from rubato.engines.vllm.kv_view import KVView
-from rubato.engines.vllm.policy_driver import PolicyDriver, Schedulable
+from rubato.engines.vllm.policy_driver import PolicyDriver
+from rubato.engines.vllm.step_parts import Schedulable
 
 
 class Queues:
@@ -24,6 +25,7 @@ class Queues:
         self.unseen_ids: set[str] = set()
         self.kv_arrived: list[Any] = []
         self._kv_pulls: list[Any] = []  # requests whose KV this step asks for
+        self._plain_queue: list[Any] = []  # vLLM's queue when it last held nothing but requests that can start
         self._scheduler, self._driver, self._kv, self._overlaps = scheduler, driver, kv, overlaps
 
     def schedulable(self) -> Schedulable:
@@ -51,10 +53,8 @@ class Queues:
             for request in scheduler.running if self._overlaps else ():
                 (running if self._has_tokens_to_run(request) else moving).append(request)
         if scheduler.pause_state == PauseState.UNPAUSED:
-            new = RequestStatus.WAITING
-            waiting += [
-                r for r in scheduler.waiting if (r.status is new and not r.num_stale_output_tokens) or self._is_ready(r)
-            ]
+            queued = self._startable()
+            waiting = [*waiting, *queued] if waiting else queued
             if requests.arriving:
                 coming = [r for r in waiting if self._comes_with_kv(r.request_id)]
                 kv_taken = self._choose_pulls(coming)
@@ -68,6 +68,15 @@ class Queues:
         del self.kv_arrived[slots_left:]
         places = slots_taken - len(running)
         return Schedulable(waiting, [*running, *self.kv_arrived], moving, places, kv_taken)
+
+    def _startable(self) -> list[Any]:
+        """The requests of vLLM's queue that can start: the same list while all can and the queue stays as it is."""
+        queue, plain = list(self._scheduler.waiting), (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        if queue != self._plain_queue:
+            if any(r.status not in plain or r.num_stale_output_tokens for r in queue):
+                return [r for r in queue if self._is_ready(r)]
+            self._plain_queue = queue
+        return self._plain_queue
 
     def _comes_with_kv(self, id: str) -> bool:
         """Whether a request in view waits for its KV from another engine."""

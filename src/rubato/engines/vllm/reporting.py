@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from rubato.core.events import Event, Tokens
-from rubato.core.plan import Shape
 from rubato.engines.vllm.core_link import CoreLink
 from rubato.engines.vllm.gateway_reports import GatewayReports
 from rubato.engines.vllm.reports import Reports
@@ -41,8 +39,7 @@ class Reporting:
 
     def record_tokens(self, event: Tokens) -> None:
         """Records tokens, of which API servers are told at intervals."""
-        if self._has_policy:
-            self.policy_events.append(event)
+        self.queue_for_policy(event)
         if self.gateways is not None:
             self.gateways.add_tokens(event)
 
@@ -61,29 +58,6 @@ class Reporting:
         self.policy_events.clear()
         if self.api_servers is not None:
             self.api_servers.stop_views()
-
-    def send(
-        self, now: float, seqs: Mapping[str, VllmSeq], leaving: Mapping[str, VllmSeq], free: Callable[[], int],
-        batches: Sequence[Mapping[str, int]], state: Callable[[], dict[str, Any]], *, idle: bool,
-        done: tuple[Shape, float] | None,
-    ) -> None:  # fmt: skip
-        """Sends what has happened.
-
-        Args:
-            now: when (s).
-            seqs: all requests of the engine.
-            leaving: requests that have left only their KV here.
-            free: counts free KV blocks.
-            batches: that run, as tokens of each request.
-            state: makes the engine's counters.
-            idle: nothing runs.
-            done: a completed batch, and its seconds.
-        """
-        if self.gateways is not None:
-            kv_free = free() if self.gateways.link.listeners or not seqs else 0
-            self.gateways.step(now, done, kv_free, seqs, leaving, batches)
-        if self.api_servers is not None:
-            self.api_servers.send(now, state, seqs, idle=idle)
 
     def close(self) -> None:
         if self.link is not None:

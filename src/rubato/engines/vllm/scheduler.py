@@ -26,10 +26,11 @@ from rubato.engines.vllm.drafts import DraftLength
 from rubato.engines.vllm.guards import guarded, log
 from rubato.engines.vllm.kv_transfer import lacks_kv_source, lease_of
 from rubato.engines.vllm.kv_view import KVView
-from rubato.engines.vllm.policy_driver import PlannedStep, PolicyDriver
+from rubato.engines.vllm.policy_driver import PolicyDriver
 from rubato.engines.vllm.queues import Queues
 from rubato.engines.vllm.sequence import Hit, VllmSeq
 from rubato.engines.vllm.settings import Settings, settings_of
+from rubato.engines.vllm.step_parts import PlannedStep
 
 
 class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
