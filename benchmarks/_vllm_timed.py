@@ -47,4 +47,4 @@ class TimedRubato(Timed, SyncScheduler):
     """The plug-in, timed."""
 
     def deviations(self) -> int:
-        return int(self.rubato.deviations.total())
+        return int(self.rubato.guard.deviations.total())

@@ -81,7 +81,7 @@ def side(name: str, model: str, dtype: str) -> None:
         scheduler = engine.engine_core.engine_core.scheduler
         driver = getattr(scheduler, "rubato", None)
         seconds = time.perf_counter() - begin
-        about = {"deviations": driver.deviations.total(), "faults": driver.faults.total()} if driver else {}
+        about = {"deviations": driver.guard.deviations.total(), "faults": driver.guard.faults.total()} if driver else {}
         print(json.dumps({"seconds": seconds, "requests": done, **about}), flush=True)
 
 

@@ -95,10 +95,10 @@ def timed(made: Harness) -> list[float]:
 
         setattr(of, name, call)
 
-    counted("apply_gateway_commands", driver)
+    counted("apply", driver.commands)
     for of, names in (
-        (driver._gateways, ("batch", "step", "add", "add_tokens")),
-        (driver._reports, ("add_view", "send", "add", "add_tokens")),
+        (driver.reporting.gateways, ("batch", "step", "add", "add_tokens")),
+        (driver.reporting.api_servers, ("add_view", "send", "add", "add_tokens")),
     ):
         for name in names if of is not None else ():
             counted(name, of)
@@ -117,7 +117,7 @@ def run(model: Path, running: int, kind: str, steps: int) -> dict[str, Any]:
         if kind == API_SERVER:
             gateway = ApiServer(folder)
         elif kind != "none":
-            gateway = Gateway(made.scheduler.rubato.link.port, kind)
+            gateway = Gateway(made.scheduler.rubato.reporting.link.port, kind)
         if gateway is not None:
             gateway.start()
             time.sleep(0.3)
@@ -137,7 +137,7 @@ def _figures(made: Harness, gateway: Gateway | ApiServer | None, running: int, k
     times = np.array(spent[50:-1]) * 1e6
     if gateway is not None:
         gateway.ending = True
-    made.scheduler.rubato.close()
+    made.scheduler.rubato.reporting.close()
     p50, p99, most = np.percentile(times, [50, 99, 100])
     heard = gateway.heard if gateway is not None else 0
     figures = {"p50, us": p50, "p99, us": p99, "longest, us": most}

@@ -222,13 +222,13 @@ class Harness:
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert not scheduler.requests
-        assert not scheduler.rubato.seqs
+        assert not scheduler.rubato.requests.seqs
         assert not scheduler.running
         assert not scheduler.waiting
         assert not scheduler.kv_holding_waiting
-        assert not self.exact or not scheduler.rubato.deviations
-        assert not self.exact or not scheduler.rubato.faults
-        assert scheduler.rubato.steps == self.steps
+        assert not self.exact or not scheduler.rubato.guard.deviations
+        assert not self.exact or not scheduler.rubato.guard.faults
+        assert scheduler.rubato.guard.steps == self.steps
         assert not self.running
         return {e.id: e for e in finished}
 
@@ -330,5 +330,5 @@ def harness(
     if made.watched:
         scheduler.rubato.policy = recording
     if policy:
-        scheduler.rubato.clock = scheduler.rubato.unix = lambda: made.now
+        scheduler.rubato.clock.now = scheduler.rubato.requests.unix = lambda: made.now
     return made

@@ -50,13 +50,13 @@ def served(made: Harness, seed: int, fields: Fields | None = None) -> Counter[st
     finished = made.finish()
     driver = made.scheduler.rubato
     assert made.ended == dict.fromkeys(most, 1)
-    assert not driver.faults
-    assert driver.fallbacks == 0
+    assert not driver.guard.faults
+    assert driver.guard.fallbacks == 0
     for id, end in finished.items():
         assert end.outcome in ("completed", "refused")
         if end.outcome == "completed":
             assert made.out[id] == [token(id, i) for i in range(most[id])]
-    return driver.deviations
+    return driver.guard.deviations
 
 
 # --------------------------------------------------------------------------- LoRA
@@ -86,7 +86,7 @@ def test_lora_is_what_they_wait_for(model: Path) -> None:
     for which in (1, 2):
         made.add(f"q{which}", [5] * 20, 3, fields={"lora_request": LoRARequest(f"lora{which}", which, "none")})
     assert made.step() == {"q1": 20}
-    assert made.scheduler.rubato.deviations == {"lora": 1}
+    assert made.scheduler.rubato.guard.deviations == {"lora": 1}
     made.run()
     assert made.ended == {"q1": 1, "q2": 1}
 
@@ -294,12 +294,12 @@ def test_requests_that_no_view_can_show(model: Path, policy: str, seed: int, que
         return {"session_id": "x"} if rng.random() < 0.5 else {}
 
     made = made_for(model, policy, seed, queue)
-    offer = made.scheduler.rubato.offer
-    made.scheduler.rubato.offer = lambda own: "" if own.session_id else offer(own)
+    offer = made.scheduler.rubato.requests.offer
+    made.scheduler.rubato.requests.offer = lambda own: "" if own.session_id else offer(own)
     most = drive(made, seed, fields=fields)
     made.finish()
     assert made.ended == dict.fromkeys(most, 1)
-    assert made.scheduler.rubato.deviations.keys() <= {"not_in_view", "kv"}
+    assert made.scheduler.rubato.guard.deviations.keys() <= {"not_in_view", "kv"}
 
 
 def test_a_pooling_request_is_vllms(model: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_pooling_request_is_vllms(model: Path) -> None:
     made.add("embed", [5] * 20, 1, fields={"sampling_params": None, "pooling_params": PoolingParams(task="embed")})
     made.add("chat", [6] * 20, 3, slo_ttft_ms=500)
     assert made.step() == {"embed": 20, "chat": 20}
-    assert made.scheduler.rubato.deviations == {"not_in_view": 1}
+    assert made.scheduler.rubato.guard.deviations == {"not_in_view": 1}
     made.run()
     assert made.ended == {"embed": 1, "chat": 1}
     assert made.finish().keys() == {"chat"}
@@ -366,7 +366,7 @@ def test_kv_on_its_way_is_moving_and_then_waits_with_it(model: Path, queue: str)
     made.run()
     assert any("far" in moving for _, _, moving in seen)
     assert made.ended == {"far": 1, "here": 1}
-    assert made.scheduler.rubato.deviations.keys() <= {"kv_connector"}
+    assert made.scheduler.rubato.guard.deviations.keys() <= {"kv_connector"}
     assert made.finish()["far"].outcome == "completed"
 
 

@@ -121,7 +121,7 @@ class Gateway:
         theirs, ours = self.made.scheduler.view(), self.mirror.view(self.made.now)
         names = {
             seq.id: seq.gateway_request.id if seq.gateway_request else seq.id
-            for seq in self.made.scheduler.rubato.seqs.values()
+            for seq in self.made.scheduler.rubato.requests.seqs.values()
         }
         over = {id.rpartition("-")[0] for id in self.made.ended}  # of which their streams tell, if no report does
         if {names[s.id] for s in theirs.waiting} != {s.id for s in ours.waiting} - over:
@@ -150,7 +150,7 @@ def told(made: Harness, losses: random.Random | None = None, share: float = 0.0)
     """The harness with a gateway that listens."""
     wire = Wire(losses, share)
     driver = made.scheduler.rubato
-    driver._gateways = GatewayReports(wire)  # type: ignore[arg-type]
+    driver.reporting.gateways = GatewayReports(wire)  # type: ignore[arg-type]
     driver.supports |= FLEET_SUPPORTS
     driver.report()
     return Gateway(made, wire)
@@ -226,7 +226,8 @@ def test_a_gateway_that_missed_reports_is_right_again_after_a_snapshot(model: Pa
         for _ in range(rng.randint(0, 6)):
             made.step()
             gateway.hear()
-            if not gateway.wire.wants_snapshot and gateway.reader.number == made.scheduler.rubato._gateways._number:
+            number = made.scheduler.rubato.reporting.gateways._number
+            if not gateway.wire.wants_snapshot and gateway.reader.number == number:
                 assert not list(gateway.differences())
                 right += 1
     gateway.wire._share = 0.0
@@ -268,7 +269,7 @@ def test_a_gateway_gives_roles_and_takes_back_what_is_its_own(model: Path) -> No
     gateway.wire.asked.append(("g", Recall("best_effort")))
     made.step()
     gateway.hear()
-    left = made.scheduler.rubato.seqs.values()
+    left = made.scheduler.rubato.requests.seqs.values()
     assert all(seq.gateway_request is None or not seq.best_effort for seq in left)
     made.run()
     gateway.hear()
@@ -301,10 +302,10 @@ def test_demoted_requests_are_best_effort_from_the_start_and_while_they_run(mode
     for id in ("chatcmpl-a", "chatcmpl-b"):
         made.add(f"{id}-0a1b2c3d", [3] * 16, 4)
     made.step()
-    assert [s.best_effort for s in made.scheduler.rubato.seqs.values()] == [True, False]
+    assert [s.best_effort for s in made.scheduler.rubato.requests.seqs.values()] == [True, False]
     gateway.wire.asked.append(("g", Demote("chatcmpl-b")))
     made.step()
-    assert [s.best_effort for s in made.scheduler.rubato.seqs.values()] == [True, True]
+    assert [s.best_effort for s in made.scheduler.rubato.requests.seqs.values()] == [True, True]
     made.run()
 
 
@@ -316,7 +317,7 @@ def test_time_that_a_gateway_held_a_request_counts_and_what_it_had_elsewhere(mod
     gateway.wire.asked.append(("g", expect("cmpl-a", ("cmpl-a",), 1, request)))
     made.add("cmpl-a-0-0a1b2c3d", [3] * 19, 5)
     made.step()
-    seq = next(iter(made.scheduler.rubato.seqs.values()))
+    seq = next(iter(made.scheduler.rubato.requests.seqs.values()))
     assert seq.request.arrival == 7.0
     assert seq.request.stages[0].prompt == 16
     assert seq.request.sampling.max_tokens == 8
@@ -357,8 +358,8 @@ def test_commands_that_cannot_be_are_faults_and_change_nothing(model: Path) -> N
     ] * 3  # fmt: skip
     made.add("chatcmpl-a-0a1b2c3d", [3] * 16, 4)
     made.run()
-    assert made.scheduler.rubato.faults == {"command": 15}
-    assert not made.scheduler.rubato.has_given_up
+    assert made.scheduler.rubato.guard.faults == {"command": 15}
+    assert not made.scheduler.rubato.guard.has_given_up
     assert len(made.out["chatcmpl-a-0a1b2c3d"]) == 4
 
 
@@ -408,11 +409,11 @@ class Peer:
 def linked(model: Path) -> Iterator[Any]:
     made = harness(model, "edf", blocks=60, rubato={"link": {}})
     yield made
-    made.scheduler.rubato.close()
+    made.scheduler.rubato.reporting.close()
 
 
 def port_of(made: Harness) -> int:
-    link = made.scheduler.rubato._gateways.link
+    link = made.scheduler.rubato.reporting.gateways.link
     assert isinstance(link, CoreLink)
     return link.port
 
@@ -442,7 +443,7 @@ def test_a_gateway_is_greeted_at_once_by_an_idle_engine_and_told_of_all_that_is_
     reader = LinkReader("r0")
     assert reader.read(snapshot) is not None
     linked.step()
-    while reader.number < linked.scheduler.rubato._gateways._number:
+    while reader.number < linked.scheduler.rubato.reporting.gateways._number:
         reader.read(second.next())
     linked.run()
     first.socket.close()
@@ -474,10 +475,10 @@ def test_who_has_not_the_token_or_another_version_is_told_so_and_is_not_obeyed(
     made.add("a", [3] * 16, 4)
     made.run()
     assert made.scheduler.view().role == Role()
-    assert not made.scheduler.rubato.faults
+    assert not made.scheduler.rubato.guard.faults
     assert made.scheduler.rubato._state()["link_refused"] > 2
     assert isinstance(old.hello(), Greeting)
-    made.scheduler.rubato.close()
+    made.scheduler.rubato.reporting.close()
     for peer in (forger, old):
         peer.socket.close()
 
@@ -513,7 +514,7 @@ def test_no_listener_holds_up_a_step_and_one_that_lives_hears_all(
         made.add(f"r{i}", [3] * 30, 10)
         while made.scheduler.has_requests():
             made.step()
-        while good.socket.poll(0) or reader.number < made.scheduler.rubato._gateways._number:
+        while good.socket.poll(0) or reader.number < made.scheduler.rubato.reporting.gateways._number:
             try:
                 report = reader.read(good.next())
             except MissedReportError:
@@ -524,7 +525,7 @@ def test_no_listener_holds_up_a_step_and_one_that_lives_hears_all(
     ended = [event.id for event in events if isinstance(event, Finished)]
     assert ended == [f"r{i}" for i in range(300)]
     assert sum(isinstance(event, Started) for event in events) == 300
-    made.scheduler.rubato.close()
+    made.scheduler.rubato.reporting.close()
     good.socket.close()
     if how == "stalled":
         bad.socket.close()

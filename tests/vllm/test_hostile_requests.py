@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rubato.engines.vllm.policy_driver import LOG_PAUSE_S
+from rubato.engines.vllm.guards import LOG_PAUSE_S
 from rubato.engines.vllm.sequence import KEYS, MAX_TEXT_CHARACTERS
 from tests.vllm.harness import harness
 
@@ -69,7 +69,7 @@ def test_everybody_ends_once_and_no_step_is_vllms(
             made.step()
     made.run()
     made.finish()
-    assert made.scheduler.rubato.fallbacks == 0
+    assert made.scheduler.rubato.guard.fallbacks == 0
     names = [f"{kind}{at}" for kind in ("plain", "sane", "odd") for at in range(len(offered))]
     assert made.ended == dict.fromkeys(names, 1)
     for at, (xargs, _) in enumerate(offered):
@@ -92,8 +92,8 @@ def test_a_seal_of_any_text_is_no_fault(model: Path, seal: str) -> None:
     for at in range(12):
         made.add(str(at), [5] * 20, 2, slo_seal=seal, slo_tier="\ud800", slo_ttft_ms="50")
     made.run()
-    assert not made.scheduler.rubato.faults
-    assert not made.scheduler.rubato.has_given_up
+    assert not made.scheduler.rubato.guard.faults
+    assert not made.scheduler.rubato.guard.has_given_up
 
 
 def test_what_a_refusal_logs_is_bounded(model: Path, caplog: Any) -> None:
@@ -108,7 +108,7 @@ def test_what_a_refusal_logs_is_bounded(model: Path, caplog: Any) -> None:
     lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert len(lines) == 5
     assert max(map(len, lines)) < 400
-    assert made.scheduler.rubato.refused == 104
+    assert made.scheduler.rubato.guard.refused == 104
 
 
 @pytest.mark.parametrize("policy", ["edf", "slos_serve"])

@@ -81,11 +81,11 @@ def seen(made: Harness, name: str) -> list[tuple[str, int, int]]:
 
 
 def clean(made: Harness, *causes: str) -> None:
-    assert made.scheduler.rubato.deviations.keys() <= set(causes)
-    assert not made.scheduler.rubato.faults
-    assert not made.scheduler.rubato.fallbacks
-    assert not made.scheduler.rubato.arriving
-    assert not made.scheduler.rubato.leaving
+    assert made.scheduler.rubato.guard.deviations.keys() <= set(causes)
+    assert not made.scheduler.rubato.guard.faults
+    assert not made.scheduler.rubato.guard.fallbacks
+    assert not made.scheduler.rubato.requests.arriving
+    assert not made.scheduler.rubato.requests.leaving
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -391,12 +391,12 @@ def test_what_gateways_fold_is_what_the_scheduler_shows(
         kept = list(made.scheduler.connector.kept)
         if kept and rng.random() < 0.2:
             made.scheduler.connector.read.add(rng.choice(kept))
-        up = gateway.reader.number == made.scheduler.rubato._gateways._number
+        up = gateway.reader.number == made.scheduler.rubato.reporting.gateways._number
         if up and not gateway.wire.wants_snapshot:
             right += 1
             theirs, ours = made.scheduler.view(), gateway.mirror.view(made.now)
             driver = made.scheduler.rubato
-            known = {id.rpartition("-0-")[0] for id in (*driver.seqs, *driver.leaving)}
+            known = {id.rpartition("-0-")[0] for id in (*driver.requests.seqs, *driver.requests.leaving)}
             if {s.id for s in ours.moving} <= known:  # but for some whose end was lost, which their streams tell
                 assert ours.kv_free in (theirs.kv_free, 0)  # (here also of what waits for memory)
             names = {s.id: s.id.rpartition("-0-")[0] for s in (*theirs.running, *theirs.waiting, *theirs.moving)}

@@ -187,8 +187,8 @@ def watched(model: Path, folder: str, **around: Any) -> tuple[Any, Reader]:
     """A scheduler of the harness that reports."""
     made = harness(model, **{"policy": "edf", "blocks": 30, **around})
     driver = made.scheduler.rubato
-    driver.link, [reader] = listening(folder, 0, 0)
-    driver._reports = reports.Reports(driver.link, 0)
+    driver.reporting.link, [reader] = listening(folder, 0, 0)
+    driver.reporting.api_servers = reports.Reports(driver.reporting.link, 0)
     return made, reader
 
 
@@ -220,28 +220,28 @@ def test_reports_are_the_events_of_the_engine(model: Path, folder: str, seed: in
     assert expected
     assert all(ttft is not None and ttft > 0.0 for ttft in expected)
     states = [message.fields for message in messages if isinstance(message, EngineState)]
-    assert 0 <= made.scheduler.rubato.steps - states[-1]["steps"] <= 2  # empty ones at the end
+    assert 0 <= made.scheduler.rubato.guard.steps - states[-1]["steps"] <= 2  # empty ones at the end
     assert states[-1]["sequences"] == []
     assert states[-1]["kv_free"] == made.scheduler.rubato.limits.kv_blocks  # not as of the last batch
     assert sum(tokens for state in states for tokens, _, _ in state["batches"]) == sum(
         sum(batch.values()) for batch in made.scheduled
     )
-    assert not made.scheduler.rubato.faults
-    made.scheduler.rubato.close()
+    assert not made.scheduler.rubato.guard.faults
+    made.scheduler.rubato.reporting.close()
     reader.close()
 
 
 def test_a_link_that_fails_costs_the_reports_and_nothing_else(model: Path, folder: str) -> None:
     made, reader = watched(model, folder)
     driver = made.scheduler.rubato
-    driver.link._to_thread.close()
+    driver.reporting.link._to_thread.close()
     for i in range(20):
         made.add(f"r{i}", [i] * 10, 5)
     while made.scheduler.has_requests():
         made.step()
-    assert driver.faults.keys() == {"report"}
-    assert not driver.has_given_up
-    assert not driver._reports._events
+    assert driver.guard.faults.keys() == {"report"}
+    assert not driver.guard.has_given_up
+    assert not driver.reporting.api_servers._events
     assert all(made.ended[f"r{i}"] == 1 for i in range(20))
     reader.close()
 
@@ -254,7 +254,7 @@ def test_what_a_fault_kept_from_an_api_server_is_made_up_for(model: Path, folder
     driver = made.scheduler.rubato
     for i in range(10):
         made.add(f"r{i}", [i] * 10, 2 + i)
-    own, calls = driver.link.tell_client, 0
+    own, calls = driver.reporting.link.tell_client, 0
 
     def events(*args: Any) -> None:
         nonlocal calls
@@ -263,15 +263,15 @@ def test_what_a_fault_kept_from_an_api_server_is_made_up_for(model: Path, folder
             raise OverflowError("an event that cannot be written")
         own(*args)
 
-    driver.link.tell_client = events
+    driver.reporting.link.tell_client = events
     while made.scheduler.has_requests():
         made.step()
         told.read()
     made.step()
     wait_until(lambda: told.read() or not told._open)
-    assert made.scheduler.rubato.faults == {"report": 1}
+    assert made.scheduler.rubato.guard.faults == {"report": 1}
     assert not told._open
-    made.scheduler.rubato.close()
+    made.scheduler.rubato.reporting.close()
     reader.close()
 
 
@@ -299,7 +299,7 @@ def test_a_miss_is_put_down_to_its_cause(model: Path, folder: str) -> None:
     assert [ends[f"q{i}"].met for i in range(8)] == [True] * 4 + [False] * 4
     assert {ends[f"q{i}"].cause for i in range(4, 8)} == {"queue"}
     assert (ends["decodes"].met, ends["decodes"].cause) == (False, "prefill interference")
-    made.scheduler.rubato.close()
+    made.scheduler.rubato.reporting.close()
 
 
 @pytest.mark.parametrize("fair", [True, False])
@@ -310,7 +310,7 @@ def test_a_flood_leaves_another_tenant_its_share(
     monkeypatch.setenv(link.KEY, "key")
     made = harness(model, policy="vllm", seqs=4, tokens=64, blocks=200)
     if fair:
-        made.scheduler.rubato._fair = FairShare({"flood": 1.0, "quiet": 1.0}, window=4)
+        made.scheduler.rubato.requests.fair = FairShare({"flood": 1.0, "quiet": 1.0}, window=4)
     for i in range(60):
         made.add(f"f{i}", [i] * 20, 10, **sealed({"slo_tenant": "flood", "slo_arrival": "0.0"}))
     waits = []
@@ -323,8 +323,8 @@ def test_a_flood_leaves_another_tenant_its_share(
     while made.scheduler.has_requests():
         made.step()
     assert all(made.ended[f"f{i}"] == 1 for i in range(60))
-    assert not made.scheduler.rubato.faults
-    assert not made.scheduler.rubato._over_share
+    assert not made.scheduler.rubato.guard.faults
+    assert not made.scheduler.rubato.requests.over_share
     if fair:
         assert max(waits) < 1.0  # a request takes 0.3 s alone
     else:
@@ -347,10 +347,10 @@ def test_what_vllm_ends_with_an_error_has_failed(model: Path, folder: str, reaso
     made.step()
     last = SimpleNamespace(request_id="a", new_token_ids=[], finish_reason=reason)
     made.scheduler.rubato._book(last, made.now, 0)
-    made.scheduler.rubato.policy.observe(made.scheduler.rubato._events)
+    made.scheduler.rubato.policy.observe(made.scheduler.rubato.reporting.policy_events)
     (end,) = [e for e in made.policy.events if isinstance(e, Finished)]
     assert (end.outcome, end.verdict.met) == (outcome, outcome == "completed")
-    made.scheduler.rubato.close()
+    made.scheduler.rubato.reporting.close()
 
 
 def test_an_engine_core_that_begins_anew_has_lost_nothing(folder: str) -> None:
@@ -377,13 +377,13 @@ def test_an_engine_that_gave_up_keeps_nothing(model: Path, folder: str) -> None:
     while made.scheduler.has_requests():
         made.step()
     driver = made.scheduler.rubato
-    assert driver.has_given_up
-    assert driver._events == driver._reports._new == []
-    assert not driver.seqs
+    assert driver.guard.has_given_up
+    assert driver.reporting.policy_events == driver.reporting.api_servers._new == []
+    assert not driver.requests.seqs
     ends = [e for m in drained(reader) if isinstance(m, RequestEvents) for e in m.happened() if isinstance(e, Finished)]
     assert len(ends) == 60
     reader.close()
-    driver.close()
+    driver.reporting.close()
 
 
 def test_what_another_nodes_server_sealed_is_dropped_and_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,8 +127,8 @@ def serve(made: LLMEngine, extra: dict[str, Any] | None = None, allowed: Collect
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == SCARCE
     if policy is not None:
         scheduler.schedule()  # what happened since the last plan is observed before the next
-        assert scheduler.rubato.deviations.keys() <= set(allowed)
-        assert not scheduler.rubato.faults
+        assert scheduler.rubato.guard.deviations.keys() <= set(allowed)
+        assert not scheduler.rubato.guard.faults
     return result
 
 
@@ -230,7 +230,7 @@ def test_drafts_change_no_token(model: Path, policy: str, method: str) -> None:
 
         def planning(view: Any) -> Any:
             step = plan(view)
-            assert step is not None, driver.faults
+            assert step is not None, driver.guard.faults
             planned.update(len(w.verify) for w in step.plan.work if w.verify)
             return step
 

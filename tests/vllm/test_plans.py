@@ -14,8 +14,8 @@ from vllm.v1.core.sched.interface import PauseState
 
 from rubato.core.events import Finished, Offered, Preempted, Started, Stepped, Tokens
 from rubato.core.plan import Plan, Work, blocks_for
-from rubato.engines.vllm import policy_driver
-from rubato.engines.vllm.policy_driver import MAX_FAULTS
+from rubato.engines.vllm import open_requests, policy_driver
+from rubato.engines.vllm.guards import MAX_FAULTS
 from tests.policies.test_properties import Amnesiac, Watching
 from tests.vllm.harness import Harness, harness, token, with_model_runner
 
@@ -200,8 +200,8 @@ def test_drafts_are_verified_as_planned(model: Path, method: str, policy: str, s
     most = drive(made, seed)
     finished = made.finish()
     assert made.ended == dict.fromkeys(most, 1)
-    assert not made.scheduler.rubato.deviations
-    assert not made.scheduler.rubato.faults
+    assert not made.scheduler.rubato.guard.deviations
+    assert not made.scheduler.rubato.guard.faults
     for id, end in finished.items():
         assert end.outcome == "completed" or policy in ("slos_serve", "edf")
         assert end.outcome == "refused" or made.out[id] == [token(id, i) for i in range(most[id])]
@@ -223,7 +223,7 @@ def test_one_draft_length_for_a_batch(model: Path, queue: str) -> None:
     assert (
         sum(len(drafts) == len(counts) and len(set(drafts.values())) == 1 for counts, drafts in steps) > len(steps) / 2
     )
-    assert not made.scheduler.rubato.deviations
+    assert not made.scheduler.rubato.guard.deviations
     assert all(made.out[id] == [token(id, i) for i in range(60)] for id in made.out)
 
 
@@ -256,11 +256,11 @@ def test_what_vllm_does_against_the_plan_is_counted_and_nobody_is_lost(model: Pa
         with pytest.raises(AssertionError):
             made.step()
     manager.allocate_slots = allocate
-    assert made.scheduler.rubato.deviations == {"kv": 2}
+    assert made.scheduler.rubato.guard.deviations == {"kv": 2}
     assert [r.request_id for r in made.scheduler.waiting] == ["a", "b"]
     made.scheduler.rubato._batches.clear()  # the harness gave up before the batch, an empty one, was completed
     made.run()
-    assert made.scheduler.rubato.deviations == {"kv": 2}
+    assert made.scheduler.rubato.guard.deviations == {"kv": 2}
     assert caplog.text.count("did not carry out") == 1  # within a minute
     assert "did not carry out the plan of step 0: a 20 tokens planned, 0 scheduled" in caplog.text
     assert made.ended == {"a": 1, "b": 1}
@@ -298,7 +298,7 @@ def test_demoted_is_kept_and_taken_back(model: Path) -> None:
     plans = iter([Plan(demote=("a",)), Plan(promote=("a",)), Plan(work=(Work("a", 20),)), Plan(work=(Work("a", 1),))])
     made.policy.inner.plan = lambda view: next(plans)  # type: ignore[method-assign]
     made.add("a", [5] * 20, 2, slo_ttft_ms=100)
-    seq = made.scheduler.rubato.seqs["a"]
+    seq = made.scheduler.rubato.requests.seqs["a"]
     made.step()
     assert (seq.demoted, seq.best_effort) == (True, True)
     made.step()
@@ -353,7 +353,7 @@ def test_a_model_runner_with_slots_has_no_more_running(model: Path, monkeypatch:
     most = drive(made, 3)
     assert made.finish().keys() == most.keys()
     assert made.ended == dict.fromkeys(most, 1)
-    assert not made.scheduler.rubato.deviations
+    assert not made.scheduler.rubato.guard.deviations
 
 
 @pytest.mark.parametrize("queue", ["sync", "async"])
@@ -414,8 +414,8 @@ def test_an_impossible_plan_is_logged_with_numbers_and_the_step_is_vllms(
     made.add("a", [5] * 20, 2)
     made.policy.inner.plan = lambda view: plan  # type: ignore[method-assign]
     assert made.step() == {"a": 20}
-    assert made.scheduler.rubato.fallbacks == 1
-    assert not made.scheduler.rubato.deviations
+    assert made.scheduler.rubato.guard.fallbacks == 1
+    assert not made.scheduler.rubato.guard.deviations
     assert "policy 'edf' failed at step 0" in caplog.text
     assert "policy 'edf', replica 'vllm'" in caplog.text
     assert words in caplog.text
@@ -446,10 +446,10 @@ def test_a_policy_that_raises_costs_nobody_a_token(
     monkeypatch.setattr(made.policy.inner, part, asked)
     made.finish()
     driver = made.scheduler.rubato
-    assert driver.faults == {part: calls // 3}
-    assert driver.has_given_up == (calls // 3 == MAX_FAULTS)
-    assert driver.fallbacks >= calls // 3 > 0
-    assert not driver.deviations
+    assert driver.guard.faults == {part: calls // 3}
+    assert driver.guard.has_given_up == (calls // 3 == MAX_FAULTS)
+    assert driver.guard.fallbacks >= calls // 3 > 0
+    assert not driver.guard.deviations
     assert made.ended == dict.fromkeys(most, 1)
     (report,) = [record for record in caplog.records if record.exc_info]  # all of them within a minute
     assert "ZeroDivisionError" in str(report.exc_text)
@@ -457,8 +457,8 @@ def test_a_policy_that_raises_costs_nobody_a_token(
 
 # Of each hook, what it calls in its middle, or itself: of the driver or of its module.
 HOOKS = {
-    "offer": "VllmSeq", "end": "judge", "preempted": "Preempted", "view": "view", "plan": "_chunks", "shift": "Demoted",
-    "scheduled": "InFlightBatch", "completed": "_book", "_starting": "_current_hit",
+    "offer": "VllmSeq", "end": "judge", "preempted": "Preempted", "view": "view", "plan": "chunks_of",
+    "shift": "Demoted", "scheduled": "_begin", "completed": "_book", "_starting": "_current_hit",
 }  # fmt: skip
 
 
@@ -473,7 +473,8 @@ def test_a_fault_in_any_hook_costs_nobody_a_token(
         made = harness(model, CHANCE, settings={"seed": seed}, **scarce(seed), **QUEUES[queue])
         made.exact = False
         driver = made.scheduler.rubato
-        place = next(part for part in (driver, made.scheduler, policy_driver) if hasattr(part, HOOKS[hook]))
+        parts = (driver, made.scheduler, open_requests, policy_driver)
+        place = next(part for part in parts if hasattr(part, HOOKS[hook]))
         monkeypatch.setattr(place, HOOKS[hook], lambda *args: 1 / 0)
         most = drive(made, seed)
         monkeypatch.undo()
@@ -482,7 +483,7 @@ def test_a_fault_in_any_hook_costs_nobody_a_token(
         assert all(made.out[id] == [token(id, i) for i in range(most[id])] for id in completed)
         pool = made.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        faults += driver.faults.total()  # in the hook, or in one that it is called from
+        faults += driver.guard.faults.total()  # in the hook, or in one that it is called from
     assert faults > 0
 
 
@@ -496,10 +497,10 @@ def test_ten_faults_in_a_minute_are_the_last(model: Path, caplog: Any, monkeypat
         made.now = 7.0 * step  # ten are a minute and more
         made.step()
     driver = made.scheduler.rubato
-    assert not driver.has_given_up
+    assert not driver.guard.has_given_up
     made.run()
-    assert driver.has_given_up
-    assert len(calls) == driver.faults["plan"] < driver.fallbacks == made.steps
+    assert driver.guard.has_given_up
+    assert len(calls) == driver.guard.faults["plan"] < driver.guard.fallbacks == made.steps
     assert "10 faults in" in caplog.text
     assert made.ended == {"a": 1}
 
@@ -517,8 +518,8 @@ def test_a_policy_that_sleeps_is_not_asked_for_ever(model: Path, seconds: float,
     monkeypatch.setattr(made.policy.inner, "plan", sleeping)
     made.exact = False
     made.run()
-    assert made.scheduler.rubato.faults == {"slow": 10}
-    assert made.scheduler.rubato.has_given_up
+    assert made.scheduler.rubato.guard.faults == {"slow": 10}
+    assert made.scheduler.rubato.guard.has_given_up
     assert f"took {seconds} s to plan step 0" in caplog.text
     assert made.ended == {"a": 1}
 
@@ -537,7 +538,7 @@ def test_more_may_run_under_a_policy_than_vllms_own_batch_has_room_for(model: Pa
         made.step()
     assert len(made.scheduler.running) == 5
     made.run()
-    assert made.scheduler.rubato.has_given_up
+    assert made.scheduler.rubato.guard.has_given_up
     assert max(map(len, made.scheduled)) == 2
     assert made.ended == {f"q{i}": 1 for i in range(5)}
     assert all(made.out[id] == [token(id, i) for i in range(6)] for id in made.out)

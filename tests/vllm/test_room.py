@@ -34,7 +34,7 @@ def test_with_room_each_batch_is_the_one_that_stock_makes(model: Path, policy: s
     stock = loaded(harness(model, "", blocks=200, seqs=40), seed)
     own = loaded(made(model, policy, seqs=40), seed, **LOOSE)
     assert own.scheduled == stock.scheduled
-    assert own.scheduler.rubato.stood_aside == own.scheduler.rubato.steps
+    assert own.scheduler.rubato.guard.stood_aside == own.scheduler.rubato.guard.steps
     assert own.out == stock.out
     assert not own.policy.plans
 
@@ -68,7 +68,7 @@ def test_blocks_that_unlooked_steps_and_prompts_part_way_will_take_are_counted(m
     own.add("long", list(range(150)), 5, **LOOSE)
     own.step()
     own.step()
-    view, room = own.scheduler.view(), own.scheduler.rubato._slack_check
+    view, room = own.scheduler.view(), own.scheduler.rubato.slack
     (long,) = view.prefilling
     assert long.pending > 1
     limits = view.limits
@@ -85,7 +85,7 @@ def test_drafts_are_always_planned(model: Path) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
     own = made(model, "smart_spec", seqs=40, speculative=ngram)
     loaded(own, 1, requests=3, **LOOSE)
-    assert own.scheduler.rubato.stood_aside == 0
+    assert own.scheduler.rubato.guard.stood_aside == 0
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -102,10 +102,10 @@ def test_steps_of_both_kinds_in_turns(model: Path, asynchronous: bool, seed: int
     own.serve(rng, 60, 9, aborts=0.1, slo=slo)
     own.step()
     driver = own.scheduler.rubato
-    assert 0 < driver.stood_aside < driver.steps
-    assert not driver.faults
-    assert not driver.deviations
-    assert driver.fallbacks == 0
+    assert 0 < driver.guard.stood_aside < driver.guard.steps
+    assert not driver.guard.faults
+    assert not driver.guard.deviations
+    assert driver.guard.fallbacks == 0
     ends = [e.id for e in own.policy.events if isinstance(e, Finished)]
     assert sorted(ends) == sorted(f"r{i}" for i in range(60))
     assert max(own.ended.values()) == 1
@@ -113,12 +113,12 @@ def test_steps_of_both_kinds_in_turns(model: Path, asynchronous: bool, seed: int
 
 def test_a_fault_of_the_check_costs_nothing_but_the_order(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = made(model, "edf", seqs=40)
-    monkeypatch.setattr(own.scheduler.rubato._slack_check, "all_within_slo", lambda view: 1 / 0)
+    monkeypatch.setattr(own.scheduler.rubato.slack, "all_within_slo", lambda view: 1 / 0)
     loaded(own, 1, **LOOSE)
     driver = own.scheduler.rubato
-    assert driver.has_given_up
-    assert driver.faults == {"observe": 10}
-    assert driver.fallbacks == driver.steps
+    assert driver.guard.has_given_up
+    assert driver.guard.faults == {"observe": 10}
+    assert driver.guard.fallbacks == driver.guard.steps
     assert set(own.ended.values()) == {1}
 
 
@@ -129,10 +129,9 @@ def test_what_no_view_shows_yet_is_looked_for_at_each_step(model: Path) -> None:
     for _ in range(3):
         own.step()
     driver = own.scheduler.rubato
-    assert driver._stable_steps > 0
+    assert driver.slack.stable_steps > 0
     own.add("hidden", [2] * 10, 5, **LOOSE)
     view = own.scheduler.view()
-    hidden = driver.seqs["hidden"]
-    view.waiting.remove(hidden)  # type: ignore[attr-defined]
-    assert driver.observe(view)
-    assert driver._stable_steps == 0
+    hidden = driver.requests.seqs["hidden"]
+    assert driver.observe(replace(view, waiting=[seq for seq in view.waiting if seq is not hidden]))
+    assert driver.slack.stable_steps == 0

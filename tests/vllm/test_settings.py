@@ -45,7 +45,7 @@ def test_lengths_are_the_policys_own_or_the_running_mean_unless_the_operator_say
     path = tmp_path / "rubato.yaml"
     path.write_text(file)
     settings, _ = load_for_vllm({"rubato": {**given, "config": str(path)} if file else given})
-    found = PolicyDriver(settings, LIMITS, KV)._lengths
+    found = PolicyDriver(settings, LIMITS, KV).requests.lengths
     assert type(found) is type(PREDICTORS[lengths]() if lengths else None)
 
 

@@ -76,8 +76,8 @@ def nothing_sent(seq: SeqView) -> bool:
 @dataclass(frozen=True, slots=True)
 class View:
     """One replica: for schedulers just before a step, for routers at any time. `waiting` requests hold no KV (in order
-    of submission, also after a preemption); `running` requests hold KV (in order of start). kv_free and kv_total count
-    blocks of `limits.block_size` tokens.
+    of submission, also after a preemption; the same tuple as before, if only time has passed for them); `running`
+    requests hold KV (in order of start). kv_free and kv_total count blocks of `limits.block_size` tokens.
 
     as_of: time of the state; `now`, except for a remote replica, whose state is rebuilt from its events.
     moving: requests that hold KV here and cannot be planned, since it moves to another replica, or from one.
@@ -224,7 +224,8 @@ class LengthPredictor(Protocol):
 
 class Scheduler(Protocol):
     """Decides each step of one replica. `needs` is checked against `View.supports` at start. An attribute `uses` may
-    name optional capabilities, in the same words; `default_lengths` may name a length predictor, as for a Router."""
+    name optional capabilities, in the same words; `default_lengths` may name a length predictor, as for a Router.
+    With `can_skip_tokens = True` a host may leave out `Tokens`, whose counts are in the views."""
 
     needs: ClassVar[frozenset[str]]
 

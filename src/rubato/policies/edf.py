@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import ClassVar
 
 from rubato.core.events import Event, Finished, HandedOff
@@ -43,6 +43,8 @@ LOSS_MEMORY_REQUESTS = 256  # requests of all tiers, over which losses are count
 MIN_OFFERED_REQUESTS = 0.05
 RECENT_REQUESTS = 64  # requests among which the tightest TTFT counts
 ARRIVAL = attrgetter("request.arrival")
+FIRST_WAITING_PLACE = 1 << 30  # behind all that run
+_Sorted = tuple[list[PrefillJob], list[PrefillJob], list[PrefillJob], list[PrefillJob]]
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Scheduler:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    can_skip_tokens: ClassVar[bool] = True
     safety_margin: float = 0.1
     deadline_reserve: float = 0.01
     max_ttft_share: float = 0.3
@@ -78,6 +81,8 @@ class Scheduler:
     _counted: set[str] = field(default_factory=set, init=False)  # ids that are in _lost_by_tier now
     _permanently_best_effort: set[str] = field(default_factory=set, init=False)  # ids that are best effort to their end
     _ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_REQUESTS), init=False)
+    # Waiting requests as last sorted, and until when that is right.
+    _kept: tuple[Sequence[SeqView], float, _Sorted] = field(default=((), 0.0, ([], [], [], [])), init=False)
 
     def __post_init__(self) -> None:
         if min(self.safety_margin, self.deadline_reserve, self.fairness, self.decode_lead) < 0:
@@ -119,7 +124,7 @@ class Scheduler:
         limits = self._add_decodes(builder, tried, best_effort)
         self._add_prefills(builder, tried, best_effort, limits)
         self._fill_with_best_effort(builder, best_effort, limits[0])
-        if not builder.work:
+        if not (builder.work or builder.decode):
             able = [*map(seq_of, sorted(strict))] or best_effort.up_to(view.limits.max_model_len)
             able = [s for s in able if s not in builder.preempted]
             if able:
@@ -128,7 +133,7 @@ class Scheduler:
         builder.fold_decodes()
         return builder.plan(
             demote=[s.id for s in tried.declined if s.id not in drop],
-            promote=[seq_of(job).id for job in sorted([j for j in strict if seq_of(j).demoted], key=index_of)],
+            promote=[seq_of(job).id for job in sorted(tried.back, key=index_of)],
             drop=drop,
         )
 
@@ -163,43 +168,19 @@ class Scheduler:
         time.
 
         A late request has missed for good: once demoted it is best effort to its end and not considered again."""
-        now, tiers, permanently_best_effort = view.now, self._tiers, self._permanently_best_effort
-        decodes: list[PrefillJob] = []
-        fresh: list[PrefillJob] = []
-        demoted: list[PrefillJob] = []
-        late: list[PrefillJob] = []
-        kv = 0
-        present = [s for s in running if s.id not in permanently_best_effort] + [
-            s for s in view.waiting if s.id not in permanently_best_effort
-        ]
-        for place, seq in enumerate(present):
-            if seq.id not in tiers:
-                if seq.request.best_effort:
-                    permanently_best_effort.add(seq.id)
-                    continue
-                self._count_offered(seq)
-            due = seq.due
-            if due < now or seq.missed:
-                late.append((due, 0.0, place, 0, seq))
-                if seq.demoted:
-                    permanently_best_effort.add(seq.id)
-                continue
-            pending = seq.pending
-            job = (due, seq.request.arrival, place, pending, seq)
-            if pending == 1:
-                decodes.append(job)
-                kv += seq.cached + 1
-            elif seq.demoted:
-                demoted.append(job)
-            else:
-                fresh.append(job)
+        now = view.now
+        here, queued = self._sort(running, 0, now), self._sort_waiting(view.waiting, now)
+        decodes, fresh, demoted, late = [*map(add, here, queued)]
         decodes.sort()
-        tightest = {tpot_of(seq): due for due, _, _, _, seq in decodes[::-1]}
-        on_time: list[PrefillJob] = []
+        tightest: dict[float, float] = {}
+        for job, tpot in zip(decodes, [s.request.stages[s.stage].slo.tpot for _, _, _, _, s in decodes], strict=True):
+            if (key := inf if tpot is None else tpot) not in tightest:
+                tightest[key] = job[0]
+        on_time, back = list[PrefillJob](), list[PrefillJob]()
         if fresh or demoted:
             # A decode's time to spare: what it lends to prefill.
             spare = self._lendable(tightest, now, self.decode_lead)
-            shape = Shape(len(decodes), len(decodes), kv)
+            shape = Shape.decodes(len(decodes), sum([seq.cached for _, _, _, _, seq in decodes]) + len(decodes))
             rate = PrefillRate(view, shape, spare, min(tightest, default=inf), 1.0 + self.safety_margin)
             able, reserve = feasible(view, sorted(fresh), rate), self.deadline_reserve
             on_time = schedulable(able, rate, now, reserve, self._behind())
@@ -210,7 +191,48 @@ class Scheduler:
             places = set(map(index_of, on_time))
             set_aside = sorted(late + [job for job in fresh + demoted if index_of(job) not in places], key=index_of)
         declined = [seq for seq in map(seq_of, set_aside) if not seq.demoted]
-        return _Candidates(decodes, on_time, {seq.id for seq in map(seq_of, set_aside)}, declined, tightest)
+        back += [job for job in decodes if job[4].demoted]
+        return _Candidates(decodes, on_time, {seq.id for seq in map(seq_of, set_aside)}, declined, back, tightest)
+
+    def _sort(self, seqs: Sequence[SeqView], place: int, now: float) -> _Sorted:
+        """Sorts requests that are not best effort for good into decodes, prefills that were never demoted, those that
+        were, and late requests. place: of the first."""
+        sorted_: _Sorted = ([], [], [], [])
+        decodes, fresh, demoted, late = sorted_
+        tiers, permanently_best_effort = self._tiers, self._permanently_best_effort
+        for at, seq in enumerate([s for s in seqs if s.id not in permanently_best_effort], place):
+            if seq.id not in tiers:
+                if seq.request.best_effort:
+                    permanently_best_effort.add(seq.id)
+                    continue
+                self._count_offered(seq)
+            due = seq.due
+            if due < now or seq.missed:
+                late.append((due, 0.0, at, 0, seq))
+                if seq.demoted:
+                    permanently_best_effort.add(seq.id)
+                continue
+            pending = seq.pending
+            job = (due, seq.request.arrival, at, pending, seq)
+            if pending == 1:
+                decodes.append(job)
+            elif seq.demoted:
+                demoted.append(job)
+            else:
+                fresh.append(job)
+        return sorted_
+
+    def _sort_waiting(self, waiting: Sequence[SeqView], now: float) -> _Sorted:
+        """Sorts waiting requests, anew only if one of them has changed (`View.waiting`) or is late now."""
+        if waiting is self._kept[0] and now <= self._kept[1]:
+            return self._kept[2]
+        sorted_ = self._sort(waiting, FIRST_WAITING_PLACE, now)
+        for group in sorted_[:3]:
+            group.sort()
+        if isinstance(waiting, tuple) and not sorted_[-1]:
+            due = min([group[0][0] for group in sorted_ if group], default=inf)
+            self._kept = waiting, due, sorted_
+        return sorted_
 
     def _behind(self) -> set[str]:
         """Returns the protected tiers: one more loss would put them further behind the average than `fairness` allows.
@@ -226,10 +248,11 @@ class Scheduler:
     def _add_decodes(self, builder: BatchBuilder, tried: _Candidates, best_effort: _BestEffort) -> tuple[float, float]:
         """Adds every strict decode, tightest first. Returns the longest step in seconds, and the longest for a
         protected prefill."""
-        view = builder.view
-        tightest = tried.tightest
+        view, tightest = builder.view, tried.tightest
         order = [*map(seq_of, tried.decodes)]
-        if order and (builder.preempted or not builder.add_decodes(order)):
+        are_all = len(order) == builder.decodes.seqs and all(seq.id in builder.running for seq in order)
+        are_all = are_all and not builder.work
+        if order and not (are_all and builder.decode_all()) and (builder.preempted or not builder.add_decodes(order)):
             tightest = {}
             for seq in order:
                 if builder.lacks(seq, 1):
@@ -263,17 +286,19 @@ class Scheduler:
         self, builder: BatchBuilder, tried: _Candidates, best_effort: _BestEffort, limits: tuple[float, float]
     ) -> None:
         """Adds prefills by deadline until no token fits. A prefill that gets no token preempts no request either."""
-        if not tried.prefills:
+        prefills, view, running = tried.prefills, builder.view, builder.running
+        victims = [v for v in best_effort.younger()[::-1] if v.own_blocks and v not in builder.preempted]
+        if builder.slots_left < 1 and not victims:  # nothing can start
+            prefills = [job for job in prefills if job[4].id in running]
+        if not prefills:
             return
         step_limit, protected_step_limit = limits
-        view, running = builder.view, builder.running
-        block = view.limits.block_size
-        behind = self._behind()
+        block, behind = view.limits.block_size, self._behind()
         together: DecodeCapacity | None = None
-        victims: list[SeqView] | None = None
-        full = _step_is_full(builder, step_limit)
-        full_for_all = full and (not behind or _step_is_full(builder, protected_step_limit))
-        for _, _, _, pending, seq in tried.prefills:
+        reclaimable = sum([v.own_blocks for v in victims])
+        full = builder.is_full(step_limit)
+        full_for_all = full and (not behind or builder.is_full(protected_step_limit))
+        for _, _, _, pending, seq in prefills:
             if full_for_all:
                 return
             protected = bool(behind) and seq.request.tier in behind
@@ -282,11 +307,7 @@ class Scheduler:
             if seq.id not in running:
                 need = pending + block * (len(running) + 1)  # and a block for each to grow
                 lacking = builder.missing_blocks(seq, need)
-                lacks = lacking > 0 or builder.slots_left < 1
-                if lacks and victims is None:
-                    victims = [v for v in best_effort.younger()[::-1] if v.own_blocks and v not in builder.preempted]
-                    reclaimable = sum([v.own_blocks for v in victims])
-                if lacks and (not victims or lacking > reclaimable):
+                if (lacking > 0 or builder.slots_left < 1) and (not victims or lacking > reclaimable):
                     continue
                 if together is None:
                     present = [s for s in map(seq_of, (*tried.decodes, *tried.prefills)) if s.id in running]
@@ -300,23 +321,23 @@ class Scheduler:
             if self._add_chunk(builder, seq, protected_step_limit if protected else step_limit):
                 if seq.id not in running and together is not None:
                     together.add(seq)
-                full = _step_is_full(builder, step_limit)
-                full_for_all = full and (not behind or _step_is_full(builder, protected_step_limit))
+                full = builder.is_full(step_limit)
+                full_for_all = full and (not behind or builder.is_full(protected_step_limit))
 
     def _fill_with_best_effort(self, builder: BatchBuilder, best_effort: _BestEffort, step_limit: float) -> None:
         """Adds best effort, oldest first, in what is left of the step, the engine and the KV. A waiting request starts
         if there is KV for its prompt and a block for each request to grow."""
         view, running = builder.view, builder.running
         block = view.limits.block_size
-        full = _step_is_full(builder, step_limit)
+        full = builder.is_full(step_limit)
 
         def room() -> int:
             """Returns the most pending tokens with which a request can still start."""
-            return 0 if full or builder.slots_left < 1 else (builder.kv_left - len(builder.work) - 1) * block
+            return 0 if full or builder.slots_left < 1 else (builder.kv_left - builder.seqs - 1) * block
 
         todo = best_effort.up_to(room())[::-1]
         if not full and self._leading_decodes(builder, todo, step_limit):
-            full = _step_is_full(builder, step_limit)
+            full = builder.is_full(step_limit)
         while todo:
             seq = todo.pop()
             if seq.id in builder.work or seq in builder.preempted:
@@ -328,10 +349,10 @@ class Scheduler:
                     if make_room(builder, seq, 1, left) and len(builder.preempted) > preempted:
                         # one that waits may fit now
                         todo = best_effort.up_to(room(), left[::-1], seq.request.arrival)[::-1]
-            elif seq.pending > room() or builder.lacks(seq, seq.pending + block * (len(builder.work) + 1)):
+            elif seq.pending > room() or builder.lacks(seq, seq.pending + block * (builder.seqs + 1)):
                 continue
             if not full and self._add_chunk(builder, seq, step_limit):
-                full = _step_is_full(builder, step_limit)
+                full = builder.is_full(step_limit)
                 if full:  # none starts any more
                     todo = [s for s in todo if s.id in running]
 
@@ -379,12 +400,14 @@ class Scheduler:
 @dataclass(slots=True)
 class _Candidates:
     """decodes, prefills: to try, by deadline. set_aside: ids of other requests that are not permanently best effort.
-    declined: newly set aside. tightest: TPOT -> when its first decode is due."""
+    declined: newly set aside. back: of those to try, the ones that were demoted. tightest: TPOT -> when its first
+    decode is due."""
 
     decodes: list[PrefillJob]
     prefills: list[PrefillJob]
     set_aside: set[str]
     declined: list[SeqView]
+    back: list[PrefillJob]
     tightest: dict[float, float]
 
 
@@ -420,13 +443,6 @@ class _BestEffort:
         turns."""
         oldest = self.oldest() if self.running else None
         return [s for s in self.running[::-1] if s is not oldest]
-
-
-def _step_is_full(builder: BatchBuilder, step_limit: float) -> bool:
-    """Returns whether no token more fits within `step_limit` seconds."""
-    if builder.tokens_left == 0 or builder.seqs_left == 0:
-        return True
-    return step_limit < inf and builder.view.latency.step_time(builder.shape.plus(1, 0)) > step_limit
 
 
 def _latest(jobs: Iterable[PrefillJob]) -> list[SeqView]:

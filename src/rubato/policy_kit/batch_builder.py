@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import NO_BATCH, Plan, Shape, Work, blocks_for
@@ -53,6 +54,11 @@ class BatchBuilder:
         return shape
 
     @property
+    def seqs(self) -> int:
+        """The number of sequences in the batch."""
+        return self.view.limits.max_num_seqs - self.seqs_left
+
+    @property
     def decodes(self) -> Shape:
         """The view's decodes, computed once: the view may have to look at every sequence."""
         if self._decodes is None:  # not `cached_property`, whose lock costs more than all else here
@@ -97,6 +103,12 @@ class BatchBuilder:
             return 0
         by_kv = (seq.blocks + self.kv_left) * self._block - seq.cached
         return max(0, min(seq.pending, self.tokens_left, by_kv))
+
+    def is_full(self, step_limit: float) -> bool:
+        """Returns whether no token more fits within `step_limit` seconds."""
+        if self.tokens_left == 0 or self.seqs_left == 0:
+            return True
+        return step_limit < inf and self.view.latency.step_time(self.shape.plus(1, 0)) > step_limit
 
     def lacks_slot(self, seq: SeqView) -> bool:
         """Returns whether the engine has no slot left for this sequence to start."""
@@ -148,8 +160,8 @@ class BatchBuilder:
     def add_decodes(self, seqs: Sequence[SeqView], drafts: Mapping[str, tuple[int, int]] = NOTHING) -> bool:
         """Adds one token of each sequence at once if all run and fit; else returns False and adds nothing. `drafts`
         holds what to draft at the end of the step, by id (`Work.draft`)."""
-        count, running, block = len(seqs), self.running, self.view.limits.block_size
-        if count > min(self.seqs_left, self.tokens_left) or [s for s in seqs if s.id not in running]:
+        count, block, ids = len(seqs), self.view.limits.block_size, [s.id for s in seqs]
+        if count > min(self.seqs_left, self.tokens_left) or not all(map(self.running.__contains__, ids)):
             return False
         cached = [s.cached for s in seqs]
         # A new block is needed only when the last is full, or when a drafter writes ahead of the tokens.
@@ -166,7 +178,7 @@ class BatchBuilder:
             self.work.update((s.id, Work(s.id, 1, (), drafts.get(s.id))) for s in seqs)
             self._drafts += [drafts[s.id] for s in seqs if s.id in drafts]
         else:
-            self.work.update([(s.id, Work(s.id, 1)) for s in seqs])
+            self.work.update([(id, Work(id, 1)) for id in ids])
         self.tokens_left -= count
         self.seqs_left -= count
         self.kv_left -= blocks
@@ -393,5 +405,6 @@ def remaining_output(seq: SeqView) -> float:
     predicted = seq.predicted
     if predicted is not None:
         return predicted
-    prompts = sum(stage.prompt for stage in seq.request.stages[: seq.stage + 1])
+    stages = seq.request.stages
+    prompts = stages[0].prompt if len(stages) == 1 else sum(stage.prompt for stage in stages[: seq.stage + 1])
     return max(1, seq.request.sampling.max_tokens - (seq.length - prompts))

@@ -96,9 +96,10 @@ class KVSurvival:
             stays[ahead > (most[own] - output[own])[:, None]] = 0.0  # a prediction may have been far too short
             self._blocks[own] *= stays
 
-    def cost(self, i: int) -> float:
-        """Returns the KV × time of a resident, up to a common factor."""
-        return float(self._blocks[i].sum())
+    def costs(self) -> Sequence[float]:
+        """Returns the KV × time of each resident, up to a common factor."""
+        costs: list[float] = self._blocks.sum(axis=1).tolist()
+        return costs
 
     def fits(self, i: int, share: float = 1.0) -> bool:
         """Returns whether one more resident keeps the total within this share of memory at all times."""

@@ -4,7 +4,7 @@ together."""
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 from operator import itemgetter
 
@@ -67,7 +67,7 @@ class PrefillRate:
 def feasible(view: View, jobs: Sequence[PrefillJob], rate: PrefillRate) -> Sequence[PrefillJob]:
     """Returns the jobs without those that prefer a refusal and could not keep their TPOT, or their e2e as far as their
     length is known, even alone."""
-    to_refuse = [job for job in jobs if refusable(seq_of(job))]
+    to_refuse = [job for job in jobs if job[4].request.on_decline == "refuse" and refusable(job[4])]
     longest: dict[float, int] = {}  # by TPOT: a step of the longest takes longest, and mostly says enough of all
     for job in to_refuse:
         tpot, length = tpot_of(seq_of(job)), seq_of(job).length
@@ -97,12 +97,24 @@ def schedulable(
 
     A protected one may count on decodes that end meanwhile, and no other starts at its expense; unless it would be late
     even alone."""
-    longest: list[tuple[int, int]] = []  # a heap
+    ends = np.cumsum(np.array([*map(pending_of, jobs)], dtype=np.float64))
+    late = now + rate.seconds_each(ends) > np.array([*map(due_of, jobs)]) - reserve
+    if not late.any():
+        return list(jobs)
+
+    def may_be_omitted(job: PrefillJob) -> bool:
+        is_protected = bool(protected) and seq_of(job).request.tier in protected
+        return not (is_protected and now + rate.seconds_at_full_speed(pending_of(job)) <= due_of(job))
+
+    first = int(late.argmax())  # up to here all are in time
+    longest = [(-pending_of(job), i) for i, job in enumerate(jobs[:first]) if may_be_omitted(job)]
+    heapify(longest)
     omitted: set[int] = set()
-    tokens, seconds = 0, rate.seconds
-    for i, (due, _, _, pending, seq) in enumerate(jobs):
+    tokens, seconds = int(ends[first]) - pending_of(jobs[first]), rate.seconds
+    for i, job in enumerate(jobs[first:], first):
+        due, pending = due_of(job), pending_of(job)
         tokens += pending
-        if not (protected and seq.request.tier in protected and now + rate.seconds_at_full_speed(pending) <= due):
+        if may_be_omitted(job):
             heappush(longest, (-pending, i))
         while longest and now + seconds(tokens) > due - reserve:
             less, one = heappop(longest)

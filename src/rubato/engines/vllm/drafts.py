@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import Any
 
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan, Tree, blocks_for
@@ -78,6 +79,20 @@ class VllmDrafts:
         if self.uniform:
             return dict.fromkeys(depths, max(depths.values(), default=0))
         return depths
+
+
+class DraftLength:
+    """vLLM's table of how many tokens to draft by batch size (`dynamic_sd_lookup`), answered by the plan. With such a
+    table, vLLM also does not pad a request's first decode with drafts that no plan knows of."""
+
+    def __init__(self, table: Any, most: int) -> None:
+        self._table = table
+        self._most = most
+        self.planned: int | None = None  # for the step being scheduled; None: vLLM's own
+
+    def __getitem__(self, batch_size: int) -> int:
+        default = self._table[batch_size] if self._table is not None else self._most
+        return int(default if self.planned is None else min(default, self.planned))
 
 
 @cache

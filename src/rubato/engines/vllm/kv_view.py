@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from math import ceil
 from typing import Any
@@ -12,6 +12,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rubato.core.plan import blocks_for
 from rubato.engines.vllm.sequence import Hit, VllmSeq
+
+# Of hits: the hashes with which they would be longer, and the last block of each with its hash.
+HitEnds = tuple[Collection[Any], Sequence[tuple[Any, Any]]]
 
 
 class KVView:
@@ -48,7 +51,7 @@ class KVView:
             and scheduler.hash_block_size == self.block_size
             and not scheduler.use_eagle_block_drop
         )
-        self.named_block = self._pool.cached_block_hash_to_block.get_one_block
+        self._named: Mapping[Any, Any] = self._pool.cached_block_hash_to_block._cache
         # A drafter with KV of its own writes this many tokens ahead of the scheduled ones. No plan has blocks for that,
         # so a view shows a request with as many blocks fewer as it may take for them.
         self.lookahead_tokens: int = scheduler.num_lookahead_tokens
@@ -134,10 +137,22 @@ class KVView:
             not self.can_keep_hits
             or self._scheduler.connector is not None
             or hit.computed is None
-            or (hit.longer is not None and self.named_block(hit.longer) is not None)
+            or hit.longer in self._named
         ):
             return False
         return not hit.keys or hit.blocks[-1].block_hash == hit.keys[-1]
+
+    def hit_ends(self, hits: Sequence[Hit]) -> HitEnds | None:
+        """What tells whether these hits are current; None where they cannot be kept."""
+        if not self.can_keep_hits or self._scheduler.connector is not None or any(h.computed is None for h in hits):
+            return None
+        longer = {hit.longer for hit in hits if hit.longer is not None}
+        return longer, [(hit.blocks[-1], hit.keys[-1]) for hit in hits if hit.keys]
+
+    def are_current(self, ends: HitEnds) -> bool:
+        """`is_current` of many hits at once."""
+        longer, last_blocks = ends
+        return self._named.keys().isdisjoint(longer) and all(b.block_hash == key for b, key in last_blocks)
 
     def _blocks(self, seq: VllmSeq) -> Sequence[Any]:
         # vLLM's own lists; its get_blocks() would wrap them thrice, and policies ask some five times a step.

@@ -20,17 +20,36 @@ STABLE_STEPS = 16  # steps in a row that vLLM may schedule unchecked while only 
 
 
 class SlackCheck:
-    """Checks the slack of every request of a view.
+    """Checks the slack of every request of a view. stable_steps: further steps that vLLM may schedule unchecked.
 
     Args:
         max_decode_tokens: tokens of a decode step, drafts included.
         lookahead_tokens: further tokens for which a drafter takes KV.
+        is_on: without it no request counts as having slack.
     """
 
-    def __init__(self, max_decode_tokens: int = 1, lookahead_tokens: int = 0) -> None:
+    def __init__(self, max_decode_tokens: int = 1, lookahead_tokens: int = 0, *, is_on: bool = True) -> None:
+        self.stable_steps = 0
         self._max_decode_tokens = max_decode_tokens
         self._lookahead_tokens = lookahead_tokens
+        self._is_on = is_on
         self._ttfts: deque[float] = deque(maxlen=RECENT_REQUESTS)
+
+    def invalidate(self) -> None:
+        """Forces a check at the next step: a request came or went, or lost its KV."""
+        self.stable_steps = 0
+
+    def take_stable_step(self) -> bool:
+        """Whether vLLM may schedule one more step unchecked."""
+        if not self.stable_steps:
+            return False
+        self.stable_steps -= 1
+        return True
+
+    def set_stable_steps(self, view: View, requests: int) -> None:
+        """Allows unchecked steps after one in which every request had slack, if only decodes run. requests: number of
+        all; one that waits for a grammar or KV may be in no View."""
+        self.stable_steps = STABLE_STEPS if len(view.running) == requests and not view.prefilling else 0
 
     def add_request(self, request: Request) -> None:
         ttft = request.stages[0].slo.ttft
@@ -39,6 +58,8 @@ class SlackCheck:
 
     def all_within_slo(self, view: View) -> bool:
         """Whether every request of the view keeps its SLO if vLLM schedules this step by its own rule."""
+        if not self._is_on:
+            return False
         now, limits, decodes, running = view.now, view.limits, view.decodes, view.running
         starting = (*view.waiting, *view.prefilling)
         # blocks: of decodes until the next look, and of prompts whole, since what they hit may be free till they start

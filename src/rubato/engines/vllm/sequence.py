@@ -187,19 +187,20 @@ class VllmSeq(Seq):
 
     vllm_request: vLLM's Request. kv: vLLM's KV memory. order: of arrival here. expected_tokens: output tokens that the
     batches in flight bring at least, one each; `output` and `due` count them, since the next step's token comes after
-    them. length, cached, pending: as of the last view, which sets them. wait_spans: begin, end and cause of each wait.
-    ticket: the middleware's name for the request. reported_tokens: output tokens that API servers know.
-    gateway_request: as announced by a gateway; None: no gateway sent it. arriving: its KV is at another engine, or
-    being transferred. prefill_only: it ends here after its prefill, and decodes elsewhere."""
+    them. length, cached, pending, due: as of the last view. wait_spans: begin, end and cause of each wait. ticket: the
+    middleware's name for the request. reported_tokens: output tokens that API servers know. gateway_request: as
+    announced by a gateway; None: no gateway sent it. arriving: its KV is at another engine, or being transferred.
+    prefill_only: it ends here after its prefill, and decodes elsewhere."""
 
     __slots__ = (
-        "arriving", "cached", "expected_tokens", "gateway_request", "hit", "length", "pending", "prefill_only",
+        "arriving", "cached", "due", "expected_tokens", "gateway_request", "hit", "length", "pending", "prefill_only",
         "reported_tokens", "ticket", "vllm_request", "wait_spans", "waiting",
     )  # fmt: skip
     kv: KVMemory  # type: ignore[assignment]  # which asks for vLLM's own of it
     length: int
     cached: int
     pending: int
+    due: float
 
     def __init__(
         self,
@@ -222,6 +223,7 @@ class VllmSeq(Seq):
         self.gateway_request: GatewayRequest | None = None
         self.arriving = self.prefill_only = False
         self.wait_spans: list[tuple[float, float, Cause]] = []
+        self.show_due()
 
     def mark_started(self, now: float, cached: int) -> None:
         """Marks the request as started: it is in its first batch since it came or was preempted."""
@@ -242,22 +244,30 @@ class VllmSeq(Seq):
     def in_flight(self) -> int:
         return int(self.vllm_request.num_in_flight_tokens)
 
-    @property
-    def due(self) -> float:
-        due = self._deadlines or self._compute_deadlines()
-        i = self._output + self.expected_tokens
-        at = due.first + i * due.tpot if i else due.first
-        if due.max_pause < inf and i:  # from the last that is out, since when those in flight come is not known
-            at = min(at, self.last_token_at + due.max_pause)
-        return at if at < due.end else due.end
+    def show_waiting(self, cached: int) -> None:
+        """Shows the request as waiting. cached: tokens of it in the prefix cache."""
+        self.draft, self.waiting, self.cached = None, True, cached
+        self.length = self.vllm_request.num_tokens
+        self.pending = self.length - cached
+        self.show_due()
 
     def show_holding_kv(self) -> None:
         """Shows the request as holding KV, with vLLM's current counts."""
         vllm_request = self.vllm_request
         self.waiting = False
-        self.cached = vllm_request.num_computed_tokens
-        self.length = vllm_request.num_tokens + vllm_request.num_output_placeholders
-        self.pending = self.length - self.cached
+        self.cached = cached = vllm_request.num_computed_tokens
+        self.length = length = vllm_request.num_tokens + vllm_request.num_output_placeholders
+        self.pending = length - cached
+        self.show_due()
+
+    def show_due(self) -> None:
+        """Works out once for each view what a policy asks for often."""
+        first, tpot, end, max_pause = self._deadlines or self._compute_deadlines()
+        i = self._output + self.expected_tokens
+        at = first + i * tpot if i else first
+        if max_pause < inf and i:  # from the last that is out, since when those in flight come is not known
+            at = min(at, self.last_token_at + max_pause)
+        self.due = at if at < end else end
 
     def show_moving(self) -> None:
         """Shows the request as not schedulable: its batch runs, or its KV has not come."""
@@ -265,15 +275,19 @@ class VllmSeq(Seq):
         self.show_holding_kv()
         self.waiting = waits and self.arriving
 
+    def add_decoded(self, now: float) -> None:
+        """Adds one token of a request that decodes, and checks whether it was late."""
+        times, place = self.times[-1], self._output
+        if self._checked == place and not self._missed:
+            first, tpot, end, max_pause = self._deadlines or self._compute_deadlines()
+            at = first + place * tpot if place else first  # (`Deadlines.token`, without a call)
+            if max_pause < inf and place:
+                at = min(at, times[-1] + max_pause)
+            self._missed = now > (at if at < end else end) + TOLERANCE_S
+            self._checked = place + 1
+        times.append(now)
+        self._output = place + 1
+
     @property
     def missed(self) -> bool:
-        if self._missed or self._checked == self._output:
-            return self._missed
-        if self._checked < self._output - 1:
-            return super().missed
-        place = self._checked  # of one token more, as after most steps
-        times = self.times[-1]
-        due = self.deadlines.token(place, times[place - 1] if place else inf)
-        self._missed = times[place] > due + TOLERANCE_S
-        self._checked += 1
-        return self._missed
+        return self._missed if self._missed or self._checked == self._output else super().missed

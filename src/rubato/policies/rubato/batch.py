@@ -6,6 +6,7 @@ prompts by deadline, up to the step's length; then the remaining decodes; then b
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from rubato.core.interfaces import SeqView, View
@@ -84,7 +85,7 @@ class StepBatch:
                 continue
             if (added := self._add_chunk(job.seq, bound, self._steps.entry.draft)) is not None and not added:
                 break
-        if pressed:
+        if pressed and (self._steps.entry.draft or not self._add_more_decodes(count, bound)):
             for job in decodes[count:]:
                 if latency.step_time(builder.shape.plus(1, job.cached)) > bound:
                     break
@@ -135,6 +136,20 @@ class StepBatch:
             if seq not in builder.preempted and builder.tokens_that_fit(seq):
                 own = nodes.get(seq.id, ())
                 builder.add(seq, 1, own[: builder.verifiable(seq, len(own))], draft)
+
+    def _add_more_decodes(self, count: int, bound: float) -> bool:
+        """Adds the decodes after the first `count` as far as they end within `bound` seconds, all at once; returns
+        False, and adds none, if some need a look of their own."""
+        builder, steps, shape = self._builder, self._steps, self._builder.shape
+        kv, step_time = steps.kv, self._view.latency.step_time
+
+        def seconds(more: int) -> float:
+            """Returns the seconds of the step with so many decodes more."""
+            read = shape.kv + kv[count + more] - kv[count]
+            return step_time(shape._replace(tokens=shape.tokens + more, seqs=shape.seqs + more, kv=read))
+
+        most = bisect_right(range(1, len(steps.decodes) - count + 1), bound, key=seconds)
+        return not builder.preempted and builder.add_decodes([j.seq for j in steps.decodes[count : count + most]])
 
     def _verified(
         self, jobs: Sequence[Task], bound: float, longest: float

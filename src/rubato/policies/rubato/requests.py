@@ -10,10 +10,8 @@ from operator import attrgetter
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.length_prediction import class_of
-from rubato.core.plan import Shape
 from rubato.core.slo import WINDOW_TOKENS
 from rubato.policies.rubato.supply import MAX_LEAD_STEPS, MEMORY_STEPS, SLACK_SHARE, STEP_LENGTHS, DecodeEntry, Task
-from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_survival import MAX_OUTPUT_RATIO, Resident
 from rubato.policy_kit.paces import Window, tightest_tpot, windows
 from rubato.policy_kit.refusals import wants_refusal
@@ -171,22 +169,23 @@ class RequestBook:
 
     def as_resident(self, seq: SeqView) -> Resident:
         """Returns the request as `KVSurvival` counts it, up to the end of its last stage."""
-        known, stages = self._tracked.get(seq.id), seq.request.stages
-        output, later = seq.length, 0
-        for i, stage in enumerate(stages):
+        known, request, length = self._tracked.get(seq.id), seq.request, seq.length
+        stages = request.stages
+        prompt, later = stages[0].prompt, 0
+        for i, stage in enumerate(stages[1:], 1):
             if i <= seq.stage:
-                output -= stage.prompt
+                prompt += stage.prompt
             else:
                 later += stage.prompt
+        output = length - prompt
         expected = known.expected if known is not None else 0.0
         unsure = not output or output > MAX_OUTPUT_RATIO * expected  # by its first token more may be known of its class
         if unsure and (predicted := seq.predicted) is not None:
             expected = output + predicted
             if known is not None:
                 known.expected = expected
-        most = max(seq.request.sampling.max_tokens, output + 1)
-        kind = class_of(seq.request)
-        return Resident(kind, output, expected or output + remaining_output(seq), most, seq.length + later)
+        most = max(request.sampling.max_tokens, output + 1)
+        return Resident(class_of(request), output, expected or most, most, length + later)
 
     def _classify(
         self, view: View, seq: SeqView, candidates: PlanCandidates, best_effort: list[SeqView], single: list[Task]
@@ -205,7 +204,8 @@ class RequestBook:
         pending = seq.length - cached
         due, tpot, until, last = self._times(view, seq, known, pending)
         alone = view.latency.step_time(Shape.prefill(pending, cached)) if pending > 1 else 0.0
-        if last < view.now + alone or seq.missed or wants_refusal(seq, view):
+        refuses = seq.request.on_decline == "refuse"
+        if last < view.now + alone or seq.missed or (refuses and wants_refusal(seq, view)):
             self._permanently_best_effort.add(seq.id)
             self.losses.count_request(known.tier, True)
             best_effort.append(seq)
@@ -246,10 +246,11 @@ class RequestBook:
 
 def _with_lead(job: Task, now: float, lead: float, entry: DecodeEntry, doubt: float, reserve: float) -> Task:
     """Returns a decode with its deadline moved up by the lead; a decode without that lead gains it gradually."""
-    ahead = min(lead, MAX_LEAD_STEPS * job.tpot) + entry.unlucky(job.tpot)
-    soon = now + (1.0 - SLACK_SHARE if entry.tokens == 1.0 else 1.0 + SLACK_SHARE) * job.tpot * entry.tokens
-    due = max(job.due - ahead, min(job.due, soon))
-    return job._replace(due=min(due, now + (job.due - now - reserve) / (1.0 + doubt)))
+    due, arrival, id, tpot, pending, cached, seq = job
+    ahead = min(lead, MAX_LEAD_STEPS * tpot) + (entry.unlucky(tpot) if entry.draft is not None else 0.0)
+    soon = now + (1.0 - SLACK_SHARE if entry.tokens == 1.0 else 1.0 + SLACK_SHARE) * tpot * entry.tokens
+    sooner = min(max(due - ahead, min(due, soon)), now + (due - now - reserve) / (1.0 + doubt))
+    return Task(sooner, arrival, id, tpot, pending, cached, seq)
 
 
 def has_e2e(seq: SeqView) -> bool:

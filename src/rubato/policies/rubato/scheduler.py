@@ -55,6 +55,7 @@ class Scheduler:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    can_skip_tokens: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset({"draft", "tree", "handoff", "kv_transfer"})
     risk: float = 3.0
     deadline_reserve: float = 0.001
@@ -196,7 +197,7 @@ class Scheduler:
         residents = [as_resident(seq) for seq in holders] + [as_resident(job.seq) for job in fresh]
         forecast = KVSurvival(view, self._ratios, residents)
         forecast.add(slice(0, len(holders)))
-        costs = [forecast.cost(i) for i in range(len(residents))]
+        costs = forecast.costs()
         mean = sum(costs) / len(costs)
         lost = self._requests.losses.lost_share()
         weights = {

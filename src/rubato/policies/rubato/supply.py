@@ -136,7 +136,7 @@ class DecodeSteps:
         self.entry = entry
         self.now, self.decodes, self.doubt, self.reserve, self.slower = view.now, decodes, doubt, reserve, slower
         self._step_time = view.latency.step_time
-        self._kv = list(accumulate([job.cached + 1 for job in decodes], initial=0))
+        self.kv = list(accumulate([job.cached + 1 for job in decodes], initial=0))
         self._due = np.array([job.due for job in decodes])
         count = len(decodes)
         self.base = slower * self._step_time(Shape.decodes(1, 1))
@@ -157,15 +157,15 @@ class DecodeSteps:
 
     def seconds(self, count: int) -> float:
         """Returns the seconds of a step with the first `count` decodes."""
-        return self.slower * self._step_time(self.entry.shape(count, self._kv[count])) if count else 0.0
+        return self.slower * self._step_time(self.entry.shape(count, self.kv[count])) if count else 0.0
 
     def seconds_without_drafts(self, count: int) -> float:
         """Returns the same without drafts."""
-        return self.slower * self._step_time(Shape(count, count, self._kv[count])) if count else 0.0
+        return self.slower * self._step_time(Shape(count, count, self.kv[count])) if count else 0.0
 
     def seconds_with(self, count: int, job: Task) -> float:
         """Returns the seconds of a step with the first `count` decodes and a whole prompt."""
-        shape = self.entry.shape(count, self._kv[count]) if count else Shape()
+        shape = self.entry.shape(count, self.kv[count]) if count else Shape()
         return self.slower * self._step_time(shape.plus(job.pending, job.cached))
 
     def seconds_more(self, job: Task) -> float:

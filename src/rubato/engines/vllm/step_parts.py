@@ -1,0 +1,79 @@
+"""The parts of a step inside vLLM: what can be scheduled, the view, the plan in vLLM's terms, the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rubato.core.interfaces import View
+from rubato.core.plan import NO_BATCH, Plan, Shape
+from rubato.engines.vllm.sequence import VllmSeq
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightBatch:
+    """A batch between its plan and its completion. decodes: the part of its shape that decodes. sampling: requests that
+    get at least one token."""
+
+    output: Any  # vLLM's SchedulerOutput
+    shape: Shape
+    decodes: Shape
+    since: float
+    sampling: Sequence[VllmSeq]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A checked plan in vLLM's terms. chunks: tokens to run of each request, including drafted ones to verify. depths:
+    tokens to draft of each request."""
+
+    view: View
+    plan: Plan
+    chunks: Mapping[str, int]
+    depths: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmView(View):
+    """A View whose derived values are computed when it is made."""
+
+    running_ids: Collection[str] = ()
+    prefilling: Sequence[VllmSeq] = ()
+    decodes: Shape = NO_BATCH
+    decode_blocks: int = 0
+
+
+class Schedulable(NamedTuple):
+    """vLLM's requests before a step.
+
+    Args:
+        waiting: can be scheduled and hold no KV.
+        running: can be scheduled and hold KV, in order of start.
+        moving: hold KV and cannot be scheduled, or their KV has not come.
+        places: running places that these take.
+        kv_taken: KV blocks that arrive in this step.
+    """
+
+    waiting: Sequence[Any]
+    running: Sequence[Any]
+    moving: Sequence[Any]
+    places: int
+    kv_taken: int
+
+
+def runs_all_decodes(step: PlannedStep) -> bool:
+    """Whether a step runs every decode of the view, and nothing else."""
+    return step.plan.decode_all and not step.plan.work and len(step.chunks) == step.view.decodes.seqs
+
+
+def chunks_of(plan: Plan, view: View) -> dict[str, int]:
+    """Tokens to run of each request: `spelled_out` without making a `Work` of each decode, in every step."""
+    chunks = {}
+    if plan.decode_all:
+        chunks = {s.id: 1 for s in view.running if s.pending == 1}
+        for id in (*plan.preempt, *plan.drop, *plan.handoff):
+            chunks.pop(id, None)
+    for work in plan.work:
+        chunks[work.seq] = work.tokens
+    return chunks
