@@ -10,6 +10,7 @@ from operator import attrgetter
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.length_prediction import class_of
+from rubato.core.plan import Shape
 from rubato.core.slo import WINDOW_TOKENS
 from rubato.policies.rubato.supply import MAX_LEAD_STEPS, MEMORY_STEPS, SLACK_SHARE, STEP_LENGTHS, DecodeEntry, Task
 from rubato.policy_kit.kv_survival import MAX_OUTPUT_RATIO, Resident
