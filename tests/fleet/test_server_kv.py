@@ -316,7 +316,7 @@ def test_a_server_that_says_nothing_of_its_kv_fails_the_request() -> None:
 
 
 @pytest.mark.parametrize(("policy", "settings"), POLICIES)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2, 3, 4, 5))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.full) for i in (2, 3, 4, 5))])
 def test_whatever_happens_each_request_ends_once_and_no_kv_is_left(
     policy: str, settings: dict[str, Any], seed: int
 ) -> None:

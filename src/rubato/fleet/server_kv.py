@@ -91,10 +91,13 @@ class ServerKV:
         requests.fold(HandedOff(now, id, request))
 
     def _drop_expired(self, id: str, request: Request) -> None:
-        """Hands a request off again without its KV, which has waited for too long and will be freed by the engine."""
+        """Hands a request off again without its KV, which has waited for too long and will be freed by the engine. Does
+        nothing where the engine has freed it already: the request may be at another replica, or have ended."""
         if id in self._transferring or self._kept.get(id, (None, None))[1] is not request:
             return
         del self._kept[id]
+        if not self._remote().is_leaving(id):
+            return
         self._remote().forget(id)
         now, handoff = self._clock.now(), request.handoff
         assert handoff is not None
@@ -105,6 +108,7 @@ class ServerKV:
         """As `interfaces.Host`: the target reads the KV itself."""
         remote = self._remote()
         if id not in self._kept or not remote.is_leaving(id):
+            self._kept.pop(id, None)
             raise TransferError(f"replica {self._replica} has no KV of request {id!r} any more")
         self._transferring.add(id)
         try:
