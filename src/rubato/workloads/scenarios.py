@@ -341,12 +341,10 @@ def make(
     scenario = get(name)
     check_rate(rate)
     limit = scenario.max_model_len if max_model_len is None else max_model_len or None
-    turns = 0.0
+    turns = _share_of_turns(scenario)
     if scenario.sessions is not None:
         if kinds:
             raise ValueError(f"scenario {name!r} is made of sessions: its kinds cannot be replaced")
-        each = scenario.sessions.means()[0]
-        turns = each / (each + len(scenario.kinds))  # of all requests
         own = sessions.make(
             f"{name}-session" if scenario.kinds else name, scenario.sessions, rate * turns,
             count=None if count is None else round(count * turns), duration=duration, seed=seed,
@@ -360,24 +358,22 @@ def make(
         return longer if limit is None else within(longer, limit)
 
     expected = (count, count / rate) if count is not None else (round(rate * (duration or 0.0)), duration or 0.0)
-    changes = [
-        MixChange(tuple(map(fitted, change.kinds)), change.request, change.at) for change in scenario.changes(*expected)
-    ]
+    changes = [replace(change, kinds=tuple(map(fitted, change.kinds))) for change in scenario.changes(*expected)]
     workload = drawn(
-        name,
-        [fitted(kind) for kind in kinds or scenario.kinds],
-        rate * (1.0 - turns),
-        count=None if count is None else count - round(count * turns),
-        duration=duration,
-        seed=seed,
-        arrivals=arrivals or scenario.arrivals,
-        changes=changes,
-        prefill=prefill,
-        texts=False,
-        max_model_len=limit,
+        name, [fitted(kind) for kind in kinds or scenario.kinds], rate * (1.0 - turns),
+        count=None if count is None else count - round(count * turns), duration=duration, seed=seed,
+        arrivals=arrivals or scenario.arrivals, changes=changes, prefill=prefill, texts=False, max_model_len=limit,
         profile=scenario.profile,
-    )
+    )  # fmt: skip
     return workload if scenario.sessions is None else _scaled_in_turn(_together(workload, own), scenario.slo_scales)
+
+
+def _share_of_turns(scenario: Scenario) -> float:
+    """The share of a scenario's requests that are turns of its sessions."""
+    if scenario.sessions is None:
+        return 0.0
+    turns = scenario.sessions.means()[0]
+    return turns / (turns + len(scenario.kinds))
 
 
 def _together(one: Workload, other: Workload) -> Workload:
