@@ -453,7 +453,7 @@ def test_a_new_index_serves_as_well(load: Load, every: int) -> None:
 # --------------------------------------------------------------------------- simulated
 
 
-def talks(seed: int, users: int = 24, seconds: float = 40.0) -> list[Request]:
+def talks(seed: int, users: int = 24, seconds: float = 20.0) -> list[Request]:
     """Prompts that begin with one of so many system prompts of 1024 tokens."""
     rng = np.random.default_rng(seed)
     at = np.sort(rng.uniform(0.0, seconds, size=int(12 * seconds)))

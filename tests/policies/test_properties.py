@@ -240,10 +240,10 @@ def test_no_slo_that_may_be_asked_for_fails_a_request(policy: str, router: str, 
 
 @pytest.mark.parametrize("policy", SCHEDULERS)
 def test_no_starvation_under_a_steady_stream_of_tighter_requests(policy: str) -> None:
-    """One best-effort request against 300 tight ones that fill the replica: it ends before the stream does."""
+    """One best-effort request against 150 tight ones that fill the replica: it ends before the stream does."""
     tight = [
         Request(f"t{i}", (Stage(20, SLO(ttft=0.1, tpot=0.02)),), 0.05 * i, sampling=Sampling(max_tokens=8))
-        for i in range(300)
+        for i in range(150)
     ]
     best_effort = Request("patient", (Stage(40),), 0.01, sampling=Sampling(max_tokens=20))
     requests = sorted([*tight, best_effort], key=lambda r: r.arrival)
