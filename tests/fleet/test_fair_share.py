@@ -72,9 +72,7 @@ def attained(
 
 
 # the others run in `make test-full`
-EACH = [
-    policy if policy in ("edf", "slos_serve", "vllm") else pytest.param(policy, marks=FULL) for policy in SCHEDULERS
-]
+EACH = [policy if policy in ("edf", "vllm") else pytest.param(policy, marks=FULL) for policy in SCHEDULERS]
 
 
 @pytest.mark.parametrize("policy", EACH)

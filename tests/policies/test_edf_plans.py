@@ -173,7 +173,7 @@ def in_a_run(monkeypatch: pytest.MonkeyPatch) -> list[Both]:
     return made
 
 
-@settings(max_examples=40 if PROFILE == "ci" else 1000)
+@settings(max_examples=20 if PROFILE == "ci" else 1000)
 @given(load=loads())
 def test_runs_on_a_replica_are_those_of_the_reference(load: Load) -> None:
     """KV barely above the largest request, prefixes shared, tools, stages, slots (`loads`)."""
