@@ -8,9 +8,10 @@ from rubato.core.events import Demoted, Finished, Started, Tokens, ToolCallFinis
 from rubato.core.plan import Emitted, Limits, Plan
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.simulation.simulate import simulate_events
-from tests import integrity
 from tests.core.test_replica import replica, step
-from tests.doubles import Linear, run_spec
+from tests.kit import integrity
+from tests.kit.replicas import Linear
+from tests.kit.runs import run_spec
 
 PROMISE = SLO(ttft=1.0, tpot=0.1)
 

@@ -22,8 +22,11 @@ from rubato.policies.ascendra import HP, LP, Router, Scheduler, deadline
 from rubato.replica.plan_check import check, spelled_out
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import Linear, Seq, request, run_spec, shown, view
 from tests.fleet.routers import moved, places, serve
+from tests.kit.replicas import Linear
+from tests.kit.requests import Seq, request, shown
+from tests.kit.runs import run_spec
+from tests.kit.views import view
 from tests.policies.test_properties import Load, loads, run
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=500, kv_blocks=40, block_size=10)
@@ -48,8 +51,8 @@ def seen(
     kind: str, waiting: Sequence[Seq] = (), running: Sequence[Seq] = (), *, now: float = 0.0, kv_free: int = 40,
     latency: Linear = STEP, limits: Limits = LIMITS,
 ) -> View:  # fmt: skip
-    shown = view(waiting, running, now=now, kv_free=kv_free, kv_total=40, limits=limits, latency=latency)
-    return replace(shown, role=Role(kind=kind, group="g0"), supports=Scheduler.needs)
+    return view(waiting, running, now=now, kv_free=kv_free, kv_total=40, limits=limits, latency=latency,
+                role=Role(kind=kind, group="g0"), supports=Scheduler.needs)  # fmt: skip
 
 
 def planned(view: View, **settings: Any) -> Plan:
@@ -394,7 +397,7 @@ def test_wrong_settings_are_named(settings: dict[str, object], says: str) -> Non
 
 def fleet(*kinds: str, group: str = "g0", first: int = 0) -> list[View]:
     """Idle replicas r0, r1, ..."""
-    return [replace(view(), id=f"r{first + i}", role=Role(kind=kind, group=group)) for i, kind in enumerate(kinds)]
+    return [view(id=f"r{first + i}", role=Role(kind=kind, group=group)) for i, kind in enumerate(kinds)]
 
 
 def placed(router: Router, views: Sequence[View], *requests: Request) -> list[str]:

@@ -1,7 +1,7 @@
 """What every policy must keep, whatever the load: KV barely above the largest request, arrivals and sizes that tie.
 
 The runs go through the production cluster, worker and replica, so every plan is checked; a bad one fails its requests,
-which `run` refuses in every property. That these checks can fail is tested in tests/test_doubles.py.
+which `run` refuses in every property. That these checks can fail is tested in tests/test_harnesses.py.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from rubato.policies import load as load_policy
 from rubato.policy_kit.fair_share import FairShare
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate_events
-from tests import integrity
 from tests.conftest import few
-from tests.doubles import Linear, changed, run_spec
+from tests.kit import integrity
+from tests.kit.replicas import Linear
+from tests.kit.runs import changed, run_spec
 
 SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
 ROUTERS = sorted({name for name, kind, *_ in describe() if kind == "router"})

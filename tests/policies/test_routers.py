@@ -11,7 +11,8 @@ from rubato.core.events import Placed
 from rubato.core.interfaces import Router, View
 from rubato.core.request import Request, Stage
 from rubato.policies import PolicyError, load_router
-from tests.doubles import Seq, request, shown, view
+from tests.kit.requests import Seq, request, shown
+from tests.kit.views import view
 from tests.policies.test_tables import decode, fleet, prompt
 
 

@@ -25,10 +25,13 @@ from rubato.policy_kit.step_table import StepTable
 from rubato.policy_kit.tier_fleet import PREFILL_GROUP
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import Linear, Seq, request, run_spec, shown
 from tests.fleet.routers import serve
 from tests.fleet.test_conservation import LIMITS as SMALL
 from tests.fleet.test_conservation import LINK, Breaks, Elsewhere, breaks, cancels, vanishes
+from tests.kit.replicas import Linear
+from tests.kit.requests import Seq, request, shown
+from tests.kit.runs import run_spec
+from tests.kit.views import view
 from tests.policies.test_properties import Load, loads, run
 
 TIERS = (0.005, 0.02, 0.1)
@@ -93,8 +96,8 @@ STEP = Linear(0.002, 0.0001)  # 2 ms and 0.1 ms a token
 
 
 def replica(id: str, **changes: Any) -> View:
-    made = View(id, 0.0, [], [], 500, 500, LIMITS, STEP, supports=frozenset({"kv_transfer", "recall"}))
-    return replace(made, **changes)
+    own = {"latency": STEP, "limits": LIMITS, "supports": frozenset({"kv_transfer", "recall"}), **changes}
+    return view(id=id, kv_free=500, kv_total=500, **own)
 
 
 def fleet(count: int, **changes: Any) -> list[View]:

@@ -22,10 +22,12 @@ from rubato.policies.rubato import Router, Scheduler, router
 from rubato.policies.rubato.division import Recent, divide_by_tpot, gain_of_prompts
 from rubato.policies.rubato.router import MIN_GAIN, RECENT_REQUESTS, STEP_TIMES
 from tests.conftest import few
-from tests.doubles import Linear, Seq, request, shown
 from tests.fleet.routers import serve
 from tests.fleet.test_conservation import LIMITS as SMALL
 from tests.fleet.test_conservation import LINK, Breaks, Elsewhere, breaks, cancels, vanishes
+from tests.kit.replicas import Linear
+from tests.kit.requests import Seq, request, shown
+from tests.kit.views import idle_fleet
 from tests.policies.test_properties import Load, loads, run
 
 MODES = st.sampled_from(["co", "auto"])
@@ -98,8 +100,8 @@ STEP = Linear(0.002, 0.0001)  # 2 ms and 0.1 ms a token
 
 
 def fleet(count: int, **changes: Any) -> list[View]:
-    kept = {"supports": STEP_TIMES, **changes}
-    return [replace(View(f"r{i}", 0.0, [], [], 500, 500, LIMITS, STEP), **kept) for i in range(count)]
+    own = {"supports": STEP_TIMES, "latency": STEP, **changes}
+    return idle_fleet(count, kv_free=500, kv_total=500, limits=LIMITS, **own)
 
 
 def asked(id: str, tpot: float | None, **more: Any) -> Request:

@@ -20,10 +20,12 @@ from rubato.policies import load
 from rubato.replica.sequence import Seq
 from rubato.simulation.simulate import simulate_events
 from rubato.simulation.simulated_host import HostOptions
-from tests import integrity
 from tests.core import test_speculation
-from tests.doubles import Linear, request, run_spec
 from tests.fleet import test_cluster, test_handoff
+from tests.kit import integrity
+from tests.kit.replicas import Linear
+from tests.kit.requests import request
+from tests.kit.runs import run_spec
 from tests.policies import test_properties
 from tests.simulation import test_equal
 
