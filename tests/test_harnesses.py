@@ -22,10 +22,7 @@ from rubato.simulation.simulate import simulate_events
 from rubato.simulation.simulated_host import HostOptions
 from tests.core import test_speculation
 from tests.fleet import test_cluster, test_handoff
-from tests.kit import integrity
-from tests.kit.replicas import Linear
-from tests.kit.requests import request
-from tests.kit.runs import run_spec
+from tests.kit import Linear, integrity, request, run_spec
 from tests.policies import test_properties
 from tests.simulation import test_equal
 

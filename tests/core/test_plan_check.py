@@ -9,8 +9,7 @@ from rubato.core.interfaces import Dispatch, View
 from rubato.core.plan import Limits, Plan, Role, Shape, Work
 from rubato.core.request import Handoff
 from rubato.replica.plan_check import PlanError, check, check_dispatch
-from tests.kit.requests import Seq, request, shown
-from tests.kit.views import view
+from tests.kit import Seq, request, shown, view
 
 LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=20, max_model_len=100, kv_blocks=4, block_size=8)
 

@@ -14,9 +14,7 @@ from rubato.policies import describe, load
 from rubato.replica.kv_blocks import KVBlocks, first_key, next_key
 from rubato.replica.replica import Replica
 from rubato.simulation.simulate import simulate_events
-from tests.kit import integrity
-from tests.kit.replicas import Linear, run_step
-from tests.kit.runs import run_spec
+from tests.kit import Linear, integrity, run_spec, run_step
 
 SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
 PLAIN = [name for name in SCHEDULERS if not load(name).needs & {"draft", "handoff"}]

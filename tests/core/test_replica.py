@@ -8,9 +8,7 @@ from rubato.core.plan import Emitted, Limits, Plan, StepResult, Work
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.replica.replica import Replica
-from tests.kit import integrity
-from tests.kit.replicas import Linear, run_step
-from tests.kit.requests import request
+from tests.kit import Linear, integrity, request, run_step
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100, kv_blocks=8, block_size=8)
 

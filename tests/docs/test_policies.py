@@ -16,8 +16,7 @@ from rubato.core.interfaces import Dispatch
 from rubato.core.plan import Plan
 from rubato.engines.simulated import Engine
 from tests.docs.pages import PAGES, commands, fenced
-from tests.kit.requests import Seq, request, shown
-from tests.kit.views import view
+from tests.kit import Seq, request, shown, view
 from tests.policies import test_properties as properties
 
 PAGE = "policies.md"

@@ -30,9 +30,7 @@ from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.policy_kit.fair_share import FairShare
 from tests.conftest import few
 from tests.fleet import test_handoff as handoff
-from tests.kit import integrity
-from tests.kit.replicas import Linear
-from tests.kit.requests import request
+from tests.kit import Linear, integrity, request
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=16, block_size=8)
 LINK = KVLink(kv_bytes=100, bandwidth=100_000, latency=0.05)  # 20 tokens: 0.05 + 0.02 s

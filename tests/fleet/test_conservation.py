@@ -22,7 +22,7 @@ from rubato.policies import load
 from rubato.policy_kit.fair_share import FairShare
 from rubato.replica.plan_check import PlanError
 from tests.fleet.routers import Act, lost, moved, serve
-from tests.kit.requests import request
+from tests.kit import request
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=200, kv_blocks=12, block_size=8, max_running=3)
 MOVES = 40  # hand-offs and recalls of a run, after which it settles

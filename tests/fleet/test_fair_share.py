@@ -21,10 +21,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.policies import describe, load
 from rubato.policy_kit.fair_share import FairShare
 from rubato.simulation.simulate import simulate_events
-from tests.kit.replicas import Linear
-from tests.kit.requests import request
-from tests.kit.runs import run_spec
-from tests.kit.views import view
+from tests.kit import Linear, request, run_spec, view
 
 SCHEDULERS = sorted(
     {name for name, kind, *_ in describe() if kind == "scheduler" and not load(name).needs & {"draft", "handoff"}}

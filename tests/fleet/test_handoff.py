@@ -25,10 +25,7 @@ from rubato.replica import handoff
 from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
 from rubato.simulation.simulate import simulate_events
-from tests.kit import integrity
-from tests.kit.replicas import Linear, run_step
-from tests.kit.requests import request
-from tests.kit.runs import run_spec
+from tests.kit import Linear, integrity, request, run_spec, run_step
 from tests.policies.test_properties import Load, loads, run
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=25, block_size=8)

@@ -36,7 +36,7 @@ from rubato.fleet.server_guard import descendants
 from rubato.fleet.upstream import Headers
 from rubato.wire.link_keys import TOKEN_ENV
 from tests.fleet.test_server_fleet import MemoryTrip
-from tests.kit.requests import request
+from tests.kit import request
 from tests.processes.conftest import servers as processes_of_ours
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from rubato.policies import load
 from rubato.policies.vllm import Scheduler
 from rubato.policy_kit.fair_share import FairShare
 from tests.fleet.routers import CLOCKS, LIMITS, ends, moved, out, places, serve, started
-from tests.kit.requests import request
+from tests.kit import request
 
 each_clock = pytest.mark.parametrize("clock", CLOCKS)
 

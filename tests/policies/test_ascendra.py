@@ -23,10 +23,7 @@ from rubato.replica.plan_check import check, spelled_out
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
 from tests.fleet.routers import moved, places, serve
-from tests.kit.replicas import Linear
-from tests.kit.requests import Seq, request, shown
-from tests.kit.runs import run_spec
-from tests.kit.views import view
+from tests.kit import Linear, Seq, request, run_spec, shown, view
 from tests.policies.test_properties import Load, loads, run
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=500, kv_blocks=40, block_size=10)

@@ -22,9 +22,7 @@ from rubato.replica.plan_check import spelled_out
 from rubato.simulation.run_spec import RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
 from tests.conftest import PROFILE
-from tests.kit.replicas import Linear
-from tests.kit.requests import Seq
-from tests.kit.views import view
+from tests.kit import Linear, Seq, view
 from tests.policies import edf_reference
 from tests.policies.test_properties import Load, loads, run
 

@@ -29,10 +29,7 @@ from rubato.policy_kit.prefix_index import PrefixIndex
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.kit.replicas import Linear
-from tests.kit.requests import Seq, request, shown
-from tests.kit.runs import changed, run_spec
-from tests.kit.views import view
+from tests.kit import Linear, Seq, changed, request, run_spec, shown, view
 from tests.policies.test_properties import LONE, Load, loads, shared
 from tests.policies.test_properties import run as run_load
 from tests.policies.test_tables import decode, prompt

@@ -27,9 +27,7 @@ from rubato.policy_kit.fair_share import FairShare
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.kit import integrity
-from tests.kit.replicas import Linear
-from tests.kit.runs import changed, run_spec
+from tests.kit import Linear, changed, integrity, run_spec
 
 SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
 ROUTERS = sorted({name for name, kind, *_ in describe() if kind == "router"})

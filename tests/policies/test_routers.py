@@ -11,8 +11,7 @@ from rubato.core.events import Placed
 from rubato.core.interfaces import Router, View
 from rubato.core.request import Request, Stage
 from rubato.policies import PolicyError, load_router
-from tests.kit.requests import Seq, request, shown
-from tests.kit.views import view
+from tests.kit import Seq, request, shown, view
 from tests.policies.test_tables import decode, fleet, prompt
 
 

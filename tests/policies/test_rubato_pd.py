@@ -28,10 +28,7 @@ from tests.conftest import few
 from tests.fleet.routers import serve
 from tests.fleet.test_conservation import LIMITS as SMALL
 from tests.fleet.test_conservation import LINK, Breaks, Elsewhere, breaks, cancels, vanishes
-from tests.kit.replicas import Linear
-from tests.kit.requests import Seq, request, shown
-from tests.kit.runs import run_spec
-from tests.kit.views import view
+from tests.kit import Linear, Seq, request, run_spec, shown, view
 from tests.policies.test_properties import Load, loads, run
 
 TIERS = (0.005, 0.02, 0.1)

@@ -25,9 +25,7 @@ from tests.conftest import few
 from tests.fleet.routers import serve
 from tests.fleet.test_conservation import LIMITS as SMALL
 from tests.fleet.test_conservation import LINK, Breaks, Elsewhere, breaks, cancels, vanishes
-from tests.kit.replicas import Linear
-from tests.kit.requests import Seq, request, shown
-from tests.kit.views import idle_fleet
+from tests.kit import Linear, Seq, idle_fleet, request, shown
 from tests.policies.test_properties import Load, loads, run
 
 MODES = st.sampled_from(["co", "auto"])

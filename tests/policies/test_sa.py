@@ -24,8 +24,7 @@ from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
 from tests.fleet.routers import Act, ends, serve
 from tests.fleet.test_conservation import Elsewhere
-from tests.kit.replicas import Linear
-from tests.kit.runs import run_spec
+from tests.kit import Linear, run_spec
 
 
 def predicted(seconds: Sequence[Sequence[float]], due: Sequence[float]) -> Predicted:

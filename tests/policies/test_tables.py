@@ -20,9 +20,7 @@ from rubato.policies import PolicyError, describe, load_router, names
 from rubato.policies.distserve import Router
 from rubato.policy_kit.refusals import known_output, why_infeasible
 from rubato.replica.plan_check import check, spelled_out
-from tests.kit.replicas import Linear
-from tests.kit.requests import Seq, request, shown
-from tests.kit.views import view
+from tests.kit import Linear, Seq, request, shown, view
 
 
 class SpelledOut:

@@ -31,10 +31,7 @@ from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import run_tools, simulate_events
 from rubato.simulation.simulated_host import HostOptions, SimulatedHost
 from tests.conftest import few
-from tests.kit import integrity
-from tests.kit.replicas import Linear
-from tests.kit.requests import request
-from tests.kit.runs import run_spec
+from tests.kit import Linear, integrity, request, run_spec
 from tests.policies.test_properties import Load, divides, loads, spec_for
 
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})

@@ -24,10 +24,7 @@ from rubato.replica.plan_check import spelled_out
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.kit.replicas import Linear
-from tests.kit.requests import Seq, request
-from tests.kit.runs import run_spec
-from tests.kit.views import view
+from tests.kit import Linear, Seq, request, run_spec, view
 from tests.policies.slos_serve.test_guarantee import promised
 from tests.policies.test_properties import Load
 from tests.policies.test_tables import LIMITS, decode

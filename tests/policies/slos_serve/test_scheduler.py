@@ -21,10 +21,7 @@ from rubato.policies.slos_serve.scheduler import MAX_DECISIONS
 from rubato.policy_kit.batch_builder import blocks_at_end
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
-from tests.kit.replicas import Linear
-from tests.kit.requests import Seq, request
-from tests.kit.runs import run_spec
-from tests.kit.views import view
+from tests.kit import Linear, Seq, request, run_spec, view
 from tests.policies.test_tables import SpelledOut, decode, prompt, seen, work
 
 # A step takes 10 ms and 1 ms a token; 40 blocks of 10 tokens.
