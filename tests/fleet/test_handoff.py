@@ -14,9 +14,9 @@ from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.event_log import decode, encode, without_content
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Started, Stepped, Tokens, Transferred
 from rubato.core.interfaces import SeqView
-from rubato.core.plan import Batch, Emitted, Limits, Plan, StepResult, Work
+from rubato.core.plan import Emitted, Limits, Plan, StepResult, Work
 from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
-from rubato.engines.simulated import Engine, KVLink
+from rubato.engines.simulated import KVLink
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
@@ -26,6 +26,7 @@ from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
 from rubato.simulation.simulate import simulate_events
 from tests.kit import Linear, integrity, request, run_spec, run_step
+from tests.kit.fleets import Breaks
 from tests.policies.test_properties import Load, loads, run
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=25, block_size=8)
@@ -206,23 +207,6 @@ def test_what_is_recalled_is_what_was_there_then() -> None:
 
 
 # --------------------------------------------------------------------------- between the replicas of a cluster
-
-
-class Breaks(Engine):
-    """Fails its next step once `fails` is set; `dead`: and cannot begin afresh."""
-
-    fails = dead = False
-
-    async def start(self) -> None:
-        if self.dead:
-            raise RuntimeError("the device fell off")
-        await super().start()
-
-    async def execute(self, batch: Batch) -> StepResult:
-        if self.fails:
-            self.fails = False
-            raise RuntimeError("a cosmic ray")
-        return await super().execute(batch)
 
 
 Act = Callable[[Cluster, Sequence[Breaks]], None]

@@ -23,8 +23,8 @@ from rubato.policy_kit.annealing import Annealing, Predicted, anneal, annealed, 
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
 from tests.fleet.routers import Act, ends, serve
-from tests.fleet.test_conservation import Elsewhere
 from tests.kit import Linear, run_spec
+from tests.kit.fleets import Elsewhere
 
 
 def predicted(seconds: Sequence[Sequence[float]], due: Sequence[float]) -> Predicted:
