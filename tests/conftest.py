@@ -21,7 +21,7 @@ settings.register_profile("full", max_examples=2000, deadline=None, suppress_hea
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 
-few = settings(max_examples=6 if PROFILE == "ci" else settings.default.max_examples)  # whole simulations
+few = settings(max_examples=10 if PROFILE == "ci" else settings.default.max_examples)  # whole simulations
 
 
 @pytest.fixture
