@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=slow)
+settings.register_profile("ci", max_examples=40, deadline=None, derandomize=True, suppress_health_check=slow)
 settings.register_profile("more", settings.get_profile("ci"), max_examples=240)
 settings.register_profile("full", max_examples=2000, deadline=None, suppress_health_check=slow)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")

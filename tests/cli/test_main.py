@@ -23,7 +23,7 @@ from rubato.simulation.simulate import simulate_events
 from rubato.workloads import read, write
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
-from tests.doubles import Linear, run_spec
+from tests.kit import Linear, run_spec
 
 FAST = ["--set", "latency.kind=affine", "--set", "latency.b=[0.01, 0.01]", "--set", "latency.k=[0.0004, 0.0004]"]
 

@@ -12,7 +12,7 @@ from rubato.core.events import Finished, Tokens, Verdict
 from rubato.core.plan import Tree
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.policy_kit.acceptance import MEMORY_TRIES, PRIOR, PRIOR_TRIES, AcceptanceRates, TreeChances
-from tests.doubles import Seq, request
+from tests.kit import Seq, request
 
 
 def tried(id: str, right: int, of: int) -> Tokens:

@@ -9,7 +9,7 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Emitted, Limits, Plan, StepResult, Tree, Work
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order
 from rubato.replica.replica import Replica
-from tests.doubles import Linear, request
+from tests.kit import Linear, request
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=64, block_size=4)
 BOTH = frozenset({"draft", "tree"})

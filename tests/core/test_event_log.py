@@ -14,7 +14,7 @@ from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Stage, without_texts
 from rubato.core.timeline import steps
 from rubato.simulation.simulate import simulate_events
-from tests.doubles import Linear, request, run_spec
+from tests.kit import Linear, request, run_spec
 
 LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=100, kv_blocks=6, block_size=8)
 

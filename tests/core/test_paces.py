@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rubato.policy_kit.draft_value import drafting, with_nodes
 from rubato.policy_kit.paces import JointPace, pace_of, time_for, tokens_needed
-from tests.doubles import Linear, Seq
+from tests.kit import Linear, Seq
 from tests.policies.test_tables import decode
 
 

@@ -9,7 +9,7 @@ from rubato.core.interfaces import Dispatch, View
 from rubato.core.plan import Limits, Plan, Role, Shape, Work
 from rubato.core.request import Handoff
 from rubato.replica.plan_check import PlanError, check, check_dispatch
-from tests.doubles import Seq, request, shown, view
+from tests.kit import Seq, request, shown, view
 
 LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=20, max_model_len=100, kv_blocks=4, block_size=8)
 

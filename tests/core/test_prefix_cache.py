@@ -14,8 +14,7 @@ from rubato.policies import describe, load
 from rubato.replica.kv_blocks import KVBlocks, first_key, next_key
 from rubato.replica.replica import Replica
 from rubato.simulation.simulate import simulate_events
-from tests import integrity
-from tests.doubles import Linear, run_spec
+from tests.kit import Linear, integrity, run_spec, run_step
 
 SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
 PLAIN = [name for name in SCHEDULERS if not load(name).needs & {"draft", "handoff"}]
@@ -34,15 +33,6 @@ def replica(**changes: object) -> Replica:
     return Replica("r0", LIMITS, Linear(), ReplicaOptions(**{"prefix_cache": True, **changes}))  # type: ignore[arg-type]
 
 
-def step(r: Replica, work: dict[str, int], now: float = 0.0, token: int = 7, **out: Emitted) -> list[object]:
-    r.view(now)  # as a policy would
-    batch, events = r.apply(Plan(tuple(Work(id, n) for id, n in work.items())), now, "test")
-    emitted = {e.seq: out.get(e.seq, Emitted(1, "x", (token,))) for e in batch.entries if e.sample}
-    result = [*events, *r.commit(batch, StepResult(emitted, 0.1), now + 0.1)]
-    integrity.check(r)
-    return result
-
-
 def pendings(r: Replica) -> dict[str, int]:
     return {s.id: s.pending for s in r.view(0.0).waiting}
 
@@ -58,11 +48,11 @@ def test_what_one_computed_the_next_starts_with() -> None:
     r = replica()
     ids = tuple(range(20))
     r.submit(asks("a", ids), 0.0)
-    step(r, {"a": 20}, a=end())
+    run_step(r, {"a": 20}, a=end())
     assert (r.kv.free, r.empty) == (12, True)
     r.submit(asks("b", (*ids, 50)), 1.0)
     assert pendings(r) == {"b": 5}  # two full blocks of eight are there
-    events = step(r, {"b": 5}, 1.0)
+    events = run_step(r, {"b": 5}, 1.0)
     assert events[0] == Started(1.0, "b", cached=16)
     assert r.running["b"].cached == 21
 
@@ -70,10 +60,10 @@ def test_what_one_computed_the_next_starts_with() -> None:
 def test_output_is_found_by_the_next_turn() -> None:
     r = replica()
     r.submit(asks("a", tuple(range(6))), 0.0)
-    step(r, {"a": 6}, token=100)
-    step(r, {"a": 1}, token=101)
-    step(r, {"a": 1}, token=102)
-    step(r, {"a": 1}, a=end())
+    run_step(r, {"a": 6}, token=100)
+    run_step(r, {"a": 1}, token=101)
+    run_step(r, {"a": 1}, token=102)
+    run_step(r, {"a": 1}, a=end())
     r.submit(asks("b", (*range(6), 100, 101, 102, 9)), 1.0)
     assert pendings(r) == {"b": 2}
 
@@ -81,7 +71,7 @@ def test_output_is_found_by_the_next_turn() -> None:
 def test_one_token_is_always_left_to_run() -> None:
     r = replica()
     r.submit(asks("a", tuple(range(16))), 0.0)
-    step(r, {"a": 16}, a=end())
+    run_step(r, {"a": 16}, a=end())
     r.submit(asks("b", tuple(range(16))), 0.0)
     assert pendings(r) == {"b": 8}
 
@@ -90,7 +80,7 @@ def test_one_token_is_always_left_to_run() -> None:
 def test_off_or_another_tenant_finds_nothing(changes: dict[str, object]) -> None:
     r = replica(**changes)
     r.submit(asks("a", tuple(range(20))), 0.0)
-    step(r, {"a": 20}, a=end())
+    run_step(r, {"a": 20}, a=end())
     r.submit(asks("b", tuple(range(20)), tenant="t" if changes else "other"), 0.0)
     assert pendings(r) == {"b": 20}
 
@@ -99,8 +89,8 @@ def test_blocks_shared_by_the_running_are_not_freed_by_preempting_one() -> None:
     r = replica()
     for id in "ab":
         r.submit(asks(id, tuple(range(24))), 0.0)
-    step(r, {"a": 24})
-    step(r, {"a": 1, "b": 8})
+    run_step(r, {"a": 24})
+    run_step(r, {"a": 1, "b": 8})
     a, b = r.running["a"], r.running["b"]
     assert a.block_ids[:2] == b.block_ids[:2]
     assert (a.own_blocks, b.own_blocks) == (2, 1)
@@ -114,16 +104,16 @@ def test_blocks_shared_by_the_running_are_not_freed_by_preempting_one() -> None:
 def test_a_preempted_one_resumes_from_its_own_blocks() -> None:
     r = replica()
     r.submit(asks("a", tuple(range(24))), 0.0)
-    step(r, {"a": 24})
+    run_step(r, {"a": 24})
     r.apply(Plan(preempt=("a",)), 1.0, "test")
     assert pendings(r) == {"a": 1}
-    assert step(r, {"a": 1}, 2.0)[0] == Started(2.0, "a", resumed=True, cached=24)
+    assert run_step(r, {"a": 1}, 2.0)[0] == Started(2.0, "a", resumed=True, cached=24)
 
 
 def test_an_engine_that_began_afresh_holds_nothing() -> None:
     r = replica()
     r.submit(asks("a", tuple(range(24))), 0.0)
-    step(r, {"a": 24}, a=end())
+    run_step(r, {"a": 24}, a=end())
     r.fail(1.0, "broken")
     r.submit(asks("b", tuple(range(24))), 2.0)
     assert pendings(r) == {"b": 24}
@@ -138,13 +128,13 @@ def test_siblings_wait_for_the_prompt_and_share_it(prefix_cache: bool) -> None:
     for i in range(3):
         r.submit(asks(f"c{i}", tuple(range(20)), group="c"), 0.0)
     assert pendings(r) == {"c0": 20}
-    step(r, {"c0": 10})
+    run_step(r, {"c0": 10})
     assert pendings(r) == {}
-    step(r, {"c0": 10})
+    run_step(r, {"c0": 10})
     assert pendings(r) == {"c1": 4, "c2": 4}
-    step(r, {"c1": 4, "c2": 4, "c0": 1})
+    run_step(r, {"c1": 4, "c2": 4, "c0": 1})
     assert len({b for s in r.running.values() for b in s.block_ids}) == 2 + 3
-    step(r, dict.fromkeys(("c0", "c1", "c2"), 1), c0=end(), c1=end(), c2=end())
+    run_step(r, dict.fromkeys(("c0", "c1", "c2"), 1), c0=end(), c1=end(), c2=end())
     assert (r.kv.free, r.empty) == (12, True)
     r.submit(asks("d", tuple(range(20))), 0.0)
     assert pendings(r) == {"d": 4 if prefix_cache else 20}
@@ -158,7 +148,7 @@ def test_when_the_first_of_a_group_goes_the_next_leads() -> None:
     r.cancel("c0", 0.0, "gone")
     integrity.check(r)
     assert pendings(r) == {"c2": 20}
-    step(r, {"c2": 20}, c2=end())
+    run_step(r, {"c2": 20}, c2=end())
     assert r.empty
 
 
@@ -171,9 +161,9 @@ def test_a_moved_request_goes_on_where_it_was() -> None:
     r.submit(asks("a", tuple(range(20)), most=5, progress=progress), 1.0)
     (seq,) = r.waiting
     assert (seq.length, seq.output, seq.first_token_at, seq.total_output) == (23, 3, 0.5, 3)
-    events = step(r, {"a": 23}, 1.0)
+    events = run_step(r, {"a": 23}, 1.0)
     assert events[0] == Started(1.0, "a", resumed=True)
-    (_, last) = step(r, {"a": 1}, 1.2, a=Emitted(1, "y", (2,), finish="length"))
+    (_, last) = run_step(r, {"a": 1}, 1.2, a=Emitted(1, "y", (2,), finish="length"))
     assert isinstance(last, Finished)
     assert (last.output, last.verdict.ttft) == (5, 0.5)
     assert last.verdict.tpot == pytest.approx((1.3 - 0.5) / 4)

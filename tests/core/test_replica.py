@@ -8,8 +8,7 @@ from rubato.core.plan import Emitted, Limits, Plan, StepResult, Work
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.replica.replica import Replica
-from tests import integrity
-from tests.doubles import Linear, request
+from tests.kit import Linear, integrity, request, run_step
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100, kv_blocks=8, block_size=8)
 
@@ -18,26 +17,16 @@ def replica(**changes: object) -> Replica:
     return Replica("r0", LIMITS, Linear(), ReplicaOptions(**changes))  # type: ignore[arg-type]
 
 
-def step(r: Replica, work: dict[str, int], start: float, end: float, **out: Emitted) -> list[object]:
-    """Plan and commit one step; a sequence that samples emits one token unless `out` says otherwise."""
-    plan = Plan(tuple(Work(id, n) for id, n in work.items()))
-    batch, events = r.apply(plan, start, "test")
-    emitted = {e.seq: out.get(e.seq, Emitted(1, "x", (1,))) for e in batch.entries if e.sample}
-    result = [*events, *r.commit(batch, StepResult(emitted, end - start), end)]
-    integrity.check(r)
-    return result
-
-
 def test_a_life() -> None:
     r = replica()
     assert r.submit(request("a", 20, ttft=1.0, tpot=0.1), 0.0) == []
     (seq,) = r.waiting
     assert (seq.pending, seq.due) == (20, 1.0)
-    assert step(r, {"a": 12}, 0.5, 0.6) == [Started(0.5, "a")]
+    assert run_step(r, {"a": 12}, 0.5, 0.6) == [Started(0.5, "a")]
     assert (seq.cached, seq.blocks, seq.pending) == (12, 2, 8)
-    assert step(r, {"a": 8}, 0.6, 0.7) == [Tokens(0.7, "a", 1, "x", (1,))]
+    assert run_step(r, {"a": 8}, 0.6, 0.7) == [Tokens(0.7, "a", 1, "x", (7,))]
     assert (seq.length, seq.pending, seq.due) == (21, 1, 1.1)
-    (_, end) = step(r, {"a": 1}, 0.7, 0.8, a=Emitted(1, "y", (2,), finish="stop"))
+    (_, end) = run_step(r, {"a": 1}, 0.7, 0.8, a=Emitted(1, "y", (2,), finish="stop"))
     assert isinstance(end, Finished)
     assert (end.outcome, end.reason, end.output, end.verdict.met) == ("completed", "stop", 2, True)
     assert end.verdict.ttft == pytest.approx(0.7)
@@ -60,7 +49,7 @@ def test_a_latency_model_is_told_how_long_nothing_ran_since_the_replica_began() 
     r.view(10_003.0)
     batch, _ = r.apply(Plan((Work("a", 8),)), 10_003.0, "test")
     r.view(10_003.5)  # busy: not told
-    r.commit(batch, StepResult({"a": Emitted(1, "x", (1,))}, 1.0), 10_004.0)
+    r.commit(batch, StepResult({"a": Emitted(1, "x", (7,))}, 1.0), 10_004.0)
     r.view(10_009.0)
     assert told == [0.0, 3.0, 5.0]
 
@@ -68,13 +57,13 @@ def test_a_latency_model_is_told_how_long_nothing_ran_since_the_replica_began() 
 def test_preemption_keeps_tokens_and_gives_back_kv() -> None:
     r = replica()
     r.submit(request("a", 20), 0.0)
-    step(r, {"a": 20}, 0.0, 0.1)
+    run_step(r, {"a": 20}, 0.0, 0.1)
     batch, events = r.apply(Plan(preempt=("a",)), 0.1, "test")
     assert events == [Preempted(0.1, "a")]
     assert not batch.entries
     (seq,) = r.waiting
     assert (seq.length, seq.cached, seq.pending, r.kv.free) == (21, 0, 21, 8)
-    events = step(r, {"a": 21}, 0.5, 0.6)
+    events = run_step(r, {"a": 21}, 0.5, 0.6)
     assert events[0] == Started(0.5, "a", resumed=True)
     assert r.delays(seq)["preemption"] >= 0.4
 
@@ -85,7 +74,7 @@ def test_waiting_is_in_order_of_submission_also_after_preemption() -> None:
     for id, arrival in (("b", 1.0), ("a", 0.0), ("c", 0.5)):
         r.submit(request(id, 4, arrival=arrival), 1.0)
     assert [s.id for s in r.waiting] == ["b", "a", "c"]
-    step(r, {"a": 4, "b": 4}, 1.0, 1.1)
+    run_step(r, {"a": 4, "b": 4}, 1.0, 1.1)
     r.apply(Plan(preempt=("a",)), 1.1, "test")
     assert [s.id for s in r.waiting] == ["a", "c"]
 
@@ -132,9 +121,9 @@ def test_stages_continue_the_deadlines() -> None:
     stages = (Stage(8, SLO(ttft=1.0, tpot=0.1), "</think>"), Stage(0, SLO(tpot=0.5)))
     r.submit(Request("a", stages, 0.0, sampling=Sampling(max_tokens=8)), 0.0)
     (seq,) = r.waiting
-    step(r, {"a": 8}, 0.0, 0.1, a=Emitted(1, "</think>", (1,), stage_done=True))
+    run_step(r, {"a": 8}, 0.0, 0.1, a=Emitted(1, "</think>", (1,), stage_done=True))
     assert (seq.stage, seq.output, seq.due) == (1, 0, 1.5)
-    step(r, {"a": 1}, 0.1, 0.2)
+    run_step(r, {"a": 1}, 0.1, 0.2)
     assert seq.due == 2.0
 
 
@@ -149,7 +138,7 @@ def test_cause_of_a_miss(cause: str, work: dict[str, int], start: float, end: fl
     r = replica()
     r.submit(request("a", 8, ttft=0.5, most=2), 0.0)
     r.submit(request("long", 40), 0.0)
-    events = step(r, work, start, end, a=Emitted(1, finish="length"))
+    events = run_step(r, work, start, end, a=Emitted(1, finish="length"))
     verdict = next(e for e in events if isinstance(e, Finished)).verdict
     assert (verdict.met, verdict.cause) == (False, cause)
 
@@ -170,8 +159,8 @@ def test_a_miss_that_would_be_one_alone_is_infeasible_however_long_it_waited(
 ) -> None:
     r = replica()
     r.submit(request("a", 8, **slo, most=2), 0.0)
-    step(r, {"a": 8}, 2.0, 2.02)
-    events = step(r, {"a": 1}, 2.02, 2.04, a=Emitted(1, finish="length"))
+    run_step(r, {"a": 8}, 2.0, 2.02)
+    events = run_step(r, {"a": 1}, 2.02, 2.04, a=Emitted(1, finish="length"))
     verdict = next(e for e in events if isinstance(e, Finished)).verdict
     assert (verdict.met, verdict.cause) == (False, cause or "queue")
 
@@ -180,8 +169,8 @@ def test_a_decode_that_others_slow_down() -> None:
     r = replica()
     for id in ("a", "b", "c", "d"):
         r.submit(request(id, 8, ttft=5.0, tpot=0.01, most=3), 0.0)
-    step(r, dict.fromkeys("abcd", 8), 0.0, 5.0)
-    events = step(r, dict.fromkeys("abcd", 1), 5.0, 5.9, a=Emitted(1, finish="stop"))
+    run_step(r, dict.fromkeys("abcd", 8), 0.0, 5.0)
+    events = run_step(r, dict.fromkeys("abcd", 1), 5.0, 5.9, a=Emitted(1, finish="stop"))
     verdict = next(e for e in events if isinstance(e, Finished)).verdict
     assert not verdict.met
     assert verdict.cause in ("prefill interference", "decode interference")
@@ -192,8 +181,8 @@ def test_prediction_comes_from_the_lengths_seen() -> None:
     r = replica(lengths=lengths)
     r.submit(request("a", 4), 0.0)
     assert r.waiting[0].predicted is None
-    step(r, {"a": 4}, 0.0, 0.1)
-    step(r, {"a": 1}, 0.1, 0.2, a=Emitted(1, finish="stop"))
+    run_step(r, {"a": 4}, 0.0, 0.1)
+    run_step(r, {"a": 1}, 0.1, 0.2, a=Emitted(1, finish="stop"))
     r.submit(request("b", 4), 0.2)
     assert r.waiting[0].predicted == 2.0
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rubato.core.request import MAX_SLO_MS, MAX_SLO_S, MIN_SLO_MS, MIN_SLO_S, SLO, Request, Sampling, Stage
 from rubato.core.slo import SLO_RULES, StageTimes, as_passed_on, judge
-from tests.doubles import request
+from tests.kit import request
 
 CASES = [
     # rule, slo, token times (arrival 0), met, margin

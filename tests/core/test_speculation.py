@@ -26,8 +26,7 @@ from rubato.replica.replica import Replica
 from rubato.simulation.simulate import simulate, simulate_events
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
-from tests import integrity
-from tests.doubles import Linear, changed, request, run_spec
+from tests.kit import Linear, changed, integrity, request, run_spec
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=200, kv_blocks=8, block_size=4)
 BOTH = frozenset({"draft", "tree"})

@@ -8,9 +8,8 @@ from rubato.core.events import Demoted, Finished, Started, Tokens, ToolCallFinis
 from rubato.core.plan import Emitted, Limits, Plan
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.simulation.simulate import simulate_events
-from tests import integrity
-from tests.core.test_replica import replica, step
-from tests.doubles import Linear, run_spec
+from tests.core.test_replica import replica
+from tests.kit import Linear, integrity, run_spec, run_step
 
 PROMISE = SLO(ttft=1.0, tpot=0.1)
 
@@ -28,8 +27,8 @@ def called(**changes: object):
     """A replica whose one request has called its tool at 0.2: 21 tokens in KV, two full blocks and a part."""
     r = replica(**changes)
     r.submit(asked(), 0.0)
-    step(r, {"a": 20}, 0.0, 0.1)
-    (told,) = step(r, {"a": 1}, 0.1, 0.2, a=Emitted(1, "x", (1,), stage_done=True))
+    run_step(r, {"a": 20}, 0.0, 0.1)
+    (told,) = run_step(r, {"a": 1}, 0.1, 0.2, a=Emitted(1, "x", (1,), stage_done=True))
     assert isinstance(told, Tokens)
     assert told.stage_done
     return r
@@ -46,9 +45,9 @@ def test_it_returns_as_one_that_waits_and_finds_its_full_blocks() -> None:
     assert r.resume("a", 5.0) == [ToolCallFinished(5.0, "a")]
     (seq,) = r.view(5.0).waiting
     assert (seq.stage, seq.cached, seq.pending, seq.due) == (1, 16, 22 + 10 - 16, 6.0)
-    assert step(r, {"a": 16}, 5.5, 5.6)[0] == Started(5.5, "a", cached=16)
+    assert run_step(r, {"a": 16}, 5.5, 5.6)[0] == Started(5.5, "a", cached=16)
     assert r.delays(r.running["a"])["queue"] >= 0.5
-    (_, end) = step(r, {"a": 1}, 5.6, 5.7, a=Emitted(1, "x", (1,), finish="stop"))
+    (_, end) = run_step(r, {"a": 1}, 5.6, 5.7, a=Emitted(1, "x", (1,), finish="stop"))
     assert isinstance(end, Finished)
     assert (end.verdict.met, end.output, r.kv.free, r.empty) == (True, 4, 8, True)
 
@@ -56,7 +55,7 @@ def test_it_returns_as_one_that_waits_and_finds_its_full_blocks() -> None:
 def test_others_that_need_the_memory_get_it() -> None:
     r = called()
     r.submit(another(63), 0.3)
-    step(r, {"b": 63}, 0.3, 0.4)
+    run_step(r, {"b": 63}, 0.3, 0.4)
     r.resume("a", 0.5)
     (seq,) = r.view(0.5).waiting
     assert (seq.cached, seq.pending) == (0, 32)
@@ -65,7 +64,7 @@ def test_others_that_need_the_memory_get_it() -> None:
 def test_of_what_others_took_the_beginning_is_what_is_left() -> None:
     r = called()
     r.submit(another(55), 0.3)
-    step(r, {"b": 55}, 0.3, 0.4)  # 7 of 8 blocks: the six that hold nothing first, then one of two
+    run_step(r, {"b": 55}, 0.3, 0.4)  # 7 of 8 blocks: the six that hold nothing first, then one of two
     r.resume("a", 0.5)
     assert r.view(0.5).waiting[0].cached == 8
 
@@ -76,9 +75,9 @@ def test_ids_that_are_known_only_in_part_still_find_all(prefix_cache: bool) -> N
     r = replica(prefix_cache=prefix_cache)
     stages = (Stage(20, PROMISE, "</call>", tuple(range(20))), Stage(10, PROMISE, tool=True))
     r.submit(Request("a", stages, 0.0, sampling=Sampling(max_tokens=20)), 0.0)
-    step(r, {"a": 20}, 0.0, 0.1, a=Emitted(1))
+    run_step(r, {"a": 20}, 0.0, 0.1, a=Emitted(1))
     for i in range(5):
-        step(r, {"a": 1}, 0.1 + 0.1 * i, 0.2 + 0.1 * i, a=Emitted(1, stage_done=i == 4))
+        run_step(r, {"a": 1}, 0.1 + 0.1 * i, 0.2 + 0.1 * i, a=Emitted(1, stage_done=i == 4))
     r.resume("a", 1.0)
     assert r.view(1.0).waiting[0].cached == 24
     r.submit(replace(another(20), stages=(Stage(20, PROMISE, "eos", tuple(range(20))),)), 1.0)

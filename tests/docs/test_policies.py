@@ -16,7 +16,7 @@ from rubato.core.interfaces import Dispatch
 from rubato.core.plan import Plan
 from rubato.engines.simulated import Engine
 from tests.docs.pages import PAGES, commands, fenced
-from tests.doubles import Seq, request, shown, view
+from tests.kit import Seq, request, shown, view
 from tests.policies import test_properties as properties
 
 PAGE = "policies.md"
@@ -74,10 +74,7 @@ def test_it_works_wherever_a_policy_is_named(example: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "holds",
     [
-        properties.test_every_request_ends_once_and_is_served_or_refused,
-        properties.test_work_is_bounded,
-        properties.test_same_seed_same_events,
-        properties.test_a_policy_does_not_change_what_it_sees,
+        properties.test_a_run_serves_or_refuses_each_request_once_in_bounded_steps_and_is_the_same_again,
         properties.test_rebuildable_mid_run,
         properties.test_no_starvation_under_a_steady_stream_of_tighter_requests,
     ],

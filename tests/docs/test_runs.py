@@ -18,7 +18,7 @@ from rubato.core.plan import Limits
 from rubato.simulation.simulate import simulate_events
 from rubato.workloads import read
 from tests.docs.pages import PAGES, ROOT, blocks, commands, fenced
-from tests.doubles import Linear, run_spec
+from tests.kit import Linear, run_spec
 from tests.processes.conftest import Server, servers
 
 # Added at the end, where the last word counts. A workload of less, one seed, cells one by one.

@@ -119,9 +119,9 @@ def test_three_prompts_together_in_random_chunks(reference: Any, real: Driver, p
     """One of each kind."""
     some = prompts[3::7]  # 0 to 6 are chats, 7 to 13 code
     assert len(some) == 3
-    ids = submit(real, some, "few")
+    ids = submit(real, some, "few", new=8)
     run_mixed(real, random.Random(5), preempt=0.1)
-    assert [real.ids[id] for id in ids] == generate(reference, some, NEW)
+    assert [real.ids[id] for id in ids] == generate(reference, some, 8)
 
 
 @pytest.mark.full  # with what is expected of all of them, a minute

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import integrity
+from tests.kit import integrity
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

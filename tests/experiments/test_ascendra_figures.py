@@ -11,7 +11,7 @@ from rubato import policies
 from rubato.core.request import SATURATED
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.replica.plan_check import check, spelled_out
-from tests.doubles import Seq, request, view
+from tests.kit import Seq, request, view
 
 
 @pytest.mark.parametrize("of", ["prefill_first", "sarathi", "edf"])

@@ -19,7 +19,7 @@ from rubato.simulation.simulate import simulate, simulate_events
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import chat, code
-from tests.doubles import run_spec
+from tests.kit import run_spec
 
 LIMITS = Limits(64, 2048, 4096, 4096, 16)
 TRUE = affine.Model(k=(1e-5, 4e-4), b=(0.02, 0.005), a=1e-6, d=2e-8, e=1e-7, host_per_seq=2e-4)

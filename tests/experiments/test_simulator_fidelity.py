@@ -18,7 +18,7 @@ from rubato.measure.records import BenchResult
 from rubato.simulation.simulate import simulate
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import chat
-from tests.doubles import run_spec
+from tests.kit import run_spec
 
 
 def value(attained: float, spread: float = 0.0, e2e: float = 2.0) -> dict[str, Any]:

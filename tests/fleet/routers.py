@@ -21,8 +21,7 @@ from rubato.fleet.event_bus import Listener
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import load
 from rubato.policy_kit.fair_share import FairShare
-from tests import integrity
-from tests.doubles import Linear
+from tests.kit import Linear, integrity
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
 STEP = Linear(0.002, 0.0001)  # 2 ms and 0.1 ms a token

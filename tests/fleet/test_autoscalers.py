@@ -14,7 +14,7 @@ from rubato.core.interfaces import Scaling, View
 from rubato.core.plan import Limits, Role
 from rubato.core.request import Request
 from rubato.fleet.autoscalers import AttainmentAutoscaler, PoolAutoscaler
-from tests.doubles import Linear, Seq, request, shown, view
+from tests.kit import Linear, Seq, request, shown, view
 
 POOL, TIER, PREFILL = Role(kind="best_effort"), Role("both", "0.02", kind="tier"), Role("prefill", kind="prefill")
 PENDING, LEFT = replace(TIER, kind="pending"), replace(TIER, group="empty")

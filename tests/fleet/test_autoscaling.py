@@ -22,7 +22,7 @@ from rubato.measure.replica_seconds import ReplicaSecondsMeter
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate_events, simulate_requests
 from tests.conftest import few
-from tests.doubles import Linear, run_spec
+from tests.kit import Linear, run_spec
 from tests.policies.test_properties import Load, loads, spec_for
 
 

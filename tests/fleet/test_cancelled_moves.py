@@ -28,10 +28,9 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.policy_kit.fair_share import FairShare
-from tests import integrity
 from tests.conftest import few
-from tests.doubles import Linear, request
-from tests.fleet import test_handoff as handoff
+from tests.kit import Linear, fleets, integrity, request
+from tests.kit.fleets import cancels
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=16, block_size=8)
 LINK = KVLink(kv_bytes=100, bandwidth=100_000, latency=0.05)  # 20 tokens: 0.05 + 0.02 s
@@ -40,7 +39,7 @@ AFTER = SCALE + 1  # a rank after all that happens at an instant
 RUNAWAY = 2000  # events; the runs here have about 100
 
 
-class Breaks(handoff.Breaks):
+class Breaks(fleets.Breaks):
     """Reading KV takes time, too."""
 
     async def export_kv(self, blocks: Sequence[int], tokens: int) -> KV:
@@ -161,10 +160,6 @@ def assert_nothing_left(cluster: Cluster) -> None:
         assert (dict(replica.migrating_out), dict(replica.migrating_in), replica.seqs) == ({}, {}, {})
         host._forget_gone(replica)  # type: ignore[attr-defined]  # as before the next step
         assert host.engine._seqs == {}  # type: ignore[attr-defined]
-
-
-def cancels(id: str) -> Act:
-    return lambda cluster: cluster.cancel(id)
 
 
 def breaks(replica: str, *, dead: bool = False) -> Act:

@@ -20,7 +20,7 @@ from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import load, load_router
-from tests.doubles import Linear, request
+from tests.kit import Linear, request
 
 EDF, VLLM = (ClusterOptions(PolicyChoice(name)) for name in ("edf", "vllm"))
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)

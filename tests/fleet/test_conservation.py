@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 
 from rubato.core.events import Event, Finished, HandedOff, Tokens
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.plan import Batch, Limits, Plan, StepResult
+from rubato.core.plan import Limits, Plan
 from rubato.core.request import Request
-from rubato.engines.simulated import Engine, KVLink
-from rubato.fleet.cluster import Cluster
-from rubato.fleet.local_host import LocalHost
 from rubato.policies import load
 from rubato.policy_kit.fair_share import FairShare
 from rubato.replica.plan_check import PlanError
-from tests.doubles import request
 from tests.fleet.routers import Act, lost, moved, serve
+from tests.kit import request
+from tests.kit.fleets import LINK, Breaks, Elsewhere, breaks, cancels, vanishes
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=200, kv_blocks=12, block_size=8, max_running=3)
 MOVES = 40  # hand-offs and recalls of a run, after which it settles
@@ -106,54 +104,6 @@ class AnyScheduler:
         )
 
 
-class Breaks(Engine):
-    """Fails its next step once `fails` is set."""
-
-    fails = False
-
-    async def execute(self, batch: Batch) -> StepResult:
-        if self.fails:
-            self.fails = False
-            raise RuntimeError("a cosmic ray")
-        return await super().execute(batch)
-
-
-class Elsewhere(LocalHost):
-    """It may be lost as a host in another process is: what it served goes elsewhere."""
-
-    def vanish(self) -> None:
-        replica = self._started_replica()
-        self._flush()  # a controller elsewhere knows what it was told
-        self._emit = lambda event: None
-        assert self._task is not None
-        self._task.cancel()
-        left = [s for s in replica.seqs.values() if not s.ended]
-        requests = [replace(s.request, progress=s.progress({}) if s.total_output or s.demoted else None) for s in left]
-        self._lose_host(self.id, RuntimeError("gone"), requests)
-
-
-def breaks(replica: int) -> Any:
-    def act(cluster: Cluster) -> None:
-        host = cluster.hosts.get(f"r{replica}")
-        if isinstance(host, LocalHost):
-            host.engine.fails = True  # type: ignore[attr-defined]
-
-    return act
-
-
-def vanishes(replica: int) -> Any:
-    def act(cluster: Cluster) -> None:
-        host = cluster.hosts.get(f"r{replica}")
-        if isinstance(host, Elsewhere):
-            host.vanish()
-
-    return act
-
-
-def cancels(id: str) -> Any:
-    return lambda cluster: cluster.cancel(id)
-
-
 def some_request(i: int, at: float, tight: bool, grouped: bool) -> Request:
     asked = request(f"q{i}", 20 if grouped else 5 + 3 * i, ttft=0.05 if tight else None, arrival=at, most=10)
     return replace(asked, tenant="ab"[i % 2], group=f"g{i // 3}" if grouped else "")
@@ -161,7 +111,6 @@ def some_request(i: int, at: float, tight: bool, grouped: bool) -> Request:
 
 TIMES = st.sampled_from([0.0, 0.001, 0.004, 0.0041, 0.02, 0.1])
 REPLICAS = st.integers(0, 2)
-LINK = KVLink(kv_bytes=8, bandwidth=1e4, latency=0.002)
 
 
 @given(

@@ -21,7 +21,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.policies import describe, load
 from rubato.policy_kit.fair_share import FairShare
 from rubato.simulation.simulate import simulate_events
-from tests.doubles import Linear, request, run_spec, view
+from tests.kit import Linear, request, run_spec, view
 
 SCHEDULERS = sorted(
     {name for name, kind, *_ in describe() if kind == "scheduler" and not load(name).needs & {"draft", "handoff"}}
@@ -72,9 +72,7 @@ def attained(
 
 
 # the others run in `make test-full`
-EACH = [
-    policy if policy in ("edf", "slos_serve", "vllm") else pytest.param(policy, marks=FULL) for policy in SCHEDULERS
-]
+EACH = [policy if policy in ("edf", "vllm") else pytest.param(policy, marks=FULL) for policy in SCHEDULERS]
 
 
 @pytest.mark.parametrize("policy", EACH)

@@ -13,9 +13,9 @@ from rubato.core.plan import Limits
 from rubato.fleet.cluster import Cluster
 from rubato.policies import router_for
 from rubato.policy_kit.fair_share import FairShare
-from tests.doubles import request
 from tests.fleet.routers import ends, serve
-from tests.fleet.test_conservation import Elsewhere, cancels, vanishes
+from tests.kit import request
+from tests.kit.fleets import Elsewhere, cancels, vanishes
 
 LIMITS = Limits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096, kv_blocks=16384, block_size=16)
 

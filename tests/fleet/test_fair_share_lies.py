@@ -22,7 +22,7 @@ from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency.affine import Model
 from rubato.policy_kit.fair_share import FairShare
-from tests.doubles import Linear, request, view
+from tests.kit import Linear, request, view
 
 LIMITS = Limits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096, kv_blocks=16384, block_size=16)
 SECONDS = 10.0

@@ -14,9 +14,9 @@ from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.event_log import decode, encode, without_content
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Started, Stepped, Tokens, Transferred
 from rubato.core.interfaces import SeqView
-from rubato.core.plan import Batch, Emitted, Limits, Plan, StepResult, Work
+from rubato.core.plan import Emitted, Limits, Plan, StepResult, Work
 from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
-from rubato.engines.simulated import Engine, KVLink
+from rubato.engines.simulated import KVLink
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
@@ -25,8 +25,8 @@ from rubato.replica import handoff
 from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
 from rubato.simulation.simulate import simulate_events
-from tests import integrity
-from tests.doubles import Linear, request, run_spec
+from tests.kit import Linear, integrity, request, run_spec, run_step
+from tests.kit.fleets import Breaks
 from tests.policies.test_properties import Load, loads, run
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=25, block_size=8)
@@ -41,21 +41,11 @@ def replica(**changes: object) -> Replica:
     return Replica("r0", replace(LIMITS, **changes), Linear(), supports=supports)  # type: ignore[arg-type]
 
 
-def step(r: Replica, plan: Plan, at: float, until: float) -> list[Event]:
-    batch, events = r.apply(plan, at, "test")
-    if not batch.entries:
-        return events
-    emitted = {e.seq: Emitted(1, "x", (7,)) for e in batch.entries if e.sample}
-    events += r.commit(batch, StepResult(emitted, until - at), until)
-    integrity.check(r)
-    return events
-
-
 def test_kv_stays_until_it_has_left() -> None:
     r = replica()
     r.submit(request("a", 20, ttft=1.0), 0.0)
-    step(r, Plan((Work("a", 20),)), 0.0, 0.1)
-    (event,) = step(r, Plan(handoff={"a": "prefilled"}), 0.1, 0.1)
+    run_step(r, Plan((Work("a", 20),)), 0.0, 0.1)
+    (event,) = run_step(r, Plan(handoff={"a": "prefilled"}), 0.1, 0.1)
     assert isinstance(event, HandedOff)
     assert event.request.handoff == Handoff("r0", "prefilled", 0.1, cached=20)
     assert event.request.progress == Progress((0.0,), ((0.1,),), (7,))
@@ -87,7 +77,7 @@ def test_kv_is_held_before_it_comes() -> None:
     (seq,) = r.view(0.6).running
     assert (seq.pending, seq.cached, seq.length, seq.output, seq.first_token_at) == (1, 20, 21, 1, 0.1)
     assert r.delays(r.running["a"]) == {"queue": 0.05, "transfer": pytest.approx(0.5)}
-    assert step(r, Plan((Work("a", 1),)), 0.6, 0.7) == [Tokens(0.7, "a", 1, "x", (7,))]
+    assert run_step(r, Plan((Work("a", 1),)), 0.6, 0.7) == [Tokens(0.7, "a", 1, "x", (7,))]
 
 
 def test_what_could_never_run_is_refused_also_when_it_brings_its_kv() -> None:
@@ -105,14 +95,14 @@ def test_one_that_waits_goes_without_kv_and_leaves_its_group() -> None:
     for id in ("a", "b"):
         asked = Request(id, (Stage(20, SLO(ttft=1.0), token_ids=ids),), 0.0, group="g", sampling=Sampling(10))
         r.submit(asked, 0.0)
-    (event,) = step(r, Plan(handoff={"a": "declined"}), 0.5, 0.5)
+    (event,) = run_step(r, Plan(handoff={"a": "declined"}), 0.5, 0.5)
     assert isinstance(event, HandedOff)
     assert event.request.handoff == Handoff("r0", "declined", 0.5)
     assert event.request.group == ""
     assert event.request.progress == Progress((0.0,), ((),), delays={"queue": 0.5})
     assert [s.id for s in r.view(0.5).waiting] == ["b"]  # no longer held behind the first
     r.submit(event.request, 0.6)
-    (again,) = step(r, Plan(handoff={"a": "offloaded"}), 0.6, 0.6)
+    (again,) = run_step(r, Plan(handoff={"a": "offloaded"}), 0.6, 0.6)
     assert isinstance(again, HandedOff)
     assert again.request.handoff == Handoff("r0", "offloaded", 0.6, hops=2)
 
@@ -130,13 +120,13 @@ def test_slots_of_what_moves_are_taken() -> None:
     r = replica(max_running=2)
     for id in "abc":
         r.submit(request(id, 8), 0.0)
-    step(r, Plan((Work("a", 8), Work("b", 8))), 0.0, 0.1)
-    step(r, Plan(handoff={"a": "prefilled"}), 0.1, 0.1)
+    run_step(r, Plan((Work("a", 8), Work("b", 8))), 0.0, 0.1)
+    run_step(r, Plan(handoff={"a": "prefilled"}), 0.1, 0.1)
     with pytest.raises(PlanError, match="1 started beside 1 that run on, the engine holds 1 at once"):
         r.apply(Plan((Work("c", 8),)), 0.1, "test")
     assert handoff.reserve(r, replace(request("d"), handoff=Handoff("r9", "prefilled", 0.1, 8)), 0.1) is None
     handoff.release(r, "a")
-    step(r, Plan((Work("c", 8),)), 0.1, 0.2)
+    run_step(r, Plan((Work("c", 8),)), 0.1, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +160,7 @@ def test_impossible_hand_offs(plan: Plan, supports: set[str], says: str) -> None
     r = Replica("r0", replace(LIMITS, max_running=1), Linear(), supports=frozenset(supports))
     for id in "aw":
         r.submit(request(id, 20), 0.0)
-    step(r, Plan((Work("a", 8),)), 0.0, 0.1)
+    run_step(r, Plan((Work("a", 8),)), 0.0, 0.1)
     with pytest.raises(PlanError, match=says):
         r.apply(plan, 0.1, "test")
 
@@ -180,9 +170,9 @@ def test_one_that_runs_leaves_without_kv_in_the_plan_that_reuses_its_memory() ->
     r = Replica("r0", replace(LIMITS, kv_blocks=3, max_running=1), Linear(), supports=frozenset({"handoff"}))
     for id in "ab":
         r.submit(request(id, 16, most=8), 0.0)
-    step(r, Plan((Work("a", 16),)), 0.0, 0.1)
+    run_step(r, Plan((Work("a", 16),)), 0.0, 0.1)
     leaves = Plan((Work("b", 16),), handoff={"a": "offloaded"}, without_kv=frozenset("a"))
-    events = step(r, leaves, 0.1, 0.2)
+    events = run_step(r, leaves, 0.1, 0.2)
     (left,) = [e for e in events if isinstance(e, HandedOff)]
     assert left.request.handoff == Handoff("r0", "offloaded", 0.1)
     assert left.request.progress == Progress((0.0,), ((0.1,),), (7,))
@@ -200,8 +190,8 @@ def test_what_is_recalled_is_what_was_there_then() -> None:
     for id in ("first", "second"):
         asked = Request(id, (Stage(20, SLO(ttft=1.0), token_ids=ids),), 0.0, group="g", sampling=Sampling(10))
         r.submit(asked, 0.0)
-    step(r, Plan((Work("runs", 8), Work("back", 8))), 0.0, 0.1)
-    step(r, Plan((Work("runs", 1),), preempt=("back",)), 0.1, 0.2)
+    run_step(r, Plan((Work("runs", 8), Work("back", 8))), 0.0, 0.1)
+    run_step(r, Plan((Work("runs", 1),), preempt=("back",)), 0.1, 0.2)
     batch, _ = r.apply(Plan((Work("runs", 1),)), 0.2, "test")
     assert handoff.recall(r, "waiting")
     r.submit(request("later", 8), 0.25)
@@ -217,23 +207,6 @@ def test_what_is_recalled_is_what_was_there_then() -> None:
 
 
 # --------------------------------------------------------------------------- between the replicas of a cluster
-
-
-class Breaks(Engine):
-    """Fails its next step once `fails` is set; `dead`: and cannot begin afresh."""
-
-    fails = dead = False
-
-    async def start(self) -> None:
-        if self.dead:
-            raise RuntimeError("the device fell off")
-        await super().start()
-
-    async def execute(self, batch: Batch) -> StepResult:
-        if self.fails:
-            self.fails = False
-            raise RuntimeError("a cosmic ray")
-        return await super().execute(batch)
 
 
 Act = Callable[[Cluster, Sequence[Breaks]], None]

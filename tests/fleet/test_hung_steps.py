@@ -13,8 +13,8 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.local_host import CLOSE_S, MAX_STEP_SLOWDOWN
-from tests.doubles import Linear, request
 from tests.fleet.test_silence import stop_everything
+from tests.kit import Linear, request
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=256, max_model_len=256, kv_blocks=64, block_size=16)
 STEP, TIMEOUT = 0.1, 30.0

@@ -18,8 +18,7 @@ from rubato.engines.simulated import Engine, KVLink
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from tests import integrity
-from tests.doubles import Linear, request
+from tests.kit import Linear, integrity, request
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
 

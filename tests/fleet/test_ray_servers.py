@@ -35,8 +35,8 @@ from rubato.fleet.server_actor import ServerCommand
 from rubato.fleet.server_guard import descendants
 from rubato.fleet.upstream import Headers
 from rubato.wire.link_keys import TOKEN_ENV
-from tests.doubles import request
 from tests.fleet.test_server_fleet import MemoryTrip
+from tests.kit import request
 from tests.processes.conftest import servers as processes_of_ours
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.remote_view import RemoteReplica
 from rubato.wire.replica_report import KVUsage, ReplicaReport, shift_event, shift_report, shift_request
-from tests.doubles import Linear, request
+from tests.kit import Linear, request
 from tests.policies.test_properties import Load, instant, loads, spec_for
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)

@@ -22,8 +22,8 @@ from rubato.fleet.local_host import LocalHost
 from rubato.policies import load
 from rubato.policies.vllm import Scheduler
 from rubato.policy_kit.fair_share import FairShare
-from tests.doubles import request
 from tests.fleet.routers import CLOCKS, LIMITS, ends, moved, out, places, serve, started
+from tests.kit import request
 
 each_clock = pytest.mark.parametrize("clock", CLOCKS)
 

@@ -190,7 +190,7 @@ def decisions(events: list[Event]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("policy", "router"), [("edf", "least_loaded"), ("polyserve", "auto"), ("slos_serve", "auto"), ("ascendra", "auto")]
 )
-@pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(60.0, marks=pytest.mark.full)])
 def test_servers_with_the_link_are_routed_to_as_replicas_here_are(policy: str, router: str, seconds: float) -> None:
     """Above what two replicas can serve in time: requests are recalled, offloaded and demoted."""
     requests = offered(1, 200.0, seconds)

@@ -21,7 +21,7 @@ from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.ray_host import CLOSE_S, MAX_SILENCE_S, RayHost, ray_cluster
 from rubato.wire.messages import HEARTBEAT_S
-from tests.doubles import Linear, request
+from tests.kit import Linear, request
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=500, kv_blocks=400, block_size=16)
 OUTPUT = 400  # tokens; about 1.7 s

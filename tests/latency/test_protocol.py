@@ -18,7 +18,7 @@ from rubato.latency.model_wrapper import ModelWrapper
 from rubato.latency.with_drafter import WithDrafter
 from rubato.planning.fleet_size_model import Faster
 from rubato.simulation.run_spec import Fixed
-from tests.doubles import Linear
+from tests.kit import Linear
 from tests.latency.every import Entries, batch, entries, models
 
 pytestmark = pytest.mark.filterwarnings("ignore:a batch of .* is outside the measured table")

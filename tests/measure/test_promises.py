@@ -18,7 +18,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, OfferedStage, Workload, scenarios
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
-from tests.doubles import Linear, view
+from tests.kit import Linear, view
 
 TIERS = {"chat": SLO(ttft=1.0, tpot=0.1), "code": SLO(e2e=2.0), "batch": SLO()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rubato.core.events import Event, Finished, HandedOff, Joined, Left, Lost, Offered, Placed, Verdict
 from rubato.measure.replica_seconds import ReplicaSeconds, ReplicaSecondsMeter
-from tests.doubles import request
+from tests.kit import request
 
 
 def offered(at: float, id: str, tier: str) -> Offered:

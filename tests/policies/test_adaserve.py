@@ -14,7 +14,7 @@ from rubato.policies import PolicyError
 from rubato.policy_kit.draft_value import count_paying_nodes, find_fastest_nodes
 from rubato.policy_kit.paced_admission import PacedScheduler
 from rubato.policy_kit.paces import tokens_needed
-from tests.doubles import Linear, Seq, view
+from tests.kit import Linear, Seq, view
 from tests.policies.test_tables import LIMITS, decode, load, prompt
 
 FIG5 = (  # AdaServe, Fig. 5: two trees of depth 3 and width 2

@@ -16,14 +16,14 @@ from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Preempt
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Limits, Plan, Role
 from rubato.core.request import SATURATED, SLO, Handoff, Request, Sampling, Stage
-from rubato.fleet.local_host import LocalHost
 from rubato.policies import PolicyError
 from rubato.policies.ascendra import HP, LP, Router, Scheduler, deadline
 from rubato.replica.plan_check import check, spelled_out
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import Linear, Seq, request, run_spec, shown, view
 from tests.fleet.routers import moved, places, serve
+from tests.kit import Linear, Seq, request, run_spec, shown, view
+from tests.kit.fleets import Elsewhere, vanishes
 from tests.policies.test_properties import Load, loads, run
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=500, kv_blocks=40, block_size=10)
@@ -48,8 +48,8 @@ def seen(
     kind: str, waiting: Sequence[Seq] = (), running: Sequence[Seq] = (), *, now: float = 0.0, kv_free: int = 40,
     latency: Linear = STEP, limits: Limits = LIMITS,
 ) -> View:  # fmt: skip
-    shown = view(waiting, running, now=now, kv_free=kv_free, kv_total=40, limits=limits, latency=latency)
-    return replace(shown, role=Role(kind=kind, group="g0"), supports=Scheduler.needs)
+    return view(waiting, running, now=now, kv_free=kv_free, kv_total=40, limits=limits, latency=latency,
+                role=Role(kind=kind, group="g0"), supports=Scheduler.needs)  # fmt: skip
 
 
 def planned(view: View, **settings: Any) -> Plan:
@@ -394,7 +394,7 @@ def test_wrong_settings_are_named(settings: dict[str, object], says: str) -> Non
 
 def fleet(*kinds: str, group: str = "g0", first: int = 0) -> list[View]:
     """Idle replicas r0, r1, ..."""
-    return [replace(view(), id=f"r{first + i}", role=Role(kind=kind, group=group)) for i, kind in enumerate(kinds)]
+    return [view(id=f"r{first + i}", role=Role(kind=kind, group=group)) for i, kind in enumerate(kinds)]
 
 
 def placed(router: Router, views: Sequence[View], *requests: Request) -> list[str]:
@@ -519,27 +519,13 @@ def test_groups_in_turn_and_what_is_left_of_one_serves_on() -> None:
 # --------------------------------------------------------------------------- together
 
 
-class Lossy(LocalHost):
-    """It may be lost, as a host in another process is."""
-
-    def vanish(self) -> None:
-        replica = self._started_replica()
-        self._flush()
-        self._emit = lambda event: None
-        assert self._task is not None
-        self._task.cancel()
-        left = [s for s in replica.seqs.values() if not s.ended]
-        requests = [replace(s.request, progress=s.progress({}) if s.total_output else None) for s in left]
-        self._lose_host(self.id, RuntimeError("gone"), requests)
-
-
 @pytest.mark.parametrize("gone", [(0,), (2,), (0, 1), (2, 0), (1, 2)])
 def test_lost_replicas_break_nothing(gone: tuple[int, ...]) -> None:
     requests = [request(f"q{i}", 20 + i, ttft=0.02, arrival=0.001 * i, most=20) for i in range(40)]
-    acts = [(0.01 + 0.01 * n, lambda cluster, i=i: cluster.hosts[f"r{i}"].vanish()) for n, i in enumerate(gone)]
+    acts = [(0.01 + 0.01 * n, vanishes(i)) for n, i in enumerate(gone)]
     events = serve(
         "simulated", policies.load_router("ascendra"), requests, scheduler=lambda: policies.load("ascendra"),
-        acts=acts, replicas=3, host=Lossy,
+        acts=acts, replicas=3, host=Elsewhere,
     )  # fmt: skip
     assert {e.outcome for e in events if isinstance(e, Finished)} == {"completed"}
 

@@ -10,7 +10,7 @@ import pytest
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits
 from rubato.policies import PolicyError, load_router
-from tests.doubles import Linear, Seq, request, shown
+from tests.kit import Linear, Seq, request, shown
 from tests.policies.test_tables import LIMITS, decode, fleet, load, moved, prompt, seen, work
 
 

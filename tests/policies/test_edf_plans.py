@@ -22,7 +22,7 @@ from rubato.replica.plan_check import spelled_out
 from rubato.simulation.run_spec import RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
 from tests.conftest import PROFILE
-from tests.doubles import Linear, Seq, view
+from tests.kit import Linear, Seq, view
 from tests.policies import edf_reference
 from tests.policies.test_properties import Load, loads, run
 
@@ -173,7 +173,7 @@ def in_a_run(monkeypatch: pytest.MonkeyPatch) -> list[Both]:
     return made
 
 
-@settings(max_examples=40 if PROFILE == "ci" else 1000)
+@settings(max_examples=20 if PROFILE == "ci" else 1000)
 @given(load=loads())
 def test_runs_on_a_replica_are_those_of_the_reference(load: Load) -> None:
     """KV barely above the largest request, prefixes shared, tools, stages, slots (`loads`)."""

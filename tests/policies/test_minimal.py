@@ -15,7 +15,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.policies import minimal
 from rubato.simulation.simulate import simulate_events, simulate_requests
 from tests.conftest import few
-from tests.doubles import Linear, Seq, request, run_spec, shown
+from tests.kit import Linear, Seq, request, run_spec, shown
 
 LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=80, max_model_len=400, kv_blocks=200, block_size=16)
 

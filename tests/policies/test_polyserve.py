@@ -22,7 +22,7 @@ from rubato.policy_kit.prefill_queue import QueuedPrompt, prefill_chunks
 from rubato.policy_kit.step_table import StepTable
 from rubato.policy_kit.tier_fleet import PREFILL_GROUP
 from rubato.simulation.simulate import simulate_events
-from tests.doubles import Linear, Seq, request, run_spec
+from tests.kit import Linear, Seq, request, run_spec
 from tests.policies.test_properties import Load, few, loads, run
 from tests.simulation.test_equal import same
 

@@ -29,7 +29,7 @@ from rubato.policy_kit.prefix_index import PrefixIndex
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import Linear, Seq, changed, request, run_spec, shown, view
+from tests.kit import Linear, Seq, changed, request, run_spec, shown, view
 from tests.policies.test_properties import LONE, Load, loads, shared
 from tests.policies.test_properties import run as run_load
 from tests.policies.test_tables import decode, prompt
@@ -45,7 +45,7 @@ def asks(id: str, ids: tuple[int, ...] = PREFIX, slo: SLO = BEST_EFFORT, **more:
 
 
 def replica(id: str, waiting: Sequence[Seq] = (), running: Sequence[Seq] = (), **more: Any) -> View:
-    return replace(view(waiting, running), id=id, **more)
+    return view(waiting, running, id=id, **more)
 
 
 class Told:
@@ -453,7 +453,7 @@ def test_a_new_index_serves_as_well(load: Load, every: int) -> None:
 # --------------------------------------------------------------------------- simulated
 
 
-def talks(seed: int, users: int = 24, seconds: float = 40.0) -> list[Request]:
+def talks(seed: int, users: int = 24, seconds: float = 20.0) -> list[Request]:
     """Prompts that begin with one of so many system prompts of 1024 tokens."""
     rng = np.random.default_rng(seed)
     at = np.sort(rng.uniform(0.0, seconds, size=int(12 * seconds)))

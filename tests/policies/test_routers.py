@@ -11,7 +11,7 @@ from rubato.core.events import Placed
 from rubato.core.interfaces import Router, View
 from rubato.core.request import Request, Stage
 from rubato.policies import PolicyError, load_router
-from tests.doubles import Seq, request, shown, view
+from tests.kit import Seq, request, shown, view
 from tests.policies.test_tables import decode, fleet, prompt
 
 

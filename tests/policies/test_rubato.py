@@ -22,7 +22,7 @@ from rubato.policy_kit.kv_survival import MIN_FINISHED_REQUESTS, KVSurvival, Out
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import Seq, run_spec, view
+from tests.kit import Seq, run_spec, view
 from tests.policies.slos_serve.test_guarantee import promised
 from tests.policies.test_adaserve import CHAIN, Drafting, drafted
 from tests.policies.test_adaserve import seen as drafting_view

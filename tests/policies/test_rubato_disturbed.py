@@ -25,7 +25,7 @@ from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware
 from rubato.simulation.simulate import simulate
 from rubato.workloads import scenarios
 from rubato.workloads.generate import make
-from tests.doubles import Linear, Seq, request, view
+from tests.kit import Linear, Seq, request, view
 from tests.policies.test_tables import decode, load, prompt, seen, work
 
 # Decodes take most of a step, as on two cores: 40 of them 45 ms, of which 20 ms are the same for one.

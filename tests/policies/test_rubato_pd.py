@@ -25,10 +25,10 @@ from rubato.policy_kit.step_table import StepTable
 from rubato.policy_kit.tier_fleet import PREFILL_GROUP
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import Linear, Seq, request, run_spec, shown
 from tests.fleet.routers import serve
 from tests.fleet.test_conservation import LIMITS as SMALL
-from tests.fleet.test_conservation import LINK, Breaks, Elsewhere, breaks, cancels, vanishes
+from tests.kit import Linear, Seq, request, run_spec, shown, view
+from tests.kit.fleets import LINK, Breaks, Disturbances, Elsewhere, disturbances
 from tests.policies.test_properties import Load, loads, run
 
 TIERS = (0.005, 0.02, 0.1)
@@ -41,9 +41,6 @@ def test_every_request_ends(load: Load, replicas: int, mode: bool) -> None:
     router, settings = ("rubato", {"mode": "pd"}) if mode else ("rubato_pd", {"tiers": list(TIERS)})
     events = run(load, "rubato", replicas=replicas, router=router, router_settings=settings)
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
-
-
-TIMES = st.sampled_from([0.0, 0.001, 0.02, 0.1, 0.3])
 
 
 class Strict(Router):
@@ -61,24 +58,19 @@ class Strict(Router):
 @few
 @given(
     slos=st.lists(st.sampled_from([SLO(), SLO(0.5, 0.1), SLO(0.05, 0.02), SLO(tpot=0.05), SLO(e2e=1.0)]), min_size=1),
-    gone=st.lists(st.tuples(TIMES, st.integers(0, 2)), max_size=2),
-    broken=st.lists(st.tuples(TIMES, st.integers(0, 2)), max_size=2),
-    cancelled=st.lists(st.tuples(TIMES, st.integers(0, 11)), max_size=3),
+    disturbed=disturbances(),
 )
-def test_every_request_ends_where_replicas_are_lost(
-    slos: list[SLO], gone: list[tuple[float, int]], broken: list[tuple[float, int]], cancelled: list[tuple[float, int]]
-) -> None:  # fmt: skip
+def test_every_request_ends_where_replicas_are_lost(slos: list[SLO], disturbed: Disturbances) -> None:
     """`serve` checks that each ends once, and that no KV is left. With one replica left, KV that only this one holds
     finds no other, and is refused in the end."""
     requests = [Request(f"q{i}", (Stage(8 + 4 * i, slo),), 0.01 * i) for i, slo in enumerate(slos[:12])]
     requests = [replace(r, sampling=replace(r.sampling, max_tokens=10)) for r in requests]
-    acts: Any = [(at, vanishes(i)) for at, i in gone] + [(at, breaks(i)) for at, i in broken]
     router = Strict(tiers=TIERS)
     events = serve(
         "simulated", router, requests, replicas=3, scheduler=Scheduler, limits=SMALL, host=Elsewhere, engine=Breaks,
-        link=LINK, acts=[*acts, *((at, cancels(f"q{i}")) for at, i in cancelled)],
+        link=LINK, acts=disturbed.acts,
     )  # fmt: skip
-    if not (gone or broken or cancelled):
+    if not any(disturbed):
         assert {e.outcome for e in events if isinstance(e, Finished)} == {"completed"}
     assert not any((router._queue, router._parked, router._slots, router._prefills, router._moving))
     for replica in router._replicas.values():
@@ -93,8 +85,8 @@ STEP = Linear(0.002, 0.0001)  # 2 ms and 0.1 ms a token
 
 
 def replica(id: str, **changes: Any) -> View:
-    made = View(id, 0.0, [], [], 500, 500, LIMITS, STEP, supports=frozenset({"kv_transfer", "recall"}))
-    return replace(made, **changes)
+    own = {"latency": STEP, "limits": LIMITS, "supports": frozenset({"kv_transfer", "recall"}), **changes}
+    return view(id=id, kv_free=500, kv_total=500, **own)
 
 
 def fleet(count: int, **changes: Any) -> list[View]:

@@ -22,10 +22,10 @@ from rubato.policies.rubato import Router, Scheduler, router
 from rubato.policies.rubato.division import Recent, divide_by_tpot, gain_of_prompts
 from rubato.policies.rubato.router import MIN_GAIN, RECENT_REQUESTS, STEP_TIMES
 from tests.conftest import few
-from tests.doubles import Linear, Seq, request, shown
 from tests.fleet.routers import serve
 from tests.fleet.test_conservation import LIMITS as SMALL
-from tests.fleet.test_conservation import LINK, Breaks, Elsewhere, breaks, cancels, vanishes
+from tests.kit import Linear, Seq, idle_fleet, request, shown
+from tests.kit.fleets import LINK, Breaks, Disturbances, Elsewhere, disturbances
 from tests.policies.test_properties import Load, loads, run
 
 MODES = st.sampled_from(["co", "auto"])
@@ -39,9 +39,6 @@ def test_every_request_ends(load: Load, mode: str, replicas: int) -> None:
     with mock.patch.multiple(router, **SOONER):
         events = run(load, "rubato", replicas=replicas, router_settings={"mode": mode})
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
-
-
-TIMES = st.sampled_from([0.0, 0.001, 0.02, 0.1, 0.3])
 
 
 class Strict(Router):
@@ -67,25 +64,19 @@ class Strict(Router):
         st.sampled_from([SLO(), SLO(0.5, 0.1), SLO(0.05, 0.02), SLO(0.3, 0.02), SLO(tpot=0.05), SLO(e2e=1.0)]),
         min_size=1,
     ),
-    gone=st.lists(st.tuples(TIMES, st.integers(0, 2)), max_size=2),
-    broken=st.lists(st.tuples(TIMES, st.integers(0, 2)), max_size=2),
-    cancelled=st.lists(st.tuples(TIMES, st.integers(0, 11)), max_size=3),
+    disturbed=disturbances(),
 )
-def test_every_request_ends_where_replicas_are_lost(
-    mode: str, slos: list[SLO], gone: list[tuple[float, int]], broken: list[tuple[float, int]],
-    cancelled: list[tuple[float, int]],
-) -> None:  # fmt: skip
+def test_every_request_ends_where_replicas_are_lost(mode: str, slos: list[SLO], disturbed: Disturbances) -> None:
     """Each is at one replica at a time: between two placements it was lost there. `serve` checks that each ends
     once."""
     requests = [Request(f"q{i}", (Stage(8 + 4 * i, slo),), 0.01 * i) for i, slo in enumerate(slos[:12])]
     requests = [replace(r, sampling=replace(r.sampling, max_tokens=10)) for r in requests]
-    acts: Any = [(at, vanishes(i)) for at, i in gone] + [(at, breaks(i)) for at, i in broken]
     with mock.patch.multiple(router, **SOONER):
         events = serve(
             "simulated", Strict(mode=mode), requests, replicas=3, scheduler=Scheduler, limits=SMALL, host=Elsewhere,
-            engine=Breaks, link=LINK, acts=[*acts, *((at, cancels(f"q{i}")) for at, i in cancelled)],
+            engine=Breaks, link=LINK, acts=disturbed.acts,
         )  # fmt: skip
-    if not (gone or broken or cancelled):
+    if not any(disturbed):
         assert {e.outcome for e in events if isinstance(e, Finished)} == {"completed"}
         placed = Counter(e.id for e in events if isinstance(e, Placed))
         assert placed == Counter(r.id for r in requests)
@@ -98,8 +89,8 @@ STEP = Linear(0.002, 0.0001)  # 2 ms and 0.1 ms a token
 
 
 def fleet(count: int, **changes: Any) -> list[View]:
-    kept = {"supports": STEP_TIMES, **changes}
-    return [replace(View(f"r{i}", 0.0, [], [], 500, 500, LIMITS, STEP), **kept) for i in range(count)]
+    own = {"supports": STEP_TIMES, "latency": STEP, **changes}
+    return idle_fleet(count, kv_free=500, kv_total=500, limits=LIMITS, **own)
 
 
 def asked(id: str, tpot: float | None, **more: Any) -> Request:

@@ -22,9 +22,9 @@ from rubato.policies.sa import DISPATCHES, MappedRequest, Predictions, Router, o
 from rubato.policy_kit.annealing import Annealing, Predicted, anneal, annealed, evaluated
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import Linear, run_spec
 from tests.fleet.routers import Act, ends, serve
-from tests.fleet.test_conservation import Elsewhere
+from tests.kit import Linear, run_spec
+from tests.kit.fleets import Elsewhere
 
 
 def predicted(seconds: Sequence[Sequence[float]], due: Sequence[float]) -> Predicted:

@@ -8,7 +8,7 @@ import pytest
 
 from rubato.core.events import Finished, Verdict
 from rubato.core.plan import Shape
-from tests.doubles import Linear
+from tests.kit import Linear
 from tests.policies.test_tables import decode, load, prompt, seen, work
 
 EAGER = {"ttft_reserve": 0.0, "inefficiency": 1.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -19,7 +20,7 @@ from rubato.policies import PolicyError, describe, load_router, names
 from rubato.policies.distserve import Router
 from rubato.policy_kit.refusals import known_output, why_infeasible
 from rubato.replica.plan_check import check, spelled_out
-from tests.doubles import Linear, Seq, request, shown, view
+from tests.kit import Linear, Seq, request, shown, view
 
 
 class SpelledOut:
@@ -53,8 +54,8 @@ def prompt(id: str, length: int, **slo: float) -> Seq:
     return Seq(request(id, length, refuse=refuse, **slo), length, due=due, demoted=demoted)  # type: ignore[arg-type]
 
 
-def seen(waiting: list[Seq], running: list[Seq], *, kv_free: int = 40, now: float = 0.0) -> View:
-    return view(waiting, running, kv_free=kv_free, kv_total=40, limits=LIMITS, latency=Linear(), now=now)
+def seen(waiting: Sequence[Seq], running: Sequence[Seq], **more: Any) -> View:
+    return view(waiting, running, **{"kv_free": 40, "kv_total": 40, "limits": LIMITS, "latency": Linear(), **more})
 
 
 def work(plan: Plan) -> dict[str, int]:
@@ -396,11 +397,7 @@ def test_priority_gives_the_starved_a_turn_and_lets_it_keep_its_kv() -> None:
 
 
 def fleet(*pending: int) -> list[View]:
-    views = []
-    for i, tokens in enumerate(pending):
-        one = seen([prompt(f"p{i}", tokens)] if tokens else [], [])
-        views.append(View(f"r{i}", 0.0, one.waiting, one.running, 40, 40, LIMITS, one.latency))
-    return views
+    return [seen([prompt(f"p{i}", n)] if n else [], [], id=f"r{i}") for i, n in enumerate(pending)]
 
 
 def test_round_robin_takes_turns() -> None:

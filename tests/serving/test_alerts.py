@@ -13,7 +13,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from rubato.serving.vllm_reports import PluginMetrics
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import Edge, edge
 from tests.serving.promql import DOCS, PLUGIN, TIERS, all_of, check, exported, labels_left, recorded, rules
 

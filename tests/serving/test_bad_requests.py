@@ -18,7 +18,7 @@ from rubato.frontdoor import slo_body
 from rubato.serving import schemas
 from rubato.serving.app import LONG_TEXT_BYTES, MAX_TOKENIZING_TEXTS, Service, create_app
 from rubato.serving.schemas import UNSUPPORTED
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import Edge, edge
 
 

@@ -20,8 +20,7 @@ from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving import board, board_pages
 from rubato.serving.board_snapshot import COLUMNS, MAX_SHOWN_REQUESTS, RequestsInFlight, replica_json, role_words
-from tests.doubles import Seq, request, shown, view
-from tests.scenario import on
+from tests.kit import Seq, on, request, shown, view
 from tests.serving.conftest import STEP, Edge, edge, key, tenant
 
 TENANTS = [tenant("a"), tenant("b"), tenant("root", admin=True)]

@@ -26,7 +26,7 @@ from rubato.core.plan import NO_BATCH
 from rubato.core.request import Cause, Handoff, Request, Sampling
 from rubato.frontdoor.history import RequestHistory
 from rubato.serving.board_counts import MAX_TIERS, OTHER_TIER, RING_S, SLICE_S, SLICES, BoardCounts
-from tests.doubles import Seq, request, view
+from tests.kit import Seq, request, view
 
 OK, LATE = None, "queue"
 

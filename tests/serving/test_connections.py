@@ -19,7 +19,7 @@ from rubato.serving.asgi_client import HEAD_TIME_KEY
 from rubato.serving.connections import Connections, ListeningSocket, connection_limit, limit_accept_error_logs
 from rubato.serving.serve import _warn_if_open_to_all
 from rubato.serving.stalled_clients import LINGER_BYTES, MAX_HEAD_BYTES, MIN_BODY_RATE, PARSED_PIECE_BYTES, stall_guard
-from tests.scenario import on
+from tests.kit import on
 
 STALL = 8.0
 HEAD = b"POST /all HTTP/1.1\r\nHost: x\r\n"

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from rubato.serving.vllm_reports import PluginMetrics
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import Edge, edge
 from tests.serving.promql import DOCS, GATEWAY, PLUGIN, TIERS, all_of, check, exported, labels_left, read
 from tests.serving.test_gateway import Fleet, gateway

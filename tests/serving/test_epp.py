@@ -33,7 +33,7 @@ from rubato.latency.affine import Model
 from rubato.serving.epp import Picker, picker_of
 from rubato.serving.epp_messages import ProtocolError
 from rubato.serving.epp_server import bind, server_of
-from tests.scenario import on
+from tests.kit import on
 from tests.stubs.vllm_server import StubCore, StubServer
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=256, block_size=16)

@@ -13,7 +13,7 @@ from rubato.core.request import NOTHING, SLO, Cause, Outcome, Stage
 from rubato.frontdoor.explanation import MAX_PHASES, cause_so_far, explain, lateness, phases
 from rubato.frontdoor.history import RequestHistory
 from rubato.frontdoor.request_record import RequestRecord
-from tests.doubles import request
+from tests.kit import request
 
 
 def record_of(*events: Event, **slo: float) -> RequestRecord:

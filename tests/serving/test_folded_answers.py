@@ -14,7 +14,7 @@ from rubato.frontdoor.body_fields import BodyFields
 from rubato.serving.gateway import _with_usage
 from rubato.wire.folded_answer import FoldedAnswer
 from rubato.wire.sse_stream import MAX_EVENT_BYTES
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import Edge, edge
 from tests.serving.test_gateway import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer

@@ -33,7 +33,7 @@ from rubato.serving.asgi_client import HEAD_TIME_KEY
 from rubato.serving.board import REFRESH_S
 from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.wire.messages import Report
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import http_scope, key, tenant
 from tests.stubs.vllm_server import FIRST_WORD_ID, STREAM_EVENTS, MemoryLink, MemoryReply, StubCore, StubServer
 

@@ -13,7 +13,7 @@ import pytest
 from rubato.core.events import Finished, Placed
 from rubato.latency.affine import Model
 from rubato.serving.model_list import named_model
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import key, tenant
 from tests.serving.test_gateway import Fleet, gateway
 from tests.stubs.vllm_server import StubServer

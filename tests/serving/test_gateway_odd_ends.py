@@ -15,7 +15,7 @@ from rubato.core.plan import Limits
 from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_probe import with_cache
 from rubato.fleet.upstream import Headers
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.test_every_response_ends import Answer, by, post
 from tests.serving.test_gateway import Fleet, gateway
 from tests.serving.test_gateway_models import READ_S, change, got, listed

@@ -13,7 +13,7 @@ from rubato.core.events import Finished
 from rubato.fleet.upstream import MAX_SILENCE_S, Headers, UnreachableError, UpstreamError
 from rubato.serving.asgi_client import WRITER_KEY
 from tests.doors.doors import call_asgi
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import http_scope, key, tenant
 from tests.serving.test_gateway import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer

@@ -9,7 +9,7 @@ import pytest
 
 from rubato.core.plan import Logprob
 from rubato.serving import logprobs
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import Edge, edge
 from tests.serving.test_response import events
 

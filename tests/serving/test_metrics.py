@@ -12,7 +12,7 @@ from rubato.core.request import SLO, Request, Stage
 from rubato.frontdoor.metrics import MAX_REASONS
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.serving.server_metrics import Metrics
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import STEP, Edge, edge, key, tenant
 
 Key = tuple[str, frozenset[tuple[str, str]]]

@@ -14,7 +14,7 @@ from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request
 from rubato.engines.simulated import Engine
 from rubato.serving.app import LONG_TEXT_BYTES
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import STEP, Edge, edge, key, tenant
 from tests.serving.test_request_history import page
 from tests.serving.test_response import events

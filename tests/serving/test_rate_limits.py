@@ -10,7 +10,7 @@ import pytest
 from rubato.core.events import Finished, Offered
 from rubato.frontdoor.rate_limits import TENANT_SATURATED, Bucket, TenantUsage
 from rubato.frontdoor.tenants import Quota
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import STEP, Edge, edge, key, tenant
 from tests.serving.test_metrics import scrape
 

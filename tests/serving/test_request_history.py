@@ -20,7 +20,7 @@ from rubato.frontdoor.request_record import MAX_STEPS
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving import logs
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import STEP, Edge, edge, key, tenant
 
 TENANTS = [tenant("a"), tenant("b"), tenant("root", admin=True)]

@@ -18,7 +18,7 @@ from rubato.core.request import SLO, Request, Sampling
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import retry_after
 from rubato.frontdoor.slo_fields import Tier, Tiers
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import STEP, Edge, edge
 
 GOLD = Tiers(

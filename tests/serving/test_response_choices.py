@@ -11,7 +11,7 @@ from rubato.core.events import Finished, Offered, Started
 from rubato.core.plan import Batch, Limits, StepResult
 from rubato.core.request import Request
 from rubato.engines.simulated import Engine
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import STEP, Edge, edge
 from tests.serving.test_response import events
 

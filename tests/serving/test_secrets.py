@@ -22,7 +22,7 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.upstream import Headers, UpstreamError, error_code
 from rubato.serving.logs import JsonFormatter, TextFormatter
 from rubato.wire.link_keys import TOKEN_ENV
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import Edge, edge, key, tenant
 from tests.serving.test_gateway import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer

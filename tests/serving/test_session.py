@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rubato.core.events import Offered
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import Edge, edge
 
 

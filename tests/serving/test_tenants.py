@@ -11,7 +11,7 @@ from rubato.core.request import SLO
 from rubato.frontdoor.slo_body import SLOBody
 from rubato.frontdoor.slo_fields import Tier, Tiers, grant
 from rubato.frontdoor.tenants import Tenants
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import Edge, edge, key, tenant
 
 FAST, SLOW = Tier("fast", SLO(1.0, 0.2)), Tier("slow", SLO(5.0, 0.5, 60.0))

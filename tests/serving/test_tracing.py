@@ -18,7 +18,7 @@ from rubato.core.request import SLO
 from rubato.fleet.cluster import Cluster
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.serving.serve import tracer_of
-from tests.scenario import on
+from tests.kit import on
 from tests.serving.conftest import Edge, edge
 from tests.serving.test_gateway import Fleet, gateway
 

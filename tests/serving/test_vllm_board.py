@@ -14,8 +14,7 @@ from rubato.frontdoor import history
 from rubato.serving.board_pages import FILES
 from rubato.serving.board_snapshot import COLUMNS
 from rubato.wire.messages import EngineState
-from tests.doubles import request
-from tests.scenario import on
+from tests.kit import on, request
 from tests.serving.test_board import named
 from tests.serving.test_vllm_middleware import STATE, TENANTS, Client, run
 

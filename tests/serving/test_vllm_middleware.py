@@ -27,7 +27,7 @@ from rubato.serving import vllm_middleware
 from rubato.serving.vllm_middleware import FrontEnd, Middleware, front_end_of
 from rubato.serving.vllm_reports import END_NOT_REPORTED, EngineReports, PluginMetrics, answer_of
 from rubato.wire.messages import EngineState
-from tests.scenario import on
+from tests.kit import on
 from tests.stubs.vllm_app import VLLM, Link
 
 TIERS = {"chat": {"ttft_ms": 500, "tpot_ms": 50}, "batch": {"e2e_ms": 60_000}}

@@ -30,9 +30,8 @@ from rubato.simulation.driver import drive
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import run_tools, simulate_events
 from rubato.simulation.simulated_host import HostOptions, SimulatedHost
-from tests import integrity
 from tests.conftest import few
-from tests.doubles import Linear, request, run_spec
+from tests.kit import Linear, integrity, request, run_spec
 from tests.policies.test_properties import Load, divides, loads, spec_for
 
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})

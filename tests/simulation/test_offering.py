@@ -19,7 +19,7 @@ from rubato.simulation.simulate import simulate, simulate_events, simulate_reque
 from rubato.workloads import Arrival, Workload
 from rubato.workloads.offering import Follows, Offering
 from tests.conftest import few
-from tests.doubles import Linear, run_spec
+from tests.kit import Linear, run_spec
 from tests.policies.test_properties import Load, loads
 from tests.simulation.test_equal import alone, told
 

@@ -18,7 +18,7 @@ from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.lengths import Normal
 from rubato.workloads.request_kinds import FollowUp, Kind
-from tests.doubles import run_spec
+from tests.kit import run_spec
 from tests.planning.machine import MACHINE, mix, spec
 from tests.simulation.test_equal import SCHEDULERS
 

@@ -31,7 +31,7 @@ from rubato.core.interfaces import Scheduler, View
 from rubato.core.plan import Plan
 from rubato.policies import load
 from rubato.replica.plan_check import spelled_out
-from tests.doubles import Linear
+from tests.kit import Linear
 
 STEP = Linear(fixed=0.01, per_token=0.001)
 

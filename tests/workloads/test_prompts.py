@@ -13,7 +13,7 @@ from rubato.workloads import Arrival, OfferedStage, Workload, prompts, scenarios
 from rubato.workloads.generate import make
 from rubato.workloads.prompts import with_texts
 from rubato.workloads.request_kinds import Kind, chat, code
-from tests.doubles import run_spec
+from tests.kit import run_spec
 
 LIMITS = Limits(32, 1024, 16384, 8192, 16)
 

@@ -15,7 +15,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, OfferedStage, Workload, WorkloadError, read, scenarios, sessions, write
 from rubato.workloads.lengths import Uniform, fixed
 from tests.conftest import few
-from tests.doubles import Linear, run_spec
+from tests.kit import Linear, run_spec
 
 
 def test_agents_have_the_published_figures():

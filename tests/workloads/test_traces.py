@@ -13,7 +13,7 @@ from rubato.workloads.arrivals import Poisson, Replay
 from rubato.workloads.resample import multiplied
 from rubato.workloads.trace_layouts import Columns
 from rubato.workloads.traces import Trace, TraceError, TraceOptions, TraceRequest
-from tests.doubles import request
+from tests.kit import request
 
 KINDS = [request_kinds.chat(SLO(ttft=1.0), share=3.0), request_kinds.code(SLO(tpot=0.1), tier="editor", share=1.0)]
 SKIP = TraceOptions(skip_malformed=True)

@@ -18,7 +18,7 @@ from rubato.workloads.prompts import TEXTS
 from rubato_torch import Engine
 from rubato_torch.drafters import Draft, Wanted
 from rubato_torch.tokenizer import Text
-from tests import integrity
+from tests.kit import integrity
 
 BLOCK, BLOCKS = 4, 64
 DEEP, WIDE = 4, 3

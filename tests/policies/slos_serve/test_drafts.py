@@ -24,7 +24,7 @@ from rubato.replica.plan_check import spelled_out
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import Linear, Seq, request, run_spec, view
+from tests.kit import Linear, Seq, request, run_spec, view
 from tests.policies.slos_serve.test_guarantee import promised
 from tests.policies.test_properties import Load
 from tests.policies.test_tables import LIMITS, decode
@@ -81,7 +81,7 @@ def test_the_mean_is_planned_on_where_a_decode_can_be_ahead() -> None:
 
 def shown(waiting: list[Seq], running: list[Seq], supports: frozenset[str] = DRAFTS) -> View:
     """With memory for hardly more than one of them."""
-    return replace(view(waiting, running, kv_total=6, limits=LIMITS, latency=Linear()), supports=supports)
+    return view(waiting, running, kv_total=6, limits=LIMITS, latency=Linear(), supports=supports)
 
 
 def planned(one: Seq, **changes: int) -> tuple[Work, ...]:

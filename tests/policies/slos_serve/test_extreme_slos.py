@@ -14,7 +14,7 @@ from rubato.policies.slos_serve import admission, dynamic_program
 from rubato.policies.slos_serve.dynamic_program import Floats, Line
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import run_spec
+from tests.kit import run_spec
 from tests.policies.test_properties import EXTREME, Load, loads, run
 
 ROUNDS = 12

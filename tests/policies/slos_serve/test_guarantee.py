@@ -19,7 +19,7 @@ from rubato.policies.slos_serve import Scheduler, demand, scheduler
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import run_spec
+from tests.kit import run_spec
 from tests.policies.test_properties import Load
 
 SLOW = Model(k1=(0.003, 0.001), b=(0.002, 0.008))  # six tokens in 20 ms

@@ -13,7 +13,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.policies.slos_serve.scheduler import MAX_DECISIONS
 from rubato.simulation.run_spec import Hardware, oracle_lengths
 from tests.conftest import few
-from tests.doubles import Linear
+from tests.kit import Linear
 from tests.policies.test_properties import Load, run
 
 

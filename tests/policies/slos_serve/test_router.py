@@ -19,7 +19,7 @@ from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Router
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
-from tests.doubles import Linear, Seq, request, run_spec, shown
+from tests.kit import Linear, Seq, request, run_spec, shown
 from tests.policies.test_tables import SpelledOut, prompt, seen
 
 # A step takes 10 ms and 1 ms a token, at most 100 tokens; 40 blocks of 10 tokens.
@@ -27,7 +27,7 @@ from tests.policies.test_tables import SpelledOut, prompt, seen
 
 def fleet(*waiting: Sequence[Seq]) -> list[View]:
     """Replicas r0, r1, ... with these waiting."""
-    return [replace(seen(list(w), []), id=f"r{i}") for i, w in enumerate(waiting)]
+    return [seen(list(w), [], id=f"r{i}") for i, w in enumerate(waiting)]
 
 
 def place(requests: Sequence[Request], views: Sequence[View], **settings: object) -> Dispatch:
@@ -51,7 +51,7 @@ def test_a_replica_hands_on_what_it_declines_as_often_as_it_may() -> None:
     for hops, on in ((0, True), (3, True), (4, False)):
         handoff = Handoff("r1", "declined", 0.0, hops=hops) if hops else None
         seq = replace(infeasible, request=replace(infeasible.request, handoff=handoff))
-        view = replace(seen([seq], []), supports=frozenset({"handoff"}))
+        view = seen([seq], [], supports=frozenset({"handoff"}))
         made = SpelledOut("slos_serve").plan(view)
         assert made.handoff == ({"a": "declined"} if on else {})
         assert made.demote == (() if on else ("a",))

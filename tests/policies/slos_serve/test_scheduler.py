@@ -21,7 +21,7 @@ from rubato.policies.slos_serve.scheduler import MAX_DECISIONS
 from rubato.policy_kit.batch_builder import blocks_at_end
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
-from tests.doubles import Linear, Seq, request, run_spec, view
+from tests.kit import Linear, Seq, request, run_spec, view
 from tests.policies.test_tables import SpelledOut, decode, prompt, seen, work
 
 # A step takes 10 ms and 1 ms a token; 40 blocks of 10 tokens.
@@ -60,7 +60,7 @@ class Off(Linear):
 def test_batches_are_shorter_by_as_much_as_the_model_was_off() -> None:
     """40 ms are 26.7 ms and a half more: 10 ms and 16 tokens."""
     running = [decode("loose", tpot=0.1, due=0.1), decode("tight", tpot=0.04, due=0.04)]
-    shown = replace(seen([prompt("a", 200, ttft=2.0)], running), latency=Off())
+    shown = seen([prompt("a", 200, ttft=2.0)], running, latency=Off())
     assert sum(work(plan(shown)).values()) == 16
     assert sum(work(plan(shown, safety_margin=0.0)).values()) == 30
 
@@ -361,7 +361,7 @@ def test_who_cannot_wait_for_the_next_batch_comes_before_decodes_that_are_ahead_
     served = SpelledOut("slos_serve", {"max_batch_seconds": 0.01})
     ahead = [decode(id, tpot=1.0, due=50.0) for id in "abcdefghijklmno"]
     more = {"limits": replace(seen([], []).limits, max_num_seqs=20), "kv_total": 400, "latency": Launching()}
-    assert len(work(served.plan(replace(seen([], ahead), **more)))) == 12
+    assert len(work(served.plan(seen([], ahead, **more)))) == 12
     new = prompt("new", 6, ttft=0.052, tpot=1.0)
     shown = seen([new], [*ahead[:-1], replace(ahead[-1], due=0.062)], now=0.022)
     assert work(served.plan(replace(shown, **more))) == {"new": 6, "o": 1, "m": 1}
@@ -374,7 +374,7 @@ def test_decodes_keep_their_pace_in_each_window_of_ten_that_is_judged(rule: str,
     """10 ms and 1 ms a token: the prompt's 95 would hold up a decode, far ahead, for 106 ms. Where windows are judged
     it has a token every 50 from the start of its window on, that is now; not if four of these are out already."""
     served, before = SpelledOut("slos_serve"), replace(decode("d", tpot=0.05, due=1.0), output=11)
-    served.plan(replace(seen([], [before]), slo_rule=rule))
+    served.plan(seen([], [before], slo_rule=rule))
     shown = seen([prompt("a", 95, ttft=1.0)], [replace(before, output=output)])
     assert work(served.plan(replace(shown, slo_rule=rule))) == {"d": 1, "a": taken}
 

@@ -339,6 +339,21 @@ class Code:
             yield
 
 
+@cache
+def _compile(assembly: str, features: str) -> Any:
+    """LLVM's engine with this code. Replicas of one model in a process share it: compiling takes half a second."""
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=features, opt=3, jit=True
+    )
+    parsed = llvm.parse_assembly(assembly)
+    parsed.verify()
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
+    passes.getModulePassManager().run(parsed, passes)
+    engine = llvm.create_mcjit_compiler(parsed, machine)
+    engine.finalize_object()
+    return engine
+
+
 class Kernels:
     """Compiled kernels. `writers`: name -> the function that writes the kernel's code."""
 
@@ -364,15 +379,7 @@ class Kernels:
             code = Code(module, name, bool(features.get("avx512bf16")), wide)
             write(code)
             code.b.ret_void()
-        machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3, jit=True
-        )
-        parsed = llvm.parse_assembly(str(module))
-        parsed.verify()
-        passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
-        passes.getModulePassManager().run(parsed, passes)
-        self._engine = llvm.create_mcjit_compiler(parsed, machine)
-        self._engine.finalize_object()
+        self._engine = _compile(str(module), features.flatten())
         self._addresses = {name: self._engine.get_function_address(name) for name in writers}
 
     def launch(self, name: str, threads: int, *arguments: torch.Tensor | int) -> None:

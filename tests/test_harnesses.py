@@ -20,10 +20,9 @@ from rubato.policies import load
 from rubato.replica.sequence import Seq
 from rubato.simulation.simulate import simulate_events
 from rubato.simulation.simulated_host import HostOptions
-from tests import integrity
 from tests.core import test_speculation
-from tests.doubles import Linear, request, run_spec
 from tests.fleet import test_cluster, test_handoff
+from tests.kit import Linear, integrity, request, run_spec
 from tests.policies import test_properties
 from tests.simulation import test_equal
 
@@ -75,18 +74,11 @@ def test_books_that_do_not_balance_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
         test_cluster.scenario([(0.0, test_cluster.offer(request("a")))])
 
 
-class Meddling:
+class Meddling(test_properties.Amnesiac):
     """A policy that writes to what it is shown; what it plans is fine."""
 
-    def __init__(self) -> None:
-        self.inner = load("vllm")
-        self.needs = self.inner.needs
-
-    def observe(self, events: Sequence[Event]) -> None:
-        self.inner.observe(events)
-
     def plan(self, view: View) -> Plan:
-        plan = self.inner.plan(view)
+        plan = super().plan(view)
         for seq in view.running:
             assert isinstance(seq, Seq)
             seq.demoted = True
@@ -94,11 +86,14 @@ class Meddling:
 
 
 def test_a_policy_that_changes_what_it_sees_is_seen() -> None:
-    watching = test_properties.Watching("vllm")
-    test_properties.check_untouched(watching, LOAD, "vllm")
-    watching.inner = Meddling()
+    def watching(policy: str) -> test_properties.Watching:
+        watching = test_properties.Watching(policy)
+        watching.inner = Meddling(policy, 1000)
+        return watching
+
+    test_properties.run_watched(LOAD, "vllm")
     with pytest.raises(AssertionError, match="changed"):
-        test_properties.check_untouched(watching, LOAD, "vllm")
+        test_properties.run_watched(LOAD, "vllm", watching)
 
 
 class Fails:
