@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, nextafter
 
 import pytest
 
 from rubato.core.events import Finished, Verdict
 from rubato.core.plan import Shape
+from rubato.core.request import SLO
 from tests.kit import Linear
 from tests.policies.test_tables import decode, load, prompt, seen, work
 
@@ -58,6 +60,15 @@ def test_a_loose_decode_runs_when_it_has_earned_a_credit() -> None:
     assert all(("none" in ids) == ("loose" in ids) and "tight" in ids for ids in ran)
     policy.observe([Finished(0.0, "loose", "completed", Verdict(True, "deadline"), 1)])
     assert not policy.inner._credit.keys() - {"none"}  # type: ignore[attr-defined]
+
+
+def test_a_plan_repeats_only_while_no_stage_to_come_has_another_tpot() -> None:
+    alike, changes = decode("a", tpot=0.05), decode("b", tpot=0.05)
+    (stage,) = changes.request.stages
+    assert load("scorpio").plan(seen([], [alike, changes])).repeat_steps > 0
+    later = replace(stage, prompt=0, slo=SLO(tpot=0.02))
+    changes.request = replace(changes.request, stages=(replace(stage, ends="</think>"), later))
+    assert load("scorpio").plan(seen([], [alike, changes])).repeat_steps == 0
 
 
 def test_ten_tenths_are_a_credit() -> None:

@@ -98,7 +98,8 @@ class Scheduler:
         if not builder.work:
             run_in_order(builder, view.running)
         builder.fold_decodes()
-        alike = not view.waiting and len(set(map(tpot_of, view.running))) < 2  # else credits or admission may change it
+        ahead = {stage.slo.tpot or inf for s in view.running for stage in s.request.stages[s.stage :]}
+        alike = not view.waiting and len(ahead) < 2  # else credits or admission may change it, perhaps at a later stage
         return builder.plan(
             demote=[s.id for s in late if s.id not in drop], drop=drop,
             repeat_steps=builder.repeat_steps() if alike else 0,
