@@ -31,10 +31,10 @@ INTERFERENCE = "prefill or decode interference"  # the server reports which one 
 NOT_REPORTED = "not reported"
 
 
-def phases(record: RequestRecord, now: float, counted: Collection[str] = ()) -> list[tuple[Phase, float]]:
+def phases(record: RequestRecord, now: float, counted_replicas: Collection[str] = ()) -> list[tuple[Phase, float]]:
     """The phases of a request and their seconds, from its arrival until its end or now.
 
-    counted: ids of replicas that do not report their state.
+    counted_replicas: ids of replicas that do not report their state.
     """
     end = now if record.end is None else record.end.at
     story: list[tuple[Phase, float]] = []
@@ -44,7 +44,7 @@ def phases(record: RequestRecord, now: float, counted: Collection[str] = ()) -> 
         # A request is held from its arrival on.
         _add_phases(story, _running_phases(record, at, begin) if story else [("queue", begin - at)])
         kind: Phase = "transfer" if why == TRANSFER else "queue"
-        if why == QUEUE and record.replicas and record.replicas[-1] in counted:
+        if why == QUEUE and record.replicas and record.replicas[-1] in counted_replicas:
             kind = "remote"
         _add_phases(story, [(kind, until - begin)])
         at = max(at, until)
@@ -72,10 +72,10 @@ def _add_phases(
             story.append((kind, seconds))
 
 
-def cause_so_far(record: RequestRecord, now: float, counted: Collection[str] = ()) -> tuple[str, float]:
+def cause_so_far(record: RequestRecord, now: float, counted_replicas: Collection[str] = ()) -> tuple[str, float]:
     """The cause that has cost a request in flight the most time, and its seconds; `INTERFERENCE` stands for the time
     that it has run."""
-    is_counted = bool(record.replicas) and record.replicas[-1] in counted
+    is_counted = bool(record.replicas) and record.replicas[-1] in counted_replicas
     lost: defaultdict[str, float] = defaultdict(float)
     lost["queue"] = record.offered_at - record.request.arrival  # until it was offered
     for why, begin, until in record.waits_until(now):
@@ -92,21 +92,21 @@ class Lateness(NamedTuple):
     cause_seconds: float
 
 
-def lateness(record: RequestRecord, now: float, due: float, counted: Collection[str] = ()) -> Lateness | None:
+def lateness(record: RequestRecord, now: float, due: float, counted_replicas: Collection[str] = ()) -> Lateness | None:
     """Judges a request in flight whose next token is due at `due`.
 
     Args:
         record: of the request.
         now: seconds of the clock.
         due: time of its next token, in seconds.
-        counted: ids of replicas that do not report their state.
+        counted_replicas: ids of replicas that do not report their state.
 
     Returns:
         The lateness; None for a request that is not late or has ended.
     """
     if record.end is not None or now <= due:
         return None
-    return Lateness(now - due, *cause_so_far(record, now, counted))
+    return Lateness(now - due, *cause_so_far(record, now, counted_replicas))
 
 
 def explain(

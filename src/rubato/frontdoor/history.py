@@ -111,14 +111,14 @@ class RequestHistory:
 
 
 def page(
-    id: str, records: Sequence[RequestRecord], views: Sequence[View], now: float, *, fair: bool,
-    counted: Collection[str] = (), names: Mapping[str, str] = NOTHING,
+    id: str, records: Sequence[RequestRecord], views: Sequence[View], now: float, *, has_fair_share: bool,
+    counted_replicas: Collection[str] = (), names: Mapping[str, str] = NOTHING,
 ) -> dict[str, Any]:  # fmt: skip
     """The page of one API request with all its choices, as JSON; times are milliseconds since its arrival.
 
     Args:
-        fair: whether a request that is not placed yet may wait for its tenant's share.
-        counted: ids of replicas that do not report their state.
+        has_fair_share: whether a request that is not placed yet may wait for its tenant's share.
+        counted_replicas: ids of replicas that do not report their state.
         names: of replicas, as an admin knows them.
     """
     requests = [record.request for record in records]
@@ -133,35 +133,39 @@ def page(
         "prompt_tokens": sum(requests[at].prompt for at in first_choices(requests)),
         "max_tokens": max(request.sampling.max_tokens for request in requests),
         "age_ms": ms(now - request.arrival),
-        "choices": [_choice_json(record, views, now, names, fair=fair, counted=counted) for record in records],
+        "choices": [
+            _choice_json(record, views, now, names, has_fair_share=has_fair_share, counted_replicas=counted_replicas)
+            for record in records
+        ],
     }
 
 
 def _choice_json(
-    record: RequestRecord, views: Sequence[View], now: float, names: Mapping[str, str], *, fair: bool,
-    counted: Collection[str],
+    record: RequestRecord, views: Sequence[View], now: float, names: Mapping[str, str], *, has_fair_share: bool,
+    counted_replicas: Collection[str],
 ) -> dict[str, Any]:  # fmt: skip
     arrival, places = record.request.arrival, _places(record, views)
     due = places[0].seq.due if places else record.next_due()  # a replica may know of tokens without events
-    late = lateness(record, now, due, counted)
+    late = lateness(record, now, due, counted_replicas)
     until = now if record.end is None else record.end.at
+    reason_of_hold = f"{HELD} (fair share)" if has_fair_share else HELD
     demoted = record.best_effort + (now - record.best_effort_since if record.best_effort_since is not None else 0.0)
     return {
         "id": record.request.id,
         "state": _state(record),
         "explanation": explain(record, now, late, names),
         "so_far": None if late is None else {"late_ms": ms(late.seconds), "cause": late.cause},
-        "phases": [[kind, ms(seconds)] for kind, seconds in phases(record, now, counted)],
+        "phases": [[kind, ms(seconds)] for kind, seconds in phases(record, now, counted_replicas)],
         "prompt_tokens": record.request.prompt,
         "max_tokens": record.request.sampling.max_tokens,
         "replicas": record.replicas,
         "deadlines": _deadlines_json(record),
-        "now": None if record.end is not None else _state_at_replica(record, places, counted),
+        "now": None if record.end is not None else _state_at_replica(record, places, counted_replicas),
         "output_tokens": record.output,
         "cached_tokens": record.cached,
         "preemptions": record.preemptions,
         "waited": [
-            {"why": f"{why} (fair share)" if why == HELD and fair else why, "at_ms": ms(a - arrival), "ms": ms(b - a)}
+            {"why": reason_of_hold if why == HELD else why, "at_ms": ms(a - arrival), "ms": ms(b - a)}
             for why, a, b in record.waits_until(now)
             if b > a or record.waiting == (why, a)
         ],
@@ -205,20 +209,20 @@ def _places(record: RequestRecord, views: Sequence[View]) -> list[_Place]:
 
 
 def _state_at_replica(
-    record: RequestRecord, places: Sequence[_Place], counted: Collection[str]
+    record: RequestRecord, places: Sequence[_Place], counted_replicas: Collection[str]
 ) -> dict[str, Any] | None:  # fmt: skip
     """The state of a request at its replica; None where it is at none."""
     place = next((place for place in places if place.queue != "moving"), None)
     if place is None:
         return None
-    is_told, seq = place.view.id not in counted, place.seq
+    is_reported, seq = place.view.id not in counted_replicas, place.seq
     return {
         "replica": place.view.id,
         "in": place.queue,
-        "position": place.position if is_told else None,
-        "of": place.of if is_told else None,
-        "pending_tokens": seq.pending if is_told else None,
-        "kv_blocks": seq.blocks if is_told else None,
+        "position": place.position if is_reported else None,
+        "of": place.of if is_reported else None,
+        "pending_tokens": seq.pending if is_reported else None,
+        "kv_blocks": seq.blocks if is_reported else None,
         "best_effort": seq.best_effort,
         "next_token_due_ms": ms(seq.due - record.request.arrival),
     }
