@@ -32,9 +32,12 @@ NOT_REPORTED = "not reported"
 
 
 def phases(record: RequestRecord, now: float, counted_replicas: Collection[str] = ()) -> list[tuple[Phase, float]]:
-    """The phases of a request and their seconds, from its arrival until its end or now.
+    """Returns the phases of a request and their seconds, from its arrival until its end or now.
 
-    counted_replicas: ids of replicas that do not report their state.
+    Args:
+        record: of the request.
+        now: seconds of the clock.
+        counted_replicas: ids of replicas that do not report their state.
     """
     end = now if record.end is None else record.end.at
     story: list[tuple[Phase, float]] = []
@@ -53,7 +56,7 @@ def phases(record: RequestRecord, now: float, counted_replicas: Collection[str] 
 
 
 def _running_phases(record: RequestRecord, begin: float, end: float) -> Iterator[tuple[Phase, float]]:
-    """The phases of a span without waits: prefill until the first token, then decode."""
+    """Returns the phases of a span without waits: prefill until the first token, then decode."""
     first = record.stages[0].first
     split = end if first is None else min(max(first, begin), end)
     yield "prefill", split - begin
@@ -73,8 +76,7 @@ def _add_phases(
 
 
 def cause_so_far(record: RequestRecord, now: float, counted_replicas: Collection[str] = ()) -> tuple[str, float]:
-    """The cause that has cost a request in flight the most time, and its seconds; `INTERFERENCE` stands for the time
-    that it has run."""
+    """Returns what has cost a request in flight the most time, and its seconds; INTERFERENCE: the time it has run."""
     is_counted = bool(record.replicas) and record.replicas[-1] in counted_replicas
     lost: defaultdict[str, float] = defaultdict(float)
     lost["queue"] = record.offered_at - record.request.arrival  # until it was offered
@@ -85,7 +87,7 @@ def cause_so_far(record: RequestRecord, now: float, counted_replicas: Collection
 
 
 class Lateness(NamedTuple):
-    """How late the next token of a request in flight is, and the cause that has cost it the most. Times in seconds."""
+    """Says how late the next token of a request in flight is, and the cause that has cost it the most; seconds."""
 
     seconds: float
     cause: str
@@ -159,7 +161,7 @@ def _why(record: RequestRecord, end: Finished, names: Mapping[str, str]) -> str:
 
 
 def _unreported(record: RequestRecord, names: Mapping[str, str]) -> str:
-    """An explanation for a request at a server that does not report."""
+    """Returns an explanation for a request at a server that does not report."""
     sent = max((step["at"] for step in record.steps if step["event"] == "placed"), default=record.request.arrival)
     first, server = record.stages[0].first, _last_replica(record, names) if record.replicas else "its server"
     took = (
@@ -171,7 +173,7 @@ def _unreported(record: RequestRecord, names: Mapping[str, str]) -> str:
 def _lateness_sentences(
     record: RequestRecord, now: float, late: Lateness | None, names: Mapping[str, str]
 ) -> Iterator[str]:  # fmt: skip
-    """Sentences on how late a request is and why, and on where and when it became best effort."""
+    """Yields sentences on how late a request is and why, and on where and when it became best effort."""
     if late is not None:
         age, spent = _time(now - record.request.arrival), _time(late.cause_seconds)
         if late.cause == INTERFERENCE:
