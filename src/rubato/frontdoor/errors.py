@@ -20,7 +20,7 @@ REJECT_REASON = "x-rubato-reject-reason"  # header with the reason of a refusal
 
 
 class ApiError(Exception):
-    """Is a response other than 200. `param` is a path such as `messages[0].content`, or a header's name."""
+    """Describes a response other than 200. `param` is a path such as `messages[0].content`, or a header's name."""
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ class _Line:
             setattr(self, name, DECAY * getattr(self, name) + weight * value)
 
     def estimate(self, size: int) -> float:
+        # The normal equations a * template + b * slope = u, b * template + c * slope = v, priors included.
         a, b, c = self.weight + TEMPLATE_TOKENS**-2, self.sizes, self.sizes_sizes + SPREAD_PER_BYTE**-2
         u, v = self.tokens, self.sizes_tokens + TOKENS_PER_BYTE * SPREAD_PER_BYTE**-2
         slope = (a * v - b * u) / (a * c - b * b)

@@ -153,17 +153,17 @@ def limit_accept_error_logs(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_exception_handler(handle)
 
 
-def connection_limit(max_connections: int | None, each: int = 1) -> int:
+def connection_limit(max_connections: int | None, descriptors_each: int = 1) -> int:
     """Returns the number of connections allowed, after raising the process's limit of file descriptors if need be.
 
     Args:
         max_connections: of the configuration; None: as many as the descriptors allow, MAX_CONNECTIONS at most.
-        each: descriptors for one connection, with those opened on its behalf.
+        descriptors_each: for one connection, with those opened on its behalf.
 
     Raises:
         ConfigError: where there are too few descriptors.
     """
-    needed = (max_connections or MAX_CONNECTIONS) * each + RESERVED_DESCRIPTORS
+    needed = (max_connections or MAX_CONNECTIONS) * descriptors_each + RESERVED_DESCRIPTORS
     limit, hard_limit = _descriptors()
     if limit < needed:
         with contextlib.suppress(ValueError, OSError):  # macOS has a bound below its hard limit: then it stays as it is
@@ -171,11 +171,11 @@ def connection_limit(max_connections: int | None, each: int = 1) -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(needed, hard_limit)), hard))
         limit, _ = _descriptors()
     if max_connections is None:
-        return int(min(MAX_CONNECTIONS, max(limit - RESERVED_DESCRIPTORS, limit // 2) // each))
+        return int(min(MAX_CONNECTIONS, max(limit - RESERVED_DESCRIPTORS, limit // 2) // descriptors_each))
     if limit < needed:
         raise ConfigError(
             f"max_connections: {max_connections} take {needed} file descriptors and {int(limit)} are allowed: "
-            f"raise that limit (ulimit -n) or set {max(1, (int(limit) - RESERVED_DESCRIPTORS) // each)}"
+            f"raise that limit (ulimit -n) or set {max(1, (int(limit) - RESERVED_DESCRIPTORS) // descriptors_each)}"
         )
     return max_connections
 

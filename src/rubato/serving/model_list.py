@@ -28,11 +28,11 @@ def asked_model(body: BodyFields, models: ServedModels, door: FrontDoor, admitte
     return name
 
 
-class _Named(msgspec.Struct):
+class _ModelField(msgspec.Struct):
     model: str = ""
 
 
-_decoder = msgspec.json.Decoder(_Named)
+_decoder = msgspec.json.Decoder(_ModelField)
 
 
 def named_model(raw: bytes) -> str:

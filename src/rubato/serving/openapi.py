@@ -86,4 +86,7 @@ def _headers() -> list[dict[str, Any]]:
     headers = [(name, time, f"{dimension}, milliseconds") for dimension, names in SLO_HEADERS.items() for name in names]
     session = "requests of one session go where its KV is, where the router has prefix_affinity"
     headers.append((SESSION_HEADER, {"type": "string", "pattern": "^[!-~]{1,128}$"}, session))
-    return [{"name": n, "in": "header", "required": False, "schema": s, "description": d} for n, s, d in headers]
+    return [
+        {"name": name, "in": "header", "required": False, "schema": schema, "description": about}
+        for name, schema, about in headers
+    ]

@@ -257,19 +257,18 @@ def _bind(config: Config) -> ListeningSocket:
     """Binds the socket, before the model is loaded. Raises ConfigError."""
     host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    each = (
-        2 if config.servers or config.engine.name == "vllm" else 1
-    )  # a gateway opens one to a server for each request
-    bound = ListeningSocket(family, Connections(connection_limit(config.max_connections, each)))
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # of each connection accepted
+    # a gateway opens a connection to a server for each request
+    descriptors_each = 2 if config.servers or config.engine.name == "vllm" else 1
+    listening = ListeningSocket(family, Connections(connection_limit(config.max_connections, descriptors_each)))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # of each connection accepted
     try:
-        bound.bind((host, port))
+        listening.bind((host, port))
     except OSError as error:
-        bound.close()
+        listening.close()
         why = f"cannot listen on {host_in_url(host)}:{port} ({error.strerror})"
         raise ConfigError(f"{why}: give another --port, such as 0 for any free one, or --host") from error
-    return bound
+    return listening
 
 
 def tls_settings(config: Config) -> dict[str, Any]:
