@@ -173,7 +173,8 @@ class OwnServer(Door):
         app = create_app(
             Service(
                 cluster, "simulated", LIMITS.max_model_len, engine.text, tenants=tenants,
-                fair=bool(config.tenants), max_body_bytes=config.max_body_bytes, max_choices=config.max_choices,
+                has_fair_share=bool(config.tenants), max_body_bytes=config.max_body_bytes,
+                max_choices=config.max_choices,
             )
         )  # fmt: skip
         try:
@@ -204,7 +205,7 @@ class Gateway(Door):
             tenants = Tenants(tenants_of(config), tiers_of(config))
             app = create_gateway(
                 GatewayService(
-                    cluster, "stub", LIMITS.max_model_len, trips, tenants=tenants, fair=bool(config.tenants),
+                    cluster, "stub", LIMITS.max_model_len, trips, tenants=tenants, has_fair_share=bool(config.tenants),
                     max_body_bytes=config.max_body_bytes, max_choices=config.max_choices, is_vllm=lambda: True,
                     models=fleet.homogeneity.models,
                 )

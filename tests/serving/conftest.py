@@ -90,7 +90,12 @@ def edge(
         cluster = local_cluster([engine_], [model], clock, options)
         events: list[Event] = []
         await cluster.start()
-        settings = {"model": "simulated", "max_model_len": limits_.max_model_len, "fair": fair is not None, **service}
+        settings = {
+            "model": "simulated",
+            "max_model_len": limits_.max_model_len,
+            "has_fair_share": fair is not None,
+            **service,
+        }
         known = Tenants(tenants, tiers or Tiers())
         app = create_app(Service(cluster, text=engine_.text, tenants=known, **settings))
         cluster.listen(events.append)

@@ -206,7 +206,7 @@ async def test_what_fair_share_holds_says_so(at: Edge) -> None:
 
 
 def rows(records: RequestHistory, held: Any = (), views: Any = (), now: float = 1.0) -> Any:
-    return named(RequestsInFlight(records.in_flight, held, views, now, fair=False).to_json(None)["requests"])
+    return named(RequestsInFlight(records.in_flight, held, views, now, has_fair_share=False).to_json(None)["requests"])
 
 
 def history(*requests: Request) -> RequestHistory:
@@ -229,7 +229,9 @@ def test_why_a_request_is_where_it_is() -> None:
     assert (row["state"], row["why"]) == ("moving", "on its way to r0")
     records(Started(0.1, "a"))
     running = [view(running=[Seq(one, length=100, cached=20)])]
-    named_ = RequestsInFlight(records.in_flight, [], running, 1.0, fair=False).to_json(None, {"r0": "gpu-4:8000"})
+    named_ = RequestsInFlight(records.in_flight, [], running, 1.0, has_fair_share=False).to_json(
+        None, {"r0": "gpu-4:8000"}
+    )
     assert named(named_["requests"])[0]["why"] == "runs at gpu-4:8000: prefill, 80 tokens to go"
     (row,) = rows(records, views=running)
     assert (row["state"], row["why"]) == ("running", "runs at r0: prefill, 80 tokens to go")
@@ -251,7 +253,7 @@ def test_a_late_token_is_late_now_or_was() -> None:
 def test_of_many_the_most_urgent_are_shown_and_all_are_counted() -> None:
     requests = [request(f"q{i}", arrival=float(i)) for i in range(MAX_SHOWN_REQUESTS + 100)]
     seqs = [Seq(one, due=float(-i)) for i, one in enumerate(requests)]  # the last offered is due first
-    board_ = RequestsInFlight(history(*requests).in_flight, [], [view(seqs)], 0.0, fair=False)
+    board_ = RequestsInFlight(history(*requests).in_flight, [], [view(seqs)], 0.0, has_fair_share=False)
     told = board_.to_json(None)
     assert told["queue"]["waiting"] == told["queue"]["in_flight"] == MAX_SHOWN_REQUESTS + 100
     assert [row[0] for row in told["requests"]] == [one.id for one in requests[100:]]
@@ -270,7 +272,9 @@ def test_of_a_replica_that_is_counted_the_board_shows_what_is_known_and_no_more(
     for told in (Placed(0.1, "a", "r0"), Placed(0.1, "b", "r0"), Started(0.2, "a"), Tokens(0.3, "a", 2)):
         records(told)
     there = view([Seq(two)], running=[Seq(one, length=100, cached=0)])
-    shown_ = RequestsInFlight(records.in_flight, [], [there], 1.0, fair=False, counted={"r0"}).to_json(None)
+    shown_ = RequestsInFlight(
+        records.in_flight, [], [there], 1.0, has_fair_share=False, counted_replicas={"r0"}
+    ).to_json(None)
     most = one.sampling.max_tokens
     assert [row["why"] for row in named(shown_["requests"])] == [
         f"running at r0, 2 of {most}", "sent to r0: nothing has come of it yet",

@@ -514,15 +514,15 @@ def test_connections_follow_from_the_descriptors(monkeypatch: pytest.MonkeyPatch
     assert connection_limit(100) == 100
     with pytest.raises(ConfigError, match="max_connections: 200 take 328 file descriptors and 256 are allowed"):
         connection_limit(200)
-    assert connection_limit(None, each=2) == 64
-    assert connection_limit(64, each=2) == 64
+    assert connection_limit(None, descriptors_each=2) == 64
+    assert connection_limit(64, descriptors_each=2) == 64
     with pytest.raises(ConfigError, match=r"max_connections: 65 take 258 file descriptors .* or set 64"):
-        connection_limit(65, each=2)
+        connection_limit(65, descriptors_each=2)
     limits[:] = [64, 64]
     assert connection_limit(None) == 32
-    assert connection_limit(None, each=2) == 16
+    assert connection_limit(None, descriptors_each=2) == 16
     limits[:] = [1024, -1]
     assert connection_limit(None) == connections.MAX_CONNECTIONS
     assert limits == [connections.MAX_CONNECTIONS + connections.RESERVED_DESCRIPTORS, -1]
-    assert connection_limit(None, each=2) == connections.MAX_CONNECTIONS
+    assert connection_limit(None, descriptors_each=2) == connections.MAX_CONNECTIONS
     assert limits == [2 * connections.MAX_CONNECTIONS + connections.RESERVED_DESCRIPTORS, -1]

@@ -125,6 +125,6 @@ async def test_a_draining_server_is_alive_but_not_ready(at: Edge) -> None:
     probes = dict(re.findall(r"(\w+)Probe:.*\n +httpGet: {path: ([\w/]+),", page))
     assert set(probes) == {"startup", "readiness", "liveness"}
     assert {(await at.http.get(path)).status_code for path in probes.values()} == {200}
-    at.app.state.draining = True
+    at.app.state.is_draining = True
     answers = {name: (await at.http.get(path)).status_code for name, path in probes.items()}
     assert answers == {"startup": 503, "readiness": 503, "liveness": 200}

@@ -286,9 +286,9 @@ def test_health_modes_and_a_stream_that_is_cancelled_over_grpc() -> None:
 
         names = ("liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor", "")
         assert [await status(name) for name in names] == [1, 1, 1, 1]
-        fleet.picker.draining = True
+        fleet.picker.is_draining = True
         assert [await status(name) for name in names] == [1, 2, 2, 2]
-        fleet.picker.draining = False
+        fleet.picker.is_draining = False
         with pytest.raises(grpc.aio.AioRpcError) as unknown:
             await status("other")
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND

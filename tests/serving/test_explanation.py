@@ -27,10 +27,10 @@ def record_of(*events: Event, **slo: float) -> RequestRecord:
 
 
 def explained(
-    record: RequestRecord, now: float, counted: Collection[str] = (), names: Mapping[str, str] = NOTHING
+    record: RequestRecord, now: float, counted_replicas: Collection[str] = (), names: Mapping[str, str] = NOTHING
 ) -> str:
     """A request whose next token is due as its own record says."""
-    return explain(record, now, lateness(record, now, record.next_due(), counted), names)
+    return explain(record, now, lateness(record, now, record.next_due(), counted_replicas), names)
 
 
 def end(outcome: Outcome = "completed", cause: Cause | None = None, reason: str = "stop", **more: Any) -> Finished:
@@ -113,7 +113,7 @@ def test_the_sentence_says_how_it_stands_or_why_it_was_late(events: Sequence[Eve
 def test_a_late_request_at_a_server_that_is_counted_says_that_nothing_is_reported() -> None:
     record = record_of(*SERVED[:2], ttft=1.0)
     assert cause_so_far(record, 5.0, {"r0"}) == ("not reported", 4.75)
-    assert explained(record, 5.0, counted={"r0"}).startswith(
+    assert explained(record, 5.0, counted_replicas={"r0"}).startswith(
         "Late by 4 s so far: at its server for 4.75 s of 5 s, which does not report how it spends the time."
     )
 

@@ -50,7 +50,7 @@ def test_lines_come_in_order_and_whole(pipe: tuple[IO[bytes], int]) -> None:
 
 def test_a_reader_that_does_not_read_holds_nothing_up(pipe: tuple[IO[bytes], int]) -> None:
     reader, write = pipe
-    writer = LogWriter(write, most_waiting=10)
+    writer = LogWriter(write, max_queued_lines=10)
     log = logger(writer)
     logged = 0
     while writer.drain(0.2):  # a pipe takes 64 KiB

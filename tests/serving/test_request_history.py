@@ -160,7 +160,7 @@ def test_no_text_of_a_client_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     (one, _, _, last) = [next(iter(records.values())) for records in history._answers.values()]
     assert (one.request.prompt, last.output) == (3000, most)
     assert [len(pickle.dumps(records)) < 4000 for records in history._answers.values()] == [True] * 4
-    page = history_of_requests.page("id", [one], [], 10.0, fair=False)
+    page = history_of_requests.page("id", [one], [], 10.0, has_fair_share=False)
     assert page["slo"][0]["until"] == "x" * 64
     assert len(caplog.records) == 4
     assert all(len(logs.TextFormatter().format(record)) < 600 for record in caplog.records)
@@ -174,7 +174,7 @@ def test_deadlines_of_a_later_stage_go_on_from_the_one_before() -> None:
     recorder(Started(10.0, "q"))
     for at, stage in ((10.5, 0), (10.6, 0), (10.7, 1)):
         recorder(Tokens(at, "q", 1, stage=stage))
-    told = history_of_requests.page("q", recorder.find("q"), [], 11.0, fair=False)["choices"][0]["deadlines"]
+    told = history_of_requests.page("q", recorder.find("q"), [], 11.0, has_fair_share=False)["choices"][0]["deadlines"]
     assert [(d["first_token_due_ms"], d["then_every_ms"], d["tokens"]) for d in told] == [
         (1000.0, 100.0, 2),
         (1300.0, 200.0, 1),  # the last of the first stage was due at 1100

@@ -297,7 +297,7 @@ async def test_a_draining_server_refuses_and_finishes_what_runs(at: Edge) -> Non
     await at.clock.sleep_until(2.5 * STEP, 0)
     drained = asyncio.create_task(at.cluster.drain())
     await asyncio.sleep(0)
-    at.app.state.draining = True
+    at.app.state.is_draining = True
     late = await at.chat()
     assert (late.status_code, late.headers["x-rubato-reject-reason"]) == (503, "rejected-shutting-down")
     assert (late.headers["retry-after"], late.json()["error"]["code"]) == ("1", "rejected-shutting-down")

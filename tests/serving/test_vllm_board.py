@@ -125,7 +125,9 @@ def test_what_happened_since_a_report_counts(
         (view,) = client.reports.views()
         (seq,) = getattr(view, shown)
         assert (seq.due < view.now, seq.pending, view.as_of) == (is_late, 1 if token else 10, now + reported)
-        page = history.page("a", client.reports.requests.find("a"), [view], view.now, fair=False)["choices"][0]
+        page = history.page("a", client.reports.requests.find("a"), [view], view.now, has_fair_share=False)["choices"][
+            0
+        ]
         assert (page["so_far"] is not None, page["explanation"].startswith("Late by")) == (is_late, is_late)
 
     test()

@@ -17,7 +17,7 @@ SECRET_OPTIONS = ("--api-key", "--header")  # options of `bench` whose values st
 
 
 def add(parser: argparse.ArgumentParser, records: bool = False) -> None:
-    """Declare the options of results. records: also --records, a file with one line per request."""
+    """Declares the options of results; with `records` also --records, a file with one line per request."""
     options = parser.add_argument_group("results")
     add_to(options)
     if records:
@@ -31,11 +31,11 @@ def add_to(options: argparse._ArgumentGroup) -> None:
 
 
 def write_result(args: argparse.Namespace, result: Result) -> None:
-    """Print the table and write the files. Raises OSError for a file that cannot be written."""
+    """Prints the table and writes the files. Raises OSError for a file that cannot be written."""
     from rubato.measure import report, results  # NumPy comes with them
 
-    shown = "\n\n".join([result.table(), *(f"Note: {note}." for note in result.notes)])
-    write(args.json, shown, results.as_json(result.to_json()))
+    table_and_notes = "\n\n".join([result.table(), *(f"Note: {note}." for note in result.notes)])
+    write(args.json, table_and_notes, results.as_json(result.to_json()))
     if args.plot:
         result.plot(args.plot)
     if args.report:
@@ -43,7 +43,7 @@ def write_result(args: argparse.Namespace, result: Result) -> None:
 
 
 def write_runs(args: argparse.Namespace, runs: Sequence[BenchResult]) -> None:
-    """Write results of runs, and every request to the file of --records. Raises as `write_result`."""
+    """Writes results of runs, and every request to the file of --records. Raises as `write_result`."""
     from rubato.measure import results
     from rubato.measure.runs import Runs
 
@@ -53,14 +53,14 @@ def write_runs(args: argparse.Namespace, runs: Sequence[BenchResult]) -> None:
 
 
 def command(words: list[str]) -> str:
-    """The command as typed, one option a line, without the values of `SECRET_OPTIONS`."""
-    shown: list[str] = []
+    """Returns the command as typed, one option a line, without the values of `SECRET_OPTIONS`."""
+    words_shown: list[str] = []
     hidden = False
     for word in words:
-        option, given, _ = word.partition("=")
-        shown.append("***" if hidden else f"{option}=***" if given and option in SECRET_OPTIONS else word)
+        option, equals, _ = word.partition("=")
+        words_shown.append("***" if hidden else f"{option}=***" if equals and option in SECRET_OPTIONS else word)
         hidden = word in SECRET_OPTIONS
-    quoted = (f"\\\n    {_quote_word(word)}" if word.startswith("--") else _quote_word(word) for word in shown)
+    quoted = (f"\\\n    {_quote_word(word)}" if word.startswith("--") else _quote_word(word) for word in words_shown)
     return " ".join(["rubato", *quoted])
 
 

@@ -56,19 +56,19 @@ def run(args: argparse.Namespace) -> int:
     loads = workload_options.workloads_of(args)
     headers = dict(_header(text) for text in args.header)
     bounds = goodput.parse(args.goodput) if args.goodput else None
-    listed = asyncio.run(http_client.list_models(args.url, args.api_key, headers))
+    models = asyncio.run(http_client.list_models(args.url, args.api_key, headers))
     slo_as = args.slo_as
     if slo_as == "auto":
-        slo_as = "body" if listed.knows_slos else "none"
+        slo_as = "body" if models.knows_slos else "none"
         if slo_as == "none" and any(has_slos(load) for load in loads):
             print(f"rubato bench: {NO_SLO_SENT}", file=sys.stderr)
     target = http_client.Endpoint(
         args.url,
-        args.model or listed.first(args.url),
+        args.model or models.first(args.url),
         args.endpoint,
         slo_as,
-        ignore_eos=listed.fixed_lengths if args.ignore_eos is None else args.ignore_eos,
-        continuous_usage=listed.fixed_lengths,
+        ignore_eos=models.fixed_lengths if args.ignore_eos is None else args.ignore_eos,
+        continuous_usage=models.fixed_lengths,
         api_key=args.api_key,
         headers=headers,
     )
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def has_slos(load: Workload) -> bool:
-    """Whether any request has an SLO."""
+    """Returns whether any request has an SLO."""
     return any(not load.slo(one).best_effort for one in load.arrivals)
 
 

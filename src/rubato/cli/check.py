@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _summary(config: Config) -> Iterator[tuple[str, str]]:
-    """Label and text of each line about what the configuration runs."""
+    """Yields label and text of each line about what the configuration runs."""
     if config.servers:
         yield "runs", f"a gateway over {_several(len(config.servers), 'server')}"
         for server in config.servers:
@@ -81,5 +81,5 @@ def _several(count: int, what: str) -> str:
 
 
 def _with_settings(name: str, settings: Mapping[str, Any]) -> str:
-    given = ", ".join(f"{key}={value}" for key, value in settings.items())
-    return f"{name} ({given})" if given else name
+    pairs = ", ".join(f"{key}={value}" for key, value in settings.items())
+    return f"{name} ({pairs})" if pairs else name

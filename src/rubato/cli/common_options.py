@@ -35,7 +35,7 @@ def replicas(parser: argparse._ActionsContainer) -> None:
 
 
 def amount(options: argparse._ActionsContainer, default: str = "") -> None:
-    """Declare how many requests there are. default: what the help of --duration says of it."""
+    """Declares how many requests there are; `default` is what the help of --duration says of it."""
     options.add_argument(
         "--count", "--num-prompts", type=int, metavar="N", help="number of requests (of a trace: its first)"
     )
@@ -53,7 +53,7 @@ def check_amount(args: argparse.Namespace) -> None:
 
 
 def tiers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Declare the options of request kinds: a file, or the SLOs of three tiers."""
+    """Declares the options of request kinds: a file, or the SLOs of three tiers."""
     parser.add_argument("--kinds", metavar="FILE", help="YAML: tiers, their SLOs and the kinds of request in each")
     for tier, usual in USUAL_SLOS.items():
         milliseconds = ",".join(f"{1e3 * (bound or 0.0):g}" for bound in (usual.ttft, usual.tpot))
@@ -64,7 +64,7 @@ def tiers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
 
 
 def kinds(args: argparse.Namespace) -> list[Kind]:
-    """The request kinds of the options of `tiers`. Raises ValueError or OSError for a file that cannot be used."""
+    """Returns the request kinds of the options of `tiers`. Raises ValueError or OSError for an unusable file."""
     if args.kinds:
         from rubato.config import kinds_file  # the other commands need no pydantic
 
@@ -84,13 +84,13 @@ def slo(text: str) -> SLO:
 
 
 def gib(text: str) -> float:
-    """GiB of a number of bytes as vLLM reads it: 4G and 4096M are binary, 4g and 4000m decimal."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
-    if found is None or not float(found[1]):
+    """Returns the GiB of a number of bytes as vLLM reads it: 4G and 4096M are binary, 4g and 4000m decimal."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
+    if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r}: give bytes, such as 4G or 4294967296")
-    step = 1024.0 if found[2].isupper() else 1000.0
-    power = " kmgt".index(found[2].lower() or " ")
-    return float(found[1]) * math.pow(step, power) / 2**30
+    step = 1024.0 if match[2].isupper() else 1000.0
+    power = " kmgt".index(match[2].lower() or " ")
+    return float(match[1]) * math.pow(step, power) / 2**30
 
 
 def seeds(text: str) -> list[int]:

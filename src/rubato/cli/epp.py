@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
     host, _, port = args.listen.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"--listen {args.listen}: give an address and a port, such as 127.0.0.1:9002")
-    given = {"servers": args.server or None, "host": host.strip("[]"), "port": int(port), "event_log": args.event_log}
-    config = server_options.config(args, **given)
+    values = {"servers": args.server or None, "host": host.strip("[]"), "port": int(port), "event_log": args.event_log}
+    config = server_options.config(args, **values)
     if not config.servers:
         raise ValueError("no server: give --server URL, or `servers` in the configuration")
     with extra("epp", "rubato epp"):

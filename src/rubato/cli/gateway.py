@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    """Run the demo. Raises ValueError for options that contradict it."""
+    """Runs the demo. Raises ValueError for options that contradict it."""
     import rubato.serving  # noqa: F401 - says what to install where something is missing
     from rubato.demo import gateway_demo
 
@@ -52,6 +52,6 @@ def _demo(args: argparse.Namespace) -> int:
     if args.without_slos and (args.policy or args.router):
         raise ValueError("--without-slos is stock vLLM's order: leave out --policy and --router")
     has_link = not args.without_slos
-    given = {"host": args.host, "port": args.port, "event_log": args.event_log}
-    given |= gateway_demo.settings(has_link=has_link) | ({} if has_link else gateway_demo.STOCK_ORDER)
-    return gateway_demo.run(server_options.config(args, **given), has_link=has_link)
+    values = {"host": args.host, "port": args.port, "event_log": args.event_log}
+    values |= gateway_demo.settings(has_link=has_link) | ({} if has_link else gateway_demo.STOCK_ORDER)
+    return gateway_demo.run(server_options.config(args, **values), has_link=has_link)

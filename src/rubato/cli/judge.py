@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _outline(question: judge.JudgeQuestion) -> str:
-    """A sentence on what is about to run."""
+    """Returns a sentence on what is about to run."""
     policies = [spec.choice.label for spec in question.specs(question.loads[0].machine)]
     requests = sum(len(load.own.arrivals) for load in question.loads)
     loads = f"{len(question.loads)} load{'' if len(question.loads) == 1 else 's'}"
@@ -75,7 +75,7 @@ def _outline(question: judge.JudgeQuestion) -> str:
 
 
 def _specs(args: argparse.Namespace, machine: Hardware) -> Sequence[RunSpec]:
-    """A run of each --policy, or of every scheduler, and of the reference policy."""
+    """Returns a run of each --policy, or of every scheduler, and of the reference policy."""
     if args.policy:
         specs = simulation_options.run_specs(args, machine, args.replicas)
     else:

@@ -36,7 +36,7 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit status; 2 if the request is impossible, and the message says why."""
+    """Runs one verb and returns its exit status; 2 if the request is impossible, and the message says why."""
     sys.path.append(os.getcwd())  # for the user's own policy, `--policy my_package.my_module`
     words = words_of_command(argv)
     verb = next((word for word in words if not word.startswith("-")), "")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser(verbs: Iterable[str] = VERBS) -> Parser:
-    """The parser of the command, with the options of `verbs`; only their modules are imported."""
+    """Returns the parser of the command, with the options of `verbs`; only their modules are imported."""
     commands = Parser(prog="rubato", description="Serve language models to stated SLOs.")
     commands.add_argument("--version", action="version", version=f"rubato {rubato.__version__}")
     subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")

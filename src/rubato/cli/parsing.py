@@ -11,17 +11,17 @@ from rubato.core.did_you_mean import nearest
 
 
 def words_of_command(argv: Sequence[str] | None) -> list[str]:
-    """The words after the program's name."""
+    """Returns the words after the program's name."""
     return sys.argv[1:] if argv is None else list(argv)
 
 
 def escape_percent(text: str) -> str:
-    """Help text with `%` escaped, since argparse formats it."""
+    """Escapes `%` in a help text, since argparse formats it."""
     return text.replace("%", "%%")
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Help that ends with the default where there is one and the text does not say it; examples keep their lines."""
+    """Ends a help with the default where there is one and the text does not say it; examples keep their lines."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
@@ -36,29 +36,29 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations: a script must not change its meaning when an option is added."""
+    """Takes no abbreviations: a script must not change its meaning when an option is added."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """One line, instead of a usage as long as the screen before it. Exits with status 2."""
+        """Prints one line, instead of a usage as long as the screen before it. Exits with status 2."""
         stop = " See" if message.endswith("?") else "; see"
         self.exit(2, f"{self.prog}: {message}{stop} `{self.prog} --help`\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, but report an unknown option first: it explains the errors that follow from it."""
+        """Parses as argparse does, but reports an unknown option first: it explains the errors that follow from it."""
         for word in self._own(words_of_command(args)):
             name = word.partition("=")[0]
             if name not in self._option_string_actions:
                 self.error(f"unknown option {name}{nearest(name, self.long_options, list_all=False)}")
-        found, left = super().parse_known_args(args, namespace)
+        parsed, left = super().parse_known_args(args, namespace)
         if left:
             self.error(f"unexpected argument {left[0]!r}")
-        return found, left
+        return parsed, left
 
     def own_parsers(self) -> dict[str, Parser]:
-        """The parser of each verb."""
+        """Returns the parser of each verb."""
         (verbs,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
         return dict(verbs.choices)
 
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         return [option for option in self._option_string_actions if option.startswith("--")]
 
     def _own(self, words: Iterable[str]) -> Iterator[str]:
-        """The options among `words`; for the parser of verbs only those before the verb."""
+        """Yields the options among `words`; for the parser of verbs only those before the verb."""
         for word in words:
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
                 return
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
                 yield word
 
     def add_own_usage(self) -> None:
-        """Set a usage of one line with the required options and the positional arguments."""
+        """Sets a usage of one line with the required options and the positional arguments."""
         parts = [f"{self.prog} [options]"]
         for action in self._actions:
             metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines() -> str:
-    """Each packaged policy: its name, what it decides, the first line of its docstring."""
+    """Returns each packaged policy: its name, what it decides, the first line of its docstring."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name, kind, about, *_ in policies.describe():
         kinds.setdefault((name, about), []).append(kind)
@@ -43,7 +43,7 @@ def _lines() -> str:
 
 
 def _page(name: str) -> str:
-    """A policy's docstring, source, and parts with their settings. Raises PolicyError."""
+    """Returns a policy's docstring, source, and parts with their settings. Raises PolicyError."""
     module = policies.module_of(name)
     text = [inspect.cleandoc(module.__doc__ or "No docstring."), f"Source: {getattr(module, 'SOURCE', 'not stated')}"]
     has_router = hasattr(module, "Router")
@@ -72,7 +72,7 @@ def _part(part: Scheduler | Router, kind: Registry, option: str) -> str:
 
 
 def _yaml_text(default: object) -> str:
-    """A default as `SETTING=VALUE` takes it, or as Python prints it where YAML has no such type."""
+    """Returns a default as `SETTING=VALUE` takes it, or as Python prints it where YAML has no such type."""
     try:
         return yaml.safe_dump(default, default_flow_style=True, width=10_000).split("\n")[0]
     except yaml.representer.RepresenterError:

@@ -58,7 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make or list profiles. Raises ValueError for a wrong model or option, ImportError where an extra is missing."""
+    """Makes or lists profiles. Raises ValueError for a wrong model or option, ImportError where an extra is missing."""
     if args.list:
         for name in profiles.names():
             profile = profiles.load(name)

@@ -18,7 +18,7 @@ OPTION_WORDS = {"log": "", "a": "", "b": "", "model": "", "folder": ""}
 
 
 def run_verb(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
-    """Run a command and return its exit status.
+    """Runs a command and returns its exit status.
 
     2: the request is impossible; one sentence after `name` says why. 141: the reader of standard output has left, as in
     `rubato policies | head`; nothing is printed.
@@ -41,14 +41,14 @@ def run_verb(name: str, args: argparse.Namespace, run: Callable[[argparse.Namesp
 
 
 def _reader_has_left() -> bool:
-    """Whether the broken pipe is standard output, and not one that the command opened."""
+    """Returns whether the broken pipe is standard output, and not one that the command opened."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)  # poll always reports errors
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0))
 
 
 def _end_on_sigterm() -> None:
-    """Turn SIGTERM into SystemExit, so that child processes are stopped on the way out; `serve` handles it itself."""
+    """Turns SIGTERM into SystemExit, so that child processes are stopped on the way out; `serve` handles it itself."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -79,14 +79,14 @@ def check_results(args: argparse.Namespace) -> None:
 def check_seeds(args: argparse.Namespace) -> None:
     """Raises ValueError for a negative seed."""
     for name in ("seed", "seeds"):
-        given = getattr(args, name, None)
-        for seed in given if isinstance(given, list) else [] if given is None else [given]:
+        value = getattr(args, name, None)
+        for seed in value if isinstance(value, list) else [] if value is None else [value]:
             if seed < 0:
                 raise ValueError(f"--{name} {seed}: give 0 or more")
 
 
 def sentence(error: Exception, args: argparse.Namespace) -> str:
-    """The error's message; for a file that cannot be opened, with the option that names it."""
+    """Returns the error's message; for a file that cannot be opened, with the option that names it."""
     if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
         return str(error)
     file = str(error.filename)
@@ -95,7 +95,7 @@ def sentence(error: Exception, args: argparse.Namespace) -> str:
 
 
 def write(to: str | None, text: str, data: bytes) -> None:
-    """Print the text, and write the JSON to the file `to`; with `-` JSON goes to stdout and the text to stderr."""
+    """Prints the text, and writes the JSON to the file `to`; with `-` JSON goes to stdout and the text to stderr."""
     print(text, file=sys.stderr if to == "-" else sys.stdout)
     if to == "-":
         sys.stdout.buffer.write(data)

@@ -36,12 +36,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rubato.serving.serve import serve  # the server's libraries are not needed by the other commands
 
-    given = {"model": args.model, "host": args.host, "port": args.port, "event_log": args.event_log}
-    given |= {"served_model_name": args.served_model_name, "engine.kind": args.engine}
-    given |= {"engine.tensor_parallel_size": args.tensor_parallel_size, "engine.kv_gib": args.kv_gib}
+    values = {"model": args.model, "host": args.host, "port": args.port, "event_log": args.event_log}
+    values |= {"served_model_name": args.served_model_name, "engine.kind": args.engine}
+    values |= {"engine.tensor_parallel_size": args.tensor_parallel_size, "engine.kv_gib": args.kv_gib}
     if args.ray_address is not None:
-        given |= {"fleet.kind": "ray", "fleet.address": args.ray_address}
-    config = server_options.config(args, **given)
+        values |= {"fleet.kind": "ray", "fleet.address": args.ray_address}
+    config = server_options.config(args, **values)
     if args.tensor_parallel_size is not None and config.engine.name != "vllm":
         raise ValueError(
             f"--tensor-parallel-size: engine {config.engine.name!r} runs a replica on one device; give --engine vllm"

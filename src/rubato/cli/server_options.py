@@ -11,7 +11,7 @@ from rubato.fleet.cluster_options import PolicyChoice
 
 
 def add(parser: argparse.ArgumentParser, *, replicas: bool = True, file: bool = True) -> None:
-    """Declare the options. file: also --config; other verbs take the file as an argument."""
+    """Declares the options, with `file` also --config; other verbs take the file as an argument."""
     if file:
         parser.add_argument("--config", metavar="FILE", help="YAML file")
     parser.add_argument(
@@ -29,7 +29,7 @@ def add(parser: argparse.ArgumentParser, *, replicas: bool = True, file: bool = 
 
 
 def address(parser: argparse.ArgumentParser) -> None:
-    """Declare where a server listens, and its event log."""
+    """Declares where a server listens, and its event log."""
     parser.add_argument(
         "--host", metavar="ADDRESS", help="address to listen on (default: the configuration's, or 127.0.0.1)"
     )
@@ -39,13 +39,15 @@ def address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--event-log", metavar="FILE", help="write the event log here (JSON lines)")
 
 
-def config(args: argparse.Namespace, **given: Any) -> Config:
-    """The configuration in the file of --config, changed by options and then by --set.
+def config(args: argparse.Namespace, **option_values: Any) -> Config:
+    """Returns the configuration in the file of --config, changed by options and then by --set. A name without a dot in
+    --set is a setting of the policy, unless the configuration has it.
 
-    given: values of the options, by setting. A name without a dot in --set is a setting of the policy, unless the
-    configuration has it.
+    Args:
+        args: as parsed.
+        option_values: of the options, by setting; None: not given.
     """
-    values = {name: value for name, value in given.items() if value is not None}
+    values = {name: value for name, value in option_values.items() if value is not None}
     if args.policy and (":" in args.policy or "@" in args.policy):  # written as for `sweep`
         choice = PolicyChoice.parse(args.policy, args.router or "auto")
         values |= {"policy": choice.policy, "router": choice.router}

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _simulate_policy(args: argparse.Namespace) -> list[BenchResult]:
-    """Simulate one policy, a run for each workload."""
+    """Simulates one policy, a run for each workload."""
     if args.steps and args.profile:
         raise ValueError("--steps and --profile both say how long a step takes: leave out one of them")
     config = server_options.config(args)
@@ -96,8 +96,8 @@ def _simulate_policy(args: argparse.Namespace) -> list[BenchResult]:
     return [replace(run, label=label, goodput=bounds) for run in runs]
 
 
-def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -> str:
-    """A note on what is guessed about the replica, "" if nothing is. meant: profiles that the workload is made for."""
+def _guesses(args: argparse.Namespace, config: Config, profiles: Collection[str]) -> str:
+    """Returns a note on what is guessed about the replica, "" if nothing is; the workload is for `profiles`."""
     if args.profile:
         return ""
     parts, missing = [], [] if args.steps else guessed_settings(config)
@@ -110,5 +110,5 @@ def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -
         parts.append(f"KV capacity ({limits['kv_blocks'] * limits['block_size']} tokens: give --kv-tokens N)")
     if not parts:
         return ""
-    then = f"; the workload is made for --profile {', '.join(sorted(meant))}" if meant else ""
+    then = f"; the workload is made for --profile {', '.join(sorted(profiles))}" if profiles else ""
     return f"a guess, not your machine's: {' and '.join(parts)}{then}"

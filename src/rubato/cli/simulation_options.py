@@ -28,7 +28,7 @@ from rubato.workloads.workload import check_rate
 
 
 def _noise(text: str) -> step_noise.Noise:
-    """A number, the spread of the noise, or the text of its kind."""
+    """Returns a number, the spread of the noise, or the text of its kind."""
     try:
         return float(text)
     except ValueError:
@@ -36,7 +36,7 @@ def _noise(text: str) -> step_noise.Noise:
 
 
 def replica(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Declare options that describe a replica and are not in its configuration."""
+    """Declares options that describe a replica and are not in its configuration."""
     options = parser.add_argument_group("replica")
     options.add_argument(
         "--profile",
@@ -80,7 +80,7 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True, with_policies: bool
 
 
 def running(parser: argparse.ArgumentParser) -> None:
-    """Declare options on where jobs run and where results go."""
+    """Declares options on where jobs run and where results go."""
     options = parser.add_argument_group("running and results")
     options.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core, less one)")
     options.add_argument(
@@ -115,7 +115,7 @@ def policies(parser: argparse.ArgumentParser) -> None:
 
 
 def job_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `jobs.run`. By default one core stays free for the user."""
+    """Returns the arguments of `jobs.run`. By default one core stays free for the user."""
     workers = args.workers
     if workers is None and args.ray is None:
         workers = max(1, len(usable_cores()) - 1)
@@ -126,7 +126,7 @@ def job_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def hardware(args: argparse.Namespace) -> Hardware:
-    """The replica to simulate. Raises ValueError where step times or KV capacity are not given."""
+    """Returns the replica to simulate. Raises ValueError where step times or KV capacity are not given."""
     config = load(args.config or {}, args.set)
     machine = replica_of(args, config)
     if config.latency is None and not args.profile:
@@ -146,7 +146,7 @@ def hardware(args: argparse.Namespace) -> Hardware:
 
 
 def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
-    """The replica of the configuration; with --profile the profile's, changed by the configuration's `engine`.
+    """Returns the replica of the configuration; with --profile the profile's, changed by the configuration's `engine`.
     Raises ValueError (ConfigError)."""
     options = {
         name: n
@@ -168,7 +168,7 @@ def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
 
 
 def run_specs(args: argparse.Namespace, machine: Hardware, replicas: int | None = None) -> tuple[RunSpec, ...]:
-    """A run for each --policy; policies are not imported yet (`sweep.able`). replicas: None = the configuration's."""
+    """Returns a run for each --policy, whose modules are not imported yet; replicas None = the configuration's."""
     config = load(args.config or {}, args.set)
     if config.autoscale is not None:
         raise ValueError("autoscale: only serve and simulate scale a fleet; leave it out here, --set autoscale=null")
@@ -187,7 +187,7 @@ def run_specs(args: argparse.Namespace, machine: Hardware, replicas: int | None 
 def request_source(
     args: argparse.Namespace, machine: Hardware, rate: float | None = None, drawn: bool = True
 ) -> RequestSource:
-    """The source of requests: a trace, a workload file, a scenario or a mix.
+    """Returns the source of requests: a trace, a workload file, a scenario or a mix.
 
     Args:
         rate: requests/s of a scenario or a mix.

@@ -48,5 +48,5 @@ def check_unused(args: argparse.Namespace) -> None:
 
 
 def trace_options_of(args: argparse.Namespace) -> TraceOptions:
-    """How the trace is read. Raises ValueError for an impossible number."""
+    """Returns how the trace is read. Raises ValueError for an impossible number."""
     return TraceOptions(args.trace_from, args.duration, args.count, args.columns, args.time_scale, args.skip_malformed)

@@ -20,24 +20,26 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the workload asked for, or list the scenarios."""
+    """Writes the workload asked for, or lists the scenarios."""
     if args.list:
         print(_listing())
         return 0
     if args.out is None:
         raise ValueError("name the file to write: -o FILE")
-    made = workload_options.workload_of(args, args.seed)
-    workload_file.write(made, args.out)
-    how = f"in {made.duration:g} s" if made.concurrency is None else f"in a closed loop of {made.concurrency}"
-    print(f"{args.out}: {len(made.arrivals)} requests {how}")
+    workload = workload_options.workload_of(args, args.seed)
+    workload_file.write(workload, args.out)
+    how = (
+        f"in {workload.duration:g} s" if workload.concurrency is None else f"in a closed loop of {workload.concurrency}"
+    )
+    print(f"{args.out}: {len(workload.arrivals)} requests {how}")
     for name in (*traces.NOTES, "best_effort", "max_model_len"):
-        if name in made.notes:
-            print(f"  {made.notes[name]}")
+        if name in workload.notes:
+            print(f"  {workload.notes[name]}")
     return 0
 
 
 def _listing() -> str:
-    """Scenarios with the mean prompt and output tokens of a request, all stages together."""
+    """Lists scenarios with the mean prompt and output tokens of a request, all stages together."""
     rows = [(name, f"{prompt:.0f}", f"{output:.0f}", about) for name, prompt, output, about in scenarios.described()]
     rows.insert(0, ("scenario", "prompt", "output", "what it is"))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]

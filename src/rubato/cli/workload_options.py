@@ -17,7 +17,7 @@ from rubato.workloads.workload import Workload
 
 
 def add(parser: argparse.ArgumentParser, file: bool = True) -> None:
-    """Declare the options. file: also a workload file, several runs and a judging rule."""
+    """Declares the options, with `file` also a workload file, several runs and a judging rule."""
     _requests(parser.add_argument_group("requests"), file)
     _arrivals(parser.add_argument_group("arrivals"))
     _slos(parser.add_argument_group("SLOs and lengths"), file)
@@ -34,7 +34,7 @@ def add(parser: argparse.ArgumentParser, file: bool = True) -> None:
 
 
 def _requests(options: argparse._ArgumentGroup, file: bool) -> None:
-    """Declare where requests come from; without file, scenario or trace the kinds define the workload."""
+    """Declares where requests come from; without file, scenario or trace the kinds define the workload."""
     if file:
         options.add_argument("--workload", metavar="FILE", help="workload file (default: one is made)")
     options.add_argument(
@@ -104,7 +104,7 @@ def _line(text: str) -> Prefill:
 
 
 def workload_of(args: argparse.Namespace, seed: int) -> Workload:
-    """Make the workload that the options describe: a scenario, a trace, --kinds or three tiers.
+    """Makes the workload that the options describe: a scenario, a trace, --kinds or three tiers.
 
     Raises ValueError for options that contradict each other, OSError for a file that cannot be opened.
     """
@@ -122,20 +122,20 @@ def workload_of(args: argparse.Namespace, seed: int) -> Workload:
 
 
 def from_file(args: argparse.Namespace) -> Workload:
-    """Read the file of --workload, at --rate, with texts for --texts."""
+    """Reads the file of --workload, at --rate, with texts for --texts."""
     if args.kinds or args.trace or args.scenario:
         raise ValueError("--workload says everything: leave out --kinds, --trace and --scenario")
     trace_options.check_unused(args)
-    made = workload_file.read(args.workload)
-    made = _scale_slos(args, made if args.rate is None else made.rescaled(args.rate))
-    return with_texts(made) if args.texts else made
+    workload = workload_file.read(args.workload)
+    workload = _scale_slos(args, workload if args.rate is None else workload.rescaled(args.rate))
+    return with_texts(workload) if args.texts else workload
 
 
-def _scale_slos(args: argparse.Namespace, made: Workload) -> Workload:
-    """The workload with --slo-scale and --concurrency applied."""
+def _scale_slos(args: argparse.Namespace, workload: Workload) -> Workload:
+    """Returns the workload with --slo-scale and --concurrency applied."""
     if args.concurrency is not None:
-        made = replace(made, concurrency=args.concurrency)
-    return made if args.slo_scale is None else made.with_slo_scale(args.slo_scale)
+        workload = replace(workload, concurrency=args.concurrency)
+    return workload if args.slo_scale is None else workload.with_slo_scale(args.slo_scale)
 
 
 def _duration(args: argparse.Namespace) -> float | None:
@@ -152,7 +152,7 @@ def _scenario(args: argparse.Namespace, seed: int, process: ArrivalProcess | Non
         whole = replace(trace_options.trace_options_of(args), seconds=None, count=None)
         process = traces.read(args.trace, whole).times
         rate = process.rate if rate is None else rate
-    made = scenarios.make(
+    workload = scenarios.make(
         args.scenario,
         1.0 if rate is None else rate,
         count=args.count,
@@ -163,7 +163,7 @@ def _scenario(args: argparse.Namespace, seed: int, process: ArrivalProcess | Non
         scale=args.prompt_scale,
         max_model_len=args.max_model_len,
     )
-    return with_texts(made) if args.texts else made
+    return with_texts(workload) if args.texts else workload
 
 
 def _trace(args: argparse.Namespace, seed: int, process: ArrivalProcess | None) -> Workload:
@@ -198,15 +198,15 @@ def _mix(args: argparse.Namespace, seed: int, process: ArrivalProcess | None) ->
 
 
 def workloads_of(args: argparse.Namespace) -> list[Workload]:
-    """Make one workload for each run."""
+    """Makes a workload for each run."""
     if args.rounds is not None and args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: give 1 or more")
     if args.workload:
         if args.seeds:
             raise ValueError("--seeds makes workloads, but --workload is one already: use --rounds to repeat it")
         return [from_file(args)] * (args.rounds or 1)
-    made = [workload_of(args, seed) for seed in args.seeds or range(args.seed, args.seed + (args.rounds or 1))]
+    workloads = [workload_of(args, seed) for seed in args.seeds or range(args.seed, args.seed + (args.rounds or 1))]
     for name in traces.NOTES:
-        if name in made[0].notes:
-            print(f"rubato {args.command}: {made[0].notes[name]}", file=sys.stderr)
-    return made
+        if name in workloads[0].notes:
+            print(f"rubato {args.command}: {workloads[0].notes[name]}", file=sys.stderr)
+    return workloads

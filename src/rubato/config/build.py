@@ -54,7 +54,7 @@ AFFINE = Named(name="affine")  # where no latency model is configured
 
 
 def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
-    """The engine of `engine.kind`: one of `rubato.engines`, or the class `Engine` of the user's own module.
+    """Returns the engine of `engine.kind`: one of `rubato.engines`, or the class `Engine` of the user's own module.
 
     Its constructor gets what it has parameters for: `model`, `clock`, `latency`, `limits` and `seed`, and the settings;
     `drafter` is made by `drafter_of` or, for an engine that is not simulated, `token_drafter_of`. Raises ConfigError.
@@ -83,24 +83,24 @@ def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
 
 
 def _drafter_for_policy(config: Config) -> object | None:
-    """The engine's drafter. Raises ConfigError where there is none and the policy needs drafts."""
-    built = drafter_of(config) if _is_simulated(config) else token_drafter_of(config)
-    if built is None and "draft" in load(config.policy.name, config.policy.settings).needs:
+    """Returns the engine's drafter. Raises ConfigError where there is none and the policy needs drafts."""
+    drafter = drafter_of(config) if _is_simulated(config) else token_drafter_of(config)
+    if drafter is None and "draft" in load(config.policy.name, config.policy.settings).needs:
         such = "{alpha: 0.7}, right 7 times of 10" if _is_simulated(config) else "suffix"
         raise ConfigError(
             f"policy {config.policy.name!r} needs draft, and engine {config.engine.name!r} was given no drafter: "
             f"set engine.drafter, such as engine.drafter: {such}"
         )
-    return built
+    return drafter
 
 
 def simulation_limits(config: Config) -> dict[str, int]:
-    """The `Limits` fields of a simulated engine: `SIMULATED_LIMITS` changed by its settings. Raises ConfigError."""
-    known = [*SIMULATED_LIMITS, *REAL_ENGINE_SETTINGS, "drafter", "link", "start_seconds"]
+    """Returns a simulated engine's `Limits` fields: SIMULATED_LIMITS changed by settings. Raises ConfigError."""
+    names = [*SIMULATED_LIMITS, *REAL_ENGINE_SETTINGS, "drafter", "link", "start_seconds"]
     for name in config.engine.settings:
-        if name not in known and config.engine.name in ("torch", "simulated"):
-            raise ConfigError(f"engine {config.engine.name!r} has no setting {name!r}{nearest(name, known)}")
-    limits = {name: config.engine.settings.get(name, usual) for name, usual in SIMULATED_LIMITS.items()}
+        if name not in names and config.engine.name in ("torch", "simulated"):
+            raise ConfigError(f"engine {config.engine.name!r} has no setting {name!r}{nearest(name, names)}")
+    limits = {name: config.engine.settings.get(name, default) for name, default in SIMULATED_LIMITS.items()}
     for name, value in limits.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"engine.{name} is {value!r}: give a whole number, 1 or more")
@@ -108,7 +108,7 @@ def simulation_limits(config: Config) -> dict[str, int]:
 
 
 def start_seconds_of(config: Config) -> float:
-    """Seconds that a simulated replica takes to start (`engine.start_seconds`). Raises ConfigError."""
+    """Returns the seconds that a simulated replica takes to start (`engine.start_seconds`). Raises ConfigError."""
     seconds = config.engine.settings.get("start_seconds", 0.0)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not (isfinite(seconds) and seconds >= 0.0):
         raise ConfigError(f"engine.start_seconds is {seconds!r}: give a number of seconds, 0 or more")
@@ -116,18 +116,19 @@ def start_seconds_of(config: Config) -> float:
 
 
 def drafter_of(config: Config) -> Drafter | None:
-    """The drafter of a simulated engine, from `engine.drafter`: a profile's name, settings of `Acceptance`, or both.
+    """Returns the drafter of a simulated engine, from `engine.drafter`: a profile's name, settings of `Acceptance`, or
+    both.
 
     Without a profile drafting costs nothing. Raises ConfigError, also for a drafter of real tokens: nobody knows how
     often it would be right.
     """
-    asked = config.engine.settings.get("drafter")
-    if asked is None:
+    value = config.engine.settings.get("drafter")
+    if value is None:
         return None
-    name, settings = _split_drafter(asked)
+    name, settings = _split_drafter(value)
     if name is None and "alpha" not in settings:
         raise ConfigError(
-            f"engine.drafter is {asked!r}: give the name of a profile, such as opt-125m-a100-40g, or alpha, how often "
+            f"engine.drafter is {value!r}: give the name of a profile, such as opt-125m-a100-40g, or alpha, how often "
             "it is right, of a drafter that costs nothing"
         )
     if name is not None and (name in DRAFTERS.packaged or ("." in name and not _is_profile(name))):
@@ -143,26 +144,26 @@ def drafter_of(config: Config) -> Drafter | None:
 
 
 def token_drafter_of(config: Config) -> object | None:
-    """The drafter of an engine that runs a model, from `engine.drafter`: one of `DRAFTERS` or any module with a class
-    `Drafter` (`rubato_torch.drafters.Drafter`), with or without settings. Raises ConfigError."""
-    asked = config.engine.settings.get("drafter")
-    if asked is None:
+    """Returns the drafter of an engine that runs a model, from `engine.drafter`: one of `DRAFTERS` or any module with a
+    class `Drafter` (`rubato_torch.drafters.Drafter`), with or without settings. Raises ConfigError."""
+    value = config.engine.settings.get("drafter")
+    if value is None:
         return None
-    name, settings = _split_drafter(asked)
+    name, settings = _split_drafter(value)
     if name is None or _is_profile(name):
         raise ConfigError(
-            f"engine.drafter is {asked!r}, which is for simulated engines: engine {config.engine.name!r} drafts with "
+            f"engine.drafter is {value!r}, which is for simulated engines: engine {config.engine.name!r} drafts with "
             f"{', '.join(DRAFTERS.packaged)}, or a module of yours with a class Drafter"
         )
     return cast(object, DRAFTERS.build(name, settings))
 
 
-def _split_drafter(asked: object) -> tuple[str | None, dict[str, Any]]:
-    """Split a value of `engine.drafter` into its name and its settings."""
-    settings = dict(asked) if isinstance(asked, Mapping) else {"name": asked}
+def _split_drafter(value: object) -> tuple[str | None, dict[str, Any]]:
+    """Splits a value of `engine.drafter` into its name and its settings."""
+    settings = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = settings.pop("kind", None) if "kind" in settings else settings.pop("name", None)
     if name is not None and not isinstance(name, str):
-        raise ConfigError(f"engine.drafter is {asked!r}: give a name, or {{name: ..., SETTING: ...}}")
+        raise ConfigError(f"engine.drafter is {value!r}: give a name, or {{name: ..., SETTING: ...}}")
     return name, settings
 
 
@@ -176,16 +177,16 @@ def _is_simulated(config: Config) -> bool:
 
 
 def link_of(config: Config) -> KVLink:
-    """The cost of moving KV to a simulated engine (`engine.link`). Raises ConfigError."""
-    asked = config.engine.settings.get("link", {})
-    if not isinstance(asked, Mapping):
-        raise ConfigError(f"engine.link is {asked!r}: give {', '.join(settings_of(KVLink))}")
-    return cast(KVLink, construct("engine.link", KVLink, asked))
+    """Returns the cost of moving KV to a simulated engine (`engine.link`). Raises ConfigError."""
+    value = config.engine.settings.get("link", {})
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"engine.link is {value!r}: give {', '.join(settings_of(KVLink))}")
+    return cast(KVLink, construct("engine.link", KVLink, value))
 
 
 def believed_latency_of(config: Config) -> LatencyModel:
-    """The latency model by which a scheduler predicts steps. Where a real engine has a drafter, the model also learns
-    the drafting time that the engine measures."""
+    """Returns the latency model by which a scheduler predicts steps. Where a real engine has a drafter, the model also
+    learns the drafting time that the engine measures."""
     if not _is_simulated(config):
         believed = latency_of(config)
         return believed if config.engine.settings.get("drafter") is None else WithLearntDrafter(believed)
@@ -194,8 +195,8 @@ def believed_latency_of(config: Config) -> LatencyModel:
 
 
 def latency_of(config: Config) -> LatencyModel:
-    """The model of `latency.kind`: one of `MODELS`, or the class `Model` of the user's own module. The default is
-    `affine`, which begins with a guess and learns from each step.
+    """Returns the model of `latency.kind`: one of `MODELS`, or the class `Model` of the user's own module. The default
+    is `affine`, which begins with a guess and learns from each step.
 
     A `Model` needs step_time, largest_chunk, fit and update; `latency.model_base` adds the rest of a `LatencyModel`.
     Raises ConfigError.
@@ -205,15 +206,16 @@ def latency_of(config: Config) -> LatencyModel:
 
 
 def guessed_settings(config: Config) -> list[str]:
-    """Names of `latency` settings that are not given and whose defaults are guesses (`GUESSED` of the model). A live
-    server learns them; a simulation would take the guess for the truth."""
+    """Returns the names of `latency` settings that are not given and whose defaults are guesses (`GUESSED` of the
+    model). A live server learns them; a simulation would take the guess for the truth."""
     named = config.latency or AFFINE
     guessed = getattr(LATENCY_MODELS.class_of(named.name), "GUESSED", ())
     return [name for name in guessed if name not in named.settings]
 
 
 def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None) -> LengthPredictor | None:
-    """The length predictor of `lengths.kind`: one of `PREDICTORS`, or the class `Lengths` of the user's own module.
+    """Returns the length predictor of `lengths.kind`: one of `PREDICTORS`, or the class `Lengths` of the user's own
+    module.
 
     The default is the policy's (`policies.default_lengths`); if it has none, `DEFAULT_LENGTHS` where a request may have
     an e2e SLO. None where `lengths` is null and the policy has none.
@@ -240,47 +242,47 @@ def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None)
 
 
 def _may_have_e2e(config: Config) -> bool:
-    """Whether a request may have an e2e SLO: a tier has one, or some client may state any SLO."""
+    """Returns whether a request may have an e2e SLO: a tier has one, or some client may state any SLO."""
     promised = any(tier.e2e_ms is not None for tier in config.tiers.values())
     return promised or not config.tenants or any(tenant.tiers is None for tenant in config.tenants.values())
 
 
 def autoscaler_of(config: Config) -> Autoscaler | None:
-    """The autoscaler of `autoscale.kind`: a packaged one, or the class `Autoscaler` of the user's own module; None
-    where the fleet does not scale. Raises ConfigError, also for `pool` with a policy that keeps no pool."""
+    """Returns the autoscaler of `autoscale.kind`: a packaged one, or the class `Autoscaler` of the user's own module;
+    None where the fleet does not scale. Raises ConfigError, also for `pool` with a policy that keeps no pool."""
     if config.autoscale is None:
         return None
-    made = AUTOSCALERS.build(config.autoscale.name, config.autoscale.settings)
-    if isinstance(made, ReplicaBounds) and not made.min <= config.replicas <= made.max:
+    autoscaler = AUTOSCALERS.build(config.autoscale.name, config.autoscale.settings)
+    if isinstance(autoscaler, ReplicaBounds) and not autoscaler.min <= config.replicas <= autoscaler.max:
         raise ConfigError(
             f"replicas is {config.replicas}: give as many as there are to be at the start, from autoscale.min, "
-            f"{made.min}, to autoscale.max, {made.max}"
+            f"{autoscaler.min}, to autoscale.max, {autoscaler.max}"
         )
-    _check_roles(config, made)
-    return cast(Autoscaler, made)
+    _check_roles(config, autoscaler)
+    return cast(Autoscaler, autoscaler)
 
 
-def _check_roles(config: Config, made: Any) -> None:
+def _check_roles(config: Config, autoscaler: Any) -> None:
     """Raises ConfigError where the router needs a fixed fleet, or `pool` is asked for and the router keeps none."""
     policy, (_, routes) = config.policy, choice_of(config).build()
     roles = _roles(routes, config.replicas).values() if isinstance(routes, Assigner) else ()
-    pooled = bool(roles) and all(role.kind == "best_effort" for role in roles)
-    if isinstance(made, PoolAutoscaler) and not pooled:
+    is_pooled = bool(roles) and all(role.kind == "best_effort" for role in roles)
+    if isinstance(autoscaler, PoolAutoscaler) and not is_pooled:
         raise ConfigError(
             f"autoscale 'pool' follows the pool of a policy that keeps one, as polyserve does, and "
             f"{policy.name!r} has none: choose autoscale.kind=attainment, or policy polyserve"
         )
-    if roles and not pooled:
+    if roles and not is_pooled:
         raise ConfigError(
             f"autoscale: {policy.name!r} gives its replicas roles at the start, and none to those that join: choose a "
             "policy whose replicas are all alike, such as edf, or polyserve"
         )
-    if isinstance(routes, Assigner) and isinstance(made, ReplicaBounds):
-        _roles(routes, made.min)
+    if isinstance(routes, Assigner) and isinstance(autoscaler, ReplicaBounds):
+        _roles(routes, autoscaler.min)
 
 
 def _roles(router: Assigner, replicas: int) -> Mapping[str, Role]:
-    """The roles of this many replicas. Raises ConfigError where the router needs more."""
+    """Returns the roles of this many replicas. Raises ConfigError where the router needs more."""
     try:
         return router.roles([f"r{i}" for i in range(replicas)])
     except ValueError as e:
@@ -290,17 +292,19 @@ def _roles(router: Assigner, replicas: int) -> Mapping[str, Role]:
 def check_names(config: Config) -> None:
     """Raises ConfigError where the policy or its router names a tier that does not exist, and PolicyError as `load`."""
     scheduler, router = choice_of(config).build()
-    known = config.tier_names
+    tiers = config.tier_names
     for part, built in (("policy", scheduler), ("router", router)):
         for tier in getattr(built, "tier_names", ()):
-            if tier not in known:
-                raise ConfigError(f"{part}: its settings name {tier!r}, not among the tiers{nearest(tier, known)}")
+            if tier not in tiers:
+                raise ConfigError(f"{part}: its settings name {tier!r}, not among the tiers{nearest(tier, tiers)}")
 
 
 def most_in_flight(config: Config, limits: Limits) -> int | None:
-    """Bound on requests in flight (`max_in_flight`), with as many replicas as the autoscaler may add.
+    """Returns the bound on requests in flight (`max_in_flight`), with as many replicas as the autoscaler may add.
 
-    limits: of one of the engines.
+    Args:
+        config: of the server.
+        limits: of one of the engines.
     """
     scaled = autoscaler_of(config)
     replicas = scaled.max if isinstance(scaled, ReplicaBounds) else config.replicas
@@ -308,20 +312,20 @@ def most_in_flight(config: Config, limits: Limits) -> int | None:
 
 
 def in_flight_bound(config: Config, places: int) -> int | None:
-    """Bound on requests in flight (`max_in_flight`); `auto` is a multiple of `places`, the sequences in one batch of
-    every replica."""
+    """Returns the bound on requests in flight (`max_in_flight`); `auto` is a multiple of `places`, the sequences in one
+    batch of every replica."""
     if config.max_in_flight != "auto":
         return config.max_in_flight
     return max(MIN_IN_FLIGHT, BATCHES_IN_FLIGHT * places)
 
 
 def choice_of(config: Config) -> PolicyChoice:
-    """The names and settings of the policy and the router; nothing is imported yet."""
+    """Returns the names and settings of the policy and the router; nothing is imported yet."""
     return PolicyChoice(config.policy.name, config.policy.settings, config.router.name, config.router.settings)
 
 
 def fair_share_of(config: Config) -> FairShare | None:
-    """The fair share between tenants; None without tenants."""
+    """Returns the fair share between tenants; None without tenants."""
     if not config.tenants:
         return None
     weights = {name: tenant.weight for name, tenant in config.tenants.items()}

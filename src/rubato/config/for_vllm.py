@@ -23,26 +23,26 @@ VLLM_OWNED = frozenset(
 
 
 def load_for_vllm(additional: object) -> tuple[Settings, Config]:
-    """The plug-in's settings from vLLM's `additional_config`, completed from the file that it names.
+    """Returns the plug-in's settings from vLLM's `additional_config`, completed from the file that it names.
 
     Raises ConfigError for settings that are unknown, impossible, or do not work inside vLLM.
     """
     settings = settings_of(additional)
     if not settings.config:
         return settings, Config()
-    config, said = load(settings.config), settings.model_dump(exclude_unset=True)
-    given = settings_inside_vllm(config, said)
-    own = {**given["settings"], **settings.settings} if "policy" not in said else settings.settings
-    return Settings.of({**given, **said, "settings": own}, PREFIX), config
+    config, stated = load(settings.config), settings.model_dump(exclude_unset=True)
+    implied = settings_inside_vllm(config, stated)
+    own = {**implied["settings"], **settings.settings} if "policy" not in stated else settings.settings
+    return Settings.of({**implied, **stated, "settings": own}, PREFIX), config
 
 
 def settings_inside_vllm(config: Config, replaced: Collection[str] = ()) -> dict[str, Any]:
-    """The plug-in's settings that a configuration implies, but for `latency` and `lengths` among those in `replaced`.
+    """Returns the plug-in's settings that a configuration implies, but for `latency` and `lengths` if `replaced`.
     Raises ConfigError for a latency model that is not affine, and for a predictor with settings or of a module."""
     name, lengths = config.policy.name, config.lengths
     latency = None if "latency" in replaced else config.latency
     has_lengths = "lengths" in config.model_fields_set and "lengths" not in replaced
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "policy": os.path.abspath(name) if name.endswith(".py") else name,  # the server may run in another folder
         "settings": dict(config.policy.settings),
         "slo_rule": config.slo_rule,
@@ -50,15 +50,15 @@ def settings_inside_vllm(config: Config, replaced: Collection[str] = ()) -> dict
     if latency is not None and latency.name != "affine":
         raise ConfigError(f"latency: inside vLLM the model is affine, and {latency.name!r} is asked for")
     if latency is not None:
-        given["latency"] = dict(latency.settings)
+        settings["latency"] = dict(latency.settings)
     if has_lengths and lengths is not None and (lengths.name not in PREDICTORS or lengths.settings):
         close = nearest(lengths.name, PREDICTORS)
         raise ConfigError(f"lengths: inside vLLM a predictor without settings, not {lengths!r}{close}")
     if has_lengths:
-        given["lengths"] = None if lengths is None else lengths.name
-    return given
+        settings["lengths"] = None if lengths is None else lengths.name
+    return settings
 
 
 def ignored_settings(config: Config) -> list[str]:
-    """Settings of the file that have no effect inside vLLM."""
+    """Returns the settings of the file that have no effect inside vLLM."""
     return sorted(VLLM_OWNED & config.model_fields_set)

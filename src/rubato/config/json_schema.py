@@ -45,8 +45,8 @@ Choices = Mapping[str, tuple[Setting, ...]]  # the packaged names, with the sett
 
 
 def choices() -> dict[str, Choices]:
-    """The packaged choices of `policy`, `router`, `engine`, `latency`, `lengths`, `autoscale` and `fleet`, each with
-    its settings. Engine `torch` has none here: reading them would import PyTorch."""
+    """Returns the packaged choices of `policy`, `router`, `engine`, `latency`, `lengths`, `autoscale` and `fleet`, each
+    with its settings. Engine `torch` has none here: reading them would import PyTorch."""
     parts: dict[str, dict[str, tuple[Setting, ...]]] = {"policy": {}, "router": {"auto": ()}}
     for name, kind, *_ in sorted(policies.describe()):
         part = policies.SCHEDULERS if kind == "scheduler" else policies.ROUTERS
@@ -64,24 +64,24 @@ def choices() -> dict[str, Choices]:
 
 
 def policy_settings(cls: Any, kind: Registry) -> tuple[Setting, ...]:
-    """The settings of a policy's class."""
-    found = settings_of(cls, kind.settings_of(cls))
-    return tuple(each if each.text else replace(each, text=ROUTER_TEXTS.get(each.name, "")) for each in found)
+    """Returns the settings of a policy's class."""
+    settings = settings_of(cls, kind.settings_of(cls))
+    return tuple(each if each.text else replace(each, text=ROUTER_TEXTS.get(each.name, "")) for each in settings)
 
 
 def of_signature(builder: Any, names: Iterable[str] | None = None) -> tuple[Setting, ...]:
-    """The parameters of a class or a function as settings; only those in `names` where it is given."""
+    """Returns the parameters of a class or a function as settings; only those in `names` where it is given."""
     defaults = registry.settings_of(builder)
     return settings_of(builder, {name: defaults[name] for name in (defaults if names is None else names)})
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a configuration file."""
+    """Returns the JSON Schema (2020-12) of a configuration file."""
     schema = Config.model_json_schema()
     _describe(schema, Config)
     for cls in PARTS.values():
         _describe(schema["$defs"][cls.__name__], cls)
-    for key, known in choices().items():
+    for key, packaged in choices().items():
         field = schema["properties"][key]
         null = [{"type": "null"}] if "anyOf" in field else []
         default = Config.model_fields[key].default
@@ -89,8 +89,8 @@ def json_schema() -> dict[str, Any]:
             "description": field["description"],
             "default": None if default is None else default.name,
             "anyOf": [
-                {"enum": list(known)},
-                *(_choice_schema(name, own) for name, own in known.items()),
+                {"enum": list(packaged)},
+                *(_choice_schema(name, own) for name, own in packaged.items()),
                 *_OTHER_MODULES,
                 *null,
             ],
@@ -118,7 +118,7 @@ def _choice_schema(name: str, own: Iterable[Setting]) -> dict[str, Any]:
 
 
 def _describe(schema: dict[str, Any], cls: type[StrictSettings]) -> None:
-    """Put the text of each setting beside it, and keep only the first paragraph of the class's docstring."""
+    """Puts the text of each setting beside it, and keeps only the first paragraph of the class's docstring."""
     texts = setting_texts(cls.__doc__, cls.model_fields)
     schema["description"] = (cls.__doc__ or "").strip().split("\n\n")[0]
     for name, field in schema["properties"].items():

@@ -58,7 +58,7 @@ class _Mix(StrictSettings):
 
 
 def read(path: str | Path) -> list[Kind]:
-    """Read the kinds in a file. Raises ValueError that names file and mistake, OSError if it cannot be opened."""
+    """Reads the kinds in a file. Raises ValueError that names file and mistake, OSError if it cannot be opened."""
     tree = parse_yaml(Path(path).read_bytes(), str(path))
     try:
         mix = _Mix.model_validate(tree)
@@ -72,18 +72,18 @@ def read(path: str | Path) -> list[Kind]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _kind(asked: _Kind, mix: _Mix) -> Kind:
-    lengths = {name: _range(asked.app, name, getattr(asked, name)) for name in ("prompt", "output")}
-    given: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
-    if asked.app not in USUAL_KINDS and len(given) < 2:
-        near = nearest(asked.app, USUAL_KINDS, list_all=False)
-        raise ValueError(f"kind {asked.app!r} has no usual lengths: give both of prompt and output{near}")
-    tier = asked.tier or asked.app
+def _kind(row: _Kind, mix: _Mix) -> Kind:
+    lengths = {name: _range(row.app, name, getattr(row, name)) for name in ("prompt", "output")}
+    settings: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
+    if row.app not in USUAL_KINDS and len(settings) < 2:
+        near = nearest(row.app, USUAL_KINDS, list_all=False)
+        raise ValueError(f"kind {row.app!r} has no usual lengths: give both of prompt and output{near}")
+    tier = row.tier or row.app
     if tier not in mix.tiers:
-        raise ValueError(f"kind {asked.app!r} is of tier {tier!r}, which has no entry{nearest(tier, mix.tiers)}")
-    given |= {"tier": tier, "share": asked.share, "ttft_slowdown": asked.ttft_slowdown}
+        raise ValueError(f"kind {row.app!r} is of tier {tier!r}, which has no entry{nearest(tier, mix.tiers)}")
+    settings |= {"tier": tier, "share": row.share, "ttft_slowdown": row.ttft_slowdown}
     slo = mix.tiers[tier].slo
-    return USUAL_KINDS[asked.app](slo, **given) if asked.app in USUAL_KINDS else Kind(asked.app, slo, **given)
+    return USUAL_KINDS[row.app](slo, **settings) if row.app in USUAL_KINDS else Kind(row.app, slo, **settings)
 
 
 def _range(app: str, name: str, tokens: _Tokens | None) -> Range | None:

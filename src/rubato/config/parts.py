@@ -1,6 +1,6 @@
 """The parts of a configuration: what a tier, a tenant or a server behind the gateway may set.
 
-A class's docstring explains its settings, `name: text.`, which the JSON schema and docs/configuration.md take from it.
+A class's docstring explains its settings below `Args:`, from which the JSON schema and docs/configuration.md take them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rubato.core.strict_settings import StrictSettings
 
 
 class Named(StrictSettings):
-    """Something chosen by name, with settings that the chosen thing itself checks."""
+    """Names something to choose, with settings that the chosen thing itself checks."""
 
     name: str = Field(min_length=1)
     settings: Mapping[str, Any] = {}
@@ -29,7 +29,7 @@ class Named(StrictSettings):
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, value: Any) -> Any:
-        """`rubato`, `{name: rubato, fairness: 2}` and `{kind: ...}` -> name and settings."""
+        """Turns `rubato`, `{name: rubato, fairness: 2}` and `{kind: ...}` into name and settings."""
         if isinstance(value, str):
             return {"name": value, "settings": {}}
         if not isinstance(value, Mapping) or set(value) == {"name", "settings"}:
@@ -42,7 +42,7 @@ class Named(StrictSettings):
 
 
 def _digest(value: Any) -> bytes:
-    """Of a key's SHA-256: the key itself is not kept. Raises ValueError for what no client could send."""
+    """Returns a key's SHA-256: the key itself is not kept. Raises ValueError for what no client could send."""
     if not isinstance(value, str) or not re.fullmatch(r"[!-~]+", value):
         raise ValueError("a key must be a string of visible ASCII characters without blanks")
     return sha256(value.encode()).digest()
@@ -51,10 +51,13 @@ def _digest(value: Any) -> bytes:
 class TierSettings(StrictSettings):
     """A tier of requests, of a server or in a file of request kinds.
 
-    ttft_ms: time to first token, from arrival; null = no bound. tpot_ms: time per output token after the first; null =
-    no bound. e2e_ms: time to the last token, from arrival; null = no bound. max_pause_ms: longest time between two
-    tokens, by the deadline rule, for a tier with a tpot_ms; null = no bound. on_decline: what becomes of a request that
-    cannot be in time: `best_effort` (it is served late) or `refuse` (429).
+    Args:
+        ttft_ms: time to first token, from arrival; null = no bound.
+        tpot_ms: time per output token after the first; null = no bound.
+        e2e_ms: time to the last token, from arrival; null = no bound.
+        max_pause_ms: longest time between two tokens, by the deadline rule, for a tier with a tpot_ms; null = no bound.
+        on_decline: what becomes of a request that cannot be in time: `best_effort` (it is served late) or `refuse`
+            (429).
     """
 
     ttft_ms: float | None = Field(default=None, ge=MIN_SLO_MS, le=MAX_SLO_MS)
@@ -77,11 +80,16 @@ class TierSettings(StrictSettings):
 class TenantSettings(StrictSettings):
     """A client with keys of its own; give at least one of keys, key_file and keys_env. Only digests of keys are kept.
 
-    keys: API keys, a list. key_file: path of a file of keys, one a line, # comments. keys_env: environment variable
-    that holds keys, separated by blanks or commas. tiers: names of the tiers it may use; null = all. weight: its share
-    of the replicas, relative to other tenants'. requests_per_minute: limit; null = none. tokens_per_minute: limit of
-    prompt and output tokens; null = none. max_in_flight: choices at once; null = no bound. admin: may see every
-    tenant's requests.
+    Args:
+        keys: API keys, a list.
+        key_file: path of a file of keys, one a line, # comments.
+        keys_env: environment variable that holds keys, separated by blanks or commas.
+        tiers: names of the tiers it may use; null = all.
+        weight: its share of the replicas, relative to other tenants'.
+        requests_per_minute: limit; null = none.
+        tokens_per_minute: limit of prompt and output tokens; null = none.
+        max_in_flight: choices at once; null = no bound.
+        admin: may see every tenant's requests.
     """
 
     keys: Annotated[tuple[Annotated[bytes, BeforeValidator(_digest)], ...], Field(strict=False, repr=False)] = ()
@@ -101,14 +109,14 @@ class TenantSettings(StrictSettings):
         return self
 
     def digests(self) -> tuple[bytes, ...]:
-        """SHA-256 of every key, those in the file and the environment included. Raises ConfigError."""
-        found = list(self.keys)
+        """Returns the SHA-256 of every key, those in the file and the environment included. Raises ConfigError."""
+        digests = list(self.keys)
         for source, words in (("key_file", self._from_file()), ("keys_env", self._from_environment())):
             try:
-                found += map(_digest, words)
+                digests += map(_digest, words)
             except ValueError as error:
                 raise ConfigError(f"{source}: {error}") from None
-        return tuple(found)
+        return tuple(digests)
 
     def _from_file(self) -> list[str]:
         if self.key_file is None:
@@ -135,10 +143,12 @@ class TenantSettings(StrictSettings):
 class ServerSettings(StrictSettings):
     """A server behind the gateway; a URL in place of the settings is enough.
 
-    url: what stands before the path of each request, such as http://10.0.0.7:8000; a /v1 at its end is left out. link:
-    address of its engine core for gateways, such as tcp://10.0.0.7:5557; empty = as the server says (`/rubato/link`).
-    key_env: environment variable that holds the key for its API; null = a client's own key is passed on, where no
-    tenants are configured.
+    Args:
+        url: what stands before the path of each request, such as http://10.0.0.7:8000; a /v1 at its end is left out.
+        link: address of its engine core for gateways, such as tcp://10.0.0.7:5557; empty = as the server says
+            (`/rubato/link`).
+        key_env: environment variable that holds the key for its API; null = a client's own key is passed on, where no
+            tenants are configured.
     """
 
     url: str
@@ -148,7 +158,7 @@ class ServerSettings(StrictSettings):
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, value: Any) -> Any:
-        """`http://10.0.0.7:8000` alone is the url."""
+        """Takes `http://10.0.0.7:8000` alone as the url."""
         return {"url": value} if isinstance(value, str) else value
 
     @field_validator("url")
@@ -165,7 +175,7 @@ class ServerSettings(StrictSettings):
 
     @property
     def key(self) -> str:
-        """Raises ConfigError for a variable that is not set."""
+        """Returns the key of the server's API, "" without one. Raises ConfigError for a variable that is not set."""
         if self.key_env is None:
             return ""
         if not (key := os.environ.get(self.key_env, "")):
@@ -176,8 +186,9 @@ class ServerSettings(StrictSettings):
 class FairShareSettings(StrictSettings):
     """How tenants share replicas.
 
-    window: requests that one replica sustains before tenants are held to their shares; null = computed from the
-    tightest TPOT promised and the replica's step times.
+    Args:
+        window: requests that one replica sustains before tenants are held to their shares; null = computed from the
+            tightest TPOT promised and the replica's step times.
     """
 
     window: int | None = Field(default=None, ge=1)
@@ -186,7 +197,9 @@ class FairShareSettings(StrictSettings):
 class LogSettings(StrictSettings):
     """The log on standard error.
 
-    format: `text` or `json`, an object a line. level: the least urgent that is written.
+    Args:
+        format: `text` or `json`, an object a line.
+        level: the least urgent that is written.
     """
 
     format: Literal["text", "json"] = "text"
@@ -196,8 +209,10 @@ class LogSettings(StrictSettings):
 class TLSSettings(StrictSettings):
     """Certificate and key of the server; uvicorn's ssl_certfile, ssl_keyfile and ssl_keyfile_password.
 
-    cert: path of a PEM file, the certificate. key: path of a PEM file, its key. key_password: of an encrypted key; null
-    = it is not encrypted.
+    Args:
+        cert: path of a PEM file, the certificate.
+        key: path of a PEM file, its key.
+        key_password: of an encrypted key; null = it is not encrypted.
     """
 
     cert: str

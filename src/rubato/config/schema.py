@@ -43,36 +43,47 @@ from rubato.core.strict_settings import StrictSettings
 class Config(StrictSettings):
     """Everything that a server, a gateway or a simulation needs.
 
-    model: a local Hugging Face folder, a GGUF file or `bundled`; null = the engine's. served_model_name: the model's
-    name for clients; null = the model's own. engine: what runs the model, `torch`, `simulated`, `vllm` (servers on
-    Ray), a file.py or a dotted module, with its settings. servers: URLs of OpenAI-compatible servers; with any of them
-    this is a gateway. replicas: engines at the start. autoscale: adds and drains replicas while requests are served,
-    `attainment`, `pool`, a file.py or a dotted module; null = never. fleet: where replicas run, `local` (in this
-    process) or `ray` (an actor each). policy: the scheduling policy, a name, a file.py or a dotted module, with its
-    settings. router: the routing policy, likewise; `auto` = the policy's own, or `least_loaded`. latency: the model of
-    step times, likewise; null = `affine`, which learns them. lengths: the predictor of output lengths, likewise; left
-    out = the policy's own, or `running_mean` where a request may have an e2e; null = the policy's own, or none.
-
-    tiers: named SLOs, which a request asks for by `service_tier`; OpenAI's auto, default, priority and flex are always
-    known: flex is best effort unless it is configured, the others are the default_tier. default_tier: the tier of a
-    request that names none. tenants: clients with keys and limits; none = any client may use the server, without a key.
-    fair_share: how tenants share replicas. slo_rule: how a TPOT is judged: `deadline` (token i is due at TTFT + i *
-    TPOT), `mean` or `windowed` (every ten tokens). prefix_cache: reuse the KV of prompts that begin alike, of one
-    tenant.
-
-    max_in_flight: requests beyond it are refused with 429, best effort beyond nine tenths of it; null = no bound;
-    `auto` = four batches of every replica, 256 at least. max_body_bytes: larger bodies are refused with 413.
-    max_choices: prompts times `n` of one body; more are a 400. max_connections: open connections; null = as many as
-    file descriptors allow, at most 16384. host: address to listen on. port: port to listen on; 0 = any free one,
-    printed at the start. tls: certificate and key; null = plain HTTP.
-
-    drain_seconds: how long running requests go on after SIGTERM. stall_seconds: a client that sends or takes nothing
-    for that long while it should is cut off. step_timeout_seconds: a step that takes longer, and 20 times its
-    prediction on top, hangs, and its replica is lost. log: format and level of the log on standard error. event_log:
-    path of the log of all events; null = none. event_log_content: write prompts and outputs to it, too. step_log: path
-    of a log of step shapes and seconds alone, for `rubato fit`; null = none. otlp_traces_endpoint: the collector's URL
-    for OpenTelemetry's spans, such as http://127.0.0.1:4318/v1/traces; `auto` = as OTEL_EXPORTER_OTLP_ENDPOINT says;
-    null = no spans.
+    Args:
+        model: a local Hugging Face folder, a GGUF file or `bundled`; null = the engine's.
+        served_model_name: the model's name for clients; null = the model's own.
+        engine: what runs the model, `torch`, `simulated`, `vllm` (servers on Ray), a file.py or a dotted module, with
+            its settings.
+        servers: URLs of OpenAI-compatible servers; with any of them this is a gateway.
+        replicas: engines at the start.
+        autoscale: adds and drains replicas while requests are served, `attainment`, `pool`, a file.py or a dotted
+            module; null = never.
+        fleet: where replicas run, `local` (in this process) or `ray` (an actor each).
+        policy: the scheduling policy, a name, a file.py or a dotted module, with its settings.
+        router: the routing policy, likewise; `auto` = the policy's own, or `least_loaded`.
+        latency: the model of step times, likewise; null = `affine`, which learns them.
+        lengths: the predictor of output lengths, likewise; left out = the policy's own, or `running_mean` where a
+            request may have an e2e; null = the policy's own, or none.
+        tiers: named SLOs, which a request asks for by `service_tier`; OpenAI's auto, default, priority and flex are
+            always known: flex is best effort unless it is configured, the others are the default_tier.
+        default_tier: the tier of a request that names none.
+        tenants: clients with keys and limits; none = any client may use the server, without a key.
+        fair_share: how tenants share replicas.
+        slo_rule: how a TPOT is judged: `deadline` (token i is due at TTFT + i * TPOT), `mean` or `windowed` (every ten
+            tokens).
+        prefix_cache: reuse the KV of prompts that begin alike, of one tenant.
+        max_in_flight: requests beyond it are refused with 429, best effort beyond nine tenths of it; null = no bound;
+            `auto` = four batches of every replica, 256 at least.
+        max_body_bytes: larger bodies are refused with 413.
+        max_choices: prompts times `n` of one body; more are a 400.
+        max_connections: open connections; null = as many as file descriptors allow, at most 16384.
+        host: address to listen on.
+        port: port to listen on; 0 = any free one, printed at the start.
+        tls: certificate and key; null = plain HTTP.
+        drain_seconds: how long running requests go on after SIGTERM.
+        stall_seconds: a client that sends or takes nothing for that long while it should is cut off.
+        step_timeout_seconds: a step that takes longer, and 20 times its prediction on top, hangs, and its replica is
+            lost.
+        log: format and level of the log on standard error.
+        event_log: path of the log of all events; null = none.
+        event_log_content: write prompts and outputs to it, too.
+        step_log: path of a log of step shapes and seconds alone, for `rubato fit`; null = none.
+        otlp_traces_endpoint: the collector's URL for OpenTelemetry's spans, such as http://127.0.0.1:4318/v1/traces;
+            `auto` = as OTEL_EXPORTER_OTLP_ENDPOINT says; null = no spans.
     """
 
     PARTS: ClassVar[Mapping[str, type[StrictSettings]]] = PARTS
@@ -139,23 +150,25 @@ class Config(StrictSettings):
 
     @property
     def tier_names(self) -> list[str]:
-        """Every tier that a request may be of."""
+        """Returns every tier that a request may be of."""
         return [*self.tiers, "default", "flex"]
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Config:
-        known = self.tier_names
-        if self.default_tier not in known:
+        tier_names = self.tier_names
+        if self.default_tier not in tier_names:
             raise ValueError(
-                f"default_tier {self.default_tier!r} is not among the tiers{nearest(self.default_tier, known)}"
+                f"default_tier {self.default_tier!r} is not among the tiers{nearest(self.default_tier, tier_names)}"
             )
         for tenant, settings in self.tenants.items():
             for tier in settings.tiers or ():
-                if tier not in known:
-                    raise ValueError(f"tenants.{tenant}.tiers: {tier!r} is not among the tiers{nearest(tier, known)}")
+                if tier not in tier_names:
+                    raise ValueError(
+                        f"tenants.{tenant}.tiers: {tier!r} is not among the tiers{nearest(tier, tier_names)}"
+                    )
         urls = [server.url for server in self.servers]
-        if twice := {url for url in urls if urls.count(url) > 1}:
-            raise ValueError(f"servers: {min(twice)} is named twice")
+        if repeated := {url for url in urls if urls.count(url) > 1}:
+            raise ValueError(f"servers: {min(repeated)} is named twice")
         if self.fair_share is not None and not self.tenants:
             raise ValueError("fair_share: there are no tenants to share between; configure tenants, or leave it out")
         if self.step_log is not None and self.step_log == self.event_log:
@@ -166,7 +179,7 @@ class Config(StrictSettings):
 def load(
     source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
 ) -> Config:
-    """The configuration in a YAML file (or a mapping), changed first by `values`, which are taken as they are
+    """Returns the configuration in a YAML file (or a mapping), changed first by `values`, which are taken as they are
     (`{"engine.kind": "torch"}`), then by overrides such as `policy.safety_margin=0.2`, which are read as YAML unless
     the setting is text.
 
@@ -176,8 +189,8 @@ def load(
     for path, value in (values or {}).items():
         _set(tree, path.split("."), value)
     for override in overrides:
-        path, found, text = override.partition("=")
-        if not found or not path:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
             raise ConfigError(f"override {path!r}: write it as setting=value, such as policy.safety_margin=0.2")
         words = path.split(".")
         _set(tree, words, text if text and _is_text(words) else parse_yaml(text, f"override of {path}"))
@@ -200,7 +213,7 @@ def _tree(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_text(path: Sequence[str]) -> bool:
-    """Whether a setting is text, in which `3.1` and `null` are a name as any other."""
+    """Returns whether a setting is text, in which `3.1` and `null` are a name as any other."""
     first, *below = path
     group = PARTS.get(first) if below else Config
     if group is None:  # of what is chosen by name; its own settings are its own affair
@@ -210,7 +223,7 @@ def _is_text(path: Sequence[str]) -> bool:
 
 
 def _set(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a value deep in nested mappings; a name that stood alone (`policy: rubato`) becomes {name: rubato}."""
+    """Sets a value deep in nested mappings; a name that stood alone (`policy: rubato`) becomes {name: rubato}."""
     root = tree
     for part in path[:-1]:
         below = tree.get(part)

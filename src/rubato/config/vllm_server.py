@@ -40,9 +40,13 @@ RESERVED_FLAGS = {  # vLLM's flags that follow from the configuration: what to d
 class VllmServers(StrictSettings):
     """Settings of engine `vllm`.
 
-    args: vLLM's own flags. tensor_parallel_size: GPUs of one server. python: the interpreter of vLLM's environment, on
-    each node; with Rubato installed. env: environment variables. plugin: settings of the plug-in, but for the policy's.
-    start_seconds: in which a server must serve.
+    Args:
+        args: vLLM's own flags.
+        tensor_parallel_size: GPUs of one server.
+        python: the interpreter of vLLM's environment, on each node; with Rubato installed.
+        env: environment variables.
+        plugin: settings of the plug-in, but for the policy's.
+        start_seconds: in which a server must serve.
     """
 
     SECRET: ClassVar[Collection[str]] = ("args", "env")
@@ -63,7 +67,7 @@ class VllmServers(StrictSettings):
 
 
 def vllm_command(config: Config) -> tuple[ServerCommand, str]:
-    """The command that starts one vLLM server, and its API key: `engine.env`'s or a new one. Raises ConfigError."""
+    """Returns a vLLM server's command and API key, `engine.env`'s or a new one. Raises ConfigError."""
     servers = VllmServers.of(config.engine.settings, "engine.")
     if config.model is None or config.model == "bundled":
         raise ConfigError(
@@ -96,14 +100,14 @@ def vllm_command(config: Config) -> tuple[ServerCommand, str]:
 
 
 def moves_kv(config: Config) -> bool:
-    """Whether the policy or its router moves KV from server to server. Raises ConfigError and PolicyError."""
+    """Returns whether the policy or its router moves KV from server to server. Raises ConfigError and PolicyError."""
     scheduler, router = choice_of(config).build()
     return "kv_transfer" in scheduler.needs | router.needs
 
 
 def plugin_settings(config: Config, more: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the plug-in in each server (`engines.vllm.settings`). more: further settings, `engine.plugin`.
-    Raises ConfigError."""
+    """Returns the settings of the plug-in in each server (`engines.vllm.settings`), with those of `engine.plugin`
+    (`more`). Raises ConfigError."""
     plugin = settings_inside_vllm(config)
     if twice := [key for key in more if key in (*plugin, "link")]:
         raise ConfigError(f"engine.plugin: {twice[0]} follows from the rest of the configuration; leave it out here")

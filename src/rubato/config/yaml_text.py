@@ -10,7 +10,7 @@ from rubato.core.registry import ConfigError
 
 
 def parse_yaml(text: str | bytes, where: str) -> Any:
-    """The plain values of a text. Raises ConfigError that names `where`, line and column."""
+    """Returns the plain values of a text. Raises ConfigError that names `where`, line and column."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

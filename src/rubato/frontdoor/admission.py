@@ -53,7 +53,7 @@ class Refuser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
-    """One API request at a door.
+    """Describes one API request at a door.
 
     Args:
         path: canonical (`paths.canonical_path`).
@@ -74,7 +74,7 @@ class ApiRequest:
 
 @dataclass(slots=True)
 class AdmittedRequest:
-    """An API request that may pass, and its share of the tenant's limits.
+    """Describes an API request that may pass, and its share of the tenant's limits.
 
     Args:
         n: choices of each prompt.
@@ -104,7 +104,7 @@ class AdmittedRequest:
         return self.prompts * self.n
 
     def requests(self, id: str, arrival: float, body: BodyFields) -> tuple[Request, ...]:
-        """Make a request for each choice of a body that goes to one server whole.
+        """Makes a request for each choice of a body that goes to one server whole.
 
         Args:
             id: of the API request.
@@ -126,7 +126,7 @@ class AdmittedRequest:
 
 @dataclass(slots=True)
 class FrontDoor:
-    """One door's admission.
+    """Admits the API requests of one door, and settles them at their end.
 
     Args:
         refuser: counts requests refused here.
@@ -134,7 +134,9 @@ class FrontDoor:
         max_model_len: tokens of prompt and output together, once it is known.
         max_choices: prompts times `n` of one body.
         max_in_flight: choices in flight in all, where nothing behind the door bounds them; None: no bound.
+        weights: share of `max_in_flight` of each tenant, relative to others; 1 where it is left out.
         count_client_error: called with the status of each response to a client's mistake.
+        in_flight: choices, by tenant.
     """
 
     tenants: Tenants
@@ -157,7 +159,7 @@ class FrontDoor:
     # ----------------------------------------------------------------- tenants
 
     def identify(self, headers: Mapping[str, str]) -> Tenant:
-        """The tenant of the key, or the tenant that an admin names in a header.
+        """Returns the tenant of the key, or the tenant that an admin names in a header.
 
         Raises:
             ApiError: 401 for no key or an unknown one, 400 for a tenant that this key may not name.
@@ -180,29 +182,29 @@ class FrontDoor:
             raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
 
     def enter(self, tenant: Tenant) -> None:
-        """Charge one API request before its body is read, which costs time, too. Raises ApiError 429."""
+        """Charges one API request before its body is read, which costs time, too. Raises ApiError 429."""
         usage = self._usage.get(tenant.name)
         if usage is not None and (wait := usage.enter(self.clock.now())):
             unstated = grant(self.tenants.tiers(tenant), {}, None, None)  # its body is not read
             raise self._refused(tenant, unstated, 1, RATE_LIMITED, wait)
 
     async def read_body(self, http: HttpRequest) -> bytes:
-        """Read the whole body.
+        """Reads the whole body.
 
         Raises:
             ApiError: 413 as soon as the body is longer than this door takes, 400 where the client leaves.
         """
         declared = http.headers.get("content-length", "")
         self.check_size(int(declared) if re.fullmatch("[0-9]{1,18}", declared) else 0)
-        found, size = [], 0
+        parts, size = [], 0
         try:
             async for part in http.stream():
                 size += len(part)
                 self.check_size(size)
-                found.append(part)
+                parts.append(part)
         except ClientDisconnect:
             raise ApiError(400, "The client went away before its body was read.") from None
-        return b"".join(found)
+        return b"".join(parts)
 
     def check_size(self, size: int) -> None:
         """Raises ApiError 413 for a body of more bytes than this door takes."""
@@ -210,13 +212,13 @@ class FrontDoor:
             raise ApiError(413, f"The body is larger than {self.max_body_bytes} bytes.", code="request_too_large")
 
     def read_fields(self, raw: bytes) -> BodyFields:
-        """Parse the fields of a body. Raises ApiError 400 unless it is a JSON object of limited size."""
+        """Parses the fields of a body. Raises ApiError 400 unless it is a JSON object of limited size."""
         return BodyFields.parse(raw, max(MIN_ITEMS, 2 * self.max_model_len()))
 
     # ----------------------------------------------------------------- admission
 
     def admit(self, request: ApiRequest, tenant: Tenant) -> AdmittedRequest:
-        """Grant the SLO of an API request and charge its choices and tokens.
+        """Grants the SLO of an API request and charges its choices and tokens.
 
         Raises:
             ApiError: 400 for an impossible header or field, 429 where a limit of the tenant or of the door is used up.
@@ -258,7 +260,7 @@ class FrontDoor:
         return admitted
 
     def admit_other(self, path: str, tenant: Tenant) -> AdmittedRequest:
-        """Admit a request that passes unread, as one of the tenant's `max_in_flight`. Raises ApiError 429."""
+        """Admits a request that passes unread, as one of the tenant's `max_in_flight`. Raises ApiError 429."""
         unstated = grant(self.tenants.tiers(tenant), {}, None, None)
         admitted = AdmittedRequest(path, tenant, unstated, 1, 1, 0, 0, 0, "")
         self._charge(admitted, self._usage.get(tenant.name))
@@ -271,12 +273,12 @@ class FrontDoor:
 
     def check_choices(self, tenant: Tenant, prompts: int, n: int) -> None:
         """Raises ApiError 400 for more choices than one body or one tenant may have."""
-        most, usage = self.max_choices, self._usage.get(tenant.name)
-        if n > most:
-            raise invalid("n", f"{n} choices asked for; this server gives at most {most}.")
-        if prompts * n > most:
+        max_choices, usage = self.max_choices, self._usage.get(tenant.name)
+        if n > max_choices:
+            raise invalid("n", f"{n} choices asked for; this server gives at most {max_choices}.")
+        if prompts * n > max_choices:
             asked = f"{prompts} prompts with n = {n} ask for {prompts * n} choices"
-            raise invalid("prompt", f"{asked}; at most {most} are given.")
+            raise invalid("prompt", f"{asked}; at most {max_choices} are given.")
         if usage is not None and prompts * n > usage.max_in_flight:
             at_once = f"this key may have at most {usage.max_in_flight} in flight"
             raise invalid("n" if n > 1 else "prompt", f"{prompts * n} choices asked for; {at_once}.")
@@ -300,7 +302,7 @@ class FrontDoor:
     def _refused(
         self, tenant: Tenant, granted: GrantedSLO, choices: int, reason: str, wait: float = 0.0
     ) -> ApiError:  # fmt: skip
-        """The error of a refusal here; it counts one refused request for each choice."""
+        """Returns the error of a refusal here, and counts one refused request for each choice."""
         stages, id = granted.stages_of_length(1), f"refused-{uuid4().hex}"
         for choice in range(choices):
             request = Request(f"{id}-{choice}", stages, self.clock.now(), tier=granted.tier, tenant=tenant.name)
@@ -310,9 +312,10 @@ class FrontDoor:
     # ----------------------------------------------------------------- the end
 
     def settle(self, admitted: AdmittedRequest, choices: int, prompt_tokens: int, output_tokens: int) -> None:
-        """End some choices: free their places, and return the tokens that they reserved and did not use.
+        """Ends some choices: frees their places, and returns the tokens that they reserved and did not use.
 
         Args:
+            admitted: the API request.
             choices: how many have ended; choices settled before do not count again, tokens do.
             prompt_tokens: used; the first choice of each prompt brings them. A server may claim any number, so no more
                 count than fit the model's context.
@@ -329,15 +332,15 @@ class FrontDoor:
             usage.tokens.take(prompt_tokens + output_tokens - part, self.clock.now())
 
     def settle_end(self, admitted: AdmittedRequest, request: Request, end: Finished) -> None:
-        """End one choice by its last event."""
+        """Ends one choice by its last event."""
         self.settle(admitted, 1, 0 if end.outcome == "refused" else prompt_tokens(request, end), end.output)
 
     def settle_unknown(self, admitted: AdmittedRequest) -> None:
-        """End one choice whose usage is unknown; all reserved tokens count as used."""
+        """Ends one choice whose usage is unknown; all reserved tokens count as used."""
         self.settle(admitted, 1, 0, admitted.reserved_tokens // max(1, admitted.open_choices))
 
     def learn_length(self, admitted: AdmittedRequest, prompt_tokens: int) -> None:
-        """Learn the number of prompt tokens that a server reports; impossible numbers are ignored."""
+        """Learns the number of prompt tokens that a server reports; impossible numbers are ignored."""
         if prompt_tokens > admitted.prompts * self.max_model_len():
             return
         self.lengths.learn(admitted.tenant.name, admitted.path, admitted.prompt_bytes, prompt_tokens)
@@ -345,24 +348,23 @@ class FrontDoor:
     # ----------------------------------------------------------------- responses
 
     def response_headers(self, admitted: AdmittedRequest) -> Headers:
-        """The response headers about admission: clamped SLOs and rate limits."""
+        """Returns the response headers about admission: clamped SLOs and rate limits."""
         clamped = admitted.granted.clamped
-        said = [(b"x-rubato-clamped", ", ".join(clamped).encode())] if clamped else []
-        return said + self.limit_headers(admitted.tenant)
+        headers = [(b"x-rubato-clamped", ", ".join(clamped).encode())] if clamped else []
+        return headers + self.limit_headers(admitted.tenant)
 
     def limit_headers(self, tenant: Tenant | None) -> Headers:
-        """The rate-limit headers of a tenant; none where it has no limits."""
+        """Returns the rate-limit headers of a tenant; none where it has no limits."""
         usage = self._usage.get(tenant.name) if tenant is not None else None
         return usage.headers(self.clock.now()) if usage is not None else []
 
     def count_status(self, status: int) -> None:
-        """Count a response: any 4xx but 429 is the client's mistake, and no missed SLO."""
+        """Counts a response: any 4xx but 429 is the client's mistake, and no missed SLO."""
         if 400 <= status < 500 and status != 429:
             self.count_client_error(status)
 
     def count_responses(self, scope: Scope, send: Send) -> Send:
-        """An ASGI `send` that counts the response to a request. Probes of gateways, for the link or the models, do not
-        count."""
+        """Returns an ASGI `send` that counts the response, but not to gateways' probes for the link or the models."""
         if scope["method"] == "GET" and any(name.lower() == PROBE_HEADER for name, _ in scope["headers"]):
             return send
 
@@ -376,7 +378,7 @@ class FrontDoor:
     # ----------------------------------------------------------------- bodies for servers
 
     def with_salt(self, body: BodyFields, tenant: Tenant) -> BodyFields:
-        """A body for vLLM, whose prefix cache keeps tenants apart by `cache_salt`."""
+        """Returns a body for vLLM, whose prefix cache keeps tenants apart by `cache_salt`."""
         if not self.tenants.configured:
             return body
         return body.with_fields(cache_salt=self.tenants.salt(tenant, str(body.value("cache_salt") or "")))
@@ -390,34 +392,37 @@ class SloFields(Body):
 
 
 def parse_slo_fields(body: BodyFields) -> SloFields:
-    """The SLO fields of a body; where they are missing, those in `vllm_xargs`. Raises ApiError 400."""
+    """Returns the SLO fields of a body; where they are missing, those in `vllm_xargs`. Raises ApiError 400."""
     check_names(body, SLO_FIELDS)
     xargs = slo_xargs(body)
     for key in xargs:
         if key not in KEYS:
             raise unknown_name(f"vllm_xargs.{key}", key, KEYS)
-    said = body.value("slo")
+    stated_slo = body.value("slo")
     slo = {key.removeprefix(PREFIX): _number(value) for key, value in xargs.items() if key != TIER}
     tier = body.value("service_tier")
     try:
-        whole = {**slo, **said} if isinstance(said, dict) else (slo or None) if said is None else said
-        return SloFields.model_validate({"slo": whole, "service_tier": xargs.get(TIER) if tier is None else tier})
+        if isinstance(stated_slo, dict):
+            stated_slo = {**slo, **stated_slo}
+        elif stated_slo is None:
+            stated_slo = slo or None
+        return SloFields.model_validate({"slo": stated_slo, "service_tier": xargs.get(TIER) if tier is None else tier})
     except ValidationError as error:
         raise bad_request(error, shown=True) from None
 
 
 def slo_xargs(body: BodyFields) -> dict[str, Any]:
-    """The keys of a body's `vllm_xargs` that state an SLO."""
+    """Returns the keys of a body's `vllm_xargs` that state an SLO."""
     return {k: v for k, v in _xargs(body).items() if k.startswith(PREFIX)}
 
 
 def _xargs(body: BodyFields) -> dict[str, Any]:
-    """A body's `vllm_xargs`; empty where they are no object."""
+    """Returns a body's `vllm_xargs`; empty where they are no object."""
     return body.value("vllm_xargs") if body.json("vllm_xargs").startswith(b"{") else {}
 
 
 def _number(value: Any) -> Any:
-    """A value of `vllm_xargs`, where numbers may be written as text."""
+    """Returns a value of `vllm_xargs`, where numbers may be written as text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -425,7 +430,7 @@ def _number(value: Any) -> Any:
 
 
 def without_slo_fields(body: BodyFields) -> BodyFields:
-    """The body for a server, without SLO fields: the server would refuse the name of a tier that it does not know."""
+    """Returns the body for a server without SLO fields: the server would refuse a tier that it does not know."""
     xargs = slo_xargs(body)
     fields: dict[str, Any] = dict.fromkeys(name for name in SLO_FIELDS if name in body)
     if xargs:

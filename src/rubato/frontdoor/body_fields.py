@@ -33,18 +33,18 @@ _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BodyFields:
-    """The fields of one body by name, each as JSON; the last of several with one name, as in vLLM."""
+    """Keeps the fields of one body by name, each as JSON; the last of several with one name, as in vLLM."""
 
     __slots__ = ("_fields", "raw")
 
     def __init__(self, fields: Mapping[str, Any], raw: bytes = b"") -> None:
-        """fields: JSON text (bytes, or `msgspec.Raw`) by name. raw: the body that they come from."""
+        """Takes the JSON text of each field (bytes, or `msgspec.Raw`) by name, and the body that they come from."""
         self._fields = fields
         self.raw = raw
 
     @classmethod
     def parse(cls, raw: bytes, max_items: int) -> BodyFields:
-        """Read a body.
+        """Reads a body.
 
         Args:
             raw: the body; a byte order mark is skipped.
@@ -74,33 +74,33 @@ class BodyFields:
         return iter(self._fields)
 
     def json(self, name: str) -> bytes:
-        """The JSON text of a field; empty where it is missing or null."""
+        """Returns the JSON text of a field; empty where it is missing or null."""
         value = self._fields.get(name)
-        found = b"" if value is None else bytes(value)
-        return b"" if found == b"null" else found
+        text = b"" if value is None else bytes(value)
+        return b"" if text == b"null" else text
 
     def value(self, name: str) -> Any:
-        """The value of a small field; None where it is missing. Raises ApiError 400 for a field that is too large."""
-        found = self.json(name)
-        if len(found) > MAX_SMALL_BYTES:
-            raise invalid(name, f"it has {len(found)} bytes; give at most {MAX_SMALL_BYTES}.")
+        """Returns the value of a small field; None where it is missing. Raises ApiError 400 for a large field."""
+        text = self.json(name)
+        if len(text) > MAX_SMALL_BYTES:
+            raise invalid(name, f"it has {len(text)} bytes; give at most {MAX_SMALL_BYTES}.")
         try:
-            return orjson.loads(found) if found else None
+            return orjson.loads(text) if text else None
         except orjson.JSONDecodeError as error:  # a lone surrogate, or bytes that are no UTF-8
             raise invalid(name, f"it is not valid JSON: {error}.") from None
 
     def flag(self, name: str) -> bool:
-        """Whether a field is true, read as leniently as vLLM does."""
+        """Returns whether a field is true, read as leniently as vLLM does."""
         value = self.value(name)
         return (value.lower() in TRUE_WORDS) if isinstance(value, str) else value in (True, 1)
 
     def with_fields(self, **values: Any) -> BodyFields:
-        """A copy with these values set; None removes a field."""
+        """Returns a copy with these values set; None removes a field."""
         kept = {name: value for name, value in self._fields.items() if name not in values}
         return BodyFields({**kept, **{name: orjson.dumps(v) for name, v in values.items() if v is not None}})
 
     def to_json(self) -> bytes:
-        """The body for a server: each name once, with the client's values."""
+        """Returns the body for a server: each name once, with the client's values."""
         pairs = [b"%b:%b" % (orjson.dumps(name), bytes(value)) for name, value in self._fields.items()]
         return b"{" + b",".join(pairs) + b"}"
 
@@ -108,28 +108,28 @@ class BodyFields:
 
     @property
     def n(self) -> int:
-        """Choices of each prompt."""
+        """Returns the choices of each prompt."""
         return max(1, read_integer(self.value("n")))
 
     @property
     def prompts(self) -> int:
-        """Prompts of `prompt`, which may be a list of them."""
-        found = self.json("prompt")
-        first = FIRST_ITEM.match(found)
+        """Returns how many prompts `prompt` has, which may be a list of them."""
+        prompt = self.json("prompt")
+        first = FIRST_ITEM.match(prompt)
         if first is None:
             return 1
-        return int(_count_outside_texts(found)[ord(",")]) + 1 if first[1] == b'"' else found.count(b"[") - 1
+        return int(_count_outside_texts(prompt)[ord(",")]) + 1 if first[1] == b'"' else prompt.count(b"[") - 1
 
     @property
     def prompt_ids(self) -> int:
-        """Token ids in `prompt`, of all prompts; 0 where it is text."""
-        found = self.json("prompt")
-        if not found.startswith(b"[") or b'"' in found:
+        """Returns how many token ids `prompt` has, of all prompts; 0 where it is text."""
+        prompt = self.json("prompt")
+        if not prompt.startswith(b"[") or b'"' in prompt:
             return 0
-        return found.count(b",") + any(byte in found for byte in b"0123456789")
+        return prompt.count(b",") + any(byte in prompt for byte in b"0123456789")
 
     def max_tokens(self, unstated: int) -> int:
-        """Output tokens that one choice may have: the largest of its limits, since servers differ in which they use.
+        """Returns the output tokens that one choice may have: the largest limit, since servers differ in theirs.
 
         Args:
             unstated: tokens, where the body has no limit.
@@ -139,7 +139,7 @@ class BodyFields:
 
 
 def read_integer(value: Any) -> int:
-    """A number, read as leniently as vLLM does; 0 for anything else."""
+    """Returns a number, read as leniently as vLLM does; 0 for anything else."""
     try:
         return max(0, min(int(float(value)), MAX_INTEGER))
     except (TypeError, ValueError, OverflowError):
@@ -166,8 +166,8 @@ def _check_fields(raw: bytes) -> None:
         return
     fields, depth = 1, 0
     for part in _outside_texts(raw):
-        opened = np.isin(part, OPENS).astype(np.int32) - np.isin(part, CLOSES)
-        depths = depth + np.cumsum(opened, dtype=np.int32)
+        depth_changes = np.isin(part, OPENS).astype(np.int32) - np.isin(part, CLOSES)
+        depths = depth + np.cumsum(depth_changes, dtype=np.int32)
         fields += int(np.count_nonzero((part == COMMA) & (depths == 1)))
         depth = int(depths[-1]) if depths.size else depth
     if fields > MAX_FIELDS:
@@ -176,7 +176,7 @@ def _check_fields(raw: bytes) -> None:
 
 
 def _count_outside_texts(json: bytes) -> NDArray[np.int64]:
-    """Counts of each byte value outside strings."""
+    """Returns counts of each byte value outside strings."""
     counts = np.zeros(256, np.int64)
     for part in _outside_texts(json):
         counts += np.bincount(part, minlength=256)
@@ -184,7 +184,7 @@ def _count_outside_texts(json: bytes) -> NDArray[np.int64]:
 
 
 def _outside_texts(json: bytes) -> Iterator[NDArray[np.uint8]]:
-    """The bytes that stand outside strings."""
+    """Returns the bytes that stand outside strings."""
     if b"\\" in json:
         json = json.replace(b"\\\\", b"").replace(b'\\"', b"")
     in_text = 0

@@ -20,7 +20,7 @@ REJECT_REASON = "x-rubato-reject-reason"  # header with the reason of a refusal
 
 
 class ApiError(Exception):
-    """A response other than 200. `param` is a path such as `messages[0].content`, or a header's name."""
+    """Describes a response other than 200. `param` is a path such as `messages[0].content`, or a header's name."""
 
     def __init__(
         self,
@@ -41,31 +41,37 @@ class ApiError(Exception):
         return orjson.dumps({"error": error})
 
     def response(self, more: Sequence[tuple[bytes, bytes]] = ()) -> Response:
-        """The error as a response. more: further headers."""
-        found = Response(self.body(), self.status, dict(self.headers), "application/json")
-        found.raw_headers += more
-        return found
+        """Returns the error as a response with these further headers."""
+        response = Response(self.body(), self.status, dict(self.headers), "application/json")
+        response.raw_headers += more
+        return response
 
 
 def invalid(param: str, why: str) -> ApiError:
-    """The error of a field or header with an impossible value. why: a sentence; a full stop is added if missing."""
+    """Returns the error of a field or header with an impossible value; a full stop is added to `why` if missing."""
     stop = "" if why.endswith((".", "?")) else "."
     return ApiError(400, f"{param}: {why}{stop}", param=param, code="invalid_value")
 
 
-def too_long(most: int, asked: str, param: str) -> ApiError:
-    """The error of a request that does not fit a context of `most` tokens."""
-    message = f"This model's context is {most} tokens; you asked for {asked}."
+def too_long(max_model_len: int, size: str, param: str) -> ApiError:
+    """Returns the error of a request that does not fit the model's context of `max_model_len` tokens."""
+    message = f"This model's context is {max_model_len} tokens; you asked for {size}."
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-def no_room(most: int, prompt: str, where: str) -> ApiError:
-    """The error of a prompt that fills the context of `most` tokens alone. prompt: its tokens."""
-    return too_long(most, f"{prompt} of {where}, which leaves no room for output", where)
+def no_room(max_model_len: int, prompt: str, where: str) -> ApiError:
+    """Returns the error of a prompt that fills the model's context alone.
+
+    Args:
+        max_model_len: tokens of the context.
+        prompt: tokens of the prompt, in words.
+        where: the prompt's field.
+    """
+    return too_long(max_model_len, f"{prompt} of {where}, which leaves no room for output", where)
 
 
 def from_finished(event: Finished, retry_after: float) -> ApiError:
-    """The error of a request that did not complete. retry_after: seconds until room is expected."""
+    """Returns the error of a request that did not complete; room is expected in `retry_after` seconds."""
     if event.is_client_error:
         code = "invalid_value" if event.reason.startswith("rejected-invalid") else "context_length_exceeded"
         return ApiError(400, f"This model cannot run the request: {event.reason}.", code=code)
@@ -77,16 +83,17 @@ def from_finished(event: Finished, retry_after: float) -> ApiError:
 
 
 def _refused(reason: str, seconds: int) -> ApiError:
-    """The error of a refusal. seconds: after which the request may be sent again, if the reason was lack of room."""
+    """Returns the error of a refusal; after lack of room the request may be sent again in this many seconds."""
     kind, _, why = reason.partition(":")
-    named = (REJECT_REASON, "".join(c if " " <= c <= "~" else "?" for c in kind))  # a policy may give any
+    reason_header = (REJECT_REASON, "".join(c if " " <= c <= "~" else "?" for c in kind))  # a policy may give any
     if kind == INFEASIBLE:
         message = f"No retry will meet this request's SLO here:{why or ' it cannot be met even alone'}."
-        return ApiError(429, message, code=kind, kind="rate_limit_error", headers=(("x-should-retry", "false"), named))
-    after = (("retry-after", str(seconds)), named)
+        headers = (("x-should-retry", "false"), reason_header)
+        return ApiError(429, message, code=kind, kind="rate_limit_error", headers=headers)
+    after = (("retry-after", str(seconds)), reason_header)
     if kind == SHUTTING_DOWN:
         message = "This server is shutting down and takes no new requests: try again in 1 s."
-        return ApiError(503, message, code=kind, kind="server_error", headers=(("retry-after", "1"), named))
+        return ApiError(503, message, code=kind, kind="server_error", headers=(("retry-after", "1"), reason_header))
     again = f"try again in {seconds} s."
     if kind == "rejected-rate-limit":
         message, code = f"This key's rate limit is used up: {again}", "rate_limit_exceeded"

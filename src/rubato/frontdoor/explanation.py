@@ -31,10 +31,13 @@ INTERFERENCE = "prefill or decode interference"  # the server reports which one 
 NOT_REPORTED = "not reported"
 
 
-def phases(record: RequestRecord, now: float, counted: Collection[str] = ()) -> list[tuple[Phase, float]]:
-    """The phases of a request and their seconds, from its arrival until its end or now.
+def phases(record: RequestRecord, now: float, counted_replicas: Collection[str] = ()) -> list[tuple[Phase, float]]:
+    """Returns the phases of a request and their seconds, from its arrival until its end or now.
 
-    counted: ids of replicas that do not report their state.
+    Args:
+        record: of the request.
+        now: seconds of the clock.
+        counted_replicas: ids of replicas that do not report their state.
     """
     end = now if record.end is None else record.end.at
     story: list[tuple[Phase, float]] = []
@@ -44,7 +47,7 @@ def phases(record: RequestRecord, now: float, counted: Collection[str] = ()) -> 
         # A request is held from its arrival on.
         _add_phases(story, _running_phases(record, at, begin) if story else [("queue", begin - at)])
         kind: Phase = "transfer" if why == TRANSFER else "queue"
-        if why == QUEUE and record.replicas and record.replicas[-1] in counted:
+        if why == QUEUE and record.replicas and record.replicas[-1] in counted_replicas:
             kind = "remote"
         _add_phases(story, [(kind, until - begin)])
         at = max(at, until)
@@ -53,7 +56,7 @@ def phases(record: RequestRecord, now: float, counted: Collection[str] = ()) -> 
 
 
 def _running_phases(record: RequestRecord, begin: float, end: float) -> Iterator[tuple[Phase, float]]:
-    """The phases of a span without waits: prefill until the first token, then decode."""
+    """Returns the phases of a span without waits: prefill until the first token, then decode."""
     first = record.stages[0].first
     split = end if first is None else min(max(first, begin), end)
     yield "prefill", split - begin
@@ -72,10 +75,9 @@ def _add_phases(
             story.append((kind, seconds))
 
 
-def cause_so_far(record: RequestRecord, now: float, counted: Collection[str] = ()) -> tuple[str, float]:
-    """The cause that has cost a request in flight the most time, and its seconds; `INTERFERENCE` stands for the time
-    that it has run."""
-    is_counted = bool(record.replicas) and record.replicas[-1] in counted
+def cause_so_far(record: RequestRecord, now: float, counted_replicas: Collection[str] = ()) -> tuple[str, float]:
+    """Returns what has cost a request in flight the most time, and its seconds; INTERFERENCE: the time it has run."""
+    is_counted = bool(record.replicas) and record.replicas[-1] in counted_replicas
     lost: defaultdict[str, float] = defaultdict(float)
     lost["queue"] = record.offered_at - record.request.arrival  # until it was offered
     for why, begin, until in record.waits_until(now):
@@ -85,28 +87,28 @@ def cause_so_far(record: RequestRecord, now: float, counted: Collection[str] = (
 
 
 class Lateness(NamedTuple):
-    """How late the next token of a request in flight is, and the cause that has cost it the most. Times in seconds."""
+    """Says how late the next token of a request in flight is, and the cause that has cost it the most; seconds."""
 
     seconds: float
     cause: str
     cause_seconds: float
 
 
-def lateness(record: RequestRecord, now: float, due: float, counted: Collection[str] = ()) -> Lateness | None:
+def lateness(record: RequestRecord, now: float, due: float, counted_replicas: Collection[str] = ()) -> Lateness | None:
     """Judges a request in flight whose next token is due at `due`.
 
     Args:
         record: of the request.
         now: seconds of the clock.
         due: time of its next token, in seconds.
-        counted: ids of replicas that do not report their state.
+        counted_replicas: ids of replicas that do not report their state.
 
     Returns:
         The lateness; None for a request that is not late or has ended.
     """
     if record.end is not None or now <= due:
         return None
-    return Lateness(now - due, *cause_so_far(record, now, counted))
+    return Lateness(now - due, *cause_so_far(record, now, counted_replicas))
 
 
 def explain(
@@ -159,7 +161,7 @@ def _why(record: RequestRecord, end: Finished, names: Mapping[str, str]) -> str:
 
 
 def _unreported(record: RequestRecord, names: Mapping[str, str]) -> str:
-    """An explanation for a request at a server that does not report."""
+    """Returns an explanation for a request at a server that does not report."""
     sent = max((step["at"] for step in record.steps if step["event"] == "placed"), default=record.request.arrival)
     first, server = record.stages[0].first, _last_replica(record, names) if record.replicas else "its server"
     took = (
@@ -171,7 +173,7 @@ def _unreported(record: RequestRecord, names: Mapping[str, str]) -> str:
 def _lateness_sentences(
     record: RequestRecord, now: float, late: Lateness | None, names: Mapping[str, str]
 ) -> Iterator[str]:  # fmt: skip
-    """Sentences on how late a request is and why, and on where and when it became best effort."""
+    """Yields sentences on how late a request is and why, and on where and when it became best effort."""
     if late is not None:
         age, spent = _time(now - record.request.arrival), _time(late.cause_seconds)
         if late.cause == INTERFERENCE:

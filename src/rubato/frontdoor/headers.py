@@ -31,25 +31,25 @@ MAX_ID_CHARACTERS = 128  # characters of a client's X-Request-Id
 
 
 def first_of_each(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """ASGI's headers by lower-case name; the first of several with one name, as vLLM reads it."""
-    found: dict[str, str] = {}
+    """Returns ASGI's headers by lower-case name; the first of several with one name, as vLLM reads it."""
+    by_name: dict[str, str] = {}
     for name, value in headers:
-        found.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
-    return found
+        by_name.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+    return by_name
 
 
 def is_ours(name: str) -> bool:
-    """Whether a header is ours: an SLO, or from another part of Rubato."""
+    """Returns whether a header is ours: an SLO, or from another part of Rubato."""
     return name.startswith(("x-rubato-", "x-slo-", "x-llm-d-slo-"))
 
 
 def forwarded_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The headers of a client that a server gets."""
+    """Returns the headers of a client that a server gets."""
     return [(name, value) for name, value in headers if name.lower() in FORWARDED]
 
 
 def returned_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The headers of a server that the client gets; of Rubato's own only the reason of a refusal."""
+    """Returns the headers of a server that the client gets; of Rubato's own only the reason of a refusal."""
     return [
         (name, value)
         for name, value in headers
@@ -59,7 +59,7 @@ def returned_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]
 
 
 def session_name(headers: Mapping[str, str]) -> str:
-    """The client's session by its header, "" without one. Raises ApiError 400 for an invalid name."""
+    """Returns the client's session by its header, "" without one. Raises ApiError 400 for an invalid name."""
     name = headers.get(SESSION_HEADER)
     if name is not None and not re.fullmatch(r"[!-~]{1,128}", name):
         raise invalid(SESSION_HEADER, "give 1 to 128 visible ASCII characters without blanks.")
@@ -67,7 +67,7 @@ def session_name(headers: Mapping[str, str]) -> str:
 
 
 def new_id(path: str, wished: str, taken: Container[str]) -> str:
-    """A new request id: the one the client wishes, if it is valid and not taken."""
+    """Returns a new request id: the one the client wishes, if it is valid and not taken."""
     prefix = ID_PREFIXES[path]
     is_name = 0 < len(wished) <= MAX_ID_CHARACTERS and wished.isascii() and wished.replace("_", "").isalnum()
     id = f"{prefix}{wished}"

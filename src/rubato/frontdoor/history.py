@@ -25,7 +25,7 @@ TIME_FIELDS = ("at", "until")  # of a step, in seconds; pages show milliseconds
 
 
 class RequestHistory:
-    """A listener that folds the events of each request into its record.
+    """Folds the events of each request into its record, as a listener.
 
     Args:
         on_end: called with each complete record.
@@ -39,7 +39,7 @@ class RequestHistory:
         self._answer_of = answer_of
         self._open: dict[str, RequestRecord] = {}
         self._answers: OrderedDict[str, dict[str, RequestRecord]] = OrderedDict()  # by id of the API request
-        self._done: OrderedDict[str, None] = OrderedDict()
+        self._ended_answers: OrderedDict[str, None] = OrderedDict()
         self._queued: Counter[str] = Counter()  # waiting requests, by replica
 
     def __call__(self, event: Event) -> None:
@@ -61,19 +61,19 @@ class RequestHistory:
 
     @property
     def in_flight(self) -> Mapping[str, RequestRecord]:
-        """The records of requests that have not ended, by id, in the order in which they were offered."""
+        """Returns the records of requests that have not ended, by id, in the order in which they were offered."""
         return self._open
 
     def record(self, id: str) -> RequestRecord:
-        """The record of one request that is in flight or remembered. Raises KeyError."""
+        """Returns the record of one request that is in flight or remembered. Raises KeyError."""
         return self._answers[self._answer_of(id)][id]
 
     def find(self, id: str) -> Sequence[RequestRecord]:
-        """The records of all choices of an API request; none if it is unknown or forgotten. id: its, or a choice's."""
+        """Returns the records of all choices of an API request, by its id or a choice's; none if it is unknown."""
         return [*self._answers.get(id, self._answers.get(self._answer_of(id), {})).values()]
 
     def find_for(self, tenant: Tenant, id: str) -> Sequence[RequestRecord]:
-        """The records of `find` that a tenant may see. Raises ApiError 404 where there are none."""
+        """Returns the records of `find` that a tenant may see. Raises ApiError 404 where there are none."""
         records = [record for record in self.find(id) if tenant.admin or record.request.tenant == tenant.name]
         if not records:
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
@@ -81,20 +81,20 @@ class RequestHistory:
 
     def _add(self, request: Request) -> None:
         answer = self._answer_of(request.id)
-        if answer in self._answers and self._is_done(answer):  # clients may use an id again inside vLLM
+        if answer in self._answers and self._has_ended(answer):  # clients may use an id again inside vLLM
             del self._answers[answer]
-            self._done.pop(answer, None)
+            self._ended_answers.pop(answer, None)
         record = self._open[request.id] = RequestRecord(without_texts(request))
         self._answers.setdefault(answer, {})[request.id] = record
 
     def _end(self, record: RequestRecord) -> None:
         del self._open[record.request.id]
-        if self._is_done(answer := self._answer_of(record.request.id)):
-            self._done[answer] = None
-            self._done.move_to_end(answer)
-        while len(self._done) > MAX_ENDED_REQUESTS:
-            oldest, _ = self._done.popitem(last=False)
-            if self._is_done(oldest):
+        if self._has_ended(answer := self._answer_of(record.request.id)):
+            self._ended_answers[answer] = None
+            self._ended_answers.move_to_end(answer)
+        while len(self._ended_answers) > MAX_ENDED_REQUESTS:
+            oldest, _ = self._ended_answers.popitem(last=False)
+            if self._has_ended(oldest):
                 del self._answers[oldest]
         if self._on_end is not None:
             self._on_end(record)
@@ -103,7 +103,7 @@ class RequestHistory:
         if record.waiting is not None and record.waiting[0] == QUEUE:
             self._queued[record.replicas[-1]] += one
 
-    def _is_done(self, answer: str) -> bool:
+    def _has_ended(self, answer: str) -> bool:
         return all(record.end is not None for record in self._answers[answer].values())
 
 
@@ -111,14 +111,14 @@ class RequestHistory:
 
 
 def page(
-    id: str, records: Sequence[RequestRecord], views: Sequence[View], now: float, *, fair: bool,
-    counted: Collection[str] = (), names: Mapping[str, str] = NOTHING,
+    id: str, records: Sequence[RequestRecord], views: Sequence[View], now: float, *, has_fair_share: bool,
+    counted_replicas: Collection[str] = (), names: Mapping[str, str] = NOTHING,
 ) -> dict[str, Any]:  # fmt: skip
-    """The page of one API request with all its choices, as JSON; times are milliseconds since its arrival.
+    """Returns the page of one API request with all its choices, as JSON; times are milliseconds since its arrival.
 
     Args:
-        fair: whether a request that is not placed yet may wait for its tenant's share.
-        counted: ids of replicas that do not report their state.
+        has_fair_share: whether a request that is not placed yet may wait for its tenant's share.
+        counted_replicas: ids of replicas that do not report their state.
         names: of replicas, as an admin knows them.
     """
     requests = [record.request for record in records]
@@ -133,35 +133,39 @@ def page(
         "prompt_tokens": sum(requests[at].prompt for at in first_choices(requests)),
         "max_tokens": max(request.sampling.max_tokens for request in requests),
         "age_ms": ms(now - request.arrival),
-        "choices": [_choice_json(record, views, now, names, fair=fair, counted=counted) for record in records],
+        "choices": [
+            _choice_json(record, views, now, names, has_fair_share=has_fair_share, counted_replicas=counted_replicas)
+            for record in records
+        ],
     }
 
 
 def _choice_json(
-    record: RequestRecord, views: Sequence[View], now: float, names: Mapping[str, str], *, fair: bool,
-    counted: Collection[str],
+    record: RequestRecord, views: Sequence[View], now: float, names: Mapping[str, str], *, has_fair_share: bool,
+    counted_replicas: Collection[str],
 ) -> dict[str, Any]:  # fmt: skip
     arrival, places = record.request.arrival, _places(record, views)
     due = places[0].seq.due if places else record.next_due()  # a replica may know of tokens without events
-    late = lateness(record, now, due, counted)
+    late = lateness(record, now, due, counted_replicas)
     until = now if record.end is None else record.end.at
+    reason_of_hold = f"{HELD} (fair share)" if has_fair_share else HELD
     demoted = record.best_effort + (now - record.best_effort_since if record.best_effort_since is not None else 0.0)
     return {
         "id": record.request.id,
         "state": _state(record),
         "explanation": explain(record, now, late, names),
         "so_far": None if late is None else {"late_ms": ms(late.seconds), "cause": late.cause},
-        "phases": [[kind, ms(seconds)] for kind, seconds in phases(record, now, counted)],
+        "phases": [[kind, ms(seconds)] for kind, seconds in phases(record, now, counted_replicas)],
         "prompt_tokens": record.request.prompt,
         "max_tokens": record.request.sampling.max_tokens,
         "replicas": record.replicas,
         "deadlines": _deadlines_json(record),
-        "now": None if record.end is not None else _state_at_replica(record, places, counted),
+        "now": None if record.end is not None else _state_at_replica(record, places, counted_replicas),
         "output_tokens": record.output,
         "cached_tokens": record.cached,
         "preemptions": record.preemptions,
         "waited": [
-            {"why": f"{why} (fair share)" if why == HELD and fair else why, "at_ms": ms(a - arrival), "ms": ms(b - a)}
+            {"why": reason_of_hold if why == HELD else why, "at_ms": ms(a - arrival), "ms": ms(b - a)}
             for why, a, b in record.waits_until(now)
             if b > a or record.waiting == (why, a)
         ],
@@ -173,7 +177,7 @@ def _choice_json(
 
 
 def _step_json(step: Mapping[str, Any], arrival: float) -> dict[str, Any]:
-    """A step with its times in milliseconds since arrival."""
+    """Returns a step with its times in milliseconds since arrival."""
     return {f"{k}_ms" if k in TIME_FIELDS else k: ms(v - arrival) if k in TIME_FIELDS else v for k, v in step.items()}
 
 
@@ -184,7 +188,7 @@ def _state(record: RequestRecord) -> str:
 
 
 class _Place(NamedTuple):
-    """A request in a queue of a replica."""
+    """Says where in a queue of a replica a request is."""
 
     view: View
     queue: str
@@ -194,7 +198,7 @@ class _Place(NamedTuple):
 
 
 def _places(record: RequestRecord, views: Sequence[View]) -> list[_Place]:
-    """Where a request is, by the replicas' views."""
+    """Returns where a request is, by the replicas' views."""
     return [
         _Place(view, queue, position, len(seqs), seq)
         for view in views
@@ -205,27 +209,27 @@ def _places(record: RequestRecord, views: Sequence[View]) -> list[_Place]:
 
 
 def _state_at_replica(
-    record: RequestRecord, places: Sequence[_Place], counted: Collection[str]
+    record: RequestRecord, places: Sequence[_Place], counted_replicas: Collection[str]
 ) -> dict[str, Any] | None:  # fmt: skip
-    """The state of a request at its replica; None where it is at none."""
+    """Returns the state of a request at its replica; None where it is at none."""
     place = next((place for place in places if place.queue != "moving"), None)
     if place is None:
         return None
-    is_told, seq = place.view.id not in counted, place.seq
+    is_reported, seq = place.view.id not in counted_replicas, place.seq
     return {
         "replica": place.view.id,
         "in": place.queue,
-        "position": place.position if is_told else None,
-        "of": place.of if is_told else None,
-        "pending_tokens": seq.pending if is_told else None,
-        "kv_blocks": seq.blocks if is_told else None,
+        "position": place.position if is_reported else None,
+        "of": place.of if is_reported else None,
+        "pending_tokens": seq.pending if is_reported else None,
+        "kv_blocks": seq.blocks if is_reported else None,
         "best_effort": seq.best_effort,
         "next_token_due_ms": ms(seq.due - record.request.arrival),
     }
 
 
 def _deadlines_json(record: RequestRecord) -> list[dict[str, Any]]:
-    """Deadlines and measured times of each stage: the first token, each later one, and the last."""
+    """Returns deadlines and measured times of each stage: the first token, each later one, and the last."""
     arrival = record.request.arrival
     return [
         {

@@ -40,7 +40,7 @@ SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 
 
 class SLOMetrics:
-    """A listener that counts requests, met and missed SLOs with causes, and steps, and then folds each event into
+    """Counts requests, met and missed SLOs with causes, and steps, as a listener, and then folds each event into
     `requests`. It keeps nothing of a request itself.
 
     Args:
@@ -79,13 +79,13 @@ class SLOMetrics:
     # ----------------------------------------------------------------- metrics
 
     def collect(self) -> Iterator[Metric]:
-        """Update the counters that are exported next (prometheus_client's collector protocol)."""
+        """Updates the counters that are exported next (prometheus_client's collector protocol)."""
         for tenant in list(self._new_tokens):
             self._export_tokens(tenant)
         return iter(())
 
     def _export_tokens(self, tenant: str) -> int:
-        """Export a tenant's new tokens, and return them: a counter's lock at each would cost more than all else."""
+        """Exports a tenant's new tokens, and returns them: a counter's lock at each would cost more than all else."""
         tokens = self._new_tokens.pop(tenant, 0)
         self._tenant_tokens.labels(self._tenants.label(tenant), "output").inc(tokens)
         return tokens
@@ -102,7 +102,9 @@ class SLOMetrics:
         self._n_finished = counter(
             "requests_finished", "Requests ended: completed, refused, failed, cancelled", "tier", "tenant", "outcome"
         )
-        self._promised = counter("slo_promised", "Requests offered with an SLO in this dimension", "tier", "dimension")
+        self._slo_promised = counter(
+            "slo_promised", "Requests offered with an SLO in this dimension", "tier", "dimension"
+        )
         self._met = counter("slo_met", "Requests that kept it; all: the whole SLO", "tier", "tenant", "dimension")
         self._missed = counter("slo_missed", "Requests that missed their SLO, by cause", "tier", "tenant", "cause")
         self._unjudged = counter(
@@ -140,7 +142,7 @@ class SLOMetrics:
     # ----------------------------------------------------------------- folds
 
     def _labels(self, request: Request) -> tuple[str, str]:
-        """The labels of a request's tier and tenant."""
+        """Returns the labels of a request's tier and tenant."""
         return self._tiers.label(request.tier), self._tenants.label(request.tenant)
 
     def _tier(self, record: RequestRecord) -> str:
@@ -159,10 +161,10 @@ class SLOMetrics:
         tier, tenant = self._labels(request)
         self._n_offered.labels(tier, tenant).inc()
         for dimension in _promised_times(request):
-            self._promised.labels(tier, dimension).inc()
+            self._slo_promised.labels(tier, dimension).inc()
 
     def client_error(self, status: int) -> None:
-        """Count a response to a client's mistake."""
+        """Counts a response to a client's mistake."""
         self._client_errors.labels(str(status)).inc()
 
     def _on_placed(self, event: Placed, record: RequestRecord) -> None:
@@ -223,21 +225,21 @@ class SLOMetrics:
 
 
 class _BoundedLabels:
-    """Labels for the first `most` names; further names share one label."""
+    """Makes labels of the first `max_names` names; further names share one label."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._known: set[str] = set()
+    def __init__(self, max_names: int) -> None:
+        self._max_names = max_names
+        self._names: set[str] = set()
 
     def label(self, name: str) -> str:
-        if name in self._known or len(self._known) < self._most:
-            self._known.add(name)
+        if name in self._names or len(self._names) < self._max_names:
+            self._names.add(name)
             return name
         return OTHER_LABEL
 
 
 def _promised_times(request: Request) -> dict[str, float]:
-    """Dimension -> seconds; a TPOT only where all stages have the same, since it is measured over the request."""
+    """Returns seconds by dimension; a TPOT, measured over the request, only where all stages have the same."""
     slo = request.stages[0].slo
     same = all(stage.slo.tpot == slo.tpot for stage in request.stages)
     return SLO(slo.ttft, slo.tpot if same else None, slo.e2e).promised

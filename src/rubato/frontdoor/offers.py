@@ -14,7 +14,7 @@ OFFERS_PER_TURN = 16  # requests in one turn of the event loop, which places and
 
 
 class OfferTarget(Protocol):
-    """Where requests are offered."""
+    """Takes requests that are offered."""
 
     def offer(self, request: Request, listener: Callable[[Event], None] | None = None) -> None: ...
     def cancel(self, id: str, reason: str = "client disconnected") -> None: ...
@@ -22,11 +22,11 @@ class OfferTarget(Protocol):
 
 
 class Offers:
-    """The offers of one admitted API request. Each of its requests is settled once, even if it is never offered.
+    """Offers the requests of one admitted API request. Each is settled once, even if it is never offered.
 
     Args:
-        is_heard: whether token events arrive. For a response that does not stream, from a server without the link,
-            they do not; if its client leaves, all reserved tokens are charged.
+        is_heard: whether token events arrive. For a response that does not stream, from a server without the link, they
+            do not; if its client leaves, all reserved tokens are charged.
     """
 
     def __init__(
@@ -35,21 +35,21 @@ class Offers:
     ) -> None:  # fmt: skip
         self.requests = requests
         self._is_heard = is_heard
-        self._placed: set[str] = set()
+        self._placed_ids: set[str] = set()
         self._door, self._cluster, self._admitted = door, cluster, admitted
         self._by_id = {request.id: request for request in requests}
-        self._open: set[str] = set()
+        self._open_ids: set[str] = set()
         self._is_closed = False
 
     async def send(self, listener: Callable[[Event], None]) -> None:
-        """Offer all requests, unless they are cancelled meanwhile; `listener` gets their events."""
+        """Offers all requests, unless they are cancelled meanwhile; `listener` gets their events."""
 
         def on_event(event: Event) -> None:
             if type(event) is Placed:
-                self._placed.add(event.id)
+                self._placed_ids.add(event.id)
             elif type(event) is Finished:
-                self._open.discard(event.id)
-                used = event.output or event.outcome != "cancelled" or event.id not in self._placed
+                self._open_ids.discard(event.id)
+                used = event.output or event.outcome != "cancelled" or event.id not in self._placed_ids
                 if used or self._is_heard():
                     self._door.settle_end(self._admitted, self._by_id[event.id], event)
                 else:
@@ -62,17 +62,17 @@ class Offers:
                 await asyncio.sleep(0)
             if self._is_closed:
                 return
-            self._open.add(request.id)
+            self._open_ids.add(request.id)
             self._cluster.offer(request, on_event)
 
     def cancel(self, reason: str = "client disconnected") -> None:
-        """Cancel the open requests and offer no more."""
+        """Cancels the open requests and offers no more."""
         self._is_closed = True
-        for id in list(self._open):
+        for id in list(self._open_ids):
             self._cluster.cancel(id, reason)
-        left = self._admitted.open_choices - len(self._open)
+        left = self._admitted.open_choices - len(self._open_ids)
         self._door.settle(self._admitted, left, 0, 0)
 
     def retry_after(self) -> float:
-        """Seconds until room is expected."""
+        """Returns the seconds until room is expected."""
         return self._cluster.retry_after()

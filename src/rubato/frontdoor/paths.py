@@ -23,7 +23,7 @@ CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def canonical_path(path: str) -> str:
-    """The one spelling of a path: decoded, with single slashes and none at its end.
+    """Returns the one spelling of a path: decoded, with single slashes and none at its end.
 
     Raises:
         ApiError: 400 for a path that goes up (`..`), in whatever spelling, or has control characters: a server would
@@ -44,15 +44,15 @@ def canonical_path(path: str) -> str:
 
 
 def written_path(path: str, query: str = "") -> str:
-    """A canonical path with its query, encoded for a request line."""
+    """Returns a canonical path with its query, encoded for a request line."""
     return quote(path) + (f"?{query}" if query else "")
 
 
 def is_internal(path: str) -> bool:
-    """Whether a canonical path is for gateways and servers, and not for clients."""
+    """Returns whether a canonical path is for gateways and servers, and not for clients."""
     return path.startswith("/rubato")
 
 
 def is_shared(path: str) -> bool:
-    """Whether every tenant may use this canonical path, which generates nothing."""
+    """Returns whether every tenant may use this canonical path, which generates nothing."""
     return any(path == shared or path.startswith(shared + "/") for shared in SHARED_PATHS)

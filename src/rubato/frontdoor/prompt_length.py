@@ -24,9 +24,9 @@ MEDIA = re.compile(rb'"(?:url|data|file_data|image_url)"\s*:\s*"[^"\\]*(?:\\.[^"
 
 @dataclass(slots=True)
 class _Line:
-    """Tokens of a prompt as a linear function of its bytes: a weighted ridge regression over recent prompts, with the
-    chat template as intercept. Where all prompts are about as long, the priors separate the two: a short prompt's
-    surplus goes to the template, a long one's to the slope."""
+    """Fits tokens of a prompt as a linear function of its bytes: a weighted ridge regression over recent prompts, with
+    the chat template as intercept. Where all prompts are about as long, the priors separate the two: a short
+    prompt's surplus goes to the template, a long one's to the slope."""
 
     weight: float = 0.0
     sizes: float = 0.0
@@ -43,6 +43,7 @@ class _Line:
             setattr(self, name, DECAY * getattr(self, name) + weight * value)
 
     def estimate(self, size: int) -> float:
+        # The normal equations a * template + b * slope = u, b * template + c * slope = v, priors included.
         a, b, c = self.weight + TEMPLATE_TOKENS**-2, self.sizes, self.sizes_sizes + SPREAD_PER_BYTE**-2
         u, v = self.tokens, self.sizes_tokens + TOKENS_PER_BYTE * SPREAD_PER_BYTE**-2
         slope = (a * v - b * u) / (a * c - b * b)
@@ -51,29 +52,29 @@ class _Line:
 
 
 class PromptLengths:
-    """Estimates of prompts' tokens by tenant and path, since chats and documents differ."""
+    """Estimates prompts' tokens by tenant and path, since chats and documents differ."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, str], _Line] = {}
 
     def learn(self, tenant: str, path: str, size: int, tokens: int) -> None:
-        """Learn that a prompt of `size` bytes had this many tokens."""
+        """Learns that a prompt of `size` bytes had this many tokens."""
         if size and tokens:
             self._lines.setdefault((tenant, path), _Line()).learn(size, tokens)
 
     def estimate(self, tenant: str, path: str, size: int) -> int:
-        """Estimated tokens of a prompt of `size` bytes, 1 or more."""
+        """Returns the estimated tokens of a prompt of `size` bytes, 1 or more."""
         return max(1, round(self._lines.get((tenant, path), _Line()).estimate(size)))
 
     @staticmethod
     def text_bytes(body: BodyFields) -> int:
-        """Bytes of JSON that become the prompt, without images and sounds."""
+        """Returns the bytes of JSON that become the prompt, without images and sounds."""
         found = [body.json(name) for name in PROMPT_FIELDS]
         return sum(map(len, found)) - sum(m.end() - m.start() for text in found for m in MEDIA.finditer(text))
 
 
 def prefix_keys(body: BodyFields) -> tuple[int, ...]:
-    """A key for each full block of the prompt, which identifies the prompt up to its end (`Request.prefix`)."""
+    """Returns a key for each full block of the prompt, which identifies the prompt up to its end (`Request.prefix`)."""
     text = b"\n".join([found for name in PROMPT_FIELDS if (found := body.json(name))])
     block = int(PREFIX_BLOCK_TOKENS / TOKENS_PER_BYTE)
     if body.prompt_ids:  # PREFIX_BLOCK_TOKENS ids each

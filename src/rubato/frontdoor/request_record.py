@@ -31,7 +31,7 @@ MAX_STEPS = 256  # of one request's record; a run of tokens is one step
 
 @dataclass(slots=True)
 class StageRecord:
-    """The tokens of one stage."""
+    """Counts and times the tokens of one stage."""
 
     start: float
     first: float | None = None
@@ -41,7 +41,7 @@ class StageRecord:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, which is one choice, from offer to end. Times are seconds of the clock."""
+    """Records one request, which is one choice, from offer to end. Times are seconds of the clock."""
 
     request: Request
     steps: list[dict[str, Any]] = field(default_factory=list)  # events as pages show them; a run of tokens is one
@@ -76,30 +76,30 @@ class RequestRecord:
         return None if self.stages[0].first is None else self.stages[-1].last
 
     def waits_until(self, now: float) -> list[tuple[str, float, float]]:
-        """All waits, the current one until `now`."""
+        """Returns all waits, the current one until `now`."""
         return [*self.waits, *([(*self.waiting, now)] if self.waiting is not None else [])]
 
     def stage_deadlines(self) -> list[Deadlines]:
-        """The deadlines (s) of the tokens of each stage that has begun."""
+        """Returns the deadlines (s) of the tokens of each stage that has begun."""
         continues: float | None = None
-        found: list[Deadlines] = []
+        deadlines_of_stages: list[Deadlines] = []
         for stage, times in zip(self.request.stages, self.stages, strict=False):
             after = continues if stage.prompt == 0 else None
             due = deadlines(stage.slo, self.request.arrival, times.start, times.first, after)
             last = due.token(max(0, times.tokens - 1))
             continues = last if last < inf else times.last
-            found.append(due)
-        return found
+            deadlines_of_stages.append(due)
+        return deadlines_of_stages
 
     def next_due(self) -> float:
-        """When its next token is due (s), by the tokens so far; inf: no SLO."""
+        """Returns when its next token is due (s), by the tokens so far; inf: no SLO."""
         times = self.stages[-1]
         return self.stage_deadlines()[-1].token(times.tokens, times.last)
 
     # ----------------------------------------------------------------- the fold
 
     def add(self, event: Event) -> None:
-        """Fold the next event of this request, other than tokens."""
+        """Folds the next event of this request, other than tokens."""
         about = event_fields(event)
         now = event.at
         match event:
@@ -139,7 +139,7 @@ class RequestRecord:
         self._add_step(event, about)
 
     def add_tokens(self, event: Tokens) -> None:
-        """Fold the next event of this request, of tokens."""
+        """Folds the next event of this request, of tokens."""
         if not event.tokens:  # withheld text of tokens that were counted before
             return
         while len(self.stages) <= event.stage:
@@ -157,7 +157,7 @@ class RequestRecord:
         last["until"] = until
 
     def _add_step(self, event: Event, about: dict[str, Any]) -> dict[str, Any]:
-        """Add a step and return it. Of a long record the first and the last steps are kept."""
+        """Adds a step and returns it. Of a long record the first and the last steps are kept."""
         step = {"at": event.at, "event": type(event).__name__.lower(), **about}
         self.steps.append(step)
         if len(self.steps) > MAX_STEPS:
@@ -166,7 +166,7 @@ class RequestRecord:
         return step
 
     def _begin_wait(self, now: float, why: str | None) -> None:
-        """End the current wait, and begin the next one. why: reason of the next; None: the request runs."""
+        """Ends the current wait, and begins the next one for the reason `why`; None: the request runs."""
         if self.waiting is not None:
             self.waits.append((self.waiting[0], self.waiting[1], now))
             if len(self.waits) > MAX_STEPS:
@@ -180,7 +180,7 @@ class RequestRecord:
 
 
 def event_fields(event: Event) -> dict[str, Any]:
-    """The fields of an event of a request, as pages and traces show them."""
+    """Returns the fields of an event of a request, as pages and traces show them."""
     match event:
         case Placed(replica=replica, why=why):
             return {"replica": replica, **({"why": why} if why else {})}

@@ -54,7 +54,7 @@ class SLOBody(SLODimensions):
 
 
 def bad_request(error: ValidationError, *, shown: bool) -> ApiError:
-    """The 400 of a validation error. shown: repeat the given value, which may be all of the body."""
+    """Returns the 400 of a validation error; with `shown` it repeats the value, which may be all of the body."""
     first = error.errors(include_url=False, include_input=shown)[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
@@ -76,6 +76,6 @@ def bad_request(error: ValidationError, *, shown: bool) -> ApiError:
 
 
 def param_path(loc: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content") -> "messages[0].content"."""
+    """Spells ("messages", 0, "content") as "messages[0].content"."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
     return path.removeprefix(".")

@@ -46,7 +46,7 @@ STANDARD_TIERS = ("auto", "default", "priority", "scale", "standard_only")  # th
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A named SLO of the operator's."""
+    """Names an SLO of the operator's."""
 
     name: str
     slo: SLO = NO_SLO
@@ -54,7 +54,7 @@ class Tier:
 
 
 class Tiers:
-    """The tiers that a request may name. OpenAI's and Anthropic's names are always known: `auto`, and those of
+    """Knows the tiers that a request may name. OpenAI's and Anthropic's names are always known: `auto`, and those of
     STANDARD_TIERS unless configured, are the default tier; `flex` is best effort unless configured."""
 
     def __init__(self, configured: Sequence[Tier] = (), default: str = "default") -> None:
@@ -70,13 +70,13 @@ class Tiers:
 
     @property
     def usable(self) -> Sequence[Tier]:
-        """The tiers that a request may have by naming them."""
+        """Returns the tiers that a request may have by naming them."""
         best_effort = self._by_name[BEST_EFFORT_TIER]
         tiers = {**self._usable, **({BEST_EFFORT_TIER: best_effort} if best_effort.slo.best_effort else {})}
         return list(tiers.values())
 
     def restrict_to(self, names: Sequence[str] | None) -> Tiers:
-        """The tiers for a tenant that may use these names; None = all. Raises ValueError for an unknown name.
+        """Returns the tiers for a tenant that may use these names; None = all. Raises ValueError for an unknown name.
 
         Any other tier becomes the tenant's default: the server's if allowed, else the first of its list. Best effort is
         open to every tenant. A stated time is bounded in each dimension by the tightest of its tiers. Where no tier
@@ -97,14 +97,14 @@ class Tiers:
         return bounded
 
     def resolve(self, name: str | None) -> Tier:
-        """The tier that a request for this `service_tier` gets. Raises ApiError 400 for an unknown one."""
-        asked = self.tier_of(name)
-        if asked.name in self._usable or (asked.name == BEST_EFFORT_TIER and asked.slo.best_effort):
-            return asked
+        """Returns the tier that a request for this `service_tier` gets. Raises ApiError 400 for an unknown one."""
+        tier = self.tier_of(name)
+        if tier.name in self._usable or (tier.name == BEST_EFFORT_TIER and tier.slo.best_effort):
+            return tier
         return self._usable.get(self.default.name) or next(iter(self._usable.values()))
 
     def tier_of(self, name: str | None) -> Tier:
-        """The tier of this `service_tier`, allowed or not. Raises ApiError 400 for an unknown one."""
+        """Returns the tier of this `service_tier`, allowed or not. Raises ApiError 400 for an unknown one."""
         if name is None:
             return self.default
         tier = self._by_name.get(name)
@@ -118,16 +118,15 @@ class Tiers:
         raise invalid("service_tier", f"unknown tier {name[:MAX_NAME_CHARACTERS]!r}; {hint}")
 
     def loosen(self, slo: SLO) -> SLO:
-        """The SLO that may be granted; a `max_pause`, which only tiers have, always is."""
+        """Returns the SLO that may be granted; a `max_pause`, which only tiers have, always is."""
         min_seconds = {"max_pause": 0.0, **self._min_seconds}
-        return SLO(
-            **{name: max(stated, min_seconds[name]) for name, stated in slo.promised.items() if min_seconds[name] < inf}
-        )
+        stated = slo.promised.items()
+        return SLO(**{name: max(time, min_seconds[name]) for name, time in stated if min_seconds[name] < inf})
 
 
 @dataclass(frozen=True, slots=True)
 class GrantedSLO:
-    """The SLO granted to one API request. clamped: where it is looser than stated ("service_tier" or a dimension)."""
+    """Describes the SLO granted to one API request; `clamped` names the tier and dimensions looser than stated."""
 
     tier: str
     on_decline: OnDecline
@@ -135,21 +134,21 @@ class GrantedSLO:
     _stages: tuple[Stage, ...]  # without a prompt
 
     def stages(self, prompt: tuple[int, ...]) -> tuple[Stage, ...]:
-        """The stages of a request with this prompt."""
+        """Returns the stages of a request with this prompt."""
         return (replace(self._stages[0], prompt=len(prompt), token_ids=prompt), *self._stages[1:])
 
     @property
     def slo(self) -> SLO:
-        """The SLO of the first stage, the only one of most requests."""
+        """Returns the SLO of the first stage, the only one of most requests."""
         return self._stages[0].slo
 
     def stages_of_length(self, prompt: int) -> tuple[Stage, ...]:
-        """The stages of a request whose prompt has this many tokens; their ids are unknown."""
+        """Returns the stages of a request whose prompt has this many tokens; their ids are unknown."""
         return (replace(self._stages[0], prompt=prompt), *self._stages[1:])
 
 
 def grant(tiers: Tiers, headers: Mapping[str, str], service_tier: str | None, body: SLOBody | None) -> GrantedSLO:
-    """Grant the SLO of an API request.
+    """Grants the SLO of an API request.
 
     Args:
         tiers: of the request's tenant.
@@ -174,39 +173,38 @@ def grant(tiers: Tiers, headers: Mapping[str, str], service_tier: str | None, bo
     on_decline = headers.get(ON_DECLINE_HEADER) or body.on_decline or tier.on_decline
     if on_decline not in get_args(OnDecline):
         raise invalid(ON_DECLINE_HEADER, f"{on_decline[:MAX_NAME_CHARACTERS]!r} is neither best_effort nor refuse.")
-    stated = [_first_stated(header, part.slo, body.slo, tier.slo) for part in parts]
+    stated_slos = [_first_stated(header, part.slo, body.slo, tier.slo) for part in parts]
     for at, part in enumerate(parts[1:], 1):  # a TTFT of the whole request is the first stage's
-        stated[at] = replace(stated[at], ttft=part.slo.ttft)
-    granted = [tiers.loosen(slo) for slo in stated]
+        stated_slos[at] = replace(stated_slos[at], ttft=part.slo.ttft)
+    granted_slos = [tiers.loosen(slo) for slo in stated_slos]
     clamped = [
         name
         for name in SLO_HEADERS
-        if [getattr(slo, name) for slo in stated] != [getattr(slo, name) for slo in granted]
+        if [getattr(slo, name) for slo in stated_slos] != [getattr(slo, name) for slo in granted_slos]
     ]
     if service_tier not in (None, "auto") and tiers.tier_of(service_tier).name != tier.name:
         clamped.insert(0, "service_tier")
-    stages = tuple(Stage(0, slo, part.until or "eos") for part, slo in zip(parts, granted, strict=True))
+    stages = tuple(Stage(0, slo, part.until or "eos") for part, slo in zip(parts, granted_slos, strict=True))
     return GrantedSLO(tier.name, cast(OnDecline, on_decline), tuple(clamped), stages)
 
 
 def _first_stated(*slos: SLO) -> SLO:
-    """The SLO with, in each dimension, the first stated value."""
+    """Returns the SLO with, in each dimension, the first stated value."""
     return SLO(**{name: seconds for slo in reversed(slos) for name, seconds in slo.promised.items()})
 
 
 def from_headers(headers: Mapping[str, str]) -> SLO:
-    """The SLO stated in headers. Raises ApiError 400 for a value that is no number of milliseconds, and for a misspelt
-    header."""
+    """Returns the SLO stated in headers. Raises ApiError 400 for no number of milliseconds and misspelt headers."""
     for name in headers:
         if name not in KNOWN_HEADERS and LOOKS_LIKE_SLO.match(name):
             shown = name[:MAX_NAME_CHARACTERS]
             raise invalid(shown, f"unknown header{nearest(shown, KNOWN_HEADERS)}")
-    stated: dict[str, float] = {}
+    times: dict[str, float] = {}
     for dimension, names in SLO_HEADERS.items():
         for name in names:
             if (text := headers.get(name)) is not None:
-                stated.setdefault(dimension, _seconds(name, text))
-    return SLO(**stated)
+                times.setdefault(dimension, _seconds(name, text))
+    return SLO(**times)
 
 
 def _seconds(name: str, text: str) -> float:
@@ -220,10 +218,10 @@ def _seconds(name: str, text: str) -> float:
 
 
 def to_headers(granted: GrantedSLO) -> list[tuple[str, str]]:
-    """The headers that state a granted SLO; a `max_pause` has none."""
+    """Returns the headers that state a granted SLO; a `max_pause` has none."""
     promised = granted.slo.promised
-    stated = [(names[0], f"{promised[name] * 1e3:g}") for name, names in SLO_HEADERS.items() if name in promised]
-    return stated if granted.on_decline == "best_effort" else [*stated, (ON_DECLINE_HEADER, granted.on_decline)]
+    headers = [(names[0], f"{promised[name] * 1e3:g}") for name, names in SLO_HEADERS.items() if name in promised]
+    return headers if granted.on_decline == "best_effort" else [*headers, (ON_DECLINE_HEADER, granted.on_decline)]
 
 
 def check_names(names: Iterable[str], ours: Sequence[str]) -> None:
@@ -238,10 +236,10 @@ def check_names(names: Iterable[str], ours: Sequence[str]) -> None:
 
 @lru_cache(1024)
 def _closest(name: str, ours: tuple[str, ...]) -> list[str]:
-    """Close matches, cached since most bodies have the same few names."""
+    """Returns close matches, cached since most bodies have the same few names."""
     return get_close_matches(name, ours, 1, 0.8)
 
 
 def unknown_name(where: str, name: str, known: Sequence[str]) -> ApiError:
-    """The error of a name that is not known there."""
+    """Returns the error of a name that is not known there."""
     return invalid(where[:MAX_NAME_CHARACTERS], f"unknown key{nearest(name[:MAX_NAME_CHARACTERS], known)}")

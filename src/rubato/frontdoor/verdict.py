@@ -12,7 +12,7 @@ from rubato.frontdoor.slo_fields import BEST_EFFORT_TIER
 
 
 def usage(prompt: int, output: int, cached: int) -> dict[str, Any]:
-    """OpenAI's `usage`, in tokens. cached: prompt tokens found in the prefix cache."""
+    """Returns OpenAI's `usage`, in tokens, of which `cached` were found in the prefix cache."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
@@ -22,19 +22,19 @@ def usage(prompt: int, output: int, cached: int) -> dict[str, Any]:
 
 
 def served_tier(request: Request, ends: Sequence[Finished]) -> str:
-    """The tier actually served: the granted one, or `flex` if a choice with an SLO ended as best effort."""
+    """Returns the tier actually served: the granted one, or `flex` if a choice with an SLO ended as best effort."""
     return BEST_EFFORT_TIER if any(end.best_effort for end in ends) and not request.best_effort else request.tier
 
 
 def verdict_fields(requests: Sequence[Request], ends: Sequence[Finished]) -> dict[str, Any]:
-    """Fields added to another server's response: the tier served and the report; none where no end is known."""
+    """Returns the fields added to another server's response: tier served and report; none where no end is known."""
     if not ends:
         return {}
     return {"service_tier": served_tier(requests[0], ends), "rubato": report(requests[0], ends)}
 
 
 def report(request: Request, ends: Sequence[Finished]) -> dict[str, Any]:
-    """The `rubato` field: the granted SLO (`targets`), the measured times, and whether the SLO was met.
+    """Returns the `rubato` field: the granted SLO (`targets`), the measured times, and whether the SLO was met.
 
     Times are milliseconds. margin_ms: to spare at the tightest token, negative when late, null without an SLO;
     max_pause_ms: the longest time between two tokens, null with fewer than two. With several choices it is the worst
@@ -60,12 +60,12 @@ def _report(request: Request, end: Finished) -> dict[str, Any]:
 
 
 def served_as(request: Request, end: Finished) -> str:
-    """`slo` or `best_effort`: how the request was served in the end."""
+    """Returns `slo` or `best_effort`: how the request was served in the end."""
     return "best_effort" if end.best_effort or request.best_effort else "slo"
 
 
 def verdict(end: Finished) -> dict[str, Any]:
-    """A verdict in milliseconds."""
+    """Returns a verdict in milliseconds."""
     judged = end.verdict
     return {
         "met": None if judged.unjudged else judged.met,
@@ -85,5 +85,5 @@ def slo_in_ms(slo: SLO) -> dict[str, float | None]:
 
 
 def ms(seconds: float | None) -> float | None:
-    """Milliseconds; None for None and inf, which mean no bound."""
+    """Returns milliseconds; None for None and inf, which mean no bound."""
     return None if seconds is None or seconds == inf else round(seconds * 1e3, 3)

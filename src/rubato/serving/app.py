@@ -28,26 +28,26 @@ MAX_TOKENIZING_TEXTS = 2  # long texts at a time; each takes a core for up to a 
 
 
 class Tokenizer(Protocol):
-    """A model's tokenizer."""
+    """Encodes prompts and decodes tokens as the model does."""
 
     @property
     def max_token_bytes(self) -> int:
-        """Bytes of UTF-8 that one token stands for at most."""
+        """Returns how many bytes of UTF-8 one token stands for at most."""
         ...
 
     def encode(self, text: str) -> Sequence[int]: ...
     def chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        """The token ids of the messages in the model's chat template. Raises ValueError for an invalid dialogue."""
+        """Returns the token ids of messages in the model's chat template. Raises ValueError if it refuses them."""
         ...
 
     def bytes_of_token(self, id: int) -> bytes:
-        """The bytes that a token id stands for; the name of a special token (for logprobs)."""
+        """Returns the bytes that a token id stands for; for a special token its name (for logprobs)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Service(AppService):
-    """Settings and objects of our own server.
+    """Holds the settings and objects of our own server.
 
     Args:
         text: the model's tokenizer.
@@ -63,7 +63,7 @@ class Service(AppService):
 
 
 class _State(AppState):
-    """An app's state with the tokenization of prompts."""
+    """Adds the tokenization of prompts to an app's state."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -72,7 +72,7 @@ class _State(AppState):
         self._tokenizing = asyncio.Semaphore(MAX_TOKENIZING_TEXTS)
 
     async def token_ids(self, body: schemas.AnyCompletion) -> list[tuple[int, ...]]:
-        """The token ids of each prompt. Raises ApiError 400 for a prompt that is too long or cannot be tokenized."""
+        """Returns the token ids of each prompt. Raises ApiError 400 where one is too long or cannot be tokenized."""
         text = self.service.text
         if isinstance(body, schemas.ChatCompletion):
             dialogue = body.dialogue()
@@ -93,7 +93,7 @@ class _State(AppState):
     async def _encode(
         self, encode: Callable[[Any], Sequence[int]], content: Any, long: bool, param: str
     ) -> tuple[int, ...]:
-        """The token ids of one text; a `long` one is tokenized in a thread. Raises ApiError 400 if it cannot be."""
+        """Returns the token ids of one text; a `long` one is tokenized in a thread. Raises ApiError 400."""
         try:
             if not long:
                 return tuple(encode(content))
@@ -110,10 +110,10 @@ class _State(AppState):
 
 
 def create_app(service: Service) -> FastAPI:
-    """Make the app; the caller starts and closes the cluster."""
+    """Makes the app; the caller starts and closes the cluster."""
     app = FastAPI(title="Rubato", summary="LLM serving to stated service-level objectives", redoc_url=None)
     state = _State(service)
-    app.state.draining = False  # set once new requests are refused; /health reports it
+    app.state.is_draining = False  # set once new requests are refused; /health reports it
     add_door(app, state.door)
     _add_completions(app, state)
     _add_models(app, state)
@@ -185,17 +185,14 @@ def _requests(
     body: schemas.AnyCompletion, prompts: Sequence[tuple[int, ...]], limits: Sequence[int], admitted: AdmittedRequest,
     arrival: float,
 ) -> tuple[Request, ...]:  # fmt: skip
-    """The requests of a body, one for each choice.
+    """Returns a request for each choice of a body, all choices of the first prompt first.
 
     Args:
         body: of the API request.
         prompts: token ids of each prompt.
-        limits: output tokens for each prompt.
-        admitted: its grant.
+        limits: output tokens of a choice, for each prompt.
+        admitted: the API request as admitted.
         arrival: seconds of the cluster's clock.
-
-    Returns:
-        All choices of the first prompt first.
     """
     id, granted = new_id(admitted.path, "", ()), admitted.granted
     offers = [
@@ -208,12 +205,12 @@ def _requests(
     return spread_choices(offers, body.choices)
 
 
-def _output_limit(most: int, prompt: int, body: schemas.AnyCompletion, at: int) -> int:
-    """The output tokens that one prompt may have.
+def _output_limit(max_model_len: int, prompt: int, body: schemas.AnyCompletion, at: int) -> int:
+    """Returns how many output tokens a choice of one prompt may have.
 
     Args:
-        most: tokens of prompt and output of a request.
-        prompt: its tokens.
+        max_model_len: tokens of prompt and output of a request.
+        prompt: tokens of the prompt.
         body: of the API request.
         at: number of the prompt in the body.
 
@@ -223,13 +220,13 @@ def _output_limit(most: int, prompt: int, body: schemas.AnyCompletion, at: int) 
     (name, limit), where = body.limit, body.where(at)
     if prompt == 0:
         raise invalid(where, "there is no token in it.")
-    if prompt >= most:
-        raise no_room(most, str(prompt), where)
-    if limit is not None and prompt + limit > most:
+    if prompt >= max_model_len:
+        raise no_room(max_model_len, str(prompt), where)
+    if limit is not None and prompt + limit > max_model_len:
         if name in body.model_fields_set:
-            raise too_long(most, f"{prompt} of {where} and {limit} of output ({name})", name)
+            raise too_long(max_model_len, f"{prompt} of {where} and {limit} of output ({name})", name)
         limit = None  # it is a default, and there is less room
-    return limit or most - prompt
+    return limit or max_model_len - prompt
 
 
 def _check_model(service: Service, name: str) -> None:

@@ -30,14 +30,14 @@ from rubato.serving.server_metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class AppService:
-    """Settings and objects that our server's app and the gateway's share.
+    """Holds the settings and objects that our server's app and the gateway's share.
 
     Args:
         cluster: runs the requests; the caller starts and closes it.
         model: its name for clients.
         max_model_len: tokens of prompt and output that a request may have.
         tenants: by default no key is needed.
-        fair: whether the cluster has a fair share between tenants.
+        has_fair_share: whether the cluster has a fair share between tenants.
         max_body_bytes: of a request.
         max_choices: prompts times `n` of one answer.
         created_offset: Unix time - clock time, in seconds.
@@ -50,7 +50,7 @@ class AppService:
     max_model_len: int
     _: KW_ONLY
     tenants: Tenants = field(default_factory=lambda: Tenants((), Tiers()))
-    fair: bool = False
+    has_fair_share: bool = False
     max_body_bytes: int = 4 << 20
     max_choices: int = 16
     created_offset: float = 0.0
@@ -60,17 +60,17 @@ class AppService:
     def views(self) -> list[View]:
         return [host.view() for host in self.cluster.hosts.values()]
 
-    def counted(self) -> Collection[str]:
-        """Ids of replicas that do not report their state, so that it is counted from the requests sent there."""
+    def counted_replicas(self) -> Collection[str]:
+        """Returns the ids of replicas that do not report their state: it is counted from the requests sent there."""
         return ()
 
     def urls(self) -> Mapping[str, str]:
-        """URL by replica id, for replicas that are servers."""
+        """Returns the URL of each replica that is a server, by its id."""
         return {}
 
 
 class AppState:
-    """A service with the app's metrics, records of requests and front door."""
+    """Holds a service with the app's metrics, records of requests and front door."""
 
     def __init__(self, service: AppService) -> None:
         self.service: AppService = service
@@ -92,7 +92,7 @@ class AppState:
         cluster.listen(self.metrics)
 
     def enter(self, http: Request) -> Tenant:
-        """Identify the tenant and charge the request, before its body is read. Errors after this carry the tenant's
+        """Identifies the tenant and charges the request, before its body is read. Errors after this carry the tenant's
         rate-limit headers. Raises ApiError 401, 403, or 429 beyond the tenant's rate."""
         http.state.tenant = tenant = self.door.identify(http.headers)
         self.door.enter(tenant)
@@ -100,17 +100,17 @@ class AppState:
         return tenant
 
     def arrival(self, http: Request) -> float:
-        """The time at which the request's head was received; a busy event loop handles the request later."""
+        """Returns when the request's head was received (s); a busy event loop handles the request later."""
         came: float | None = (http.scope.get("extensions") or {}).get(HEAD_TIME_KEY)
         return self.service.cluster.clock.now() if came is None else came
 
     async def read(self, http: Request) -> BodyFields:
-        """Read the fields of the body. Raises ApiError 400 and 413."""
+        """Reads the fields of the body. Raises ApiError 400 and 413."""
         return self.door.read_fields(await self.door.read_body(http))
 
 
 def add_operations(app: FastAPI, state: AppState) -> None:
-    """Mount the pages for operators. The caller reports event loop delays to `app.state.loop_delay`."""
+    """Mounts the pages for operators. The caller reports event loop delays to `app.state.loop_delay`."""
     service = state.service
     app.state.loop_delay = state.metrics.loop_delay
 
@@ -128,7 +128,7 @@ def add_operations(app: FastAPI, state: AppState) -> None:
         """200 while requests are accepted; 503 while the server drains, or once it has lost its last replica."""
         if service.cluster.dead.is_set():
             return json_response({"status": "dead", "error": str(service.cluster.error)}, 503)
-        return json_response({"status": "draining"}, 503) if app.state.draining else json_response({"status": "ok"})
+        return json_response({"status": "draining"}, 503) if app.state.is_draining else json_response({"status": "ok"})
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def prometheus() -> Response:
@@ -141,14 +141,17 @@ def add_operations(app: FastAPI, state: AppState) -> None:
         tenant = state.door.identify(http.headers)
         records = state.requests.find_for(tenant, id)
         now = service.cluster.clock.now()
-        views, counted = service.views(), service.counted()
+        views = service.views()
         names = {replica: bare_host(url) for replica, url in service.urls().items()} if tenant.admin else {}
-        page = history.page(id, records, views, now, fair=service.fair, counted=counted, names=names)
+        page = history.page(
+            id, records, views, now, has_fair_share=service.has_fair_share,
+            counted_replicas=service.counted_replicas(), names=names,
+        )  # fmt: skip
         return json_response(page)
 
 
 class DoorMiddleware:
-    """ASGI middleware that makes paths canonical and counts client errors."""
+    """Makes paths canonical and counts client errors, as ASGI middleware."""
 
     def __init__(self, app: ASGIApp, door: FrontDoor) -> None:
         self._app, self._door = app, door
@@ -168,8 +171,8 @@ class DoorMiddleware:
 
 
 def with_version(path: str, send: Send) -> Send:
-    """An ASGI `send` that adds Rubato's version to lists of models, so that clients know that this server takes SLOs:
-    `owned_by` stays the upstream server's. path: canonical."""
+    """Returns an ASGI `send` that adds Rubato's version to lists of models, so that clients know that this server takes
+    SLOs: `owned_by` stays the upstream server's. The path must be canonical."""
     if path != MODELS and not path.startswith(f"{MODELS}/"):
         return send
 
@@ -187,7 +190,7 @@ def json_response(content: Mapping[str, Any], status: int = 200) -> Response:
 
 
 def add_door(app: FastAPI, door: FrontDoor) -> None:
-    """Route every request through the door, and send every error in OpenAI's shape."""
+    """Routes every request through the door, and sends every error in OpenAI's shape."""
     app.add_middleware(DoorMiddleware, door=door)
 
     async def answer(http: Request, error: Exception) -> Response:

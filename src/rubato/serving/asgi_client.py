@@ -45,20 +45,20 @@ class Writer:
 
 
 def writer_of(scope: Scope) -> Writer | None:
-    """The writer of a request's connection; None where the ASGI server has none."""
+    """Returns the writer of a request's connection; None where the ASGI server has none."""
     writer: Writer | None = (scope.get("extensions") or {}).get(WRITER_KEY)
     return writer
 
 
 async def watch_departure(receive: Receive, on_departure: Callable[[], object]) -> None:
-    """Call `on_departure` in the same turn of the loop in which the client's departure becomes known."""
+    """Calls `on_departure` in the same turn of the loop in which the client's departure becomes known."""
     while (await receive())["type"] != "http.disconnect":
         pass
     on_departure()
 
 
 class AsgiClient:
-    """A `relay.Client`. `run` sends the messages that were written, until the response has ended.
+    """Queues the messages of a response, as a `relay.Client`; `run` sends them until the response has ended.
 
     Args:
         head: turns a server's headers into those for the client.
@@ -89,7 +89,7 @@ class AsgiClient:
         self._put({"type": "http.response.start", "status": status, "headers": self._head(headers)})
 
     def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """Write a whole response of our own."""
+        """Writes a whole response of our own."""
         self._put({"type": "http.response.start", "status": status, "headers": headers})
         self.end(body)
 

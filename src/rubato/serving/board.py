@@ -29,7 +29,7 @@ REFRESH_S = 0.5
 
 @dataclass(frozen=True)
 class BoardSource:
-    """The state that the board shows.
+    """Provides the state that the board shows.
 
     Args:
         model: its name.
@@ -38,14 +38,14 @@ class BoardSource:
         clock: of the requests' events.
         paths: of a request's page and of chat completions, relative to the board's.
         tenants: who may see what.
-        fair: whether a request may be held for its tenant's share.
+        has_fair_share: whether a request may be held for its tenant's share.
         requests: their records.
         held_requests: those at no replica.
         views: of the replicas.
         state: serving, draining or dead.
         faulty_replicas: ids of replicas that schedule without the policy after its faults; "" stands for the router.
-        draining: ids of replicas that drain.
-        counted: ids of replicas that do not report their state, so that it is counted from the requests sent there.
+        draining_replicas: ids of replicas that take no new requests, and leave.
+        counted_replicas: ids of replicas that do not report their state: it is counted from the requests sent there.
         urls: by replica id, for replicas that are servers.
     """
 
@@ -55,19 +55,19 @@ class BoardSource:
     clock: Clock
     paths: Mapping[str, str]
     tenants: Tenants
-    fair: bool
+    has_fair_share: bool
     requests: RequestHistory
     held_requests: Callable[[], Sequence[SeqView]]
     views: Callable[[], Sequence[View]]
     state: Callable[[], str]
     faulty_replicas: Callable[[], Collection[str]]
-    draining: Callable[[], Collection[str]] = tuple
-    counted: Callable[[], Collection[str]] = tuple
+    draining_replicas: Callable[[], Collection[str]] = tuple
+    counted_replicas: Callable[[], Collection[str]] = tuple
     urls: Callable[[], Mapping[str, str]] = dict
 
 
 class Board:
-    """The state at most `REFRESH_S` seconds ago, as JSON for each tenant. Every event must be passed to `counts`."""
+    """Serves the state at most `REFRESH_S` seconds ago, as JSON for each tenant. `counts` must get every event."""
 
     def __init__(self, source: BoardSource) -> None:
         self.counts = BoardCounts(source.requests, self._sample_later)
@@ -79,11 +79,11 @@ class Board:
         self._common: dict[str, Any] = {}
         self._last_rows: dict[str, dict[str, Any]] = {}  # by replica
         self._replicas: list[dict[str, Any]] = []
-        self._requests = RequestsInFlight({}, [], [], 0.0, fair=False)
+        self._requests = RequestsInFlight({}, [], [], 0.0, has_fair_share=False)
         self._answers: dict[tuple[str, int], bytes] = {}  # by tenant and first slice
 
     def json(self, tenant: Tenant, since: int = 0) -> bytes:
-        """The JSON for this tenant. since: the first slice of history wanted."""
+        """Returns the JSON for this tenant, with its history from slice `since` on."""
         now = self._source.clock.now()
         if now >= self._refreshed_at + REFRESH_S:
             self._refresh(now)
@@ -93,7 +93,7 @@ class Board:
         return self._answers[tenant.name, first]
 
     def _sample_later(self, at: float) -> None:
-        """Sample the replicas once all listeners have handled the current event."""
+        """Samples the replicas once all listeners have handled the current event."""
         clock = self._source.clock
 
         def sample() -> None:
@@ -103,7 +103,8 @@ class Board:
 
     def _sample(self, now: float) -> Sequence[View]:
         source, counts = self._source, self.counts
-        views, counted, urls, draining = source.views(), source.counted(), source.urls(), source.draining()
+        views, urls = source.views(), source.urls()
+        counted, draining = source.counted_replicas(), source.draining_replicas()
         self._number = counts.advance(now)
         counts.replicas.sample(views, self._number, counted)
         for id in source.faulty_replicas():
@@ -137,8 +138,8 @@ class Board:
             source.held_requests(),
             views,
             now,
-            fair=source.fair,
-            counted=source.counted(),
+            has_fair_share=source.has_fair_share,
+            counted_replicas=source.counted_replicas(),
             is_routed=bool(source.router),
         )
         self._common = {
@@ -157,10 +158,10 @@ class Board:
         }
 
     def _tiers(self) -> list[dict[str, Any]]:
-        """Each tier as JSON, the most urgent first, best effort last."""
+        """Returns each tier as JSON, the most urgent first, best effort last."""
         slos = {tier.name: tier.slo for tier in self._source.tenants.all_tiers.usable}
-        found, in_flight = self.counts.tiers, self._requests.by_tier()
-        names = {*found, *(name for name, slo in slos.items() if not slo.best_effort)}
+        counts, in_flight = self.counts.tiers, self._requests.by_tier()
+        names = {*counts, *(name for name, slo in slos.items() if not slo.best_effort)}
 
         def urgency(name: str) -> tuple[float, str]:
             slo = slos.get(name)
@@ -172,7 +173,7 @@ class Board:
             {
                 "name": name,
                 "slo": slo_in_ms(slos[name]) if name in slos else None,
-                **(found.get(name) or TierCounts()).to_json(self._number, now.late),
+                **(counts.get(name) or TierCounts()).to_json(self._number, now.late),
                 "now": now.to_json(),
             }
             for name, now in present.items()
@@ -211,7 +212,7 @@ _LOST_COLUMNS = {
 
 
 def _total(tiers: Collection[TierCounts]) -> dict[str, int]:
-    """Counts of all tiers together since the start."""
+    """Returns the counts of all tiers together since the start."""
     names = ("offered", "met", "missed", "unjudged")
     counts = {name: sum(getattr(tier.since_start, name) for tier in tiers) for name in names}
     return {**counts, "in_flight": sum(tier.in_flight for tier in tiers)}

@@ -35,9 +35,9 @@ Times = Counter[int]  # how many measured times fell into each bucket
 
 @dataclass(slots=True)
 class TierSlice:
-    """Counts of one tier's requests within a slice of time, or within several.
+    """Counts one tier's requests within a slice of time, or within several.
 
-    `offered` counts requests that arrived then, all else those that ended then. causes: of misses and refusals.
+    `offered` counts requests that arrived then, all else those that ended then, `causes` misses and refusals.
     """
 
     offered: int = 0
@@ -52,7 +52,7 @@ class TierSlice:
     pause: float | None = None  # the longest between two tokens
 
     def add(self, end: Finished) -> None:
-        """Count a request that has ended."""
+        """Counts a request that has ended."""
         judged = end.verdict
         for name in MEASURED:
             if (seconds := getattr(judged, name)) is not None:
@@ -68,7 +68,7 @@ class TierSlice:
             self.causes[judged.cause or "unknown"] += 1
 
     def to_json(self, late: int) -> dict[str, Any]:
-        """The counts as JSON.
+        """Returns the counts as JSON.
 
         `attainment` is the share of judged requests that met their SLO. `burn` is the share of misses over the share
         that the objective allows, `budget_left` is 1 - burn.
@@ -96,7 +96,7 @@ class TierSlice:
 
 
 def sum_slices(parts: Iterable[TierSlice]) -> TierSlice:
-    """The sum of several slices."""
+    """Returns the sum of several slices."""
     total = TierSlice()
     for part in parts:
         for name in ("offered", "met", "missed", "unjudged", "tokens"):
@@ -109,7 +109,7 @@ def sum_slices(parts: Iterable[TierSlice]) -> TierSlice:
 
 
 class TierCounts:
-    """Counts of one tier. has_slo: whether any of its requests has had an SLO."""
+    """Counts one tier's requests; `has_slo` is whether any of them has had an SLO."""
 
     def __init__(self) -> None:
         self.since_start = TierSlice()
@@ -124,20 +124,20 @@ class TierCounts:
         return total.offered - total.met - total.missed - total.unjudged
 
     def slice_at(self, number: int) -> TierSlice:
-        """The slice of this number; made if need be."""
-        found = self._slices.setdefault(number, TierSlice())
+        """Returns the slice of this number, which is made if need be."""
+        tier_slice = self._slices.setdefault(number, TierSlice())
         if len(self._slices) > SLICES:
             del self._slices[min(self._slices)]
-        return found
+        return tier_slice
 
     def offer(self, request: Request, number: int) -> None:
-        """Count an offered request."""
+        """Counts an offered request."""
         self.has_slo = self.has_slo or not request.best_effort
         self.since_start.offered += 1
         self.slice_at(number).offered += 1
 
     def finish(self, end: Finished, offered_in: int, number: int) -> None:
-        """Count the end of a request.
+        """Counts the end of a request.
 
         Args:
             end: of the request.
@@ -154,7 +154,12 @@ class TierCounts:
         self.slice_at(number).add(end)
 
     def count_tokens(self, in_flight: int, number: int) -> None:
-        """Count the output tokens since the last call. in_flight: tokens so far of requests that have not ended."""
+        """Counts the output tokens since the last call.
+
+        Args:
+            in_flight: tokens so far of requests that have not ended.
+            number: of the current slice.
+        """
         total = self._ended_tokens + in_flight
         came, self._counted_tokens = max(0, total - self._counted_tokens), max(total, self._counted_tokens)
         if came:
@@ -162,12 +167,17 @@ class TierCounts:
             self.since_start.tokens += came
 
     def sum_window(self, seconds: float, number: int) -> TierSlice:
-        """The sum of the slices in the last `seconds`."""
+        """Returns the sum of the slices in the last `seconds`."""
         oldest = number - round(seconds / SLICE_S)
         return sum_slices([part for at, part in self._slices.items() if at > oldest])
 
     def to_json(self, number: int, late: int = 0) -> dict[str, Any]:
-        """Totals and windows as JSON. late: as in `TierSlice.to_json`."""
+        """Returns totals and windows as JSON.
+
+        Args:
+            number: of the current slice.
+            late: requests in flight with a late token, as in `TierSlice.to_json`.
+        """
         windows = {f"{window:.0f}": self.sum_window(window, number).to_json(late) for window in WINDOWS_S}
         return {
             "best_effort": not self.has_slo,
@@ -177,7 +187,7 @@ class TierCounts:
         }
 
     def history(self, first: int, last: int) -> dict[str, Any]:
-        """Counts of each slice from `first` to `last`, as JSON."""
+        """Returns the counts of each slice from `first` to `last`, as JSON."""
         blank = TierSlice()
         parts = [self._slices.get(number, blank) for number in range(first, last + 1)]
         causes = sorted({cause for part in parts for cause in part.causes})
@@ -186,7 +196,7 @@ class TierCounts:
 
 
 class BoardCounts:
-    """A listener for `Cluster.listen`.
+    """Counts events for the board, as a listener for `Cluster.listen`.
 
     Args:
         requests: their records, which this listener finds folded already.
@@ -221,7 +231,7 @@ class BoardCounts:
             self.replicas.add(event, self.number)
 
     def advance(self, now: float) -> int:
-        """Count the new tokens of all tiers. Returns the number of the current slice."""
+        """Counts the new tokens of all tiers. Returns the number of the current slice."""
         self.number = max(self.number, int(now / SLICE_S))
         tokens: Counter[str] = Counter()  # of requests in flight, by tier
         for record in self._requests.in_flight.values():
@@ -231,7 +241,7 @@ class BoardCounts:
         return self.number
 
     def _tier_name(self, request: Request) -> str:
-        """The key of the tier that counts a request."""
+        """Returns the key of the tier that counts a request."""
         return request.tier if request.tier in self.tiers or len(self.tiers) < MAX_TIERS else OTHER_TIER
 
 
@@ -240,13 +250,13 @@ def _bucket(seconds: float) -> int:
 
 
 def _percentiles(times: Times) -> list[float] | None:
-    """The median and the 99th percentile in milliseconds; None where nothing was measured."""
-    count, seen, found = times.total(), 0, list[float]()
+    """Returns the median and the 99th percentile in milliseconds; None where nothing was measured."""
+    count, count_so_far, percentiles = times.total(), 0, list[float]()
     for bucket in sorted(times):
-        seen += times[bucket]
-        while len(found) < 2 and seen >= (0.5, 0.99)[len(found)] * count:
-            found.append(float(f"{2.0 ** ((bucket + 0.5) / BUCKETS_PER_DOUBLING) / 10:.3g}"))
-    return found or None
+        count_so_far += times[bucket]
+        while len(percentiles) < 2 and count_so_far >= (0.5, 0.99)[len(percentiles)] * count:
+            percentiles.append(float(f"{2.0 ** ((bucket + 0.5) / BUCKETS_PER_DOUBLING) / 10:.3g}"))
+    return percentiles or None
 
 
 def _rounded(share: float | None) -> float | None:

@@ -15,7 +15,7 @@ MAX_GROUPS = 64  # of one tenant; the group that missed least recently makes roo
 
 @dataclass(slots=True)
 class _Group:
-    """Misses of one tier by one cause. latest: the last of them. recent: of the last minutes, by slice of time."""
+    """Counts one tier's misses by one cause, all and the recent ones by slice of time; `latest` is the last one."""
 
     latest: tuple[Request, Finished]
     count: int = 0
@@ -23,14 +23,14 @@ class _Group:
 
 
 class BoardMisses:
-    """Groups of misses by tenant, tier and cause. slices: how far back recent counts look."""
+    """Groups misses by tenant, tier and cause; recent counts look back by this many slices."""
 
     def __init__(self, slices: int) -> None:
         self._slices = slices
         self._groups: dict[str, dict[tuple[str, str], _Group]] = {}  # by tenant
 
     def add(self, request: Request, end: Finished, number: int) -> None:
-        """Count a miss.
+        """Counts a miss.
 
         Args:
             request: without its texts.
@@ -51,7 +51,7 @@ class BoardMisses:
             del groups[next(iter(groups))]
 
     def to_json(self, tenant: str | None, now: float, number: int) -> list[dict[str, Any]]:
-        """The groups of one tenant, or of all (None), as JSON, the most frequent recent ones first."""
+        """Returns the groups of one tenant, or of all (None), as JSON, the most frequent recent ones first."""
         by_key: defaultdict[tuple[str, str], list[_Group]] = defaultdict(list)
         for name, groups in self._groups.items():
             for key, group in groups.items() if tenant in (None, name) else ():

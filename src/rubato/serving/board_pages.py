@@ -35,7 +35,7 @@ HEADERS = {
 
 
 def add_board(app: FastAPI, state: AppState) -> None:
-    """Mount the board; it counts the cluster's requests from now on."""
+    """Mounts the board; it counts the cluster's requests from now on."""
     board = Board(_source(app, state))
     state.service.cluster.listen(board.counts)
 
@@ -58,7 +58,7 @@ def add_board(app: FastAPI, state: AppState) -> None:
 
 
 def file_answer(path: str) -> Response:
-    """The response for a path of FILES."""
+    """Returns the response for a path of FILES."""
     name, kind = FILES[path]
     return Response(_read(name), media_type=kind, headers=HEADERS)
 
@@ -68,7 +68,7 @@ def json_answer(content: bytes) -> Response:
 
 
 def first_slice(since: str) -> int:
-    """The first slice that a client asks for; 0, all of the history, for anything but a number."""
+    """Returns the first slice that a client asks for; 0, all of the history, for anything but a number."""
     return int(since) if since.isascii() and since.isdecimal() and len(since) < 16 else 0
 
 
@@ -78,14 +78,14 @@ def _read(name: str) -> bytes:
 
 
 def _source(app: FastAPI, state: AppState) -> BoardSource:
-    """What the board shows of the cluster of our server or of the gateway."""
+    """Returns what the board shows of the cluster of our server or of the gateway."""
     service = state.service
     cluster = service.cluster
 
     def lifecycle() -> str:
         if cluster.dead.is_set():
             return "dead"
-        return "draining" if getattr(app.state, "draining", False) else "serving"
+        return "draining" if getattr(app.state, "is_draining", False) else "serving"
 
     return BoardSource(
         service.model,
@@ -94,13 +94,13 @@ def _source(app: FastAPI, state: AppState) -> BoardSource:
         cluster.clock,
         {"request": "debug/requests/", "chat": "v1/chat/completions"},
         state.tenants,
-        service.fair,
+        service.has_fair_share,
         state.requests,
         lambda: cluster.unplaced_requests,
         service.views,
         lifecycle,
         lambda: ("",) if cluster.dead.is_set() else (),
         lambda: cluster.draining_replicas,
-        service.counted,
+        service.counted_replicas,
         service.urls,
     )

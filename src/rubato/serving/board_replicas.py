@@ -27,7 +27,7 @@ FLAG_BY_HANDOFF_REASON = {
 
 @dataclass(slots=True)
 class _Slice:
-    """One slice of time. steps, seconds: of steps that ended in it. kv: share in use, None if unknown."""
+    """Sums up a slice of time: the steps that ended in it and their seconds, and the load at its last sample."""
 
     number: int
     steps: int = 0
@@ -51,7 +51,7 @@ class _Replica:
 
 @dataclass(slots=True)
 class Flag:
-    """An event that happened `count` times within a slice. replica: "" where it concerns none."""
+    """Marks an event that happened `count` times within a slice; `replica` is "" where it concerns none."""
 
     number: int
     at: float
@@ -62,7 +62,12 @@ class Flag:
 
 @dataclass
 class BoardReplicas:
-    """Load and flags of all replicas. slices: how many are kept. lost_at: when replicas left without being drained."""
+    """Keeps the load of all replicas in the last `slices` slices, and flags.
+
+    Args:
+        slices: how many are kept.
+        lost_at: by id, when replicas left without being drained; seconds.
+    """
 
     slices: int
     flags: deque[Flag] = field(default_factory=lambda: deque(maxlen=MAX_FLAGS))
@@ -71,7 +76,7 @@ class BoardReplicas:
     _draining: set[str] = field(default_factory=set)
 
     def add(self, event: Event, number: int) -> None:
-        """Count an event of a replica, or of a request that moves."""
+        """Counts an event of a replica, or of a request that moves."""
         if isinstance(event, Stepped):
             replica = self._replica(event.id)
             replica.steps.append(event.seconds)
@@ -98,7 +103,7 @@ class BoardReplicas:
             self.flag(event.at, number, "lost", event.id)
 
     def flag(self, at: float, number: int, kind: str, replica: str) -> None:
-        """Record an event; equal ones within a slice are counted together."""
+        """Records an event; equal ones within a slice are counted together."""
         for last in reversed(self.flags):
             if last.number != number:
                 break
@@ -107,21 +112,21 @@ class BoardReplicas:
                 return
         self.flags.append(Flag(number, at, kind, replica))
 
-    def sample(self, views: Sequence[View], number: int, counted: Collection[str] = ()) -> None:
-        """Record the load of each replica. counted: replicas that do not report; free KV there means unknown."""
+    def sample(self, views: Sequence[View], number: int, counted_replicas: Collection[str] = ()) -> None:
+        """Records the load of each replica; KV of `counted_replicas` that is all free means unknown."""
         for view in views:
             now = self._replica(view.id).slice_at(number)
             now.running, now.waiting = len(view.running), len(view.waiting)
             used = view.kv_total - view.kv_free
-            now.kv = used / view.kv_total if view.kv_total and (used or view.id not in counted) else None
+            now.kv = used / view.kv_total if view.kv_total and (used or view.id not in counted_replicas) else None
 
     def step_seconds(self, replica: str) -> float | None:
-        """The mean time of the replica's last steps; None before the first."""
+        """Returns the mean time of the replica's last steps; None before the first."""
         steps = self._replicas[replica].steps if replica in self._replicas else ()
         return sum(steps) / len(steps) if steps else None
 
     def succeed(self, lost: str, id: str) -> None:
-        """Continue a lost replica's history under the new id of its server, which is back."""
+        """Continues a lost replica's history under the new id of its server, which is back."""
         ring, flags = self._replica(id).ring, [flag for flag in self.flags if flag.replica == lost]
         before = [part for part in self._replica(lost).ring if not ring or part.number < ring[0].number]
         self._replicas[id].ring = deque([*before, *ring], maxlen=self.slices)
@@ -130,23 +135,26 @@ class BoardReplicas:
         self.forget(lost)
 
     def forget(self, id: str) -> None:
-        """Drop a lost replica."""
+        """Drops a lost replica."""
         self.lost_at.pop(id, None)
         self._replicas.pop(id, None)
 
     def history(self, names: Mapping[str, str], first: int, last: int) -> dict[str, Any]:
-        """The load of each replica in each slice from `first` to `last`, as JSON; None before it joined.
+        """Returns the load of each replica in each slice from `first` to `last`, as JSON; None before it joined.
 
-        names: key of each replica in the JSON, by id.
+        Args:
+            names: key of each replica in the JSON, by id.
+            first: number of the first slice.
+            last: number of the last slice.
         """
         return {names[id]: _columns(one.ring, first, last) for id, one in self._replicas.items() if id in names}
 
     def flags_json(self, now: float, number: int) -> list[dict[str, Any]]:
-        """The flags of the slices that are kept, as JSON, oldest first."""
+        """Returns the flags of the slices that are kept, as JSON, oldest first."""
         return [
-            {"ago_ms": ms(now - one.at), "kind": one.kind, "replica": one.replica, "count": one.count}
-            for one in self.flags
-            if one.number > number - self.slices
+            {"ago_ms": ms(now - flag.at), "kind": flag.kind, "replica": flag.replica, "count": flag.count}
+            for flag in self.flags
+            if flag.number > number - self.slices
         ]
 
     def _replica(self, id: str) -> _Replica:
@@ -154,15 +162,15 @@ class BoardReplicas:
 
 
 def _columns(ring: deque[_Slice], first: int, last: int) -> dict[str, Any]:
-    """Columns by slice; a slice without a sample repeats the last one, with no steps."""
-    slots = {one.number: one for one in ring}
-    held = next((one for one in reversed(ring) if one.number < first), None)
+    """Returns columns by slice; a slice without a sample repeats the last part, with no steps."""
+    by_number = {part.number: part for part in ring}
+    latest = next((part for part in reversed(ring) if part.number < first), None)
     columns: dict[str, list[Any]] = {"running": [], "waiting": [], "kv": [], "step_ms": []}
     for number in range(first, last + 1):
-        held = slots.get(number, held)
-        steps = held.steps if held is not None and held.number == number else 0
-        columns["running"].append(held and held.running)
-        columns["waiting"].append(held and held.waiting)
-        columns["kv"].append(None if held is None or held.kv is None else round(held.kv, 2))
-        columns["step_ms"].append(float(f"{held.seconds / steps * 1e3:.3g}") if held is not None and steps else None)
+        latest = by_number.get(number, latest)
+        steps = latest.steps if latest is not None and latest.number == number else 0
+        columns["running"].append(latest and latest.running)
+        columns["waiting"].append(latest and latest.waiting)
+        columns["kv"].append(None if latest is None or latest.kv is None else round(latest.kv, 2))
+        columns["step_ms"].append(float(f"{latest.seconds / steps * 1e3:.3g}") if latest and steps else None)
     return columns

@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 class _Place(NamedTuple):
-    """Where a request is. replica: "" = at none. before: requests before it in its queue."""
+    """Says where a request is: at which replica ("": at none), and behind how many others in its queue (`before`)."""
 
     state: State
     seq: SeqView | None = None
@@ -40,14 +40,14 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True)
 class TierInFlight:
-    """Counts of one tier's requests in flight. late: with a late token."""
+    """Counts one tier's requests in flight, and those of them with a late token."""
 
     states: Counter[str] = field(default_factory=Counter)
     late: int = 0
     oldest_wait: float = 0.0  # seconds
 
     def to_json(self) -> dict[str, Any]:
-        """The counts as JSON."""
+        """Returns the counts as JSON."""
         waiting = self.states["held"] + self.states["waiting"]
         running = self.states["running"] + self.states["moving"]
         wait = ms(self.oldest_wait) if waiting else None
@@ -55,13 +55,15 @@ class TierInFlight:
 
 
 class RequestsInFlight:
-    """All requests in flight at one instant.
+    """Knows where all requests in flight are at one instant.
 
     Args:
         records: by request, in the order in which they were offered.
         held: requests at no replica.
-        fair: whether a request may be held for its tenant's share.
-        counted: ids of replicas that do not report their state.
+        views: of the replicas.
+        now: seconds of the clock.
+        has_fair_share: whether a request may be held for its tenant's share.
+        counted_replicas: ids of replicas that do not report their state.
         is_routed: whether a router may hold requests.
     """
 
@@ -72,8 +74,8 @@ class RequestsInFlight:
         views: Sequence[View],
         now: float,
         *,
-        fair: bool,
-        counted: Collection[str] = (),
+        has_fair_share: bool,
+        counted_replicas: Collection[str] = (),
         is_routed: bool = True,
     ) -> None:
         places: dict[str, _Place] = {}
@@ -84,11 +86,11 @@ class RequestsInFlight:
             places.update((seq.id, _Place("running", seq, view.id)) for seq in view.running)
             places.update((seq.id, _Place("waiting", seq, view.id, at)) for at, seq in enumerate(view.waiting))
         self._now = now
-        self._fair, self._counted, self._is_routed = fair, counted, is_routed
+        self._has_fair_share, self._counted_replicas, self._is_routed = has_fair_share, counted_replicas, is_routed
         self._places = [(record, places.get(id) or _place_without_view(record)) for id, record in records.items()]
 
     def by_tier(self) -> dict[str, TierInFlight]:
-        """Counts by tier."""
+        """Returns the counts by tier."""
         tiers: dict[str, TierInFlight] = {}
         for record, place in self._places:
             tier = tiers.setdefault(record.request.tier, TierInFlight())
@@ -99,25 +101,27 @@ class RequestsInFlight:
         return tiers
 
     def to_json(self, tenant: str | None, names: Mapping[str, str] = NOTHING) -> dict[str, Any]:
-        """The requests of one tenant, or of all (None), as JSON: exact counts, and rows of the `MAX_SHOWN_REQUESTS`
-        whose next token is due soonest, in the order in which they were offered.
+        """Returns the requests of one tenant, or of all (None), as JSON: exact counts, and rows of the
+        `MAX_SHOWN_REQUESTS` whose next token is due soonest, in the order in which they were offered.
 
-        names: of replicas, where the reader knows them by another name than their id.
+        Args:
+            tenant: its name.
+            names: of replicas, where the reader knows them by another name than their id.
         """
-        found = [f for f in self._places if tenant in (None, f[0].request.tenant)]
-        counts = Counter(place.state for _, place in found)
-        rows = found
-        if len(found) > MAX_SHOWN_REQUESTS:
-            soonest = nsmallest(MAX_SHOWN_REQUESTS, range(len(found)), key=lambda at: _due_time(found[at][1]))
-            rows = [found[at] for at in sorted(soonest)]
+        own_places = [each for each in self._places if tenant in (None, each[0].request.tenant)]
+        counts = Counter(place.state for _, place in own_places)
+        rows = own_places
+        if len(own_places) > MAX_SHOWN_REQUESTS:
+            soonest = nsmallest(MAX_SHOWN_REQUESTS, range(len(own_places)), key=lambda at: _due_time(own_places[at][1]))
+            rows = [own_places[at] for at in sorted(soonest)]
         return {
-            "queue": {"in_flight": len(found), **{name: counts[name] for name in _STATES}},
+            "queue": {"in_flight": len(own_places), **{name: counts[name] for name in _STATES}},
             "request_columns": COLUMNS,
             "requests": [self._row(record, place, names) for record, place in rows],
         }
 
     def _row(self, record: RequestRecord, place: _Place, names: Mapping[str, str]) -> list[Any]:
-        """A request's row, in the order of COLUMNS."""
+        """Returns a request's row, in the order of COLUMNS."""
         request, now = record.request, self._now
         if place.state == "moving" and record.replicas:
             place = place._replace(replica=record.replicas[-1])
@@ -136,11 +140,11 @@ class RequestsInFlight:
             request.prompt,
             record.output,
             request.sampling.max_tokens,
-            [part for kind, s in phases(record, now, self._counted) for part in (kind[0], round(s * 1e3))],
+            [part for kind, s in phases(record, now, self._counted_replicas) for part in (kind[0], round(s * 1e3))],
         ]
 
     def _why(self, record: RequestRecord, place: _Place, names: Mapping[str, str]) -> str:
-        """A sentence on why the request is where it is."""
+        """Returns a sentence on why the request is where it is."""
         seq, replica = place.seq, names.get(place.replica, place.replica)
         waits_for = "" if record.waiting is None else record.waiting[0]
         if place.state == "held":
@@ -152,11 +156,11 @@ class RequestsInFlight:
                 handoff = seq.request.handoff
                 source = names.get(handoff.source, handoff.source)
                 return f"handed off by {source} ({handoff.reason}): held until another replica takes it"
-            holders = ["by the router"] * self._is_routed + ["for its tenant's share"] * self._fair
+            holders = ["by the router"] * self._is_routed + ["for its tenant's share"] * self._has_fair_share
             return f"held {' or '.join(holders)}, {_queue_position(place.before)}"
-        if place.replica in self._counted and place.state == "waiting":
+        if place.replica in self._counted_replicas and place.state == "waiting":
             return f"sent to {replica}: nothing has come of it yet"
-        if place.replica in self._counted and place.state == "running":
+        if place.replica in self._counted_replicas and place.state == "running":
             return f"running at {replica}, {record.output} of {record.request.sampling.max_tokens}"
         if place.state == "waiting":
             turn = "preempted, waits to go on" if waits_for == PREEMPTED else "waits for its turn"
@@ -173,7 +177,7 @@ _STATES: tuple[State, ...] = ("held", "waiting", "running", "moving")
 
 
 def _place_without_view(record: RequestRecord) -> _Place:
-    """The place of a request in no view: it, or its KV, has just been sent."""
+    """Returns the place of a request in no view: it, or its KV, has just been sent."""
     return _Place("moving", replica=record.replicas[-1]) if record.replicas else _Place("held")
 
 
@@ -190,24 +194,25 @@ def _queue_position(before: int) -> str:
 
 
 def replica_json(
-    view: View, step_seconds: float | None, draining: Collection[str], counted: Collection[str] = (), url: str = ""
-) -> dict[str, Any]:
-    """A replica as JSON; `age_ms` is the age of its last report.
+    view: View, step_seconds: float | None, draining_replicas: Collection[str],
+    counted_replicas: Collection[str] = (), url: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    """Returns a replica as JSON; `age_ms` is the age of its last report.
 
     Args:
         step_seconds: mean of its last steps.
-        draining: ids of replicas that drain.
-        counted: ids of replicas that do not report; their KV in use is unknown where all of it looks free.
+        draining_replicas: ids of replicas that drain.
+        counted_replicas: ids of replicas that do not report; their KV in use is unknown where all of it looks free.
         url: of a server; "" for a replica of this process.
     """
-    block, is_counted = view.limits.block_size, view.id in counted
+    block, is_counted = view.limits.block_size, view.id in counted_replicas
     is_busy = bool(view.running or (is_counted and view.waiting))
     used = (view.kv_total - view.kv_free) * block
     return {
         "id": view.id,
         "url": url,
         "role": role_words(view.role),
-        "state": "draining" if view.id in draining else "busy" if is_busy else "idle",
+        "state": "draining" if view.id in draining_replicas else "busy" if is_busy else "idle",
         "link": "counted" if is_counted else "linked" if url else "here",
         "running": len(view.running),
         "waiting": len(view.waiting),
@@ -221,7 +226,7 @@ def replica_json(
 
 
 def role_words(role: Role) -> str:
-    """A replica's role in words."""
+    """Returns a replica's role in words."""
     phase = "prefill and decode" if role.phase == "both" else f"{role.phase} only"
     more = [("tier", role.tier), ("group", role.group), ("kind", role.kind)]
     return ", ".join([phase, *(f"{name} {value}" for name, value in more if value)])

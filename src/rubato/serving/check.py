@@ -13,8 +13,7 @@ from rubato.serving.server_fleets import fleet_of, ray_options, ray_servers_of
 
 
 def check_start(config: Config) -> None:
-    """Raises as a start would (ConfigError, PolicyError, ValueError, OSError), except for errors of the port, the
-    servers or Ray."""
+    """Raises as a start would (ConfigError, PolicyError, ValueError, OSError), but not for port, servers or Ray."""
     clock = VirtualClock()
     tls_settings(config)
     Tenants(tenants_of(config), tiers_of(config))

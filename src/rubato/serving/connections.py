@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 class Connections:
-    """The open connections. When `limit` are open, `close_slowest` closes the one whose head, or else whose body, has
-    been awaited for longest; a connection between two requests counts as awaiting a head."""
+    """Keeps the open connections. When `limit` are open, `close_slowest` closes the one whose head, or else whose body,
+    has been awaited for longest; a connection between two requests counts as awaiting a head."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -47,25 +47,25 @@ class Connections:
         self._open[descriptor] = connection
         self.expect(descriptor, "head")
 
-    def expect(self, descriptor: int, what: PendingInput | None) -> None:
-        """Set the input awaited from now on; None: it is the server's turn. Ignores connections not accepted here."""
+    def expect(self, descriptor: int, part: PendingInput | None) -> None:
+        """Sets the input awaited from now on; None: it is the server's turn. Ignores connections not accepted here."""
         connection = self._open.get(descriptor)
-        if connection is None or (what is not None and descriptor in self._expecting[what]):
+        if connection is None or (part is not None and descriptor in self._expecting[part]):
             return
-        for owing in self._expecting.values():
-            owing.pop(descriptor, None)
-        if what is not None:
-            self._expecting[what][descriptor] = connection
+        for connections in self._expecting.values():
+            connections.pop(descriptor, None)
+        if part is not None:
+            self._expecting[part][descriptor] = connection
 
     def remove(self, descriptor: int) -> None:
         self.expect(descriptor, None)
         self._open.pop(descriptor, None)
 
     def close_slowest(self) -> bool:
-        """Close the slowest connection, if any may be; its descriptor is free once the loop has seen its end."""
-        for owing in self._expecting.values():
-            for descriptor in list(owing):
-                connection = owing[descriptor]
+        """Closes the slowest connection, if any may be; its descriptor is free once the loop has seen its end."""
+        for connections in self._expecting.values():
+            for descriptor in list(connections):
+                connection = connections[descriptor]
                 if connection.fileno() < 0:  # closed long ago
                     self.remove(descriptor)
                     continue
@@ -77,7 +77,7 @@ class Connections:
 
 
 class ListeningSocket(socket.socket):
-    """A listening socket for asyncio that keeps to the limit of `connections`."""
+    """Listens for asyncio and keeps to the limit of `connections`."""
 
     def __init__(self, family: socket.AddressFamily, connections: Connections) -> None:
         # asyncio sets TCP_NODELAY only if the protocol is named; without it first tokens come up to 45 ms late.
@@ -88,7 +88,7 @@ class ListeningSocket(socket.socket):
         self._full_warning = _RateLimitedWarning()
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a client. Raises BlockingIOError, as when no client waits, so that asyncio asks again later."""
+        """Accepts a client. Raises BlockingIOError, as when no client waits, so that asyncio asks again later."""
         if self._accept_failed:
             # asyncio calls again after an error, up to `backlog` times, and logs each; its timer will try again.
             self._accept_failed = False
@@ -125,7 +125,7 @@ class ListeningSocket(socket.socket):
 
 
 class _RateLimitedWarning:
-    """A warning that is logged once in WARN_INTERVAL_S of the running loop, with a count."""
+    """Logs a warning once in WARN_INTERVAL_S of the running loop, with a count."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -140,7 +140,7 @@ class _RateLimitedWarning:
 
 
 def limit_accept_error_logs(loop: asyncio.AbstractEventLoop) -> None:
-    """Log failures to accept at a bounded rate; asyncio would log a traceback for each."""
+    """Logs failures to accept at a bounded rate; asyncio would log a traceback for each."""
     seldom = _RateLimitedWarning()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -153,34 +153,34 @@ def limit_accept_error_logs(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_exception_handler(handle)
 
 
-def connection_limit(asked: int | None, each: int = 1) -> int:
-    """The number of connections allowed, after raising the process's limit of file descriptors if need be.
+def connection_limit(max_connections: int | None, descriptors_each: int = 1) -> int:
+    """Returns the number of connections allowed, after raising the process's limit of file descriptors if need be.
 
     Args:
-        asked: `max_connections`; None: as many as the descriptors allow, MAX_CONNECTIONS at most.
-        each: descriptors for one connection, with those opened on its behalf.
+        max_connections: of the configuration; None: as many as the descriptors allow, MAX_CONNECTIONS at most.
+        descriptors_each: for one connection, with those opened on its behalf.
 
     Raises:
         ConfigError: where there are too few descriptors.
     """
-    wanted = (asked or MAX_CONNECTIONS) * each + RESERVED_DESCRIPTORS
-    limit, most = _descriptors()
-    if limit < wanted:
+    needed = (max_connections or MAX_CONNECTIONS) * descriptors_each + RESERVED_DESCRIPTORS
+    limit, hard_limit = _descriptors()
+    if limit < needed:
         with contextlib.suppress(ValueError, OSError):  # macOS has a bound below its hard limit: then it stays as it is
-            hard = resource.RLIM_INFINITY if most == inf else int(most)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(wanted, most)), hard))
+            hard = resource.RLIM_INFINITY if hard_limit == inf else int(hard_limit)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(needed, hard_limit)), hard))
         limit, _ = _descriptors()
-    if asked is None:
-        return int(min(MAX_CONNECTIONS, max(limit - RESERVED_DESCRIPTORS, limit // 2) // each))
-    if limit < wanted:
+    if max_connections is None:
+        return int(min(MAX_CONNECTIONS, max(limit - RESERVED_DESCRIPTORS, limit // 2) // descriptors_each))
+    if limit < needed:
         raise ConfigError(
-            f"max_connections: {asked} take {wanted} file descriptors and {int(limit)} are allowed: "
-            f"raise that limit (ulimit -n) or set {max(1, (int(limit) - RESERVED_DESCRIPTORS) // each)}"
+            f"max_connections: {max_connections} take {needed} file descriptors and {int(limit)} are allowed: "
+            f"raise that limit (ulimit -n) or set {max(1, (int(limit) - RESERVED_DESCRIPTORS) // descriptors_each)}"
         )
-    return asked
+    return max_connections
 
 
 def _descriptors() -> tuple[float, float]:
-    """The process's soft and hard limits of file descriptors."""
-    limit, most = (inf if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
-    return limit, most
+    """Returns the process's soft and hard limits of file descriptors."""
+    soft, hard = (inf if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
+    return soft, hard

@@ -64,11 +64,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Picker:
-    """The state that all streams share.
+    """Holds the state that all streams share.
 
     Args:
         trips: the trip of each request, by id, for the replicas.
         allowed_endpoints: by request id, where not all endpoints are allowed (`policy_kit.candidates`).
+        turn: requests so far that went to the servers in turn.
+        held_bytes: of bodies not yet forwarded.
     """
 
     cluster: Cluster
@@ -76,38 +78,40 @@ class Picker:
     allowed_endpoints: dict[str, frozenset[str]]
     door: FrontDoor
     models: ServedModels
-    draining: bool = False
+    is_draining: bool = False
     turn: int = 0
     held_bytes: int = 0  # of bodies not yet forwarded
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can place a request."""
-        return bool(self.cluster.hosts) and not self.draining and not self.cluster.dead.is_set()
+        """Returns whether it can place a request."""
+        return bool(self.cluster.hosts) and not self.is_draining and not self.cluster.dead.is_set()
 
     async def process(self, messages: AsyncIterator[ProcessingRequest], write: Write) -> None:
-        """Handle one HTTP request. write: sends an answer to the data plane. Raises ProtocolError for messages that
-        the protocol does not allow."""
+        """Handles one HTTP request, with answers to the data plane through `write`. Raises ProtocolError for messages
+        that the protocol does not allow."""
         await _Stream(self, messages, write).run()
 
     def endpoints(self) -> frozenset[str]:
-        """Endpoints of the servers that are not lost."""
+        """Returns the endpoints of the servers that are not lost."""
         hosts = self.cluster.hosts.values()
         return frozenset([endpoint_of(host.url) for host in hosts if isinstance(host, ServerReplica)])
 
     def candidates(self, subset: frozenset[str] | None) -> frozenset[str]:
-        """The endpoints in the data plane's subset, which may omit ports. Raises ApiError 503 if there is none."""
-        found = [e for e in self.endpoints() if subset is None or not subset.isdisjoint((e, _address(e)))]
-        if not found:
+        """Returns the endpoints in the data plane's subset, which may omit ports. Raises ApiError 503 if none is."""
+        endpoints = self.endpoints()
+        if subset is not None:
+            endpoints = frozenset([each for each in endpoints if not subset.isdisjoint((each, _address(each)))])
+        if not endpoints:
             which = "is ready" if subset is None else "that may take this request is ready"
             raise ApiError(503, f"No server {which}.", code="no_server", kind="server_error")
-        return frozenset(found)
+        return endpoints
 
 
 async def picker_of(
     config: Config, clock: Clock, *, transport: Callable[[str], Upstream] = HttpServer
 ) -> Picker:  # fmt: skip
-    """Make a picker over `servers`; the caller starts and closes its cluster.
+    """Makes a picker over `servers`; the caller starts and closes its cluster.
 
     Args:
         transport: makes the connection by which a server is asked about itself.
@@ -146,7 +150,7 @@ async def picker_of(
 
 
 class _Stream:
-    """The gRPC stream of one HTTP request."""
+    """Handles the gRPC stream of one HTTP request."""
 
     def __init__(self, picker: Picker, messages: AsyncIterator[ProcessingRequest], write: Write) -> None:
         self._picker = picker
@@ -184,12 +188,12 @@ class _Stream:
     # ----------------------------------------------------------------- the request
 
     async def _next(self) -> ProcessingRequest | None:
-        """The next message; None when the stream has ended."""
+        """Returns the next message; None when the stream has ended."""
         ahead, self._next_message = self._next_message, None
         return await (anext(self._messages, None) if ahead is None else ahead)
 
     async def _read_request(self) -> bool:
-        """Read the request. Returns whether it is complete. Raises ApiError 408 for a slow one, 413 for a long body."""
+        """Reads the request. Returns whether it is complete. Raises ApiError 408 if it is slow, 413 if it is long."""
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 return await self._read_parts()
@@ -223,7 +227,7 @@ class _Stream:
         return False
 
     def _count_body_bytes(self, size: int) -> None:
-        """Count received bytes of the body. Raises ApiError 413 for a long body, 429 where all bodies are too much."""
+        """Counts received bytes of the body. Raises ApiError 413 for a long body, 429 where all bodies are too much."""
         self._size += size
         self._picker.held_bytes += size
         self._picker.door.check_size(self._size)
@@ -238,7 +242,7 @@ class _Stream:
         self._body.clear()
 
     async def _endpoint(self) -> str:
-        """Choose the endpoint; "" if the data plane has left meanwhile. Raises ApiError."""
+        """Chooses the endpoint; "" if the data plane has left meanwhile. Raises ApiError."""
         written, _, query = self._headers.get(":path", "").partition("?")
         path = canonical_path(written)
         if path != written:
@@ -257,7 +261,7 @@ class _Stream:
         return trip.endpoint
 
     async def _offer(self, path: str, endpoints: frozenset[str]) -> PickedTrip:
-        """Admit the request and offer it to the cluster. Raises ApiError 400 and 429."""
+        """Admits the request and offers it to the cluster. Raises ApiError 400 and 429."""
         picker, door = self._picker, self._picker.door
         tenant = door.identify({})
         body = door.read_fields(self._raw)
@@ -278,7 +282,7 @@ class _Stream:
 
         streams = body.flag("stream")
         answer = response_id(offers.requests)
-        ask = Ask(path, path, answer, admitted.n, streams, True, False, (), lambda name, counted: b"", model)
+        ask = Ask(path, path, answer, admitted.n, streams, True, False, (), lambda name, is_counted: b"", model)
         trip = self._trip = PickedTrip(ask, offers.requests, lambda tokens: door.learn_length(admitted, tokens), over)
         for id in ids:
             picker.trips[id] = trip
@@ -289,7 +293,7 @@ class _Stream:
         return trip
 
     async def _until_settled(self, trip: PickedTrip) -> None:
-        """Wait until the request is placed or the data plane leaves. Raises ApiError if it cannot be placed."""
+        """Waits until the request is placed or the data plane leaves. Raises ApiError if it cannot be placed."""
 
         def too_late() -> None:
             self._has_timed_out = True
@@ -310,7 +314,7 @@ class _Stream:
             raise self._placement_error(trip)
 
     def _placement_error(self, trip: PickedTrip) -> ApiError:
-        """The error of a request that was not placed."""
+        """Returns the error of a request that was not placed."""
         assert trip.failed_end is not None
         seconds = self._cluster.retry_after()
         if self._has_timed_out:
@@ -323,7 +327,7 @@ class _Stream:
         return from_finished(trip.failed_end, seconds)
 
     async def _forward_request(self, endpoint: str) -> None:
-        """Send headers, body and trailers, in the protocol's order."""
+        """Sends headers, body and trailers, in the protocol's order."""
         await self._write(epp_messages.goes_to(endpoint, self._changes))
         if self._has_body:
             for piece in epp_messages.body_pieces(self._raw, last=not self._has_trailers):
@@ -335,15 +339,15 @@ class _Stream:
     # ----------------------------------------------------------------- the response
 
     async def _pass_response(self) -> None:
-        """Forward each part of the response, and then count it."""
-        begun = False
+        """Forwards each part of the response, and then counts it."""
+        has_begun = False
         while (message := await self._next()) is not None:
             match _part(message):
-                case kind, _ if (kind == "response_headers") == begun:
-                    when = "twice" if begun else "after the end of the request, and before response_headers"
+                case kind, _ if (kind == "response_headers") == has_begun:
+                    when = "twice" if has_begun else "after the end of the request, and before response_headers"
                     raise ProtocolError(f"{kind or 'an empty message'} came {when}")
                 case "response_headers", head:
-                    begun = True
+                    has_begun = True
                     await self._write(ProcessingResponse(response_headers=HeadersResponse(CommonResponse())))
                     self._begin_response(head, epp_messages.served_of(message))
                     if head.end_of_stream:
@@ -386,7 +390,7 @@ class _Stream:
             self._cluster.cancel(id, why)
 
     def _leave(self) -> None:
-        """Clean up at the end of the stream; without the end of a response, cancel the requests."""
+        """Cleans up at the end of the stream; without the end of a response, cancels the requests."""
         self._release_body()
         if self._next_message is not None:
             self._next_message.cancel()

@@ -41,26 +41,26 @@ FULL_DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
 
 @dataclass(slots=True)
 class RequestChanges:
-    """Changes to a request's headers on the way to its server."""
+    """Changes a request's headers on the way to its server."""
 
     set: dict[str, str] = field(default_factory=dict)
     remove: list[str] = field(default_factory=list)
 
 
 class ProtocolError(Exception):
-    """Envoy's configuration does not follow the protocol; the message says what to set."""
+    """Says which setting of Envoy's breaks the protocol, and what to set."""
 
 
 # --------------------------------------------------------------------------- messages from Envoy
 
 
 def headers_of(head: HttpHeaders) -> dict[str, str]:
-    """Headers by lower-case name, `:path`, `:method` and `:status` included; the first of several with one name."""
-    found: dict[str, str] = {}
+    """Returns the headers by lower-case name, with `:path`, `:method` and `:status`; of equal names the first."""
+    headers: dict[str, str] = {}
     for header in head.headers.headers if head.headers is not None else ():
         value = header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
-        found.setdefault(header.key.lower(), value)
-    return found
+        headers.setdefault(header.key.lower(), value)
+    return headers
 
 
 def check_modes(message: ProcessingRequest) -> None:
@@ -73,7 +73,7 @@ def check_modes(message: ProcessingRequest) -> None:
 
 
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
-    """The endpoints that may be picked, each `ip:port` or `ip`; None: all.
+    """Returns the endpoints that may be picked, each `ip:port` or `ip`; None: all.
 
     The hint is a list of strings, or one string with commas, as the reference implementation reads it; any other hint
     allows no endpoint.
@@ -81,30 +81,29 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
     hint = _metadata(message, SUBSET_NAMESPACE)
     if SUBSET not in hint:
         return None
-    said = hint[SUBSET]
-    texts = said if isinstance(said, list) else [said]
+    texts = hint[SUBSET] if isinstance(hint[SUBSET], list) else [hint[SUBSET]]
     return frozenset(
         [part.strip() for text in texts if isinstance(text, str) for part in text.split(",") if part.strip()]
     )
 
 
 def served_of(message: ProcessingRequest) -> str:
-    """The endpoint that a response comes from; "" if Envoy does not say."""
-    said = _metadata(message, LB_NAMESPACE).get(SERVED_ENDPOINT, "")
-    return said if isinstance(said, str) else ""
+    """Returns the endpoint that a response comes from; "" if Envoy does not say."""
+    endpoint = _metadata(message, LB_NAMESPACE).get(SERVED_ENDPOINT, "")
+    return endpoint if isinstance(endpoint, str) else ""
 
 
 def _metadata(message: ProcessingRequest, namespace: str) -> dict[str, Any]:
     context = message.metadata_context
-    found = context.filter_metadata.get(namespace) if context is not None else None
-    return {} if found is None else dict(found.to_dict())
+    fields = context.filter_metadata.get(namespace) if context is not None else None
+    return {} if fields is None else dict(fields.to_dict())
 
 
 # --------------------------------------------------------------------------- answers to Envoy
 
 
 def goes_to(endpoint: str, changes: RequestChanges) -> ProcessingResponse:
-    """The answer to a request's headers: send it to `endpoint`, in header and metadata, with these changes."""
+    """Returns the answer to a request's headers: send it to `endpoint`, in header and metadata, with these changes."""
     options = [
         HeaderValueOption(HeaderValue(key=name, raw_value=value.encode()), append_action=OVERWRITE)
         for name, value in {DESTINATION: endpoint, **changes.set}.items()
@@ -116,7 +115,7 @@ def goes_to(endpoint: str, changes: RequestChanges) -> ProcessingResponse:
 
 
 def refused(error: ApiError) -> ProcessingResponse:
-    """The answer that sends an error to the client, and the request to no server."""
+    """Returns the answer that sends an error to the client, and the request to no server."""
     headers = [("content-type", "application/json"), *error.headers]
     options = [
         HeaderValueOption(HeaderValue(key=name, raw_value=value.encode()), append_action=OVERWRITE)
@@ -133,7 +132,7 @@ def refused(error: ApiError) -> ProcessingResponse:
 
 
 def body_pieces(body: bytes, *, last: bool) -> Iterator[BodyResponse]:
-    """A part of a body, unchanged, in messages of MAX_CHUNK_BYTES. last: whether nothing follows, not even trailers."""
+    """Splits a part of a body into messages of MAX_CHUNK_BYTES; after the `last` not even trailers follow."""
     for at in range(0, max(1, len(body)), MAX_CHUNK_BYTES):
         piece = StreamedBodyResponse(
             body=body[at : at + MAX_CHUNK_BYTES], end_of_stream=last and at + MAX_CHUNK_BYTES >= len(body)

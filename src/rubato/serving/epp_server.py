@@ -40,14 +40,14 @@ MAX_STREAMS = 4096  # requests at once; more are refused, RESOURCE_EXHAUSTED
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
-    """gRPC's health checking protocol: `liveness` serves while the process answers; `readiness`, the picker's service
-    and the nameless one serve while it can place a request."""
+    """Serves gRPC's health checking protocol: `liveness` serves while the process answers; `readiness`, the picker's
+    service and the nameless one serve while it can place a request."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
 
     async def Check(self, request: Any, context: Any) -> Any:
-        """Answer a health check; NOT_FOUND for an unknown service."""
+        """Answers a health check; NOT_FOUND for an unknown service."""
         answer = health_pb2.HealthCheckResponse
         if request.service not in ("", LIVENESS, READINESS, SERVICE):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r} here")
@@ -56,7 +56,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
 
 
 def server_of(picker: Picker) -> Any:
-    """A `grpc.aio.Server` with both services and no port yet, made on the running event loop."""
+    """Returns a `grpc.aio.Server` with both services and no port yet, made on the running event loop."""
 
     async def process(messages: AsyncIterator[ProcessingRequest | None], context: Any) -> None:
         try:
@@ -73,7 +73,7 @@ def server_of(picker: Picker) -> Any:
 
 
 def _parse_message(raw: bytes) -> ProcessingRequest | None:
-    """Parse a message; None for other bytes, of which gRPC would log a traceback."""
+    """Returns the message; None for other bytes, of which gRPC would log a traceback."""
     try:
         return ProcessingRequest.parse(raw)
     except Exception:  # the parser may raise anything
@@ -88,7 +88,7 @@ async def _check_messages(messages: AsyncIterator[ProcessingRequest | None]) -> 
 
 
 def bind(server: Any, config: Config) -> int:
-    """Bind the configuration's `host` and `port`, with its `tls`. Returns the port. Raises ConfigError."""
+    """Binds the configuration's `host` and `port`, with its `tls`. Returns the port. Raises ConfigError."""
     address = f"{host_in_url(config.host)}:{config.port}"
     try:
         if config.tls is None:
@@ -102,7 +102,7 @@ def bind(server: Any, config: Config) -> int:
 
 
 def serve(config: Config) -> int:
-    """Pick endpoints until a signal. Returns the process's exit status."""
+    """Picks endpoints until a signal. Returns the process's exit status."""
     return run_logged(config, _serve)
 
 
@@ -134,7 +134,7 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
 
 async def _pick_until_signal(config: Config, picker: Picker, server: Any, shutdown: Shutdown) -> int:
     await wait_first(shutdown.first_signal.wait(), picker.cluster.dead.wait())
-    picker.draining = True
+    picker.is_draining = True
     has_failed = await drain_and_close(picker.cluster, shutdown, config.drain_seconds)
     await server.stop(FLUSH_TIMEOUT_S)
     return exit_status(picker.cluster, has_failed)

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GatewayService(AppService):
-    """Settings and objects of the gateway.
+    """Holds the settings and objects of the gateway.
 
     Args:
         trips: the trip of each request, by id, for the replicas.
@@ -66,22 +66,22 @@ class GatewayService(AppService):
             host.requests.emit_counted_tokens()  # records are read together with views
         return AppService.views(self)
 
-    def counted(self) -> set[str]:
+    def counted_replicas(self) -> set[str]:
         return {host.id for host in self.servers() if not host.is_linked}
 
     def urls(self) -> dict[str, str]:
         return {host.id: host.url for host in self.servers()}
 
     def servers(self) -> list[ServerReplica]:
-        """The servers that are not lost."""
+        """Returns the servers that are not lost."""
         return [host for host in self.cluster.hosts.values() if isinstance(host, ServerReplica)]
 
 
 def create_gateway(service: GatewayService) -> FastAPI:
-    """Make the app; the caller starts and closes the cluster."""
+    """Makes the app; the caller starts and closes the cluster."""
     app = FastAPI(title="Rubato gateway", summary="A fleet of LLM servers behind one address", redoc_url=None)
     state = AppState(service)
-    app.state.draining = False
+    app.state.is_draining = False
     gateway = Gateway(service, state)
     add_door(app, state.door)
     add_operations(app, state)
@@ -100,7 +100,7 @@ def create_gateway(service: GatewayService) -> FastAPI:
 
 
 class Gateway:
-    """The endpoints of the gateway."""
+    """Answers requests to the gateway's endpoints."""
 
     def __init__(self, service: GatewayService, state: AppState) -> None:
         self._service, self._state = service, state
@@ -124,7 +124,7 @@ class Gateway:
         return _ProxyResponse(self._service, door, offers, admitted, body, model, self._headers(http), http.url.query)
 
     async def other(self, http: HttpRequest) -> Response:
-        """Forward a request for any other path to one of the servers, in turn."""
+        """Forwards a request for any other path to one of the servers, in turn."""
         tenant = self._state.enter(http)
         path, door = http.scope["path"], self._state.door
         if is_internal(path):
@@ -139,8 +139,8 @@ class Gateway:
         return _PassThrough(answer, lambda: door.settle(admitted, 1, 0, 0), lambda: door.response_headers(admitted))
 
     async def _answer_of_any(self, method: str, target: str, headers: Headers, raw: bytes) -> Reply:
-        """The answer of the first server that can be reached. After a failure of a server that may have begun, one
-        other is tried. Raises ApiError."""
+        """Returns the answer of the first server that can be reached. After a failure of a server that may have begun,
+        one other is tried. Raises ApiError."""
         hosts, failures = self._hosts_for(raw), 0
         for at in range(len(hosts)):
             try:
@@ -151,14 +151,15 @@ class Gateway:
                     message = "The servers that were asked did not answer."
                     raise ApiError(502, message, code="server_failed", kind="server_error") from None
                 continue
-            if (kept := why_not_passed_on(hosts[at].id, reply.status, has_own_key=bool(self._service.key))) is not None:
+            refusal = why_not_passed_on(hosts[at].id, reply.status, has_own_key=bool(self._service.key))
+            if refusal is not None:
                 reply.close()
-                raise ApiError(502, kept[1], code="server_failed", kind="server_error")
+                raise ApiError(502, refusal[1], code="server_failed", kind="server_error")
             return reply
         raise ApiError(503, "No server of the fleet can be reached.", code="no_server", kind="server_error")
 
     def _hosts_for(self, raw: bytes) -> list[ServerReplica]:
-        """The servers, in turn, that list the body's model; all servers where none lists it."""
+        """Returns the servers, in turn, that list the body's model; all servers where none lists it."""
         hosts = self._service.servers()
         self._turn += 1
         at = self._turn % max(1, len(hosts))
@@ -167,26 +168,26 @@ class Gateway:
         return hosts if not urls else [host for host in hosts if host.url in urls]
 
     def _has_link(self) -> bool:
-        """Whether any server gets SLOs by its link: it may not know the tiers of this gateway."""
+        """Returns whether any server gets SLOs by its link: it may not know the tiers of this gateway."""
         return any(host.has_link for host in self._service.servers())
 
     def _headers(self, http: HttpRequest) -> list[tuple[str, str]]:
-        """The request headers that a server gets."""
-        kept = forwarded_headers(http.headers.items())
+        """Returns the request headers that a server gets."""
+        headers = forwarded_headers(http.headers.items())
         if self._service.key:
-            kept.append(("authorization", f"Bearer {self._service.key}"))
+            headers.append(("authorization", f"Bearer {self._service.key}"))
         elif not self._state.tenants.configured:
-            kept += [(name, value) for name, value in http.headers.items() if name in ("authorization", "x-api-key")]
-        return kept
+            headers += [(name, value) for name, value in http.headers.items() if name in ("authorization", "x-api-key")]
+        return headers
 
 
 def _can_be_folded(path: str, body: BodyFields) -> bool:
-    """Whether a response that does not stream can be made from a stream."""
+    """Returns whether a response that does not stream can be made from a stream."""
     return path in (CHAT, TEXT) and all(body.json(name) in (b"", b"false") for name in NOT_IN_STREAMS)
 
 
 def _with_usage(path: str, body: BodyFields) -> BodyFields:
-    """The body for a server without a link, whose tokens are counted from its stream."""
+    """Returns the body for a server without a link, whose tokens are counted from its stream."""
     if path in (CHAT, TEXT) and body.flag("stream"):
         options = body.value("stream_options")
         return body.with_fields(stream_options={**(options or {}), "include_usage": True})
@@ -235,22 +236,22 @@ class _ProxyResponse(Response):
                 self._service.trips.pop(id, None)
 
     def _trip(self, path: str, client: AsgiClient) -> RelayTrip:
-        """Make the trip, and register it for the replicas."""
+        """Makes the trip, and registers it for the replicas."""
         door, admitted, requests = self._door, self._admitted, self._offers.requests
         with_usage = bool((self._fields.value("stream_options") or {}).get("include_usage"))
         answer = response_id(requests)
         fields = self._for_server(path, answer)
         names_id = fields.json("request_id") == orjson.dumps(answer)
 
-        def fields_with_usage(counted: bool) -> BodyFields:
-            return _with_usage(path, fields) if counted else fields
+        def fields_with_usage(is_counted: bool) -> BodyFields:
+            return _with_usage(path, fields) if is_counted else fields
 
-        raw = cache(lambda counted: fields_with_usage(counted).to_json())
+        raw = cache(lambda is_counted: fields_with_usage(is_counted).to_json())
 
-        def body(name: str, counted: bool) -> bytes:
+        def body(name: str, is_counted: bool) -> bytes:
             if names_id and name != answer:
-                return fields_with_usage(counted).with_fields(request_id=name).to_json()
-            return raw(counted)
+                return fields_with_usage(is_counted).with_fields(request_id=name).to_json()
+            return raw(is_counted)
 
         ask = Ask(
             path, written_path(path, self._query), answer, admitted.n, fields.flag("stream"), with_usage,
@@ -266,7 +267,7 @@ class _ProxyResponse(Response):
         return trip
 
     def _head(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """The headers for the client, from a server's."""
+        """Returns the headers for the client, from a server's."""
         answer = response_id(self._offers.requests)
         # vLLM makes the response's id from this header.
         id_header = (b"x-request-id", (answer.partition("-")[2] or answer).encode())
@@ -275,14 +276,14 @@ class _ProxyResponse(Response):
         return [*forbid_buffering(sent), *length, id_header, *self._door.response_headers(self._admitted)]
 
     def _for_server(self, path: str, answer: str) -> BodyFields:
-        """The body for a server, without SLO fields, which are for the gateway."""
+        """Returns the body for a server, without SLO fields, which are for the gateway."""
         body, tenants = without_slo_fields(self._fields), self._service.tenants
         if path == RESPONSES and ("request_id" not in body or tenants.configured):
             body = body.with_fields(request_id=answer)  # where vLLM takes no id from a header
         return self._door.with_salt(body, self._admitted.tenant) if self._service.is_vllm() else body
 
     def _send_error(self, trip: RelayTrip, client: AsgiClient) -> None:
-        """Send the error of a response that failed, as a response or at the end of the stream that has begun."""
+        """Sends the error of a response that failed, as a response or at the end of the stream that has begun."""
         if (end := trip.failed_end) is not None:
             error = from_finished(end, self._offers.retry_after())
         else:

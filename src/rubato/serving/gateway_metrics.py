@@ -14,9 +14,10 @@ from rubato.frontdoor.metrics import SLOMetrics
 
 
 class GatewayMetrics:
-    """A listener for `Cluster.listen` that adds to `metrics`.
+    """Adds to `metrics` what it hears, as a listener for `Cluster.listen`.
 
     Args:
+        metrics: of the app.
         trips: by request id, of responses that have not ended.
         servers: those that are not lost.
     """
@@ -52,7 +53,7 @@ class GatewayMetrics:
                 self._requeued.discard(id)
 
     def collect(self) -> Iterator[Metric]:
-        """prometheus_client's collector protocol."""
+        """Yields which servers are linked (prometheus_client's collector protocol)."""
         linked = GaugeMetricFamily(
             "rubato_server_linked",
             "1: the link reports the server's load; 0: it is counted",

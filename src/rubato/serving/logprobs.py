@@ -11,22 +11,23 @@ from rubato.core.plan import Logprob
 TokenBytes = Callable[[int], bytes]
 
 
-def chat(token_bytes: TokenBytes, found: Iterable[Logprob]) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat. A token that is part of a character has a replacement character as `token` and
-    exact `bytes`."""
+def chat(token_bytes: TokenBytes, logprobs: Iterable[Logprob]) -> dict[str, Any]:
+    """Returns `choices[].logprobs` of a chat. A token that is part of a character has a replacement character as
+    `token` and exact `bytes`."""
 
-    def said(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
         raw = token_bytes(token)
         return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
     content = [
-        {**said(one.token, one.logprob), "top_logprobs": [said(id, value) for id, value in one.top]} for one in found
+        {**entry(one.token, one.logprob), "top_logprobs": [entry(id, value) for id, value in one.top]}
+        for one in logprobs
     ]
     return {"content": content, "refusal": None}
 
 
 class Offsets:
-    """`choices[].logprobs` of a completion, chunk by chunk: token offsets go on from chunk to chunk.
+    """Makes `choices[].logprobs` of a completion, chunk by chunk: token offsets go on from chunk to chunk.
 
     Offsets count characters of the output's own text. A token that is no UTF-8 by itself is spelled as OpenAI spells
     it, "bytes:\\xe2\\x82": two of them must not become one key of `top_logprobs`.
@@ -39,9 +40,9 @@ class Offsets:
         self._at = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def add(self, found: Iterable[Logprob]) -> dict[str, Any]:
+    def add(self, logprobs: Iterable[Logprob]) -> dict[str, Any]:
         tokens, values, tops, offsets = [], [], [], []
-        for one in found:
+        for one in logprobs:
             raw = self._token_bytes(one.token)
             token = _name(raw)
             # of two with one spelling the likelier stays; the chosen one always, even beyond the n likeliest

@@ -26,7 +26,7 @@ requests = logging.getLogger("rubato.requests")
 
 
 def set_up(format: Literal["text", "json"], level: str) -> LogWriter:
-    """Send all log records to stderr in this format. level: "debug", "info", "warning" or "error"."""
+    """Sends all log records to stderr in this format, from level "debug", "info", "warning" or "error" on."""
     handler = LogWriter(STDERR)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -34,7 +34,7 @@ def set_up(format: Literal["text", "json"], level: str) -> LogWriter:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (ISO 8601, UTC), level, logger, message, and what the record carries as `fields`."""
+    """Makes one JSON object a line: time (ISO 8601, UTC), level, logger, message, and the record's `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         row: dict[str, Any] = {
@@ -50,7 +50,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people: `fields` follow the message as name=value."""
+    """Makes a line for people: `fields` follow the message as name=value."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -59,12 +59,12 @@ class TextFormatter(logging.Formatter):
         fields = getattr(record, "fields", None)
         if not fields:
             return super().format(record)
-        told = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
-        return f"{super().format(record)} {told}"
+        pairs = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        return f"{super().format(record)} {pairs}"
 
 
 def log_finished(record: RequestRecord) -> None:
-    """Log the line of a request that has ended."""
+    """Logs the line of a request that has ended."""
     end, request = record.end, record.request
     assert end is not None, "the line is written at the end"
     if not requests.isEnabledFor(logging.INFO):
@@ -92,11 +92,11 @@ class LogWriter(logging.Handler):
     The thread uses no buffered stream: the interpreter flushes those at its end, and would wait for a stuck write.
     """
 
-    def __init__(self, descriptor: int, most_waiting: int = MAX_QUEUED_LINES) -> None:
+    def __init__(self, descriptor: int, max_queued_lines: int = MAX_QUEUED_LINES) -> None:
         super().__init__()
         self.dropped = 0
         self._descriptor = descriptor
-        self._waiting: queue.Queue[logging.LogRecord] = queue.Queue(most_waiting)
+        self._queue: queue.Queue[logging.LogRecord] = queue.Queue(max_queued_lines)
         self._reported_dropped = 0  # part of `dropped` that was logged
         threading.Thread(target=self._write_all, name="log writer", daemon=True).start()
 
@@ -107,25 +107,25 @@ class LogWriter(logging.Handler):
             message = f"{record.msg!r} with {record.args!r:.200} ({type(error).__name__}: {error})"
         record.msg, record.args = message, None
         try:
-            self._waiting.put_nowait(record)
+            self._queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
 
     def drain(self, seconds: float) -> bool:
-        """Wait up to `seconds` until all lines are written. Returns whether they are."""
-        queued = self._waiting
-        with queued.all_tasks_done:
-            return queued.all_tasks_done.wait_for(lambda: not queued.unfinished_tasks, seconds)
+        """Waits up to `seconds` until all lines are written. Returns whether they are."""
+        lines = self._queue
+        with lines.all_tasks_done:
+            return lines.all_tasks_done.wait_for(lambda: not lines.unfinished_tasks, seconds)
 
     def _write_all(self) -> None:
         while True:
-            record = self._waiting.get()
+            record = self._queue.get()
             try:
                 self._write(record)
             except Exception:  # a reader that is gone, a value that cannot be formatted: the line is lost, and counted
                 self.dropped += 1
             finally:
-                self._waiting.task_done()
+                self._queue.task_done()
 
     def _write(self, record: logging.LogRecord) -> None:
         dropped = self.dropped

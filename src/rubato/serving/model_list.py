@@ -16,7 +16,7 @@ MAX_NAMES_IN_ERROR = 20  # listed in an error
 
 
 def asked_model(body: BodyFields, models: ServedModels, door: FrontDoor, admitted: AdmittedRequest) -> str:
-    """The model that a body names; "" where it names none, which the server will judge.
+    """Returns the model that a body names; "" where it names none, which the server will judge.
 
     Raises ApiError 404 for a model that no server lists, and settles what was admitted. This check comes last, as it
     would at a server.
@@ -28,15 +28,15 @@ def asked_model(body: BodyFields, models: ServedModels, door: FrontDoor, admitte
     return name
 
 
-class _Named(msgspec.Struct):
+class _ModelField(msgspec.Struct):
     model: str = ""
 
 
-_decoder = msgspec.json.Decoder(_Named)
+_decoder = msgspec.json.Decoder(_ModelField)
 
 
 def named_model(raw: bytes) -> str:
-    """The model that a body of any kind names; "" where it names none. No other field is kept: the body is not
+    """Returns the model that a body of any kind names; "" where it names none. No other field is kept: the body is not
     checked, and could take far more memory than its bytes."""
     try:
         return _decoder.decode(raw).model
@@ -45,7 +45,7 @@ def named_model(raw: bytes) -> str:
 
 
 def unknown_model(name: str, models: ServedModels) -> ApiError:
-    """The error of a model that no server lists."""
+    """Returns the error of a model that no server lists."""
     known = list(models.entries())
     more = f" and {len(known) - MAX_NAMES_IN_ERROR} more" if len(known) > MAX_NAMES_IN_ERROR else ""
     message = (
@@ -55,7 +55,7 @@ def unknown_model(name: str, models: ServedModels) -> ApiError:
 
 
 class ModelPages:
-    """`/v1/models`: the models of all servers together."""
+    """Answers `/v1/models` with the models of all servers together."""
 
     def __init__(self, models: ServedModels, state: AppState) -> None:
         self._models, self._state = models, state

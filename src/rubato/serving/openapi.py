@@ -40,10 +40,10 @@ class Error(BaseModel):
 
 
 def completion(schema: type[schemas.Completion]) -> dict[str, Any]:
-    """Keywords for FastAPI's route that document an endpoint with this body."""
-    of = schema.model_json_schema(ref_template=_REFERENCE)
-    of.pop("$defs")
-    body = {"required": True, "content": {"application/json": {"schema": of}}}
+    """Returns keywords for FastAPI's route that document an endpoint with this body."""
+    body_schema = schema.model_json_schema(ref_template=_REFERENCE)
+    body_schema.pop("$defs")
+    body = {"required": True, "content": {"application/json": {"schema": body_schema}}}
     answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
     return {
         "openapi_extra": {"requestBody": body, "parameters": _headers()},
@@ -56,22 +56,22 @@ def completion(schema: type[schemas.Completion]) -> dict[str, Any]:
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may answer with these statuses."""
+    """Returns the `responses` of a route that may answer with these statuses."""
     return {status: {"description": _MEANINGS[status], "model": Error} for status in statuses}
 
 
 def complete(app: FastAPI, *, keys: bool) -> None:
-    """Add the schemas that routes refer to; call it once all routes exist. keys: whether a key is needed."""
+    """Adds the schemas that routes refer to, and the key if `keys`; call it once all routes exist."""
     document = app.openapi()
     parts = document.setdefault("components", {})
-    named = parts.setdefault("schemas", {})
+    by_name = parts.setdefault("schemas", {})
     for schema in (schemas.ChatCompletion, schemas.TextCompletion):
-        named.update(schema.model_json_schema(ref_template=_REFERENCE)["$defs"])
+        by_name.update(schema.model_json_schema(ref_template=_REFERENCE)["$defs"])
     for path in document["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)  # FastAPI's own; every bad input is a 400 here
     for unused in ("HTTPValidationError", "ValidationError"):
-        named.pop(unused, None)
+        by_name.pop(unused, None)
     if keys:
         parts["securitySchemes"] = {SCHEME: {"type": "http", "scheme": "bearer"}}
         for name, path in document["paths"].items():
@@ -81,9 +81,12 @@ def complete(app: FastAPI, *, keys: bool) -> None:
 
 
 def _headers() -> list[dict[str, Any]]:
-    """The headers that state an SLO and a session. As parameters of FastAPI it would check them, and answer 422."""
+    """Returns the headers of SLOs and session; FastAPI would check them as parameters, and answer 422."""
     time = {"type": "number", "minimum": MIN_SLO_MS, "maximum": MAX_SLO_MS}
-    found = [(name, time, f"{dimension}, milliseconds") for dimension, names in SLO_HEADERS.items() for name in names]
+    headers = [(name, time, f"{dimension}, milliseconds") for dimension, names in SLO_HEADERS.items() for name in names]
     session = "requests of one session go where its KV is, where the router has prefix_affinity"
-    found.append((SESSION_HEADER, {"type": "string", "pattern": "^[!-~]{1,128}$"}, session))
-    return [{"name": n, "in": "header", "required": False, "schema": s, "description": d} for n, s, d in found]
+    headers.append((SESSION_HEADER, {"type": "string", "pattern": "^[!-~]{1,128}$"}, session))
+    return [
+        {"name": name, "in": "header", "required": False, "schema": schema, "description": about}
+        for name, schema, about in headers
+    ]

@@ -21,7 +21,7 @@ from rubato.serving.asgi_client import watch_departure
 
 
 class ChoiceEvents:
-    """The events of one choice that the handler has not taken yet."""
+    """Keeps the events of one choice that the handler has not taken yet."""
 
     __slots__ = ("_logprobs", "_texts", "cached", "end", "is_end_written", "output")
 
@@ -39,13 +39,13 @@ class ChoiceEvents:
         self.output += event.tokens
 
     def take(self) -> sse.TextPiece | None:
-        """The text since the last call, as one piece; None if there is none."""
+        """Returns the text since the last call, as one piece; None if there is none."""
         if not self._texts:
             return None
-        said = sse.TextPiece("".join(self._texts), tuple(self._logprobs))
+        piece = sse.TextPiece("".join(self._texts), tuple(self._logprobs))
         self._texts.clear()
         self._logprobs.clear()
-        return said
+        return piece
 
 
 class ResponseEvents:
@@ -86,7 +86,7 @@ class ResponseEvents:
 
     @property
     def is_over(self) -> bool:
-        """Whether all choices have ended, or one has failed."""
+        """Returns whether all choices have ended, or one has failed."""
         return self._open_choices == 0 or self.failed is not None
 
     @property
@@ -95,12 +95,12 @@ class ResponseEvents:
 
     @property
     def cached(self) -> int:
-        """Prompt tokens found in the prefix cache, summed over prompts. Only first choices count: the others of a
-        prompt always find its KV."""
+        """Returns the prompt tokens found in the prefix cache, summed over prompts. Only first choices count: the
+        others of a prompt always find its KV."""
         return sum(self.parts[at].cached or 0 for at in self._firsts)
 
     async def wait_for_news(self) -> None:
-        """Wait for an event since the last call, or for the end."""
+        """Waits for an event since the last call, or for the end."""
         if not self.is_over:
             await self._news.wait()
         self._news.clear()
@@ -150,8 +150,8 @@ class CompletionResponse(Response):
             leave()
 
     async def _whole(self, live: ResponseEvents, scope: Scope, receive: Receive, send: Send) -> None:
-        said = [part.take() or sse.TextPiece("") for part in live.parts]
-        body = sse.whole(self._form, said, live.ends, live.cached)
+        texts = [part.take() or sse.TextPiece("") for part in live.parts]
+        body = sse.whole(self._form, texts, live.ends, live.cached)
         headers = {"x-rubato-tier": served_tier(self._form.request, live.ends), "x-request-id": self._form.id}
         reply = Response(body, 200, headers, "application/json")
         reply.raw_headers += self._more_headers()
@@ -180,11 +180,11 @@ class CompletionResponse(Response):
         await send({"type": "http.response.body", "body": piece, "more_body": False})
 
     def _new(self, live: ResponseEvents, chunks: sse.Chunks) -> bytes:
-        """The chunks of all events since the last call."""
+        """Returns the chunks of all events since the last call."""
         piece = b""
         for index, part in enumerate(live.parts):
-            if (said := part.take()) is not None:
-                piece += chunks.tokens(index, said, part.output)
+            if (new := part.take()) is not None:
+                piece += chunks.tokens(index, new, part.output)
             if part.end is not None and part.end.outcome == "completed" and not part.is_end_written:
                 part.is_end_written = True
                 last = all(other.is_end_written for other in live.parts)

@@ -135,7 +135,7 @@ class Completion(Body):
     @field_validator("max_tokens", "max_completion_tokens", "n", "seed", "top_k", mode="before", check_fields=False)
     @classmethod
     def _whole(cls, value: Any) -> Any:
-        """16.0 and "16" are 16."""
+        """Reads 16.0 and "16" as 16."""
         try:
             number = float(value) if isinstance(value, str) else value
         except ValueError:
@@ -156,12 +156,12 @@ class Completion(Body):
 
     @property
     def choices(self) -> int:
-        """How many choices each prompt has."""
+        """Returns how many choices each prompt has."""
         return self.n or 1
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The field that bounds the output, and its value."""
+        """Returns the field that bounds the output, and its value."""
         return "max_tokens", self.max_tokens
 
     def _sampling(self, max_tokens: int, logprobs: int | None) -> Sampling:
@@ -208,11 +208,11 @@ class ChatCompletion(Completion):
         return "max_completion_tokens", self.max_completion_tokens
 
     def where(self, prompt: int) -> str:
-        """The field that a prompt comes from."""
+        """Returns the field that a prompt comes from."""
         return "messages"
 
     def dialogue(self) -> list[dict[str, str]]:
-        """The messages as a chat template wants them; `developer` is OpenAI's newer name for `system`."""
+        """Returns the messages as a chat template wants them; `developer` is OpenAI's newer name for `system`."""
         return [{"role": "system" if m.role == "developer" else m.role, "content": m.content} for m in self.messages]
 
 
@@ -237,38 +237,42 @@ class TextCompletion(Completion):
 
     @property
     def several(self) -> bool:
-        """Whether `prompt` is a list of prompts."""
+        """Returns whether `prompt` is a list of prompts."""
         return isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], str | list)
 
     @property
     def count(self) -> int:
-        """How many prompts there are; they are not checked."""
+        """Returns how many prompts there are; they are not checked."""
         return len(self.prompt) if self.several else 1
 
     def prompts(self, max_model_len: int) -> tuple[str | tuple[int, ...], ...]:
-        """The prompts: text, or token ids. Callers check `count` first, since the field may hold more than is ever
-        read; this is why it has no validator.
+        """Returns the prompts: text, or token ids. Callers check `count` first, since the field may hold more than is
+        ever read; this is why it has no validator.
 
-        max_model_len: tokens of the model's context. Raises ApiError 400 that names the prompt at fault.
+        Args:
+            max_model_len: tokens of the model's context.
+
+        Raises:
+            ApiError: 400 that names the prompt at fault.
         """
         if self.prompt == []:
             raise invalid("prompt", "the list is empty: give at least one prompt, or one token id.")
-        given = self.prompt if self.several else [self.prompt]
-        for at, one in enumerate(given):  # ids are counted before they are looked at one by one
+        prompts = self.prompt if self.several else [self.prompt]
+        for at, one in enumerate(prompts):  # ids are counted before they are looked at one by one
             if isinstance(one, list) and len(one) >= max_model_len:
                 raise no_room(max_model_len, str(len(one)), self.where(at))
         if not self.several:
             return (_prompt(self.prompt, ("prompt",)),)
-        _check_alike(given, ("prompt",))
-        return tuple(_prompt(one, ("prompt", at)) for at, one in enumerate(given))
+        _check_alike(prompts, ("prompt",))
+        return tuple(_prompt(one, ("prompt", at)) for at, one in enumerate(prompts))
 
     def where(self, prompt: int) -> str:
-        """The field that a prompt comes from."""
+        """Returns the field that a prompt comes from."""
         return "prompt" if self.count == 1 else param_path(("prompt", prompt))
 
 
 def _prompt(value: Any, at: tuple[int | str, ...]) -> str | tuple[int, ...]:
-    """Check one prompt. at: its path in the body. Raises ApiError 400."""
+    """Checks one prompt, whose path in the body is `at`. Raises ApiError 400."""
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
@@ -295,7 +299,7 @@ B = TypeVar("B", bound=Completion)
 
 
 def parse(schema: type[B], raw: bytes) -> B:
-    """Parse a body. Raises ApiError 400 that names the first field at fault."""
+    """Parses a body. Raises ApiError 400 that names the first field at fault."""
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
@@ -314,16 +318,16 @@ def _refuse_unsupported(body: Completion) -> None:
             hint = f"; only {unused[0]!r} is accepted" if unused else ""
             message = f"{name}: not supported by this server{hint}."
             raise ApiError(400, message, param=name, code="unsupported_parameter")
-    known = [*type(body).model_fields, *UNSUPPORTED]
+    names = [*type(body).model_fields, *UNSUPPORTED]
     for count, name in enumerate((name for name in extra if name not in UNSUPPORTED and name not in IGNORED), 1):
         if count > MAX_UNKNOWN_FIELDS:
             message = f"The body has more than {MAX_UNKNOWN_FIELDS} fields that this server does not know."
             raise ApiError(400, message, code="unknown_parameter")
-        if near := get_close_matches(name[:MAX_NAME_CHARACTERS], known, 1, cutoff=0.85):
+        if near := get_close_matches(name[:MAX_NAME_CHARACTERS], names, 1, cutoff=0.85):
             message = f"{name}: unknown parameter; did you mean {near[0]}?"
             raise ApiError(400, message, param=name, code="unknown_parameter")
 
 
 def _means_unused(value: Any, unused: tuple[Any, ...]) -> bool:
-    """Whether a value means "not used". JSON false is not the number 0, nor the other way round."""
+    """Returns whether a value means "not used". JSON false is not the number 0, nor the other way round."""
     return value is None or any(value == u and isinstance(value, bool) == isinstance(u, bool) for u in unused)

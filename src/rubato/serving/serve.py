@@ -63,13 +63,12 @@ log = logging.getLogger(__name__)
 
 
 def serve(config: Config, on_serving: Callable[[str], None] = lambda url: None) -> int:
-    """Serve until a signal. `on_serving` is called with the URL once clients may connect. Returns the process's exit
-    status."""
+    """Serves until a signal. Calls `on_serving` with the URL once clients may connect. Returns the exit status."""
     return run_logged(config, functools.partial(_serve, on_serving=on_serving))
 
 
 def run_logged(config: Config, main: Callable[[Config, Clock, logs.LogWriter], Coroutine[Any, Any, int]]) -> int:
-    """Run `main` with the configured log, and write out the log at the end. Returns the result of `main`."""
+    """Runs `main` with the configured log, and writes out the log at the end. Returns the result of `main`."""
     writer = logs.set_up(config.log.format, config.log.level)
     try:
         return asyncio.run(main(config, WallClock(), writer))
@@ -116,7 +115,7 @@ async def _serve(
 
 
 async def start_cluster(cluster: Cluster, shutdown: Shutdown) -> bool:
-    """Start the cluster. Returns False if a signal came first. Raises as `Cluster.start`."""
+    """Starts the cluster. Returns False if a signal came first. Raises as `Cluster.start`."""
     start = asyncio.ensure_future(cluster.start())
     await wait_first(shutdown.first_signal.wait(), asyncio.shield(start))
     if start.done():
@@ -129,7 +128,7 @@ async def start_cluster(cluster: Cluster, shutdown: Shutdown) -> bool:
 
 
 def event_logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:
-    """Writers of the configured event logs, closed with the stack."""
+    """Returns writers of the configured event logs, closed with the stack."""
     listeners: list[Listener] = []
     if config.event_log is not None:
         listeners.append(stack.enter_context(EventLogWriter(config.event_log, content=config.event_log_content)))
@@ -140,7 +139,7 @@ def event_logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:
 
 
 def tracer_of(config: Config, clock: Clock, stack: contextlib.ExitStack) -> RequestTracer | None:
-    """The tracer of the requests, closed with the stack; None without a collector. Raises ConfigError."""
+    """Returns the tracer of the requests, closed with the stack; None without a collector. Raises ConfigError."""
     if config.otlp_traces_endpoint is None:
         return None
     try:
@@ -154,7 +153,7 @@ def tracer_of(config: Config, clock: Clock, stack: contextlib.ExitStack) -> Requ
 
 
 def _warn_if_open_to_all(config: Config, host: str) -> None:
-    """Warn where no key is needed and `host`, the address bound, is not loopback."""
+    """Warns where no key is needed and `host`, the address bound, is not loopback."""
     if not config.tenants and not ipaddress.ip_address(host).is_loopback:
         log.warning(
             "no tenants are configured: any client that reaches %s may use the model and see every "
@@ -164,7 +163,7 @@ def _warn_if_open_to_all(config: Config, host: str) -> None:
 
 
 def log_event(what: str, **fields: object) -> None:
-    """Log an event of the server itself."""
+    """Logs an event of the server itself."""
     log.info(what, extra={"fields": fields})
 
 
@@ -197,7 +196,7 @@ async def _serve_until_signal(
     _warn_if_open_to_all(config, host)
     on_serving(url)
     await wait_first(shutdown.first_signal.wait(), cluster.dead.wait(), asyncio.shield(http))
-    app.state.draining = True
+    app.state.is_draining = True
     is_dead = await drain_and_close(cluster, shutdown, None if http.done() else config.drain_seconds)
     has_failed = is_dead or http.done()
     server.should_exit = True
@@ -209,7 +208,7 @@ async def _serve_until_signal(
 
 
 async def drain_and_close(cluster: Cluster, shutdown: Shutdown, seconds: float | None) -> bool:
-    """Let the requests in flight go on until a second signal, and close the cluster: those that are left end with an
+    """Lets the requests in flight go on until a second signal, and closes the cluster: those that are left end with an
     error, which their clients still get.
 
     Args:
@@ -230,13 +229,13 @@ async def drain_and_close(cluster: Cluster, shutdown: Shutdown, seconds: float |
 
 
 def exit_status(cluster: Cluster, has_failed: bool) -> int:
-    """Log the end of the server. Returns the process's exit status."""
+    """Logs the end of the server. Returns the process's exit status."""
     log_event("exit", status=int(has_failed), offered=cluster.offered, finished=cluster.finished)
     return int(has_failed)
 
 
 async def wait_first(*waits: Any, limit: float | None = None) -> None:
-    """Wait for the first of `waits`, `limit` seconds at most, and cancel the others."""
+    """Waits for the first of `waits`, `limit` seconds at most, and cancels the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -247,7 +246,7 @@ async def wait_first(*waits: Any, limit: float | None = None) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A server that ignores signals: uvicorn would stop listening, while a drain still answers late requests 429."""
+    """Ignores signals: uvicorn would stop listening, while a drain still answers late requests 429."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -255,26 +254,25 @@ class _Server(uvicorn.Server):
 
 
 def _bind(config: Config) -> ListeningSocket:
-    """Bind the socket, before the model is loaded. Raises ConfigError."""
+    """Binds the socket, before the model is loaded. Raises ConfigError."""
     host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    each = (
-        2 if config.servers or config.engine.name == "vllm" else 1
-    )  # a gateway opens one to a server for each request
-    bound = ListeningSocket(family, Connections(connection_limit(config.max_connections, each)))
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # of each connection accepted
+    # a gateway opens a connection to a server for each request
+    descriptors_each = 2 if config.servers or config.engine.name == "vllm" else 1
+    listening = ListeningSocket(family, Connections(connection_limit(config.max_connections, descriptors_each)))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # of each connection accepted
     try:
-        bound.bind((host, port))
+        listening.bind((host, port))
     except OSError as error:
-        bound.close()
+        listening.close()
         why = f"cannot listen on {host_in_url(host)}:{port} ({error.strerror})"
         raise ConfigError(f"{why}: give another --port, such as 0 for any free one, or --host") from error
-    return bound
+    return listening
 
 
 def tls_settings(config: Config) -> dict[str, Any]:
-    """TLS settings under uvicorn's names, checked before the model is loaded. Raises ConfigError."""
+    """Returns the TLS settings under uvicorn's names, checked before the model is loaded. Raises ConfigError."""
     if config.tls is None:
         return {}
     password = config.tls.key_password.get_secret_value() if config.tls.key_password else ""
@@ -290,7 +288,7 @@ def tls_settings(config: Config) -> dict[str, Any]:
 
 
 async def _cluster_and_app(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
-    """The cluster, and a function that makes the app over it once it has started. Raises as `build`."""
+    """Returns the cluster, and a function that makes the app over it once it has started. Raises as `build`."""
     if config.servers:
         return await gateway_of(config, clock)
     if config.engine.name == "vllm":
@@ -304,7 +302,7 @@ async def _cluster_and_app(config: Config, clock: Clock) -> tuple[Cluster, AppMa
 
 
 def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
-    """Make the engines and the cluster over them, without starting them. Raises as `engines_of`."""
+    """Makes the engines and the cluster over them, without starting them. Raises as `engines_of`."""
     engines, options = engines_of(config, clock)
     if config.fleet.name == "ray":
         return engines, _ray_cluster(config, clock, options)
@@ -316,8 +314,8 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
 
 
 def engines_of(config: Config, clock: Clock) -> tuple[list[Engine], ClusterOptions]:
-    """The engines, which load nothing yet, and the options of a cluster over them. With replicas in other processes
-    there is one engine, for its tokenizer and limits; it never loads weights.
+    """Returns the engines, which load nothing yet, and the options of a cluster over them. With replicas in other
+    processes there is one engine, for its tokenizer and limits; it never loads weights.
 
     Raises ConfigError, PolicyError or ValueError.
     """
@@ -344,7 +342,7 @@ def _ray_cluster(config: Config, clock: Clock, options: ClusterOptions) -> Clust
 
 
 def _engine_and_model(config: Config, replica: int, clock: Clock) -> tuple[Engine, LatencyModel]:
-    """The engine and the latency model of one actor, or of one added replica."""
+    """Returns the engine and the latency model of one actor, or of one added replica."""
     return engine_of(config, clock, replica), believed_latency_of(config)
 
 
@@ -352,7 +350,7 @@ def service_of(
     config: Config, clock: Clock, engine: Engine, cluster: Cluster, tenants: Tenants,
     log_lines_dropped: Callable[[], int] = int,
 ) -> Service:  # fmt: skip
-    """The settings of the app over a started cluster."""
+    """Returns the settings of the app over a started cluster."""
     model = cast(Any, engine)  # a served engine also has a name and a tokenizer
     limits = engine.limits
     return Service(

@@ -43,7 +43,7 @@ RAY_ACTOR_SETTINGS = ["address", "num_cpus", "num_gpus", "resources", "runtime_e
 
 
 async def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
-    """A cluster over `servers`, and the gateway's app. Raises ConfigError, PolicyError or ValueError."""
+    """Returns a cluster over `servers`, and the gateway's app. Raises ConfigError, PolicyError or ValueError."""
     trips: Trips = {}
     fleet, options, key = fleet_of(config, clock, trips)
     cluster = await server_cluster(fleet, clock, options)
@@ -54,9 +54,14 @@ def fleet_of(
     config: Config, clock: Clock, trips: Trips, *, transport: Callable[[str], Upstream] = HttpServer,
     link: Callable[[str], Link] | None = ZmqLink,
 ) -> tuple[ServerFleet, ClusterOptions, str]:  # fmt: skip
-    """The fleet of `servers`, the options of a cluster over it, and the key of the servers' API.
+    """Returns the fleet of `servers`, the options of a cluster over it, and the key of the servers' API.
 
-    transport, link: as in `ServerFleet`. Raises ConfigError or PolicyError.
+    Args:
+        transport: as in `ServerFleet`.
+        link: as in `ServerFleet`.
+
+    Raises:
+        ConfigError, PolicyError: for an impossible configuration.
     """
     check_names(config)
     if config.autoscale is not None:
@@ -76,8 +81,8 @@ def fleet_of(
 
 
 def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
-    """A cluster over `replicas` vLLM servers, each started by a Ray actor, and the gateway's app. Lost servers are
-    replaced unless `autoscale` is set. Raises ConfigError, PolicyError or ValueError."""
+    """Returns a cluster over `replicas` vLLM servers, each started by a Ray actor, and the gateway's app. Lost servers
+    are replaced unless `autoscale` is set. Raises ConfigError, PolicyError or ValueError."""
     command, key, scaled = ray_servers_of(config)
     gpus = {"num_gpus": VllmServers.of(config.engine.settings, "engine.").tensor_parallel_size}
     resources = {**gpus, **started_ray(config)}
@@ -94,7 +99,7 @@ def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
 
 
 def ray_servers_of(config: Config) -> tuple[ServerCommand, str, Autoscaler | None]:
-    """The command that starts a vLLM server, its API key, and the autoscaler. Raises ConfigError."""
+    """Returns the command that starts a vLLM server, its API key, and the autoscaler. Raises ConfigError."""
     check_names(config)
     if config.fleet.name != "ray" and "fleet" in config.model_fields_set:
         raise ConfigError(f"fleet: engine 'vllm' runs in Ray actors, not {config.fleet.name!r}: set it to ray")
@@ -104,7 +109,7 @@ def ray_servers_of(config: Config) -> tuple[ServerCommand, str, Autoscaler | Non
 def cluster_options(
     config: Config, lengths: LengthPredictor | None, max_in_flight: int | None, autoscaler: Autoscaler | None = None
 ) -> ClusterOptions:  # fmt: skip
-    """The options of the cluster of a configuration."""
+    """Returns the options of the cluster of a configuration."""
     replica = ReplicaOptions(lengths, config.slo_rule, config.prefix_cache)
     return ClusterOptions(choice_of(config), replica, max_in_flight, fair_share_of(config), autoscaler)
 
@@ -112,10 +117,10 @@ def cluster_options(
 def app_settings(
     config: Config, clock: Clock, tenants: Tenants, log_lines_dropped: Callable[[], int]
 ) -> dict[str, Any]:  # fmt: skip
-    """The settings of `AppService` that a configuration states for every app."""
+    """Returns the settings of `AppService` that a configuration states for every app."""
     return {
         "tenants": tenants,
-        "fair": bool(config.tenants),
+        "has_fair_share": bool(config.tenants),
         "max_body_bytes": config.max_body_bytes,
         "created_offset": unix_time() - clock.now(),
         "log_lines_dropped": log_lines_dropped,
@@ -126,15 +131,15 @@ def app_settings(
 def _app_maker(
     config: Config, clock: Clock, cluster: Cluster, trips: Trips, homogeneity: HomogeneityCheck, key: str
 ) -> AppMaker:  # fmt: skip
-    """key: for the servers' API."""
+    """Returns what makes the gateway's app; `key` is that of the servers' API."""
 
     def app(tenants: Tenants, dropped: Callable[[], int]) -> FastAPI:
-        known = homogeneity.first_server
-        assert known is not None, "the cluster has started"
+        first = homogeneity.first_server
+        assert first is not None, "the cluster has started"
         return create_gateway(
             GatewayService(
-                cluster, config.served_model_name or known.model, known.limits.max_model_len, trips, key,
-                lambda: bool(known.version), homogeneity.models, max_choices=config.max_choices,
+                cluster, config.served_model_name or first.model, first.limits.max_model_len, trips, key,
+                lambda: bool(first.version), homogeneity.models, max_choices=config.max_choices,
                 **app_settings(config, clock, tenants, dropped),
             )
         )  # fmt: skip
@@ -143,8 +148,8 @@ def _app_maker(
 
 
 def started_ray(config: Config) -> dict[str, Any]:
-    """Join the Ray cluster of `fleet.address`, or start one on loopback. Returns Ray's options for each actor, such as
-    `num_gpus`, from `fleet`. Raises ConfigError."""
+    """Joins the Ray cluster of `fleet.address`, or starts one on loopback. Returns Ray's options for each actor, such
+    as `num_gpus`, from `fleet`. Raises ConfigError."""
     address, resources = ray_options(config)
     if address == "local":
         # Ray turns a node address of 127.0.0.1 into the host's own and then listens on all interfaces. With this set
@@ -161,7 +166,7 @@ def started_ray(config: Config) -> dict[str, Any]:
 
 
 def ray_options(config: Config) -> tuple[str, dict[str, Any]]:
-    """The address of the Ray cluster, `local` to start one, and Ray's options for each actor. Raises ConfigError."""
+    """Returns the Ray cluster's address, `local` to start one, and each actor's Ray options. Raises ConfigError."""
     resources = dict(config.fleet.settings)
     address = resources.pop("address", None) or "local"  # with None Ray would join any cluster it finds
     for name in resources:

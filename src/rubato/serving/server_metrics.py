@@ -28,7 +28,7 @@ LOOP_DELAY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
 
 
 class Metrics(SLOMetrics):
-    """A listener for `Cluster.listen`.
+    """Counts events and exports vLLM's metrics and ours, as a listener for `Cluster.listen`.
 
     Args:
         model: label of vLLM's metrics.
@@ -74,7 +74,7 @@ class Metrics(SLOMetrics):
             self._cost(event)
 
     def text(self) -> bytes:
-        """The exposition, Prometheus text format."""
+        """Returns the exposition, Prometheus text format."""
         return generate_latest(self.registry)
 
     # ----------------------------------------------------------------- metrics
@@ -110,7 +110,7 @@ class Metrics(SLOMetrics):
         self._output_size = histogram("request_generation_tokens", "Output tokens of a request", SIZE_BUCKETS)
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges at the moment of a scrape (prometheus_client's collector protocol)."""
+        """Yields gauges at the moment of a scrape (prometheus_client's collector protocol)."""
         yield from super().collect()
         views, in_flight = self._views(), self._in_flight()
         placed = sum(len(v.running) + len(v.waiting) for v in views)

@@ -28,7 +28,9 @@ class Shutdown:
     """Sets `first_signal` at the first SIGTERM or SIGINT and `second_signal` at the next. Make it in the main thread,
     on the running event loop.
 
-    drain_seconds: how long requests may go on after the first signal.
+    Args:
+        drain_seconds: how long requests may go on after the first signal.
+        writer: of the log, written out before a forced exit.
     """
 
     def __init__(self, drain_seconds: float, writer: LogWriter) -> None:
@@ -45,7 +47,7 @@ class Shutdown:
             signal.signal(number, self._on_signal)
 
     def end_within(self, seconds: float = CLOSE_TIMEOUT_S) -> None:
-        """Exit with status 1 unless the process ends within `seconds`; an earlier deadline stays."""
+        """Exits with status 1 unless the process ends within `seconds`; an earlier deadline stays."""
         deadline = self._clock.now() + seconds
         if deadline >= self._deadline:  # further signals do not postpone the end
             return

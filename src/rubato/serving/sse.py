@@ -24,16 +24,16 @@ NO_BUFFERING_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", 
 
 
 def forbid_buffering(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers of a response, with NO_BUFFERING_HEADERS added to an event stream."""
-    there = {name.lower(): value.lower() for name, value in headers}
-    if not there.get(b"content-type", b"").startswith(b"text/event-stream"):
+    """Returns the headers of a response, with NO_BUFFERING_HEADERS added to an event stream."""
+    present = {name.lower(): value.lower() for name, value in headers}
+    if not present.get(b"content-type", b"").startswith(b"text/event-stream"):
         return headers
-    return [*headers, *[header for header in NO_BUFFERING_HEADERS if header[0] not in there]]
+    return [*headers, *[header for header in NO_BUFFERING_HEADERS if header[0] not in present]]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The parts of a response that do not depend on its tokens.
+    """Holds the parts of a response that do not depend on its tokens.
 
     Args:
         requests: one for each choice of each prompt; choices of a prompt differ in id, seed and output limit only.
@@ -54,7 +54,7 @@ class Format:
 
     @property
     def prompt(self) -> int:
-        """Prompt tokens; each prompt counts once for all of its choices."""
+        """Returns the prompt tokens; each prompt counts once for all of its choices."""
         return sum(self.requests[at].prompt for at in first_choices(self.requests))
 
     @property
@@ -64,22 +64,23 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """The text of one choice, or its new part."""
+    """Holds the text of one choice, or its new part."""
 
     text: str
     logprobs: tuple[Logprob, ...] = ()
 
 
-def whole(form: Format, said: Sequence[TextPiece], ends: Sequence[Finished], cached: int) -> bytes:
-    """The body of a response that does not stream.
+def whole(form: Format, texts: Sequence[TextPiece], ends: Sequence[Finished], cached: int) -> bytes:
+    """Returns the body of a response that does not stream.
 
     Args:
-        said: the text of each choice.
+        form: the parts that do not depend on tokens.
+        texts: the text of each choice.
         ends: the end of each choice.
         cached: prompt tokens found in the prefix cache.
     """
     choices = []
-    for index, (one, end) in enumerate(zip(said, ends, strict=True)):
+    for index, (one, end) in enumerate(zip(texts, ends, strict=True)):
         content: dict[str, Any] = {"text": one.text}
         if form.kind == "chat":
             content = {"message": {"role": "assistant", "content": one.text, "refusal": None}}
@@ -99,12 +100,12 @@ def whole(form: Format, said: Sequence[TextPiece], ends: Sequence[Finished], cac
     )
 
 
-def _logprobs(form: Format, said: TextPiece) -> dict[str, Any] | None:
+def _logprobs(form: Format, piece: TextPiece) -> dict[str, Any] | None:
     if not form.wants_logprobs:
         return None
     if form.kind == "chat":
-        return logprobs.chat(form.token_bytes, said.logprobs)
-    return logprobs.Offsets(form.token_bytes).add(said.logprobs)
+        return logprobs.chat(form.token_bytes, piece.logprobs)
+    return logprobs.Offsets(form.token_bytes).add(piece.logprobs)
 
 
 class Chunks:
@@ -134,11 +135,11 @@ class Chunks:
         self._every_usage = every_usage
 
     def begin(self) -> bytes:
-        """The chunks before the first token: the roles, in a chat."""
+        """Returns the chunks before the first token: the roles, in a chat."""
         return b"".join(role + self._tail(index, 0) for index, role in enumerate(self._role))
 
     def tokens(self, index: int, new: TextPiece, output: int) -> bytes:
-        """The chunk of new tokens of choice `index`.
+        """Returns the chunk of new tokens of choice `index`.
 
         Args:
             new: the new text, which may be empty (half a character).
@@ -154,12 +155,12 @@ class Chunks:
         return middle + b',"finish_reason":null}]' + self._tail(index, output)
 
     def end_choice(self, index: int, end: Finished) -> bytes:
-        """The finish reason of a choice while others go on."""
+        """Returns the finish reason of a choice while others go on."""
         return self._finish(index, end) + self._tail(index, end.output)
 
     def end(self, index: int, ends: Sequence[Finished], cached: int) -> bytes:
-        """The finish reason of the last choice to end, then the usage if asked for; the last chunk has the tier served
-        and the verdict."""
+        """Returns the finish reason of the last choice to end, then the usage if asked for; the last chunk has the tier
+        served and the verdict."""
         request, output = self._form.request, ends[index].output
         verdict = {"service_tier": served_tier(request, ends), "rubato": report(request, ends)}
         about = b"," + orjson.dumps(verdict)[1:-1]

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def stall_guard(stall_seconds: float, connections: Connections) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol class with these limits."""
+    """Returns uvicorn's HTTP protocol class with these limits."""
 
     class Limited(_StallGuard):
         stall_s = stall_seconds
@@ -115,8 +115,8 @@ class _StallGuard(HttpToolsProtocol):
                 return
 
     def _parse(self, data: memoryview) -> None:
-        """Feed the parser. At an offer to upgrade (h2c, websocket) it stops and drops the body; a server may ignore the
-        offer (RFC 9110, 7.8), so the request is parsed again without it."""
+        """Feeds the parser. At an offer to upgrade (h2c, websocket) it stops and drops the body; a server may ignore
+        the offer (RFC 9110, 7.8), so the request is parsed again without it."""
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -195,10 +195,10 @@ class _StallGuard(HttpToolsProtocol):
         self._writer = Writer(self.transport, cycle)
         cycle.scope.setdefault("extensions", {})[WRITER_KEY] = self._writer
 
-        async def closing(scope: Any, receive: Any, send: Any) -> None:
+        async def app_of_one_answer(scope: Any, receive: Any, send: Any) -> None:
             has_length = False
 
-            async def sent(message: Any) -> None:
+            async def send_checked(message: Any) -> None:
                 nonlocal has_length
                 if cycle.more_body and not cycle.response_started:
                     cycle.keep_alive = False  # answered early: the rest of the body is no request
@@ -210,9 +210,9 @@ class _StallGuard(HttpToolsProtocol):
                         cycle.expected_content_length = len(message.get("body", b""))  # else uvicorn checks it
                 await send(message)
 
-            await app(scope, receive, sent)
+            await app(scope, receive, send_checked)
 
-        super()._start_asgi_task(cycle, closing)
+        super()._start_asgi_task(cycle, app_of_one_answer)
 
     def on_response_complete(self) -> None:
         if self._dropped_bytes is None:
@@ -229,7 +229,7 @@ class _StallGuard(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def close_when_read(self) -> None:
-        """Close; where half a request is unread, only once the client had time to read the answer."""
+        """Closes; where half a request is unread, only once the client had time to read the answer."""
         if self._part == "body" and self._dropped_bytes is None and not self.transport.is_closing():
             self._linger()
         elif self._dropped_bytes is None:
@@ -242,7 +242,7 @@ class _StallGuard(HttpToolsProtocol):
         self._refuse(400, msg, "invalid_http")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer the request being received, ignore its rest, and close."""
+        """Answers the request being received, ignores its rest, and closes."""
         cycle: Any = self.cycle
         if cycle is not None and not cycle.response_complete:
             if self.pipeline or not cycle.more_body or cycle.response_started:
@@ -265,7 +265,7 @@ class _StallGuard(HttpToolsProtocol):
             self._linger()
 
     def _linger(self) -> None:
-        """Close when the client has, when it has sent LINGER_BYTES more, or after stall_seconds."""
+        """Closes when the client has, when it has sent LINGER_BYTES more, or after stall_seconds."""
         self._dropped_bytes = 0
         self._checks_of_part = 0
         self._unset_keepalive_if_required()
@@ -277,7 +277,7 @@ class _StallGuard(HttpToolsProtocol):
     # ------------------------------------------------------------------- whose turn it is
 
     def _turn(self) -> PendingInput | None:
-        """The input awaited from the client; None: it is the server's turn."""
+        """Returns the input awaited from the client; None: it is the server's turn."""
         cycle: Any = self.cycle
         if self._dropped_bytes is not None or cycle is None:
             return "head"
@@ -313,7 +313,7 @@ class _StallGuard(HttpToolsProtocol):
             self._refuse(408, f"The request came too slowly: send {of}.", "request_timeout")
 
     def _is_late(self) -> bool:
-        """Whether the client's time is up at this check."""
+        """Returns whether the client's time is up at this check."""
         if self._dropped_bytes is None and (self._part is None or self._turn() != self._part):
             return False  # between two requests uvicorn's own timer runs
         self._checks_of_part += 1
@@ -324,7 +324,7 @@ class _StallGuard(HttpToolsProtocol):
         return len(self._window) > CHECKS_PER_STALL and sum(self._window) < MIN_BODY_RATE * self.stall_s
 
     def _acknowledged(self) -> int:
-        """Bytes that the client's kernel has acknowledged in all; 0 on other systems than Linux.
+        """Returns the bytes that the client's kernel has acknowledged in all; 0 on other systems than Linux.
 
         Linux lets us write again only when a third of the buffer is free, long after a slow reader took something.
         """

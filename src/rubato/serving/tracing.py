@@ -70,8 +70,8 @@ _propagator = TraceContextTextMapPropagator()  # W3C's, which servers behind a g
 
 
 class _OpenSpan:
-    """The span of an API request, with the requests and their ends. It ends with the response or the last request,
-    whichever is later."""
+    """Keeps the span of an API request, with the requests and their ends. It ends with the response or the last
+    request, whichever is later."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
@@ -88,7 +88,7 @@ _current: ContextVar[_OpenSpan | None] = ContextVar("rubato_span", default=None)
 
 
 class RequestTracer:
-    """A listener for `Cluster.listen`.
+    """Adds the events of requests to their spans, as a listener for `Cluster.listen`.
 
     Args:
         tracer: makes the spans.
@@ -103,12 +103,18 @@ class RequestTracer:
         self._open: dict[str, _OpenSpan] = {}  # by request
 
     def trace_requests(self, app: FastAPI, cluster: Cluster) -> None:
-        """Trace the requests of an app and of the cluster to which it offers them."""
+        """Traces the requests of an app and of the cluster to which it offers them."""
         app.add_middleware(TracedRequests, tracer=self)
         cluster.listen(self)
 
     def begin_span(self, path: str, headers: dict[str, str], arrival: float | None) -> _OpenSpan:
-        """Begin the span of an API request. arrival: seconds of the clock; None: now."""
+        """Begins the span of an API request.
+
+        Args:
+            path: canonical.
+            headers: by lower-case name.
+            arrival: seconds of the clock; None: now.
+        """
         at = self._clock.now() if arrival is None else arrival
         parent: Context = _propagator.extract(headers)
         attributes = {"http.request.method": "POST", "http.route": path}
@@ -118,7 +124,13 @@ class RequestTracer:
         return _OpenSpan(span)
 
     def end_response(self, open_: _OpenSpan, status: int, model: str) -> None:
-        """End the response of a span. status: of HTTP, 0 where none was sent."""
+        """Ends the response of a span.
+
+        Args:
+            open_: the span.
+            status: of HTTP, 0 where none was sent.
+            model: its name; "" where it is not known.
+        """
         open_.is_answered = True
         if status:
             open_.span.set_attribute("http.response.status_code", status)
@@ -166,18 +178,18 @@ class RequestTracer:
 
 
 def _choice_attribute(event: Event) -> dict[str, Any]:
-    """The attribute that names the event's request, where the span has several."""
+    """Returns the attribute that names the event's request, where the span has several."""
     return {} if answer_of(event.id) == event.id else {"rubato.request": event.id}
 
 
 def _event_attributes(event: Event) -> dict[str, Any]:
-    """The attributes of an event."""
+    """Returns the attributes of an event."""
     fields = event_fields(event)
     return _choice_attribute(event) | {f"rubato.{name}": fields[name] for name in SPAN_FIELDS if name in fields}
 
 
 def _span_attributes(requests: list[Request], ends: list[Finished]) -> dict[str, Any]:
-    """The attributes of a span whose requests have ended: the report of the response, and the worst outcome."""
+    """Returns the attributes of a span whose requests have ended: the report of the response, and the worst outcome."""
     first, verdict_fields = requests[0], report(requests[0], ends)
     targets = {f"target_{name}": value for name, value in verdict_fields.pop("targets").items() if name != "stages"}
     verdict_fields.pop("choices", None)
@@ -193,7 +205,7 @@ def _span_attributes(requests: list[Request], ends: list[Finished]) -> dict[str,
 
 
 class TracedRequests:
-    """ASGI middleware that makes a span for each request to a path that generates."""
+    """Makes a span for each request to a path that generates, as ASGI middleware."""
 
     def __init__(self, app: ASGIApp, tracer: RequestTracer) -> None:
         self._app, self._tracer = app, tracer
@@ -209,14 +221,14 @@ class TracedRequests:
         headers = [*other_headers, *((name.encode(), value.encode()) for name, value in own.items())]
         state, status = scope.get("state", {}), 0
 
-        def watched(message: Message) -> Any:
+        def send_and_watch(message: Message) -> Any:
             nonlocal status
             status = message.get("status", status)
             return send(message)
 
         token = _current.set(open_)
         try:
-            await self._app({**scope, "headers": headers, "state": state}, receive, watched)
+            await self._app({**scope, "headers": headers, "state": state}, receive, send_and_watch)
         finally:
             _current.reset(token)
             self._tracer.end_response(open_, status, state.get("model", ""))
@@ -224,7 +236,7 @@ class TracedRequests:
 
 
 def _generating_path(path: str) -> str | None:
-    """The canonical path, if it generates; else None."""
+    """Returns the canonical path, if it generates; else None."""
     try:
         path = canonical_path(path)
     except ApiError:  # the door answers it
@@ -233,7 +245,8 @@ def _generating_path(path: str) -> str | None:
 
 
 def exporting_tracer(endpoint: str, clock: Clock) -> tuple[RequestTracer, Callable[[], None]]:
-    """A tracer that sends spans to a collector by OTLP over HTTP from a thread of the SDK, and a function to close it.
+    """Returns a tracer that sends spans to a collector by OTLP over HTTP from a thread of the SDK, and a function to
+    close it.
 
     The SDK's environment variables apply: OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS.
 

@@ -23,16 +23,25 @@ JSON = f"{HOME}/board.json"
 
 
 class VllmBoard:
-    """The board of one API server. model, policy: their names."""
+    """Serves the board of one API server.
+
+    Args:
+        reports: of the engines.
+        tenants: who may see what.
+        model: its name.
+        policy: its name.
+    """
 
     def __init__(self, reports: EngineReports, tenants: Tenants, model: str, policy: str) -> None:
         self._board = Board(_source(reports, tenants, model, policy))
         reports.add_listener(self._board.counts)
 
     def file(self, path: str, *, with_slash: bool) -> Response | None:
-        """One of the page's files, which need no key; None for another path.
+        """Returns one of the page's files, which need no key; None for another path.
 
-        with_slash: whether the path was written with a slash at its end; the page's relative paths need it.
+        Args:
+            path: canonical.
+            with_slash: whether it was written with a slash at its end; the page's relative paths need it.
         """
         if path == HOME and not with_slash:
             return RedirectResponse("rubato/")
@@ -44,11 +53,11 @@ class VllmBoard:
 
 
 def _source(reports: EngineReports, tenants: Tenants, model: str, policy: str) -> BoardSource:
-    """What the board shows of the engines' reports."""
+    """Returns what the board shows of the engines' reports."""
     records, engines = reports.requests.in_flight, reports.engines
 
     def beyond_share() -> Sequence[SeqView]:
-        """Requests of tenants beyond their share."""
+        """Returns the requests of tenants beyond their share."""
         ids = [id for fields in engines.values() for id in fields.get("held", ()) if id in records]
         return [cast(SeqView, SimpleNamespace(id=id, request=records[id].request, **_UNPLANNED)) for id in ids]
 

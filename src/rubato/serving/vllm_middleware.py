@@ -57,7 +57,8 @@ log = logging.getLogger("vllm.rubato")
 
 
 class Middleware:
-    """The class for vLLM's `--middleware`; the endpoint plug-in adds it, too. A second one in an app does nothing."""
+    """Puts the front end before vLLM's app: the class for vLLM's `--middleware`, which the endpoint plug-in adds, too.
+    A second one in an app does nothing."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -82,7 +83,7 @@ class Middleware:
 
 
 class EndpointPlugin:
-    """The class for vLLM's endpoint plug-ins; active where `VLLM_PLUGINS` names `rubato`."""
+    """Adds the middleware: the class for vLLM's endpoint plug-ins, active where `VLLM_PLUGINS` names `rubato`."""
 
     name = "rubato"
     required_tasks = ("generate",)
@@ -95,8 +96,8 @@ class EndpointPlugin:
 
 
 def front_end_of(state: Any) -> FrontEnd:
-    """Make the front end. state: of vLLM's app. Raises RuntimeError for an unsupported version of vLLM, ConfigError
-    (ValueError) for impossible settings."""
+    """Makes the front end from the state of vLLM's app. Raises RuntimeError for an unsupported version of vLLM,
+    ConfigError (ValueError) for impossible settings."""
     check_version()
     vllm_config, args = state.vllm_config, state.args
     _, config = load_for_vllm(vllm_config.additional_config)
@@ -187,11 +188,11 @@ class FrontEnd:
             return await self.with_cors(error.response(door.limit_headers(tenant)))(scope, receive, send)
         try:
             raw = self._for_vllm(call, body).to_json()
-            kept = [
+            other_headers = [
                 (name, value) for name, value in scope["headers"] if name not in (b"content-length", TRANSFER_ENCODING)
             ]
             answer = SloResponse(self, call, scope, send)
-            scope = {**scope, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
+            scope = {**scope, "headers": [*other_headers, (b"content-length", b"%d" % len(raw))]}
             await app(scope, _replay_body(raw, receive), answer.send)
         except Exception:
             if not await answer.is_refused():
@@ -201,7 +202,7 @@ class FrontEnd:
         return None
 
     def admits_websocket(self, scope: Scope) -> bool:
-        """Whether a websocket may connect now: with tenants only an admin's, since no limit applies to its requests."""
+        """Returns whether a websocket may connect: with tenants only an admin's, since its requests have no limit."""
         try:
             tenant = self.door.identify(first_of_each(scope["headers"]))
             self.door.enter(tenant)
@@ -212,7 +213,7 @@ class FrontEnd:
     # ----------------------------------------------------------------- on the way in
 
     def _admit(self, request: ApiRequest, tenant: Tenant) -> ServedRequest:
-        """Admit an API request and listen to reports on it. Raises ApiError 400 and 429."""
+        """Admits an API request and listens to reports on it. Raises ApiError 400 and 429."""
         background = request.path == RESPONSES and request.body.flag("background")
         call = ServedRequest(self.door.admit(request, tenant), background)
         if self._reports.is_connected:
@@ -220,7 +221,7 @@ class FrontEnd:
         return call
 
     def _for_vllm(self, call: ServedRequest, body: BodyFields) -> BodyFields:
-        """The body for vLLM: with the granted SLO, sealed, in `vllm_xargs`, and a salt that keeps tenants apart."""
+        """Returns the body for vLLM, with the granted SLO, sealed, in `vllm_xargs`, and with the tenant's salt."""
         admitted, tenants = call.admitted, self._tenants
         granted, tenant = admitted.granted, admitted.tenant
         fields = {TIER: granted.tier, ON_DECLINE: granted.on_decline}
@@ -253,19 +254,19 @@ class FrontEnd:
                 self._settle(call)
 
     async def refusal(self, call: ServedRequest) -> ApiError | None:
-        """The refusal of an API request whose response is about to begin or ends with an error; None if it was none."""
+        """Returns the refusal of an API request whose response is about to begin or ends with an error, or None."""
         await self._wait_for_report(call, lambda: call.has_tokens or call.is_over)
         refused = [end for end in call.ends.values() if end.outcome == "refused"]
         return from_finished(refused[0], self._retry_after()) if refused else None
 
     async def ends(self, call: ServedRequest) -> tuple[list[Request], list[Finished]]:
-        """The requests and their ends, at the end of the response; those not reported in time are omitted."""
+        """Returns the requests and their ends, at the end of the response; those not reported in time are omitted."""
         await self._wait_for_report(call, lambda: call.is_over)
         ids = [id for id in call.requests if id in call.ends]
         return [call.requests[id] for id in ids], [call.ends[id] for id in ids]
 
     async def _wait_for_report(self, call: ServedRequest, is_reported: Callable[[], bool]) -> None:
-        """Wait for engines to report, for VERDICT_WAIT_S at most, and not at all where no reports arrive."""
+        """Waits for engines to report, for VERDICT_WAIT_S at most, and not at all where no reports arrive."""
         until = self._reports.clock.now() + VERDICT_WAIT_S
         self._reports.read()
         while not is_reported() and self._reports.is_connected and self._reports.clock.now() <= until:
@@ -276,14 +277,14 @@ class FrontEnd:
         self._has_no_reports = not call.requests
 
     def error_app(self, error: ApiError, call: ServedRequest) -> App:
-        """The app that answers a request with an error."""
+        """Returns the app that answers a request with an error."""
         return self.with_cors(error.response(self.door.response_headers(call.admitted)))
 
     def _retry_after(self) -> float:
         return retry_after(self._completed, self.door.in_flight.total())
 
     def _on_response_end(self, call: ServedRequest) -> None:
-        """Settle at the end of a response, or later where its requests go on (`background` of `/v1/responses`)."""
+        """Settles at the end of a response, or later where its requests go on (`background` of `/v1/responses`)."""
         self._reports.read()
         self._reports.forget(call.ticket)
         call.is_answered = True
@@ -293,8 +294,8 @@ class FrontEnd:
             self._settle(call)
 
     def _settle(self, call: ServedRequest) -> None:
-        """Settle choices and tokens by the engines' reports, or by vLLM's response; where neither has token counts, all
-        reserved tokens count as used. A later call settles the difference."""
+        """Settles choices and tokens by the engines' reports, or by vLLM's response; where neither has token counts,
+        all reserved tokens count as used. A later call settles the difference."""
         admitted = call.admitted
         if call.requests:
             prompt = sum([0 if _is_further_choice(id) else r.prompt for id, r in call.requests.items()])
@@ -315,7 +316,7 @@ class FrontEnd:
     # ----------------------------------------------------------------- pages
 
     def _own_page(self, path: str, tenant: Tenant, query: Mapping[str, str]) -> Response:
-        """`/rubato/board.json`, `/rubato/requests/ID`, `/rubato/state`, `/rubato/link`. Raises ApiError 404."""
+        """Returns `/rubato/board.json`, `/rubato/requests/ID`, `/rubato/state`, `/rubato/link`. Raises ApiError."""
         reports, id = self._reports, path.removeprefix("/rubato/requests/")
         reports.read()
         now = reports.clock.now()
@@ -333,19 +334,20 @@ class FrontEnd:
                 raise ApiError(404, 'This server has no link: give "link": {} beside its policy.', code="no_link")
             return json_response(address)
         records = reports.requests.find_for(tenant, id)
-        fair, numbers = self._tenants.configured, reports.engines.keys()
+        has_fair_share, numbers = self._tenants.configured, reports.engines.keys()
         names = {str(number): f"engine {number}" if len(numbers) > 1 else "this server" for number in numbers}
-        return json_response(history.page(id, records, reports.views(), now, fair=fair, names=names))
+        page = history.page(id, records, reports.views(), now, has_fair_share=has_fair_share, names=names)
+        return json_response(page)
 
 
 def _is_further_choice(id: str) -> bool:
-    """Whether vLLM's request of this id shares its prompt with one before it (vLLM's ids: `CHOICE_...`)."""
+    """Returns whether vLLM's request of this id shares its prompt with one before it (vLLM's ids: `CHOICE_...`)."""
     choice = id.partition("_")[0]
     return choice.isdecimal() and choice != "0"
 
 
 def _engine(number: int, now: float, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an engine for `/rubato/state`."""
+    """Returns the state of an engine for `/rubato/state`."""
     queues = Counter(row[1] for row in fields.get("sequences", ()))
     omitted = ("sequences", "planned", "batches", "at", "held", "open")
     return {
@@ -358,7 +360,7 @@ def _engine(number: int, now: float, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def _replay_body(raw: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns a body which was read, and then the client's further messages."""
+    """Returns a `receive` that returns a body which was read, and then the client's further messages."""
     parts = [{"type": "http.request", "body": raw, "more_body": False}]
 
     async def next_message() -> Message:

@@ -38,7 +38,7 @@ LATE_REPORT_S = 10.0  # reports on an API request count this long after its resp
 
 
 class PluginMetrics(SLOMetrics):
-    """Metrics with those of the plug-in's steps. counts: whether this API server is the one that counts totals."""
+    """Counts what the plug-in reports of steps, besides requests; totals only if `counts`, in one API server."""
 
     def __init__(self, registry: CollectorRegistry, *, counts: bool) -> None:
         super().__init__(registry, RequestHistory(answer_of=answer_of))
@@ -68,7 +68,7 @@ class PluginMetrics(SLOMetrics):
         self._last_totals: dict[tuple[str, ...], int] = {}
 
     def begin(self, replicas: Iterable[str]) -> None:
-        """Show all counters as 0: a counter that begins at 1 has no rate."""
+        """Shows all counters as 0: a counter that begins at 1 has no rate."""
         for replica in replicas if self._counts_totals else ():
             for place in FAULT_PLACES:
                 self._totals["faults"].labels(replica, place)
@@ -77,7 +77,7 @@ class PluginMetrics(SLOMetrics):
                 metric.labels(replica)
 
     def state(self, replica: str, fields: Mapping[str, Any]) -> None:
-        """Count the fields of an engine's report."""
+        """Counts the fields of an engine's report."""
         if not self._counts_totals:
             return
         for seconds in fields["planned"]:
@@ -96,7 +96,7 @@ class PluginMetrics(SLOMetrics):
             self._requests_held.labels(replica).set(len(fields["held"]))
 
     def _total(self, counter: Counter, key: tuple[str, ...], count: int, *labels: str) -> None:
-        """Add the increase of an engine's total. count: since the engine began."""
+        """Adds the increase of an engine's total, whose count is since the engine began."""
         before = self._last_totals.get(key, 0)
         self._last_totals[key] = count
         counter.labels(*labels).inc(max(0, count - before))
@@ -105,7 +105,7 @@ class PluginMetrics(SLOMetrics):
 class EngineReports:
     """Reads the engines' messages and passes their events to `metrics`, which records requests, and further listeners.
 
-    engines: the last report of each. block_size: tokens of a KV block, 0 where it is unknown.
+    `engines` has the last report of each, `block_size` the tokens of a KV block, 0 where it is unknown.
     """
 
     def __init__(self, reader: Reader | None, metrics: PluginMetrics) -> None:
@@ -126,19 +126,19 @@ class EngineReports:
         return self._reader is not None
 
     def add_listener(self, listener: Callable[[Event], None]) -> None:
-        """Pass every event but tokens to the listener, engines' steps included."""
+        """Passes every event but tokens to the listener, engines' steps included."""
         self._listeners.append(listener)
 
     def listen(self, ticket: str, listener: Callable[[Event], None]) -> None:
-        """Pass the events of the engine's requests for this ticket to the listener, until each ends."""
+        """Passes the events of the engine's requests for this ticket to the listener, until each ends."""
         self._tickets[ticket] = listener
 
     def forget(self, ticket: str) -> None:
-        """Forget a ticket after LATE_REPORT_S: a request whose client has left may still be reported as offered."""
+        """Forgets a ticket after LATE_REPORT_S: a request whose client has left may still be reported as offered."""
         self._expiring_tickets.append((self.clock.now() + LATE_REPORT_S, ticket))
 
     def read(self) -> None:
-        """Read all messages that have arrived, without waiting."""
+        """Reads all messages that have arrived, without waiting."""
         if self._reader is None:
             return
         while self._expiring_tickets and self._expiring_tickets[0][0] < self.clock.now():
@@ -154,7 +154,7 @@ class EngineReports:
                 self._on_state(message)
 
     def refuse(self, request: Request, reason: str) -> Finished:
-        """Count a request as offered and refused. Returns its end."""
+        """Counts a request as offered and refused. Returns its end."""
         now = self.clock.now()
         end = Finished(now, request.id, "refused", reason, Verdict(False, "deadline", "refused"))
         for event in (Offered(now, request.id, request), end):
@@ -162,11 +162,11 @@ class EngineReports:
         return end
 
     def views(self) -> list[View]:
-        """The sequences of each engine, by its last report and the events since."""
+        """Returns the sequences of each engine, by its last report and the events since."""
         return [self._view(engine, fields) for engine, fields in sorted(self.engines.items())]
 
     def _view(self, engine: int, fields: Mapping[str, Any]) -> View:
-        """The view of one engine, without latency model and batch limits, which engines do not report."""
+        """Returns the view of one engine, without latency model and batch limits, which engines do not report."""
         now = self.clock.now()
         at = fields.get("at", now) if engine in self._open.values() else now  # an idle engine sends no reports
         reported = {row[0]: row for row in fields.get("sequences", ())}
@@ -224,13 +224,13 @@ class EngineReports:
 
 
 class _ReportedSequence:
-    """A sequence of an engine, by its last report and its history since.
+    """Shows a sequence of an engine, by its last report and its history since.
 
     Args:
         record: its history.
         row: of the report; None: it arrived later.
-        at: time of the report.
-        now: current time.
+        at: time of the report, seconds of the clock.
+        now: current time, seconds of the clock.
     """
 
     pending: int
@@ -259,7 +259,7 @@ _instances: list[EngineReports] = []  # at most one in a process
 
 
 def reports_of(parallel_config: Any) -> EngineReports:
-    """The reports of this API server. parallel_config: vLLM's."""
+    """Returns the reports of this API server, which are made at the first call, from vLLM's `parallel_config`."""
     if _instances:
         return _instances[0]
     folder, client = os.environ.get(link.FOLDER, ""), parallel_config._api_process_rank

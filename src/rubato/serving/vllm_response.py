@@ -31,7 +31,7 @@ EVENTS_BEFORE_REQUEST = (b"event: response.created\n", b"event: response.in_prog
 
 @dataclass(slots=True)
 class ServedRequest:
-    """One API request at the engines.
+    """Follows one API request at the engines.
 
     Args:
         background: its response does not wait for its requests.
@@ -62,7 +62,7 @@ class ServedRequest:
 
 
 class Front(Protocol):
-    """The part of `vllm_middleware.FrontEnd` that a response needs."""
+    """Offers what a response needs of `vllm_middleware.FrontEnd`."""
 
     door: FrontDoor
 
@@ -110,7 +110,7 @@ class SloResponse:
             await self._send(message)
 
     async def is_refused(self, part: bytes = b"") -> bool:
-        """Send a 429 in place of vLLM's response if the request was refused; whether it was. part: about to be sent."""
+        """Sends a 429 in place of `part`, the response's next, if the request was refused. Returns whether it was."""
         if self._start is None or (part.startswith(KEEPALIVE_PREFIX) and self._stream):
             return False
         if (error := await self._front.refusal(self._call)) is None:
@@ -120,7 +120,7 @@ class SloResponse:
         return True
 
     async def _begin(self) -> None:
-        """Send the head, once."""
+        """Sends the head, once."""
         if self._start is not None:
             start, self._start = self._start, None
             more = self._front.door.response_headers(self._call.admitted)
@@ -129,24 +129,24 @@ class SloResponse:
                 await self._send(held_message)
 
     async def _send_body(self, raw: bytes) -> None:
-        """Send a whole response, with the verdict, or a 429 in place of an error that is a refusal."""
+        """Sends a whole response, with the verdict, or a 429 in place of an error that is a refusal."""
         if self._start is None:
             return  # it was replaced
         status = self._start["status"]
         if (status >= 500 or (status == 200 and self._call.background)) and await self.is_refused():
             return
-        wanted = status == 200 and not self._call.background
-        requests, ends = await self._front.ends(self._call) if wanted else ([], [])
+        has_verdict = status == 200 and not self._call.background
+        requests, ends = await self._front.ends(self._call) if has_verdict else ([], [])
         self._call.usage = usage_of(raw)
         if status == 200 and ends:
             raw = with_fields(raw, verdict.verdict_fields(requests, ends))
-        kept = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
-        self._start = {**self._start, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
+        other_headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
+        self._start = {**self._start, "headers": [*other_headers, (b"content-length", b"%d" % len(raw))]}
         await self._begin()
         await self._send({"type": "http.response.body", "body": raw, "more_body": False})
 
     async def _send_chunk(self, message: Message) -> None:
-        """Send part of a stream. vLLM sends a chunk at a time; the last one before the end gets the verdict."""
+        """Sends part of a stream. vLLM sends a chunk at a time; the last one before the end gets the verdict."""
         part, more = message.get("body", b""), message.get("more_body", False)
         if self._start is not None:
             if await self.is_refused(part):
