@@ -212,11 +212,11 @@ class BatchFiller:
 
     def _add_chunk(self, seq: SeqView) -> None:
         """Adds as much of a prompt as fits; of one in `unfinished`, all but its last token."""
-        builder, wanted = self.builder, seq.pending - (seq.id in self.unfinished)
+        builder, pending = self.builder, seq.pending - (seq.id in self.unfinished)
         if self._full:
             return
-        make_room(builder, seq, min(wanted, builder.tokens_left), self.victims[::-1])
-        if most := min(wanted, builder.tokens_that_fit(seq)):
+        make_room(builder, seq, min(pending, builder.tokens_left), self.victims[::-1])
+        if most := min(pending, builder.tokens_that_fit(seq)):
             tokens = self._model.largest_chunk(self._bound, builder.shape, seq.cached, most)
             self._full = tokens < most
             if tokens := tokens or int(not builder.work):
