@@ -63,7 +63,7 @@ SYSTEMS = (ARRIVAL, SA, MEAN, EXACT, EDF)
 class Router(sa.Router):
     """SA's front, in order of arrival; by this file's name a routing policy."""
 
-    def solved(self, predicted: Predicted) -> Solution:
+    def solve(self, predicted: Predicted) -> Solution:
         n = len(predicted.seconds)
         return Solution(tuple((i,) for i in range(n)), 0, float(predicted.seconds[:, 0].sum()), 0)
 

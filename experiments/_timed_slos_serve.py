@@ -30,7 +30,7 @@ class Scheduler(slos_serve.Scheduler):
     log: list[Planned] | None = None
 
     def plan(self, view: View) -> Plan:
-        promised = self.promised
+        promised = self.promised_ids
         running = len(promised)
         new = sum(s.id not in promised and not s.best_effort for s in view.waiting)
         plan, cost = measured(partial(super().plan, view))

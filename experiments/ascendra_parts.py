@@ -82,7 +82,7 @@ PAIRS = {  # Fig. 14
 class Router(ascendra.Router):
     """Ascendra's router without tickets (§6.1)."""
 
-    def _ticket(self, hp: View) -> bool:
+    def _has_ticket(self, hp: View) -> bool:
         return False
 
 

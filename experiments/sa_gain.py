@@ -83,7 +83,7 @@ class Served:
 class Exhaustive(sa.Router):
     """SA's router with the yardstick for a search."""
 
-    def solved(self, predicted: Predicted) -> Solution:
+    def solve(self, predicted: Predicted) -> Solution:
         return exhaustive(predicted)
 
 

@@ -52,7 +52,7 @@ def searched(n: int, b: int, part: int, instances: int) -> dict[str, Any]:
     model, evaluations = bilinear.Model(), 0
     gaps: list[float] = []
     for seed in range(part * instances, (part + 1) * instances):
-        given = Predictions().of(instance(n, seed), model, b)
+        given = Predictions().predict(instance(n, seed), model, b)
         best = exhaustive(given)
         evaluations = best.evaluations
         reached = anneal(given, Annealing(), np.random.default_rng([seed, _SEARCH])).g

@@ -53,7 +53,7 @@ def timed(n: int, instances: int, seed: int, repeats: int) -> dict[str, Any]:
     ms: list[float] = []
     found: list[Solution] = []
     for repeat in range(repeats + 1):
-        given = [Predictions().of(instance(n, 1000 * seed + repeat), model, BATCH) for _ in range(instances)]
+        given = [Predictions().predict(instance(n, 1000 * seed + repeat), model, BATCH) for _ in range(instances)]
         begin = process_cpu_time()
         solutions = [anneal(each, HOW, rng) for each in given]
         ms.append(1e3 * (process_cpu_time() - begin))
@@ -69,8 +69,8 @@ def timed(n: int, instances: int, seed: int, repeats: int) -> dict[str, Any]:
 
 
 def exhaustively(n: int) -> dict[str, Any]:
-    given = Predictions().of(instance(n, 1), bilinear.Model(), BATCH)
-    exhaustive(Predictions().of(instance(2, 1), bilinear.Model(), BATCH))  # loads the compiled code
+    given = Predictions().predict(instance(n, 1), bilinear.Model(), BATCH)
+    exhaustive(Predictions().predict(instance(2, 1), bilinear.Model(), BATCH))  # loads the compiled code
     begin = process_cpu_time()
     evaluations = exhaustive(given).evaluations
     return {"n": n, "exhaustive": 1e3 * (process_cpu_time() - begin), "evaluations": evaluations}

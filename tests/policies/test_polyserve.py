@@ -308,7 +308,7 @@ def test_prompts_of_a_prefill_replica_count_one_after_the_other(queued: float, o
 class WithoutRoom(TierReplica):
     """Looks at each prompt behind the new one."""
 
-    def _room_before(self, line: Sequence[Any]) -> Sequence[float]:
+    def _find_rooms(self, line: Sequence[Any]) -> Sequence[float]:
         return [inf] * (len(line) + 1)
 
 
@@ -366,7 +366,7 @@ def test_prompts_count_in_the_chunks_that_run(first_due: float, own_due: float, 
 
 
 @pytest.mark.parametrize(
-    ("way", "busy_until", "at"),
+    ("seconds", "busy_until", "at"),
     [  # seconds; a step of this one alone takes 2.1 ms
         (0.0, 0.0, 0.0021),
         (0.010, 0.0, 0.0121),  # an idle replica waits for the KV
@@ -375,10 +375,10 @@ def test_prompts_count_in_the_chunks_that_run(first_due: float, own_due: float, 
         (0.060, 0.0, None),
     ],
 )
-def test_arriving_kv_has_its_way_first(way: float, busy_until: float, at: float | None) -> None:
+def test_arriving_kv_has_its_way_first(seconds: float, busy_until: float, at: float | None) -> None:
     view = View("r0", 0.0, [], [], kv_free=100, kv_total=200, limits=LIMITS, latency=STEP, busy_until=busy_until)
     replica = TierReplica(view, 0, 1, StepTable(STEP, 40))
-    held = HeldRequest(Seq(request("a", 20), length=21, cached=20), 0, 0.05, 1, 21, 4.0, True, way)
+    held = HeldRequest(Seq(request("a", 20), length=21, cached=20), 0, 0.05, 1, 21, 4.0, True, seconds)
     assert replica.next_token_at(held, 0.05, 0.0) == (None if at is None else pytest.approx(at))
 
 

@@ -75,7 +75,7 @@ def test_every_request_ends_where_replicas_are_lost(slos: list[SLO], disturbed: 
     assert not any((router._queue, router._parked, router._slots, router._prefills, router._moving))
     for replica in router._replicas.values():
         assert (sum(replica.residents), len(replica.forecast), replica.prompts) == (0, 0, {})
-    assert max(map(abs, router._need)) < 1e-9
+    assert max(map(abs, router._replicas_needed)) < 1e-9
 
 
 # --------------------------------------------------------------------------- its rules, one by one

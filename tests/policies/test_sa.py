@@ -191,7 +191,7 @@ def test_times_are_the_papers_formulas() -> None:
     model = bilinear.Model()
     [[alone, both], _] = (
         Predictions()
-        .of([MappedRequest("a", 100, 10, SLO(e2e=1.0)), MappedRequest("b", 50, 5, SLO())], model, 4)
+        .predict([MappedRequest("a", 100, 10, SLO(e2e=1.0)), MappedRequest("b", 50, 5, SLO())], model, 4)
         .seconds
     )
 
@@ -217,7 +217,7 @@ def test_slack_is_what_the_tightest_of_the_slos_leaves() -> None:
     model = bilinear.Model()
 
     def slack(slo: SLO, waited: float = 0.0) -> float:
-        return float(Predictions().of([MappedRequest("a", 100, 10, slo, waited)], model, 1).slack[0, 0])
+        return float(Predictions().predict([MappedRequest("a", 100, 10, slo, waited)], model, 1).slack[0, 0])
 
     prefill, decode = prefill_seconds(model, 1, 100), decode_seconds(model, 1, 100, 10)
     assert slack(SLO()) == np.inf
@@ -243,8 +243,8 @@ def test_predictions_are_made_once_for_each_request_and_batch_size() -> None:
     jobs = [MappedRequest(str(i), 100 + i, 50 + i, SLO(ttft=2.0, tpot=0.5)) for i in range(6)]
 
     def asked(given: Sequence[MappedRequest]) -> int:
-        before, found, asked = model.asked, kept.of(given, model, 4), model.asked
-        fresh = Predictions().of(given, model, 4)
+        before, found, asked = model.asked, kept.predict(given, model, 4), model.asked
+        fresh = Predictions().predict(given, model, 4)
         assert found.seconds == pytest.approx(fresh.seconds, rel=0.03)
         assert found.slack == pytest.approx(fresh.slack, rel=0.03)
         assert found.waited == fresh.waited
@@ -269,7 +269,7 @@ def test_predictions_that_are_kept_are_those_that_would_be_made(turns: list[list
     kept, model = Predictions(), bilinear.Model()
     for turn in turns:
         jobs = [MappedRequest(str(i), p, o, SLO(e2e=9.0), waited=1.0) for i, (p, o) in {i: x for i, *x in turn}.items()]
-        found, fresh = kept.of(jobs, model, 3), Predictions().of(jobs, model, 3)
+        found, fresh = kept.predict(jobs, model, 3), Predictions().predict(jobs, model, 3)
         assert np.array_equal(found.seconds, fresh.seconds)  # lengths this short differ by more than is let pass
         assert np.array_equal(found.slack, fresh.slack)
 
@@ -407,4 +407,4 @@ def test_cancelled_requests_are_forgotten_and_those_of_a_lost_replica_assigned_a
     outcomes = {id: end.outcome for id, end in ends(events).items()}
     assert outcomes == {f"q{i}": "completed" for i in range(7)} | {"q7": "cancelled"}
     assert not any(router._batches.values())
-    assert not router._sent
+    assert not router._replica_of_sent

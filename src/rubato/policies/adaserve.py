@@ -89,7 +89,7 @@ class Scheduler(Stateless):
             if seq.draft is not None and seq.pending == 1:
                 self._chances.add_tree(seq.request, seq.draft)
         load = self._load(view)
-        draft = self._draft(view, load.decodes)
+        draft = self._choose_draft(view, load.decodes)
         chosen = self._choose_nodes(view, load.decodes, [*load.prompts, *load.starting], draft) if load.decodes else {}
         builder = BatchBuilder(view, len(load.decodes) + sum(map(len, chosen.values())) + self.prefill_chunk)
         self._admission.make_room(builder, load, chosen)
@@ -104,7 +104,7 @@ class Scheduler(Stateless):
 
     # ----------------------------------------------------------------- what it drafts and verifies
 
-    def _draft(self, view: View, decodes: Sequence[SeqView]) -> Draft | None:
+    def _choose_draft(self, view: View, decodes: Sequence[SeqView]) -> Draft | None:
         """Returns (depth, width) of the next trees, None to draft nothing. It tries the last depth and its neighbours;
         all depths if nothing was drafted last."""
         n = max(1, len(decodes))
@@ -124,10 +124,10 @@ class Scheduler(Stateless):
     def _choose_nodes(
         self, view: View, decodes: Sequence[SeqView], prompts: Sequence[SeqView], draft: Draft | None
     ) -> Mapping[str, tuple[int, ...]]:
-        """Chooses the nodes of each request to verify."""
+        """Chooses the nodes of each request to verify, by id."""
         trees, n = [s.draft for s in decodes], len(decodes)
         drafts, kv = drafting(draft, n), sum([s.cached for s in decodes])
-        chunk, kv_free = self._beside(view, prompts)
+        chunk, kv_free = self._find_chunk(view, prompts)
         beside = drafts.plus(chunk, 0) if chunk else drafts
         likely = sorted((f for tree in trees if tree is not None for f in tree.paths), reverse=True)
         likely = likely[: max(0, view.limits.max_num_batched_tokens - n)]
@@ -143,33 +143,33 @@ class Scheduler(Stateless):
         needed = self._needed(decodes, end, view.now)
         deepest = max([max(tree.depths, default=0) for tree in trees if tree is not None], default=0)
         selection = select(trees, needed, n + nodes, deepest + 1)
-        return _within(view, decodes, selection, kv_free)
+        return _cut_to_free_kv(view, decodes, selection, kv_free)
 
     def _needed(self, decodes: Sequence[SeqView], end: float, now: float) -> list[float]:
         """Returns the tokens that each decode needs from the step that ends at `end`."""
         return [tokens_needed(s, end, now) for s in decodes]
 
-    def _beside(self, view: View, prompts: Sequence[SeqView]) -> tuple[int, int]:
+    def _find_chunk(self, view: View, prompts: Sequence[SeqView]) -> tuple[int, int]:
         """Returns the prompt tokens of this step, and the KV blocks left after them and the decodes' next tokens."""
-        left, free = self.prefill_chunk, view.kv_free - view.decode_blocks
+        chunk, free = 0, view.kv_free - view.decode_blocks
         for seq in prompts:
-            tokens = min(seq.pending, left)
+            tokens = min(seq.pending, self.prefill_chunk - chunk)
             blocks = max(0, view.limits.blocks(seq.cached + tokens) - seq.blocks)
             if not tokens or blocks > free:
                 break
-            left, free = left - tokens, free - blocks
-        return self.prefill_chunk - left, max(0, free)
+            chunk, free = chunk + tokens, free - blocks
+        return chunk, max(0, free)
 
 
-def _within(
+def _cut_to_free_kv(
     view: View, decodes: Sequence[SeqView], selection: Sequence[tuple[int, ...]], kv_free: int
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the first of these nodes of each request that fit in its last block and the free ones, in order of
-    start."""
+    """Returns as many of each request's nodes, the first ones, as fit in its last block and the free ones; requests
+    that started first are served first."""
     chosen = {}
     for seq, nodes in zip(decodes, selection, strict=True):
-        held = max(seq.blocks, view.limits.blocks(seq.cached + 1))
-        room = (held + kv_free) * view.limits.block_size - seq.cached - 1
+        own_blocks = max(seq.blocks, view.limits.blocks(seq.cached + 1))
+        room = (own_blocks + kv_free) * view.limits.block_size - seq.cached - 1
         chosen[seq.id] = nodes[:room] if room < len(nodes) else nodes
-        kv_free -= max(0, view.limits.blocks(seq.cached + 1 + len(chosen[seq.id])) - held)
+        kv_free -= max(0, view.limits.blocks(seq.cached + 1 + len(chosen[seq.id])) - own_blocks)
     return chosen

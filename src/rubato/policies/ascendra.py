@@ -8,13 +8,16 @@ batch with whole prompts, the one of the highest value first (Algorithm 1), and 
 begun and would be late after that batch (§5.3). An HP runs prompts before decodes, first come first served, and issues
 a ticket when none waits, which brings it the next request that comes (§6.1). Its batch grows with the free KV (§6.2).
 
-The paper leaves open, and ours is: when to offload (`_offloaded`); that the controller gives an offloaded prompt to an
-HP only where it can still be in time (`Router._high`), and one by ticket only while the HP runs no more than an LP and
-can stall its decodes (`_can_stall`); that hopeless prompts go last (§8.3 says what that gains, not how); that a prompt
-longer than a batch goes in chunks, with no other prompt beside it; that where nothing runs the first prompt starts
-whatever it lacks; that of equal values the later arrival goes first, as its Fig. 1 needs; how many tokens an HP step
-has; and Algorithm 1's compute budget (`_until_late`). The latency model, which the paper fits while it serves, is the
-replica's.
+The paper leaves open, and ours is:
+- when to offload (`_prompts_to_offload`), and Algorithm 1's compute budget (`_until_late`);
+- that the controller gives an offloaded prompt to an HP only where it can still be in time
+  (`Router._find_high_priority`), and one by ticket only while the HP can stall its decodes (`_can_stall`);
+- that hopeless prompts go last (§8.3 says what that gains, not how);
+- that a prompt longer than a batch goes in chunks, with no other prompt beside it, and that where nothing runs the
+  first prompt starts whatever it lacks;
+- that of equal values the later arrival goes first, as its Fig. 1 needs; how many tokens an HP step has.
+
+The latency model, which the paper fits while it serves, is the replica's.
 """
 
 from __future__ import annotations
@@ -62,22 +65,22 @@ def deadline(seq: SeqView) -> float:
 
 
 def edf(seq: SeqView, view: View) -> float:
-    """Whose first token is due first."""
+    """Prefers the request whose first token is due first."""
     return -deadline(seq)
 
 
 def sjf(seq: SeqView, view: View) -> float:
-    """The shortest prompt."""
+    """Prefers the shortest prompt."""
     return -float(seq.pending)
 
 
 def ljf(seq: SeqView, view: View) -> float:
-    """The longest prompt."""
+    """Prefers the longest prompt."""
     return float(seq.pending)
 
 
 def fcfs(seq: SeqView, view: View) -> float:
-    """First come, first served; of those that came together, the first in the queue."""
+    """Serves first come, first served; of those that came together, the first in the queue."""
     return -seq.request.arrival
 
 
@@ -145,31 +148,31 @@ class Scheduler(Stateless):
         if view.role.kind == HP:
             return self._high_priority(view, waiting).plan(drop=drop)
         builder = self._low_priority(view, waiting)
-        left = [s for s in waiting if s.id not in builder.work] if view.role.kind == LP else []
-        return builder.plan(drop=drop, handoff=self._offloaded(view, left, builder.shape))
+        not_begun = [s for s in waiting if s.id not in builder.work] if view.role.kind == LP else []
+        return builder.plan(drop=drop, handoff=self._prompts_to_offload(view, not_begun, builder.shape))
 
     # ----------------------------------------------------------------- low priority
 
     def _low_priority(self, view: View, waiting: Sequence[SeqView]) -> BatchBuilder:
-        """Algorithm 1: whole prompts by falling value, strictly within what is left; it stops at the first that does
-        not fit."""
+        """Runs Algorithm 1: all decodes, then whole prompts by falling value, strictly within what is left of the
+        batch, its seconds and KV; it stops at the first prompt that does not fit."""
         builder = run_all(view)
         if builder.preempted:  # one that starts now would take the KV just freed
             return builder
-        alone = not any(s.id in builder.work for s in view.prefilling)
-        idle = not view.running
+        is_only_prompt = not any(s.id in builder.work for s in view.prefilling)
+        is_idle = not view.running
         places = _places(view, self.batch_size)
         seconds = _until_late(view) if waiting else 0.0
         for seq in self._by_value(view, waiting):
             tokens = min(seq.pending, builder.tokens_left)
-            # beside what the step has already: a step of its own would count the fixed part twice
+            # With what the step has already: a step of its own would count the fixed part twice.
             step = view.latency.step_time(builder.shape.plus(tokens, seq.cached)) if tokens else inf
-            step += _alone(seq, view, tokens) if tokens < seq.pending else 0.0
-            in_time = seconds > step and builder.kv_left > view.limits.blocks(seq.length) - seq.blocks
-            fits = in_time and builder.tokens_left > seq.pending
-            if not fits and alone and tokens:  # longer than the batch; or, where nothing runs, than anything
-                fits = idle or in_time
-            if not fits or not _startable(builder, seq, places):
+            step += _seconds_alone(seq, view, tokens) if tokens < seq.pending else 0.0
+            has_room = seconds > step and builder.kv_left > view.limits.blocks(seq.length) - seq.blocks
+            fits = has_room and builder.tokens_left > seq.pending
+            if not fits and is_only_prompt and tokens:  # may be longer than the batch; if nothing runs, than anything
+                fits = is_idle or has_room
+            if not fits or not _can_start(builder, seq, places):
                 break
             builder.add(seq, tokens)
             places -= 1
@@ -177,34 +180,36 @@ class Scheduler(Stateless):
                 break
             if seq.first_token_at is None and not _hopeless(seq, view):  # what joins it must not make it late
                 seconds = min(seconds, deadline(seq) - view.now)
-            alone = idle = False
+            is_only_prompt = is_idle = False
         return builder
 
     def _by_value(self, view: View, waiting: Sequence[SeqView]) -> list[SeqView]:
-        """Best effort last, before it the hopeless: a step spent on these makes others late (§8.3). Of equal values the
-        later one first; requests without a deadline, and all under `fcfs`, in order of the queue."""
-        in_turn = self._value is fcfs
+        """Sorts prompts by falling value; the hopeless come after all others, as a step spent on them makes others late
+        (§8.3), and best effort last. Of equal values the later arrival goes first; requests without a deadline, and all
+        under `fcfs`, go in order of the queue."""
+        is_fcfs = self._value is fcfs
         keyed: list[tuple[tuple[bool, bool, Real, int], SeqView]] = []
         for at, seq in enumerate(waiting):
             value = self._value(seq, view)
             if not isinstance(value, Real) or value != value:
                 said = f"value {self.value!r} of request {seq.id!r} is {value!r}"
                 raise ValueError(f"{said}: return a number, the highest first")
-            turn = at if in_turn or value == -inf or seq.best_effort else -at
+            turn = at if is_fcfs or value == -inf or seq.best_effort else -at
             keyed.append(((seq.best_effort, _hopeless(seq, view), -value, turn), seq))
         keyed.sort(key=lambda one: one[0])
         return [seq for _, seq in keyed]
 
-    def _offloaded(self, view: View, left: Sequence[SeqView], batch: Shape) -> dict[str, HandoffReason]:
-        """Prompts not begun that would be late if they waited for this batch and then, at an HP, for the share theta of
-        one of the largest batches there. One that cannot be in time anywhere, or was offloaded before, stays."""
+    def _prompts_to_offload(self, view: View, not_begun: Sequence[SeqView], batch: Shape) -> dict[str, HandoffReason]:
+        """Returns the prompts to hand to an HP: those that would be late if they waited for this batch and then, at an
+        HP, for the share theta of one of the largest batches there. A prompt that cannot be in time anywhere, or was
+        offloaded before, stays."""
         if "handoff" not in view.supports:
             return {}
         latency, chunk = view.latency, min(self.hp_tokens, view.limits.max_num_batched_tokens)
         end = view.now + (latency.step_time(batch) if batch.seqs else 0.0)
         queue = self.theta * latency.step_time(Shape.prefill(chunk))
         offloaded: dict[str, HandoffReason] = {}
-        for seq in left:
+        for seq in not_begun:
             due = deadline(seq)
             before = seq.request.handoff
             if due == inf or due <= view.now or seq.best_effort or seq.first_token_at is not None:
@@ -223,41 +228,42 @@ class Scheduler(Stateless):
         builder = BatchBuilder(view, self.hp_tokens)
         begun = resume_prefills(builder)
         if all(s.id in builder.work and builder.work[s.id].tokens == s.pending for s in begun):
-            self._start(builder, view, sorted(waiting, key=lambda s: s.best_effort))
+            self._start_prompts(builder, view, sorted(waiting, key=lambda s: s.best_effort))
         return builder if builder.work else decodes_or_prefills(view)
 
-    def _start(self, builder: BatchBuilder, view: View, waiting: Sequence[SeqView]) -> None:
+    def _start_prompts(self, builder: BatchBuilder, view: View, waiting: Sequence[SeqView]) -> None:
         """Starts whole prompts in queue order; one longer than a step runs alone, in chunks."""
         places = _places(view, view.limits.max_num_seqs if self.elastic else self.batch_size)
         free = unreserved_blocks(view) if self.elastic and waiting else 0
-        idle = not view.running
+        is_idle = not view.running
         for seq in waiting:
-            short_of_kv = self.elastic and free <= SPARE_KV_SHARE * view.kv_total
-            whole = seq.pending <= builder.tokens_left
-            if (short_of_kv and not idle) or not (whole or not builder.work) or not _startable(builder, seq, places):
+            is_short_of_kv = self.elastic and free <= SPARE_KV_SHARE * view.kv_total
+            is_whole = seq.pending <= builder.tokens_left
+            may_start = (is_idle or not is_short_of_kv) and (is_whole or not builder.work)
+            if not may_start or not _can_start(builder, seq, places):
                 return
             tokens = min(seq.pending, builder.tokens_left)
             builder.add(seq, tokens)
-            if not whole:
+            if not is_whole:
                 return
             free -= blocks_at_end(seq, view.limits.block_size)
             places -= 1
-            idle = False
+            is_idle = False
 
 
-def _alone(seq: SeqView, view: View, begun: int = 0) -> float:
+def _seconds_alone(seq: SeqView, view: View, begun: int = 0) -> float:
     """Returns the seconds of its prompt on an idle replica, after the `begun` tokens that a step runs already."""
     cached = seq.cached + begun
     return prefill_time(view.latency, seq.pending - begun, cached, view.limits.max_num_batched_tokens)
 
 
-def _can_stall(hp: View, seconds: float, most: int) -> bool:
-    """Whether an HP may take so many seconds of prompt that need not go there: its decodes stand still meanwhile. Only
-    while it runs no more than an LP, and none of its decodes is late by its mean TBT after that."""
-    return len(hp.running) <= most and min(map(_due_by_mean, hp.running), default=inf) - hp.now > seconds
+def _can_stall(hp: View, seconds: float, max_running: int) -> bool:
+    """Returns whether an HP may take a prompt of `seconds` that need not go there, while its decodes stand still: only
+    if it runs no more requests than the idlest LP, and none of its decodes is late by its mean TBT after that."""
+    return len(hp.running) <= max_running and min(map(_due_by_mean, hp.running), default=inf) - hp.now > seconds
 
 
-def _full(hp: View) -> bool:
+def _lacks_kv(hp: View) -> bool:
     """Returns whether an elastic HP lacks the KV to start a prompt now (§6.2)."""
     return bool(hp.running) and unreserved_blocks(hp) <= SPARE_KV_SHARE * hp.kv_total
 
@@ -267,13 +273,13 @@ def _hopeless(seq: SeqView, view: View) -> bool:
     if seq.first_token_at is not None:
         return False
     due = deadline(seq)
-    return due != inf and (due <= view.now or view.now + _alone(seq, view) > due)
+    return due != inf and (due <= view.now or view.now + _seconds_alone(seq, view) > due)
 
 
 def _until_late(view: View) -> float:
-    """Algorithm 1's compute budget C: seconds that the step may take before a running one's token is late, by its
-    deadline or by the mean TBT since its first token, which is what the paper judges by. One that is late already is
-    not waited for: with a TPOT shorter than any step none would start."""
+    """Returns Algorithm 1's compute budget C: the seconds that the step may take before a running request's token is
+    late, by its deadline or by the mean TBT since its first token, by which the paper judges. Requests that are late
+    already do not count: with a TPOT shorter than any step no prompt would start."""
     dues = view.dues
     soonest = float(dues[dues >= view.now].min(initial=inf))
     return min([soonest, *[due for due in map(_due_by_mean, view.running) if due >= view.now]]) - view.now
@@ -291,7 +297,7 @@ def _places(view: View, most: int) -> int:
     return min(most, view.limits.max_num_seqs) - len(view.running)
 
 
-def _startable(builder: BatchBuilder, seq: SeqView, places: int) -> bool:
+def _can_start(builder: BatchBuilder, seq: SeqView, places: int) -> bool:
     """Returns whether the batch has a place for it, and the replica the KV for its whole prompt."""
     return min(builder.tokens_left, builder.seqs_left, places) > 0 and not builder.lacks(seq, seq.pending)
 
@@ -315,15 +321,15 @@ class Router:
 
     needs: ClassVar[frozenset[str]] = frozenset({"step_times"})
     groups: str = "2L1H"
-    _sizes: tuple[int, int] = field(init=False, repr=False)
+    _sizes: tuple[int, int] = field(init=False, repr=False)  # LPs and HPs of a group
     _home: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # replica -> group, also of lost ones
-    _began: set[str] = field(default_factory=set, init=False, repr=False)  # groups of which an LP has had a request
-    # placed on an HP, not seen there: which one, and the seconds of the prompt
-    _coming: dict[str, tuple[str, float]] = field(default_factory=dict, init=False, repr=False)
-    _turns: Counter[Any] = field(default_factory=Counter, init=False, repr=False)
+    _groups_begun: set[str] = field(default_factory=set, init=False, repr=False)  # an LP of it has had a request
+    # request -> the HP where it is placed, but not seen yet, and the seconds of the prompt
+    _on_way: dict[str, tuple[str, float]] = field(default_factory=dict, init=False, repr=False)
+    _turns: Counter[Any] = field(default_factory=Counter, init=False, repr=False)  # how often each kind was chosen
 
     def __post_init__(self) -> None:
-        self._sizes = _parsed(self.groups)
+        self._sizes = _parse_groups(self.groups)
 
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
         """Gives the roles of LPs and HPs, LPs first in each group."""
@@ -336,8 +342,8 @@ class Router:
         if rest == 1:
             groups[-1] = (low + 1, high)
         elif rest:
-            few = min(max(1, round(rest * high / size)), rest - 1)
-            groups.append((rest - few, few))
+            hps_left = min(max(1, round(rest * high / size)), rest - 1)
+            groups.append((rest - hps_left, hps_left))
         kinds = [
             Role(kind=kind, group=f"g{i}") for i, (lps, hps) in enumerate(groups) for kind in [LP] * lps + [HP] * hps
         ]
@@ -346,11 +352,11 @@ class Router:
         return roles
 
     def observe(self, events: Sequence[Event]) -> None:
-        for event in events if self._coming else ():
+        for event in events if self._on_way else ():
             if isinstance(event, Started | Finished | HandedOff | Lost):
-                self._coming.pop(event.id, None)
-            elif isinstance(event, Placed) and event.id in self._coming:  # maybe where its prefix is cached
-                self._coming[event.id] = event.replica, self._coming[event.id][1]
+                self._on_way.pop(event.id, None)
+            elif isinstance(event, Placed) and event.id in self._on_way:  # maybe where its prefix is cached
+                self._on_way[event.id] = event.replica, self._on_way[event.id][1]
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         low: dict[str, list[View]] = {}
@@ -359,79 +365,82 @@ class Router:
             (high if view.role.kind == HP else low).setdefault(view.role.group, []).append(view)
         place = {}
         for seq in held:
-            self._coming.pop(seq.id, None)
-            source = seq.request.handoff
-            home = self._home.get(source.source, "") if source is not None and source.reason == "offloaded" else None
+            self._on_way.pop(seq.id, None)
+            handoff, home = seq.request.handoff, None
+            if handoff is not None and handoff.reason == "offloaded":
+                home = self._home.get(handoff.source, "")
             if home is not None and home in high:
-                chosen = self._high(seq, high[home], home, now) or self._back(seq, low.get(home, ()), high[home], home)
+                chosen = self._find_high_priority(seq, high[home], home, now)
+                chosen = chosen or self._place_late(seq, low.get(home, ()), high[home], home)
             else:
-                chosen = self._new(seq, low, high)
+                chosen = self._place_new(seq, low, high)
             if chosen.role.kind == HP:
-                self._coming[seq.id] = chosen.id, _alone(seq, chosen)
+                self._on_way[seq.id] = chosen.id, _seconds_alone(seq, chosen)
             place[seq.id] = chosen.id
         return Dispatch(place)
 
-    def _high(self, seq: SeqView, hps: Sequence[View], home: str, now: float) -> View | None:
+    def _find_high_priority(self, seq: SeqView, hps: Sequence[View], home: str, now: float) -> View | None:
         """Returns the next HP in turn where its prompt can be in time after the running step and the waiting prompts,
         else None. An HP serves first come, first served, so a late prompt there makes others late."""
         due = deadline(seq)
-        able = [hp for hp in hps if not _full(hp) and now + self._queued(hp, now) + _alone(seq, hp) <= due]
-        return self._next(able, (home, HP)) if able else None
+        in_time = [hp for hp in hps if not _lacks_kv(hp) and now + self._wait(hp, now) + _seconds_alone(seq, hp) <= due]
+        return self._next(in_time, (home, HP)) if in_time else None
 
-    def _back(self, seq: SeqView, lps: Sequence[View], hps: Sequence[View], home: str) -> View:
+    def _place_late(self, seq: SeqView, lps: Sequence[View], hps: Sequence[View], home: str) -> View:
         """Returns the replica for a prompt that is late at every HP: the LP that it comes from, or the next one."""
-        source = seq.request.handoff
-        own = [lp for lp in lps if source is not None and lp.id == source.source]
-        if own:
-            return own[0]
+        handoff = seq.request.handoff
+        for lp in lps:
+            if handoff is not None and lp.id == handoff.source:
+                return lp
         return self._next(lps, (home, LP)) if lps else self._next(hps, (home, HP))
 
-    def _queued(self, hp: View, now: float) -> float:
+    def _wait(self, hp: View, now: float) -> float:
         """Returns the seconds of prompts on an HP before one placed there now, plus the rest of the running step."""
         self._forget_arrived(hp)
         here = [s for s in hp.waiting if not s.best_effort] + [s for s in hp.prefilling if s.pending > s.in_flight]
-        seconds = sum(_alone(s, hp, s.in_flight) for s in here)
-        seconds += sum(own for replica, own in self._coming.values() if replica == hp.id)
+        seconds = sum(_seconds_alone(s, hp, s.in_flight) for s in here)
+        seconds += sum(prompt_seconds for replica, prompt_seconds in self._on_way.values() if replica == hp.id)
         return max(0.0, hp.busy_until - now) + seconds
 
-    def _new(self, seq: SeqView, low: Mapping[str, Sequence[View]], high: Mapping[str, Sequence[View]]) -> View:
+    def _place_new(self, seq: SeqView, low: Mapping[str, Sequence[View]], high: Mapping[str, Sequence[View]]) -> View:
         """Returns the replica for a new request: groups in turn; in a group an HP with a ticket whose decodes can
         stall, else its LPs in turn."""
         group = self._next(sorted({*low, *high}), "group")
         if group not in low:
             return self._next(high[group], (group, HP))
-        if group in self._began:  # an HP's first ticket comes after the first request of an LP
-            least = min(len(lp.running) for lp in low[group])
+        if group in self._groups_begun:  # an HP's first ticket comes after the first request of an LP
+            max_running = min(len(lp.running) for lp in low[group])
             for view in high.get(group, ()):
-                if self._ticket(view) and _can_stall(view, _alone(seq, view), least):
+                if self._has_ticket(view) and _can_stall(view, _seconds_alone(seq, view), max_running):
                     return view
-        self._began.add(group)
+        self._groups_begun.add(group)
         return self._next(low[group], (group, LP))
 
     def _next(self, among: Sequence[T], turn: object) -> T:
+        """Returns the next of these in turn; each `turn` is counted on its own."""
         self._turns[turn] += 1
         return among[(self._turns[turn] - 1) % len(among)]
 
-    def _ticket(self, hp: View) -> bool:
+    def _has_ticket(self, hp: View) -> bool:
         """Returns whether an HP issues a ticket: no prompt waits there or is on its way, so there is at most one. A
         full HP issues none, since a request with a ticket must wait for at most one batch (§6.1)."""
         if hp.waiting or any(s.pending > s.in_flight for s in hp.prefilling):
             return False
-        if _full(hp):
+        if _lacks_kv(hp):
             return False
         self._forget_arrived(hp)
-        return all(replica != hp.id for replica, _ in self._coming.values())
+        return all(replica != hp.id for replica, _ in self._on_way.values())
 
     def _forget_arrived(self, hp: View) -> None:
-        """Forgets the coming requests that its view shows."""
-        if coming := [id for id, (replica, _) in self._coming.items() if replica == hp.id]:
+        """Forgets the requests on their way to an HP that its view shows."""
+        if on_way := [id for id, (replica, _) in self._on_way.items() if replica == hp.id]:
             here = hp.known
-            for id in coming:
+            for id in on_way:
                 if id in here:
-                    del self._coming[id]
+                    del self._on_way[id]
 
 
-def _parsed(groups: str) -> tuple[int, int]:
+def _parse_groups(groups: str) -> tuple[int, int]:
     """Parses "2L1H" into the LPs and HPs of a group. Raises ValueError."""
     low, _, high = groups.upper().removesuffix("H").partition("L")
     if not (groups.upper().endswith("H") and low.isdecimal() and high.isdecimal() and int(low) and int(high)):

@@ -27,7 +27,11 @@ SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1
 
 @dataclass
 class Scheduler(Stateless):
-    """budget: tokens of a prefill batch (0 = what the engine takes)."""
+    """Plans whole prompts on a prefill replica, and all decodes on a decode replica.
+
+    Args:
+        budget: tokens of a prefill batch; 0: as many as the engine takes
+    """
 
     needs = frozenset({"preempt", "handoff", "kv_transfer"})
     budget: int = 0
@@ -49,9 +53,9 @@ class Scheduler(Stateless):
 
     def _prefill(self, view: View) -> Plan:
         builder = BatchBuilder(view, self.budget or None)
-        begun = resume_prefills(builder)  # a prompt longer than a batch; all of its KV was there when it began
+        resumed = resume_prefills(builder)  # a prompt longer than a batch; all of its KV was there when it began
         arrived = sorted(view.waiting, key=lambda s: s.request.arrival)  # one back for another prefill goes first
-        for seq in arrived if not begun else ():
+        for seq in arrived if not resumed else ():
             fits = seq.pending <= builder.tokens_left or not builder.work  # longer than a batch it has one for itself
             if not fits or builder.tokens_left == 0 or builder.seqs_left == 0 or builder.lacks(seq, seq.pending):
                 break
@@ -61,9 +65,15 @@ class Scheduler(Stateless):
 
 @dataclass
 class Router(Stateless):
-    """prefill, decode: the ratio of the two pools, at least one replica each. watermark: share of a decode replica's KV
-    kept free when it takes a request beside others. reserve_kv: it takes one only when KV for all of it is left beside
-    what those that run there take to their ends (the longest it may be)."""
+    """Places prompts on prefill replicas, and their KV on decode replicas.
+
+    Args:
+        prefill: with `decode`, the ratio of the two pools, at least one replica each
+        decode: see `prefill`
+        watermark: share of a decode replica's KV kept free when it takes a request beside others
+        reserve_kv: a decode replica takes a request only when it has KV for all of it, at its longest, beside what the
+            requests there need to their ends
+    """
 
     prefill: int = 1
     decode: int = 1
@@ -87,9 +97,9 @@ class Router(Stateless):
         assign: dict[str, Role] = {}
         for view in fleet:
             if view.role.phase == "both":  # it has come meanwhile, in the place of one that was lost
-                few = not prefills or 0 < len(prefills) * self.decode < len(decodes) * self.prefill
-                (prefills if few else decodes).append(view)
-                assign[view.id] = Role("prefill" if few else "decode")
+                lacks_prefill = not prefills or 0 < len(prefills) * self.decode < len(decodes) * self.prefill
+                (prefills if lacks_prefill else decodes).append(view)
+                assign[view.id] = Role("prefill" if lacks_prefill else "decode")
         place: dict[str, str] = {}
         reject: dict[str, str] = {}
         load = {v.id: v.pending for v in prefills}
@@ -107,7 +117,7 @@ class Router(Stateless):
                 load[to] += seq.pending
             elif not full:  # first come, first served: a small one does not pass one that waits for memory
                 tokens = _longest(request) if self.reserve_kv else seq.cached
-                taker = self._taker(decodes, free, request, tokens)
+                taker = self._find_taker(decodes, free, request, tokens)
                 if taker is None:
                     full = True
                 else:
@@ -123,16 +133,18 @@ class Router(Stateless):
             blocks_at_end(s, view.limits.block_size) for s in [*view.running, *view.waiting, *view.moving]
         )
 
-    def _taker(self, decodes: Sequence[View], free: Mapping[str, int], request: Request, tokens: int) -> View | None:
+    def _find_taker(
+        self, decodes: Sequence[View], free: Mapping[str, int], request: Request, tokens: int
+    ) -> View | None:
         """Returns the decode replica with the largest free share of KV, None if that is not enough."""
-        able = []
+        takers = []
         for view in decodes:
-            alone = free[view.id] == view.kv_total
-            spare = 0 if alone else int(self.watermark * view.kv_total)
-            slot = view.limits.max_running is None or len(view.running) < view.limits.max_running
-            if slot and _could_hold(view, request) and view.limits.blocks(tokens) + spare <= free[view.id]:
-                able.append(view)
-        return max(able, key=lambda v: free[v.id] / v.kv_total, default=None)
+            is_idle = free[view.id] == view.kv_total
+            spare = 0 if is_idle else int(self.watermark * view.kv_total)
+            has_seat = view.limits.max_running is None or len(view.running) < view.limits.max_running
+            if has_seat and _could_hold(view, request) and view.limits.blocks(tokens) + spare <= free[view.id]:
+                takers.append(view)
+        return max(takers, key=lambda v: free[v.id] / v.kv_total, default=None)
 
 
 def _could_hold(view: View, request: Request) -> bool:

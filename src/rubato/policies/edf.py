@@ -195,8 +195,8 @@ class Scheduler:
         return _Candidates(decodes, on_time, {seq.id for seq in map(seq_of, set_aside)}, declined, back, tightest)
 
     def _sort(self, seqs: Sequence[SeqView], place: int, now: float) -> _Sorted:
-        """Sorts requests that are not best effort for good into decodes, prefills that were never demoted, those that
-        were, and late requests. place: of the first."""
+        """Sorts requests that are not best effort for good into decodes, prefills that were never demoted, prefills
+        that were, and late requests; `place` is the place of the first in the queue."""
         sorted_: _Sorted = ([], [], [], [])
         decodes, fresh, demoted, late = sorted_
         tiers, permanently_best_effort = self._tiers, self._permanently_best_effort
@@ -272,9 +272,9 @@ class Scheduler:
         return min(lends / safe, cap), min(lends_protected / safe, cap)
 
     def _lendable(self, tightest: Mapping[float, float], now: float, cushion: float) -> float:
-        """Seconds that a step with these decodes (TPOT -> due first) may take: how far each is ahead of its deadline,
-        less a cushion of some tokens that absorbs a slow step; if it is less far ahead, a pace at which the cushion
-        grows again."""
+        """Returns the seconds that a step may take for these decodes (TPOT -> when its first one is due): how far each
+        is ahead of its deadline, less a cushion of some tokens that absorbs a slow step; if it is less far ahead, a
+        pace at which the cushion grows again."""
         least = inf
         for tpot, due in tightest.items():
             ahead = due - now - self.deadline_reserve
@@ -399,16 +399,14 @@ class Scheduler:
 
 @dataclass(slots=True)
 class _Candidates:
-    """decodes, prefills: to try, by deadline. set_aside: ids of other requests that are not permanently best effort.
-    declined: newly set aside. back: of those to try, the ones that were demoted. tightest: TPOT -> when its first
-    decode is due."""
+    """The requests to try in one plan, by deadline, and those that are set aside."""
 
     decodes: list[PrefillJob]
     prefills: list[PrefillJob]
-    set_aside: set[str]
-    declined: list[SeqView]
-    back: list[PrefillJob]
-    tightest: dict[float, float]
+    set_aside: set[str]  # ids of all that are not tried, without the permanently best effort
+    declined: list[SeqView]  # newly set aside
+    back: list[PrefillJob]  # those to try that were demoted
+    tightest: dict[float, float]  # TPOT -> time at which its first decode is due
 
 
 class _BestEffort:

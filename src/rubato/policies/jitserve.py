@@ -63,7 +63,7 @@ class Scheduler(Stateless):
     schedule_interval: int = 50
     _step: float = field(default=0.0, init=False)  # seconds, mean
     _steps: int = field(default=0, init=False)  # planned since the last choice
-    _density: dict[str, float] = field(default_factory=dict, init=False)  # as of the last choice, or since first seen
+    _density: dict[str, float] = field(default_factory=dict, init=False)  # by id, as of the last choice or first sight
     _turns: Turns = field(default_factory=Turns, init=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Scheduler(Stateless):
         if self._steps >= self.schedule_interval:
             self._steps = 0
             self._density.clear()
-            for seq in self._outside_window(view):
+            for seq in self._find_outside_window(view):
                 builder.preempt(seq)
         self._run(builder)
         if not builder.work and not builder.decode:
@@ -93,7 +93,7 @@ class Scheduler(Stateless):
 
     def _run(self, builder: BatchBuilder) -> None:
         """Adds decodes, running prompts and, unless a request lacked KV, waiting ones by density while seats last."""
-        view, exchanged = builder.view, len(builder.preempted)
+        view, preempted_before = builder.view, len(builder.preempted)
         self._turns.give(builder)
         if builder.work or builder.preempted or not builder.decode_all():
             add_decodes(builder, [s for s in view.running if s.pending == 1])
@@ -103,7 +103,7 @@ class Scheduler(Stateless):
             free -= SWAPS
         if not (view.running or view.moving):
             free = max(1, free)
-        if not view.waiting or free < 1 or len(builder.preempted) > exchanged:
+        if not view.waiting or free < 1 or len(builder.preempted) > preempted_before:
             return
         queue = self._by_density(view, [s for s in view.waiting if s.id not in builder.work])
         for seq in queue[:free]:
@@ -112,7 +112,7 @@ class Scheduler(Stateless):
                 return
             builder.add(seq, tokens)
 
-    def _outside_window(self, view: View) -> list[SeqView]:
+    def _find_outside_window(self, view: View) -> list[SeqView]:
         """Returns running requests to preempt: those shorter or longer than all of the best window."""
         seats = min(self.max_num_seqs, view.limits.max_num_seqs)
         if view.count <= seats:
@@ -128,38 +128,42 @@ class Scheduler(Stateless):
     def _by_density(self, view: View, seqs: Sequence[SeqView]) -> list[SeqView]:
         """Sorts the densest first, best effort last."""
         if any(s.id not in self._density for s in seqs):
-            self._weigh(view)
+            self._weigh_requests(view)
         return sorted(seqs, key=lambda s: (s.best_effort, -self._density[s.id], s.request.arrival, s.id))
 
-    def _weigh(self, view: View) -> None:
+    def _weigh_requests(self, view: View) -> None:
         """Computes the density of every request without one. Requests of a session earn together."""
-        together: dict[object, list[SeqView]] = defaultdict(list)
+        groups: dict[object, list[SeqView]] = defaultdict(list)
         for seq in [*view.waiting, *view.running]:
             request = seq.request
-            compound = request.session and _ends_once(seq)
-            together[(request.tenant, request.session) if compound else seq.id].append(seq)
-        for peers in together.values():
+            is_compound = request.session and _ends_once(seq)
+            groups[(request.tenant, request.session) if is_compound else seq.id].append(seq)
+        for peers in groups.values():
             if all(s.id in self._density for s in peers):
                 continue
             seconds = self._step * sum(map(remaining_output, peers))
-            density = sum(self._earns(s, view.now, seconds) for s in peers) / seconds
+            density = sum(self._find_earnings(s, view.now, seconds) for s in peers) / seconds
             self._density.update((s.id, density) for s in peers)
 
-    def _earns(self, seq: SeqView, now: float, seconds: float) -> float:
+    def _find_earnings(self, seq: SeqView, now: float, seconds: float) -> float:
         """Returns the weighted tokens that it earns if it ends `seconds` from now."""
         if seq.best_effort:
             return 0.0
         slo, request = seq.slo, seq.request
-        prompt, left, end = request.prompt, remaining_output(seq), now + seconds
-        tokens = seq.output + left
+        prompt, output_left, end = request.prompt, remaining_output(seq), now + seconds
+        tokens = seq.output + output_left
         if _ends_once(seq):
-            return (prompt + OUTPUT_WEIGHT * tokens) * self._late(slo.e2e, end - request.arrival)
-        begun = seq.first_token_at is not None
+            return (prompt + OUTPUT_WEIGHT * tokens) * self._share_earned(slo.e2e, end - request.arrival)
+        has_output = seq.first_token_at is not None
         pace = None if slo.tpot is None else (slo.ttft or 0.0) + slo.tpot * tokens
-        output = OUTPUT_WEIGHT * (left if begun else tokens) * self._late(pace, end - seq.stage_start)
-        return output if begun else output + prompt * self._late(slo.ttft, now + self._step - seq.stage_start)
+        output = (
+            OUTPUT_WEIGHT * (output_left if has_output else tokens) * self._share_earned(pace, end - seq.stage_start)
+        )
+        return (
+            output if has_output else output + prompt * self._share_earned(slo.ttft, now + self._step - seq.stage_start)
+        )
 
-    def _late(self, bound: float | None, seconds: float) -> float:
+    def _share_earned(self, bound: float | None, seconds: float) -> float:
         """Returns the share earned by work due within `bound` seconds that takes `seconds`."""
         ratio = 1.0 if bound is None or seconds <= bound else max(MIN_DEADLINE_SHARE, bound / seconds)
         share: float = ratio**self.penalty_factor

@@ -17,14 +17,17 @@ SOURCE = "join-the-shortest-queue, in tokens, as gateways in front of vLLM do it
 
 @dataclass
 class Router(GreedyRouter):
-    """per_request: tokens that a request counts for beside its pending prefill (its decode to come)."""
+    """Places each request on the least loaded replica.
+
+    Args:
+        per_request: tokens that a request counts for beside its pending prefill (its decode to come)
+    """
 
     per_request: int = DECODE_TO_COME_TOKENS
     _load: list[int] = field(init=False, repr=False, default_factory=list)  # of each replica, in this dispatch
 
     def begin(self, held: Sequence[SeqView], fleet: Sequence[View]) -> None:
-        per = self.per_request
-        self._load = loads(fleet, per)
+        self._load = loads(fleet, self.per_request)
 
     def choose(self, seq: SeqView, fleet: Sequence[View]) -> int:
         least = self._load.index(min(self._load))

@@ -28,7 +28,7 @@ SOURCE = "LMetric: Simple is Better, Multiplication May Be All You Need for LLM 
 
 @dataclass
 class Router(GreedyRouter):
-    """No settings."""
+    """Places each request by the product of prefill tokens and batch size; it has no settings."""
 
     _prefixes: PrefixIndex = field(default_factory=PrefixIndex, init=False, repr=False, compare=False)
     _prefill: list[int] = field(default_factory=list, init=False, repr=False)  # of each replica, in this dispatch

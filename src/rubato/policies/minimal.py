@@ -23,7 +23,12 @@ SOURCE = "PolyServe, §5.1: baselines PD-Minimal and CO-Minimal (lowest cycle ti
 
 @dataclass
 class Router(PooledRouter):
-    """prefill, decode: the ratio of replicas that do one of them only; 0 = all do both."""
+    """Places each request on the replica with the shortest next iteration.
+
+    Args:
+        prefill: with `decode`, the ratio of replicas that do one of them only; 0: all do both
+        decode: see `prefill`
+    """
 
     _loads: dict[str, _Load] = field(init=False, repr=False, default_factory=dict)  # in this dispatch
 

@@ -21,8 +21,12 @@ SOURCE = "Mitzenmacher, The Power of Two Choices in Randomized Load Balancing (I
 
 @dataclass
 class Router(GreedyRouter):
-    """seed: of its own random stream, so that no other choice of a run shifts with it. per_request: tokens that a
-    request counts for beside its pending prefill (its decode to come)."""
+    """Places each request on the less loaded of two replicas drawn at random.
+
+    Args:
+        seed: of its own random stream, so that no other choice of a run shifts with it
+        per_request: tokens that a request counts for beside its pending prefill (its decode to come)
+    """
 
     seed: int = 0
     per_request: int = DECODE_TO_COME_TOKENS
@@ -36,11 +40,11 @@ class Router(GreedyRouter):
         self._load = loads(fleet, self.per_request)
 
     def choose(self, seq: SeqView, fleet: Sequence[View]) -> int:
-        least = min(self._two(len(fleet)), key=self._load.__getitem__)  # of equal ones the first drawn
+        least = min(self._draw_two(len(fleet)), key=self._load.__getitem__)  # of equal ones the first drawn
         self._load[least] += seq.pending + self.per_request
         return least
 
-    def _two(self, replicas: int) -> Sequence[int]:
+    def _draw_two(self, replicas: int) -> Sequence[int]:
         """Draws two different replicas, or the only one."""
         if replicas == 1:
             return [0]

@@ -19,8 +19,13 @@ SOURCE = "vLLM before V1, default scheduler; SLOs-Serve's and Ascendra's baselin
 
 @dataclass
 class Scheduler(Stateless):
-    """budget: max_num_batched_tokens of a prefill batch. watermark: share of KV kept free when admitting.
-    reserve_kv: start a request only when KV for all of it is left (`batch_builder.waiting_that_fit`)."""
+    """Plans whole prefills before any decode.
+
+    Args:
+        budget: tokens of a prefill batch (vLLM's max_num_batched_tokens)
+        watermark: share of KV kept free when admitting
+        reserve_kv: start a request only when KV for all of it is left (`batch_builder.waiting_that_fit`)
+    """
 
     needs = frozenset({"preempt"})
     budget: int = 2048
@@ -40,14 +45,14 @@ class Scheduler(Stateless):
         return decodes.plan(repeat_steps=decodes.repeat_steps())
 
     def _prefill(self, builder: BatchBuilder, view: View) -> None:
-        begun = resume_prefills(builder)  # a prompt longer than a batch
+        resumed = resume_prefills(builder)  # a prompt longer than a batch
         reserve = 0 if not view.running else int(self.watermark * view.kv_total)
         for seq in waiting_that_fit(view, self.reserve_kv):
-            longer_than_a_batch = seq.pending > builder.tokens_left and not builder.work
-            whole = builder.tokens_left if longer_than_a_batch else seq.pending
-            if begun or whole == 0 or builder.tokens_that_fit(seq) < whole:
+            is_longer_than_batch = seq.pending > builder.tokens_left and not builder.work
+            tokens = builder.tokens_left if is_longer_than_batch else seq.pending
+            if resumed or tokens == 0 or builder.tokens_that_fit(seq) < tokens:
                 return
-            builder.add(seq, whole)
+            builder.add(seq, tokens)
             if builder.kv_left < reserve:
                 builder.remove(seq)
                 return

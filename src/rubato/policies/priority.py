@@ -32,9 +32,13 @@ SOURCE = (
 
 @dataclass
 class Scheduler(Stateless):
-    """budget: tokens per step. max_wait: seconds after which the oldest of the looser priorities gets turns.
-    turn_every, turn_tokens: its turn is one step in `turn_every`, with at least `turn_tokens` tokens if it has as many
-    pending.
+    """Fills each step in order of priority.
+
+    Args:
+        budget: tokens of a step
+        max_wait: seconds after which the oldest request of the looser priorities gets turns
+        turn_every: steps from one turn to the next
+        turn_tokens: tokens that the request gets in its turn, at least, if as many are pending
     """
 
     needs = frozenset({"chunked", "preempt", "mixed"})
@@ -55,38 +59,38 @@ class Scheduler(Stateless):
     def plan(self, view: View) -> Plan:
         builder = BatchBuilder(view, self.budget)
         order = sorted([*view.running, *view.waiting], key=_order)
-        starved = self._starved(view, order)
+        starved = self._find_starved(view, order)
         running = builder.running
         if starved is not None:
             self._give_turn(builder, starved, [s for s in order[::-1] if s.id in running])
-        admitting = True
+        can_admit = True
         for at, seq in enumerate(order):
             if seq.id in builder.work:
                 continue
             if seq in builder.preempted:
-                admitting = False  # what waits behind it must not have what it gave back
+                can_admit = False  # requests that wait behind it must not get the KV that it gave back
                 continue
             tokens = min(seq.pending, builder.tokens_left) if builder.seqs_left else 0
             if tokens == 0:
                 break
-            runs = seq.id in running
-            if not runs and not admitting:
+            is_running = seq.id in running
+            if not is_running and not can_admit:
                 continue
-            # One that waits takes KV only from a looser priority: one of its own would take it back, endlessly.
+            # A waiting request takes KV only from a looser priority: one of its own would take it back, endlessly.
             victims = (
                 v
                 for v in order[:at:-1]
-                if v.id in running and v is not starved and (runs or tightness(v) > tightness(seq))
+                if v.id in running and v is not starved and (is_running or tightness(v) > tightness(seq))
             )
             if make_room(builder, seq, tokens, victims):
                 builder.add(seq, tokens)
             else:
-                admitting = False
-                if runs and seq is not starved:
+                can_admit = False
+                if is_running and seq is not starved:
                     builder.preempt(seq)
         return builder.plan()
 
-    def _starved(self, view: View, order: Sequence[SeqView]) -> SeqView | None:
+    def _find_starved(self, view: View, order: Sequence[SeqView]) -> SeqView | None:
         """Returns the oldest request behind the tightest priority here, if it has waited for `max_wait`."""
         behind = [s for s in order if tightness(s) > tightness(order[0])]
         oldest = min(behind, key=lambda s: (s.request.arrival, s.id), default=None)
@@ -105,8 +109,8 @@ class Scheduler(Stateless):
 
 
 def tightness(seq: SeqView) -> tuple[float, float, float]:
-    """Returns the priority, smaller is sooner: the tightest TTFT, TPOT and e2e of all stages in seconds, inf
-    without."""
+    """Returns the priority, of which the smallest goes first: the tightest TTFT, TPOT and e2e of all stages in seconds,
+    inf without."""
     slos = [stage.slo for stage in seq.request.stages]
     return _least(s.ttft for s in slos), _least(s.tpot for s in slos), _least(s.e2e for s in slos)
 

@@ -63,7 +63,7 @@ class Scheduler(Stateless):
     max_budget: int = 2552
     reserve_kv: bool = False
     _throughput: float = field(default=0.0, init=False)  # tokens of prefill a second, of late
-    _last: tuple[float, int] = field(default=(0.0, 0), init=False)  # when the last step began, its tokens of prefill
+    _last_step: tuple[float, int] = field(default=(0.0, 0), init=False)  # when it began, and its tokens of prefill
     _turns: Turns = field(default_factory=Turns, init=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Scheduler(Stateless):
         queue = self._by_priority(view)
         builder = BatchBuilder(view)
         self._turns.give(builder)
-        chunk = self._chunk(view, decodes, queue) - sum(w.tokens for w in builder.work.values())
+        chunk = self._size_chunk(view, decodes, queue) - sum(w.tokens for w in builder.work.values())
         builder.tokens_left = min(builder.tokens_left, len(decodes) + max(0, chunk))
         add_decodes(builder, sorted(decodes, key=lambda s: (s.best_effort, s.due)))
         late = self._add_prefills(builder, queue)
@@ -88,13 +88,13 @@ class Scheduler(Stateless):
         if not builder.work:
             run_in_order(builder, view.running)
         prefill = sum(w.tokens for w in builder.work.values() if w.tokens > 1)
-        self._last = (view.now, prefill)
+        self._last_step = (view.now, prefill)
         builder.fold_decodes()
-        decoding = not (view.waiting or view.prefilling)
+        has_only_decodes = not (view.waiting or view.prefilling)
         return builder.plan(
             demote=[s.id for s in late if s.id not in drop],
             drop=drop,
-            repeat_steps=builder.repeat_steps() if decoding else 0,
+            repeat_steps=builder.repeat_steps() if has_only_decodes else 0,
         )
 
     def _measure(self, view: View) -> None:
@@ -103,7 +103,7 @@ class Scheduler(Stateless):
         if not self._throughput:
             most = min(self.max_budget, view.limits.max_num_batched_tokens)
             self._throughput = most / view.latency.step_time(NO_BATCH.plus(most, 0))
-        began, tokens = self._last
+        began, tokens = self._last_step
         if tokens and view.now > began:
             self._throughput = THROUGHPUT_MEMORY * self._throughput + (1.0 - THROUGHPUT_MEMORY) * tokens / (
                 view.now - began
@@ -118,7 +118,7 @@ class Scheduler(Stateless):
 
         return sorted([*view.prefilling, *view.waiting], key=key)
 
-    def _chunk(self, view: View, decodes: Sequence[SeqView], queue: Sequence[SeqView]) -> int:
+    def _size_chunk(self, view: View, decodes: Sequence[SeqView], queue: Sequence[SeqView]) -> int:
         """Returns the tokens of prefill that end before the first decode is due."""
         least = max(0, self.min_budget - len(decodes))
         most = max(least, self.max_budget - len(decodes))
@@ -133,8 +133,8 @@ class Scheduler(Stateless):
         """Fills the batch in this order. Returns the requests relegated now, which go to the end of the queue."""
         view, running, block = builder.view, builder.running, builder.view.limits.block_size
         relegated: dict[str, SeqView] = {}
-        here, admitting = len(running), not builder.preempted  # what waits would take the KV just freed
-        left = unreserved_blocks(view) if self.reserve_kv and admitting else 0
+        count, can_admit = len(running), not builder.preempted  # what waits would take the KV just freed
+        unreserved = unreserved_blocks(view) if self.reserve_kv and can_admit else 0
         for seq in queue:  # which grows
             if not (builder.tokens_left and builder.seqs_left):
                 break
@@ -145,12 +145,12 @@ class Scheduler(Stateless):
                     relegated[seq.id] = seq
                     queue += [] if refusable(seq) else [seq]
                     continue
-                left -= blocks_at_end(seq, block) if self.reserve_kv else 0
-                lacks = builder.missing_blocks(seq, seq.pending + block * (here + 1)) > 0 or left < 0
-                if not admitting or (lacks and (here or view.moving)):  # alone, it starts whatever is predicted
-                    admitting = False
+                unreserved -= blocks_at_end(seq, block) if self.reserve_kv else 0
+                lacks_kv = builder.missing_blocks(seq, seq.pending + block * (count + 1)) > 0 or unreserved < 0
+                if not can_admit or (lacks_kv and (count or view.moving)):  # alone, it starts whatever is predicted
+                    can_admit = False
                     continue
-                here += 1
+                count += 1
             if tokens := builder.tokens_that_fit(seq):
                 builder.add(seq, tokens)
         return [*relegated.values()]

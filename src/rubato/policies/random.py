@@ -2,8 +2,9 @@
 
 For comparison: what a router brings that knows nothing.
 
-With prefill and decode apart (under distserve's scheduler), a prompt to one that prefills, its KV to one that decodes
-and has memory for it."""
+With prefill and decode apart (under distserve's scheduler), a prompt goes to a replica that prefills, its KV to one
+that decodes and has memory for it.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,13 @@ SOURCE = "PolyServe, §5.1: baselines PD-Random and CO-Random"
 
 @dataclass
 class Router(PooledRouter):
-    """seed: of its own random stream, so that no other choice of a run shifts with it. prefill, decode: the ratio of
-    replicas that do one of them only; 0 = all do both."""
+    """Places each request on a replica drawn at random.
+
+    Args:
+        prefill: with `decode`, the ratio of replicas that do one of them only; 0: all do both
+        decode: see `prefill`
+        seed: of its own random stream, so that no other choice of a run shifts with it
+    """
 
     seed: int = 0
     _draw: np.random.Generator = field(init=False, repr=False)

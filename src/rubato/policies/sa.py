@@ -46,7 +46,15 @@ PROBE_TOKENS = 1024  # tokens whose prefill and decode step tell how fast a late
 
 @dataclass(frozen=True, slots=True)
 class MappedRequest:
-    """A request to be ordered. prompt, output: tokens, the second as predicted. waited: seconds since it arrived."""
+    """A request to be ordered.
+
+    Args:
+        id: of the request
+        prompt: tokens
+        output: tokens, as predicted
+        slo: its SLO
+        waited: seconds since it arrived
+    """
 
     id: str
     prompt: int
@@ -55,10 +63,10 @@ class MappedRequest:
     waited: float = 0.0
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.prompt, Integral) and isinstance(self.output, Integral)
-        if not whole or self.prompt < 1 or self.output < 1 or not 0.0 <= self.waited < inf:
-            said = f"request {self.id!r}: prompt {self.prompt}, output {self.output}, waited {self.waited} s"
-            raise ValueError(f"{said}: give 1 token or more of each, whole numbers, and a finite time of 0 or more")
+        is_whole = isinstance(self.prompt, Integral) and isinstance(self.output, Integral)
+        if not is_whole or self.prompt < 1 or self.output < 1 or not 0.0 <= self.waited < inf:
+            values = f"request {self.id!r}: prompt {self.prompt}, output {self.output}, waited {self.waited} s"
+            raise ValueError(f"{values}: give 1 token or more of each, whole numbers, and a finite time of 0 or more")
 
 
 def order(
@@ -84,8 +92,8 @@ def order(
         raise ValueError("two requests have the same id: ids must be unique")
     if not requests:
         return []
-    found = anneal(Predictions().of(requests, model, max_batch), Annealing(), np.random.default_rng(seed))
-    return [[requests[i] for i in batch] for batch in found.batches]
+    solution = anneal(Predictions().predict(requests, model, max_batch), Annealing(), np.random.default_rng(seed))
+    return [[requests[i] for i in batch] for batch in solution.batches]
 
 
 # --------------------------------------------------------------------------- what a solution is worth
@@ -93,32 +101,34 @@ def order(
 
 @dataclass(slots=True)
 class _RequestPrediction:
-    """The prediction of a request that has just arrived, by batch size from 1 on."""
+    """The prediction of a request as if it had just arrived, by batch size from 1 on: the seconds that it takes, and
+    until when it has to be executed (`_slack`)."""
 
     request: MappedRequest
     seconds: Floats
     slack: Floats
 
-    def stands(self, request: MappedRequest) -> bool:
+    def holds_for(self, request: MappedRequest) -> bool:
+        """Returns whether the prediction still stands for the request as it is now."""
         own = self.request
-        same = own.prompt == request.prompt and own.slo == request.slo
-        return same and abs(request.output - own.output) <= PREDICTION_TOLERANCE * own.output
+        is_same = own.prompt == request.prompt and own.slo == request.slo
+        return is_same and abs(request.output - own.output) <= PREDICTION_TOLERANCE * own.output
 
 
 @dataclass
 class Predictions:
-    """Predictions of the requests that wait for one replica, kept by id and batch size from one mapping to the next:
-    each is a few calls of the latency model, for as many batch sizes as there are, and few change."""
+    """The predictions of the requests that wait for one replica, kept from one mapping to the next: each takes a few
+    calls of the latency model for every batch size, and few change."""
 
     _rows_by_id: dict[str, _RequestPrediction] = field(default_factory=dict)
-    _probed: float = 0.0  # seconds of `PROBE_TOKENS` when they were made
+    _probe_seconds: float = 0.0  # of `PROBE_TOKENS`, when they were made
 
-    def of(self, requests: Sequence[MappedRequest], model: LatencyModel, max_batch: int) -> Predicted:
+    def predict(self, requests: Sequence[MappedRequest], model: LatencyModel, max_batch: int) -> Predicted:
         """Predicts these requests, and forgets all others."""
         sizes = min(max_batch, max(1, len(requests)))
-        probed = prefill_seconds(model, 1, PROBE_TOKENS) + decode_seconds(model, 1, PROBE_TOKENS, 1)
-        if abs(probed - self._probed) > PREDICTION_TOLERANCE * self._probed:
-            self._rows_by_id, self._probed = {}, probed
+        probe_seconds = prefill_seconds(model, 1, PROBE_TOKENS) + decode_seconds(model, 1, PROBE_TOKENS, 1)
+        if abs(probe_seconds - self._probe_seconds) > PREDICTION_TOLERANCE * self._probe_seconds:
+            self._rows_by_id, self._probe_seconds = {}, probe_seconds
         rows = [self._row(request, model, sizes) for request in requests]
         self._rows_by_id = {request.id: row for request, row in zip(requests, rows, strict=True)}
         seconds, slack = np.empty((2, len(requests), sizes))
@@ -129,21 +139,28 @@ class Predictions:
 
     def _row(self, request: MappedRequest, model: LatencyModel, sizes: int) -> _RequestPrediction:
         row = self._rows_by_id.get(request.id)
-        if row is None or not row.stands(request):
+        if row is None or not row.holds_for(request):
             row = _RequestPrediction(request, np.empty(0), np.empty(0))
-        known = len(row.seconds)
-        if known < sizes:
-            own, new = row.request, np.empty((2, sizes - known))
-            for b in range(known + 1, sizes + 1):
+        predicted_sizes = len(row.seconds)
+        if predicted_sizes < sizes:
+            own, new = row.request, np.empty((2, sizes - predicted_sizes))
+            for b in range(predicted_sizes + 1, sizes + 1):
                 prefill = prefill_seconds(model, b, own.prompt)
                 decode = decode_seconds(model, b, own.prompt, own.output)
-                new[:, b - known - 1] = prefill + decode, _slack(own.slo, prefill, decode, own.output)
+                new[:, b - predicted_sizes - 1] = prefill + decode, _slack(own.slo, prefill, decode, own.output)
             row.seconds, row.slack = np.concatenate([row.seconds, new[0]]), np.concatenate([row.slack, new[1]])
         return row
 
 
 def _slack(slo: SLO, prefill: float, decode: float, output: int) -> float:
-    """Returns the seconds until it must be executed; -inf if a batch of that size cannot meet its TPOT."""
+    """Returns the seconds, from its arrival, within which a request must be executed; -inf if its TPOT cannot be met.
+
+    Args:
+        slo: of the request
+        prefill: seconds of its prompt in the batch
+        decode: seconds of its output in the batch
+        output: tokens
+    """
     if slo.tpot is not None and decode / output > slo.tpot:
         return -inf
     by_ttft = inf if slo.ttft is None else slo.ttft - prefill
@@ -177,9 +194,9 @@ class Router:
     _rng: np.random.Generator = field(init=False)
     _memory: dict[str, float] = field(default_factory=dict, init=False)  # replica -> tokens that still fit
     _batches: dict[str, list[list[str]]] = field(default_factory=dict, init=False)  # replica -> what is to be sent
-    _sent: dict[str, str] = field(default_factory=dict, init=False)  # request -> the replica that serves it
+    _replica_of_sent: dict[str, str] = field(default_factory=dict, init=False)  # request -> the replica that serves it
     _next_at: dict[str, float] = field(default_factory=dict, init=False)  # replica -> when a batch may be sent again
-    _predictions: dict[str, Predictions] = field(default_factory=dict, init=False)  # replica -> of what waits for it
+    _predictions: dict[str, Predictions] = field(default_factory=dict, init=False)  # by replica
 
     def __post_init__(self) -> None:
         if self.dispatch not in DISPATCHES:
@@ -193,85 +210,89 @@ class Router:
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, Finished | HandedOff | Lost):
-                self._sent.pop(event.id, None)
-            elif isinstance(event, Placed) and event.id in self._sent:  # with its group, or where its prefix is cached
-                self._sent[event.id] = event.replica
+                self._replica_of_sent.pop(event.id, None)
+            elif (
+                isinstance(event, Placed) and event.id in self._replica_of_sent
+            ):  # with its group, or where its prefix is cached
+                self._replica_of_sent[event.id] = event.replica
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         waiting = {seq.id: seq for seq in held}
         views = {view.id: view for view in fleet}
         queued = self._forget_gone(waiting, views)
-        for id in self._assigned([seq for seq in held if seq.id not in queued], fleet):
+        for id in self._assign_new([seq for seq in held if seq.id not in queued], fleet):
             if self.dispatch != "place":
                 self._map(waiting, views[id], now)
-        place = {id: view.id for view in fleet for id in self._due(waiting, view, now)}
-        self._sent.update(place)
+        place = {id: view.id for view in fleet for id in self._take_next(waiting, view, now)}
+        self._replica_of_sent.update(place)
         times = (at for id, at in self._next_at.items() if at > now + MIN_WAKE_S and self._batches.get(id))
         return Dispatch(place, wake_at=min(times, default=None))
 
     def _forget_gone(self, waiting: Mapping[str, SeqView], views: Mapping[str, View]) -> set[str]:
-        """Drop cancelled requests and lost replicas. Returns the ids assigned to one of the others."""
-        self._batches = {
-            replica: [
-                left for batch in self._batches.get(replica, []) if (left := [id for id in batch if id in waiting])
-            ]
-            for replica in views
-        }
+        """Drops cancelled requests and lost replicas; returns the ids that are assigned to the other replicas."""
+        old, self._batches = self._batches, {}
+        for replica in views:
+            batches = ([id for id in batch if id in waiting] for batch in old.get(replica, []))
+            self._batches[replica] = [batch for batch in batches if batch]
         self._predictions = {replica: self._predictions.get(replica, Predictions()) for replica in views}
         return {id for batches in self._batches.values() for batch in batches for id in batch}
 
-    def _assigned(self, new: Sequence[SeqView], fleet: Sequence[View]) -> list[str]:
-        """Each to the replica with the most memory left; when that has none for it, a new round begins (equation 20).
-        Returns the replicas that have new ones, in the fleet's order: each search draws from one stream."""
+    def _assign_new(self, new: Sequence[SeqView], fleet: Sequence[View]) -> list[str]:
+        """Assigns each new request to the replica with the most memory left; if that is too little, a new round begins,
+        in which all memory is free (equation 20).
+
+        Returns:
+            the ids of the replicas that got some, in the fleet's order: all searches draw from one stream
+        """
         full = {view.id: KV_USE_SHARE * view.kv_total * view.limits.block_size for view in fleet}
-        left = {id: self._memory.get(id, tokens) for id, tokens in full.items()}
+        memory = {id: self._memory.get(id, tokens) for id, tokens in full.items()}
         changed = set()
         for seq in new:
             need = seq.length + remaining_output(seq)
-            most = max(left, key=left.__getitem__)
-            if left[most] < need:
-                left = dict(full)
-                most = max(left, key=left.__getitem__)
-            left[most] -= need
-            self._batches[most].append([seq.id])
-            changed.add(most)
-        self._memory = left
+            emptiest = max(memory, key=memory.__getitem__)
+            if memory[emptiest] < need:
+                memory = dict(full)
+                emptiest = max(memory, key=memory.__getitem__)
+            memory[emptiest] -= need
+            self._batches[emptiest].append([seq.id])
+            changed.add(emptiest)
+        self._memory = memory
         return [view.id for view in fleet if view.id in changed]
 
     def _map(self, waiting: Mapping[str, SeqView], view: View, now: float) -> None:
-        """The priority mapper (§4.3), for the requests of one replica that have not been sent."""
-        asked = [_mapped_request(waiting[id], now) for batch in self._batches[view.id] for id in batch]
-        predicted = self._predictions[view.id].of(asked, view.latency, self._largest(view))
-        self._batches[view.id] = [[asked[i].id for i in batch] for batch in self.solved(predicted).batches]
+        """Orders the requests of one replica that have not been sent in batches (the priority mapper, §4.3)."""
+        requests = [_mapped_request(waiting[id], now) for batch in self._batches[view.id] for id in batch]
+        predicted = self._predictions[view.id].predict(requests, view.latency, self._max_batch_size(view))
+        self._batches[view.id] = [[requests[i].id for i in batch] for batch in self.solve(predicted).batches]
 
-    def _largest(self, view: View) -> int:
+    def _max_batch_size(self, view: View) -> int:
         limits = view.limits
         return self.max_batch or min(limits.max_num_seqs, limits.max_running or limits.max_num_seqs)
 
-    def solved(self, predicted: Predicted) -> Solution:
-        """By annealing; a router that searches otherwise overrides this."""
+    def solve(self, predicted: Predicted) -> Solution:
+        """Finds an order and batches by annealing; a router that searches otherwise overrides this."""
         return anneal(predicted, self._annealing, self._rng)
 
-    def _due(self, waiting: Mapping[str, SeqView], view: View, now: float) -> list[str]:
-        """What is to be sent to a replica now, if anything."""
-        batches, there = self._batches[view.id], sum(replica == view.id for replica in self._sent.values())
+    def _take_next(self, waiting: Mapping[str, SeqView], view: View, now: float) -> list[str]:
+        """Takes from the replica's batches the ids of the requests to send now, and returns them."""
+        batches, running = self._batches[view.id], sum(replica == view.id for replica in self._replica_of_sent.values())
         if not batches:
             return []
         if self.dispatch == "place":
-            free = self._largest(view) - there
+            free = self._max_batch_size(view) - running
             if free <= 0:
                 return []
-            self._map(waiting, view, now)  # not before: an order that nothing can be sent by would be made anew
+            self._map(waiting, view, now)  # only now: an order of which nothing can be sent would be made anew
             ordered = [id for batch in self._batches[view.id] for id in batch]
             self._batches[view.id] = [ordered[free:]] if ordered[free:] else []
             return ordered[:free]
-        if (self.dispatch == "batch_end" and there) or now + MIN_WAKE_S < self._next_at.get(view.id, 0.0):
+        if (self.dispatch == "batch_end" and running) or now + MIN_WAKE_S < self._next_at.get(view.id, 0.0):
             return []
         self._next_at[view.id] = now + BATCH_GAP_S
         return batches.pop(0)
 
 
 def _mapped_request(seq: SeqView, now: float) -> MappedRequest:
-    """A request as it waits; a resumed one's prompt is all its tokens so far."""
+    """Returns a request as it waits; a resumed one's prompt is all its tokens so far."""
     slo, waited = seq.slo, max(0.0, now - seq.stage_start)
     return MappedRequest(seq.id, max(1, seq.length), max(1, round(remaining_output(seq))), slo, waited)

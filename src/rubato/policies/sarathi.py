@@ -27,17 +27,21 @@ TTFT_HOLD_STEPS = 8  # ours: what the pull request sets was not found
 
 @dataclass
 class Scheduler(Stateless):
-    """budget: tokens per step; 0 = the largest that keeps the tightest TPOT, at least `min_chunk` of prefill.
-    min_chunk: tokens of prefill in such a step, at least. min_prefill_chunk_tokens: beside decodes prefill is held
-    while it would be fewer tokens (0: never held). reserve_kv: start a request only when KV for all of it is left
-    (`batch_builder.waiting_that_fit`)."""
+    """Plans all decodes, and chunks of prompts up to the budget.
+
+    Args:
+        budget: tokens of a step; 0: as many as keep the tightest TPOT, at least `min_chunk` of them prefill
+        min_chunk: tokens of prefill in such a step, at least
+        min_prefill_chunk_tokens: beside decodes prefill waits while it would get fewer tokens; 0: it never waits
+        reserve_kv: start a request only when KV for all of it is left (`batch_builder.waiting_that_fit`)
+    """
 
     needs = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 0
     min_chunk: int = 32
     min_prefill_chunk_tokens: int = 0
     reserve_kv: bool = False
-    _held_steps: int = field(default=0, init=False)  # steps in a row
+    _held_steps: int = field(default=0, init=False)  # in a row, in which prefill waited
 
     def __post_init__(self) -> None:
         if self.budget < 0 or self.min_chunk < 1 or self.min_prefill_chunk_tokens < 0:
@@ -47,7 +51,7 @@ class Scheduler(Stateless):
             )
 
     def plan(self, view: View) -> Plan:
-        builder = decode_first(view, self.budget or self._tuned(view), self.reserve_kv)
+        builder = decode_first(view, self.budget or self._tune_budget(view), self.reserve_kv)
         prefill = sum([work.tokens for work in builder.work.values()])
         if builder.decode and 0 < prefill < self.min_prefill_chunk_tokens and self._held_steps < TTFT_HOLD_STEPS:
             self._held_steps += 1
@@ -55,10 +59,10 @@ class Scheduler(Stateless):
             builder.decode_all()
             return builder.plan()
         self._held_steps = 0
-        fixed = self.budget > 0 or not (view.waiting or view.prefilling)  # a tuned one changes with every token of KV
-        return builder.plan(repeat_steps=builder.repeat_steps() if fixed else 0)
+        is_fixed = self.budget > 0 or not (view.waiting or view.prefilling)  # a tuned one changes with each token of KV
+        return builder.plan(repeat_steps=builder.repeat_steps() if is_fixed else 0)
 
-    def _tuned(self, view: View) -> int:
+    def _tune_budget(self, view: View) -> int:
         here = [*view.running, *view.waiting]
         tpots = [t for s in here if (t := s.slo.tpot) is not None]
         if not tpots:

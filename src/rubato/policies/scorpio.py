@@ -67,7 +67,7 @@ class Scheduler:
     ttft_reserve: float = 0.05
     mixed: bool = False
     reserve_kv: bool = False
-    _credit: dict[str, float] = field(default_factory=dict, init=False)
+    _credit: dict[str, float] = field(default_factory=dict, init=False)  # by id
     _turns: Turns = field(default_factory=Turns, init=False)
 
     def __post_init__(self) -> None:
@@ -98,11 +98,11 @@ class Scheduler:
         if not builder.work:
             run_in_order(builder, view.running)
         builder.fold_decodes()
-        ahead = {stage.slo.tpot or inf for s in view.running for stage in s.request.stages[s.stage :]}
-        alike = not view.waiting and len(ahead) < 2  # else credits or admission may change it, perhaps at a later stage
+        tpots_ahead = {stage.slo.tpot or inf for s in view.running for stage in s.request.stages[s.stage :]}
+        is_steady = not view.waiting and len(tpots_ahead) < 2  # else credits, admission or a later stage may change it
         return builder.plan(
             demote=[s.id for s in late if s.id not in drop], drop=drop,
-            repeat_steps=builder.repeat_steps() if alike else 0,
+            repeat_steps=builder.repeat_steps() if is_steady else 0,
         )  # fmt: skip
 
     def _guard_ttft(self, view: View) -> tuple[list[SeqView], list[SeqView]]:
@@ -114,8 +114,8 @@ class Scheduler:
         for seq in sorted([s for s in view.waiting if not s.best_effort], key=_deadline):
             together = before.plus(seq.pending, seq.cached)
             first = view.now + view.latency.step_time(together) + self.ttft_reserve
-            begun = seq.first_token_at is not None
-            if not begun and (seq.due < first or wants_refusal(seq, view)):
+            has_output = seq.first_token_at is not None
+            if not has_output and (seq.due < first or wants_refusal(seq, view)):
                 late.append(seq)
             else:
                 in_time.append(seq)
@@ -131,9 +131,9 @@ class Scheduler:
         for seq, tpot in zip(decodes, tpots, strict=True):
             if tpot > tightest:
                 credit = self._credit.get(seq.id, 0.0) + tightest / tpot
-                runs = credit >= 1.0 - CREDIT_ROUNDING
-                self._credit[seq.id] = credit - runs
-                if not runs:
+                has_credit = credit >= 1.0 - CREDIT_ROUNDING
+                self._credit[seq.id] = credit - has_credit
+                if not has_credit:
                     continue
             chosen.append(seq)
         add_decodes(builder, chosen)
@@ -146,24 +146,24 @@ class Scheduler:
         if builder.preempted:  # what waits would take the KV just freed
             return
         here = [*view.running]
-        left = unreserved_blocks(view) if self.reserve_kv and queue else 0
+        unreserved = unreserved_blocks(view) if self.reserve_kv and queue else 0
         for seq in queue:
             if seq.id in builder.work:
                 continue
             tokens = seq.pending
             if self.mixed or (tokens > builder.tokens_left and not builder.work):  # longer than a batch: alone
                 tokens = min(tokens, builder.tokens_left)
-            left -= blocks_at_end(seq, block) if self.reserve_kv else 0
+            unreserved -= blocks_at_end(seq, block) if self.reserve_kv else 0
             if here or view.moving:  # else it starts whatever is predicted
                 to_grow = seq.pending + block * (len(here) + 1)
-                if left < 0 or builder.missing_blocks(seq, to_grow) > 0 or not self._admits(view, here, seq):
+                if unreserved < 0 or builder.missing_blocks(seq, to_grow) > 0 or not self._can_admit(view, here, seq):
                     return
             if tokens == 0 or builder.tokens_that_fit(seq) < tokens:
                 return
             builder.add(seq, tokens)
             here.append(seq)
 
-    def _admits(self, view: View, here: Sequence[SeqView], seq: SeqView) -> bool:
+    def _can_admit(self, view: View, here: Sequence[SeqView], seq: SeqView) -> bool:
         """Returns whether decodes of these requests and one more are predicted to keep the tightest TPOT."""
         together = [*here, seq]
         counts = Counter(_bounded([*map(tpot_of, together)]))

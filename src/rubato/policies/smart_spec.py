@@ -26,7 +26,13 @@ SOURCE = "Optimizing Speculative Decoding for Serving Large Language Models Usin
 
 @dataclass
 class Scheduler:
-    """budget: max_num_batched_tokens. most: the longest chain. reserve_kv: as `vllm`."""
+    """Plans steps of `vllm`, with chains of drafted tokens of the length that pays most.
+
+    Args:
+        budget: tokens of a step (vLLM's max_num_batched_tokens)
+        most: drafted tokens of a chain, at most
+        reserve_kv: start a request only when KV for all of it is left
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft"})
     budget: int = 2048
@@ -46,26 +52,26 @@ class Scheduler:
         builder = BatchBuilder(view, self.budget)
         decodes = [s for s in view.running if s.pending == 1]
         self._acceptance.follow(decodes)
-        length = self._length(view, decodes)
+        length = self._choose_length(view, decodes)
         chain = (length, 1) if length else None
-        run_in_order(builder, view.running, lambda seq: _first(seq, length), chain)
+        run_in_order(builder, view.running, lambda seq: _first_drafted(seq, length), chain)
         admit_in_order(builder, waiting_that_fit(view, self.reserve_kv), chain)
         return builder.plan()
 
-    def _length(self, view: View, decodes: Sequence[SeqView]) -> int:
+    def _choose_length(self, view: View, decodes: Sequence[SeqView]) -> int:
         """Returns the chain length with the most tokens per second, drafts and verification included."""
         n, kv = max(1, len(decodes)), sum([s.cached for s in decodes])
         means = [self._acceptance.mean(s.request) for s in decodes] or [self._acceptance.prior]
-        best, most, tokens = 0, 0.0, 0.0
+        best, highest, tokens = 0, 0.0, 0.0
         for length in range(self.most + 1):
             tokens += sum([mean**length for mean in means])
             drafts = drafting((length, 1) if length else None, n)
             goodput = tokens / view.latency.step_time(with_nodes(drafts, n, kv, n * length))
-            if goodput > most:
-                best, most = length, goodput
+            if goodput > highest:
+                best, highest = length, goodput
         return best
 
 
-def _first(seq: SeqView, length: int) -> Sequence[int]:
+def _first_drafted(seq: SeqView, length: int) -> Sequence[int]:
     """Returns the first drafted tokens, up to the chain length."""
     return range(min(length, len(seq.draft.parents))) if seq.draft is not None else ()

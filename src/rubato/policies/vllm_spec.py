@@ -23,8 +23,13 @@ SOURCE = "vLLM V1 with num_speculative_tokens; the baseline vLLM-Spec(n) of AdaS
 
 @dataclass
 class Scheduler(Stateless):
-    """budget: max_num_batched_tokens. n: num_speculative_tokens (AdaServe's artifact has 4, 6 and 8). reserve_kv: as
-    `vllm`."""
+    """Plans steps of `vllm`, with a chain of drafted tokens for each decode.
+
+    Args:
+        budget: tokens of a step (vLLM's max_num_batched_tokens)
+        n: tokens of a chain (vLLM's num_speculative_tokens; AdaServe's artifact has 4, 6 and 8)
+        reserve_kv: start a request only when KV for all of it is left
+    """
 
     needs = vllm.Scheduler.needs | {"draft"}
     budget: int = 2048
@@ -38,10 +43,10 @@ class Scheduler(Stateless):
     def plan(self, view: View) -> Plan:
         builder = BatchBuilder(view, self.budget)
         chain = (self.n, 1)
-        run_in_order(builder, view.running, _draft_count, chain)
+        run_in_order(builder, view.running, _drafted_nodes, chain)
         admit_in_order(builder, waiting_that_fit(view, self.reserve_kv), chain)
         return builder.plan()
 
 
-def _draft_count(seq: SeqView) -> Sequence[int]:
+def _drafted_nodes(seq: SeqView) -> Sequence[int]:
     return range(len(seq.draft.parents)) if seq.draft is not None else ()

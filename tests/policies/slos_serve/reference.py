@@ -41,7 +41,7 @@ def supply(grid: Grid, k: float) -> float:
 
 def fringe(grid: Grid, tpot: float) -> float:
     """What a decode's stairs rise above its line: nothing where all batches divide its TPOT, and each other."""
-    lengths = [p.seconds for p in grid[grid.leads :] if p.seconds <= tpot * (1.0 + CLOSE)]
+    lengths = [p.seconds for p in grid[grid.has_short_first :] if p.seconds <= tpot * (1.0 + CLOSE)]
     ratios = [a / b for a, b in zip([tpot, *lengths], lengths, strict=False)]
     if tpot == inf or all(abs(ratio - round(ratio)) <= 1e-6 for ratio in ratios):
         return 0.0

@@ -16,7 +16,7 @@ from rubato.measure.records import rejudged
 from rubato.policies.slos_serve import dynamic_program
 from rubato.policies.slos_serve.admission import AdmissionLimits, admit
 from rubato.policies.slos_serve.demand import Demand, rows
-from rubato.policies.slos_serve.dynamic_program import ROUNDING_TOKENS, SECONDS, TOKENS, summed
+from rubato.policies.slos_serve.dynamic_program import ROUNDING_TOKENS, SECONDS, TOKENS, sum_over_batches
 from rubato.simulation.run_spec import RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
 from tests.policies.slos_serve import reference
@@ -64,9 +64,9 @@ def test_what_is_left_of_grids_is_as_in_plain_python(instance: Instance) -> None
     ]
     for grid in tried(forced, new, limits):
         made, k, due = np.array(grid), np.arange(12.0), np.linspace(-1.0, 40.0, 83)
-        assert summed(made, k, SECONDS).tolist() == pytest.approx([reference.end(grid, n) for n in k])
-        assert summed(made, k, TOKENS).tolist() == pytest.approx([reference.supply(grid, n) for n in k])
-        assert dynamic_program.index(made, due).tolist() == [reference.index(grid, at) for at in due]
+        assert sum_over_batches(made, k, SECONDS).tolist() == pytest.approx([reference.end(grid, n) for n in k])
+        assert sum_over_batches(made, k, TOKENS).tolist() == pytest.approx([reference.supply(grid, n) for n in k])
+        assert dynamic_program.batches_ended(made, due).tolist() == [reference.index(grid, at) for at in due]
         *_, room, slope = dynamic_program.demand_line(made, rows(forced))
         assert room.tolist() == pytest.approx(reference.room(grid, forced))
         assert (slope >= -ROUNDING_TOKENS and room.min() >= -ROUNDING_TOKENS) == reference.holds(grid, forced)
@@ -91,7 +91,7 @@ def test_memory_is_for_one_that_is_worth_more_than_those_that_take_least_of_it()
 
 def test_memory_is_counted_by_what_is_held_together() -> None:
     """Ten blocks each at the end, one a hundred tokens after the other: six of its blocks are still to come."""
-    soon, later = (Demand("d", 20.0, 1, 15.0, 10, left=left) for left in (1.0, 101.0))
+    soon, later = (Demand("d", 20.0, 1, 15.0, 10, output_left=left) for left in (1.0, 101.0))
     for left, fits in ((later, True), (soon, False)):
         found = admit([soon], [left], AdmissionLimits(20.0, capacity, 14, 100, block=16))
         assert found is not None
@@ -106,7 +106,7 @@ def test_the_first_batch_may_be_a_short_one() -> None:
         found = admit(running, [Demand("new", 3.0, tokens, 30.0)], limits)
         assert found is not None
         assert found.accepted == ((0,) if ends else ())
-        assert found.grid.leads == ends
+        assert found.grid.has_short_first == ends
     found = admit(running, [Demand("new", 3.0, 5.0, 30.0)], replace(limits, beside=None))
     assert found is not None
     assert found.accepted == ()

@@ -69,11 +69,11 @@ def test_a_request_that_was_unlucky_is_wanted_in_the_next_batch() -> None:
 def test_the_mean_is_planned_on_where_a_decode_can_be_ahead() -> None:
     seq = Seq(request("a", ttft=1.0, tpot=0.05))
     certain, half = AcceptanceRates(1.0), AcceptanceRates(0.5)
-    assert SpeculationState(9, able=True, acceptance=certain).chance(seq) == 1.0
-    assert SpeculationState(9, able=True, acceptance=half).chance(seq) == 0.5
-    assert SpeculationState(9, acceptance=half).chance(seq) == 0.0
+    assert SpeculationState(9, can_draft=True, acceptance=certain).planned_acceptance(seq) == 1.0
+    assert SpeculationState(9, can_draft=True, acceptance=half).planned_acceptance(seq) == 0.5
+    assert SpeculationState(9, acceptance=half).planned_acceptance(seq) == 0.0
     from_first_token = Seq(request("b", tpot=0.05))
-    assert SpeculationState(9, able=True, acceptance=half).chance(from_first_token) == 0.0
+    assert SpeculationState(9, can_draft=True, acceptance=half).planned_acceptance(from_first_token) == 0.0
 
 
 # --------------------------------------------------------------------------- view in, plan out
@@ -134,7 +134,7 @@ class Recording:
 
     def __init__(self, prior: float) -> None:
         self.inner = Scheduler()
-        self.inner._drafts.acceptance.prior = prior
+        self.inner._speculation.acceptance.prior = prior
         self.promised: set[str] = set()
         self.verified = self.beyond = 0
 
@@ -143,7 +143,7 @@ class Recording:
 
     def plan(self, shown: View) -> Plan:
         plan = self.inner.plan(shown)
-        self.promised.update(self.inner.promised)
+        self.promised.update(self.inner.promised_ids)
         for w in plan.work:
             seq = shown.known[w.seq]
             self.verified += len(w.verify)

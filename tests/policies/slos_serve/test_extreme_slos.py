@@ -11,7 +11,7 @@ from rubato.core.plan import Limits
 from rubato.core.request import MAX_SLO_S, SLO, Request, Sampling, Stage
 from rubato.latency.affine import Model
 from rubato.policies.slos_serve import admission, dynamic_program
-from rubato.policies.slos_serve.dynamic_program import Floats, Line
+from rubato.policies.slos_serve.dynamic_program import DemandLine, Floats
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
 from tests.kit import run_spec
@@ -45,9 +45,9 @@ def test_the_longest_times_fail_nobody() -> None:
 @few
 @given(load=loads(EXTREME))
 def test_what_is_left_of_a_grid_is_always_a_number(load: Load) -> None:
-    def line(grid: Floats, forced: Floats) -> Line:
+    def line(grid: Floats, forced: Floats) -> DemandLine:
         left = made(grid, forced)
-        assert np.isfinite(left[3]).all()  # else the step, and with it the requests of `run`, would fail
+        assert np.isfinite(left.room).all()  # else the step, and with it the requests of `run`, would fail
         return left
 
     made = admission.demand_line

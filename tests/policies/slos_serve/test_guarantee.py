@@ -85,7 +85,7 @@ class Recording:
 
     def plan(self, view: View) -> Plan:
         plan = self.inner.plan(view)
-        self.promised.update(self.inner.promised)
+        self.promised.update(self.inner.promised_ids)
         return plan
 
 

@@ -153,10 +153,10 @@ def test_a_prompt_that_cannot_be_in_time_any_more_is_given_up() -> None:
     scheduler = Scheduler()
     a = prompt("a", 60, ttft=0.1)
     scheduler.plan(seen([a], []))
-    assert set(scheduler.promised) == {"a"}
+    assert set(scheduler.promised_ids) == {"a"}
     made = scheduler.plan(seen([a], [], now=0.05))  # nothing was run, and 70 ms are needed
     assert made.demote == ("a",)
-    assert not scheduler.promised
+    assert not scheduler.promised_ids
 
 
 def test_stages() -> None:
@@ -268,7 +268,7 @@ def test_a_promise_that_cannot_be_kept_any_more_ends_as_its_client_asked() -> No
     policy = Scheduler()
     waiting = [prompt("a", 20, ttft=0.5, refuse=True), prompt("b", 20, ttft=0.5)]
     assert not policy.plan(seen(waiting, [])).demote
-    assert policy.promised == {"a", "b"}
+    assert policy.promised_ids == {"a", "b"}
     late = policy.plan(seen(waiting, [], now=1.0))
     assert late.demote == ("b",)
     assert late.drop == {"a": "rejected-slo-late"}

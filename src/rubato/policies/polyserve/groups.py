@@ -24,7 +24,7 @@ class GroupingRouter(TierRouter[TierReplica]):
     _fleet: Sequence[View] = field(init=False, repr=False, default=())
     _groups: list[list[TierReplica]] = field(init=False, repr=False, default_factory=list)  # the most loaded first
     _unsorted: set[int] = field(init=False, repr=False, default_factory=set)
-    _changed_replicas: dict[str, TierReplica] = field(init=False, repr=False, default_factory=dict)  # one has left it
+    _changed_replicas: dict[str, TierReplica] = field(init=False, repr=False, default_factory=dict)  # a request left
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,7 +38,7 @@ class GroupingRouter(TierRouter[TierReplica]):
     def _update_replicas(self, fleet: Sequence[View]) -> None:
         """Updates the replicas of the fleet and their views."""
         replicas = self._replicas
-        if len(fleet) == len(self._fleet) and all(map(is_, fleet, self._fleet)):  # these change by themselves
+        if len(fleet) == len(self._fleet) and all(map(is_, fleet, self._fleet)):  # views change in place
             return
         self._fleet = list(fleet)
         for index, view in enumerate(fleet):
@@ -54,8 +54,8 @@ class GroupingRouter(TierRouter[TierReplica]):
                 del replicas[lost_replica.id]
 
     def _loaded(self, group: int, among: Sequence[TierReplica] | None) -> Sequence[TierReplica]:
-        """Returns the admitting replicas of a group (within `among`, if given), the most loaded first; ties by
-        index."""
+        """Returns the replicas of a group that admit requests (within `among`, if given), the most loaded first; ties
+        by index."""
         if among is not None and all(replica.group != group for replica in among):
             return ()
         replicas = self._groups[group]
@@ -65,8 +65,13 @@ class GroupingRouter(TierRouter[TierReplica]):
         return [r for r in replicas if not r.draining and (among is None or r in among)]
 
     def _idlest(self, seq: SeqView, besides: TierReplica | None = None, enlist: bool = True) -> TierReplica | None:
-        """Returns the idlest replica of the pool that can take this request's KV; ties by lowest index. `enlist`: to
-        change its group, which is impossible while KV is on its way there."""
+        """Returns the idlest replica of the pool that can take a request's KV; ties by lowest index.
+
+        Args:
+            seq: the request
+            besides: a replica that is left out
+            enlist: whether the replica is to change its group, which it cannot while KV is on its way there
+        """
         pool = [r for r in self._replicas.values() if r.group is None and r is not besides and not is_source(r, seq)]
         if enlist:
             pool = [r for r in pool if not r.receives_kv()]
@@ -80,9 +85,11 @@ class GroupingRouter(TierRouter[TierReplica]):
         routing.roles[replica.id] = self._role(group)
 
     def _give_back(self, replica: TierReplica, routing: RoutingRound) -> None:
-        """To the pool when it is empty, if it prefills when it has been for `PREFILL_IDLE_S`: a tier would take it at
-        once, and prompts would have to wait until one that decodes is empty. To the draining ones when only requests of
-        looser tiers are left."""
+        """Gives an empty replica back to the pool, and lets one drain on which only requests of looser tiers are left.
+
+        A prefill replica goes back once it has been empty for `PREFILL_IDLE_S`: a tier would take it at once, and
+        prompts would have to wait until a decode replica is empty.
+        """
         group = replica.group
         if group is None:
             return

@@ -20,8 +20,12 @@ Slot = tuple[TierReplica, int, str]  # a replica to decode on, the tier that it 
 
 @dataclass
 class PlacementRound(RoutingRound):
-    """The decisions of one dispatch. no_slot, no_prefill: (tier, length, output) of those that found no place to
-    decode, (due, tokens) of prompts that none can prefill in time: one that asks for more is not tried."""
+    """The decisions of one dispatch, and what failed in it: a request that asks for as much or more is not tried.
+
+    Args:
+        no_slot: (tier, length, output tokens) of requests that found no place to decode
+        no_prefill: (due, tokens) of prompts that no replica prefills in time
+    """
 
     no_slot: list[tuple[int, int, float]] = field(default_factory=list)
     no_prefill: list[tuple[float, int]] = field(default_factory=list)
@@ -38,10 +42,10 @@ class Router(GroupingRouter):
 
     mode: str = "co"
     _added: list[TierReplica] = field(init=False, repr=False, default_factory=list)  # by the last dispatch
-    _held_until: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # when it may be in time last
+    _held_until: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # could be in time until then
     _lacks: dict[str, str] = field(init=False, repr=False, default_factory=dict)  # what a held prompt lacks
-    _for_pool: set[str] = field(init=False, repr=False, default_factory=set)  # best effort, waits for the pool
-    _guest: str | None = field(init=False, repr=False, default=None)  # best effort that is in no pool
+    _for_pool: set[str] = field(init=False, repr=False, default_factory=set)  # best effort that waits for the pool
+    _guest: str | None = field(init=False, repr=False, default=None)  # best effort that a tier's replica serves
 
     def __post_init__(self) -> None:
         if self.mode not in ("co", "pd"):
@@ -87,7 +91,7 @@ class Router(GroupingRouter):
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         self._update_replicas(fleet)
         for replica in self._added:
-            replica.added = 0
+            replica.added_tokens = 0
         self._added.clear()
         routing = PlacementRound(now)
         held_until, for_pool = self._held_until, self._for_pool
@@ -109,21 +113,20 @@ class Router(GroupingRouter):
                     self._try(seq, routing, ())
         for seq in sorted(fresh, key=lambda s: by_deadline(s, now)):
             self._try(seq, routing, None)
-        # to be given back yet; those that are idle are looked at when it has been long enough
+        # To be given back later; idle prefill replicas are looked at when they have been idle for long enough.
         self._changed_replicas = {
             r.id: r for r in changed_replicas if r.empty and r.group is not None and r.idle_since == inf
         }
-        back = [
-            t for r in self._groups[PREFILL_GROUP] if (t := r.idle_since + PREFILL_IDLE_S) > now
-        ]  # else KV is on its way there
-        until = min([*held_until.values(), *back], default=inf)
+        # An idle replica that is not given back by then waits for KV on its way there.
+        give_back_times = [t for r in self._groups[PREFILL_GROUP] if (t := r.idle_since + PREFILL_IDLE_S) > now]
+        until = min([*held_until.values(), *give_back_times], default=inf)
         if for_pool:
             self._send_too_long([seq for seq in fresh if seq.id in for_pool], routing)
             parked = [seq for seq in held if seq.id in for_pool]
-            pooled = any(replica.group is None for replica in self._replicas.values())
-            if pooled:
+            has_pool = any(replica.group is None for replica in self._replicas.values())
+            if has_pool:
                 self._fill_pool(parked, routing)
-            until = min(until, self._admit_guests([s for s in parked if s.id in for_pool], routing, pooled))
+            until = min(until, self._admit_guests([s for s in parked if s.id in for_pool], routing, has_pool))
         return self._dispatch(routing, until)
 
     def _try(self, seq: SeqView, routing: PlacementRound, among: Sequence[TierReplica] | None) -> None:
@@ -141,7 +144,7 @@ class Router(GroupingRouter):
             until = self._until(request)
             if until > routing.now:
                 self._held_until[id] = until
-            elif not request.moves or until == -inf:
+            elif not request.moves or until == -inf:  # late even on an idle replica
                 routing.demote.append(id)
                 self._leave(id)
                 self._for_pool.add(id)
@@ -152,19 +155,19 @@ class Router(GroupingRouter):
 
     def _request(self, seq: SeqView, now: float) -> HeldRequest | None:
         """Returns what a request asks for; None for best effort, and for a TPOT that no tier keeps."""
-        left, moves = remaining_output(seq), seq.cached > 0 and self.mode == "pd"
+        remaining, moves = remaining_output(seq), seq.cached > 0 and self.mode == "pd"
         if seq.best_effort:  # a place to decode was reserved for a guest, or for one that was demoted since
             slot = self._slots.get(seq.id)
             return self._best_effort(seq) if moves and slot is not None and slot.tier is not None else None
         least = self._least_seconds(seq, moves)
-        tier, due = tier_and_due(seq, self.tiers, left, least, now)
+        tier, due = tier_and_due(seq, self.tiers, remaining, least, now)
         if tier < 0:
             return None
-        way = seq.length * self._token_moves
+        transfer_seconds = seq.length * self._token_moves
         if self.mode == "pd" and not moves:  # the second token waits for the KV and the end of a step
-            lead = due - min(due, prompt_due(seq)) + way
+            lead = due - min(due, prompt_due(seq)) + transfer_seconds
             due -= max(0.0, min(lead, 0.5 * (due - now - least)))
-        return HeldRequest(seq, tier, due, seq.pending, seq.length, left, moves, way)
+        return HeldRequest(seq, tier, due, seq.pending, seq.length, remaining, moves, transfer_seconds)
 
     def _least_seconds(self, seq: SeqView, moves: bool) -> float:
         """Returns the seconds until its next token on an idle replica."""
@@ -174,8 +177,8 @@ class Router(GroupingRouter):
     def _until(self, request: HeldRequest) -> float:
         """Returns the latest time at which an idle replica could still have its next token in time; -inf if its TPOT or
         KV is too much for every replica."""
-        tpot, most = self.tiers[request.tier], request.most
-        if not any(most <= r.capacity and r.steps.decodes(1, most) <= tpot for r in self._replicas.values()):
+        tpot, length = self.tiers[request.tier], request.final_length
+        if not any(length <= r.capacity and r.steps.decodes(1, length) <= tpot for r in self._replicas.values()):
             return -inf
         return request.due - self._least_seconds(request.seq, request.moves)
 
@@ -198,7 +201,7 @@ class Router(GroupingRouter):
             else:
                 slot = self._find_slot(request, routing, None)
                 if slot is None and request.due == inf:
-                    slot = self._room(request)
+                    slot = self._find_room(request)
                 if slot is None:
                     return False
                 self._reserve_slot(request, slot, routing)
@@ -208,7 +211,7 @@ class Router(GroupingRouter):
             self._moving[id] = routing.now
             routing.put(id, replica, "decodes")
             return True
-        return self._starts(request, routing, among)
+        return self._start_prefill(request, routing, among)
 
     def _recheck_slot(self, request: HeldRequest, routing: PlacementRound) -> None:
         """Chooses another slot for a request with KV if its next token would be late at the reserved one. No replica
@@ -233,16 +236,19 @@ class Router(GroupingRouter):
             self._changed(reserved_replica)
             self._reserve_slot(request, slot, routing)
 
-    def _starts(self, request: HeldRequest, routing: PlacementRound, among: Sequence[TierReplica] | None) -> bool:
-        id, short = request.seq.id, self._lacks.get(request.seq.id) == "prefill"
-        if among is not None and not any(r.group is None or (r.group == PREFILL_GROUP) == short for r in among):
-            return False
-        ask, slot, replica = (request.tier, request.length, request.remaining), None, None
-        if not any(a[0] >= ask[0] and a[1] <= ask[1] and a[2] <= ask[2] for a in routing.no_slot):
+    def _start_prefill(
+        self, request: HeldRequest, routing: PlacementRound, among: Sequence[TierReplica] | None
+    ) -> bool:
+        """Tries to place a prompt where it is prefilled in time, with a slot to decode in; returns whether it did."""
+        id, lacks_prefill = request.seq.id, self._lacks.get(request.seq.id) == "prefill"
+        if among is not None and not any(r.group is None or (r.group == PREFILL_GROUP) == lacks_prefill for r in among):
+            return False  # what changed is not what it lacks
+        tier, length, output, slot, replica = request.tier, request.length, request.remaining, None, None
+        if not any(t >= tier and least <= length and out <= output for t, least, out in routing.no_slot):
             slot = self._find_slot(request, routing, None)
         if slot is None:
             self._lacks[id] = "slot"
-            routing.no_slot.append(ask)
+            routing.no_slot.append((tier, length, output))
             return False
         if not any(due >= request.due and tokens <= request.pending for due, tokens in routing.no_prefill):
             replica = self._find_prefill_replica(request, routing, slot[0])
@@ -273,21 +279,21 @@ class Router(GroupingRouter):
     def _find_slot(
         self, request: HeldRequest, routing: PlacementRound, among: Sequence[TierReplica] | None
     ) -> Slot | None:
-        """Returns a replica to decode on, the tier that it serves or will serve, and the reason. It tries the own tier,
-        tighter ones, draining replicas, then the pool."""
+        """Returns a slot to decode in, if there is one: in the own tier, else in a tighter one, else on a draining
+        replica, else in the pool."""
         if (slot := self._find_slot_in_groups(request, routing, among)) is not None:
             return slot
         own, later = request.tier, self.mode == "pd" and not request.moves
         for replica in self._claimable(request):
-            pooled = replica.group is None
-            if replica.next_token_at(request, self.tiers[own], routing.now, is_alone=pooled, later=later) is not None:
-                return replica, own, "scaled up" if pooled else "claimed"
+            is_pooled = replica.group is None
+            if replica.next_token_at(request, self.tiers[own], routing.now, is_pooled, later) is not None:
+                return replica, own, "scaled up" if is_pooled else "claimed"
         return None
 
     def _find_slot_in_groups(
         self, request: HeldRequest, routing: PlacementRound, among: Sequence[TierReplica] | None, tightest: int = 0
     ) -> Slot | None:
-        """Returns the same among replicas of its tier or a tighter one, down to `tightest`."""
+        """Returns a slot on a replica of the request's tier, or of a tighter one, down to `tightest`."""
         own, later = request.tier, self.mode == "pd" and not request.moves
         for group in range(own, tightest - 1, -1):
             for replica in self._loaded(group, among):
@@ -295,27 +301,25 @@ class Router(GroupingRouter):
                     return replica, group, "own tier" if group == own else f"promoted from {1e3 * self.tiers[own]:g} ms"
         return None
 
-    def _room(self, request: HeldRequest) -> Slot | None:
-        """Returns a replica for KV without a slot, which blocks prompts where it is: one of the loosest tier with room
-        now."""
+    def _find_room(self, request: HeldRequest) -> Slot | None:
+        """Returns a slot for a late request, whose KV blocks prompts where it is: in the loosest tier with room now."""
         for group in range(len(self.tiers) - 1, -1, -1):
             for replica in self._groups[group]:
                 view, limits = replica.view, replica.view.limits
-                full = (
-                    view.count + len(view.moving) >= limits.max_num_seqs or limits.blocks(request.length) > view.kv_free
-                )
-                if not full and not is_source(replica, request.seq):
+                has_seat = view.count + len(view.moving) < limits.max_num_seqs
+                has_room = has_seat and limits.blocks(request.length) <= view.kv_free
+                if has_room and not is_source(replica, request.seq):
                     return replica, group, "has room"
         return None
 
     def _reserve_slot(self, request: HeldRequest, slot: Slot, routing: PlacementRound) -> None:
-        """Reserves the slot for a request."""
+        """Reserves a slot for a request, and gives the replica to the tier if it is not there yet."""
         replica, group, rule = slot
         if rule in ("scaled up", "claimed"):
             self._enlist(replica, group, routing)
         replica.add(request.seq.id, request.tier, request.length, request.remaining)
         if self.mode == "co":
-            replica.added += request.pending
+            replica.added_tokens += request.pending
             self._added.append(replica)
         self._slots[request.seq.id] = DecodeSlot(replica, request.tier)
         self._unsorted.add(group)
@@ -326,20 +330,18 @@ class Router(GroupingRouter):
         group = request.tier
         draining = [r for r in self._replicas.values() if r.draining]
         claimable = [r for r in draining if r.residents[group] and not any(r.residents[:group])]
-        reserve = self.mode == "pd" and not self._groups[PREFILL_GROUP]
-        if (
-            sum(r.group is None for r in self._replicas.values()) > reserve
-            and (pooled := self._idlest(request.seq)) is not None
-        ):
+        kept = int(self.mode == "pd" and not self._groups[PREFILL_GROUP])  # for prefill
+        has_more = sum(r.group is None for r in self._replicas.values()) > kept
+        if has_more and (pooled := self._idlest(request.seq)) is not None:
             claimable.append(pooled)
         return claimable
 
     def _send_too_long(self, parked: Sequence[SeqView], routing: PlacementRound) -> None:
-        """Places requests that are longer than every replica's KV: the replica refuses them, or knows the length of a
+        """Places requests that seem longer than every replica's KV: the replica refuses them, or knows the length of a
         text prompt better."""
-        most = max([replica.capacity for replica in self._replicas.values()], default=inf)
+        largest = max([replica.capacity for replica in self._replicas.values()], default=inf)
         for seq in parked:
-            if not seq.cached and self._best_effort(seq).most > most:
+            if not seq.cached and self._best_effort(seq).final_length > largest:
                 replica = min(self._replicas.values(), key=lambda r: (r.group is not None, len(r.forecast), r.index))
                 self._for_pool.discard(seq.id)
                 routing.put(seq.id, replica, "best effort: longer than the KV of every replica")
@@ -350,34 +352,42 @@ class Router(GroupingRouter):
             replica = self._idlest(seq, enlist=False)
             if replica is None:
                 continue
-            step, left = replica.renew(routing.now), remaining_output(seq)
+            step, remaining = replica.renew(routing.now), remaining_output(seq)
             limits, count = replica.view.limits, len(replica.forecast)
-            too_much = count and replica.forecast.peak_with(seq.length, left, step) > replica.capacity
+            too_much = count and replica.forecast.peak_with(seq.length, remaining, step) > replica.capacity
             if count >= limits.max_num_seqs or too_much or limits.blocks(seq.cached) > replica.view.kv_free:
                 return
-            replica.add(seq.id, None, seq.length, left)
+            replica.add(seq.id, None, seq.length, remaining)
             self._slots[seq.id] = DecodeSlot(replica, None)
             self._for_pool.discard(seq.id)
             if seq.cached:
                 self._moving[seq.id] = routing.now
             routing.put(seq.id, replica, "best effort: in the pool")
 
-    def _admit_guests(self, parked: Sequence[SeqView], routing: PlacementRound, pooled: bool) -> float:
-        """Best effort that the pool does not take decodes as a guest of the tiers if it holds KV where prompts are
-        computed; so is, one at a time, what has waited for `PATIENCE_S` while no replica is in the pool (pooled: one
-        is). Returns when to ask again."""
+    def _admit_guests(self, parked: Sequence[SeqView], routing: PlacementRound, has_pool: bool) -> float:
+        """Lets tiers serve best effort that the pool does not take: requests whose KV is where prompts are computed,
+        and, one at a time while no replica is in the pool, one that has waited for `PATIENCE_S`.
+
+        Args:
+            parked: the best effort
+            routing: the decisions of this dispatch
+            has_pool: whether a replica is in the pool
+
+        Returns:
+            the time at which to ask again
+        """
         again = inf
         for seq in parked:
             waits = seq.request.arrival + PATIENCE_S - routing.now
-            waited = waits <= 0.0 and self._guest is None and not pooled
-            if seq.cached or waited:
+            is_next_guest = waits <= 0.0 and self._guest is None and not has_pool
+            if seq.cached or is_next_guest:
                 request = self._best_effort(seq)
                 if self._try_placing(request, routing, None):
                     self._for_pool.discard(seq.id)
                     self._guest = self._guest if request.moves else seq.id
                     continue
                 waits = PATIENCE_S
-            if self._guest is None and not pooled:
+            if self._guest is None and not has_pool:
                 again = min(again, routing.now + waits)
         return again
 

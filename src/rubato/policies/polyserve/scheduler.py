@@ -40,15 +40,17 @@ class Scheduler(Stateless):
         return self._mixed(view)
 
     def _mixed(self, view: View) -> Plan:
-        """Every decode, and a chunk that keeps the step within the TPOT even at the prompt's end (continuous
-        chunked-prefill prediction): so the chunk stays the same for all of it. Where that leaves some of the prompts
-        for later, decodes that are ahead of their deadlines lend their lead, but for a TPOT of it: the step may last as
-        long, unless a prompt is due before."""
+        """Plans every decode, and a chunk that keeps the step within the TPOT even at the prompt's end (continuous
+        chunked-prefill prediction): so the chunk stays the same for all of the prompt.
+
+        Where that leaves some of the prompts for later, decodes that are ahead of their deadlines lend their lead, all
+        but a TPOT of it: the step may last that much longer, unless a prompt is due before.
+        """
         tpot = float(view.role.tier) if view.role.tier else inf
         decodes = view.decodes
         first = next(iter(view.prefilling), None) or next(iter(view.waiting), None)
         budget = self.budget if tpot == inf else view.limits.max_num_batched_tokens
-        all_now = True
+        takes_all = True
         if first is not None and tpot < inf:
             most = budget - decodes.seqs
             chunk = min(first.pending, most)
@@ -56,22 +58,22 @@ class Scheduler(Stateless):
                 chunk = steady_chunk(view.latency, tpot, decodes, first, most)
             wanted = min(most, view.pending - decodes.seqs)
             if chunk < wanted:
-                all_now = False
-                chunk = max(chunk, _lent(view, tpot, decodes, wanted))
+                takes_all = False
+                chunk = max(chunk, _chunk_in_lead(view, tpot, decodes, wanted))
             budget = decodes.seqs + chunk
         builder = decode_first(view, budget)
-        return builder.plan(repeat_steps=builder.repeat_steps() if all_now else 0)  # the lead changes with each step
+        return builder.plan(repeat_steps=builder.repeat_steps() if takes_all else 0)  # the lead changes with each step
 
 
 def by_deadline(seq: SeqView, now: float) -> tuple[float, float]:
-    """Sort key: deadline; late requests and best effort last; ties in order of arrival."""
+    """Returns a sort key: by deadline, late requests and best effort last; ties in order of arrival."""
     due = seq.due
     return (inf if seq.best_effort or due < now else due, seq.request.arrival)
 
 
 def prompt_due(seq: SeqView) -> float:
-    """When a prompt whose decodes run elsewhere has to be through, but for its KV's way: a TPOT before its first token
-    is due, since the second one waits for the end of a step there. inf for best effort."""
+    """Returns when a prompt that decodes elsewhere has to be through, without the time to move its KV: a TPOT before
+    its first token is due, since the second one waits for the end of a step there; inf for best effort."""
     return inf if seq.best_effort else seq.due - (seq.slo.tpot or 0.0)
 
 
@@ -81,9 +83,9 @@ def first_prompt_due(view: View) -> float:
     return min([due for s in (*view.prefilling, *view.waiting) if (due := s.due) > now], default=inf)
 
 
-def _lent(view: View, tpot: float, decodes: Shape, most: int) -> int:
-    """Tokens of prompts in a step that ends a TPOT before the first decode's next token is due, and, as far as a prompt
-    behind it goes, before that of one it completes."""
+def _chunk_in_lead(view: View, tpot: float, decodes: Shape, most: int) -> int:
+    """Returns the tokens of prompts, up to `most`, for a step that ends a TPOT before the first decode is due. If the
+    step goes on after it completes a prompt, it ends a TPOT before that prompt is due, too."""
     tokens, until = 0, view.first_decode_due - tpot
     for seq in (*view.prefilling, *view.waiting):
         wanted = min(tokens + seq.pending, most)
@@ -97,8 +99,8 @@ def _lent(view: View, tpot: float, decodes: Shape, most: int) -> int:
 
 
 def steady_chunk(latency: LatencyModel, tpot: float, decodes: Shape, seq: SeqView, most: int) -> int:
-    """Tokens of prompts that each step can take until this one is through, while each decode grows by a token a step;
-    at least 1, or it would never end."""
+    """Returns the tokens of prompts that each step can take until this prompt is through, while each decode grows by a
+    token a step; at least 1, or it would never end."""
     chunk = max(1, latency.largest_chunk(tpot, decodes, seq.cached, most))
     rounds = ceil(seq.pending / chunk)
     if rounds == 1:

@@ -26,9 +26,12 @@ class StepBatch:
     """One step in the making.
 
     Args:
+        view: the replica
+        steps: step times with its decodes
+        candidates: its requests
         on_time: the prompts to serve, by deadline
         oldest: the best-effort request that gets turns
-        floor: shortest step, in seconds, while there is enough to do
+        shortest: seconds that the step may take in any case, as far as there is enough to do
     """
 
     def __init__(
@@ -38,16 +41,10 @@ class StepBatch:
         candidates: PlanCandidates,
         on_time: Sequence[Task],
         oldest: SeqView | None,
-        floor: float,
+        shortest: float,
     ) -> None:
-        self._floor = floor
-        self._view, self._steps, self._candidates, self._on_time, self._oldest = (
-            view,
-            steps,
-            candidates,
-            on_time,
-            oldest,
-        )
+        self._view, self._steps, self._candidates = view, steps, candidates
+        self._on_time, self._oldest, self._shortest = on_time, oldest, shortest
         self._builder = BatchBuilder(view)
         candidates.best_effort_running.sort(key=ARRIVAL)
         self._victims = [s for s in reversed(candidates.best_effort_running) if s is not oldest]
@@ -62,7 +59,7 @@ class StepBatch:
         return self._builder.plan(demote=demote, drop=drop)
 
     def fill(self, longest: float, laxity: float, turn: int) -> bool:
-        """Fills the step.
+        """Fills the step, in the order that the module's docstring gives.
 
         Args:
             longest: seconds that the step may take for the prompts
@@ -76,16 +73,16 @@ class StepBatch:
         count, bound = self._decodes_and_length(longest, laxity)
         bound /= self._steps.slower  # in the model's own seconds from here on
         self._add_decodes(decodes[:count], bound, longest)
-        pressed = bool(self._on_time) and count < len(decodes)
-        had_turn = (not pressed or turn >= turns.TURN_EVERY_STEPS) and self._give_turn()
+        is_short_of_time = bool(self._on_time) and count < len(decodes)
+        had_turn = (not is_short_of_time or turn >= turns.TURN_EVERY_STEPS) and self._give_turn()
         for job in self._on_time:
             if job.id not in builder.running and not self._make_room(
                 job.seq, job.pending + self._view.limits.block_size
             ):
                 continue
-            if (added := self._add_chunk(job.seq, bound, self._steps.entry.draft)) is not None and not added:
+            if self._add_chunk(job.seq, bound, self._steps.entry.draft) is False:  # out of time
                 break
-        if pressed and (self._steps.entry.draft or not self._add_more_decodes(count, bound)):
+        if is_short_of_time and (self._steps.entry.draft or not self._add_more_decodes(count, bound)):
             for job in decodes[count:]:
                 if latency.step_time(builder.shape.plus(1, job.cached)) > bound:
                     break
@@ -103,7 +100,7 @@ class StepBatch:
         seconds."""
         steps = self._steps
         all_, now = len(steps.decodes), steps.now
-        bound = max(min(longest, steps.first_due() - now), steps.base, self._floor)
+        bound = max(min(longest, steps.first_due() - now), steps.base, self._shortest)
         if not self._on_time:
             return (all_ if steps.seconds_without_drafts(all_) <= bound else steps.most_within(all_, bound)), bound
         urgent = steps.due_by(now + bound + longest)  # before the step after this one would end
@@ -112,8 +109,8 @@ class StepBatch:
         if steps.seconds_without_drafts(count) > bound:
             count = steps.most_within(count, bound)
         first = self._on_time[0]
-        left = steps.max_step_until(first.due - now)
-        return count, min(bound, left) if steps.seconds_with(count, first) <= left else bound
+        until_due = steps.max_step_until(first.due - now)
+        return count, min(bound, until_due) if steps.seconds_with(count, first) <= until_due else bound
 
     # ----------------------------------------------------------------- what is in it
 

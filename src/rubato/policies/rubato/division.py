@@ -32,9 +32,9 @@ def gain_of_prompts(tpots: Sequence[float], fleet: Sequence[View]) -> float:
     """Returns how many times as much time prompts get if each replica serves one TPOT with steps of that length,
     compared with steps of the tightest TPOT everywhere. Each step has a fixed cost, so longer steps leave more time for
     prompts."""
-    least = min([view.latency.step_time(Shape.decodes(1, 1)) for view in fleet])
-    left = sorted([1.0 - least / tpot for tpot in tpots if tpot > least])
-    return sum(left) / len(left) / left[int(len(left) * MIN_TIGHTEST_SHARE)] if left else 1.0
+    fixed = min([view.latency.step_time(Shape.decodes(1, 1)) for view in fleet])
+    shares = sorted([1.0 - fixed / tpot for tpot in tpots if tpot > fixed])  # of the time, without the fixed costs
+    return sum(shares) / len(shares) / shares[int(len(shares) * MIN_TIGHTEST_SHARE)] if shares else 1.0
 
 
 def divide_by_tpot(recent: Sequence[Recent], step: float, replicas: int) -> list[float]:
@@ -54,8 +54,8 @@ def divide_by_tpot(recent: Sequence[Recent], step: float, replicas: int) -> list
     for one in recent:
         if one.tpot > step:
             kinds.setdefault(floor(log(min(one.tpot, 1e6), SAME_TPOT_RATIO)), []).append(one)
-    found = [kinds[kind] for kind in sorted(kinds)] or [[Recent(inf, 1.0)]]
-    tpots, works = [min(found)[0] for found in found], [sum(one.work for one in own) for own in found]
+    groups = [kinds[kind] for kind in sorted(kinds)] or [[Recent(inf, 1.0)]]
+    tpots, works = [min(group)[0] for group in groups], [sum(one.work for one in group) for group in groups]
 
     def within(seconds: float) -> list[float]:
         """Returns the fewest replicas' TPOTs such that none has more work than `seconds`."""

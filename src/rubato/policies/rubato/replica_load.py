@@ -14,6 +14,7 @@ class ReplicaLoad:
     """A replica and its requests during one dispatch.
 
     Args:
+        view: the replica
         tpot: the tightest TPOT that it serves, in seconds
         steps: its step times
 
@@ -37,9 +38,8 @@ class ReplicaLoad:
         self.count += 1
         self.kv += seq.length
         if seq.pending > 1:
-            seconds = self.steps.isolated_seconds(seq.pending - seq.in_flight) - self.steps.decodes(
-                1, 1
-            )  # it shares a step
+            # Without the fixed cost of a step, which it shares.
+            seconds = self.steps.isolated_seconds(seq.pending - seq.in_flight) - self.steps.decodes(1, 1)
             self.prompts.append((seq.due, max(0.0, seconds)))
             return
         self.decodes += 1
@@ -50,7 +50,7 @@ class ReplicaLoad:
 
     @property
     def load(self) -> float:
-        """Returns seconds: a step with a token of every request here, and their prompts."""
+        """Returns the seconds of a step with a token of every request here, and of their prompts."""
         step = self.steps.decodes(self.count, self.kv) if self.count else 0.0
         return step + sum([seconds for _, seconds in self.prompts])
 
@@ -58,10 +58,13 @@ class ReplicaLoad:
         """Returns whether one more request fits: its KV, steps within its TPOT and the replica's, and time for its
         prompt and for prompts due later. Prompts get all the time until the first decode is due, then the part of each
         TPOT that decodes leave."""
-        tpot, limits, left = min(tpot, self.tpot), self.view.limits, remaining_output(seq)
-        if self.count >= limits.max_num_seqs or self.kv + seq.length + left > self.view.kv_total * limits.block_size:
+        tpot, limits, output_left = min(tpot, self.tpot), self.view.limits, remaining_output(seq)
+        if (
+            self.count >= limits.max_num_seqs
+            or self.kv + seq.length + output_left > self.view.kv_total * limits.block_size
+        ):
             return False
-        if self.steps.decodes(self.count + 1, int(self.kv + seq.length + left / 2)) > tpot:
+        if self.steps.decodes(self.count + 1, int(self.kv + seq.length + output_left / 2)) > tpot:
             return False
         at = max(now, self.view.busy_until)
         ahead = max(0.0, self.first_due - tpot - at)
@@ -71,9 +74,8 @@ class ReplicaLoad:
         def end(seconds: float) -> float:
             return at + min(seconds, ahead) + max(0.0, seconds - ahead) / rest
 
-        own = (1.0 + SLACK_SHARE) * self.steps.isolated_seconds(
-            seq.pending
-        )  # steps are off, and its replica keeps that, too
+        # Steps are off by a little, for which the replica's scheduler keeps as much slack.
+        own = (1.0 + SLACK_SHARE) * self.steps.isolated_seconds(seq.pending)
         total = sum([seconds for due, seconds in self.prompts if due <= seq.due])
         if end(total + own) > seq.due:
             return False

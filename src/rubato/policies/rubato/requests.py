@@ -25,8 +25,17 @@ ARRIVAL = attrgetter("request.arrival")
 
 @dataclass(slots=True)
 class _TrackedRequest:
-    """expected: output tokens as predicted at its first one, 0 if unknown. tpot: the tightest of `stage` and of the
-    stages that follow without a prompt. job: the task while it waits, valid up to `until`."""
+    """What is remembered of a request.
+
+    Args:
+        tier: its tier
+        kind: whose output lengths are like its own (`OutputRatios`)
+        expected: output tokens as predicted at its first one; 0: unknown
+        tpot: the tightest TPOT of `stage` and of the stages that follow without a prompt, in seconds
+        stage: for which `tpot` was looked up
+        job: its task while it waits
+        until: time up to which `job` is valid
+    """
 
     tier: str
     kind: str
@@ -39,9 +48,15 @@ class _TrackedRequest:
 
 @dataclass(slots=True)
 class PlanCandidates:
-    """decodes, prompts: that can be in time, by deadline. best_effort_running,
-    best_effort_waiting: best effort with KV and without, the latter in the view's order. late: best effort since this
-    step."""
+    """The requests of one plan.
+
+    Args:
+        decodes: that can be in time, by deadline
+        prompts: that can be in time, by deadline
+        best_effort_running: best effort with KV
+        best_effort_waiting: best effort without KV, in the view's order
+        late: requests that are best effort since this step
+    """
 
     decodes: list[Task] = field(default_factory=list)
     prompts: list[Task] = field(default_factory=list)
@@ -191,9 +206,9 @@ class RequestBook:
     def _classify(
         self, view: View, seq: SeqView, candidates: PlanCandidates, best_effort: list[SeqView], single: list[Task]
     ) -> None:
-        """Appends a request to the right list: `best_effort` if it cannot be in time, `single` if one token is pending.
-        A waiting request is a prompt even if a prefix cache holds all but one of its tokens, since it must be
-        admitted."""
+        """Appends a request to the right list: `best_effort` if it cannot be in time, `single` if one token is pending,
+        else the prompts. For a waiting request `single` are the prompts, too: it must be admitted even if a prefix
+        cache holds all but one of its tokens."""
         known = self._tracked.get(seq.id)
         if known is None:
             if seq.best_effort:
@@ -222,8 +237,12 @@ class RequestBook:
     def _times(
         self, view: View, seq: SeqView, known: _TrackedRequest, pending: int
     ) -> tuple[float, float, float, float]:
-        """Returns when its next token is due, seconds to the token after it, until when this stays true if no token
-        comes out, and the latest time for that token."""
+        """Returns the times of a request's next token.
+
+        Returns:
+            when it is due, the seconds to the token after it, until when both stay true if no token comes out, and when
+            the token is late for good
+        """
         if known.stage != seq.stage:
             known.stage, known.tpot = seq.stage, tightest_tpot(seq)
         due, tpot, now = seq.due, known.tpot, view.now

@@ -44,7 +44,7 @@ class Router:
     _apart: rubato_pd.Router | None = field(init=False, repr=False, default=None)
     _alike: least_loaded.Router = field(init=False, repr=False, default_factory=least_loaded.Router)
     _recent: deque[Recent] = field(init=False, repr=False, default_factory=lambda: deque(maxlen=RECENT_REQUESTS))
-    _requests_since_decision: int = field(init=False, repr=False, default=0)  # requests since the last decision
+    _requests_since_decision: int = field(init=False, repr=False, default=0)
     _tpots: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # by replica; {}: all are alike
     _unplaced: set[str] = field(init=False, repr=False, default_factory=set)
     _tables: dict[tuple[int, int], StepTable] = field(init=False, repr=False, default_factory=dict)
@@ -95,9 +95,8 @@ class Router:
         self._requests_since_decision = 0
         if self.mode == "auto":
             gain = gain_of_prompts([each.tpot for each in self._recent], fleet)
-            if len(fleet) < MIN_REPLICAS_TO_DIVIDE or gain < MIN_GAIN * (
-                1.0 - SLACK_SHARE if self._tpots else 1.0 + SLACK_SHARE
-            ):
+            min_gain = MIN_GAIN * (1.0 - SLACK_SHARE if self._tpots else 1.0 + SLACK_SHARE)
+            if len(fleet) < MIN_REPLICAS_TO_DIVIDE or gain < min_gain:
                 self._tpots = {}
                 return
         tpots = divide_by_tpot(self._recent, steps.decodes(1, 1), len(fleet))
@@ -115,26 +114,27 @@ class Router:
         wake_at = inf
         for seq in sorted(held, key=placement_order):
             latest = seq.due - min([r.steps.isolated_seconds(seq.pending) for r in replicas])
-            late = not seq.best_effort and latest < now
-            if late and refusable(seq):
+            is_late = not seq.best_effort and latest < now
+            if is_late and refusable(seq):
                 reject[seq.id] = fleet_refusal(seq, fleet)
                 continue
-            if late:
+            if is_late:
                 demote.append(seq.id)
-            found = find_with_time(replicas) if late or seq.best_effort else find_keeping(seq, replicas, now)
-            if found is not None:
-                replica, why[seq.id] = found
+            is_promised = not (is_late or seq.best_effort)
+            choice = find_keeping(seq, replicas, now) if is_promised else find_with_time(replicas)
+            if choice is not None:
+                replica, why[seq.id] = choice
                 replica.add(seq)
                 place[seq.id] = replica.view.id
             elif seq.best_effort:
                 break  # the others are younger
-            elif not late:
+            elif not is_late:
                 wake_at = min(wake_at, latest)
         return Dispatch(place, reject, demote, wake_at=nextafter(wake_at, inf) if wake_at < inf else None, why=why)
 
     def _steps(self, view: View) -> StepTable:
-        """Returns its step times. Replicas with one latency model share a table, since filling it takes a thousand
-        calls."""
+        """Returns a replica's step times. Replicas with one latency model share a table, since filling it takes a
+        thousand calls."""
         most = view.limits.max_num_batched_tokens
         table = self._tables.get((id(view.latency), most))
         if table is None:
@@ -144,13 +144,14 @@ class Router:
 
 
 def placement_order(seq: SeqView) -> tuple[bool, float]:
-    """Sort key: nearest deadline first, then best effort, oldest first."""
+    """Returns a sort key: nearest deadline first, then best effort, oldest first."""
     return seq.best_effort, seq.request.arrival if seq.best_effort else seq.due
 
 
 def find_keeping(seq: SeqView, replicas: Sequence[ReplicaLoad], now: float) -> tuple[ReplicaLoad, str] | None:
-    """Returns the replica that keeps its SLO, and the reason: the one with the nearest TPOT that is no looser, then the
-    least loaded. A request without a TTFT, or with a TPOT that no replica keeps, goes there in any case."""
+    """Returns a replica that keeps a request's SLO, and the reason: one with the nearest TPOT that is no looser, then
+    the least loaded. A request without a TTFT, or with a TPOT that no replica keeps, goes to the first in that order in
+    any case."""
     slo, tpot = seq.slo, tpot_of(seq, now)
     order = sorted(replicas, key=lambda r: (-r.tpot, r.load))
     order = [r for r in order if r.tpot <= tpot * (1.0 + 1e-9)] or order[::-1]

@@ -78,8 +78,7 @@ class Scheduler:
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, Finished | HandedOff):
-                finished = isinstance(event, Finished)
-                kind, expected = self._requests.forget_request(event.id, finished)
+                kind, expected = self._requests.forget_request(event.id, isinstance(event, Finished))
                 if expected and isinstance(event, Finished) and event.outcome == "completed":
                     self._ratios.add(kind, event.output / expected)
 
@@ -105,8 +104,8 @@ class Scheduler:
         tiers = self._requests.losses.weights()
         on_time, longest, laxity = self._choose_on_time(view, steps, candidates.prompts, tiers)
         on_time = self._choose_with_room(view, steps.decodes, on_time, oldest, tiers)
-        floor = steps.shortest() if self._errors.lead else 0.0
-        batch = StepBatch(view, steps, candidates, on_time, oldest, floor)
+        shortest = steps.shortest() if self._errors.lead else 0.0
+        batch = StepBatch(view, steps, candidates, on_time, oldest, shortest)
         self._turn = 0 if batch.fill(longest, laxity, self._turn + 1) else self._turn + 1
         self._errors.record_plan(view.now, batch.seconds())
         return batch.plan(demote=[s.id for s in candidates.late if s.id not in drop and not s.demoted], drop=drop)
@@ -134,20 +133,20 @@ class Scheduler:
         seconds = [steps.seconds_more(job) for job in prompts]
         weights = [s * tiers.get(job.seq.request.tier, 1.0) for s, job in zip(seconds, prompts, strict=True)]
         omitted, longest, room = self._omit_fewest(steps, ladder, prompts, seconds, weights)
-        hopeless = len(omitted) == len(prompts)
-        if hopeless:  # nothing is promised, but it may yet be that the lightest ends in time
+        omits_all = len(omitted) == len(prompts)
+        if omits_all:  # nothing is promised, but the shortest may still end in time
             omitted.discard(min(omitted, key=lambda i: seconds[i]))
-        if hopeless or not omitted:  # nothing else is there to do: prefill as much as decodes can bear
+        if omits_all or not omitted:  # no prompt to save by short steps: prefill as much as decodes can bear
             longest = max(longest, min(ladder[-1], MAX_LEAD_SHARE * (steps.first_due() - steps.now)))
         on_time: list[Task] = []
         most, running = view.limits.max_running, view.running_ids
         places = inf if most is None else most - len(running)
-        total, laxity, first, least = 0.0, inf, 0, inf
+        total, laxity, first, shortest = 0.0, inf, 0, inf  # `first`: place of the one that goes first
         for i, job in enumerate(prompts):
             if i not in omitted:
                 places -= job.id not in running
-                if places >= 0 and has_e2e(job.seq) and seconds[i] < min(least, laxity):
-                    first, least = len(on_time), seconds[i]
+                if places >= 0 and has_e2e(job.seq) and seconds[i] < min(shortest, laxity):
+                    first, shortest = len(on_time), seconds[i]
                 total += seconds[i]
                 laxity = min(laxity, float(room[i]) - total)
                 on_time.append(job)
@@ -161,12 +160,12 @@ class Scheduler:
         """Returns the omitted prompts at the shortest step length that omits fewest, that length, and the seconds
         available for prompts up to each deadline."""
         span = np.array([job.due for job in prompts]) - steps.now
-        owed, tokens = steps.entries_owed(span)
+        needed_steps, tokens = steps.entries_owed(span)
         supply = span - steps.reserve - tokens * steps.each
         errors = RISK_DISCOUNT * steps.doubt * np.sqrt(np.maximum(span, 0.0))
         best: tuple[set[int], float, Array] | None = None
         for longest in ladder:
-            count = np.maximum(owed, np.where(span > longest, span / longest + 1.0, 1.0))
+            count = np.maximum(needed_steps, np.where(span > longest, span / longest + 1.0, 1.0))
             room = supply - count * steps.base - errors * longest**0.5
             omitted = find_omitted(seconds, weights, room)
             if best is None or len(omitted) < len(best[0]):
@@ -191,8 +190,8 @@ class Scheduler:
         fresh = [job for job in on_time if job.id not in running]
         if not fresh:
             return on_time
-        begun = [*decodes, *(job for job in on_time if job.id in running)]
-        holders = [job.seq for job in begun] + ([oldest] if oldest is not None else [])
+        with_kv = [*decodes, *(job for job in on_time if job.id in running)]
+        holders = [job.seq for job in with_kv] + ([oldest] if oldest is not None else [])
         as_resident = self._requests.as_resident
         residents = [as_resident(seq) for seq in holders] + [as_resident(job.seq) for job in fresh]
         forecast = KVSurvival(view, self._ratios, residents)

@@ -33,8 +33,17 @@ Array = NDArray[np.float64]
 
 
 class Task(NamedTuple):
-    """A request whose next token can still be in time. due: of that token, seconds; tpot: seconds between later tokens;
-    pending, cached: tokens. Sorts by deadline."""
+    """A request whose next token can still be in time. It sorts by deadline.
+
+    Args:
+        due: time of the next token, in seconds
+        arrival: of the request, in seconds
+        id: of the request
+        tpot: seconds between later tokens
+        pending: tokens to compute
+        cached: tokens in KV
+        seq: the request
+    """
 
     due: float
     arrival: float
@@ -46,9 +55,14 @@ class Task(NamedTuple):
 
 
 class DecodeEntry(NamedTuple):
-    """The average entry of a decode in a step. draft: (depth, width) of the tree drafted at its end, None for plain
-    decoding. nodes: verified nodes of the last tree. tokens: output tokens. seconds: predicted for a step of all
-    decodes."""
+    """The average entry of a decode in a step.
+
+    Args:
+        draft: (depth, width) of the tree drafted at its end; None: plain decoding
+        nodes: verified nodes of the last tree
+        tokens: output tokens
+        seconds: predicted for a step of all decodes
+    """
 
     draft: tuple[int, int] | None = None
     nodes: float = 0.0
@@ -98,14 +112,14 @@ class StepErrors:
 
     @property
     def lead(self) -> float:
-        """Seconds that decodes should be ahead of their deadlines: the recent lateness of steps if a tenth of the time
-        is left to catch up (Lindley's recursion), at least two steps. 0 while predictions are exact, as in a simulation
-        without noise."""
+        """Returns the seconds that decodes should be ahead of their deadlines: how late steps were lately if a tenth of
+        the time is left to catch up (Lindley's recursion), at least two steps; 0 while predictions are exact, as in a
+        simulation without noise."""
         return max(self._worst, MIN_LEAD_STEPS * self.usual) if self._worst else 0.0
 
     @property
     def slower(self) -> float:
-        """Average ratio of measured to predicted step time, at least 1."""
+        """Returns the average ratio of measured to predicted step time, at least 1."""
         return 1.0 + max(0.0, self._mean)
 
     def spread(self, model_spread: float) -> float:
@@ -160,7 +174,7 @@ class DecodeSteps:
         return self.slower * self._step_time(self.entry.shape(count, self.kv[count])) if count else 0.0
 
     def seconds_without_drafts(self, count: int) -> float:
-        """Returns the same without drafts."""
+        """Returns the seconds of a step with the first `count` decodes and no drafts."""
         return self.slower * self._step_time(Shape(count, count, self.kv[count])) if count else 0.0
 
     def seconds_with(self, count: int, job: Task) -> float:
@@ -184,8 +198,8 @@ class DecodeSteps:
         return self.decodes[0].due if self.decodes else inf
 
     def entries_owed(self, span: Array) -> tuple[Array, Array]:
-        """Returns, for ascending spans from now, the entries that the neediest decode needs within each, and the sum
-        over all decodes."""
+        """Returns, for ascending spans from now in seconds, the entries that the neediest decode needs within each, and
+        those that all decodes need together."""
         if not self.decodes:
             return np.zeros(len(span)), np.zeros(len(span))
         first = self._due - self.now

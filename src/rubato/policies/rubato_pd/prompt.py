@@ -16,10 +16,19 @@ from rubato.policy_kit.tier_fleet import tier_and_due
 
 @dataclass(slots=True)
 class PromptPlan:
-    """A request whose prompt is to be computed. order: sort key at prefill replicas (`prompt_due`); due: when
-    it has to be through, in seconds as all times; until: when it is given up, inf for one that is promised nothing;
-    tokens: of the prompt; left: of output expected; alone: seconds it takes at best, on the fastest replica; work:
-    seconds in the chunks that prefill replicas run."""
+    """A request whose prompt is to be computed. All times are in seconds.
+
+    Args:
+        seq: the request
+        tier: its tier
+        order: sort key at prefill replicas (`prompt_due`)
+        due: time by which the prompt has to be through
+        until: time at which it is given up; inf: nothing is promised to it
+        tokens: of the prompt
+        output_left: output tokens to come, as predicted
+        isolated_seconds: that the prompt takes at best, alone on the fastest replica
+        work: seconds that it takes in the chunks of prefill replicas, on the fastest one
+    """
 
     seq: SeqView
     tier: int
@@ -27,7 +36,7 @@ class PromptPlan:
     due: float
     until: float
     tokens: int
-    left: float
+    output_left: float
     isolated_seconds: float
     work: float
 
@@ -45,30 +54,29 @@ def plan_prompt(
         token_moves: seconds that the KV of one token takes to its decode replica
 
     Returns:
-        None for a TPOT that no tier, or no replica, keeps
+        the plan; None for a TPOT that no tier, or no replica, keeps
     """
-    slo, left = seq.slo, remaining_output(seq)
+    slo, output_left = seq.slo, remaining_output(seq)
     kinds = {(id(view.latency), view.limits.max_num_batched_tokens): view for view in fleet}
     isolated_seconds = min([prefill_time(view.latency, seq.pending, 0, most) for (_, most), view in kinds.items()])
-    tier, last = tier_and_due(seq, tiers, left, isolated_seconds, now)
-    decode = min([view.latency.step_time(Shape.decodes(1, int(seq.length + left))) for view in kinds.values()])
+    tier, token_due = tier_and_due(seq, tiers, output_left, isolated_seconds, now)
+    decode = min([view.latency.step_time(Shape.decodes(1, int(seq.length + output_left))) for view in kinds.values()])
     if tier < 0 or decode > tiers[tier]:
         return None
     order = due = prompt_due(seq)
     until = inf
-    if last < inf:
-        due = last
-        moves = seq.length * token_moves
-        ideal = last - (seq.due - order) - moves
-        # or the second token at least is in time, which waits for a step, and takes one
-        last = min(last, last + (slo.tpot or inf) - moves - 2.0 * decode)
-        due = last - max(0.0, min(last - ideal, 0.5 * (last - now - isolated_seconds)))
+    if token_due < inf:
+        transfer = seq.length * token_moves
+        ideal = token_due - (seq.due - order) - transfer
+        # At the latest, the second token is still in time, which waits for a step and takes one.
+        latest = min(token_due, token_due + (slo.tpot or inf) - transfer - 2.0 * decode)
+        due = latest - max(0.0, min(latest - ideal, 0.5 * (latest - now - isolated_seconds)))
         until = due - isolated_seconds
     work = min([seconds_in_turns(view.latency, seq.pending) for view in kinds.values()])
-    return PromptPlan(seq, tier, order, due, until, seq.pending, left, isolated_seconds, work)
+    return PromptPlan(seq, tier, order, due, until, seq.pending, output_left, isolated_seconds, work)
 
 
 def plan_best_effort_prompt(seq: SeqView, tiers: Sequence[float], view: View) -> PromptPlan:
     """Plans the prompt of a best-effort or late request, which goes before all others."""
-    work, left = seconds_in_turns(view.latency, seq.pending), remaining_output(seq)
-    return PromptPlan(seq, len(tiers) - 1, -inf, -inf, inf, seq.pending, left, work, work)
+    work, output_left = seconds_in_turns(view.latency, seq.pending), remaining_output(seq)
+    return PromptPlan(seq, len(tiers) - 1, -inf, -inf, inf, seq.pending, output_left, work, work)

@@ -14,11 +14,16 @@ MAX_STEP_DELAY_S = 0.02
 # A prompt is sent to a replica only if it can begin there within this time. Until then it may still go elsewhere, and
 # prompts that are due earlier may overtake it; 0.05 and 0.2 hold as much.
 MAX_PREFILL_WAIT_S = 0.1
+# Steps of so many decodes, with little KV and with much more, tell what a decode and a token of KV add to a step.
+PROBE_DECODES, PROBE_KV_TOKENS, PROBE_MORE_KV_TOKENS = 64, 4096, 204_800
 
 
 class FleetReplica(BookedReplica):
-    """A replica with the prompts that it computes for others. pace: how many times the seconds of the fastest replica a
-    prompt takes."""
+    """A replica with the prompts that it computes for others.
+
+    `pace` is how many times the seconds of the fastest replica a prompt takes here. `best_effort_tokens` are placed
+    here since the replica last showed its view.
+    """
 
     prompts: dict[str, PromptPlan]
 
@@ -28,33 +33,38 @@ class FleetReplica(BookedReplica):
         self.pace = 1.0
 
     @property
-    def others(self) -> int:
-        """Residents of no tier."""
+    def best_effort_count(self) -> int:
+        """Returns how many residents belong to no tier: best effort."""
         return len(self.forecast) - sum(self.residents)
 
     def show(self, view: View) -> None:
         super().show(view)
-        self.best_effort_tokens = 0  # tokens of best effort placed here since it last showed its view
+        self.best_effort_tokens = 0
         self._line = None
         self.steps.renew(view.now)
         if self.predict_overdue(view.steps):
             self._rank = None
 
     def wait(self) -> float:
-        """Seconds until the step in flight ends."""
+        """Returns the seconds until the step in flight ends."""
         return max(0.0, self.view.busy_until - self.view.now)
 
     # ----------------------------------------------------------------- decodes
 
-    def has_slot(self, length: int, left: float, tpot: float = inf) -> bool:
-        """Returns whether one more request of `length` tokens, with `left` to come, always has KV and steps within
-        `tpot` seconds."""
+    def has_slot(self, length: int, output_left: float, tpot: float = inf) -> bool:
+        """Returns whether one more request always has KV, and steps within `tpot` seconds.
+
+        Args:
+            length: tokens of the request so far
+            output_left: output tokens to come
+            tpot: seconds
+        """
         count = len(self.forecast) + 1
         if count > self.view.limits.max_num_seqs:
             return False
-        peak = int(length + left)
+        peak = int(length + output_left)
         if count > 1:
-            peak = self.forecast.peak_with(length, left, self.view.steps)
+            peak = self.forecast.peak_with(length, output_left, self.view.steps)
         return peak <= self.capacity and self.steps.decodes(count, peak) <= tpot
 
     def fullness(self, tpot: float) -> float:
@@ -67,35 +77,37 @@ class FleetReplica(BookedReplica):
         kv = self.forecast.peak(self.view.steps) / self.capacity
         return max(step, kv, count / self.view.limits.max_num_seqs)
 
-    def share(self, length: float, left: float, tpot: float) -> float:
-        """Returns the share of this replica that one resident takes among others of its tier: of step time or KV."""
+    def share(self, length: float, output_left: float, tpot: float) -> float:
+        """Returns the share of this replica's step time, places or KV that one resident takes among others of its tier;
+        the arguments are as in `has_slot`."""
         steps, limits = self.steps, self.view.limits
-        least, some = steps.decodes(1, 1), steps.decodes(64, 4096)
+        least, some = steps.decodes(1, 1), steps.decodes(PROBE_DECODES, PROBE_KV_TOKENS)
+        more_kv = steps.decodes(PROBE_DECODES, PROBE_KV_TOKENS + PROBE_MORE_KV_TOKENS)
         room = max(0.001, tpot - least)
-        each = max((some - least) / 64 / room, 1.0 / limits.max_num_seqs)
-        token = max((steps.decodes(64, 208896) - some) / 204800 / room, 1.0 / self.capacity)
-        return each + token * (length + left / 2.0)
+        each = max((some - least) / PROBE_DECODES / room, 1.0 / limits.max_num_seqs)
+        token = max((more_kv - some) / PROBE_MORE_KV_TOKENS / room, 1.0 / self.capacity)
+        return each + token * (length + output_left / 2.0)
 
     # ----------------------------------------------------------------- prompts
 
     def seconds_before(self, prompt: PromptPlan) -> float | None:
         """Returns the seconds of work before a prompt here; None if it could not begin soon, or if it or a prompt here
-        would become late. A prompt that is late already does not count."""
-        now, by = self.view.now, prompt.order if prompt.until < inf else inf
+        would become late. A prompt that is late without it does not count."""
+        now, own_order = self.view.now, prompt.order if prompt.until < inf else inf
         at = begins = now + self.wait()
         own, is_in_line = prompt.work * self.pace, False
         for order, due, seconds, least in self._waiting_line():
-            if not is_in_line and order > by:
+            if not is_in_line and order > own_order:
                 begins, is_in_line = at, True
                 at += own
-            at += seconds if at + seconds <= due else least  # in few steps, where it is urgent
+            at += seconds if at + seconds <= due else least  # an urgent prompt runs in few steps
             if at + MAX_STEP_DELAY_S > due >= at - own * is_in_line:
                 return None
         if not is_in_line:
             begins = at
         slack = MAX_STEP_DELAY_S if self._line else 0.0
-        late = prompt.until < inf and begins + prompt.isolated_seconds * self.pace + slack > prompt.due
-        return None if late or begins - now > MAX_PREFILL_WAIT_S else at - own * is_in_line - now
+        is_late = prompt.until < inf and begins + prompt.isolated_seconds * self.pace + slack > prompt.due
+        return None if is_late or begins - now > MAX_PREFILL_WAIT_S else at - own * is_in_line - now
 
     def _waiting_line(self) -> list[tuple[float, float, float, float]]:
         """Returns the prompts here in order, as (order, due, remaining seconds, least seconds), without the step in
@@ -104,11 +116,11 @@ class FleetReplica(BookedReplica):
             known, line = self.view.known, []
             for id, prompt in self.prompts.items():
                 seq = known.get(id)
-                left = prompt.tokens if seq is None else max(0, seq.pending - seq.in_flight)
-                if left > 1 or seq is None:
+                tokens = prompt.tokens if seq is None else max(0, seq.pending - seq.in_flight)
+                if tokens > 1 or seq is None:
                     order, due = (prompt.order, prompt.due) if prompt.until < inf else (-inf, inf)
-                    part = self.pace * left / prompt.tokens
-                    line.append((order, due, prompt.work * part, prompt.isolated_seconds * part))
+                    factor = self.pace * tokens / prompt.tokens
+                    line.append((order, due, prompt.work * factor, prompt.isolated_seconds * factor))
             line.sort()
             self._line = line
         return self._line

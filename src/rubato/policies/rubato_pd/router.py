@@ -19,12 +19,9 @@ from rubato.policy_kit.tier_fleet import PREFILL_GROUP, DecodeSlot, RoutingRound
 # prompt back by so many times its work where all requests are lost: so each tier loses as much, and long prompts first.
 # On mooncake-conversation at 45/s the worst tier loses 2.5 points without the first, 7 with a third of the second.
 MAX_TIER_ADVANCE_S, MAX_DELAY_PER_WORK = 20.0, 30.0
-TIER_MEMORY_REQUESTS, MEMORY_REQUESTS = (
-    200.0,
-    500.0,
-)  # requests over which the share lost is a mean, of a tier and of all: some seconds
-# In a row without a prefill replica; then the remaining prompts are not tried.
-MAX_FAILED_PROMPTS = 3
+# Requests over which the share of lost ones is a mean, of a tier and of all: some seconds.
+TIER_MEMORY_REQUESTS, MEMORY_REQUESTS = 200.0, 500.0
+MAX_FAILED_PROMPTS = 3  # that find no replica in one dispatch; the remaining ones are not tried
 # Part of a replica that guests leave free for their host tier, which would otherwise claim another replica. 0.3 leaves
 # too few guests (splitwise at 464/s: 0.88 instead of 0.92 in time), 0 too many (0.89).
 TIER_HEADROOM = 0.1
@@ -37,7 +34,7 @@ KV_ORPHAN_TIMEOUT_S = 30.0  # KV without a decode replica is dropped after this 
 
 
 class GroupedRound(RoutingRound):
-    """Decisions so far; `fleet` are the replicas that requests may go to."""
+    """The decisions of one dispatch, and the replicas by group (`fleet` are all that requests may go to)."""
 
     def __init__(self, held: Sequence[SeqView], fleet: Sequence[FleetReplica], now: float) -> None:
         super().__init__(now)
@@ -46,8 +43,8 @@ class GroupedRound(RoutingRound):
         self._groups: dict[int | None, list[FleetReplica]] = {}
 
     def group(self, group: int | None) -> list[FleetReplica]:
-        """Returns its replicas, the most loaded first; for the pool (None) the idlest first. Ties go by lowest
-        index."""
+        """Returns the replicas of a group, the most loaded first; of the pool (None) the idlest first. Ties go by
+        lowest index."""
         if (replicas := self._groups.get(group)) is None:
             replicas = self._groups[group] = [r for r in self.fleet if r.group == group]
             replicas.sort(key=(lambda r: (len(r.forecast), r.index)) if group is None else FleetReplica.rank)
@@ -60,8 +57,12 @@ class GroupedRound(RoutingRound):
 
 @dataclass
 class Router(TierRouter[FleetReplica]):
-    """tiers: TPOTs in seconds, ascending; a request belongs to the loosest that is no looser than its own. best_effort:
-    the share of the fleet's time that goes to best effort, and to what was too late, where no replica is free.
+    """Gives replicas to prefill and to tiers of decodes, and places each request once both have room for it.
+
+    Args:
+        tiers: TPOTs in seconds, ascending; a request belongs to the loosest that is no looser than its own
+        best_effort: share of the fleet's time that best effort, and requests that are too late, get where no replica is
+            free
     """
 
     needs = TierRouter.needs | {"kv_transfer"}
@@ -70,9 +71,9 @@ class Router(TierRouter[FleetReplica]):
     best_effort: float = 0.02
     _queue: dict[str, PromptPlan] = field(init=False, repr=False, default_factory=dict)
     _parked: dict[str, SeqView] = field(init=False, repr=False, default_factory=dict)  # best effort, oldest first
-    _loss: float = field(init=False, repr=False, default=0.0)
-    _tier_loss: list[float] = field(init=False, repr=False, default_factory=list)
-    _need: list[float] = field(init=False, repr=False, default_factory=list)  # replicas that each tier's residents take
+    _lost_share: float = field(init=False, repr=False, default=0.0)  # of recent requests
+    _tier_lost_share: list[float] = field(init=False, repr=False, default_factory=list)
+    _replicas_needed: list[float] = field(init=False, repr=False, default_factory=list)  # by the residents, by tier
     _credit: float = field(init=False, repr=False, default=0.0)  # replica-seconds that best effort may take
     _credit_since: float = field(init=False, repr=False, default=0.0)
 
@@ -80,8 +81,8 @@ class Router(TierRouter[FleetReplica]):
         if not 0.0 < self.best_effort <= 1.0:
             raise ValueError(f"best_effort is {self.best_effort!r}: give a share of the fleet, above 0 and up to 1")
         super().__post_init__()
-        self._tier_loss = [0.0] * len(self.tiers)
-        self._need = [0.0] * len(self.tiers)
+        self._tier_lost_share = [0.0] * len(self.tiers)
+        self._replicas_needed = [0.0] * len(self.tiers)
 
     # ----------------------------------------------------------------- what happens
 
@@ -105,7 +106,7 @@ class Router(TierRouter[FleetReplica]):
         self._queue.pop(id, None)
         self._parked.pop(id, None)
         if (slot := self._slots.get(id)) is not None and slot.tier is not None:
-            self._need[slot.tier] -= slot.share
+            self._replicas_needed[slot.tier] -= slot.share
         super()._leave(id)
 
     def _forget_replica(self, id: str) -> None:
@@ -137,7 +138,7 @@ class Router(TierRouter[FleetReplica]):
                 self._enqueue(seq, routing)
         self._admit_best_effort(routing)
         if queue:
-            self._start(routing)
+            self._place_prompts(routing)
         if parked:
             self._fill_pool(routing)
         until = min([prompt.until for prompt in queue.values()], default=inf)
@@ -156,8 +157,8 @@ class Router(TierRouter[FleetReplica]):
                 self._leave(seq.id)
                 routing.place[seq.id] = routing.fleet[0].id
         routing.recall.clear()  # it has no other place to go
-        left = len(held) - len(routing.place) - len(routing.reject)
-        return self._dispatch(routing, routing.now + RETRY_S if left else inf)
+        unplaced = len(held) - len(routing.place) - len(routing.reject)
+        return self._dispatch(routing, routing.now + RETRY_S if unplaced else inf)
 
     def _update_replicas(self, fleet: Sequence[View], now: float) -> Sequence[FleetReplica]:
         """Returns the replicas of the fleet, with current views."""
@@ -208,21 +209,22 @@ class Router(TierRouter[FleetReplica]):
         self._parked[seq.id] = seq
 
     def _count_loss(self, tier: int, lost: float) -> None:
-        self._tier_loss[tier] += (lost - self._tier_loss[tier]) / TIER_MEMORY_REQUESTS
-        self._loss += (lost - self._loss) / MEMORY_REQUESTS
+        """Counts a request that is lost (1) or placed in time (0)."""
+        self._tier_lost_share[tier] += (lost - self._tier_lost_share[tier]) / TIER_MEMORY_REQUESTS
+        self._lost_share += (lost - self._lost_share) / MEMORY_REQUESTS
 
     # ----------------------------------------------------------------- prompts
 
-    def _start(self, routing: GroupedRound) -> None:
+    def _place_prompts(self, routing: GroupedRound) -> None:
         """Places prompts on replicas that have time for them, each with a slot to decode in, until none has."""
-        full: set[int] = set()
+        full_tiers: set[int] = set()
         failed = 0
         for prompt in self._prompts_in_order(routing):
-            if prompt.tier in full:
+            if prompt.tier in full_tiers:
                 continue
             lacks = self._place_or_name_lack(prompt, routing)
-            if lacks == "slot" and prompt.until < inf:  # what is promised nothing waits alone
-                full.add(prompt.tier)
+            if lacks == "slot" and prompt.until < inf:  # a best-effort prompt without a slot stops no others
+                full_tiers.add(prompt.tier)
             elif lacks and (failed := failed + 1) >= MAX_FAILED_PROMPTS:
                 return
 
@@ -255,32 +257,31 @@ class Router(TierRouter[FleetReplica]):
                 self._decline(prompt.seq, routing)
                 self._count_loss(prompt.tier, 1.0)
                 continue
-            back = MAX_DELAY_PER_WORK * self._loss * prompt.work - MAX_TIER_ADVANCE_S * self._tier_loss[prompt.tier]
-            ready.append((prompt.due + back, id, prompt))
+            delay = MAX_DELAY_PER_WORK * self._lost_share * prompt.work
+            advance = MAX_TIER_ADVANCE_S * self._tier_lost_share[prompt.tier]
+            ready.append((prompt.due + (delay - advance), id, prompt))
         ready.sort()
         return [prompt for _, _, prompt in ready]
 
     def _find_prefill_replica(self, prompt: PromptPlan, routing: GroupedRound) -> FleetReplica | None:
         """Returns a replica where the prompt can begin soon and nothing becomes late: for a short prompt the one with
-        the most queued work, to share steps, for a long one the one with the least. Otherwise, or if a long one would
-        wait, a replica of the pool."""
-        short = prompt.tokens < PREFILL_STEP_TOKENS
+        the most queued work, to share steps, for a long one the one with the least. If there is none, or if a long one
+        would wait there, it returns a replica of the pool instead."""
+        is_short = prompt.tokens < PREFILL_STEP_TOKENS
         best, queued = None, 0.0
         for replica in routing.group(PREFILL_GROUP):
             seconds = replica.seconds_before(prompt)
-            if seconds is not None and (best is None or (seconds > queued if short else seconds < queued)):
+            if seconds is not None and (best is None or (seconds > queued if is_short else seconds < queued)):
                 best, queued = replica, seconds
-        if best is not None and (queued == 0.0 or short):
+        if best is not None and (queued == 0.0 or is_short):
             return best
         for replica in routing.group(None):
-            if (
-                routing.now + replica.wait() + prompt.isolated_seconds * replica.pace <= prompt.due
-                or prompt.until == inf
-            ):
+            through = routing.now + replica.wait() + prompt.isolated_seconds * replica.pace
+            if through <= prompt.due or prompt.until == inf:
                 return replica
         return best
 
-    # ----------------------------------------------------------------- seats to decode in
+    # ----------------------------------------------------------------- slots to decode in
 
     def _find_slot(
         self, prompt: PromptPlan, routing: GroupedRound, besides: FleetReplica | None
@@ -290,12 +291,13 @@ class Router(TierRouter[FleetReplica]):
         tier = prompt.tier
         if (replica := _fullest(routing.group(tier), prompt, self.tiers[tier], besides)) is not None:
             return replica, tier
-        rest = len(routing.group(PREFILL_GROUP)) + len(routing.group(None)) - 1  # that prefill, or could
-        pool = [replica for replica in routing.group(None) if replica is not besides] if rest > 0 else []
+        # One replica is kept that prefills, or could.
+        can_spare_one = len(routing.group(PREFILL_GROUP)) + len(routing.group(None)) > 1
+        pool = [replica for replica in routing.group(None) if replica is not besides] if can_spare_one else []
         for group in range(tier - 1, -1, -1):
             hosts, tpot = routing.group(group), self.tiers[group]
-            room = ceil(self._need[group]) - TIER_HEADROOM - sum([host.fullness(tpot) for host in hosts])
-            if not hosts or hosts[0].share(prompt.seq.length, prompt.left, tpot) > room:
+            room = ceil(self._replicas_needed[group]) - TIER_HEADROOM - sum([host.fullness(tpot) for host in hosts])
+            if not hosts or hosts[0].share(prompt.seq.length, prompt.output_left, tpot) > room:
                 continue
             if (replica := _fullest(hosts, prompt, tpot, besides)) is not None:
                 return replica, group
@@ -306,10 +308,10 @@ class Router(TierRouter[FleetReplica]):
         if replica.group is None:
             self._enlist(replica, group, routing)
         length, tier = prompt.seq.length, prompt.tier
-        share = replica.share(length, prompt.left, self.tiers[tier])
-        replica.add(prompt.seq.id, tier, length, prompt.left)
+        share = replica.share(length, prompt.output_left, self.tiers[tier])
+        replica.add(prompt.seq.id, tier, length, prompt.output_left)
         self._slots[prompt.seq.id] = DecodeSlot(replica, tier, share)
-        self._need[tier] += share
+        self._replicas_needed[tier] += share
         routing.invalidate_groups(group)
 
     def _move(self, seq: SeqView, routing: GroupedRound) -> None:
@@ -327,11 +329,10 @@ class Router(TierRouter[FleetReplica]):
             prompt = prompt or plan_best_effort_prompt(seq, self.tiers, routing.fleet[0].view)
             new_slot = self._find_slot(prompt, routing, besides=source)
             if new_slot is None:
-                groups = [
-                    (r, r.group) for r in routing.fleet if r is not source and r.group is not None and r.group >= 0
-                ]
-                groups += [(r, prompt.tier) for r in routing.group(None) if r is not source]
-                new_slot = max(groups, key=lambda at: (at[0].group is not None, at[0].view.kv_free), default=None)
+                others = [r for r in routing.fleet if r is not source]
+                slots = [(r, r.group) for r in others if r.group is not None and r.group >= 0]
+                slots += [(r, prompt.tier) for r in routing.group(None) if r is not source]
+                new_slot = max(slots, key=lambda at: (at[0].group is not None, at[0].view.kv_free), default=None)
             if new_slot is None:
                 if routing.now > handoff.at + KV_ORPHAN_TIMEOUT_S:
                     routing.reject[id] = "rejected-no-replica: none is left to decode"
@@ -346,16 +347,16 @@ class Router(TierRouter[FleetReplica]):
     # ----------------------------------------------------------------- best effort
 
     def _admit_best_effort(self, routing: GroupedRound) -> None:
-        """Puts the oldest best effort at the head of the queue once best effort's share of the fleet has paid for
-        earlier ones."""
+        """Puts the oldest best effort at the head of the queue once best effort's share of the fleet's time has made up
+        for the earlier ones."""
         if self._credit < 0.0 or any(p.seq.best_effort for p in self._queue.values()):
             return
         for id, seq in self._parked.items():
             if id in routing.held_ids:
                 if routing.now >= seq.request.arrival + PATIENCE_S:
                     self._queue[id] = prompt = plan_best_effort_prompt(seq, self.tiers, routing.fleet[0].view)
-                    self._credit -= prompt.work + prompt.left * self.tiers[-1] * routing.fleet[0].share(
-                        prompt.tokens, prompt.left, self.tiers[-1]
+                    self._credit -= prompt.work + prompt.output_left * self.tiers[-1] * routing.fleet[0].share(
+                        prompt.tokens, prompt.output_left, self.tiers[-1]
                     )
                     del self._parked[id]
                 return
@@ -364,7 +365,7 @@ class Router(TierRouter[FleetReplica]):
         """Places best effort on the pool as far as KV goes; a part of the pool stays idle for requests with SLOs."""
         pool = routing.group(None)
         busy = bool(self._queue or self._prefills or any(slot.tier is not None for slot in self._slots.values()))
-        idle = [replica for replica in pool if not replica.others]
+        idle = [replica for replica in pool if not replica.best_effort_count]
         for replica in idle[: ceil(IDLE_SHARE * len(routing.fleet)) if busy else 0]:
             pool = [other for other in pool if other is not replica]
         if not pool:
@@ -372,13 +373,13 @@ class Router(TierRouter[FleetReplica]):
         for id, seq in list(self._parked.items()):
             if id not in routing.held_ids:
                 continue
-            left = remaining_output(seq)
+            output_left = remaining_output(seq)
             fits = [r for r in pool if r.view.pending + r.best_effort_tokens <= MAX_POOL_TOKENS + len(r.forecast)]
-            fits = [r for r in fits if not len(r.forecast) or r.has_slot(seq.length, left)]
+            fits = [r for r in fits if not len(r.forecast) or r.has_slot(seq.length, output_left)]
             if not fits:
                 return
             replica = min(fits, key=lambda r: (len(r.forecast), r.index))
-            replica.add(id, None, seq.length, left)
+            replica.add(id, None, seq.length, output_left)
             replica.best_effort_tokens += seq.pending
             self._slots[id] = DecodeSlot(replica, None)
             del self._parked[id]
@@ -403,8 +404,8 @@ class Router(TierRouter[FleetReplica]):
                 self._assign(replica, None, routing)
             elif group is not None and group != PREFILL_GROUP and tightest is not None and tightest > group:
                 self._assign(replica, tightest, routing)
-        only, coming = routing.fleet[0], [self._slots[id].replica for id in self._moving if id in self._slots]
-        if len(routing.fleet) == 1 and only.role.phase != "both" and only not in coming:
+        only, receivers = routing.fleet[0], [self._slots[id].replica for id in self._moving if id in self._slots]
+        if len(routing.fleet) == 1 and only.role.phase != "both" and only not in receivers:
             self._assign(only, None, routing)
 
     def _assign(self, replica: FleetReplica, group: int | None, routing: GroupedRound) -> None:
@@ -417,6 +418,6 @@ def _fullest(
     replicas: Sequence[FleetReplica], prompt: PromptPlan, tpot: float, besides: FleetReplica | None
 ) -> FleetReplica | None:
     for replica in replicas:
-        if replica is not besides and replica.has_slot(prompt.seq.length, prompt.left, tpot):
+        if replica is not besides and replica.has_slot(prompt.seq.length, prompt.output_left, tpot):
             return replica
     return None

@@ -49,26 +49,33 @@ class Grid(tuple[Phase, ...]):
     __slots__ = ()
 
     @property
-    def leads(self) -> bool:
-        """Whether the first batch is a short one."""
+    def has_short_first(self) -> bool:
+        """Returns whether the first batch is a short one."""
         return len(self) > 1 and self[0].seconds < self[1].seconds
 
     def step(self) -> Grid:
         """Returns the grid after the first batch."""
-        left = self[0].batches - 1
-        return Grid((self[0]._replace(batches=left), *self[1:])) if left else Grid(self[1:])
+        more = self[0].batches - 1
+        return Grid((self[0]._replace(batches=more), *self[1:])) if more else Grid(self[1:])
 
     def room(self, demands: Sequence[Demand]) -> float:
         """Returns the tokens that these demands leave for others, the least at any of their deadlines; negative if they
         do not fit. Demands due at 0 are late and count as due with the first batch."""
-        return float(demand_line(np.array(self), rows(demands))[3].min(initial=inf))
+        return float(demand_line(np.array(self), rows(demands)).room.min(initial=inf))
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """What admission has to work with. longest: seconds of a batch while no TPOT is tighter. capacity: tokens of a
-    batch of so many seconds; beside: of one in which no more than so many decode (None: unknown). memory: KV blocks
-    there are, each of `block` tokens. seats: places in a batch that the forced leave."""
+    """What admission has to work with.
+
+    Args:
+        longest: seconds of a batch while no TPOT is tighter
+        capacity: gives the tokens that a batch of so many seconds holds
+        memory: KV blocks there are
+        seats: places in a batch that the forced leave
+        beside: gives the same as `capacity` for (seconds, most decodes in it); None: unknown
+        block: tokens of a KV block
+    """
 
     longest: float
     capacity: Callable[[float], float]
@@ -79,7 +86,13 @@ class AdmissionLimits:
 
 
 class Admitted(NamedTuple):
-    """accepted: indices of new demands. grid: the one on which they and all forced demands are in time."""
+    """The new demands that are accepted.
+
+    Args:
+        accepted: their indices
+        grid: on which they and all forced demands are in time
+        value: of all accepted
+    """
 
     accepted: tuple[int, ...]
     grid: Grid
@@ -87,33 +100,45 @@ class Admitted(NamedTuple):
 
 
 def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Admitted | None:
-    """Chooses the set of `new` to add to `forced`, the best unless memory is short; None if even the forced are late on
-    every grid. Memory is counted by its forecast peak (§3.2.1 has the sum of what each holds at its end, which
-    they never hold together). Equal deadlines are decided in the order given.
+    """Chooses the set of `new` to add to `forced`, the best one unless memory is short.
+
+    Memory is counted by its forecast peak (§3.2.1 has the sum of what each holds at its end, which they never hold
+    together).
+
+    Args:
+        forced: demands that are served anyway
+        new: demands to decide on, each with a deadline; equal deadlines are decided in this order
+        limits: what there is
+
+    Returns:
+        the accepted; None if even the forced are late on every grid
     """
     assert all(d.due < inf for d in new), "every new request has a deadline, if one of ours"
-    forced_rows, most, peak = rows(forced), sum(d.value for d in new), peak_kv(forced, limits.block)
+    forced_rows, value_of_all, peak = rows(forced), sum(d.value for d in new), peak_kv(forced, limits.block)
     best: Admitted | None = None
-    least: list[Callable[[int], tuple[float, ...]]] = [lambda i: (new[i].memory / new[i].value,)]
+    # Where memory does not hold the set, the request that is largest by such a key is left out.
+    keys_to_leave_out: list[Callable[[int], tuple[float, ...]]] = [lambda i: (new[i].memory / new[i].value,)]
     if len({d.value for d in new}) > 1:  # then that may leave out one worth more than all others
-        least.append(lambda i: (peak.peak_with([new[i].memory], [new[i].left]) > limits.memory, -new[i].value))
+        keys_to_leave_out.append(
+            lambda i: (peak.peak_with([new[i].memory], [new[i].output_left]) > limits.memory, -new[i].value)
+        )
     for grid in grids_to_try(forced, new, limits):
-        for worst in least:
+        for key in keys_to_leave_out:
             able = list(range(len(new)))
             while True:
                 new_rows = rows([new[i] for i in able], in_order_given=True)
                 chosen = best_subset(np.array(grid), forced_rows, new_rows, limits.seats)
                 accepted = [able[i] for i in chosen or ()]
-                more = [new[i].memory for i in accepted], [new[i].left for i in accepted]
+                more = [new[i].memory for i in accepted], [new[i].output_left for i in accepted]
                 if not accepted or peak.peak_with(*more) <= limits.memory:
                     break
-                able.remove(max(accepted, key=worst))
+                able.remove(max(accepted, key=key))
             value = sum(new[i].value for i in accepted)
             if chosen is not None and (best is None or value > best.value + ROUNDING_TOKENS):
                 best = Admitted(tuple(sorted(accepted)), grid, value)
             if len(able) == len(new):
                 break
-        if best is not None and best.value >= most - ROUNDING_TOKENS:
+        if best is not None and best.value >= value_of_all - ROUNDING_TOKENS:
             return best
     if best is None:
         return None
@@ -122,17 +147,17 @@ def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimi
 
 
 def grids_to_try(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Iterator[Grid]:
-    """Of batches of the longest, and with a short batch first, in which those that are ahead are left out where all
-    would last too long; each for the TPOTs of all, and without those of the new that are tightest."""
-    first: dict[float, float] = {}  # TPOT -> when the first that is served anyway is due
+    """Yields grids: first those that begin with the longest batches, then those with a short batch in front. Of each
+    kind, the first keeps the TPOTs of all demands, the others leave out ever more of the tightest TPOTs of `new`."""
+    first: dict[float, float] = {}  # TPOT -> when the first of the forced is due
     for d in forced:
         if d.due < first.get(d.tpot, inf):
             first[d.tpot] = d.due
-    of_new = {d.tpot: min(o.due for o in new if o.tpot == d.tpot) for d in new if d.tpot < limits.longest}
-    tpots = sorted(tpot for tpot, due in of_new.items() if due < first.get(tpot, inf))
+    first_new = {d.tpot: min(o.due for o in new if o.tpot == d.tpot) for d in new if d.tpot < limits.longest}
+    tpots = sorted(tpot for tpot, due in first_new.items() if due < first.get(tpot, inf))
     for lead in (None, *_short(forced, new, limits)):
         for tightest in range(len(tpots) + 1):
-            more = {tpot: of_new[tpot] for tpot in tpots[tightest:]}
+            more = {tpot: first_new[tpot] for tpot in tpots[tightest:]}
             yield _lay(sorted((due, tpot) for tpot, due in (first | more).items()), lead, limits)
 
 
@@ -153,11 +178,13 @@ def _lay(decodes: Sequence[tuple[float, float]], lead: Phase | None, limits: Adm
 
 
 def _short(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Iterator[Phase]:
-    """Short first batches, until one of the first prompts is due, beside the decodes that are due before the batch
-    after it ends. None where two tokens of one would be due in it."""
+    """Yields short first batches, each until one of the first new prompts is due. Only decodes that are due before the
+    batch after it ends are counted in it: the others can wait. None where two tokens of one decode would be due."""
     longest = limits.longest
     for end in sorted({d.due for d in new if 0.0 < d.due < longest})[:MAX_SHORT_BATCHES]:
-        two = any(d.due < end and d.tpot < end for d in forced)
-        beside = 0.0 if two or limits.beside is None else limits.beside(end, sum(d.due < end + longest for d in forced))
+        two_due = any(d.due < end and d.tpot < end for d in forced)
+        beside = (
+            0.0 if two_due or limits.beside is None else limits.beside(end, sum(d.due < end + longest for d in forced))
+        )
         if beside:
             yield Phase(1.0, end, beside)

@@ -12,26 +12,33 @@ from rubato.policies.slos_serve.demand import Demand, peak_kv
 
 
 class BatchCapacity:
-    """Of batches with these requests; margin: steps take this share longer than the view's latency model says.
+    """The capacity of batches with these requests: exact for a latency model that sees tokens only, else a lower bound.
 
-    A roofline sees tokens only, and this is its time2bs. For others it is a lower bound, of a batch with all decodes:
-    they hold as much KV as they ever will (`PeakKV`), and what else is in the batch is one chunk on top of the longest
-    context of a prompt, or of any that may draft. Where not all of them fit, batches hold some in turn: their share of
-    the KV, and the longest once more, for a batch is left when the next one does not fit; in one batch alone
-    (`beside`) they are the longest. weight: what a token of a chunk counts. The smaller of two counts: of a batch of
-    all decodes and a chunk, and of a chunk alone; step times are convex, so what lies between fits too."""
+    The bound assumes a batch with all decodes, which hold as much KV as they ever will (`PeakKV`); all else in it is
+    one chunk on top of the longest context of a prompt, or of any request that may draft. If the decodes do not all
+    fit, batches take them in turn: a batch then holds their share of the KV and the longest once more, since it is
+    closed when the next decode does not fit; in a single batch (`beside`) they are the longest. The result is the
+    smaller of two counts, of all decodes with a chunk and of a chunk alone: step times are convex, so what lies between
+    fits too.
+
+    Args:
+        view: the replica
+        seqs: the requests, and `demands` theirs
+        margin: share by which steps take longer than the latency model says
+        weight: what a token of a chunk counts
+    """
 
     def __init__(
         self, view: View, seqs: Iterable[SeqView], demands: Sequence[Demand], margin: float, weight: float = 1.0
     ) -> None:
         limits, block = view.limits, view.limits.block_size
         self._model, self._slower, self._weight = view.latency, 1.0 + margin, weight
-        self._most = limits.max_num_batched_tokens
+        self._max_tokens = limits.max_num_batched_tokens
         self._decodes = min(len(demands), limits.max_num_seqs, limits.max_num_batched_tokens)
         self._kv = min(peak_kv(demands, block).peak_with(), view.kv_total) * block
         ends = sorted((d.memory * block for d in demands), reverse=True)
-        self._ends = list(accumulate(ends, initial=0))  # KV of the longest ones, by how many
-        self._context = max((s.length for s in seqs if s.pending > 1), default=0)
+        self._ends = list(accumulate(ends, initial=0))  # KV tokens at the end of the n longest, by n
+        self._longest_prompt = max((s.length for s in seqs if s.pending > 1), default=0)
         self._longest = max((s.length for s in seqs), default=0)
         self._tokens_by_key: dict[tuple[float, int], int] = {}
 
@@ -40,7 +47,7 @@ class BatchCapacity:
         decodes = min(tokens, self._decodes)
         shape = self._shape(decodes, steps)
         if tokens > decodes:
-            shape = shape.plus(tokens - decodes, self._above(steps))
+            shape = shape.plus(tokens - decodes, self._context_of_chunk(steps))
         return self._model.step_time(shape) * self._slower
 
     def tokens(self, seconds: float, steps: int = 0) -> int:
@@ -49,12 +56,12 @@ class BatchCapacity:
         if key not in self._tokens_by_key:
             base = self._shape(self._decodes, steps)
             if self._model.step_time(base) * self._slower <= seconds:
-                together = self._decodes + self._weight * self._chunk(seconds, base, self._most - self._decodes)
+                together = self._decodes + self._weight * self._chunk(seconds, base, self._max_tokens - self._decodes)
             else:
                 fewer = range(1, self._decodes)
                 together = bisect_right(fewer, seconds, key=lambda n: self.seconds(n, steps))
             if self._weight < 1.0 and together >= 1.0:
-                together = min(together, self._weight * self._chunk(seconds, Shape(spec_steps=steps), self._most))
+                together = min(together, self._weight * self._chunk(seconds, Shape(spec_steps=steps), self._max_tokens))
             self._tokens_by_key[key] = int(together)
         return self._tokens_by_key[key]
 
@@ -64,14 +71,14 @@ class BatchCapacity:
         base = self._shape(decodes, steps, min(self._kv, self._ends[decodes]))
         if decodes and self._model.step_time(base) * self._slower > seconds:
             return 0.0
-        return decodes + self._weight * self._chunk(seconds, base, self._most - decodes)
+        return decodes + self._weight * self._chunk(seconds, base, self._max_tokens - decodes)
 
     def _chunk(self, seconds: float, base: Shape, most: int) -> int:
-        return self._model.largest_chunk(seconds / self._slower, base, self._above(base.spec_steps), most)
+        return self._model.largest_chunk(seconds / self._slower, base, self._context_of_chunk(base.spec_steps), most)
 
-    def _above(self, steps: int) -> int:
-        """The context of a chunk that stands for all that a batch holds beside one token of each decode."""
-        return self._longest if steps else self._context
+    def _context_of_chunk(self, steps: int) -> int:
+        """Returns the context of the chunk that stands for all that a batch holds beside one token of each decode."""
+        return self._longest if steps else self._longest_prompt
 
     def _shape(self, decodes: int, steps: int, kv: int | None = None) -> Shape:
         if kv is None:

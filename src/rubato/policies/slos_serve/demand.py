@@ -23,10 +23,22 @@ PATIENCE_S = 4.0  # seconds that a prompt without a TTFT, or best effort, may wa
 
 
 class Demand(NamedTuple):
-    """What one request demands: `tokens` by `due` (seconds from where the grid begins), from then on an entry of
-    `verified` every `tpot` seconds (inf: none), and `memory` KV blocks at its end. value: of attaining it. accepts:
-    probability that a token drafted for it is right. left: tokens of output to come. Tokens count as a decode's,
-    drafted or not: a prefill's last counts as one, the others as what they cost beside it (`prefill_token_weight`)."""
+    """What one request demands: `tokens` by `due`, and from then on an entry of `verified` tokens every `tpot` seconds.
+
+    Tokens count as a decode's, drafted or not: a prefill's last one counts as 1, each other as what it costs beside
+    decodes (`prefill_token_weight`).
+
+    Args:
+        id: of the request
+        due: seconds from where the grid begins
+        tokens: due by then, in tokens of a decode
+        tpot: seconds from one entry to the next; inf: no decode has to keep a pace
+        memory: KV blocks at its end
+        value: what attaining its SLO is worth
+        accepts: probability that a token drafted for it is right
+        verified: tokens verified in an entry
+        output_left: output tokens to come
+    """
 
     id: str
     due: float
@@ -36,7 +48,7 @@ class Demand(NamedTuple):
     value: float = 1.0
     accepts: float = 0.0
     verified: int = 1
-    left: float = 0.0
+    output_left: float = 0.0
 
 
 def rows(demands: Sequence[Demand], in_order_given: bool = False) -> NDArray[np.float64]:
@@ -50,8 +62,7 @@ def rows(demands: Sequence[Demand], in_order_given: bool = False) -> NDArray[np.
 
 
 def prompt_stage(seq: SeqView) -> int:
-    """Returns the stage with a prompt that it is in, or that its decode-only stage continues: admission is per such
-    stage."""
+    """Returns the request's last stage that began with a prompt: admission is per such stage."""
     at, stages = seq.stage, seq.request.stages
     while stages[at].prompt == 0:
         at -= 1
@@ -60,10 +71,15 @@ def prompt_stage(seq: SeqView) -> int:
 
 @dataclass(frozen=True)
 class DemandReader:
-    """How deadlines are read, `now` being when the grid begins.
+    """Reads what requests demand.
 
-    windows: of decodes that are to keep their pace in each window, however far ahead of their deadlines they are.
-    weight: what a token of prefill counts. accepts: of each the probability that a token drafted for it is right.
+    Args:
+        now: time at which the grid begins
+        block: tokens of a KV block
+        values: what a tier's requests are worth; 1 for a tier not named
+        windows: of decodes that have to keep their pace in each window, however far ahead of their deadlines they are
+        weight: what a token of prefill counts
+        accepts: gives the probability that a token drafted for a request is right
     """
 
     now: float
@@ -74,25 +90,30 @@ class DemandReader:
     accepts: Callable[[SeqView], float] = lambda seq: 0.0
 
     def demand(self, seq: SeqView) -> Demand:
-        """What it demands. Where an e2e bounds it, half of the time is for the prompt, half for a steady decode."""
-        due, tpot, pending, left = seq.due, tightest_tpot(seq), seq.pending, remaining_output(seq)
+        """Returns what a request demands. Of an e2e, half is for the prompt and half for a steady decode."""
+        due, tpot, pending, to_come = seq.due, tightest_tpot(seq), seq.pending, remaining_output(seq)
         e2e = seq.slo.e2e
         if e2e is not None:
-            steady = 0.5 * e2e / (left + seq.output)
+            steady = 0.5 * e2e / (to_come + seq.output)
             tpot = min(tpot, steady)
-            due = min(due, seq.request.arrival + seq.tool_seconds + e2e - (left - 1.0) * steady)
+            due = min(due, seq.request.arrival + seq.tool_seconds + e2e - (to_come - 1.0) * steady)
         elif due == inf and (seq.output == 0 or pending > 1):  # also one that is resumed by a prefill
             due = max(seq.stage_start + PATIENCE_S, self.now + min(tpot, PATIENCE_S))
         if pending == 1 and e2e is None and seq.id in self.windows:
             _, before, began = self.windows[seq.id]
             due = min(due, began + (seq.output + 1 - before) * tpot)
         value = self.values.get(seq.request.tier, 1.0) if self.values else 1.0
-        tokens, held = 1.0 + (pending - 1) * self.weight, blocks_at_end(seq, self.block, left)
-        return Demand(seq.id, due - self.now, tokens, tpot, held, value, self.accepts(seq), 1, left)
+        tokens, memory = 1.0 + (pending - 1) * self.weight, blocks_at_end(seq, self.block, to_come)
+        return Demand(seq.id, due - self.now, tokens, tpot, memory, value, self.accepts(seq), 1, to_come)
 
     def demands(self, seqs: Iterable[SeqView], soonest: float, paced: bool = True) -> list[Demand]:
-        """Of each. One that is behind, whose next token is due before a batch of it alone would end, in `soonest`
-        seconds, counts as of the next tighter tier. paced: by windows, too."""
+        """Returns what each request demands. A decode that is behind counts as of the next tighter tier.
+
+        Args:
+            seqs: the requests
+            soonest: seconds of a batch of one decode alone; a decode due before that is behind
+            paced: whether decodes keep the pace of their windows, too
+        """
         reader = self if paced else replace(self, windows={})
         demands = [reader.demand(seq) for seq in seqs]
         if not any(d.due < soonest for d in demands):
@@ -107,9 +128,12 @@ class DemandReader:
 
 
 def prefill_token_weight(view: View, before: float = 1.0) -> float:
-    """What a token of prefill costs, in tokens of the decodes that run: 1 for a roofline, much less for long contexts,
-    whose KV every decode reads. In steps of √2, and what it was before while that is less than a step off, as a grid
-    counts tokens by it; any value keeps the promises."""
+    """Returns what a token of prefill costs, in tokens of the decodes that run: 1 for a roofline, much less for long
+    contexts, whose KV every decode reads.
+
+    As a grid counts tokens by it, it changes rarely: in steps of √2, and only when it is a step or more off `before`.
+    Any value keeps the promises.
+    """
     decodes, model = view.decodes, view.latency
     if not decodes.seqs:
         return 1.0
@@ -124,5 +148,5 @@ def prefill_token_weight(view: View, before: float = 1.0) -> float:
 
 
 def peak_kv(demands: Sequence[Demand], block: int) -> PeakKV:
-    """The KV that these will hold together."""
-    return PeakKV([d.memory for d in demands], [d.left for d in demands], block)
+    """Returns the forecast of the KV that these will hold together."""
+    return PeakKV([d.memory for d in demands], [d.output_left for d in demands], block)

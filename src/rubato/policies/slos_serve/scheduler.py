@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from rubato.core.events import Event, Finished, HandedOff
 from rubato.core.infeasible import prefill_time
@@ -43,7 +43,7 @@ PATIENT_TPOT_S = PATIENCE_S / 16  # seconds a token of the oldest best-effort re
 
 @dataclass
 class Decisions:
-    """The decisions of one plan: requests by how they are served, and their changes."""
+    """The decisions of one plan: requests by how they are served, and what changes for them, by id."""
 
     view: View
     reader: DemandReader
@@ -56,17 +56,31 @@ class Decisions:
     handoff: dict[str, HandoffReason] = field(default_factory=dict)
 
     def decline(self, seq: SeqView, hops: int) -> None:
-        """Declines a request: hands it to another replica, refuses it if its client asked for that, or serves it as
-        best effort. `hops` is how often it may be handed on."""
+        """Declines a request: hands it to another replica, up to `hops` times, or refuses it if its client asked for
+        that, or serves it as best effort."""
         before = seq.request.handoff
-        fresh = seq.id not in self.view.running_ids and nothing_sent(seq)
-        if fresh and "handoff" in self.view.supports and (before.hops if before is not None else 0) <= hops:
+        is_fresh = seq.id not in self.view.running_ids and nothing_sent(seq)
+        if is_fresh and "handoff" in self.view.supports and (before.hops if before is not None else 0) <= hops:
             self.handoff[seq.id] = "declined"
-        elif fresh and seq.request.on_decline == "refuse":
+        elif is_fresh and seq.request.on_decline == "refuse":
             self.drop[seq.id] = refusal(seq, self.view)
         else:
             self.best_effort.append(seq)
             self.demote.append(seq.id)
+
+
+class _Claim(NamedTuple):
+    """What the oldest unpromised request is owed, a token every `PATIENT_TPOT_S`.
+
+    Args:
+        id: of the request; empty: none is behind
+        length: its tokens when it was last seen
+        due: time of its next token; inf: it has to wait until others end
+    """
+
+    id: str = ""
+    length: int = 0
+    due: float = inf
 
 
 @dataclass
@@ -95,17 +109,18 @@ class Scheduler:
     max_draft: int = MAX_ENTRY_TOKENS - 1
     max_hops: int = 3
     promise: str = "start"
-    _promised: dict[str, int] = field(default_factory=dict, init=False)  # id -> the round the promise is for
-    _revocable: dict[str, int] = field(default_factory=dict, init=False)  # the same of the admitted that it may decline
+    # id -> the stage (`prompt_stage`) that is admitted: for good, or until the next decision
+    _promised_stages: dict[str, int] = field(default_factory=dict, init=False)
+    _revocable_stages: dict[str, int] = field(default_factory=dict, init=False)
     _undecided: frozenset[str] = field(default=frozenset(), init=False)
     _grid: Grid | None = field(default=None, init=False)
-    _decided: float = field(default=-inf, init=False)
+    _decided_at: float = field(default=-inf, init=False)
     _any_finished: bool = field(default=False, init=False)
     _weight: float = field(default=1.0, init=False)
-    _windows: dict[str, Window] = field(default_factory=dict, init=False)  # of decodes, if these are judged
+    _windows: dict[str, Window] = field(default_factory=dict, init=False)  # of decodes, if windows are judged
     _skipped: list[str] = field(default_factory=list, init=False)  # decodes left out of the last batches, in turn
-    _claim: tuple[str, int, float] = field(default=("", 0, inf), init=False)  # the oldest: id, length, when due
-    _drafts: SpeculationState = field(init=False)
+    _claim: _Claim = field(default=_Claim(), init=False)
+    _speculation: SpeculationState = field(init=False)
 
     def __post_init__(self) -> None:
         warn_if_plain("slos_serve", "a few times slower")
@@ -125,7 +140,7 @@ class Scheduler:
             )
         if self.promise not in PROMISES:
             raise ValueError(f"promise is {self.promise!r}: give one of {', '.join(PROMISES)}")
-        self._drafts = SpeculationState(self.max_draft)
+        self._speculation = SpeculationState(self.max_draft)
 
     @property
     def uses(self) -> frozenset[str]:
@@ -138,36 +153,36 @@ class Scheduler:
         return self.tier_values.keys()
 
     @property
-    def promised(self) -> Collection[str]:
+    def promised_ids(self) -> Collection[str]:
         """Ids of requests here whose admission is firm."""
-        return self._promised.keys()
+        return self._promised_stages.keys()
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
             self._any_finished |= isinstance(event, Finished)
             if isinstance(event, Finished | HandedOff):  # it is here no longer
-                self._promised.pop(event.id, None)
-                self._revocable.pop(event.id, None)
-            if self._drafts.able:
-                self._drafts.acceptance.observe(event)
-                self._drafts.lag.observe(event)
+                self._promised_stages.pop(event.id, None)
+                self._revocable_stages.pop(event.id, None)
+            if self._speculation.can_draft:
+                self._speculation.acceptance.observe(event)
+                self._speculation.lag.observe(event)
 
     def plan(self, view: View) -> Plan:
         step = self._classify(view)
         if step.reader.weight != self._weight:  # the grid counts tokens as they were
             self._weight, self._grid = step.reader.weight, None
-        oldest = self._oldest(step)
-        demands = self._demands(step)
-        grid, entries = self._grid, self._drafts.in_force.entries(demands, self._drafts.draft_tokens)
-        is_time = step.undecided or self._any_finished or view.now - self._decided >= DECISION_TIMEOUT_S
+        oldest = self._find_oldest(step)
+        demands = self._admitted_demands(step)
+        grid, entries = self._grid, self._speculation.in_force.entries(demands, self._speculation.draft_tokens)
+        is_due = step.undecided or self._any_finished or view.now - self._decided_at >= DECISION_TIMEOUT_S
         if (
-            grid is None or is_time or any(0.0 < d.due < grid[0].seconds for d in entries)
-            or grid.room(entries) < -ROUNDING_TOKENS  # prompts done early decode early
+            grid is None or is_due or any(0.0 < d.due < grid[0].seconds for d in entries)
+            or grid.room(entries) < -ROUNDING_TOKENS  # prompts that ended early decode early
         ):  # fmt: skip
             grid, demands = self._decide(step, demands, oldest)
         self._undecided = frozenset(s.id for s in step.undecided)
         self._decline_hopeless(step)
-        plan = self._filled(step, grid, {d.id: d for d in demands}, oldest)
+        plan = self._fill_batch(step, grid, {d.id: d for d in demands}, oldest)
         self._grid = grid.step() if plan.work or plan.decode_all else grid
         return plan
 
@@ -175,67 +190,69 @@ class Scheduler:
         """Divides the requests into admitted, undecided and best effort."""
         if view.slo_rule == "windowed":
             self._windows = windows(view, self._windows)
-        self._drafts.look(view)
+        self._speculation.update(view)
         step = Decisions(view, DemandReader(
             max(view.now, view.busy_until), view.limits.block_size, self.tier_values, self._windows,
-            prefill_token_weight(view, self._weight), self._drafts.chance,
+            prefill_token_weight(view, self._weight), self._speculation.planned_acceptance,
         ))  # fmt: skip
-        before, self._promised = self._promised, {}
-        revocable, self._revocable = self._revocable, {}
-        able: list[SeqView] = []
+        before, self._promised_stages = self._promised_stages, {}
+        revocable, self._revocable_stages = self._revocable_stages, {}
+        not_firm: list[SeqView] = []
         for seqs, runs in ((view.running, True), (view.waiting, False)):
             for seq in seqs:
-                round_ = prompt_stage(seq)
+                stage = prompt_stage(seq)
                 # one that runs though none is recorded comes from elsewhere, admitted there
-                known = before.get(seq.id, round_ if runs and seq.id not in self._undecided else None)
+                promised_stage = before.get(seq.id, stage if runs and seq.id not in self._undecided else None)
                 if seq.best_effort:
                     step.best_effort.append(seq)
-                elif known == round_:
-                    self._promised[seq.id] = round_
+                elif promised_stage == stage:
+                    self._promised_stages[seq.id] = stage
                     step.admitted.append(seq)
-                elif revocable.get(seq.id) == round_:
-                    able.append(seq)
+                elif revocable.get(seq.id) == stage:
+                    not_firm.append(seq)
                 else:  # new, or back from a tool
                     step.undecided.append(seq)
         if any(seq.id not in self._undecided for seq in step.undecided):
-            step.undecided += able
+            step.undecided += not_firm
         else:
-            self._revocable = {seq.id: revocable[seq.id] for seq in able}
-            step.admitted += able
+            self._revocable_stages = {seq.id: revocable[seq.id] for seq in not_firm}
+            step.admitted += not_firm
         return step
 
     def _margin(self, view: View) -> float:
         return view.latency.spread if self.safety_margin is None else self.safety_margin
 
-    def _demands(self, step: Decisions, paced: bool = True) -> list[Demand]:
+    def _admitted_demands(self, step: Decisions, paced: bool = True) -> list[Demand]:
         """Returns the demands of admitted requests."""
         decodes = step.view.decodes
         alone = Shape.decodes(1, decodes.kv // decodes.seqs) if decodes.seqs else Shape()
         soonest = step.view.latency.step_time(alone) * (1.0 + self._margin(step.view)) if decodes.seqs else 0.0
         return step.reader.demands(step.admitted, soonest, paced)
 
-    def _oldest(self, step: Decisions) -> SeqView | None:
-        """Returns the oldest request that is best effort or has no SLO, once it is behind: it is planned as if
-        admitted, so that none starves. The same one until it ends."""
+    def _find_oldest(self, step: Decisions) -> SeqView | None:
+        """Returns the oldest request that is best effort or has no SLO, once it is behind; the same one until it ends.
+        It is planned as if admitted, so that none starves."""
         id, length, due = self._claim
-        unbound = [s for s in step.admitted if s.due == inf and tightest_tpot(s) == inf]
-        able = [*step.best_effort, *unbound]
-        oldest = next((s for s in able if s.id == id), None)
+        without_slo = [s for s in step.admitted if s.due == inf and tightest_tpot(s) == inf]
+        unpromised = [*step.best_effort, *without_slo]
+        oldest = next((s for s in unpromised if s.id == id), None)
         if oldest is None:
-            behind = [s for s in able if step.reader.now > s.stage_start + PATIENCE_S + s.output * PATIENT_TPOT_S]
+            now = step.reader.now
+            behind = [s for s in unpromised if now > s.stage_start + PATIENCE_S + s.output * PATIENT_TPOT_S]
             oldest, length, due = min(behind, key=_arrival, default=None), 0, inf
-        held = oldest.length if oldest is not None else 0
-        self._claim = (oldest.id, held, due + (held - length) * PATIENT_TPOT_S) if oldest is not None else ("", 0, inf)
+        self._claim = _Claim()
+        if oldest is not None:
+            self._claim = _Claim(oldest.id, oldest.length, due + (oldest.length - length) * PATIENT_TPOT_S)
         return oldest
 
-    def _as_admitted(self, oldest: SeqView, reader: DemandReader) -> Demand:
-        return reader.demand(oldest)._replace(due=max(self._claim[2] - reader.now, 0.0), tpot=PATIENT_TPOT_S)
+    def _demand_of_oldest(self, oldest: SeqView, reader: DemandReader) -> Demand:
+        return reader.demand(oldest)._replace(due=max(self._claim.due - reader.now, 0.0), tpot=PATIENT_TPOT_S)
 
-    def _candidates(self, step: Decisions, oldest: SeqView | None) -> list[SeqView]:
+    def _find_candidates(self, step: Decisions, oldest: SeqView | None) -> list[SeqView]:
         """Returns the requests to decide on, by deadline: new ones, and some that could be in time after all."""
         demoted = [s for s in step.best_effort if s.demoted and s is not oldest]
-        able = [s for s in demoted if not s.missed and step.reader.now < s.due < inf]
-        again = heapq.nsmallest(MAX_RETRIED, able, key=lambda s: (s.pending, _arrival(s)))
+        may_be_in_time = [s for s in demoted if not s.missed and step.reader.now < s.due < inf]
+        again = heapq.nsmallest(MAX_RETRIED, may_be_in_time, key=lambda s: (s.pending, _arrival(s)))
         values = self.tier_values
         candidates = heapq.nsmallest(
             MAX_DECISIONS,
@@ -245,80 +262,84 @@ class Scheduler:
         return sorted(candidates, key=lambda s: (s.due, _arrival(s)))
 
     def _decide(self, step: Decisions, demands: list[Demand], oldest: SeqView | None) -> tuple[Grid, list[Demand]]:
-        """Admits requests that can be in time with the admitted ones, and lays a grid for all. Returns the grid and the
-        admitted demands, by deadlines only if not all paces can be kept."""
+        """Admits requests that can be in time with the admitted ones, and lays a grid for all.
+
+        Returns:
+            the grid, and the demands of all admitted, by deadlines only if not all paces can be kept
+        """
         view, reader = step.view, step.reader
-        candidates = self._candidates(step, oldest)
+        candidates = self._find_candidates(step, oldest)
         new = [reader.demand(s) for s in candidates]
         forced = demands
         if oldest is not None:
-            if self._claim[2] == inf:
-                self._claim = (*self._claim[:2], reader.now + 0.5 * PATIENCE_S)
-            forced = [*(d for d in demands if d.id != oldest.id), self._as_admitted(oldest, reader)]
+            if self._claim.due == inf:
+                self._claim = self._claim._replace(due=reader.now + 0.5 * PATIENCE_S)
+            forced = [*(d for d in demands if d.id != oldest.id), self._demand_of_oldest(oldest, reader)]
         capacity = BatchCapacity(
             view, [*step.admitted, *candidates], [*forced, *new], self._margin(view), reader.weight
         )
         later = [s for s in step.undecided if s not in candidates and s.id in view.running_ids]  # they keep their KV
         memory = view.kv_total - sum(s.blocks for s in [*view.moving, *later])
-        choose = partial(self._choose, view, capacity, memory)
+        choose = partial(self._choose_admitted, view, capacity, memory)
         fits = oldest is None or peak_kv(forced, view.limits.block_size).peak_with() <= memory
         best, speculation = choose(forced, new) if fits else (None, NO_SPECULATION)
+        # If the forced are late on every grid, less is asked for, step by step.
         if best is None and oldest is not None:  # it has to wait until others end; none is added meanwhile
-            self._claim = (*self._claim[:2], inf)
+            self._claim = self._claim._replace(due=inf)
             best, speculation = choose(demands, [])
-        in_force = self._drafts.in_force
+        in_force = self._speculation.in_force
         if (
             best is None
             and self._grid
-            and self._grid.room(in_force.entries(demands, self._drafts.draft_tokens)) >= -ROUNDING_TOKENS
+            and self._grid.room(in_force.entries(demands, self._speculation.draft_tokens)) >= -ROUNDING_TOKENS
         ):
             best, speculation = Admitted((), self._grid, 0.0), in_force  # on which they were admitted
         if best is None:
-            demands = self._demands(step, paced=False)
+            demands = self._admitted_demands(step, paced=False)
             best, speculation = choose(demands, [])
         if best is None:
             shortest = min([d.tpot for d in demands], default=inf)
-            batch = Phase(inf, seconds := min(self._unbound(capacity), shortest), capacity.tokens(seconds))
+            batch = Phase(inf, seconds := min(self._unbounded_seconds(capacity), shortest), capacity.tokens(seconds))
             best = Admitted((), self._grid or Grid((batch,)), 0.0)
         else:
-            self._drafts.in_force = speculation
+            self._speculation.in_force = speculation
         accepted = {new[i].id for i in best.accepted}
         step.undecided = [s for s in step.undecided if s not in candidates]
         for seq in candidates:
             if seq.id in accepted:
-                firm = self.promise == "arrival" or seq.id in view.running_ids or not nothing_sent(seq)
-                (self._promised if firm else self._revocable)[seq.id] = prompt_stage(seq)
+                is_firm = self.promise == "arrival" or seq.id in view.running_ids or not nothing_sent(seq)
+                (self._promised_stages if is_firm else self._revocable_stages)[seq.id] = prompt_stage(seq)
                 step.admitted.append(seq)
                 if seq.demoted:
                     step.best_effort.remove(seq)
                     step.promote.append(seq.id)
             elif not seq.demoted:
                 step.decline(seq, self.max_hops)
-        self._decided, self._any_finished = view.now, False
+        self._decided_at, self._any_finished = view.now, False
         return best.grid, [*demands, *(d for d in new if d.id in accepted)]
 
-    def _choose(
+    def _choose_admitted(
         self, view: View, capacity: BatchCapacity, memory: int, forced: Sequence[Demand], new: Sequence[Demand]
     ) -> tuple[Admitted | None, SpeculationPlan]:
-        """Which of the new to admit beside the forced, in so many KV blocks, and with which drafts."""
-        best, chosen, most, limits = None, NO_SPECULATION, sum(d.value for d in new), view.limits
+        """Chooses which of the new to admit beside the forced, in `memory` KV blocks, and with which drafts."""
+        best, chosen, value_of_all, limits = None, NO_SPECULATION, sum(d.value for d in new), view.limits
         seats = min(limits.max_num_seqs, limits.max_running or limits.max_num_seqs) - len(forced)
-        longest = self._unbound(capacity)
-        for plan in self._drafts.candidates([*forced, *new], capacity, longest):
-            full = capacity.seconds(limits.max_num_batched_tokens, plan.steps)
-            tokens, beside = (partial(count, steps=plan.steps) for count in (capacity.tokens, capacity.beside))
-            most_seconds, draft_tokens = max(min(longest, full), TOLERANCE_S), self._drafts.draft_tokens
-            there = AdmissionLimits(most_seconds, tokens, memory, seats, beside, limits.block_size)
-            admitted = admit(plan.entries(forced, draft_tokens), plan.entries(new, draft_tokens), there)
+        longest = self._unbounded_seconds(capacity)
+        for plan in self._speculation.plans_to_try([*forced, *new], capacity, longest):
+            full = capacity.seconds(limits.max_num_batched_tokens, plan.draft_steps)
+            tokens, beside = (partial(count, steps=plan.draft_steps) for count in (capacity.tokens, capacity.beside))
+            max_seconds, draft_tokens = max(min(longest, full), TOLERANCE_S), self._speculation.draft_tokens
+            resources = AdmissionLimits(max_seconds, tokens, memory, seats, beside, limits.block_size)
+            admitted = admit(plan.entries(forced, draft_tokens), plan.entries(new, draft_tokens), resources)
             if admitted is not None and (best is None or admitted.value > best.value + ROUNDING_TOKENS):
                 best, chosen = admitted, plan
-            if best is not None and best.value >= most - ROUNDING_TOKENS:
+            if best is not None and best.value >= value_of_all - ROUNDING_TOKENS:
                 break
         return best, chosen
 
-    def _unbound(self, capacity: BatchCapacity) -> float:
-        """Seconds of a batch that neither a TPOT nor the engine bounds. Where a step is slow, short batches would be
-        mostly what any step costs, and hold few tokens of prefill."""
+    def _unbounded_seconds(self, capacity: BatchCapacity) -> float:
+        """Returns the seconds of a batch that neither a TPOT nor the engine bounds. Where a step is slow, short batches
+        would consist mostly of a step's fixed cost, and hold few tokens of prefill."""
         alone = capacity.seconds(1)
         if self.max_batch_seconds is None:
             return max(MAX_BATCH_S, MAX_BATCH_STEPS * alone)
@@ -328,67 +349,77 @@ class Scheduler:
         """Declines admitted requests whose prompt would be late now even alone."""
         view, now, most = step.view, step.reader.now, step.view.limits.max_num_batched_tokens
         for seq in [s for s in step.admitted if s.pending > 1 and s.due < inf and s.id not in step.promote]:
-            equal = -(-seq.pending // -(-seq.pending // most))  # step times are convex
-            if seq.due + TOLERANCE_S < now + prefill_time(view.latency, seq.pending, seq.cached, equal):
+            equal_chunks = -(-seq.pending // -(-seq.pending // most))  # the fastest, as step times are convex
+            if seq.due + TOLERANCE_S < now + prefill_time(view.latency, seq.pending, seq.cached, equal_chunks):
                 step.admitted.remove(seq)
-                self._promised.pop(seq.id, None)
-                self._revocable.pop(seq.id, None)
+                self._promised_stages.pop(seq.id, None)
+                self._revocable_stages.pop(seq.id, None)
                 step.decline(seq, -1)
 
-    def _too_early(self, batch: BatchOrder, work: Mapping[str, Work]) -> set[str]:
-        """Returns requests that would begin a pace too early in such a batch, the last due first, until the others can
-        keep their paces on the grid in force or another."""
+    def _find_too_early(self, batch: BatchOrder, work: Mapping[str, Work]) -> set[str]:
+        """Returns the ids of requests that must not begin a pace in such a batch: those due last, so many that all can
+        keep their paces afterwards, on the grid in force or another."""
         too_early: set[str] = set()
-        early = batch.early(work)
+        early = batch.find_early(work)
         while early and not batch.spend(sum(early.values())):
             work = {id: own for id, own in work.items() if id not in too_early}
-            after = batch.after(work, early)
-            if batch.grid.step().room(self._drafts.in_force.entries(after, {})) >= -ROUNDING_TOKENS:
+            after = batch.demands_after(work, early)
+            if batch.grid.step().room(self._speculation.in_force.entries(after, {})) >= -ROUNDING_TOKENS:
                 break
             capacity = BatchCapacity(batch.view, batch.seqs, after, batch.margin, batch.weight)
-            if self._choose(batch.view, capacity, batch.view.kv_total, after, [])[0] is not None:
+            if self._choose_admitted(batch.view, capacity, batch.view.kv_total, after, [])[0] is not None:
                 break
             id, _ = early.popitem()
             too_early.add(id)
         return too_early
 
-    def _filled(self, step: Decisions, grid: Grid, demands: dict[str, Demand], oldest: SeqView | None) -> Plan:
+    def _fill_batch(self, step: Decisions, grid: Grid, demands: dict[str, Demand], oldest: SeqView | None) -> Plan:
+        """Fills the first batch of the grid: the admitted and the oldest, then best effort.
+
+        Args:
+            step: the decisions
+            grid: of batches
+            demands: of the admitted, by id
+            oldest: the best-effort request that is planned as if admitted
+        """
         view, block, planned_seqs = step.view, step.view.limits.block_size, step.admitted
         rest = sorted(step.best_effort, key=_arrival)
-        if oldest is not None and self._claim[2] < inf:
-            demands[oldest.id] = self._as_admitted(oldest, step.reader)
+        if oldest is not None and self._claim.due < inf:
+            demands[oldest.id] = self._demand_of_oldest(oldest, step.reader)
             planned_seqs = [*(s for s in planned_seqs if s is not oldest), oldest]
             rest = [s for s in rest if s is not oldest]
         undecided = [s for s in step.undecided if s.id in view.running_ids]  # they keep their KV, and wait
         holders = [*undecided, *(s for s in rest if s.id in view.running_ids)]
-        margin, weight, first = self._margin(view), step.reader.weight, grid[0]
-        batch = BatchOrder(
-            view, grid, planned_seqs, [demands[s.id] for s in planned_seqs], self._drafts, margin, weight, self._skipped
+        margin, weight = self._margin(view), step.reader.weight
+        planned_demands = [demands[s.id] for s in planned_seqs]
+        batch = BatchOrder(view, grid, planned_seqs, planned_demands, self._speculation, margin, weight, self._skipped)
+        bound, max_depth = batch.bounds()
+        drafts, catch_up_seconds = self._speculation.plan_drafts(
+            view, batch.order, max_depth, grid[0].tokens / weight, bound
         )
-        bound, most = batch.bounds()
-        drafts, late = self._drafts.to_draft(view, batch.order, most, first.tokens / weight, bound)
-        order, verified = batch.in_order()
-        early: set[str] = set()
-        while True:
-            filler = BatchFiller(view, bound / (1.0 + margin) - late, holders, verified, drafts, early)
+        order, verified = batch.choose_order()
+        unfinished: set[str] = set()
+        while True:  # until the batch begins no pace too early
+            seconds = bound / (1.0 + margin) - catch_up_seconds
+            filler = BatchFiller(view, seconds, holders, verified, drafts, unfinished)
             filler.fill(order)
-            if not (more := self._too_early(batch, filler.builder.work)):
+            if not (too_early := self._find_too_early(batch, filler.builder.work)):
                 break
-            early |= more
+            unfinished |= too_early
         builder = filler.builder
         if rest:
             reserved = sum(demands[s.id].memory for s in planned_seqs) + sum(blocks_at_end(s, block) for s in holders)
             filler.add_best_effort(rest, view.kv_total - reserved - sum(s.blocks for s in view.moving), block)
-        if not builder.work:  # for lack of memory: the admitted first, the oldest after them
+        if not builder.work:  # for lack of memory: one request runs, with KV of those after it; the oldest comes last
             line = [*sorted(batch.order, key=lambda s: s is oldest), *undecided, *rest]
-            able = [s for s in line if s not in builder.preempted]
-            filler.victims, filler.unfinished = [s for s in able[1:] if s.id in view.running_ids], ()
-            filler.fill(able[:1])
-        for id in self._revocable.keys() & builder.work.keys():
-            self._promised[id] = self._revocable.pop(id)
-        out = {s.id for s in order if s.pending == 1 and s is not oldest and s.id not in builder.work}
-        self._skipped = [*dict.fromkeys(id for id in [*self._skipped, *(s.id for s in order)] if id in out)]
-        self._drafts.lag.remember(builder.work.values(), batch.order)
+            line = [s for s in line if s not in builder.preempted]
+            filler.victims, filler.unfinished = [s for s in line[1:] if s.id in view.running_ids], ()
+            filler.fill(line[:1])
+        for id in self._revocable_stages.keys() & builder.work.keys():
+            self._promised_stages[id] = self._revocable_stages.pop(id)
+        skipped = {s.id for s in order if s.pending == 1 and s is not oldest and s.id not in builder.work}
+        self._skipped = [*dict.fromkeys(id for id in [*self._skipped, *(s.id for s in order)] if id in skipped)]
+        self._speculation.lag.remember(builder.work.values(), batch.order)
         if not drafts and not verified:
             builder.fold_decodes()
         return builder.plan(demote=step.demote, promote=step.promote, drop=step.drop, handoff=step.handoff)
