@@ -20,7 +20,7 @@ PARTICIPLES = set(
         "said seen sent shown stated taken told wanted",
     )
 )
-MAX_PARTICIPLES = 160  # how many are left; fewer each time
+MAX_PARTICIPLES = 75  # how many are left; fewer each time
 MAX_LINES = 3  # that one may live
 
 

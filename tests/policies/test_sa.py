@@ -386,7 +386,7 @@ def test_it_runs_on_vllms_scheduler_and_is_nothing_without_its_router() -> None:
     assert type(load("sa")).__module__ == "rubato.policies.vllm"
     with pytest.raises(PolicyError, match="'sa' is a router in front of another policy's scheduler: beside ro"):
         router_for("sa", "random")
-    with pytest.raises(PolicyError, match="'dispatch' is a setting of sa's router: write sa@sa:dispatch=batch_end"):
+    with pytest.raises(PolicyError, match="'dispatch' is a setting of the router: write sa@sa:dispatch=batch_end"):
         load("sa", {"dispatch": "batch_end"})
 
 
