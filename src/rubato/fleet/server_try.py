@@ -181,7 +181,7 @@ class Try:
             nonlocal early
             if early is not None:
                 early += data
-                if not (choices or reader.holds or reader.has_ended or len(early) > MAX_EARLY_BYTES):
+                if not (choices or reader.has_queued or reader.has_ended or len(early) > MAX_EARLY_BYTES):
                     return
                 data, early = bytes(early), None
                 if not trip.has_begun:
