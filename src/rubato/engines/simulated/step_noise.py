@@ -42,9 +42,8 @@ def factors(noise: Noise, seed: int) -> Iterator[float] | None:
     The noise is a relative spread s (lognormal, independent, 1 on average), or parts joined by `+`, multiplied:
 
     - `iid:s`: the same;
-    - `replay:RECORDING`: measured over predicted of a run's steps, in order, over and over, from a place that depends
-    on
-      the seed: the name of a recording that ships (`recordings`), or a file as `rubato fit --residuals` writes it;
+    - `replay:RECORDING`: measured over predicted of a run's steps, in order, over and over, from a place that the seed
+      sets: the name of a recording that ships (`recordings`), or a file as `rubato fit --residuals` writes it;
     - `wander`: errors that stay a while (the logarithm is autoregressive, 15 %, 0.97 from step to step), and pauses
       (one step in 200 takes 3 times as long, one in 800 takes 8 times);
     - `fast:f`: steps take f times what the model says: the model is of a machine that is f times as fast.
