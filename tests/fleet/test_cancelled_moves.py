@@ -151,7 +151,7 @@ def check(cluster: Cluster) -> None:
 
 def assert_nothing_left(cluster: Cluster) -> None:
     table = cluster._requests
-    left = [table.unplaced, table.with_kv, table.placed, table.groups, cluster._transfers._tasks]
+    left = [table.unplaced, table.with_kv, table.placements, table.groups, cluster._transfers._tasks]
     assert not any([*left, cluster._cancel_reasons, cluster._request_listeners])
     check(cluster)
     for host in cluster.hosts.values():

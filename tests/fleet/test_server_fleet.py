@@ -21,7 +21,7 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.disaggregation import prefill_only, with_kv
+from rubato.fleet.disaggregation import decode_body, prefill_body
 from rubato.fleet.relay import Ask, Carrier, Trip, Trips
 from rubato.fleet.remote_host import ReplicaLostError
 from rubato.fleet.resume import NotResumableError
@@ -74,9 +74,9 @@ class MemoryTrip(Trip):
     async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
         headers, body = self.build_request(request.progress)
         if kv is not None:
-            body = with_kv(body, kv)
+            body = decode_body(body, kv)
         elif prefills:
-            body = prefill_only(self.ask.path, len(self.ids), body)
+            body = prefill_body(self.ask.path, len(self.ids), body)
         return await replica.upstream.open("POST", self.ask.target, headers, body)
 
     def write(self, data: bytes) -> None:

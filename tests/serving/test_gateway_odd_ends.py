@@ -63,7 +63,7 @@ def test_server_that_lists_nothing_any_more_gets_nothing(linked: bool) -> None:
 def test_names_that_no_server_lists_are_not_kept() -> None:
     models = ServedModels(["a", "b"])
     assert models.servers_of("m") is None or models.servers_of("m") == frozenset()
-    models.read("a", {"m": {}})
+    models.set_models("a", {"m": {}})
     for number in range(1000):
         assert models.servers_of(f"odd{number}") == frozenset()
     assert models.servers_of("m") is None  # b was not asked yet

@@ -17,7 +17,7 @@ def config(**given: Any) -> Any:
 
 
 def words(**given: Any) -> list[str]:
-    return vllm_command(config(**given))[0].at("10.0.0.7", 8123)
+    return vllm_command(config(**given))[0].words_at("10.0.0.7", 8123)
 
 
 def plugin(**given: Any) -> dict[str, Any]:

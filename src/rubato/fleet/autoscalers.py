@@ -39,9 +39,9 @@ class ReplicaBounds:
         if self.min > self.max:
             raise ValueError(f"min is {self.min}, above max, {self.max}")
 
-    def _bounded_add(self, wanted: int, replica_count: int) -> int:
-        """Returns how many of `wanted` replicas the bounds allow to add, if `replica_count` serve or start."""
-        return max(self.min - replica_count, min(wanted, self.max - replica_count), 0)
+    def _bounded_add(self, count: int, replica_count: int) -> int:
+        """Returns how many of `count` replicas the bounds allow to add, if `replica_count` serve or start."""
+        return max(self.min - replica_count, min(count, self.max - replica_count), 0)
 
 
 def check_seconds(**settings: float) -> None:
@@ -200,8 +200,8 @@ class AttainmentAutoscaler(ReplicaBounds):
             missing = max(missing, 1)  # before they miss: a start takes time
         add = self._bounded_add(missing, replica_count)
         drain: list[str] = []
-        spare = lowest_share >= self.target and not (unplaced or starting) and len(fleet) > self.min
-        if not (spare and self._fits(fleet, len(fleet) - 1)):
+        is_surplus = lowest_share >= self.target and not (unplaced or starting) and len(fleet) > self.min
+        if not (is_surplus and self._fits(fleet, len(fleet) - 1)):
             self._fits_since = None
         else:
             since = self._fits_since = now if self._fits_since is None else self._fits_since

@@ -16,16 +16,20 @@ from rubato.policies import load, router_for
 
 def cluster_of(
     makers: Sequence[HostMaker], clock: Clock, options: ClusterOptions, extra_host: HostMaker | None = None, *,
-    around: Callable[[Router], Router] = lambda router: router,
+    wrap_router: Callable[[Router], Router] = lambda router: router,
 ) -> Cluster:  # fmt: skip
-    """A cluster of hosts r0, r1, ..., one of each maker, with one policy and one router. extra_host: makes those that
-    the autoscaler adds. around: the router that is asked, given the policy's.
+    """Returns a cluster of hosts r0, r1, ..., one of each maker, with one policy and one router.
 
-    Raises PolicyError for an unknown policy, router or setting.
+    Args:
+        extra_host: makes the hosts that the autoscaler adds.
+        wrap_router: returns the router to ask, given the policy's.
+
+    Raises:
+        PolicyError: the policy, the router or a setting is unknown.
     """
     choice, replica = options.choice, options.replica
     load(choice.policy, choice.settings)  # an error here, also where hosts load their own in another process
-    router = around(router_for(choice.policy, choice.router, choice.router_settings, choice.settings))
+    router = wrap_router(router_for(choice.policy, choice.router, choice.router_settings, choice.settings))
     return Cluster(
         makers, router, clock, max_in_flight=options.max_in_flight, slo_rule=replica.slo_rule, fair=options.fair,
         lengths=replica.lengths, autoscaler=options.autoscaler, extra_host=extra_host,
@@ -36,10 +40,15 @@ def local_cluster(
     engines: Sequence[Engine], latencies: Sequence[LatencyModel], clock: Clock, options: ClusterOptions, *,
     extra: Callable[[], tuple[Engine, LatencyModel]] | None = None, step_timeout: float | None = None,
 ) -> Cluster:  # fmt: skip
-    """A cluster of hosts in this process, one per engine, each with its own Scheduler and latency model. extra: makes
-    both for a host that the autoscaler adds. step_timeout: as `LocalHost`.
+    """Returns a cluster of hosts in this process, one per engine, each with its own Scheduler and latency model.
 
-    Raises as `cluster_of`; also ValueError for an engine that lacks what the policy needs.
+    Args:
+        extra: makes an engine and its latency model for a host that the autoscaler adds.
+        step_timeout: seconds, as in `LocalHost`.
+
+    Raises:
+        PolicyError: as in `cluster_of`.
+        ValueError: an engine lacks what the policy needs.
     """
     choice = options.choice
     first = list(zip(engines, latencies, strict=True))

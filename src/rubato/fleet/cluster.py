@@ -50,7 +50,7 @@ MAX_RECENT_COMPLETIONS = 64  # from which `retry_after` computes the rate
 FREES_REPLICA = (Finished, HandedOff, Transferred, Lost)  # after these a replica may be empty
 
 HostLost = Callable[[str, BaseException, Sequence[Request]], None]  # which, why, and what must go elsewhere
-HostMaker = Callable[[str, Listener, HostLost], Host]  # of that id; told where to send events and to report its loss
+HostMaker = Callable[[str, Listener, HostLost], Host]  # given its id, where its events go, and whom to tell of its loss
 
 
 class Cluster:
@@ -102,11 +102,11 @@ class Cluster:
         self._scaling = self._routing.scaling = FleetScaling(
             self.hosts, self._requests, clock, autoscaler,
             None if extra_host is None else lambda id: extra_host(id, self._emit, self._lose_host),
-            check=self._routing.router.check_needs, emit=self._emit, joined=self._routing.request_routing,
+            check=self._routing.router.check_needs, emit=self._emit, on_join=self._routing.request_routing,
         )  # fmt: skip
         self._transfers = KVTransfers(
             self.hosts, self._requests, clock,
-            fail=lambda seq, why: self._end(seq, "failed", why), kv_freed=self._handle_kv_freed,
+            fail=lambda seq, why: self._end(seq, "failed", why), on_kv_freed=self._handle_kv_freed,
         )  # fmt: skip
         self._cancel_reasons: dict[str, str] = {}  # what a host was asked to cancel, and why
         if autoscaler is not None:
@@ -178,15 +178,22 @@ class Cluster:
         self._listeners.add(listener, *types)
 
     def offer(self, request: Request, listener: Listener | None = None) -> None:
-        """Take a request; `listener` gets its events. Raises ValueError for an id that is in flight already."""
+        """Takes a request.
+
+        Args:
+            listener: gets the events of the request.
+
+        Raises:
+            ValueError: a request with this id is in flight already.
+        """
         if request.id in self._requests:
             raise ValueError(f"request id {request.id!r} is in flight already: ids must be unique")
         now = self.clock.now()
-        full = self._max_in_flight is not None and self.in_flight >= self._max_in_flight - (
+        is_full = self._max_in_flight is not None and self.in_flight >= self._max_in_flight - (
             self._max_in_flight // SLO_RESERVE_DIVISOR if request.best_effort else 0
         )
-        if full and self._max_in_flight is not None:
-            full = self._shares.is_beyond(request, self._max_in_flight, now)
+        if is_full and self._max_in_flight is not None:
+            is_full = self._shares.is_beyond(request, self._max_in_flight, now)
         self.offered += 1
         seq = self._requests.hold(request)
         self._shares.add(request, now)
@@ -195,13 +202,13 @@ class Cluster:
         self._emit(Offered(now, request.id, request))
         if self._is_draining:
             self._end(seq, "refused", SHUTTING_DOWN)
-        elif full or not (self.hosts or self._routing.why_stopped):
-            self._end(seq, "refused", SATURATED if full else NO_REPLICA)
+        elif is_full or not (self.hosts or self._routing.why_stopped):
+            self._end(seq, "refused", SATURATED if is_full else NO_REPLICA)
         else:
             self._routing.request_routing()
 
     def refuse(self, request: Request, reason: str, listener: Listener | None = None) -> Finished:
-        """Count a request as offered and refused by a limit outside the cluster, for listeners only. Its end."""
+        """Counts a request that a limit outside the cluster refuses, and tells listeners of it. Returns its end."""
         now = self.clock.now()
         end = Finished(now, request.id, "refused", reason, judge(request, [], "refused", self._slo_rule))
         self.offered += 1
@@ -211,23 +218,23 @@ class Cluster:
         return end
 
     def cancel(self, id: str, reason: str = "client disconnected") -> None:
-        """End a request early; an id that is not in flight is ignored (it has just finished)."""
+        """Ends a request early. Ignores an id that is not in flight: the request has just finished."""
         if id in self._requests.unplaced:
             self._end(self._requests.unplaced[id], "cancelled", reason)
         elif id in self._transfers:  # by now the target may have forgotten it, having begun afresh
             self._end(self._transfers.take_back(id), "cancelled", reason)
-        elif id in self._requests.placed:
+        elif id in self._requests.placements:
             self._cancel_reasons[id] = reason  # the host may have died unnoticed
-            self.hosts[self._requests.placed[id][0]].cancel(id, reason)
+            self.hosts[self._requests.placements[id][0]].cancel(id, reason)
 
     def resume(self, id: str) -> None:
-        """The tool that a request waits for (`Stage.tool`) has returned: that stage begins, and waits its turn where
-        the request is. Ignored if the request waits for no tool: it may have ended."""
-        if id in self._requests.placed:
-            self.hosts[self._requests.placed[id][0]].resume(id)
+        """Begins the next stage of a request: the tool that it waits for (`Stage.tool`) has returned. The request waits
+        its turn where it is. Ignores a request that waits for no tool: it may have ended."""
+        if id in self._requests.placements:
+            self.hosts[self._requests.placements[id][0]].resume(id)
 
     def retry_after(self) -> float:
-        """Seconds until about half of the requests in flight will have finished, at the recent rate."""
+        """Returns the seconds until about half of the requests in flight will have finished, at the recent rate."""
         return retry_after(self._completion_times, self.in_flight)
 
     async def drain(self) -> None:
@@ -249,7 +256,7 @@ class Cluster:
         for host, error in zip(hosts, closed, strict=True):
             if error is not None:
                 log.error("replica %s did not close", host.id, exc_info=error)
-        for id in list(self._requests.placed):  # at one of these
+        for id in list(self._requests.placements):  # at one of these
             if (request := self._requests.take_from_replica(id)) is not None:
                 self._end(self._requests.hold(request), "failed", "the server closed")
         for id in list(self._requests.unplaced):
@@ -258,8 +265,8 @@ class Cluster:
     # ----------------------------------------------------------------- placing
 
     def _submit(self, seq: Seq, replica: str, now: float, why: str) -> bool:
-        """Give an unplaced request to a replica; False when the replica has no KV memory for what the request brings
-        along."""
+        """Gives an unplaced request to a replica. Returns False when the replica has no memory for the KV that comes
+        with the request."""
         request = seq.request
         source = request.handoff.source if request.handoff is not None and request.handoff.cached else None
         if source is not None and not self.hosts[replica].reserve(request):
@@ -267,18 +274,18 @@ class Cluster:
         self._requests.place(request, replica)
         self._shares.place(request, now)
         self._emit(Placed(now, request.id, replica, why))
-        if request.id not in self._requests.placed:  # a listener to `Placed` cancelled it
+        if request.id not in self._requests.placements:  # a listener to `Placed` cancelled it
             return True
         if source is not None:
             self._transfers.start(request, source, replica)
             return True
         try:
             self.hosts[replica].submit(request)
-            if request.id in self._cancel_reasons and request.id in self._requests.placed:  # by a listener
+            if request.id in self._cancel_reasons and request.id in self._requests.placements:  # by a listener
                 self.hosts[replica].cancel(request.id, self._cancel_reasons[request.id])
         except Exception as error:  # a fault of ours: it must not stay in flight for ever, nor go unseen
             log.exception("replica %s could not take request %r", replica, request.id)
-            if request.id in self._requests.placed:
+            if request.id in self._requests.placements:
                 self._end(seq, "failed", f"replica {replica} could not take it: {type(error).__name__}: {error}")
         return True
 
@@ -313,10 +320,10 @@ class Cluster:
             else:
                 self._listeners.publish(event, own)
             return
-        last = False
+        is_end = False
         if isinstance(event, Finished):
-            last = True
-            self._book_end(event)
+            is_end = True
+            self._record_end(event)
         elif isinstance(event, HandedOff):
             if event.id in self._transfers:  # the KV is given up that was about to move: its transfer fails
                 return
@@ -325,27 +332,27 @@ class Cluster:
         elif isinstance(event, Transferred):
             self._transfers.end_transfer(event.id)
         # The router first: a listener may cancel, and effects must not be observed before their cause.
-        own = self._request_listeners.pop(event.id, None) if last else self._request_listeners.get(event.id)
+        own = self._request_listeners.pop(event.id, None) if is_end else self._request_listeners.get(event.id)
         observe = self._routing.router.observe
         if own is None:
             self._listeners.publish(event, observe)
         else:
             self._listeners.publish(event, observe, own)
-        if last or isinstance(event, Offered):
+        if is_end or isinstance(event, Offered):
             self._scaling.ask_soon()
         if self._scaling.draining and isinstance(event, FREES_REPLICA):
             self._scaling.remove_empty_hosts()
         if not self._requests.unplaced:
-            if last and not self._requests.placed:
-                self._completion_times.clear()  # how long it then has nothing to do says nothing of its speed
+            if is_end and not self._requests.placements:
+                self._completion_times.clear()  # idle time says nothing of its speed
                 self._empty.set()
         elif isinstance(event, FREES_PLACES):
             self._routing.request_routing()
         elif isinstance(event, FREES_KV):
             self._routing.route_if_kv_freed()
 
-    def _book_end(self, event: Finished) -> None:
-        """A request has ended: with it its transfer, its place and its part of its tenant's share."""
+    def _record_end(self, event: Finished) -> None:
+        """Removes an ended request, with its transfer, its place and its part of its tenant's share."""
         request = self._requests.remove(event.id)
         self._cancel_reasons.pop(event.id, None)
         if request is not None:
@@ -365,7 +372,7 @@ class Cluster:
         now = self.clock.now()
         self._emit(Left(now, id))
         for request in requests:
-            if request.id in self._requests.placed and request.id not in self._transfers:  # these are taken back below
+            if request.id in self._requests.placements and request.id not in self._transfers:  # (these: see below)
                 self._requests.take_from_replica(request.id)
                 self._requests.hold(self._transfers.without_lost_kv(request))
                 self._shares.take_back(request, now)
@@ -411,7 +418,8 @@ class Cluster:
 
 
 def retry_after(completed: Sequence[float], in_flight: int) -> float:
-    """Seconds until about half of the requests in flight will have finished, at the rate of the `completed` times."""
+    """Returns the seconds until about half of the requests in flight will have finished, at the rate of the `completed`
+    times."""
     if len(completed) < 2 or completed[-1] <= completed[0]:
         return 1.0
     rate = (len(completed) - 1) / (completed[-1] - completed[0])

@@ -15,8 +15,11 @@ from rubato.policy_kit.fair_share import FairShare
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """A policy and a router with their settings, as one writes them: `sarathi:budget=256@random:seed=3`. router:
-    "auto" is the policy's own, or `least_loaded`."""
+    """Names a policy and a router with their settings, written as `sarathi:budget=256@random:seed=3`.
+
+    Args:
+        router: "auto": the policy's own, or `least_loaded`.
+    """
 
     policy: str
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -25,42 +28,43 @@ class PolicyChoice:
 
     @property
     def label(self) -> str:
-        own = _words(self.policy, self.settings)
-        router = _words(self.router, self.router_settings)
+        own = _text_of(self.policy, self.settings)
+        router = _text_of(self.router, self.router_settings)
         return own if router == "auto" else f"{own}@{router}"
 
     @classmethod
     def parse(cls, text: str, router: str = "auto") -> PolicyChoice:
-        """Raises ValueError (PolicyError) for a policy, router or setting that is not there."""
+        """Parses a choice. Raises ValueError (PolicyError) for an unknown policy, router or setting."""
         return cls.read(text, router).checked()
 
     @classmethod
     def read(cls, text: str, router: str = "auto") -> PolicyChoice:
-        """Parses without a check that the policy exists. Raises ValueError for text that is no policy."""
+        """Parses a choice without a check that the policy exists. Raises ValueError for text of another form."""
         own, _, other = text.partition("@")
-        return cls(*_parsed(own), *_parsed(other or router))
+        return cls(*_parse(own), *_parse(other or router))
 
     def checked(self) -> PolicyChoice:
-        """Itself. Raises as `build`."""
+        """Returns itself. Raises as `build`."""
         self.build()
         return self
 
     def build(self) -> tuple[Scheduler, Router]:
-        """A scheduler and the router. Raises ValueError (PolicyError) for what is not there."""
+        """Makes a scheduler and the router. Raises ValueError (PolicyError) for an unknown policy, router or
+        setting."""
         scheduler = load(self.policy, self.settings)
         return scheduler, router_for(self.policy, self.router, self.router_settings, self.settings)
 
 
-def _words(name: str, settings: Mapping[str, object]) -> str:
+def _text_of(name: str, settings: Mapping[str, object]) -> str:
     return name + "".join(f"{',' if i else ':'}{key}={value}" for i, (key, value) in enumerate(settings.items()))
 
 
-def _parsed(text: str) -> tuple[str, dict[str, object]]:
+def _parse(text: str) -> tuple[str, dict[str, object]]:
     name, _, rest = text.partition(":")
     settings: dict[str, object] = {}
     for part in filter(None, rest.split(",")):
-        key, found, value = part.partition("=")
-        if not found:
+        key, equals, value = part.partition("=")
+        if not equals:
             raise ValueError(f"policy {text!r}: write its settings as {name}:SETTING=VALUE,SETTING=VALUE")
         try:
             settings[key] = yaml.safe_load(value)
@@ -71,8 +75,13 @@ def _parsed(text: str) -> tuple[str, dict[str, object]]:
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """max_in_flight: requests beyond it are refused as saturated (None: no bound). fair: the tenants' shares, None for
-    first come, first served. autoscaler: what adds and drains hosts."""
+    """Holds the options of a cluster.
+
+    Args:
+        max_in_flight: requests beyond it are refused as saturated; None: no bound.
+        fair: the tenants' shares; None: first come, first served.
+        autoscaler: adds and drains hosts.
+    """
 
     choice: PolicyChoice
     replica: ReplicaOptions = DEFAULT_OPTIONS

@@ -24,8 +24,8 @@ class DisaggregationUnsupportedError(Exception):
     """A request that cannot be prefilled at one server and decoded at another; the message says why."""
 
 
-def prefill_only(path: str, choices: int, body: bytes) -> bytes:
-    """The body by which a server prefills a prompt and keeps the KV. Raises DisaggregationUnsupportedError."""
+def prefill_body(path: str, choices: int, body: bytes) -> bytes:
+    """Returns the body by which a server prefills a prompt and keeps the KV. Raises DisaggregationUnsupportedError."""
     fields = json.loads(body)
     if path not in DISAGGREGATED_PATHS or choices > 1:
         what = "several choices" if path in DISAGGREGATED_PATHS else path
@@ -43,13 +43,13 @@ def prefill_only(path: str, choices: int, body: bytes) -> bytes:
     return json.dumps({**fields, **limits, "stream": False, KV_PARAMS_FIELD: PREFILL_KV_PARAMS}).encode()
 
 
-def with_kv(body: bytes, kv: KV) -> bytes:
-    """The body with which a server decodes a prompt that another has prefilled."""
+def decode_body(body: bytes, kv: KV) -> bytes:
+    """Returns the body by which a server decodes a prompt that another server has prefilled."""
     return json.dumps({**json.loads(body), KV_PARAMS_FIELD: json.loads(kv.data)}).encode()
 
 
 def kv_params_of(body: bytes) -> Mapping[str, Any] | None:
-    """The KV parameters in a response; None if it has none."""
+    """Returns the KV parameters in a response; None if it has none."""
     try:
         params = json.loads(body).get(KV_PARAMS_FIELD)
     except (ValueError, AttributeError):

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def without_tokens(listener: Listener) -> Listener:
-    """A listener that gets no token events, which are most events."""
+    """Returns a listener that gets no token events, which are most events."""
 
     @wraps(listener)
     def hear(event: Event) -> None:
@@ -42,18 +42,18 @@ class EventBus:
         self._failures: dict[str, tuple[int, float]] = {}  # by name: errors so far, and when one was last reported
 
     def add(self, listener: Listener, *types: type[Event]) -> None:
-        """Adds a listener to events of these types; without types to all, but for token events, which are most events,
-        where its `hears_tokens` is False."""
+        """Adds a listener to events of these types. Without types it gets all events, or all but token events, which
+        are most, where its `hears_tokens` is False."""
         self._listeners.append((listener, types))
         self._by_type.clear()
 
     def _listeners_of(self, kind: type[Event]) -> tuple[Listener, ...]:
-        hears_all = kind is not Tokens
-        heard = [
+        is_other = kind is not Tokens
+        listeners = [
             listener for listener, types in self._listeners
-            if (kind in types if types else hears_all or getattr(listener, "hears_tokens", True))
+            if (kind in types if types else is_other or getattr(listener, "hears_tokens", True))
         ]  # fmt: skip
-        return self._by_type.setdefault(kind, tuple(heard))
+        return self._by_type.setdefault(kind, tuple(listeners))
 
     @property
     def errors(self) -> dict[str, int]:
@@ -61,7 +61,7 @@ class EventBus:
         return {name: count for name, (count, _) in self._failures.items()}
 
     def publish(self, event: Event, *first: Listener) -> None:
-        """Tell `first`, in their order, and then every listener."""
+        """Tells the listeners in `first`, in their order, and then every other listener."""
         listeners = self._by_type.get(type(event))
         if listeners is None:
             listeners = self._listeners_of(type(event))
@@ -83,7 +83,7 @@ class EventBus:
             return otherwise
 
     def _report(self, name: str, at: float, message: str, error: Exception) -> None:
-        """One more error of `name`, at time `at`."""
+        """Counts an error of `name` at time `at` (s), and reports it if none was reported lately."""
         count, last = self._failures.get(name, (0, -inf))
         is_due = at >= last + LOG_PAUSE_S
         self._failures[name] = (count + 1, at if is_due else last)

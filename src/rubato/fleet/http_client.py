@@ -28,7 +28,8 @@ IDEMPOTENT = frozenset({"GET", "HEAD", "PUT", "DELETE", "OPTIONS"})
 
 
 class HttpServer:
-    """A server by its base URL (`Upstream`), which may have a path. Opened on the running event loop."""
+    """Connects to a server by its base URL (`Upstream`), which may have a path. It is opened on the running event
+    loop."""
 
     def __init__(self, url: str) -> None:
         self._idle: deque[_Connection] = deque()  # the one that was used last is the last
@@ -37,7 +38,7 @@ class HttpServer:
         self.set_url(url)
 
     def set_url(self, url: str) -> None:
-        """Where it is from now on: of a server that is yet to start, nobody knows."""
+        """Sets the base URL: nobody knows that of a server that is yet to start."""
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         self._host = parts.hostname or ""
@@ -57,7 +58,7 @@ class HttpServer:
             async with asyncio.timeout_at(deadline):
                 while True:
                     connection = self._idle_connection()
-                    fresh = connection is None
+                    is_new = connection is None
                     if connection is None:
                         try:
                             connection = await self._connect()
@@ -67,14 +68,15 @@ class HttpServer:
                         reply = await connection.send(raw, method == "HEAD", deadline, is_working)
                         break
                     except _ClosedError as error:  # while it was idle, maybe: a request is then sent once more
-                        if fresh or method not in IDEMPOTENT:
+                        if is_new or method not in IDEMPOTENT:
                             raise BrokenError(str(error)) from None
         except TimeoutError as error:
             raise UpstreamError(connection_failure(error)) from error
         return reply
 
     def _head(self, method: str, path: str, headers: Headers, size: int) -> bytes:
-        """Raises UpstreamError for a header that would be several."""
+        """Returns the head of a request. Raises UpstreamError for a header with a line break, which would be
+        several."""
         lines = [f"{method} {self._base}{path} HTTP/1.1", f"host: {self._netloc}"]
         lines += [f"{name}: {value}" for name, value in headers]
         if size or method not in ("GET", "HEAD"):
@@ -122,11 +124,11 @@ class _ClosedError(Exception):
 class _Connection(asyncio.BufferedProtocol):
     """One connection, with one response at a time."""
 
-    __slots__ = ("_buffer", "_in_head", "_open", "_parser", "_pool", "_reply", "idle_since", "transport")
+    __slots__ = ("_buffer", "_idle", "_in_head", "_open", "_parser", "_reply", "idle_since", "transport")
     transport: asyncio.Transport
 
     def __init__(self, idle: deque[_Connection], open_: set[_Connection], buffer: memoryview) -> None:
-        self._pool, self._open, self._buffer = idle, open_, buffer
+        self._idle, self._open, self._buffer = idle, open_, buffer
         self._reply: _Reply | None = None
         self.idle_since = 0.0
 
@@ -135,10 +137,21 @@ class _Connection(asyncio.BufferedProtocol):
         self._open.add(self)
 
     async def send(
-        self, raw: bytes, no_body: bool, deadline: float | None, is_working: Callable[[], bool]
+        self, raw: bytes, has_no_body: bool, deadline: float | None, is_working: Callable[[], bool]
     ) -> _Reply:  # fmt: skip
-        """no_body: whatever its head says, as of HEAD. Raises UpstreamError, _ClosedError."""
-        self._reply = reply = _Reply(self, no_body, deadline, is_working)
+        """Sends a request, and returns the response once its head is there.
+
+        Args:
+            raw: head and body of the request.
+            has_no_body: the response has none, whatever its head says, as one to HEAD.
+            deadline: time of the event loop at which the exchange fails (s); None: never.
+            is_working: as in `Upstream.open`.
+
+        Raises:
+            UpstreamError: the exchange failed.
+            _ClosedError: the connection was closed before a byte came.
+        """
+        self._reply = reply = _Reply(self, has_no_body, deadline, is_working)
         self._parser = HttpResponseParser(reply)
         self._in_head = 0
         self.transport.write(raw)
@@ -155,7 +168,7 @@ class _Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, size: int) -> None:
         reply = self._reply
         if reply is None or reply.is_complete:
-            self.abort()  # nothing was asked
+            self.abort()  # no request is open
             return
         reply.note_activity()
         try:
@@ -171,23 +184,23 @@ class _Connection(asyncio.BufferedProtocol):
                 reply.fail(UpstreamError("the head of the server's answer is too long"))
 
     def eof_received(self) -> None:
-        """The transport closes."""
+        """Lets the transport close."""
 
     def connection_lost(self, error: Exception | None) -> None:
         self._open.discard(self)
         if self._reply is None:
-            if self in self._pool:
-                self._pool.remove(self)
+            if self in self._idle:
+                self._idle.remove(self)
         elif not self._reply.is_complete:
             self._reply.lose(error)
 
     def response_complete(self, keep_alive: bool) -> None:
-        """keeps: another request may be sent."""
+        """Ends the exchange, and returns the connection to the pool if it may carry another."""
         if keep_alive and not self.transport.is_closing():
             self.transport.resume_reading()
             self._reply = None
             self.idle_since = asyncio.get_running_loop().time()
-            self._pool.append(self)
+            self._idle.append(self)
         else:
             self.transport.close()
 
@@ -199,13 +212,13 @@ class _Reply:
     """A response (`upstream.Reply`), and what its parser calls."""
 
     __slots__ = (
-        "_active_at", "_buffered", "_connection", "_error", "_is_framed", "_is_paused", "_is_working", "_loop",
-        "_news", "_no_body", "_parts", "_silence_timer", "_sink", "_timer", "has_body_part", "head_ready", "headers",
+        "_active_at", "_buffered", "_connection", "_error", "_has_no_body", "_is_framed", "_is_paused", "_is_working",
+        "_loop", "_news", "_parts", "_silence_timer", "_sink", "_timer", "has_body_part", "head_ready", "headers",
         "is_complete", "status",
     )  # fmt: skip
 
     def __init__(
-        self, connection: _Connection, no_body: bool, deadline: float | None, is_working: Callable[[], bool]
+        self, connection: _Connection, has_no_body: bool, deadline: float | None, is_working: Callable[[], bool]
     ) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
         self.status = 0
@@ -214,7 +227,7 @@ class _Reply:
         self.is_complete = False
         self.has_body_part = False
         self._connection = connection
-        self._no_body = no_body
+        self._has_no_body = has_no_body
         self._is_framed = False  # its head says where the body ends
         self._sink: Callable[[bytes], None] | None = None
         self._parts: deque[bytes] = deque()
@@ -227,7 +240,7 @@ class _Reply:
         self._is_paused = False
         self._silence_timer = loop.call_at(self._active_at + MAX_SILENCE_S, self._check_silence)
 
-    # ----------------------------------------------------------------- for who asked
+    # ----------------------------------------------------------------- for the reader
 
     async def part(self) -> bytes:
         while not self._parts:
@@ -261,7 +274,7 @@ class _Reply:
     def resume(self) -> None:
         if self._is_paused:
             self._is_paused = False
-            self.note_activity()  # nothing could be
+            self.note_activity()  # no part could come meanwhile
         if not self.is_complete and not self._connection.transport.is_closing():
             self._connection.transport.resume_reading()
 
@@ -285,7 +298,7 @@ class _Reply:
         self._connection.abort()
 
     def lose(self, error: Exception | None) -> None:
-        """The connection is gone."""
+        """Ends the response: the connection is gone. A body without a length is complete then."""
         why = "the server closed the connection" if error is None else connection_failure(error)
         if not self.head_ready.done():
             self.fail(_ClosedError(why))
@@ -298,7 +311,8 @@ class _Reply:
         self._active_at = self._loop.time()
 
     def _check_silence(self) -> None:
-        """One timer for a response, whatever number of parts it has."""
+        """Fails a response that is silent for too long. There is one timer for a response, whatever number of parts it
+        has."""
         if self._is_paused or self._is_working():
             self.note_activity()
         if self._loop.time() < (at := self._active_at + MAX_SILENCE_S):
@@ -345,7 +359,7 @@ class _Reply:
         self._is_framed = "content-length" in names or "transfer-encoding" in names
         if not self.head_ready.done():
             self.head_ready.set_result(None)
-        if self._no_body:
+        if self._has_no_body:
             self._finish(keep_alive=False)
 
     def on_body(self, data: bytes) -> None:

@@ -26,7 +26,8 @@ class LinkReader:
     """Turns the messages of one engine core into reports.
 
     Args:
-        request_id_of: the id of the gateway's request that a name in reports means; empty for none.
+        replica: id of the replica.
+        request_id_of: returns the id of the gateway's request that a name in reports means; empty for none.
     """
 
     def __init__(self, replica: str, request_id_of: Callable[[str], str] = str) -> None:
@@ -41,7 +42,7 @@ class LinkReader:
         self._busy_until = 0.0
 
     def read(self, message: messages.Report | Snapshot) -> ReplicaReport | None:
-        """The report in a message; None if it was read before.
+        """Returns the report in a message; None for a message that was read before.
 
         Raises:
             MissedReportError: reports are missing before this one.

@@ -68,7 +68,7 @@ class LinkedHost:
         return self._host.engine.limits, self._host.latency, self._host.supports
 
     async def beat(self, asked: float) -> Beat:
-        """Returns the answer to a ping of that time."""
+        """Returns the answer to a ping that was sent at this time (s, of the other end's clock)."""
         return self._beat(asked)
 
     async def close(self) -> None:

@@ -205,7 +205,16 @@ class LocalHost:
             self._failures = 0
 
     async def _wait_for(self, work: asyncio.Future[T], what: str, predicted: float = 0.0) -> T:
-        """The result of `work`. Raises StepTimeoutError if it takes longer than it ever should."""
+        """Returns the result of `work`.
+
+        Args:
+            work: of the engine.
+            what: it does, for the error.
+            predicted: its seconds.
+
+        Raises:
+            StepTimeoutError: it takes longer than it ever should.
+        """
         if self._step_timeout is None:
             return await work
         limit = seconds_left = self._step_timeout + MAX_STEP_SLOWDOWN * predicted
@@ -257,7 +266,7 @@ class LocalHost:
                     f"policy {self.policy!r}: {self._failures} steps in a row failed; the last: {last}"
                 ) from error
             await self._restart(replica)
-        except Exception as fatal:  # beyond recovery: reported through `lost`, which may ends the process
+        except Exception as fatal:  # beyond recovery: reported through `lost`, which may end the process
             self.error = fatal
             self._outbox += replica.fail(self.clock.now(), f"replica {self.id} is dead: {fatal}")
             self._flush()

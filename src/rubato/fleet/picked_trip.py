@@ -22,8 +22,8 @@ PORTS = {"http": 80, "https": 443}
 
 
 def endpoint_of(url: str) -> str:
-    """A server's address as the protocol has it, `ip:port`. Raises ValueError for one by name, or with a path: Envoy
-    connects to what it is told, looks no name up, and sends each request by its own path."""
+    """Returns a server's address as the protocol has it, `ip:port`. Raises ValueError for one by name, or with a path:
+    Envoy connects to this address, looks no name up, and sends each request by its own path."""
     parts = urlsplit(url)
     if parts.path.strip("/"):
         raise ValueError(f"server {url}: an endpoint picker has no servers under a path; use `rubato gateway`")
@@ -36,7 +36,7 @@ def endpoint_of(url: str) -> str:
 
 
 class ObservedResponse:
-    """A response as Envoy shows it (`upstream.Reply`)."""
+    """Holds a response as Envoy shows it (`upstream.Reply`)."""
 
     def __init__(self, status: int, headers: Headers) -> None:
         self.status = status
@@ -46,7 +46,11 @@ class ObservedResponse:
         self._news = asyncio.Event()
 
     def add_part(self, data: bytes, *, last: bool) -> None:
-        """Adds a part of the body, which may be empty. last: the body ends."""
+        """Adds a part of the body, which may be empty.
+
+        Args:
+            last: the body ends with it.
+        """
         if data:
             self._parts.append(data)
         self._has_ended = self._has_ended or last
@@ -63,7 +67,7 @@ class ObservedResponse:
             sink(part)
 
     def pause(self) -> None:
-        """The connection is Envoy's."""
+        """Does nothing: the connection is Envoy's."""
 
     def resume(self) -> None: ...
 
@@ -83,13 +87,13 @@ class EnvoyClient:
 
 
 class PickedTrip(Trip):
-    """A trip whose body and response pass through Envoy alone.
+    """Carries a trip whose body and response pass through Envoy alone.
+
+    `placement_known` is set when the trip is placed, or will not be; then either `endpoint` says where it goes, or
+    `failed_end` why nowhere.
 
     Args:
-        over: told when all its requests have ended.
-
-    `settled` is set when it is placed, or will not be; then either `endpoint` says where it goes, or `failed` why
-    nowhere.
+        on_end: called when all its requests have ended.
     """
 
     def __init__(
@@ -127,8 +131,11 @@ class PickedTrip(Trip):
         return "Envoy has sent it to a server" if self.has_begun else None
 
     async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
-        """Sets the endpoint, and returns the response once its head is there. Raises UpstreamError if Envoy sent the
-        request elsewhere."""
+        """Sets the endpoint, and returns the response once its head is there.
+
+        Raises:
+            UpstreamError: Envoy has sent the request elsewhere.
+        """
         self.build_request(request.progress)
         endpoint = endpoint_of(replica.url)
         self.has_begun = True
@@ -153,8 +160,11 @@ class PickedTrip(Trip):
         return bool(self._open_ids)
 
     def begin_response(self, status: int, headers: Headers, served_by: str) -> None:
-        """The response has begun. served: the endpoint that it comes from, where Envoy says it: from now on the
-        request counts there."""
+        """Begins the response.
+
+        Args:
+            served_by: the endpoint that it comes from, if Envoy says it; from now on the request counts there.
+        """
         if served_by and served_by != self.endpoint:
             log.warning("request %s was to go to %s, and Envoy sent it to %s", self.answer, self.endpoint, served_by)
             self.endpoint, self.has_begun = served_by, False
@@ -162,6 +172,6 @@ class PickedTrip(Trip):
         self._head.set()
 
     def add_part(self, data: bytes, *, last: bool) -> None:
-        """A part of the response's body; nobody reads it any more when the requests have ended."""
+        """Adds a part of the response's body. After the end of the requests nobody reads it any more."""
         if self.response is not None and (self.is_open or last):
             self.response.add_part(data, last=last)

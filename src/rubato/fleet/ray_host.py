@@ -43,7 +43,11 @@ CLOSE_S = 2.0  # for a replica to end by itself: SIGTERM must not take long
 
 
 class RayLink:
-    """A `server_link.Link` to an actor. spawn: runs a task of the host."""
+    """Connects to an actor (`server_link.Link`).
+
+    Args:
+        spawn: runs a task of the host.
+    """
 
     is_refused = False
 
@@ -78,7 +82,7 @@ class RayLink:
             try:
                 self._inbox += await self._actor.say.remote()
             except RayError as error:
-                raise _lost(self._replica, error) from error
+                raise _process_loss(self._replica, error) from error
         return self._inbox.popleft()
 
     def close(self) -> None:
@@ -146,13 +150,13 @@ class RayHost(RemoteHost):
             except TimeoutError:
                 self.die(ReplicaLostError(f"replica {self.id} did not close within {CLOSE_S:g} s"))
             except RayError as error:
-                self.die(_lost(self.id, error))
+                self.die(_process_loss(self.id, error))
         self.is_gone = True
         await self._cancel_tasks()
         self._link.close()
 
     async def _watch(self) -> None:
-        """Notice silence. Silence is counted in turns of this loop, not by a clock: a process that was itself stopped,
+        """Notices silence, which is counted in turns of this loop, not by a clock: a process that was itself stopped,
         or busy, heard nothing meanwhile, and would take all its replicas for lost."""
         while not self.is_gone:
             await self.clock.sleep_until(self.clock.now() + HEARTBEAT_S, PLAN)
@@ -180,7 +184,7 @@ class RayHost(RemoteHost):
         self._link.close()  # it must not go on with them
 
 
-def _lost(replica: str, error: RayError) -> ReplicaLostError:
+def _process_loss(replica: str, error: RayError) -> ReplicaLostError:
     return ReplicaLostError(f"the process of replica {replica} is gone ({type(error).__name__})")
 
 
@@ -188,7 +192,8 @@ def ray_cluster(
     make: Sequence[Callable[[Clock], EngineParts]], clock: Clock, options: ClusterOptions, *,
     resources: Mapping[str, Any] | None = None, step_timeout: float | None = None,
 ) -> Cluster:  # fmt: skip
-    """A cluster of Ray actors, one for each of `make`; `ray.init` has been called. Raises as `build.cluster_of`."""
+    """Returns a cluster of Ray actors, one for each of `make`; `ray.init` has been called. Raises as
+    `build.cluster_of`."""
     host = functools.partial(
         RayHost, clock=clock, choice=options.choice, options=options.replica, step_timeout=step_timeout,
         resources=resources or {},

@@ -56,8 +56,8 @@ class _Actor(ServerActor):
 
     async def node(self) -> str:
         """Returns Ray's id of this node."""
-        found: str = _ray.get_runtime_context().get_node_id()
-        return found
+        node_id: str = _ray.get_runtime_context().get_node_id()
+        return node_id
 
 
 class RayServerReplica(ServerReplica):
@@ -146,7 +146,7 @@ class RayServerReplica(ServerReplica):
         self.die(ReplicaLostError(f"the {what} of replica {self.id} is gone"))
 
     def _begin_end(self) -> asyncio.Task[None]:
-        """Begin to end the actor, once; not one of the tasks that `close` cancels."""
+        """Begins to end the actor, once. The task is not one of those that `close` cancels."""
         if self._actor_end is None:
             self._actor_end = asyncio.ensure_future(self._end_actor())
         return self._actor_end
@@ -226,9 +226,9 @@ class RayServers:
         self._replicas: dict[str, RayServerReplica] = {}
         self.homogeneity = HomogeneityCheck(options.choice.policy)
 
-    def routed_by(self, router: Router) -> Router:
+    def restrict_router(self, router: Router) -> Router:
         """Returns a router that places requests at servers that have their model."""
-        return self.homogeneity.models.placed_by(router, self._trips, lambda id: self._replicas[id].url)
+        return self.homogeneity.models.restrict_router(router, self._trips, lambda id: self._replicas[id].url)
 
     def host(self, id: str, emit: Listener, lost: HostLost) -> RayServerReplica:
         """Returns a host for one more server, which it starts."""

@@ -17,7 +17,7 @@ import orjson
 from rubato.core.events import Event, Finished
 from rubato.core.plan import KV
 from rubato.core.request import Progress, Request
-from rubato.fleet.disaggregation import prefill_only, with_kv
+from rubato.fleet.disaggregation import decode_body, prefill_body
 from rubato.fleet.event_bus import Listener, without_tokens
 from rubato.fleet.resume import NotResumableError, StreamSoFar
 from rubato.fleet.token_path import ByteWriter, TokenPath
@@ -38,14 +38,16 @@ class Flow(Protocol):
 
 
 class Client(Protocol):
-    """The receiver of a response: it gets each part at once, or as soon as the parts before have been sent. flow: is
-    paused while the client reads nothing."""
+    """Receives a response: it gets each part at once, or as soon as the parts before have been sent.
+
+    `flow` is paused while the client reads nothing.
+    """
 
     flow: Flow | None
 
     @property
     def direct(self) -> ByteWriter | None:
-        """Takes parts of a body that has begun, once all parts before have been sent."""
+        """A writer for parts of a body that has begun, once all parts before have been sent."""
         ...
 
     def start(self, status: int, headers: Headers) -> None: ...
@@ -73,7 +75,7 @@ class Carrier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """An API request as it is sent to a server.
+    """Holds an API request as it is sent to a server.
 
     Args:
         target: its path, with the query.
@@ -82,7 +84,7 @@ class Ask:
         body: makes the body, given the id of the try's response, and whether only the response reports its tokens.
         with_usage: the client wants to see a stream's counts.
         resumes: the servers are known to continue each other's streams, as vLLM does.
-        model: that must serve the request; "": any.
+        model: must serve the request; "": any.
         has_own_key: the gateway's own key is in the headers.
         slo_headers: the granted SLO, for a server without a link.
     """
@@ -125,7 +127,7 @@ class Trip:
         self.is_over = False  # the client has received the whole response
         self.break_reason = ""  # why no more of the response will come
         self.failed_end: Finished | None = None  # the first end that is no completion
-        self.done = asyncio.Event()  # over, broken or failed
+        self.settlement = asyncio.Event()  # set once it is over, broken off or failed
         self.news = asyncio.Event()  # a request of it has ended at its server
         self._task: asyncio.Task[None] | None = None  # the try that counts
         self._ends: dict[str, Finished] = {}
@@ -139,11 +141,11 @@ class Trip:
         """Tokens that have come in the stream."""
         return self.streamed_before + (0 if self.path is None else self.path.passed_tokens)
 
-    def _set_done(self) -> None:
-        self.done.set()
-        self._shut()
+    def _settle(self) -> None:
+        self.settlement.set()
+        self._close_path()
 
-    def _shut(self) -> None:
+    def _close_path(self) -> None:
         """Ends the direct path of tokens: the trip has changed."""
         if self.path is not None:
             self.streamed_before = self.streamed
@@ -151,7 +153,7 @@ class Trip:
             self.path = None
 
     def untimed_tokens(self, id: str) -> int | None:
-        """Output tokens of a request whose times are not known; None if they are known."""
+        """Returns the output tokens of a request whose times are not known; None if they are known."""
         if self.untimed is None:
             return None
         return (self.untimed + len(self.ids) - 1 - self.ids.index(id)) // len(self.ids)
@@ -169,29 +171,29 @@ class Trip:
         return name_of_try(self.ask.answer, self.tries)
 
     def hear(self, event: Event) -> None:
-        """An event of one of its requests."""
+        """Takes an event of one of its requests."""
         if type(event) is Finished:
             self._ends[event.id] = event
             if event.outcome != "completed" and self.failed_end is None:
                 self.failed_end = event
-                self._set_done()
+                self._settle()
 
     def start_try(self, run: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a try at the replica where the cluster has placed it."""
-        self._shut()
+        self._close_path()
         self.news.clear()
         self._task = asyncio.ensure_future(run)
         return self._task
 
     def is_current(self, task: asyncio.Task[None] | None) -> bool:
-        """Whether this task runs the try that counts."""
+        """Returns whether this task runs the try that counts."""
         return self._task is task
 
     def leave(self, task: asyncio.Task[None]) -> None:
         """Drops a try: the server ends its requests."""
         if self.is_current(task):
             self._task = None
-            self._shut()
+            self._close_path()
         if task is not asyncio.current_task():
             task.cancel()
 
@@ -199,10 +201,10 @@ class Trip:
         """Breaks the response off, after the end of its requests."""
         if not self.is_over:
             self.break_reason = self.break_reason or why
-            self._set_done()
+            self._settle()
 
     def why_not_resumable(self, progress: Progress | None) -> str | None:
-        """Why the response cannot continue elsewhere; None if it can, or has not begun."""
+        """Returns why the response cannot continue elsewhere; None if it can, or has not begun."""
         if self.has_begun and not self.ask.resumes:
             return "its client has had some of it, and the servers are not known to continue"
         try:
@@ -215,26 +217,27 @@ class Trip:
             return f"it cannot be continued ({type(error).__name__})"
         return None
 
-    def progress_seen(self, request: Request, now: float) -> Request:
-        """The request with the output that its client has received, not the output that the engine has reported."""
+    def client_progress(self, request: Request, now: float) -> Request:
+        """Returns the request with the output that its client has received, not the output that the engine has
+        reported."""
         count = self.streamed if self.has_begun else 0
         if request.progress is None and not count:
             return request
-        had = request.progress or Progress((request.arrival,), ((),))
-        times = had.times[0][:count]
+        before = request.progress or Progress((request.arrival,), ((),))
+        times = before.times[0][:count]
         times += (now,) * (count - len(times))
-        ids = had.token_ids[:count]
-        progress = replace(had, times=(times,), token_ids=ids if len(ids) == count else ())
-        return replace(request, progress=progress if count or had.demoted or had.delays else None)
+        ids = before.token_ids[:count]
+        progress = replace(before, times=(times,), token_ids=ids if len(ids) == count else ())
+        return replace(request, progress=progress if count or before.demoted or before.delays else None)
 
     # ----------------------------------------------------------------- of each kind of trip
 
     def build_request(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
-        """Headers and body for a server.
+        """Returns headers and body for a server.
 
         Args:
             progress: the output so far, of a response that has begun.
-            ids: the tokens of its text, empty if no server knows them; None: they will be asked for.
+            ids: token ids of its text, empty if no server knows them; None: they will be asked for.
 
         Raises:
             NotResumableError: the response has begun, and cannot continue elsewhere.
@@ -242,15 +245,25 @@ class Trip:
         raise NotImplementedError
 
     async def open(self, replica: Carrier, request: Request, kv: KV | None, *, prefills: bool) -> Reply:
-        """Its response there. Raises UpstreamError, NotResumableError, DisaggregationUnsupportedError."""
+        """Sends the request to a replica, and returns the response.
+
+        Args:
+            kv: of the prompt, at another server.
+            prefills: the server only prefills the prompt.
+
+        Raises:
+            UpstreamError: the server does not answer.
+            NotResumableError: the response has begun, and the replica cannot continue it.
+            DisaggregationUnsupportedError: the body cannot be prefilled at one server and decoded at another.
+        """
         raise NotImplementedError
 
     def verdict(self) -> Mapping[str, Any]:
-        """Fields that the response gets, once all its requests have ended."""
+        """Returns fields that the response gets once all its requests have ended."""
         return {}
 
-    def keeps(self) -> Callable[[bytes], None] | None:
-        """Takes the events that have gone to the client; None: nothing keeps them."""
+    def keeper(self) -> Callable[[bytes], None] | None:
+        """Returns the function that keeps events sent to the client; None: nothing keeps them."""
         return None
 
     def write(self, data: bytes) -> None:
@@ -296,9 +309,9 @@ class RelayTrip(Trip):
             if self._so_far.text():
                 raise NotResumableError("its tokens were not counted")
             return headers, raw
-        told = ids or (progress.token_ids if len(progress.token_ids) == received else ())
-        received = max(received, len(told))  # some chunk may have brought several tokens, and some text be fewer
-        body = self._so_far.body(raw, received, told, unasked=ids is None)
+        output_ids = ids or (progress.token_ids if len(progress.token_ids) == received else ())
+        received = max(received, len(output_ids))  # some chunk may have brought several tokens, and some text be fewer
+        body = self._so_far.body(raw, received, output_ids, unasked=ids is None)
         self._so_far.received = received
         return headers, body
 
@@ -308,15 +321,14 @@ class RelayTrip(Trip):
         if self.has_begun and not replica.can_continue:
             raise NotResumableError(f"replica {replica.id} is not known to continue what another has begun")
         reply = await self._ask(replica, request, kv, prefills)
-        if reply.status in UNKNOWN_FIELD_STATUSES and self._is_counted and self._adds:
+        if reply.status in UNKNOWN_FIELD_STATUSES and self._is_counted and self._adds_fields():
             reply.close()  # it may not know what was added: as the client asks, it may answer
             self._is_counted = False
             reply = await self._ask(replica, request, kv, prefills)
         return reply
 
-    @property
-    def _adds(self) -> bool:
-        """Whether the body changes if only the response reports tokens."""
+    def _adds_fields(self) -> bool:
+        """Returns whether the body changes if only the response reports tokens."""
         return self.ask.body(self.answer, True) != self.ask.body(self.answer, False)
 
     async def _ask(self, replica: Carrier, request: Request, kv: KV | None, prefills: bool) -> Reply:
@@ -325,9 +337,9 @@ class RelayTrip(Trip):
             ids = await _tokenized(replica.upstream, self._so_far.text(), headers)
             headers, body = self.build_request(request.progress, ids)
         if kv is not None:
-            body = with_kv(body, kv)
+            body = decode_body(body, kv)
         elif prefills:
-            body = prefill_only(self.ask.path, len(self.ids), body)
+            body = prefill_body(self.ask.path, len(self.ids), body)
         return await replica.upstream.open(
             "POST", self.ask.target, headers, body, is_working=lambda: replica.is_working_at(self)
         )
@@ -336,7 +348,7 @@ class RelayTrip(Trip):
         ends = [self._ends[id] for id in self.ids if id in self._ends]
         return self._about(ends if len(ends) == len(self.ids) else ())
 
-    def keeps(self) -> Callable[[bytes], None] | None:
+    def keeper(self) -> Callable[[bytes], None] | None:
         return None if self._so_far is None else self._so_far.keep
 
     @property
@@ -373,24 +385,24 @@ class RelayTrip(Trip):
 
     def _end(self) -> None:
         self.is_over = True
-        self._set_done()
+        self._settle()
 
     def _as_first(self, data: bytes) -> bytes:
-        """The events as if the first server had sent them."""
+        """Returns the events as if the first server had sent them."""
         if self._resumed and self._so_far is not None:
             return self._so_far.rewrite(data)
         return self._named(data)
 
     def _named(self, data: bytes) -> bytes:
-        """The data with the id of the response that the client knows."""
+        """Returns the data with the id of the response that the client knows."""
         return data if self.tries <= 1 else data.replace(self.answer.encode(), self.ask.answer.encode())
 
 
 async def _tokenized(upstream: Upstream, text: str, headers: Headers) -> tuple[int, ...]:
-    """The tokens of a text, from the server's /tokenize; empty if it has none. A chunk may have brought several tokens.
-    Raises UpstreamError."""
-    asked = orjson.dumps({"prompt": text, "add_special_tokens": False})
-    reply = await upstream.open("POST", "/tokenize", headers, asked, seconds=TOKENIZE_S)
+    """Returns the token ids of a text, from the server's /tokenize; empty if the server has none. (A chunk may have
+    brought several tokens, so chunks do not tell.) Raises UpstreamError."""
+    question = orjson.dumps({"prompt": text, "add_special_tokens": False})
+    reply = await upstream.open("POST", "/tokenize", headers, question, seconds=TOKENIZE_S)
     raw = await read_all(reply)
     try:
         return tuple(map(int, orjson.loads(raw)["tokens"])) if reply.status == 200 else ()
@@ -402,5 +414,5 @@ Trips = dict[str, Trip]  # by the id of each of its requests
 
 
 def name_of_try(id: str, tries: int) -> str:
-    """The name of a request in a server's reports, or of its response, in try number `tries`."""
+    """Returns the name of a request in a server's reports, or of its response, in try number `tries`."""
     return id if tries <= 1 else f"{id}-t{tries}"

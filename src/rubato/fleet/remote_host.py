@@ -57,8 +57,8 @@ class LinkSession:
 
     Args:
         replica: id of the replica.
-        request_id_of: the id of the open request that a name in reports means; empty for none.
-        is_idle: whether the replica has no request, so that its process may send no reports.
+        request_id_of: returns the id of the open request that a name in reports means; empty for none.
+        is_idle: returns whether the replica has no request, so that its process may send no reports.
         apply: takes each report, with its times in this process's clock.
         lose: called when the replica is lost with its link.
     """
@@ -141,7 +141,7 @@ class LinkSession:
             self.reader.detach_previous_try(id)
 
     def in_other_clock(self, request: Request) -> Request:
-        """The request with its times in the clock at the other end."""
+        """Returns the request with its times in the clock at the other end."""
         return shift_request(request, self._ahead)
 
     def _hear(self, message: object) -> None:
@@ -170,23 +170,23 @@ class LinkSession:
                     self._apply(shift_report(report, -self._ahead))
 
     def measure_ahead(self, message: Greeting | Beat) -> None:
-        """Measures the offset of the other clock: by Unix time where the machines agree, within the bounds that the
+        """Measures how far the other clock is ahead: by Unix time where the machines agree, within the bounds that the
         fastest answer so far has set."""
         received_at, sent_at = self._clock.now(), message.asked
         if received_at - sent_at > self._round_trip:
             return
         self._round_trip = received_at - sent_at
-        least, most = message.clock - received_at, message.clock - sent_at
+        lowest, highest = message.clock - received_at, message.clock - sent_at
         ahead = (message.clock - message.unix) - (received_at - unix_time())
-        self._ahead = ahead if least <= ahead <= most else (least + most) / 2
+        self._ahead = ahead if lowest <= ahead <= highest else (lowest + highest) / 2
 
 
 class RemoteHost:
-    """A `Host` of a replica elsewhere. A subclass sends requests there, defines `die`, and moves KV if it can.
+    """Is a `Host` of a replica elsewhere. A subclass sends requests there, defines `die`, and moves KV if it can.
 
     Args:
-        emit: as every host's.
-        lost: as every host's.
+        emit: gets the events, as every host's.
+        lost: called when the replica is lost, as every host's.
         options: its length predictor learns from the completions of all replicas.
     """
 
@@ -224,7 +224,7 @@ class RemoteHost:
             self.session.assign(role)
 
     def resume(self, id: str) -> None:
-        """No request here waits for a tool."""
+        """Does nothing: no request here waits for a tool."""
 
     def reserve(self, request: Request) -> bool:
         raise RuntimeError(self.why_no_kv)
@@ -236,7 +236,7 @@ class RemoteHost:
         raise RuntimeError(self.why_no_kv)
 
     def release(self, id: str) -> None:
-        """No KV is being transferred."""
+        """Does nothing: no KV is being transferred."""
 
     async def drain(self) -> None:
         while self.is_busy and not self.is_gone:
@@ -258,7 +258,8 @@ class RemoteHost:
         return task
 
     def _end_task(self, task: asyncio.Future[None]) -> None:
-        """A task that raises is our fault; without these tasks the host has stale state, so the replica is lost."""
+        """Forgets a task. A task that raises is our fault; without it the host's state is stale, so the replica is
+        lost."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("replica %s: the gateway failed to watch it", self.id, exc_info=error)

@@ -29,8 +29,12 @@ from rubato.wire.replica_report import NO_KV_USAGE, KVUsage, ReplicaReport, Snap
 
 
 class RemoteReplica:
-    """The controller's mirror of one replica: takes submissions and reports, and makes views. Tokens are counted one by
-    one; KV blocks are reported as counts. lengths: the controller's own predictor, which learns from completions."""
+    """Mirrors one replica at the controller: takes submissions and reports, and makes views. Tokens are counted one by
+    one; KV blocks are reported as counts.
+
+    Args:
+        lengths: the controller's own predictor, which learns from completions.
+    """
 
     def __init__(
         self, id: str, limits: Limits, latency: LatencyModel, supports: frozenset[str], now: float,
@@ -54,7 +58,7 @@ class RemoteReplica:
         self._leaving: dict[str, Seq] = {}
         self._arriving: dict[str, Seq] = {}
         self.role = ANY
-        self._stepped = now
+        self._last_step_at = now
         self._steps = 0
         self._submitted = 0
 
@@ -102,18 +106,18 @@ class RemoteReplica:
         self._running_when_read = frozenset(self._running)
 
     def blocks_of(self, seq: Seq) -> int:
-        """The KV blocks of a sequence; while its KV has not come, the blocks reserved for it."""
+        """Returns the KV blocks of a sequence; while its KV has not come, the blocks reserved for it."""
         if (kv_usage := self._kv_usage.get(seq.id)) is None and seq.id in self._arriving:
             return self.limits.blocks(seq.length)
         return 0 if kv_usage is None else kv_usage[1]
 
     def own_blocks_of(self, seq: Seq) -> int:
-        """The KV blocks that no other sequence shares."""
+        """Returns the KV blocks that no other sequence shares."""
         return self._kv_usage.get(seq.id, NO_KV_USAGE)[2]
 
     def view(self, now: float) -> View:
         if self._busy_until <= now:
-            self.latency.idle(now - self._stepped)
+            self.latency.idle(now - self._last_step_at)
         waiting = sorted(self._waiting.values(), key=lambda s: s.order)
         moving = (*self._leaving.values(), *self._arriving.values())
         kv_due = sum([self.limits.blocks(seq.length) for id, seq in self._arriving.items() if id not in self._kv_usage])
@@ -143,8 +147,12 @@ class RemoteReplica:
         )
 
     def unfinished_requests(self, at: float) -> list[Request]:
-        """The submitted requests that have not ended, each with its output so far, for another replica after a loss.
-        at: the lost replica may have begun an unreported batch until then."""
+        """Returns the submitted requests that have not ended, each with its output so far, for another replica after a
+        loss.
+
+        Args:
+            at: until then the lost replica may have begun an unreported batch (s).
+        """
         here = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
         requests = []
         for seq in here:
@@ -156,14 +164,14 @@ class RemoteReplica:
         return requests
 
     def _may_be_cause(self, seq: Seq, at: float) -> bool:
-        """Whether the request may have caused the loss of the replica. It has not if it was reported and a batch
-        without it runs. The report of the next batch may be lost with the replica."""
+        """Returns whether the request may have caused the loss of the replica. A reported request has not if a batch
+        without it runs; later the report of the next batch may be lost with the replica."""
         is_reported = seq.id in self._reported_ids or seq.id not in self._waiting
         runs_without = self._in_flight.seqs > 0 and seq.in_flight == 0 and at <= self._busy_until
         return not (is_reported and runs_without)
 
     def handed_off_request(self, id: str, reason: HandoffReason, at: float, cached: int = 0) -> Request | None:
-        """The request with its output so far, as the replica hands it off; None if it is not here.
+        """Returns the request with its output so far, as the replica hands it off; None if it is not here.
 
         Args:
             reason: why it is handed off.
@@ -177,7 +185,7 @@ class RemoteReplica:
         return replace(self._with_progress(seq), group="", handoff=handoff)
 
     def seq_of(self, id: str) -> Seq | None:
-        """The sequence of a request; None if it is not here."""
+        """Returns the sequence of a request; None if it is not here."""
         return self._running.get(id) or self._waiting.get(id) or self._arriving.get(id)
 
     def running_seq(self, id: str) -> Seq | None:
@@ -187,19 +195,19 @@ class RemoteReplica:
         return id in self._waiting
 
     def is_reported(self, id: str) -> bool:
-        """Whether the replica has reported the request, and no end of it."""
+        """Returns whether the replica has reported the request, and no end of it."""
         return id in self._reported_ids or (id not in self._waiting and self.seq_of(id) is not None)
 
-    def unreported(self) -> dict[str, float]:
-        """Waiting requests that the replica has not reported, and since when."""
+    def unreported_since(self) -> dict[str, float]:
+        """Returns waiting requests that the replica has not reported, and since when each waits (s)."""
         return {id: seq.waiting_since for id, seq in self._waiting.items() if id not in self._reported_ids}
 
     def is_arriving(self, id: str) -> bool:
-        """Whether the request waits for its KV."""
+        """Returns whether the request waits for its KV."""
         return id in self._arriving
 
     def is_leaving(self, id: str) -> bool:
-        """Whether the request was handed off and its KV is still here."""
+        """Returns whether the request was handed off and its KV is still here."""
         return id in self._leaving
 
     def forget(self, id: str) -> None:
@@ -217,8 +225,8 @@ class RemoteReplica:
         )
 
     def _with_progress(self, seq: Seq) -> Request:
-        received = seq.total_output or seq.demoted or seq.delays_elsewhere
-        return replace(seq.request, progress=seq.progress(seq.delays_elsewhere) if received else None)
+        has_progress = seq.total_output or seq.demoted or seq.delays_elsewhere
+        return replace(seq.request, progress=seq.progress(seq.delays_elsewhere) if has_progress else None)
 
     def _apply_snapshot(self, snapshot: Sequence[SnapshotEntry], now: float) -> None:
         """Replaces the state by a snapshot. A submitted request that is not in it counts as waiting."""
@@ -229,20 +237,20 @@ class RemoteReplica:
         self._reported_ids -= unsubmitted
         for one in snapshot:
             self._reported_ids.add(one.request.id)
-            had = before.pop(one.request.id, None) or leaving.get(one.request.id)
+            earlier = before.pop(one.request.id, None) or leaving.get(one.request.id)
             request = one.request
-            if had is None or request.id in unsubmitted:
+            if earlier is None or request.id in unsubmitted:
                 self._unsubmitted_ids.add(request.id)
             else:
-                request = _of_length(had.request, request.prompt)
-            order = had.order if had is not None else self._next_order()
+                request = _of_length(earlier.request, request.prompt)
+            order = earlier.order if earlier is not None else self._next_order()
             seq = Seq(request, order, now, lengths=self._lengths, kv=self, token_ids=[])
             seq.started, seq.demoted, seq.cached = one.started, one.demoted, one.cached
             seq.add_tokens(one.times)
             if seq.token_ids is not None:
                 seq.token_ids += one.token_ids
             where = {"waiting": self._waiting, "arriving": self._arriving, "leaving": self._leaving}
-            if one.state == "leaving" and had is not None and request.id not in leaving:
+            if one.state == "leaving" and earlier is not None and request.id not in leaving:
                 self._running[request.id] = seq  # the address of its KV is not known yet
             else:
                 where.get(one.state, self._running)[request.id] = seq
@@ -263,7 +271,7 @@ class RemoteReplica:
             return
         if isinstance(event, Stepped):
             self.latency.update(Sample(event.shape, event.seconds))
-            self._stepped = event.at
+            self._last_step_at = event.at
             self._steps += 1
             return
         seq = self._running.get(event.id) or self._waiting.get(event.id) or self._arriving.get(event.id)
@@ -301,7 +309,8 @@ class RemoteReplica:
                     where.pop(event.id, None)
 
     def _add_offered(self, event: Offered, seq: Seq | None) -> None:
-        """A request has come to the replica: a submitted one, whose true length is now known, or a stranger's."""
+        """Adds a request that has come to the replica: a submitted one, whose true length is now known, or a
+        stranger's."""
         self._reported_ids.add(event.id)
         if seq is None:
             self._unsubmitted_ids.add(event.id)
@@ -325,7 +334,7 @@ def _add_tokens(seq: Seq, event: Tokens) -> None:
 
 
 def _of_length(request: Request, prompt: int) -> Request:
-    """The request with the true length of its prompt, which a gateway may only have estimated."""
+    """Returns the request with the true length of its prompt, which a gateway may only have estimated."""
     first, *rest = request.stages
     if rest or first.prompt == prompt or first.token_ids:
         return request

@@ -9,16 +9,16 @@ from rubato.replica.sequence import Seq
 
 
 class RequestTable:
-    """The requests in flight, by id.
+    """Keeps the requests in flight, by id.
 
-    unplaced: as a router sees them, in order of arrival. placed: replica and request of all others. with_kv: ids of
-    unplaced requests that have KV at a replica, and may wait for memory at another. groups: the replica of a group, and
-    its requests there.
+    `unplaced` has requests as a router sees them, in order of arrival, `placements` replica and request of all others;
+    `with_kv` has ids of unplaced requests that have KV at a replica, and may wait for memory at another; `groups` has
+    the replica of each group, and its requests there.
     """
 
     def __init__(self, clock: Clock, lengths: LengthPredictor | None) -> None:
         self.unplaced: dict[str, Seq] = {}
-        self.placed: dict[str, tuple[str, Request]] = {}
+        self.placements: dict[str, tuple[str, Request]] = {}
         self.with_kv: set[str] = set()
         self.groups: dict[str, tuple[str, set[str]]] = {}
         self._clock = clock
@@ -26,15 +26,15 @@ class RequestTable:
         self._order = 0
 
     def __len__(self) -> int:
-        return len(self.unplaced) + len(self.placed)
+        return len(self.unplaced) + len(self.placements)
 
     def __contains__(self, id: str) -> bool:
-        return id in self.unplaced or id in self.placed
+        return id in self.unplaced or id in self.placements
 
     @property
     def replicas(self) -> set[str]:
         """Ids of replicas with requests."""
-        return {replica for replica, _ in self.placed.values()}
+        return {replica for replica, _ in self.placements.values()}
 
     def hold(self, request: Request) -> Seq:
         """Adds a request as unplaced, with its output so far and its KV elsewhere."""
@@ -52,13 +52,13 @@ class RequestTable:
         """Places an unplaced request at this replica."""
         del self.unplaced[request.id]
         self.with_kv.discard(request.id)
-        self.placed[request.id] = (replica, request)
+        self.placements[request.id] = (replica, request)
         if request.group:
             self.groups.setdefault(request.group, (replica, set()))[1].add(request.id)
 
     def take_from_replica(self, id: str) -> Request | None:
         """Removes a request from its replica, and returns it; None if it was at none."""
-        _, request = self.placed.pop(id, (None, None))
+        _, request = self.placements.pop(id, (None, None))
         if request is not None and request.group in self.groups:
             _, remaining = self.groups[request.group]
             remaining.discard(id)

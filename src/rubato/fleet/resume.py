@@ -31,7 +31,8 @@ class NotResumableError(Exception):
 
 
 class StreamSoFar:
-    """One stream of one choice, as far as the client has received it. received: tokens before it broke off."""
+    """Keeps one stream of one choice, as far as the client has received it. `received` counts tokens before it broke
+    off."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -51,7 +52,7 @@ class StreamSoFar:
             self._events.append(data)
 
     def text(self) -> str:
-        """The text so far. Raises NotResumableError for a stream with other content."""
+        """Returns the text so far. Raises NotResumableError for a stream with other content."""
         if self._events is None:
             raise NotResumableError(f"a response of {self._path}, or one so long, cannot be continued elsewhere")
         parts: list[str] = []
@@ -75,7 +76,7 @@ class StreamSoFar:
         return "".join(parts)
 
     def body(self, raw: bytes, received: int, ids: tuple[int, ...], *, unasked: bool) -> bytes:
-        """The body that asks another server for the rest.
+        """Returns the body that asks another server for the rest.
 
         Args:
             raw: the first body.

@@ -29,8 +29,12 @@ class RouterError(Exception):
 
 
 class RouterCalls:
-    """Calls a router. wants_steps: the router is asked after each step. failures: of `place`, in a row. Raises
-    ValueError for a router with unknown wants."""
+    """Calls a router. `wants_steps` says whether it is asked after each step, `failures` how often `place` failed in a
+    row.
+
+    Raises:
+        ValueError: the router's `wants` names something unknown.
+    """
 
     def __init__(self, router: Router) -> None:
         policy_router = router
@@ -51,7 +55,7 @@ class RouterCalls:
         self.observe.__qualname__ = f"observe of router {self.policy!r}"  # what an error of it is reported as
 
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
-        """The roles of the replicas at the start. Raises ValueError if there are too few."""
+        """Returns the roles of the replicas at the start. Raises ValueError if there are too few replicas."""
         return self._router.roles(replicas) if isinstance(self._router, Assigner) else {}
 
     def check_needs(self, host: Host) -> None:
@@ -65,7 +69,7 @@ class RouterCalls:
     def place(
         self, unplaced: Sequence[SeqView], fleet: Sequence[View], now: float, *, placed: int, replicas: Collection[str]
     ) -> Dispatch:
-        """The router's decision. Raises RouterError.
+        """Returns the router's decision.
 
         Args:
             unplaced: requests to place.
@@ -73,6 +77,9 @@ class RouterCalls:
             now: the time (s).
             placed: number of requests at replicas.
             replicas: ids of all replicas.
+
+        Raises:
+            RouterError: the router failed, or decided what cannot be done.
         """
         try:
             dispatch = self._router.place(unplaced, fleet, now)
@@ -125,7 +132,12 @@ class RoutingTimer:
 
 
 class Shares:
-    """Calls fair shares. fair: None for first come, first served. listeners: count the failures."""
+    """Calls fair shares.
+
+    Args:
+        fair: the shares; None: first come, first served.
+        listeners: count the failures.
+    """
 
     def __init__(self, fair: FairShare | None, listeners: EventBus) -> None:
         self.wake_at: float | None = None  # when a request passes without an event
@@ -133,7 +145,7 @@ class Shares:
         self._listeners = listeners
 
     def is_beyond(self, request: Request, places: int, now: float) -> bool:
-        """Whether its tenant has its share of the places already; all have, without shares."""
+        """Returns whether the request's tenant has its share of the places already. Without shares every tenant has."""
         if self.fair is None:
             return True
         # a tenant with less than its share of the places gets one: another's flood must not take them all
@@ -144,12 +156,12 @@ class Shares:
             self._listeners.guarded(now, None, self.fair.add_request, request, now)
 
     def place(self, request: Request, now: float) -> None:
-        """A request was placed."""
+        """Records that a request was placed."""
         if self.fair is not None and request.handoff is None:
             self._listeners.guarded(now, None, self.fair.record_placement, request.id)
 
     def take_back(self, request: Request, now: float) -> None:
-        """A placed request is unplaced again."""
+        """Records that a placed request is unplaced again."""
         if self.fair is not None and request.handoff is None:
             self._listeners.guarded(now, None, self.fair.record_return, request.id)
 
@@ -160,7 +172,7 @@ class Shares:
             )
 
     def release(self, fair: FairShare, unplaced: Sequence[Seq], views: Sequence[View], now: float) -> list[Seq]:
-        """The requests that the shares let pass. Handed-off requests passed before, and go first."""
+        """Returns the requests that the shares let pass. Handed-off requests have passed before, and go first."""
         new = {s.id: s for s in unplaced if s.request.handoff is None}
         handed_off = [s for s in unplaced if s.id not in new]
         requests = [s.request for s in new.values()]

@@ -86,20 +86,20 @@ class Routing:
             self._end(seq, "failed", self.why_stopped)
 
     def request_routing(self) -> None:
-        """Ask the router after an event: now, or, if it wants steps, after all else that happens at this instant."""
+        """Asks the router after an event: now, or, if it wants steps, after all else that happens at this instant."""
         if not self.router.wants_steps or self.why_stopped:
             self.route_until_settled()
         elif self._routing_scheduled is None and not self._is_routing:
             self._routing_scheduled = self._clock.call_at(self._clock.now(), PLAN, self.route_until_settled)
 
     def route_if_kv_freed(self) -> None:
-        """A step has ended or KV may be free: a held request with KV waits for nothing else. If nothing is placed, a
+        """Asks the router again if a request waits for KV: a step has ended, or KV may be free. If nothing is placed, a
         cancelled request has ended, and no other event will come."""
-        if self.wants_steps or not self._requests.placed:
+        if self.wants_steps or not self._requests.placements:
             self.request_routing()
 
     def route_until_settled(self) -> None:
-        """Ask the router until it places no more. Placing may end requests; the router is asked again after it."""
+        """Asks the router until it places no more. Placing may end requests, after which it is asked again."""
         if self._routing_scheduled is not None:
             self._routing_scheduled.cancel()
             self._routing_scheduled = None
@@ -143,7 +143,7 @@ class Routing:
         return self._carry_out(dispatch, now) or joined
 
     def _join_groups(self, unplaced: Sequence[Seq], now: float) -> bool:
-        """Place requests whose group has a replica; returns whether any."""
+        """Places requests whose group has a replica; returns whether any."""
         groups = self._requests.groups
         joining = [s for s in unplaced if s.request.group in groups]
         for seq in joining:
@@ -152,10 +152,11 @@ class Routing:
         return bool(joining)
 
     def _call_router(self, unplaced: Sequence[Seq], fleet: Sequence[View], now: float) -> Dispatch | None:
-        """What the router decides. None if it fails: the requests it was asked about end with the error, as after a
-        failed plan; after several failures in a row the router is given up."""
+        """Returns what the router decides; None if it fails. The requests it was asked about then end with the error,
+        as after a failed plan; after several failures in a row the router is given up."""
         try:
-            dispatch = self.router.place(unplaced, fleet, now, placed=len(self._requests.placed), replicas=self._hosts)
+            placed = len(self._requests.placements)
+            dispatch = self.router.place(unplaced, fleet, now, placed=placed, replicas=self._hosts)
         except RouterError as error:
             for seq in unplaced:
                 if seq.id in self._requests.unplaced:
@@ -168,7 +169,7 @@ class Routing:
         return dispatch
 
     def _carry_out(self, dispatch: Dispatch, now: float) -> bool:
-        """Whether anything was rejected or placed."""
+        """Carries a dispatch out. Returns whether any request was rejected or placed."""
         for replica, role in dispatch.assign.items():
             self._assign_role(replica, role)
         for replica, kind in dispatch.recall.items():
@@ -181,13 +182,13 @@ class Routing:
         for id, reason in dispatch.reject.items():
             if id in unplaced:
                 self._end(unplaced[id], "refused", reason)
-        placed = False
+        is_any_placed = False
         for id, replica in dispatch.place.items():
             if id in unplaced and replica in self._hosts:
                 seq = unplaced[id]
                 to = self._requests.groups.get(seq.request.group, (replica,))[0]
-                placed |= self._submit(seq, to, now, dispatch.why.get(id, ""))
-        return bool(dispatch.reject) or placed
+                is_any_placed |= self._submit(seq, to, now, dispatch.why.get(id, ""))
+        return bool(dispatch.reject) or is_any_placed
 
     def _demote(self, seq: Seq, now: float) -> None:
         """Makes a request best effort from now on, also at its replica."""

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def is_idle(view: View) -> bool:
-    """Whether a replica has no request."""
+    """Returns whether a replica has no request."""
     return not (view.running or view.waiting or view.moving)
 
 
@@ -27,17 +27,17 @@ class FleetScaling:
     Args:
         hosts: the serving hosts, by id; changed here.
         requests: of the cluster.
-        autoscaler: None: the fleet stays as it is.
+        autoscaler: decides; None: the fleet stays as it is.
         make: makes a further host, given its id; None: none can be added.
         check: raises ValueError for a host that lacks what the router needs.
         emit: the cluster's listener.
-        joined: called when a host has joined.
+        on_join: called when a host has joined.
     """
 
     def __init__(
         self, hosts: dict[str, Host], requests: RequestTable, clock: Clock, autoscaler: Autoscaler | None,
         make: Callable[[str], Host] | None, *, check: Callable[[Host], None], emit: Listener,
-        joined: Callable[[], None],
+        on_join: Callable[[], None],
     ) -> None:  # fmt: skip
         self.draining: set[str] = set()  # ids of hosts that take nothing more
         self._hosts = hosts
@@ -47,7 +47,7 @@ class FleetScaling:
         self._make = make
         self._check = check
         self._emit = emit
-        self._joined = joined
+        self._on_join = on_join
         self._host_count = len(hosts)
         self._joining: dict[str, tuple[Host, Handle]] = {}  # starting
         self._timer: Handle | None = None
@@ -65,11 +65,11 @@ class FleetScaling:
         return len(self.draining) < len(self._hosts)
 
     def open_views(self) -> list[View]:
-        """Views of the hosts that take requests."""
+        """Returns views of the hosts that take requests."""
         return [host.view() for id, host in self._hosts.items() if id not in self.draining]
 
     def views_to_route(self, now: float) -> list[View]:
-        """Views of open hosts that do not cool down; none if a phase would have no host left in them."""
+        """Returns the views of open hosts that do not cool down; none if all hosts of a phase cool down."""
         hosts = list(self._hosts.values())
         if self.draining:
             hosts = [host for host in hosts if host.id not in self.draining]
@@ -82,20 +82,23 @@ class FleetScaling:
         return views if phases <= {view.role.phase for view in views} else []
 
     def _cooling_down(self, hosts: list[Host], now: float) -> list[Host]:
-        """Hosts that cool down after failed requests: at most half of the fleet, since with more failures the requests
-        are to blame."""
+        """Returns hosts that cool down after failed requests: at most half of the fleet, since with more failures the
+        requests are to blame."""
         cooling = sorted([host for host in hosts if host.cooldown_until > now], key=lambda host: -host.cooldown_until)
         return cooling[: len(hosts) // 2]
 
     def first_cooldown_end(self) -> float | None:
-        """When the first cooldown of an open host ends; None if no open host cools down."""
+        """Returns when the first cooldown of an open host ends; None if no open host cools down."""
         now = self._clock.now()
         hosts = [host for id, host in self._hosts.items() if id not in self.draining]
         return min([host.cooldown_until for host in self._cooling_down(hosts, now)], default=None)
 
     def drain(self, id: str) -> None:
-        """The host takes nothing more and leaves when empty; its waiting requests come back where hosts can recall.
-        Raises ValueError for a replica that is not there, or is the last that serves."""
+        """Gives a host nothing more; it leaves when it is empty. Its waiting requests come back where hosts can recall.
+
+        Raises:
+            ValueError: there is no such replica, or it is the last that serves.
+        """
         if id not in self._hosts:
             raise ValueError(f"no replica {id!r}: there are {', '.join(self._hosts)}")
         if id in self.draining:
@@ -110,7 +113,7 @@ class FleetScaling:
         self.remove_empty_hosts()
 
     def _add(self, make: Callable[[str], Host]) -> None:
-        """Start a further host, which serves once it has started."""
+        """Starts a further host, which serves once it has started."""
         id = f"r{self._host_count}"
         self._host_count += 1
         host = make(id)
@@ -133,28 +136,28 @@ class FleetScaling:
         self._hosts[host.id] = host
         now = self._clock.now()
         self._emit(Joined(now, host.id, now - asked_at))
-        self._joined()
+        self._on_join()
 
     def remove_empty_hosts(self) -> None:
         """Removes draining hosts that have no request left."""
-        placed = self._requests.replicas
+        busy_ids = self._requests.replicas
         for id in list(self.draining):
             host = self._hosts.get(id)
             if host is None:
                 self.draining.discard(id)
-            elif id not in placed and is_idle(host.view()):
+            elif id not in busy_ids and is_idle(host.view()):
                 self.draining.discard(id)
                 del self._hosts[id]
                 self._clock.spawn(host.close(), f"end of replica {id}")
                 self._emit(Left(self._clock.now(), id))
 
     def ask_soon(self) -> None:
-        """Ask the autoscaler once, after all else that happens at this instant."""
+        """Asks the autoscaler once, after all else that happens at this instant."""
         if self._autoscaler is not None and self._next_ask is None:
             self._next_ask = self._clock.call_at(self._clock.now(), SCALE, self._ask)
 
     def _ask(self) -> None:
-        """Do what the autoscaler wants; if it fails, that is logged, and the fleet stays as it is."""
+        """Does what the autoscaler wants. If the autoscaler fails, the log says so, and the fleet stays as it is."""
         self._next_ask = None
         if self._autoscaler is None or self._make is None:
             return
@@ -176,14 +179,14 @@ class FleetScaling:
             self._timer = self._clock.call_at(scaling.wake_at, SCALE, self._ask)
 
     def stop_asking(self) -> None:
-        """The autoscaler is asked no more."""
+        """Asks the autoscaler no more."""
         self._autoscaler = None
         for timer in (self._timer, self._next_ask):
             if timer is not None:
                 timer.cancel()
 
     def close(self) -> list[Host]:
-        """Stop scaling; returns the hosts that were starting, to be closed."""
+        """Stops scaling. Returns the hosts that were starting, which are to be closed."""
         self.stop_asking()
         joining = list(self._joining.values())
         for _, start in joining:

@@ -24,20 +24,20 @@ class ServedModels:
         self._lists: dict[str, Models | None] = dict.fromkeys(urls)  # None: it was not asked yet
         self._servers: dict[str, frozenset[str] | None] = {}  # by model, as worked out from these
 
-    def read(self, url: str, models: Models) -> None:
-        """A server lists these now."""
+    def set_models(self, url: str, models: Models) -> None:
+        """Sets what a server lists now."""
         before = self._lists.get(url)
         if before is None or before.keys() != models.keys():
             self._servers.clear()
         self._lists[url] = models
 
     def forget(self, url: str) -> None:
-        """The server will not come back."""
+        """Forgets a server that will not come back."""
         self._lists.pop(url, None)
         self._servers.clear()
 
     def entries(self) -> dict[str, Mapping[str, Any]]:
-        """What all servers list, each model as the first server that has it."""
+        """Returns what all servers list, each model as the first server that has it does."""
         entries: dict[str, Mapping[str, Any]] = {}
         for models in self._lists.values():
             for name, entry in (models or {}).items():
@@ -45,27 +45,28 @@ class ServedModels:
         return entries
 
     def is_listed(self, model: str) -> bool:
-        """Whether a request may ask for this model. Of servers that have not been asked anything is possible."""
-        known = [models for models in self._lists.values() if models is not None]
-        return model == self.main or not known or any(model in models for models in known)
+        """Returns whether a request may ask for this model. Of servers that have not been asked anything is
+        possible."""
+        lists = [models for models in self._lists.values() if models is not None]
+        return model == self.main or not lists or any(model in models for models in lists)
 
     def servers_of(self, model: str) -> frozenset[str] | None:
-        """Addresses of the servers that list a model; None: any server will do."""
+        """Returns addresses of the servers that list a model; None: any server will do."""
         if model in self._servers:
             return self._servers[model]
         lists = {url: models for url, models in self._lists.items() if models is not None}
-        found = frozenset([url for url, models in lists.items() if model in models])
-        servers = None if not model or len(found) == len(lists) else found
-        if found:  # (unlisted names are not cached: there may be any number of them)
+        listing = frozenset([url for url, models in lists.items() if model in models])
+        servers = None if not model or len(listing) == len(lists) else listing
+        if listing:  # (unlisted names are not cached: there may be any number of them)
             self._servers[model] = servers
         return servers
 
-    def placed_by(self, router: Router, trips: Mapping[str, Trip], url: Callable[[str], str]) -> Router:
-        """A router that places each request at servers that list its model.
+    def restrict_router(self, router: Router, trips: Mapping[str, Trip], url: Callable[[str], str]) -> Router:
+        """Returns a router that places each request at servers that list its model.
 
         Args:
             trips: of requests, by id.
-            url: of a replica's server, by the replica's id.
+            url: returns the address of a replica's server, given the replica's id.
         """
 
         def servers(id: str) -> frozenset[str] | None:

@@ -25,15 +25,20 @@ RAY_VARIABLES = ("OMP_NUM_THREADS",)  # Ray sets them for its own processes; a s
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """How a server is started. words: its command; {host} and {port} in it are where it is to listen. environment:
-    variables beside those of the actor, in which {host} is the same, and {free_port} a port that nobody listens at.
-    start_seconds: in which it must serve."""
+    """Says how a server is started.
+
+    Args:
+        words: its command; {host} and {port} in it are where it is to listen.
+        environment: variables beside those of the actor; {host} in them is the same, {free_port} a port that nobody
+            listens at.
+        start_seconds: in which it must serve.
+    """
 
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     start_seconds: float = 900.0
 
-    def at(self, host: str, port: int) -> list[str]:
+    def words_at(self, host: str, port: int) -> list[str]:
         return [word.replace("{host}", host).replace("{port}", str(port)) for word in self.words]
 
     def environment_at(self, host: str) -> dict[str, str]:
@@ -45,8 +50,15 @@ class ServerCommand:
 
 @dataclass(frozen=True)
 class ServerStart:
-    """A server that serves at url; or why it does not, then without one. pid: of the server, actor: of the actor's
-    process, both on the node of this host name."""
+    """Tells where a server serves, or why it does not.
+
+    Args:
+        url: of the server; empty if it does not serve.
+        why: it does not serve.
+        pid: of the server.
+        actor: process id of its actor.
+        node: host name of both.
+    """
 
     url: str = ""
     why: str = ""
@@ -56,8 +68,12 @@ class ServerStart:
 
 
 class ServerActor:
-    """One server. Every method runs on the actor's one event loop. name: in Ray's log lines. host: the address that it
-    listens at."""
+    """Runs one server. Every method runs on the actor's one event loop.
+
+    Args:
+        name: in Ray's log lines.
+        host: the address at which the server listens.
+    """
 
     def __init__(self, name: str, command: ServerCommand, host: str) -> None:
         self._name = name
@@ -73,13 +89,13 @@ class ServerActor:
         return f"server {self._name}"
 
     async def start(self) -> ServerStart:
-        """Start it and wait until it serves, or has ended, or `start_seconds` are over."""
+        """Starts the server, and waits until it serves, has ended, or `start_seconds` are over."""
         port = _free_port(self._host)
         environment = {k: v for k, v in os.environ.items() if k not in RAY_VARIABLES}
         environment |= self._command.environment_at(self._host)
         pipe = asyncio.subprocess.PIPE
         self._guard = guard = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", server_guard.__file__, *self._command.at(self._host, port),
+            sys.executable, "-I", "-S", server_guard.__file__, *self._command.words_at(self._host, port),
             stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True,
         )  # fmt: skip
         assert guard.stdout is not None
@@ -104,11 +120,11 @@ class ServerActor:
         return await asyncio.shield(self._end)
 
     async def tail(self) -> str:
-        """The last lines of its log."""
+        """Returns the last lines of the server's log."""
         return "\n".join(self._tail)
 
     async def close(self) -> None:
-        """End the server and all its descendants; returns when they have ended."""
+        """Ends the server and all its descendants; returns when they have ended."""
         if self._guard is None or self._end is None:
             return
         assert self._guard.stdin is not None
@@ -142,7 +158,7 @@ class ServerActor:
         return self._with_log_tail("its guard was killed")
 
     async def _read_log(self, log_output: asyncio.StreamReader) -> None:
-        """Keep the last lines, and pass all on to Ray's log of this actor."""
+        """Keeps the last lines, and passes all on to Ray's log of this actor."""
         while True:
             try:
                 raw = await log_output.readline()

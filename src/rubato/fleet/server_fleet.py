@@ -40,7 +40,12 @@ RECHECK_S = 1.0  # interval of checks while a server has no replica
 
 @dataclass(frozen=True)
 class Server:
-    """One server. link: its engine core's address for gateways; empty: as the server says. key: for its API."""
+    """Describes one server.
+
+    Args:
+        link: address of its engine core for gateways; empty: as the server says.
+        key: for its API.
+    """
 
     url: str
     link: str = ""
@@ -49,8 +54,11 @@ class Server:
 
 @dataclass
 class WaitForLost:
-    """An `Autoscaler` that wants a replica for each server, and waits for lost servers. unused_count: counts servers
-    without a replica."""
+    """Is an `Autoscaler` that wants a replica for each server, and waits for lost servers.
+
+    Args:
+        unused_count: counts servers without a replica.
+    """
 
     unused_count: Callable[[], int]
 
@@ -90,7 +98,7 @@ class ServerFleet:
         self.homogeneity = HomogeneityCheck(options.choice.policy, [server.url for server in servers])
 
     def _unused_servers(self) -> list[Server]:
-        """Servers without a replica."""
+        """Returns the servers without a replica."""
         return [s for s in self._servers if s.url not in self._replicas or self._replicas[s.url].is_gone]
 
     @property
@@ -121,18 +129,18 @@ class ServerFleet:
         self._servers = [*ready, *(server for server in self._servers if server.url in errors)]
         return len(ready)
 
-    def routed_by(self, router: Router) -> Router:
-        """A router that places requests at servers that have their model. From now on a server that lacks what the
-        router needs is waited for while others serve."""
+    def restrict_router(self, router: Router) -> Router:
+        """Returns a router that places requests at servers that have their model. From now on a server that lacks what
+        the router needs is waited for while others serve."""
         self._needs = router.needs
-        return self.homogeneity.models.placed_by(router, self._trips, lambda id: self._urls[id])
+        return self.homogeneity.models.restrict_router(router, self._trips, lambda id: self._urls[id])
 
     def host(self, id: str, emit: Listener, lost: HostLost) -> ServerReplica:
-        """One of the fleet's first hosts: its server must be ready."""
+        """Returns one of the fleet's first hosts, whose server must be ready."""
         return self._host(id, emit, lost, wait_until_ready=False)
 
     def extra_host(self, id: str, emit: Listener, lost: HostLost) -> ServerReplica:
-        """A host for a lost server: its start waits until the server is ready."""
+        """Returns a host for a lost server, whose start waits until the server is ready."""
         return self._host(id, emit, lost, wait_until_ready=True)
 
     def _host(self, id: str, emit: Listener, lost: HostLost, *, wait_until_ready: bool) -> ServerReplica:
@@ -158,7 +166,7 @@ class ServerFleet:
         return replica
 
     def _plug_in_settings(self) -> dict[str, object]:
-        """Settings of the plug-in for a server that is to have it."""
+        """Returns settings of the plug-in, for a server that is to have it."""
         choice, rule = self._options.choice, self._options.replica.slo_rule
         settings: dict[str, object] = {"policy": choice.policy}
         settings |= {"settings": dict(choice.settings)} if choice.settings else {}
@@ -168,12 +176,19 @@ class ServerFleet:
 
 async def server_cluster(
     fleet: ServerFleet, clock: Clock, options: ClusterOptions, *,
-    around: Callable[[Router], Router] = lambda router: router,
+    wrap_router: Callable[[Router], Router] = lambda router: router,
 ) -> Cluster:  # fmt: skip
-    """A cluster over a fleet's servers. One that is not ready yet is waited for while others serve. around: as
-    `build.cluster_of`. Raises ValueError where none is ready, else as that."""
+    """Returns a cluster over a fleet's servers. One that is not ready yet is waited for while others serve.
+
+    Args:
+        wrap_router: as in `build.cluster_of`.
+
+    Raises:
+        ValueError: no server is ready; or as in `build.cluster_of`.
+    """
     ready = await fleet.find_ready()
     options = replace(options, autoscaler=WaitForLost(lambda: fleet.unused_count))
     return cluster_of(
-        [fleet.host] * ready, clock, options, fleet.extra_host, around=lambda router: around(fleet.routed_by(router))
-    )
+        [fleet.host] * ready, clock, options, fleet.extra_host,
+        wrap_router=lambda router: wrap_router(fleet.restrict_router(router)),
+    )  # fmt: skip

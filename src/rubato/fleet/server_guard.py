@@ -22,7 +22,7 @@ SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # prctl's
 
 
 def main(command: list[str]) -> None:
-    """Guard one server from its start to its end. Raises OSError for a command that cannot be run."""
+    """Guards one server from its start to its end."""
     if os.fork():
         os._exit(0)  # Ray kills the children of its processes when they end: this one is none
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -34,21 +34,21 @@ def main(command: list[str]) -> None:
             preexec_fn=lambda: ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL),
         )  # fmt: skip
     except OSError as error:
-        _say(f"failed {error}")
+        _report(f"failed {error}")
         return
-    _say(f"started {server.pid}")
+    _report(f"started {server.pid}")
     status = None
     while status is None and not select.select([0], [], [], POLL_S)[0]:
         status = _reap(server.pid)
     if status is None:
         status = _ask_to_end(server.pid)
     _kill_all()
-    _say(f"ended {status}")
+    _report(f"ended {status}")
     os._exit(0)  # `server` would wait for a process that is reaped
 
 
 def _ask_to_end(server: int) -> int | None:
-    """SIGTERM, and wait for a while. Its exit status; None if it goes on."""
+    """Sends SIGTERM to the server, and waits for a while. Returns its exit status; None if it goes on."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(server, signal.SIGTERM)
     status = None
@@ -72,7 +72,7 @@ def _kill_all() -> None:
 
 
 def _reap(server: int) -> int | None:
-    """Reaps ended processes. The server's exit status if it is among them; negative for a signal."""
+    """Reaps ended processes. Returns the server's exit status if it is among them, negative for a signal."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -82,7 +82,7 @@ def _reap(server: int) -> int | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Pids of all processes below one, zombies too."""
+    """Returns the pids of all processes below one, zombies too."""
     below: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -97,7 +97,7 @@ def descendants(pid: int) -> list[int]:
     return pids
 
 
-def _say(words: str) -> None:
+def _report(words: str) -> None:
     with contextlib.suppress(OSError):  # nobody may listen any more
         os.write(1, words.encode() + b"\n")
 

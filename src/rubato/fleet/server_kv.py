@@ -29,15 +29,16 @@ MAX_LEASE_SHARE = 2 / 3  # of its lease: a prefilled request that waits longer i
 
 
 class ServerKV:
-    """The KV that a server keeps for other servers, and the KV that it reads from them.
+    """Keeps KV of a server for other servers, and receives KV that the server reads from them.
+
+    `lease` is the number of seconds for which the server's engine keeps KV for another engine; None: it has no KV
+    connector.
 
     Args:
         requests: the open requests of the server.
-        remote: the mirror of the server's replica.
+        remote: returns the mirror of the server's replica.
         send: sends a trip with the KV of its prompt at another server.
-        emit: as every host's.
-
-    lease: seconds that the server's engine keeps KV for another engine; None: it has no KV connector.
+        emit: gets the events, as every host's.
     """
 
     def __init__(
@@ -47,29 +48,32 @@ class ServerKV:
         self.lease: float | None = None
         self._replica, self._requests, self._remote, self._clock = replica, requests, remote, clock
         self._send, self._emit = send, emit
-        self._kept: dict[str, tuple[KV, Request]] = {}  # of requests handed off
-        self._transferring: set[str] = set()  # of these, requests whose transfer runs
+        self._kv_by_id: dict[str, tuple[KV, Request]] = {}  # of handed-off requests, each with its request
+        self._transferring: set[str] = set()  # ids of those whose transfer runs
 
     @property
     def is_empty(self) -> bool:
         """Whether no KV is kept for other servers."""
-        return not self._kept
+        return not self._kv_by_id
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._kv_by_id.clear()
 
     # ----------------------------------------------------------------- where it is prefilled
 
     def hand_over(self, trip: Trip, body: bytes) -> None:
-        """Hands a prefilled request off, so that it is placed where it decodes. body: the response that says where the
-        KV is."""
+        """Hands a prefilled request off, so that it is placed where it decodes.
+
+        Args:
+            body: the response, which says where the KV is.
+        """
         (id,) = trip.ids
         requests, remote, now = self._requests, self._remote(), self._clock.now()
         report = requests.prefill_reports.pop(id, None)
         if id not in requests.trips:
             trip.break_off(f"replica {self._replica} ended it otherwise")
             return
-        if (words := kv_params_of(body)) is None:
+        if (params := kv_params_of(body)) is None:
             why = f"replica {self._replica} prefilled it, and does not say where its KV is: has its server a KV "
             requests.finish(id, "failed", f"{why}connector?")
             return
@@ -82,10 +86,10 @@ class ServerKV:
                 remote.set_prompt_tokens(id, prompt)
             requests.fold(Started(now, id))
         cached = max(1, prompt - 1) if report is None else report.cached
-        moved = remote.handed_off_request(id, "prefilled", now, cached)
-        assert moved is not None, "a request with a trip has a sequence"
-        request = trip.progress_seen(moved, now)
-        self._kept[id] = KV(cached, KV_PARAMS_FIELD, (), json.dumps(words).encode(), 0), request
+        handed_off = remote.handed_off_request(id, "prefilled", now, cached)
+        assert handed_off is not None, "a request with a trip has a sequence"
+        request = trip.client_progress(handed_off, now)
+        self._kv_by_id[id] = KV(cached, KV_PARAMS_FIELD, (), json.dumps(params).encode(), 0), request
         if self.lease is not None:
             self._clock.call_at(now + MAX_LEASE_SHARE * self.lease, PLAN, lambda: self._drop_expired(id, request))
         requests.fold(HandedOff(now, id, request))
@@ -93,9 +97,9 @@ class ServerKV:
     def _drop_expired(self, id: str, request: Request) -> None:
         """Hands a request off again without its KV, which has waited for too long and will be freed by the engine. Does
         nothing where the engine has freed it already: the request may be at another replica, or have ended."""
-        if id in self._transferring or self._kept.get(id, (None, None))[1] is not request:
+        if id in self._transferring or self._kv_by_id.get(id, (None, None))[1] is not request:
             return
-        del self._kept[id]
+        del self._kv_by_id[id]
         if not self._remote().is_leaving(id):
             return
         self._remote().forget(id)
@@ -105,16 +109,16 @@ class ServerKV:
         self._emit(HandedOff(now, id, again))
 
     async def transfer(self, id: str, to: Host) -> None:
-        """As `interfaces.Host`: the target reads the KV itself."""
+        """Passes a request's KV on, as `interfaces.Host`: the target reads the KV itself."""
         remote = self._remote()
-        if id not in self._kept or not remote.is_leaving(id):
-            self._kept.pop(id, None)
+        if id not in self._kv_by_id or not remote.is_leaving(id):
+            self._kv_by_id.pop(id, None)
             raise TransferError(f"replica {self._replica} has no KV of request {id!r} any more")
         self._transferring.add(id)
         try:
-            await to.receive(id, self._kept[id][0])
+            await to.receive(id, self._kv_by_id[id][0])
         except TransferError:
-            self._kept.pop(id, None)  # the engine may have freed it after a partial read
+            self._kv_by_id.pop(id, None)  # the engine may have freed it after a partial read
             remote.forget(id)
             raise
         finally:
@@ -123,12 +127,12 @@ class ServerKV:
     # ----------------------------------------------------------------- where it goes on
 
     def reserve(self, request: Request, trip: Trip) -> bool:
-        """Counts memory for the request; False if there is not enough."""
+        """Counts memory for the request; returns False if there is not enough."""
         remote = self._remote()
         view = remote.view(self._clock.now())
-        most = view.limits.max_running
+        max_running = view.limits.max_running
         assert request.handoff is not None
-        if most is not None and len(view.running) >= most:
+        if max_running is not None and len(view.running) >= max_running:
             return False
         if view.limits.blocks(request.handoff.cached + 1) > view.kv_free:
             return False
@@ -137,7 +141,7 @@ class ServerKV:
         return True
 
     async def receive(self, id: str, kv: KV) -> None:
-        """As `interfaces.Host`."""
+        """Sends the request with the address of its KV, and waits until it has started, as `interfaces.Host`."""
         requests, seq = self._requests, self._remote().seq_of(id)
         trip = requests.trips.get(id)
         if seq is None or trip is None or id in requests.kv_arrivals or not self._remote().is_arriving(id):
@@ -150,9 +154,9 @@ class ServerKV:
             requests.kv_arrivals.pop(id, None)
 
     def release(self, id: str) -> Trip | None:
-        """As `interfaces.Host`. The engine keeps the KV of a leaving request until it was read or its lease is over.
-        Returns the trip of a request whose KV has not come, and will not."""
-        self._kept.pop(id, None)
+        """Forgets a request's KV, as `interfaces.Host`. The engine keeps the KV of a leaving request until it was read
+        or its lease is over. Returns the trip of a request whose KV has not come, and will not."""
+        self._kv_by_id.pop(id, None)
         remote = self._remote()
         if not remote.is_arriving(id):
             return None

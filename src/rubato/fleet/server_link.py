@@ -19,7 +19,8 @@ MAX_QUEUED_MESSAGES = 10_000  # on either side
 
 
 class Link(Protocol):
-    """Messages to an engine core and from it. is_refused: the core and this gateway do not have the same token."""
+    """Carries messages to an engine core and from it. `is_refused` says that the core and this gateway do not have the
+    same token."""
 
     @property
     def is_refused(self) -> bool: ...

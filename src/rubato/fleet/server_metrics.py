@@ -230,5 +230,5 @@ def _fit(table: Array) -> affine.Model:
 
 
 def _predicted(model: affine.Model, table: Array) -> Array:
-    found: Array = _columns(table) @ np.array([model.b[1], model.k[1], model.host_per_seq, model.a])
-    return found
+    predicted: Array = _columns(table) @ np.array([model.b[1], model.k[1], model.host_per_seq, model.a])
+    return predicted

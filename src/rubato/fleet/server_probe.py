@@ -39,7 +39,7 @@ KV_USAGE = re.compile(r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{.*\
 
 @dataclass(frozen=True)
 class ServerAbout:
-    """A server's model, and the properties that a router sees.
+    """Describes a server: its model, and the properties that a router sees.
 
     Args:
         version: of vLLM; empty if the server does not report it.
@@ -58,14 +58,14 @@ class ServerAbout:
 async def about(
     url: str, server: Upstream, core: CoreAbout | None, profile: LatencyModel | None, models: Models, model: str
 ) -> ServerAbout:
-    """The properties of a server.
+    """Asks a server for its properties.
 
     Args:
         url: its address.
         server: HTTP to it.
         core: the greeting of its core; None without a link.
         profile: predicts step times, for a server that does not report them.
-        models: that the server lists.
+        models: those that the server lists.
         model: the fleet's model, one of these.
 
     Raises:
@@ -94,8 +94,11 @@ async def about(
 
 
 async def ready_models(url: str, server: Upstream, key: str = "") -> Models:
-    """The models of a ready server: its /health is 200, or 404 if it has no such page, and it lists models. Raises
-    ValueError for a server that is not ready."""
+    """Returns the models of a ready server: its /health is 200, or 404 if it has no such page, and it lists models.
+
+    Raises:
+        ValueError: the server is not ready.
+    """
     try:
         status = await ask_health(server, ANSWER_S)
         why = "" if status in (200, 404) else f"/health answered {status}"
@@ -110,7 +113,7 @@ async def ready_models(url: str, server: Upstream, key: str = "") -> Models:
 
 
 async def models(url: str, server: Upstream, key: str = "", seconds: float = ANSWER_S) -> Models:
-    """The models that a server lists at /v1/models.
+    """Returns the models that a server lists at /v1/models.
 
     Args:
         url: its address, for errors.
@@ -138,8 +141,12 @@ async def models(url: str, server: Upstream, key: str = "", seconds: float = ANS
 
 
 async def link_address(url: str, server: Upstream, key: str = "") -> str | None:
-    """Where the engine core of a server listens for gateways; None for one without. Raises UpstreamError for a server
-    that does not answer, or not for now, ValueError for one that names no address, or one of another host."""
+    """Returns where the engine core of a server listens for gateways; None for a server without a link.
+
+    Raises:
+        UpstreamError: the server does not answer, or not for now.
+        ValueError: it names no address, or one of another host.
+    """
     reply = await server.open("GET", "/rubato/link", _headers(key), b"", seconds=ANSWER_S)
     raw = await read_all(reply, MAX_PAGE_BYTES)
     if reply.status in (502, 503, 504):
@@ -152,7 +159,7 @@ async def link_address(url: str, server: Upstream, key: str = "") -> str | None:
         named, port = str(found["host"]), int(found["port"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"server {url}: /rubato/link names no address ({type(error).__name__})") from error
-    if named.lower() != own and not _is_any_of_its_own(named):
+    if named.lower() != own and not _means_itself(named):
         raise ValueError(
             f"server {url} names {host_in_url(named)}:{port} as its link, on another host: if it is there, give "
             f"this server as {{url: ..., link: tcp://{host_in_url(named)}:{port}}}"
@@ -160,8 +167,8 @@ async def link_address(url: str, server: Upstream, key: str = "") -> str | None:
     return f"tcp://{host_in_url(own)}:{port}"
 
 
-def _is_any_of_its_own(host: str) -> bool:
-    """Whether a server means itself by this address: all of its own, or loopback."""
+def _means_itself(host: str) -> bool:
+    """Returns whether a server means itself by this address: all of its own, or loopback."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -170,12 +177,12 @@ def _is_any_of_its_own(host: str) -> bool:
 
 
 async def kv_used(server: Upstream) -> float | None:
-    """The share of a server's KV in use, from its metrics; None if they do not report it."""
+    """Returns the share of a server's KV in use, from its metrics; None if they do not report it."""
     return _share_used(await metrics(server, KV_ANSWER_S))
 
 
 async def metrics(server: Upstream, seconds: float = ANSWER_S) -> str:
-    """A server's metrics; empty where it has none."""
+    """Returns a server's metrics; empty for a server without any."""
     try:
         reply = await server.open("GET", "/metrics", PROBE_HEADERS, b"", seconds=seconds)
         raw = await read_all(reply, MAX_PAGE_BYTES)
@@ -185,6 +192,7 @@ async def metrics(server: Upstream, seconds: float = ANSWER_S) -> str:
 
 
 def with_cache(limits: Limits, text: str) -> Limits:
+    """Returns the limits with the number and size of KV blocks that the server's metrics show, if they do."""
     if (found := CACHE_INFO.search(text)) is None:
         return limits
     labels = dict(LABEL.findall(found[1]))
@@ -195,7 +203,8 @@ def with_cache(limits: Limits, text: str) -> Limits:
 
 
 def _share_used(text: str) -> float | None:
-    """The mean, of a server with several engines. None where any of them is no share: the page is not understood."""
+    """Returns the share of the KV in use, a mean over engines; None if any value is no share: the page is not
+    understood."""
     try:
         shares = [float(found) for found in KV_USAGE.findall(text)]
     except ValueError:
@@ -223,8 +232,12 @@ class UnlikeServerError(ValueError):
 
 
 class HomogeneityCheck:
-    """Checks that all servers of a fleet are like the first one. policy: of the gateway's router. urls: of the servers,
-    if known."""
+    """Checks that all servers of a fleet are like the first one.
+
+    Args:
+        policy: of the gateway's router.
+        urls: of the servers, if known.
+    """
 
     def __init__(self, policy: str, urls: Iterable[str] = ()) -> None:
         self.first_server: ServerAbout | None = None
@@ -233,12 +246,15 @@ class HomogeneityCheck:
         self._policy = policy
 
     def check_models(self, url: str, models: Models) -> None:
-        """Takes the models of a starting server. Raises ValueError if the fleet's model, the first of the first server,
-        is not among them."""
+        """Takes the models of a starting server.
+
+        Raises:
+            ValueError: the fleet's model, the first of the first server, is not among them.
+        """
         main = self.models.main = self.models.main or next(iter(models))
         if main not in models:
             raise ValueError(f"server {url} lists the models {', '.join(models):.200}, and not the fleet's, {main!r}")
-        self.models.read(url, models)
+        self.models.set_models(url, models)
 
     def check(self, url: str, about_server: ServerAbout) -> None:
         """Raises UnlikeServerError for a server of another vLLM version, or another policy, than the first server."""
@@ -263,7 +279,7 @@ class HomogeneityCheck:
 
 
 class FleetProbe:
-    """What a replica asks its server, whose answers must fit its fleet.
+    """Asks a replica's server, whose answers must fit its fleet.
 
     Args:
         url: of the server.
@@ -286,8 +302,12 @@ class FleetProbe:
         self._models: Models = {}
 
     async def open_link(self) -> Link | None:
-        """Opens the link; returns None for a server without one. Raises ValueError or UpstreamError for a server that
-        is not ready."""
+        """Opens the link; returns None for a server without one.
+
+        Raises:
+            ValueError: the server is not ready.
+            UpstreamError: the server does not answer.
+        """
         self._models = await ready_models(self.url, self.upstream, self._key)
         self._homogeneity.check_models(self.url, self._models)
         if self._link is None:
@@ -310,7 +330,7 @@ class FleetProbe:
     async def read_models(self) -> None:
         """Reads the server's list of models again. Raises ValueError or UpstreamError."""
         listed = await models(self.url, self.upstream, self._key, MODELS_ANSWER_S)
-        self._homogeneity.models.read(self.url, listed)
+        self._homogeneity.models.set_models(self.url, listed)
 
     async def kv_used(self) -> float | None:
         """Reads the share of the server's KV in use; None if its metrics do not report it."""

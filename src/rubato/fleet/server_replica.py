@@ -45,7 +45,7 @@ TRY_SEPARATOR = "~"  # in the names of requests in reports, before the number of
 
 
 class ServerReplica(RemoteHost):
-    """A `Host` over one server.
+    """Is a `Host` over one server.
 
     Args:
         probe: asks the server. If it raises, the server is not ready.
@@ -75,7 +75,8 @@ class ServerReplica(RemoteHost):
     # ----------------------------------------------------------------- Host
 
     async def start(self) -> None:
-        """Asks the server what it is, and begins to watch it; a patient replica asks until the server is ready.
+        """Asks the server what it is, and begins to watch it. With `wait_until_ready` it asks until the server is
+        ready.
 
         Raises:
             NotReadyError: the server is not ready.
@@ -120,7 +121,8 @@ class ServerReplica(RemoteHost):
         self.spawn(self._watch.run())
 
     def _request_id_of(self, name: str) -> str:
-        """The id of the request that a name in a report means; empty for an earlier try, or a stranger's request."""
+        """Returns the id of the request that a name in a report means; empty for an earlier try, or a stranger's
+        request."""
         id, _, tries = name.rpartition(TRY_SEPARATOR)
         trip = self.requests.trips.get(id)
         return id if trip is not None and tries == str(trip.tries) else ""
@@ -161,7 +163,11 @@ class ServerReplica(RemoteHost):
             self._send(trip, request)
 
     def _send(self, trip: Trip, request: Request, kv: KV | None = None) -> None:
-        """Sends the first or the next try of a trip. kv: of its prompt, at another server."""
+        """Sends the first or the next try of a trip.
+
+        Args:
+            kv: of its prompt, at another server.
+        """
         trip.tries += 1
         if not trip.has_begun:
             trip.sent_at = self.clock.now()
@@ -169,9 +175,9 @@ class ServerReplica(RemoteHost):
             self.session.detach_previous_try(trip.ids)
         if self.session is not None:
             names = tuple([f"{id}{TRY_SEPARATOR}{trip.tries}" for id in trip.ids])
-            promised = expect(trip.answer, names, trip.choices, self.session.in_other_clock(request))
+            announcement = expect(trip.answer, names, trip.choices, self.session.in_other_clock(request))
             is_demoted = request.progress is not None and request.progress.demoted
-            self.session.send(promised, *([messages.Demote(trip.answer)] if is_demoted else []))
+            self.session.send(announcement, *([messages.Demote(trip.answer)] if is_demoted else []))
         self._tries[trip.ids[0]] = trip.start_try(Try(trip, self).run(request, kv))
 
     def cancel(self, id: str, reason: str) -> None:
@@ -234,14 +240,14 @@ class ServerReplica(RemoteHost):
         await self.upstream.close()
 
     def _ending_responses(self) -> dict[str, asyncio.Task[None]]:
-        """Responses whose bytes still arrive though their requests have ended."""
+        """Returns responses whose bytes still arrive though their requests have ended, by the first id of each."""
         open_ = {trip.ids[0] for trip in self.requests.trips.values()}
         return {answer: task for answer, task in self._tries.items() if answer not in open_}
 
     # ----------------------------------------------------------------- tries
 
     def is_working_at(self, trip: Trip) -> bool:
-        """Whether the link reports a request of this trip at the engine."""
+        """Returns whether the link reports a request of this trip at the engine."""
         return self.is_linked and any(id in self.requests.trips and self.remote.is_reported(id) for id in trip.ids)
 
     async def wait_for_end_report(self, trip: Trip) -> None:
@@ -258,12 +264,16 @@ class ServerReplica(RemoteHost):
         await self._watch.check_health(trip)
 
     async def hand_over(self, trip: Trip, body: bytes) -> None:
-        """Hands the prefilled request off. body: the response that says where its KV is."""
+        """Hands the prefilled request off.
+
+        Args:
+            body: the response, which says where its KV is.
+        """
         await self.wait_for_end_report(trip)
         self.kv.hand_over(trip, body)
 
     def fail(self, trip: Trip, why: str, fault: Fault) -> None:
-        """The server failed or went away: the trip's open requests go elsewhere, if they can."""
+        """Places the trip's open requests elsewhere, if they can go on there: the server failed or went away."""
         if not self.requests.are_open(trip):  # its requests have ended: this is the echo, or too late to matter
             trip.break_off(why)
             return
@@ -274,41 +284,42 @@ class ServerReplica(RemoteHost):
         self._drop_response(trip)  # first: the choices, which go on together, may come back here at once
         now, remote, handed_off = self.clock.now(), self.remote, []
         for id, group in [(one.id, one.group) for one in trip.requests if one.id in self.requests.trips]:
-            moved = remote.handed_off_request(id, "failed", now)
-            if moved is None:  # the link tells that it has left the engine, and not how it ended
+            to_move = remote.handed_off_request(id, "failed", now)
+            if to_move is None:  # by the link it has left the engine; how it ended is not known
                 self.requests.finish(id, "failed", why)
                 continue
-            request = trip.progress_seen(moved, now)
-            if (no := self._why_not_retried(trip, request, now, fault)) is not None:
-                full = fault is Fault.FULL
-                self.requests.finish(id, "refused" if full else "failed", SATURATED if full else f"{why}; {no}")
+            request = trip.client_progress(to_move, now)
+            if (why_not := self._why_not_retried(trip, request, now, fault)) is not None:
+                is_full = fault is Fault.FULL
+                reason = SATURATED if is_full else f"{why}; {why_not}"
+                self.requests.finish(id, "refused" if is_full else "failed", reason)
             else:
                 trip.has_failed = True
                 handed_off.append(HandedOff(now, id, replace(request, group=group)))
         self.requests.fold(*handed_off)
 
     def _cool_down(self, trip: Trip) -> None:
-        """Gives the server no new requests for a while, after two failures without a token in between. A single
-        failure may be the request's own fault, as may one of a request that failed elsewhere before. (A server that
-        does not answer at all is found by `check_health`.)"""
+        """Gives the server no new requests for a while, after two failures without a token in between. A single failure
+        may be the request's own fault, and so may that of a request that failed elsewhere before. (A server that does
+        not answer at all is found by `check_health`.)"""
         self._watch.is_suspect = True
         self.requests.emit_counted_tokens()  # of what has come since another failed
         if not trip.has_failed:
             self.requests.failed_answers.add(trip.ask.answer)
-        if rests := len(self.requests.failed_answers) > 1:
+        if is_long := len(self.requests.failed_answers) > 1:
             self.requests.failed_answers.clear()
         self.cooldown_until = max(
-            self.cooldown_until, self.clock.now() + (COOLDOWN_AFTER_FAILURES_S if rests else COOLDOWN_AFTER_ONE_S)
+            self.cooldown_until, self.clock.now() + (COOLDOWN_AFTER_FAILURES_S if is_long else COOLDOWN_AFTER_ONE_S)
         )
 
     def _why_not_retried(self, trip: Trip, request: Request, now: float, fault: Fault) -> str | None:
-        """Why a request that failed is not tried elsewhere; None if it is."""
+        """Returns why a request that failed is not tried elsewhere; None if it is."""
         assert request.handoff is not None
         e2e = request.stages[0].slo.e2e
         if e2e is not None and now > request.arrival + e2e:
             return "its deadline has passed"
-        most = 1 if fault is Fault.UNKNOWN or request.losses else MAX_RETRIES
-        if (failures := request.handoff.failures + request.losses) > most:
+        max_tries = 1 if fault is Fault.UNKNOWN or request.losses else MAX_RETRIES
+        if (failures := request.handoff.failures + request.losses) > max_tries:
             return f"it was tried {failures} times"
         if fault is Fault.UNREACHABLE:  # no server has had it
             return trip.why_not_resumable(request.progress)
@@ -318,7 +329,7 @@ class ServerReplica(RemoteHost):
         return trip.why_not_resumable(request.progress)
 
     def end_try(self, trip: Trip) -> None:
-        """The current task, a try of the trip, has ended."""
+        """Forgets the current task, a try of the trip, which has ended."""
         if self._tries.get(trip.ids[0]) is asyncio.current_task():
             del self._tries[trip.ids[0]]
 
@@ -338,11 +349,11 @@ class ServerReplica(RemoteHost):
         for request in remote.unfinished_requests(remote.as_of if isinstance(error, StepHangsError) else now):
             if (trip := self.requests.trips.get(request.id)) is None:
                 continue
-            moved = trip.progress_seen(request, now)
-            if (no := trip.why_not_resumable(moved.progress)) is None:
-                to_resume.append(moved)
+            to_move = trip.client_progress(request, now)
+            if (why_not := trip.why_not_resumable(to_move.progress)) is None:
+                to_resume.append(to_move)
             else:
-                self.requests.finish(request.id, "failed", f"{error}; {no}")
+                self.requests.finish(request.id, "failed", f"{error}; {why_not}")
         current = asyncio.current_task()
         for answer, task in self._tries.items():
             if task is not current and answer not in ending:

@@ -24,11 +24,11 @@ TOKEN_EVENTS_S = 1.0  # counted tokens are reported to listeners at this interva
 
 
 class ServerRequests:
-    """The open requests of a server. Without a link's reports it counts their tokens itself.
+    """Keeps the open requests of a server. Without a link's reports it counts their tokens itself.
 
     Args:
         replica: id of the server's replica.
-        remote: the mirror of the replica, once it has started.
+        remote: returns the mirror of the replica, once it has started.
         emit: gets the events of the requests, and of steps.
         drop_response: drops the connection of a trip's response.
         all_ended: called when no request is open.
@@ -51,11 +51,11 @@ class ServerRequests:
         self._counts: dict[str, TokenCount] = {}  # by request
 
     def are_open(self, trip: Trip) -> bool:
-        """Whether a request of the trip is open here."""
+        """Returns whether a request of the trip is open here."""
         return any(id in self.trips for id in trip.ids)
 
     def lacks_end_report(self, trip: Trip) -> bool:
-        """Whether the end of a request of the trip has not been reported."""
+        """Returns whether the end of a request of the trip has not been reported."""
         return any(id in self.trips and id not in self.prefill_reports for id in trip.ids)
 
     def forget(self, id: str) -> Trip | None:
@@ -78,7 +78,11 @@ class ServerRequests:
         self.emit(events, is_from_link=False)
 
     def emit(self, events: Sequence[Event], *, is_from_link: bool = True) -> None:
-        """Emits events of the gateway's own requests, and of steps. is_from_link: the engine reported them."""
+        """Emits events of the gateway's own requests, and of steps.
+
+        Args:
+            is_from_link: the engine reported them.
+        """
         for event in events:
             if isinstance(event, Stepped):
                 self._emit(event)
@@ -132,7 +136,8 @@ class ServerRequests:
         self._emit(event)
 
     def fail_arrival(self, trip: Trip, why: str) -> bool:
-        """Whether a failed trip still waits for its KV; its transfer fails, and it is placed again."""
+        """Fails the transfer of a trip's KV, if the trip still waits for it; it is then placed again. Returns whether
+        it waited."""
         arrival = self.kv_arrivals.get(trip.ids[0])
         if arrival is None:
             return False
@@ -141,8 +146,8 @@ class ServerRequests:
         return True
 
     def _as_passed_on(self, trip: Trip, end: Finished) -> Verdict:
-        """The verdict with the gateway's own delay. The last chunk waits for the verdict, so it has not been passed on
-        yet."""
+        """Returns the verdict with the gateway's own delay. The last chunk waits for the verdict, so it is yet to be
+        passed on."""
         if end.outcome != "completed":
             return end.verdict
         request = trip.requests[trip.ids.index(end.id)]
@@ -157,21 +162,25 @@ class ServerRequests:
             trip.on_prompt_tokens(prompt)
 
     def max_output(self, trip: Trip) -> int:
-        """The limit on a trip's output tokens, whatever its server claims."""
-        known = [self._remote().seq_of(id) for id in trip.ids]
-        return sum([seq.request.sampling.max_tokens for seq in known if seq is not None])
+        """Returns the limit on a trip's output tokens, whatever its server claims."""
+        seqs = [self._remote().seq_of(id) for id in trip.ids]
+        return sum([seq.request.sampling.max_tokens for seq in seqs if seq is not None])
 
     def mark_started(self, trip: Trip, prompt: int) -> None:
-        """Marks a trip's requests as started: their first bytes have come. prompt: tokens, 0 if not known."""
+        """Marks a trip's requests as started: their first bytes have come.
+
+        Args:
+            prompt: tokens; 0 if not known.
+        """
         now, remote = self._clock.now(), self._remote()
         for id in trip.ids:
             if (
                 id in self.trips
                 and remote.is_arriving(id)
                 and (seq := remote.seq_of(id))
-                and (came := seq.request.handoff)
+                and (handoff := seq.request.handoff)
             ):
-                self.fold(Transferred(now, id, self._replica, came.source, came.cached, 0))
+                self.fold(Transferred(now, id, self._replica, handoff.source, handoff.cached, 0))
             if id in self.trips and remote.is_waiting(id):
                 if prompt and len(trip.ids) == 1:
                     remote.set_prompt_tokens(id, prompt)
@@ -184,7 +193,8 @@ class ServerRequests:
                 count.add()
 
     def count_of(self, trip: Trip) -> TokenCount | None:
-        """The counter of a trip with one choice; None before its first token, and while a link reports tokens."""
+        """Returns the counter of a trip with one choice; None before its first token, and while a link reports
+        tokens."""
         return None if self.is_linked else self._counts.get(trip.ids[0])
 
     def _count_of(self, trip: Trip, id: str) -> TokenCount | None:
@@ -251,8 +261,8 @@ class ServerRequests:
         self.fold(Finished(now, id, outcome, reason, verdict, output, seq.best_effort))
 
     def _why_missed(self, seq: Seq, verdict: Verdict, trip: Trip) -> Cause:
-        """The cause of a miss, as far as the gateway knows: the SLO is infeasible even on an idle server, or the wait
-        for a replica was at least half of the delay."""
+        """Returns the cause of a miss, as far as the gateway knows: the SLO is infeasible even on an idle server, or
+        the wait for a replica was at least half of the delay."""
         remote = self._remote()
         if "step_times" in remote.supports:
             cached = seq.request.prompt  # what a prefix cache there saves is not known

@@ -56,7 +56,8 @@ async def fit_server(url: str, kind: str, seconds: float, key: str = "") -> Fitt
 
 
 def fit_steps(steps: Sequence[Sample], kind: str, url: str) -> Fitted:
-    """The last fifth is held out. Raises ValueError, with what to do, where steps cannot determine the model."""
+    """Fits a model to steps; the last fifth is held out. Raises ValueError, with what to do, if they cannot determine
+    it."""
     if not steps:
         raise ValueError(f"server {url} ran no step: put it under load meanwhile; {server_metrics.load_advice(url)}")
     try:
@@ -73,7 +74,7 @@ def fit_steps(steps: Sequence[Sample], kind: str, url: str) -> Fitted:
 
 
 async def collect_steps(link: Link, clock: Clock, seconds: float, url: str) -> list[Sample]:
-    """Returns the steps that an engine core reports over its link. Raises ValueError where it does not let us in, or is
+    """Returns the steps that an engine core reports over its link. Raises ValueError if the core rejects us, or is
     silent."""
     steps: list[Sample] = []
 

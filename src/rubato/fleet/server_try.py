@@ -76,13 +76,13 @@ class TryHost(Carrier, Protocol):
 
 
 class Try:
-    """One try of a trip at a replica."""
+    """Runs one try of a trip at a replica."""
 
     def __init__(self, trip: Trip, replica: TryHost) -> None:
         self._trip, self._replica = trip, replica
 
     async def run(self, request: Request, kv: KV | None) -> None:
-        """Runs one try. An error of the gateway ends it, too: nothing stays in flight."""
+        """Runs the try. An error of the gateway ends it, too: nothing stays in flight."""
         trip, replica = self._trip, self._replica
         reply: Reply | None = None
         prefills = kv is None and replica.is_prefill_server
@@ -132,7 +132,7 @@ class Try:
         if not replica.requests.is_linked:
             replica.requests.mark_started(trip, prompt)
             trip.untimed = min(output, replica.requests.max_output(trip))
-        await self._completed()
+        await self._end_completed()
         trip.answer_whole(200, reply.headers, raw)
 
     async def _pass_error(self, status: int, headers: Headers, raw: bytes) -> None:
@@ -142,8 +142,8 @@ class Try:
             trip.answer_whole(status, headers, raw)
             replica.requests.end(trip, "refused", f"{INFEASIBLE}: the server answered 429")
             return
-        if (kept := why_not_passed_on(replica.id, status, has_own_key=trip.ask.has_own_key)) is not None:
-            self._end_as_502(*kept)
+        if (refusal := why_not_passed_on(replica.id, status, has_own_key=trip.ask.has_own_key)) is not None:
+            self._end_as_502(*refusal)
             return
         if status < 500 and status != 429:
             trip.answer_whole(status, headers, raw)
@@ -160,11 +160,11 @@ class Try:
     def _end_as_502(self, why: str, message: str) -> None:
         """Ends the trip as failed through no fault of its client, who gets only this message."""
         trip = self._trip
-        self._end_as_told(why)
+        self._end_without_answer(why)
         error = {"message": message, "type": "server_error", "param": None, "code": "server_failed"}
         trip.answer_whole(502, JSON_HEADERS, orjson.dumps({"error": error}))
 
-    def _end_as_told(self, why: str) -> None:
+    def _end_without_answer(self, why: str) -> None:
         """Ends the trip as failed, without an error for the client, who sees the failure otherwise."""
         trip, replica = self._trip, self._replica
         replica.requests.end(trip, "failed", why)
@@ -181,7 +181,7 @@ class Try:
             nonlocal early
             if early is not None:
                 early += data
-                if not (choices or reader.holds or reader.has_ended or len(early) > MAX_EARLY_BYTES):
+                if not (choices or reader.has_queued or reader.has_ended or len(early) > MAX_EARLY_BYTES):
                     return
                 data, early = bytes(early), None
                 if not trip.has_begun:
@@ -198,9 +198,9 @@ class Try:
         await self._pump(reply, reader, take)
         if reader.has_failed:  # which its client has seen
             await replica.wait_for_end_report(trip)
-            self._end_as_told("the server's response says that it failed")
+            self._end_without_answer("the server's response says that it failed")
         else:
-            await self._completed()
+            await self._end_completed()
         end = b"" if reader.has_ended or is_named else DONE
         trip.finish(reader.finish({} if is_named else trip.verdict(), end))
 
@@ -231,7 +231,7 @@ class Try:
         answer.add(reader.finish({}))
         if not answer.has_choices:
             raise UpstreamError("the stream brought no answer")
-        await self._completed()
+        await self._end_completed()
         headers = [header for header in reply.headers if header[0] not in STREAM_HEADERS]
         trip.answer_whole(200, [*headers, *JSON_HEADERS], answer.to_json())
 
@@ -253,7 +253,7 @@ class Try:
         task = asyncio.current_task()
         closing: list[asyncio.TimerHandle] = []  # closes the connection after the last finish reason
 
-        def came(data: bytes) -> None:
+        def on_data(data: bytes) -> None:
             if not trip.is_current(task):
                 return  # it has been taken back, and the connection is about to close
             passable, choices = reader.feed(data)
@@ -263,7 +263,7 @@ class Try:
             if reader.is_complete and not closing:  # the counts, and [DONE], come at once if they do
                 closing.append(asyncio.get_running_loop().call_later(CLOSE_S, reply.close))
 
-        trip.path = TokenPath(replica.requests, reader, came, trip.keeps())
+        trip.path = TokenPath(replica.requests, reader, on_data, trip.keeper())
         try:
             await reply.pump(trip.path.take)
         except UpstreamError:
@@ -284,16 +284,20 @@ class Try:
             missing = min(output, replica.requests.max_output(trip)) - trip.streamed
             replica.requests.count(trip, [at % len(trip.ids) for at in range(missing)])
 
-    async def _completed(self) -> None:
-        """The response has ended: ends the requests whose ends the link has not reported."""
+    async def _end_completed(self) -> None:
+        """Ends the requests whose ends the link has not reported: the response has ended."""
         trip, replica = self._trip, self._replica
         await replica.wait_for_end_report(trip)
         replica.requests.end(trip, "completed", "stop")
 
 
 def why_not_passed_on(replica: str, status: int, *, has_own_key: bool) -> tuple[str, str] | None:
-    """Why a server's answer is not passed on, and the message that the client gets instead; None: it is passed on.
-    has_own_key: the gateway's own key was in the request."""
+    """Returns why a server's answer is not passed on, and the message that the client gets instead; None: it is passed
+    on.
+
+    Args:
+        has_own_key: the gateway's own key was in the request.
+    """
     if status in REDIRECT_STATUSES:
         return f"replica {replica} answered {status}, a redirect", REDIRECT_MESSAGE
     if has_own_key and status in KEY_STATUSES:
@@ -304,8 +308,8 @@ def why_not_passed_on(replica: str, status: int, *, has_own_key: bool) -> tuple[
 
 
 def _status_of(error: bytes) -> int:
-    """The HTTP status of an error inside a stream: vLLM's `code`."""
+    """Returns the HTTP status of an error inside a stream: vLLM's `code`."""
     fields = loads(error)
-    found = fields.get("error") if isinstance(fields, dict) else None
-    status = found.get("code") if isinstance(found, dict) else None
+    error_fields = fields.get("error") if isinstance(fields, dict) else None
+    status = error_fields.get("code") if isinstance(error_fields, dict) else None
     return status if type(status) is int and 400 <= status < 600 else 500

@@ -35,7 +35,7 @@ class ServerWatch:
     Args:
         host: of the replica.
         probe: asks the server.
-        requests: that are open at the server.
+        requests: those that are open at the server.
         step_timeout: seconds, as in `local_host.LocalHost`, for steps that the link reports.
         fail: called for a trip that the server has failed.
     """
@@ -77,13 +77,13 @@ class ServerWatch:
                 continue
             request = remote.handed_off_request(id, reason, at)
             if trip is not None and request is not None:
-                requests.fold(HandedOff(at, id, trip.progress_seen(request, host.clock.now())))
+                requests.fold(HandedOff(at, id, trip.client_progress(request, host.clock.now())))
             else:
                 remote.forget(id)
 
     def _without_aborts(self, report: ReplicaReport) -> ReplicaReport:
-        """The report without the ends of requests that their API server aborted: it failed at them, and each response
-        will say so."""
+        """Returns the report without the ends of requests that their API server aborted: it failed at them, and each
+        response will say so."""
         requests, now = self._requests, self._host.clock.now()
         aborted_ids = {
             e.id for e in report.events if type(e) is Finished and e.outcome == "cancelled" and e.id in requests.trips
@@ -98,25 +98,27 @@ class ServerWatch:
     # ----------------------------------------------------------------- health
 
     async def run(self) -> None:
-        """Notices silence, in turns of this loop, not by a clock: a process that was itself stopped heard nothing."""
+        """Watches the server. Silence is counted in turns of this loop, not by a clock: a process that was itself
+        stopped heard nothing meanwhile."""
         host = self._host
-        failed = turns = 0
+        failed_probes = heartbeats = 0
         while not host.is_gone:
             await host.clock.sleep_until(host.clock.now() + HEARTBEAT_S, PLAN)
-            turns += 1
+            heartbeats += 1
             self._requests.emit_counted_tokens(host.clock.now())
             if host.session is not None:
                 self._watch_link(host.session)
-            if self._requests.is_linked and not (failed or self.is_suspect) and turns % HEARTBEATS_PER_PROBE:
+            is_probe_due = failed_probes or self.is_suspect or heartbeats % HEARTBEATS_PER_PROBE == 0
+            if self._requests.is_linked and not is_probe_due:
                 continue
             self.is_suspect = False
-            failed = 0 if await self._is_healthy() else failed + 1
-            if failed >= MAX_FAILED_PROBES:
+            failed_probes = 0 if await self._is_healthy() else failed_probes + 1
+            if failed_probes >= MAX_FAILED_PROBES:
                 host.die(ReplicaLostError(f"the server of replica {host.id} does not answer"))
                 continue
-            if not (failed or self._requests.is_linked):
+            if not (failed_probes or self._requests.is_linked):
                 await self._read_kv_usage()
-            if not failed and turns % HEARTBEATS_PER_PROBE == 0:
+            if not failed_probes and heartbeats % HEARTBEATS_PER_PROBE == 0:
                 with contextlib.suppress(UpstreamError, ValueError):  # the list that was read last stands
                     await self._probe.read_models()
 
@@ -138,7 +140,7 @@ class ServerWatch:
         in a missed report, or the API server never passed them on. (An ended request's response has ended, too.)"""
         host, requests = self._host, self._requests
         # (a server with a silent link may hang, maybe at this request: health probes decide)
-        unreported = host.remote.unreported() if self._requests.is_linked else {}
+        unreported = host.remote.unreported_since() if self._requests.is_linked else {}
         for id, since in {**unreported, **requests.absent_since}.items():
             if (trip := requests.trips.get(id)) is None:
                 requests.absent_since.pop(id, None)
@@ -169,7 +171,7 @@ class ServerWatch:
         host.die(ReplicaLostError(f"the server of replica {host.id} is gone ({why})"))
 
     async def _is_healthy(self) -> bool:
-        """A server without /health is healthy if it lists its models."""
+        """Returns whether the server is healthy. One without /health is if it lists its models."""
         try:
             status = await ask_health(self._probe.upstream, PROBE_S)
             if status == 404:

@@ -65,7 +65,7 @@ class TokenPath:
         self._replica, self._reader, self._fallback, self._keep = replica, reader, fallback, keep
         self.writer: ByteWriter | None = None  # of the client's connection; None: all goes otherwise
         self.count: TokenCount | None = None  # where its tokens are counted, if its server has no link
-        self.passed_tokens = 0  # tokens
+        self.passed_tokens = 0
 
     def take(self, data: bytes) -> None:
         writer, count = self.writer, self.count

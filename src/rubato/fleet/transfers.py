@@ -16,18 +16,22 @@ log = logging.getLogger(__name__)
 
 
 class KVTransfers:
-    """The transfers of a cluster. fail: ends an unplaced request with a reason. kv_freed: called when KV memory may
-    have come free."""
+    """Runs the transfers of a cluster.
+
+    Args:
+        fail: ends an unplaced request with a reason.
+        on_kv_freed: called when KV memory may have come free.
+    """
 
     def __init__(
         self, hosts: Mapping[str, Host], requests: RequestTable, clock: Clock, *, fail: Callable[[Seq, str], None],
-        kv_freed: Callable[[], None],
+        on_kv_freed: Callable[[], None],
     ) -> None:  # fmt: skip
         self._hosts = hosts
         self._requests = requests
         self._clock = clock
         self._fail = fail
-        self._kv_freed = kv_freed
+        self._on_kv_freed = on_kv_freed
         self._tasks: dict[str, Handle] = {}
 
     def __contains__(self, id: str) -> bool:
@@ -35,30 +39,30 @@ class KVTransfers:
 
     def start(self, request: Request, source: str, target: str) -> None:
         """Starts the transfer of a request's KV. The target has reserved memory, and the request is placed there."""
-        transfer = self._carry(request.id, self._hosts[source], self._hosts[target])
+        transfer = self._transfer(request.id, self._hosts[source], self._hosts[target])
         self._tasks[request.id] = self._clock.spawn(transfer, f"KV of {request.id}")
 
-    async def _carry(self, id: str, source: Host, target: Host) -> None:
+    async def _transfer(self, id: str, source: Host, target: Host) -> None:
         try:
             await source.transfer(id, target)
         except TransferError as error:  # one of the two began afresh
             log.warning("%s; it is placed again", error)
             self.take_back(id)
-            self._kv_freed()
+            self._on_kv_freed()
         except Exception as error:  # an engine that cannot take or give this KV: told to the client, never hidden
             log.exception("the KV of request %r could not be moved", id)
             self._fail(self.take_back(id), f"its KV could not be moved from {source.id} to {target.id}: {error}")
         else:
-            self._kv_freed()
+            self._on_kv_freed()
 
     def end_transfer(self, id: str) -> None:
         """Ends the transfer: the target has the KV, and carries out cancels from now on."""
         self._tasks.pop(id, None)
 
     def take_back(self, id: str) -> Seq:
-        """Stop a transfer; the request is unplaced again, with its KV if that is still there."""
+        """Stops a transfer. The request is unplaced again, with its KV if that is still there."""
         self._stop(id)
-        replica, request = self._requests.placed[id]
+        replica, request = self._requests.placements[id]
         self._requests.take_from_replica(id)
         if replica in self._hosts:
             self._hosts[replica].release(id)
@@ -69,22 +73,22 @@ class KVTransfers:
             self.take_back(id)
 
     def transfers_of(self, replica: str) -> list[str]:
-        """The requests whose KV comes from this replica or goes to it."""
+        """Returns the requests whose KV comes from this replica or goes to it."""
         moving = []
         for id in self._tasks:
-            target, request = self._requests.placed[id]
+            target, request = self._requests.placements[id]
             if request.handoff is not None and replica in (target, request.handoff.source):
                 moving.append(id)
         return moving
 
     def end(self, request: Request) -> None:
-        """The request has ended: so has its transfer, and its KV at the replica that handed it off is freed."""
+        """Ends the transfer of an ended request, and frees its KV at the replica that handed it off."""
         self._stop(request.id)
         if request.handoff is not None and request.handoff.source in self._hosts:
             self._hosts[request.handoff.source].release(request.id)
 
     def without_lost_kv(self, request: Request) -> Request:
-        """The request; its hand-off is without KV if the source no longer holds it."""
+        """Returns the request, with a hand-off without KV if the source no longer holds the KV."""
         handoff = request.handoff
         if handoff is None or not handoff.cached:
             return request

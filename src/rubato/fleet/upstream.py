@@ -20,8 +20,8 @@ IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 
 class UpstreamError(Exception):
-    """The server cannot be reached, or the connection broke. Clients see the message: it holds no address, and nothing
-    that the server has sent."""
+    """Says that the server cannot be reached, or that the connection broke. Clients see the message: it holds no
+    address, and nothing that the server has sent."""
 
 
 class UnreachableError(UpstreamError):
@@ -40,11 +40,11 @@ class Reply(Protocol):
     @property
     def headers(self) -> Headers: ...
     async def part(self) -> bytes:
-        """The next part of the body, as soon as it comes; empty at the end. Raises UpstreamError."""
+        """Returns the next part of the body, as soon as it comes; empty at the end. Raises UpstreamError."""
         ...
 
     async def pump(self, sink: Callable[[bytes], None]) -> None:
-        """Give each part of the body to `sink` as it comes, until its end. Raises UpstreamError, and what sink
+        """Gives each part of the body to `sink` as it comes, until its end. Raises UpstreamError, and what `sink`
         raises."""
         ...
 
@@ -85,14 +85,14 @@ class Upstream(Protocol):
 
 
 async def ask_health(server: Upstream, seconds: float) -> int:
-    """The status of a server's /health. Raises UpstreamError."""
+    """Returns the status of a server's /health. Raises UpstreamError."""
     reply = await server.open("GET", "/health", PROBE_HEADERS, b"", seconds=seconds)
     reply.close()
     return reply.status
 
 
 async def read_all(reply: Reply, max_bytes: int | None = None) -> bytes:
-    """Reads the rest of a response's body. Raises UpstreamError, also for a body longer than `max_bytes` (default:
+    """Returns the rest of a response's body. Raises UpstreamError, also for a body longer than `max_bytes` (default:
     MAX_ANSWER_BYTES)."""
     raw, max_bytes = bytearray(), max_bytes or MAX_ANSWER_BYTES
     try:
@@ -106,8 +106,8 @@ async def read_all(reply: Reply, max_bytes: int | None = None) -> bytes:
 
 
 def error_code(body: bytes) -> str:
-    """What an error in OpenAI's shape is called, as ` (overloaded)`; empty where it has no such name. Nothing else of
-    it may be logged or shown to clients: its text may quote a prompt."""
+    """Returns what an error in OpenAI's shape is called, as ` (overloaded)`; empty for one without such a name. Nothing
+    else of it may be logged or shown to clients: its text may quote a prompt."""
     try:
         page = orjson.loads(body)
         error = page.get("error", page)

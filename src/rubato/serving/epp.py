@@ -140,8 +140,9 @@ async def picker_of(
     # No link: by it an engine could hand off requests, which Envoy would not follow.
     fleet, options, _ = fleet_of(config, clock, trips, transport=transport, link=None)
     cluster = await server_cluster(
-        fleet, clock, options, around=lambda router: cast(Router, Candidates(router, allowed_endpoints.get, endpoint))
-    )
+        fleet, clock, options,
+        wrap_router=lambda router: cast(Router, Candidates(router, allowed_endpoints.get, endpoint)),
+    )  # fmt: skip
     door = FrontDoor(
         Tenants((), tiers_of(config)), clock, cluster, cluster.retry_after, max_model_len,
         config.max_body_bytes, config.max_choices,

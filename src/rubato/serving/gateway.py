@@ -222,7 +222,7 @@ class _ProxyResponse(Response):
         sender = asyncio.create_task(client.run())
         try:
             await self._offers.send(trip.on_event)
-            await trip.done.wait()
+            await trip.settlement.wait()
             if not trip.is_over and not has_left:
                 self._offers.cancel()
                 self._send_error(trip, client)

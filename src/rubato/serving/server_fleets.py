@@ -94,7 +94,7 @@ def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     fleet = RayServers(
         command, clock, options, trips, resources=resources, key=key, step_timeout=config.step_timeout_seconds
     )  # fmt: skip
-    cluster = cluster_of([fleet.host] * config.replicas, clock, options, fleet.host, around=fleet.routed_by)
+    cluster = cluster_of([fleet.host] * config.replicas, clock, options, fleet.host, wrap_router=fleet.restrict_router)
     return cluster, _app_maker(config, clock, cluster, trips, fleet.homogeneity, key)
 
 

@@ -38,7 +38,11 @@ class _Indexed(dict[int, dict[str, Any]]):
 
 
 class FoldedAnswer:
-    """Takes the events of one stream, and gives the answer."""
+    """Takes the events of one stream, and makes the answer.
+
+    Args:
+        is_chat: the answer is one of /v1/chat/completions, not of /v1/completions.
+    """
 
     def __init__(self, *, is_chat: bool) -> None:
         self._is_chat = is_chat
@@ -53,7 +57,7 @@ class FoldedAnswer:
         return bool(self._choices)
 
     def add(self, data: bytes) -> None:
-        """Whole events."""
+        """Adds bytes of the stream that are whole events."""
         for event in self._splitter.feed(data):
             payload = (read_event(event).data or b"").strip()
             fields = loads(payload)
@@ -67,7 +71,7 @@ class FoldedAnswer:
                     self._add_choice(choice)
 
     def to_json(self) -> bytes:
-        choices = [self._choice(index, self._choices[index]) for index in sorted(self._choices)]
+        choices = [self._choice_json(index, self._choices[index]) for index in sorted(self._choices)]
         kind = "chat.completion" if self._is_chat else "text_completion"
         head = {name: _json(value) for name, value in self._head.items()}
         head |= {"object": _json(kind), "choices": b"[" + b",".join(choices) + b"]"}
@@ -80,12 +84,12 @@ class FoldedAnswer:
             self._merge(into.setdefault("message", {}), delta, _joins_in_delta)
         self._merge(into, choice, _joins_in_choice)
 
-    def _choice(self, index: int, choice: dict[str, Any]) -> bytes:
+    def _choice_json(self, index: int, choice: dict[str, Any]) -> bytes:
         fields = {"index": index, "logprobs": None, "finish_reason": None, **choice}
         if self._is_chat:
             message = {"role": "assistant", "content": None, "refusal": None, **choice.get("message", {})}
-            has_other_text = any(_says(value) for name, value in message.items() if name not in ("role", "content"))
-            if has_other_text and not _says(message["content"]):  # a text that is none: it only came with the role
+            others = [value for name, value in message.items() if name not in ("role", "content")]
+            if any(map(_has_content, others)) and not _has_content(message["content"]):  # "" that came with the role
                 message["content"] = None
             fields["message"] = message
         else:
@@ -96,7 +100,14 @@ class FoldedAnswer:
         self, into: dict[str, Any], fields: Mapping[str, Any], joins: Callable[[str], bool],
         depth: int = MAX_MERGE_DEPTH,
     ) -> None:  # fmt: skip
-        """joins: whether the texts of this name are pieces of one."""
+        """Merges the fields of a chunk into those of earlier chunks.
+
+        Args:
+            into: fields of earlier chunks; changed.
+            fields: of this chunk.
+            joins: whether texts of a field of this name are pieces of one text.
+            depth: levels of objects that are still merged.
+        """
         for name, value in fields.items():
             before = into.get(name)
             if value is None:
@@ -148,8 +159,8 @@ def _joins_in_delta(name: str) -> bool:
     return name not in WHOLE_TEXTS
 
 
-def _says(value: Any) -> bool:
-    """Whether something is said, and be it 0."""
+def _has_content(value: Any) -> bool:
+    """Returns whether a value says something; 0 does, an empty text does not."""
     return bool(value.tell()) if type(value) is StringIO else value not in (None, "", [], {})
 
 
@@ -170,7 +181,8 @@ def _object(members: Mapping[str, bytes]) -> bytes:
 
 
 def _dumped(value: Any) -> bytes:
-    """orjson takes no half of a surrogate pair, as a server may cut one in two; the halves side by side are a whole."""
+    """Writes a value as JSON. A server may cut a surrogate pair in two: orjson refuses a half, json writes it, and both
+    halves side by side are whole again."""
     try:
         return orjson.dumps(value)
     except TypeError:

@@ -26,8 +26,11 @@ FAILED_HANDSHAKES = (
 
 
 def _key_pair(side: bytes) -> tuple[bytes, bytes]:
-    """The public and the secret key of one side, for the token of this process's environment. Raises OSError where
-    ZeroMQ has no CURVE."""
+    """Returns the public and the secret key of one side, for the token of this process's environment.
+
+    Raises:
+        OSError: ZeroMQ has no CURVE.
+    """
     if not zmq.has("curve"):
         raise OSError(f"{TOKEN_ENV} is set, and ZeroMQ is installed without CURVE here: install pyzmq from its wheel")
     token = os.fsencode(os.environ.get(TOKEN_ENV, ""))
@@ -44,9 +47,10 @@ class Gatekeeper:
         self.socket.bind(ZAP_ADDRESS)
 
     def answer(self) -> None:
+        """Answers one question of ZeroMQ."""
         version, request, *about = self.socket.recv_multipart()
-        may = about[3:] == [b"CURVE", self._gateways_key]  # behind the domain, the address and the peer's name
-        self.socket.send_multipart([version, request, b"200" if may else b"400", b"", b"", b""])
+        is_allowed = about[3:] == [b"CURVE", self._gateways_key]  # behind the domain, the address and the peer's name
+        self.socket.send_multipart([version, request, b"200" if is_allowed else b"400", b"", b"", b""])
 
 
 def protect_core(socket: Any) -> Gatekeeper | None:
@@ -62,7 +66,8 @@ def protect_core(socket: Any) -> Gatekeeper | None:
 
 
 def protect_gateway(socket: Any) -> None:
-    """Let a gateway's socket speak to a core with the same token alone, and take no message that is too long."""
+    """Lets a gateway's socket speak only to a core with the same token, and limits the size of the messages it
+    takes."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES)
     if os.environ.get(TOKEN_ENV):
         public, secret = _key_pair(b"gateway")
@@ -72,8 +77,12 @@ def protect_gateway(socket: Any) -> None:
 
 
 def failed_handshakes(monitor: Any) -> int:
-    """Counts failed handshakes since the last call, from a socket's monitor (of `FAILED_HANDSHAKES`), at most
-    MAX_COUNTED_AT_ONCE at once, so that a storm of strangers blocks nobody."""
+    """Counts failed handshakes since the last call, at most MAX_COUNTED_AT_ONCE, so that a storm of strangers blocks
+    nobody.
+
+    Args:
+        monitor: of a socket, for the events FAILED_HANDSHAKES.
+    """
     for failed in range(MAX_COUNTED_AT_ONCE):
         try:
             monitor.recv_multipart(zmq.NOBLOCK)

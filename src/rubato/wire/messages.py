@@ -42,7 +42,11 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """The first message, which every version of the link can read. asked: the gateway's clock."""
+    """Introduces a gateway. Every version of the link can read it.
+
+    Args:
+        asked: the gateway's clock (s).
+    """
 
     protocol: int = 0
     gateway: str = ""
@@ -54,12 +58,16 @@ class Ping(_Message, frozen=True, tag="ping"):
 
 
 class Resync(_Message, frozen=True, tag="resync"):
-    """A report was missed."""
+    """Asks for a snapshot: a report was missed."""
 
 
 class Subscribe(_Message, frozen=True, tag="subscribe"):
-    """Subscribes an API server to events of its own requests. client: its number. key: shared by the processes of one
-    vLLM."""
+    """Subscribes an API server to events of its own requests.
+
+    Args:
+        client: number of the API server.
+        key: shared by the processes of one vLLM.
+    """
 
     protocol: int
     client: int
@@ -67,7 +75,7 @@ class Subscribe(_Message, frozen=True, tag="subscribe"):
 
 
 class Do(_Message, frozen=True, tag="do"):
-    """commands: as `encode` writes them."""
+    """Carries commands, each as `encode` writes it."""
 
     commands: tuple[msgspec.Raw, ...]
 
@@ -77,11 +85,16 @@ def do(*commands: Command) -> Do:
 
 
 class Contract(NamedTuple):
-    """The terms of the requests of one answer, as a gateway announces them.
+    """Holds the terms of the requests of one answer, as a gateway announces them.
 
-    ids: of the gateway's requests, one for each choice of each prompt, in OpenAI's order. n: choices of a prompt.
-    arrival: in the core's clock. demoted: served as best effort. handoff, progress: of a request that another replica
-    handed off; its output so far is part of the prompt here."""
+    Args:
+        ids: of the gateway's requests, one for each choice of each prompt, in OpenAI's order.
+        n: choices of a prompt.
+        arrival: in the core's clock (s).
+        handoff: of a request that another replica handed off.
+        progress: its output there, which is part of the prompt here.
+        demoted: it is served as best effort.
+    """
 
     ids: tuple[str, ...]
     n: int
@@ -103,9 +116,15 @@ class Expect(_Row, frozen=True, tag="expect"):
 
 
 def expect(answer: str, ids: tuple[str, ...], n: int, request: Request) -> Expect:
-    """request: the first of the answer's, with its times in the core's clock."""
-    had = request.progress
-    progress = None if had is None else Progress(had.starts, had.times)
+    """Returns the announcement of an answer.
+
+    Args:
+        answer: id of the response.
+        ids: of its requests.
+        n: choices of a prompt.
+        request: the first of its requests, with its times in the core's clock.
+    """
+    progress = request.progress and Progress(request.progress.starts, request.progress.times)
     slo, arrival = request.stages[0].slo, request.arrival
     who = (request.tier, request.tenant, request.on_decline)
     return Expect(answer, Contract(ids, n, slo, *who, arrival, request.handoff, progress))
@@ -127,7 +146,7 @@ def assign(role: Role) -> Assign:
 
 
 class Recall(_Row, frozen=True, tag="recall"):
-    """The gateway takes back its own requests of this kind."""
+    """Takes back the gateway's own requests of this kind."""
 
     kind: RecallKind
 
@@ -145,8 +164,12 @@ Command: TypeAlias = Expect | Assign | Recall | Demote
 
 
 class CoreAbout(msgspec.Struct, frozen=True):
-    """The properties of an engine core. latency: `affine.Model` as a dict. kv_lease: seconds that KV stays for another
-    engine to read; None: it has no KV connector."""
+    """Describes an engine core.
+
+    Args:
+        latency: `affine.Model` as a dict.
+        kv_lease: seconds that KV stays for another engine to read; None: the core has no KV connector.
+    """
 
     policy: str
     supports: tuple[str, ...]
@@ -159,7 +182,13 @@ class CoreAbout(msgspec.Struct, frozen=True):
 
 
 class Greeting(_Message, frozen=True, tag="hello"):
-    """asked: of the hello. clock, unix: the core's clock, and its machine's Unix time."""
+    """Answers `Hello`.
+
+    Args:
+        asked: as in the hello.
+        clock: the core's clock (s).
+        unix: Unix time of its machine (s).
+    """
 
     asked: float
     clock: float
@@ -172,7 +201,7 @@ class Refused(_Message, frozen=True, tag="refused"):
 
 
 class Unknown(_Message, frozen=True, tag="unknown"):
-    """The gateway is to say hello first."""
+    """Tells a gateway to say hello first."""
 
 
 class Beat(_Message, frozen=True, tag="beat"):
@@ -182,7 +211,13 @@ class Beat(_Message, frozen=True, tag="beat"):
 
 
 class TokensRow(_Row, frozen=True, tag="t"):
-    """ids: of the tokens, or how many. tried, right: drafted ones."""
+    """Reports new tokens of a request.
+
+    Args:
+        ids: of the tokens, or their number.
+        tried: drafted tokens that were verified.
+        right: drafted tokens that were accepted.
+    """
 
     id: str
     ids: tuple[int, ...] | int
@@ -191,7 +226,11 @@ class TokensRow(_Row, frozen=True, tag="t"):
 
 
 class OfferedRow(_Row, frozen=True, tag="o"):
-    """A new request. own: the gateway's id; empty if no gateway sent it."""
+    """Reports a new request.
+
+    Args:
+        own: the gateway's id; empty if no gateway sent it.
+    """
 
     at: float
     request: Request
@@ -199,7 +238,11 @@ class OfferedRow(_Row, frozen=True, tag="o"):
 
 
 class HandOffRow(_Row, frozen=True, tag="h"):
-    """A request that its gateway is to place elsewhere. cached: tokens of which KV stays until `SentRow`."""
+    """Reports a request that its gateway is to place elsewhere.
+
+    Args:
+        cached: tokens whose KV stays until `SentRow`.
+    """
 
     id: str
     reason: HandoffReason
@@ -208,13 +251,13 @@ class HandOffRow(_Row, frozen=True, tag="h"):
 
 
 class SentRow(_Row, frozen=True, tag="s"):
-    """The KV of a request has been read, or its lease is over."""
+    """Reports that the KV of a request has been read, or that its lease is over."""
 
     id: str
 
 
 class EventRow(_Row, frozen=True, tag="e"):
-    """Any other event, by the name of its class."""
+    """Reports any other event, by the name of its class."""
 
     name: str
     event: Any
@@ -224,9 +267,19 @@ Row: TypeAlias = TokensRow | OfferedRow | HandOffRow | SentRow | EventRow
 
 
 class Report(_Message, frozen=True, tag="report", omit_defaults=True):
-    """Events and changes since the last report. n: its number. kv: free blocks. done: a completed batch, and its
-    seconds. shape, busy, tokens: of the batch that now runs: its shape, predicted end, and tokens of each request.
-    held: tokens and blocks of requests whose KV changed. hits: changed counts of cached tokens, of waiting requests."""
+    """Reports events and changes since the last report.
+
+    Args:
+        n: number of the report.
+        at: when it was made (s).
+        kv: free blocks.
+        done: a completed batch, and its seconds.
+        shape: of the batch that runs now.
+        busy: its predicted end (s).
+        tokens: of each request in it.
+        held: KV tokens and blocks of each request for which they changed.
+        hits: cached tokens of each waiting request for which they changed.
+    """
 
     n: int
     at: float
@@ -241,7 +294,13 @@ class Report(_Message, frozen=True, tag="report", omit_defaults=True):
 
 
 class PresentRow(_Row, frozen=True):
-    """A request of a snapshot. times, ids: of its output here."""
+    """Shows one request in a snapshot.
+
+    Args:
+        own: as in `OfferedRow`.
+        times: of its output tokens here (s).
+        ids: of its output tokens here.
+    """
 
     request: Request
     own: str
@@ -255,7 +314,12 @@ class PresentRow(_Row, frozen=True):
 
 
 class Snapshot(_Message, frozen=True, tag="snapshot"):
-    """All requests after report number n, in order of arrival. batches: that run, as tokens of each request."""
+    """Shows all requests after report number n, in order of arrival.
+
+    Args:
+        kv: free blocks.
+        batches: those that run, as tokens of each request.
+    """
 
     n: int
     at: float
@@ -268,8 +332,13 @@ class Snapshot(_Message, frozen=True, tag="snapshot"):
 
 
 class RequestEvents(_Message, frozen=True, tag="events"):
-    """Events of the requests of one API server. tickets: the API server's names of new requests, by id. n: number of
-    the message, by API server. lost: messages before this one that the reader did not get."""
+    """Reports events of the requests of one API server.
+
+    Args:
+        n: number of the message to this API server.
+        tickets: the API server's names of new requests, by id.
+        lost: messages before this one that the reader did not get.
+    """
 
     engine: int
     n: int
@@ -278,12 +347,16 @@ class RequestEvents(_Message, frozen=True, tag="events"):
     lost: int = 0
 
     def happened(self) -> list[Event]:
-        """The events of the rows. Raises ValueError for rows that are no events."""
+        """Returns the events of the rows.
+
+        Raises:
+            ValueError: a row is no event.
+        """
         return [event_of(row, 0.0) for row in self.events]
 
 
 class EngineState(_Message, frozen=True, tag="state"):
-    """How an engine stands. n, lost: as of `RequestEvents`."""
+    """Reports the state of an engine. `n` and `lost` are as in `RequestEvents`."""
 
     engine: int
     n: int
@@ -298,7 +371,7 @@ FromCore: TypeAlias = Greeting | Refused | Unknown | Beat | Report | Snapshot
 
 # --------------------------------------------------------------------------- as bytes
 
-Said = TypeVar("Said")
+MessageT = TypeVar("MessageT")
 encode = msgspec.json.Encoder().encode
 _to_core: msgspec.json.Decoder[ToCore] = msgspec.json.Decoder(ToCore)
 _from_core: msgspec.json.Decoder[FromCore] = msgspec.json.Decoder(FromCore)
@@ -310,26 +383,26 @@ _KINDS: dict[str, type[Event]] = {
 
 
 def decode_to_core(raw: bytes) -> ToCore:
-    """Raises ValueError for what is no message."""
+    """Reads a message to a core. Raises ValueError for other bytes."""
     return _decode(_to_core, raw)
 
 
 def decode_from_core(raw: bytes) -> FromCore:
-    """Raises ValueError for what is no message."""
+    """Reads a message from a core. Raises ValueError for other bytes."""
     return _decode(_from_core, raw)
 
 
 def decode_for_api_server(raw: bytes) -> ToApiServer:
-    """Raises ValueError for what is no message."""
+    """Reads a message to an API server. Raises ValueError for other bytes."""
     return _decode(_to_api_server, raw)
 
 
 def decode_command(raw: msgspec.Raw) -> Command:
-    """Raises ValueError for what is none."""
+    """Reads a command. Raises ValueError for other bytes."""
     return _decode(_command, raw)
 
 
-def _decode(decoder: msgspec.json.Decoder[Said], raw: bytes | msgspec.Raw) -> Said:
+def _decode(decoder: msgspec.json.Decoder[MessageT], raw: bytes | msgspec.Raw) -> MessageT:
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -337,14 +410,14 @@ def _decode(decoder: msgspec.json.Decoder[Said], raw: bytes | msgspec.Raw) -> Sa
 
 
 def event_row(event: Event) -> Row:
-    """An event as a row of a report; a short row for tokens, which come in every step for every request."""
+    """Returns an event as a row of a report: a short row for tokens, which every step brings for every request."""
     if type(event) is Tokens:
         return TokensRow(event.id, event.token_ids or event.tokens, event.tried, event.tokens - 1 if event.tried else 0)
     return full_row(event)
 
 
 def full_row(event: Event) -> EventRow:
-    """A row with all fields of an event."""
+    """Returns a row with all fields of an event."""
     return EventRow(type(event).__name__, event)
 
 
@@ -353,7 +426,8 @@ def offered_row(event: Offered, own: str) -> OfferedRow:
 
 
 def event_of(row: TokensRow | EventRow, at: float) -> Event:
-    """The event of a row of a report about time `at`. Raises ValueError for a row that is none."""
+    """Returns the event of a row of a report that was made at time `at` (s). Raises ValueError for a row that is no
+    event."""
     if type(row) is TokensRow:
         tokens, ids = (row.ids, ()) if isinstance(row.ids, int) else (len(row.ids), row.ids)
         return Tokens(at, row.id, tokens, "", ids, tried=row.tried, accepted=tuple(range(row.right)))

@@ -16,7 +16,14 @@ from rubato.wire.messages import State
 
 
 class KVUsage(NamedTuple):
-    """The KV of a sequence: cached tokens, blocks, blocks that it shares with no other, and tokens in flight."""
+    """Counts the KV of a sequence.
+
+    Args:
+        cached: tokens.
+        blocks: that hold them.
+        own: blocks that no other sequence shares.
+        in_flight: tokens in the batches that run.
+    """
 
     cached: int
     blocks: int
@@ -28,7 +35,11 @@ NO_KV_USAGE = KVUsage(0, 0, 0, 0)
 
 
 class HandOffReport(NamedTuple):
-    """A request that a replica hands off, to be placed again. cached: tokens whose KV stays there until it is read."""
+    """Reports a request that a replica hands off, to be placed again.
+
+    Args:
+        cached: tokens whose KV stays there until it is read.
+    """
 
     id: str
     reason: HandoffReason
@@ -38,11 +49,11 @@ class HandOffReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEntry:
-    """One request in a full report of a replica.
+    """Shows one request in a full report of a replica.
 
     Args:
         state: "arriving": its KV has not come yet; "leaving": only its KV is still there.
-        cached: tokens in KV; of a waiting request, the tokens that the prefix cache has.
+        cached: tokens in KV; of a waiting request, tokens in the prefix cache.
         times: of its output tokens (s).
         token_ids: of its output tokens.
     """
@@ -58,14 +69,16 @@ class SnapshotEntry:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """The events of a replica up to `as_of`, and its state then.
+    """Reports the events of a replica up to `as_of`, and its state then.
 
     Args:
+        busy_until: predicted end of the batch that runs (s).
+        kv_free: free blocks.
         kv_usage: of each sequence that runs, leaves or arrives.
-        error: the replica is beyond recovery; every request there has ended.
+        error: why the replica is beyond recovery; every request there has ended.
         in_flight: the batch that runs.
-        hits: tokens in the prefix cache, of waiting sequences for which they changed.
-        hand_offs: the reader of the report folds them as `HandedOff`.
+        hits: cached tokens of each waiting sequence for which they changed.
+        hand_offs: the reader of the report applies them as `HandedOff`.
         snapshot: all requests in order of arrival, after missed reports; None otherwise.
     """
 
@@ -82,7 +95,7 @@ class ReplicaReport:
 
 
 def shift_event(event: Event, by: float) -> Event:
-    """The event in a clock that shows `by` seconds more."""
+    """Returns the event in a clock that shows `by` seconds more."""
     changes: dict[str, Any] = {"at": event.at + by}
     if isinstance(event, Offered | HandedOff):
         changes["request"] = shift_request(event.request, by)
@@ -90,7 +103,7 @@ def shift_event(event: Event, by: float) -> Event:
 
 
 def shift_request(request: Request, by: float) -> Request:
-    """The request in a clock that shows `by` seconds more."""
+    """Returns the request in a clock that shows `by` seconds more."""
     progress = request.progress
     if progress is not None:
         starts = tuple(t + by for t in progress.starts)
@@ -101,7 +114,7 @@ def shift_request(request: Request, by: float) -> Request:
 
 
 def shift_report(report: ReplicaReport, by: float) -> ReplicaReport:
-    """The report in a clock that shows `by` seconds more."""
+    """Returns the report in a clock that shows `by` seconds more."""
     events: Sequence[Event] = [shift_event(event, by) for event in report.events]
     hand_offs = tuple([one._replace(at=one.at + by) for one in report.hand_offs])
     snapshot = report.snapshot

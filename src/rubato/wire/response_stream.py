@@ -29,7 +29,7 @@ CACHED_USAGE_NAMES = ("cache_creation_input_tokens", "cache_read_input_tokens")
 
 
 def loads(raw: bytes) -> Any:
-    """Parses JSON, also with -Infinity and NaN, as servers write log probabilities; None if it is no JSON."""
+    """Parses JSON, with -Infinity and NaN as servers write log probabilities. Returns None for other bytes."""
     try:
         return orjson.loads(raw)
     except ValueError:
@@ -41,7 +41,7 @@ def loads(raw: bytes) -> Any:
 
 
 def usage_of(raw: bytes) -> tuple[int, int]:
-    """The prompt and output tokens in the usage of a response or event; 0 if not counted."""
+    """Returns the prompt and output tokens in the usage of a response or event; 0 if they are not counted."""
     return _usage(loads(raw))
 
 
@@ -90,7 +90,7 @@ class ResponseStream:
         self._prefix = self._suffix = b""  # around the text of an event with one token; empty: not known yet
         self._can_pass = False  # an event like the one before may be passed on as it is
         self._learn_tries = MAX_LEARNS if choices == 1 and not is_named else 0
-        self._queued: list[tuple[bytes, bool]] = []  # since what may be the last event; whether it may get the verdict
+        self._queued: list[tuple[bytes, bool]] = []  # from what may be the last event on; whether each may be it
         self._finished: set[int] = set()  # choices that have a finish reason
         self.has_ended = self.has_failed = False  # by its own word
         self.usage = (0, 0)  # tokens of prompt and output, as it last said
@@ -102,39 +102,42 @@ class ResponseStream:
         return self.has_ended or (0 < self._choices <= len(self._finished))
 
     @property
-    def holds(self) -> bool:
-        """Whether something is held back."""
+    def has_queued(self) -> bool:
+        """Whether events are held back."""
         return bool(self._queued)
 
     def feed(self, data: bytes) -> tuple[bytes, Sequence[int]]:
-        """Takes bytes of the stream. Returns the bytes that may be passed on now, and the choice of each event with a
-        token."""
+        """Takes bytes of the stream.
+
+        Returns:
+            The bytes that may be passed on now, and the choice of each event with a token.
+        """
         events = self._splitter.feed(data)
         passable: list[bytes] = []
         counted_choices: list[int] = []
         for event in events:
-            holds, brings = self._read(event)
-            counted_choices += brings
-            if (brings and not holds) or len(self._queued) >= MAX_QUEUED_EVENTS:  # what was held is in the middle
+            may_be_last, choices = self._read(event)
+            counted_choices += choices
+            if (choices and not may_be_last) or len(self._queued) >= MAX_QUEUED_EVENTS:  # not the end
                 passable += self._release()
-            if holds or self._queued:
-                self._queued.append((event, holds))
+            if may_be_last or self._queued:
+                self._queued.append((event, may_be_last))
             else:
                 passable.append(event)
-                if brings:
+                if choices:
                     self._learn(event)
         self._can_pass = bool(self._prefix) and not self._queued and self._splitter.is_empty
         return b"".join(passable), counted_choices
 
     def finish(self, verdict: Mapping[str, Any], end: bytes = b"") -> bytes:
-        """Returns the bytes that were held back, with the verdict in the last event that has a finish reason or counts.
+        """Returns the queued bytes, with the verdict in the last event that has a finish reason or counts.
 
         Args:
             verdict: fields to add.
-            end: is appended, in place of half an event.
+            end: bytes to append, in place of an incomplete event.
         """
         events = self._queued if self._with_usage else [e for e in self._queued if not self._has_only_usage(e[0])]
-        at = max([i for i, (_, may) in enumerate(events) if may], default=None)
+        at = max([i for i, (_, may_be_last) in enumerate(events) if may_be_last], default=None)
         out = [event for event, _ in events]
         if at is not None and verdict and (data := read_event(out[at]).data) is not None:
             out[at] = with_data(out[at], with_fields(data, verdict))
@@ -142,7 +145,7 @@ class ResponseStream:
         return b"".join(out) + (end or self._splitter.rest)
 
     def _learn(self, event: bytes) -> None:
-        """Learns the bytes around the text of an event, if the event brings only a text."""
+        """Learns the bytes around the text of an event that brings nothing but a text."""
         if not self._learn_tries:
             return
         self._learn_tries -= 1
@@ -159,8 +162,8 @@ class ResponseStream:
         return isinstance(choices, list) and not any(map(_has_content, choices)) and b"\r" not in event
 
     def is_like_before(self, data: bytes) -> bool:
-        """Whether the data is one whole event that differs from an earlier one only in its text, as most do. It brings
-        one token and may be passed on without `feed`."""
+        """Returns whether the data is one whole event that differs from an earlier one only in its text, as most do. It
+        then brings one token, and may be passed on without `feed`."""
         before, behind = self._prefix, self._suffix
         if not (self._can_pass and data.startswith(before) and data.endswith(behind)):
             return False
@@ -170,7 +173,7 @@ class ResponseStream:
         return True
 
     def _read(self, event: bytes) -> tuple[bool, Sequence[int]]:
-        """Whether the event may be the last, and the choices that it has content for."""
+        """Returns whether the event may be the last, and the choices for which it has content."""
         name, data = read_event(event)
         if data is None:
             return False, ()
@@ -187,15 +190,15 @@ class ResponseStream:
         if fields.get("error"):
             self.error = data
             return False, ()
-        counts = isinstance(fields.get("usage"), dict)
-        if counts:
+        has_usage = isinstance(fields.get("usage"), dict)
+        if has_usage:
             self.usage = _usage(fields)
         choices = fields.get("choices")
         dicts = [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
-        brings = [self._index(choice) for choice in dicts if _has_content(choice)]
+        choices_with_content = [self._index(choice) for choice in dicts if _has_content(choice)]
         ends = [self._index(choice) for choice in dicts if choice.get("finish_reason")]
         self._finished.update(ends)
-        return bool(ends) or (counts and not dicts), brings
+        return bool(ends) or (has_usage and not dicts), choices_with_content
 
     def _read_named(self, name: bytes, data: bytes) -> tuple[bool, Sequence[int]]:
         if b'"usage"' in data and (usage := usage_of(data)) != (0, 0):
@@ -218,7 +221,7 @@ class ResponseStream:
 
 
 def _has_content(choice: Mapping[str, Any]) -> bool:
-    """Whether a choice of a chunk has content other than its role."""
+    """Returns whether a choice of a chunk has content other than its role."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
         return any(value for name, value in delta.items() if name != "role")

@@ -16,14 +16,19 @@ BOM = b"\xef\xbb\xbf"
 
 
 class SseEvent(NamedTuple):
-    """name: of its `event` field, empty without one. data: of its `data` fields; None without one, as of a comment."""
+    """Holds the fields of one event.
+
+    Args:
+        name: value of its `event` field; empty without one.
+        data: values of its `data` fields; None without one, as in a comment.
+    """
 
     name: bytes
     data: bytes | None
 
 
 def read_event(raw: bytes) -> SseEvent:
-    """The fields of one event, with or without the empty line that ends it."""
+    """Returns the fields of one event, with or without the empty line that ends it."""
     if raw.startswith(b"data: ") and raw.find(b"\n") >= len(raw) - 2 and b"\r" not in raw:  # as most are
         return SseEvent(b"", raw[6:].rstrip(b"\n"))
     name, data = b"", None
@@ -38,13 +43,17 @@ def read_event(raw: bytes) -> SseEvent:
 
 
 def with_data(raw: bytes, data: bytes) -> bytes:
-    """An event with other data, which is JSON, in one line, and its other lines as they were."""
+    """Returns an event with its data replaced by this JSON, in one line; its other lines stay."""
     lines = [line for line in raw.removeprefix(BOM).splitlines() if line and line.partition(b":")[0] != b"data"]
     return b"\n".join([*lines, b"data: " + data.replace(b"\n", b" "), b"", b""])
 
 
 class EventSplitter:
-    """Cuts a stream, in whatever parts it comes, into events. max_bytes: of one."""
+    """Cuts a stream, in whatever parts it comes, into events.
+
+    Args:
+        max_bytes: of an event; a longer one comes in several parts.
+    """
 
     def __init__(self, max_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -52,7 +61,7 @@ class EventSplitter:
         self._searched = 0  # bytes of it in which there is no end
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that are whole now. One of more than the maximum comes in several parts, as it is."""
+        """Returns the events that are complete now."""
         if not self._parts and len(data) > 2 and data.find(b"\n\n") == len(data) - 2 and b"\r" not in data:
             return [data]  # one whole event, as a server sends it
         self._parts += data

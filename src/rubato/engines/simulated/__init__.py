@@ -38,15 +38,18 @@ class ByteText:
         return self.encode("\n".join(f"{m['role']}: {m['content']}" for m in messages) + "\nassistant: ")
 
     def bytes_of_token(self, id: int) -> bytes:
-        """What an output token says: the engine's word, not a byte as in a prompt."""
+        """Returns the engine's word for an output token, which is no byte as in a prompt."""
         return WORDS[id % len(WORDS)].encode()
 
 
 @dataclass(frozen=True, slots=True)
 class KVLink:
-    """How KV gets to a simulated replica. Transfers do not slow each other.
+    """Says how KV gets to a simulated replica. Transfers do not slow each other.
 
-    kv_bytes: of a token. bandwidth: bytes/s. latency: seconds from sending until the first byte comes.
+    Args:
+        kv_bytes: bytes of KV of a token.
+        bandwidth: bytes/s.
+        latency: seconds from sending until the first byte comes.
     """
 
     kv_bytes: int = 0
@@ -61,7 +64,7 @@ class KVLink:
             )
 
     def seconds(self, size: int) -> float:
-        """From the moment that `size` bytes are sent until they have come."""
+        """Returns the seconds from sending `size` bytes until they have come."""
         return self.latency + size / self.bandwidth
 
 
@@ -70,16 +73,27 @@ FREE_LINK = KVLink()
 
 @dataclass(frozen=True)
 class Drafter:
-    """What drafts for a simulated engine. latency: of the drafter, for one of its steps over all sequences that draft;
-    None: the engine's own latency model has the time of draft steps in it (`Shape.spec_steps`), or drafting is free."""
+    """Drafts for a simulated engine.
+
+    Args:
+        latency: predicts a step of the drafter over all sequences that draft; None: the engine's own latency model has
+            the time of draft steps in it (`Shape.spec_steps`), or drafting is free.
+    """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
     latency: LatencyModel | None = None
 
 
 def drafter(name: str | None, **acceptance: Any) -> Drafter:
-    """A drafter with the profile of a small model. name: of the profile; None: drafting costs nothing. acceptance:
-    settings of `Acceptance`, such as alpha=0.8. Raises ValueError for an unknown profile or an invalid setting."""
+    """Returns a drafter with the profile of a small model.
+
+    Args:
+        name: of the profile; None: drafting costs nothing.
+        acceptance: settings of `Acceptance`, such as alpha=0.8.
+
+    Raises:
+        ValueError: the profile is unknown, or a setting invalid.
+    """
     label = "drafter" if name is None else f"drafter {name!r}"
     return Drafter(
         construct(label, Acceptance, acceptance, requests={}), None if name is None else profiles.load(name).model()
@@ -99,14 +113,20 @@ class _Progress:
 
 
 class Engine:
-    """`latency` gives each step's time, times a factor of `noise` (`step_noise`) from its own stream.
+    """Runs no model: `latency` gives each step's time, times a factor of `noise` (`step_noise`).
 
     A request ends at its max_tokens, stop ids or stop strings, which are looked for in the engine's words, one per
     token, the same for all requests.
 
-    lengths: request id -> output tokens of each stage (the truth, hidden from policies); other requests run to their
-    max_tokens. noise: of step times (`step_noise`). seed: of the noise. link: cost of moving KV to this engine.
-    drafter: drafts tokens; None: the engine does not speculate. start_seconds: to load weights."""
+    Args:
+        lengths: output tokens of each stage by request id (the truth, hidden from policies); other requests run to
+            their max_tokens.
+        noise: of step times (`step_noise`).
+        seed: of the noise, which has a random stream of its own.
+        link: cost of moving KV to this engine.
+        drafter: drafts tokens; None: the engine does not speculate.
+        start_seconds: for loading weights.
+    """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
     model_name = "simulated"
@@ -157,7 +177,13 @@ class Engine:
                 seq.stop.add(WORDS[number % len(WORDS)])
 
     def place(self, request: Request, stage: int, output: int, total: int) -> None:
-        """Where a sequence of a coming batch stands: `output` tokens of this stage are out, `total` of all."""
+        """Sets where a sequence of a coming batch stands.
+
+        Args:
+            stage: of the request.
+            output: tokens of this stage that are out.
+            total: tokens of all stages that are out.
+        """
         seq = self._seqs.get(request.id)
         if seq is None:
             self.add(request)
@@ -165,22 +191,20 @@ class Engine:
         seq.stage, seq.output, seq.total = stage, output, total
 
     async def execute(self, batch: Batch) -> StepResult:
-        """Raises ValueError for tree nodes to verify that were not drafted here."""
+        """Runs a batch. Raises ValueError for tree nodes to verify that were not drafted here."""
         result = self.run(batch)
         await self._clock.sleep_until(self._clock.now() + result.seconds, COMPLETION)
         return result
 
     def run(self, batch: Batch) -> StepResult:
-        """What the batch brings, and the seconds it will have taken. Raises as `execute`."""
+        """Returns what the batch brings, and the seconds that it takes. Raises as `execute`."""
         shape = batch.shape
         if self._drafter is not None and self._drafter.latency is not None:
             shape = without_drafts(shape)
         seconds = self._latency.step_time(shape)
         emitted: dict[str, Emitted] = {}
         first: list[tuple[int, int]] = []  # the drafter's first step: tokens that it has not seen, prompts among them
-        later_steps: dict[
-            tuple[int, int], list[int]
-        ] = {}  # its later ones: tokens of each sequence, by depth and width
+        later_steps: dict[tuple[int, int], list[int]] = {}  # later ones: tokens of each sequence, by depth and width
         for entry in batch.entries:
             seq = self._seqs[entry.seq]
             if entry.start + 1 < seq.drafted:  # it was preempted: the drafter begins afresh, too
@@ -220,7 +244,8 @@ class Engine:
         self._seqs.clear()
 
     def _emit(self, seq: _Progress, entry: Entry) -> Emitted:
-        """What the step brings: the verified tokens that are right, then one more; and the draft that is asked for."""
+        """Returns what the step brings to a sequence: the verified tokens that are right, one more, and a new draft if
+        asked for."""
         request = seq.request
         sampling, lengths = request.sampling, self._lengths.get(request.id)
         accepted, tried = self._accept(seq, entry, lengths) if entry.verify else ((), 0)
@@ -232,7 +257,7 @@ class Engine:
             logprobs = tuple([lp for id in ids for lp in _logprobs(id, sampling.logprobs)])
         if sampling.stop or sampling.stop_ids:
             out = Emitted(tokens, text, ids, logprobs=logprobs, tried=tried, accepted=accepted)
-            tokens, text, ids, finish, _, logprobs, tried, _, accepted = _stopped(seq, out)
+            tokens, text, ids, finish, _, logprobs, tried, _, accepted = _cut_at_stop(seq, out)
         seq.output += tokens
         seq.total += tokens
         if finish is None:
@@ -246,7 +271,8 @@ class Engine:
         return Emitted(tokens, text, ids, finish, stage_done, logprobs, tried, tree, accepted)
 
     def _accept(self, seq: _Progress, entry: Entry, lengths: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
-        """The verified nodes that were right, cut where the stage or the request ends, and how many were tried."""
+        """Returns the verified nodes that were right, cut at the end of the stage or request, and how many were
+        tried."""
         draft, seq.draft = seq.draft, None
         if seq.process is None or draft is None:
             raise ValueError(f"nodes {entry.verify} of sequence {entry.seq!r} are to be verified, and none is there")
@@ -257,7 +283,7 @@ class Engine:
         return (accepted, tried) if len(accepted) < tokens_left else (accepted[: tokens_left - 1], tokens_left - 1)
 
     def _draft(self, seq: _Progress, depth: int, width: int) -> Tree | None:
-        """Draft what comes next, as far as the request goes; None where nothing does, or nothing drafts."""
+        """Drafts what comes next, as far as the request goes. Returns None if nothing comes next, or nothing drafts."""
         depth = min(depth, seq.request.sampling.max_tokens - seq.total - 1)
         if self._drafter is None or depth < 1:
             return None
@@ -270,38 +296,43 @@ class Engine:
 def _drafting_seconds(
     latency: LatencyModel, first: Sequence[tuple[int, int]], later_steps: Mapping[tuple[int, int], Sequence[int]]
 ) -> float:
-    """What drafting takes. first: (tokens, tokens in the drafter's KV) of each sequence in the first step. deep: their
-    tokens after it, by depth and width."""
+    """Returns the seconds that drafting takes.
+
+    Args:
+        latency: of the drafter.
+        first: tokens, and tokens in the drafter's KV, of each sequence in the drafter's first step.
+        later_steps: tokens of each sequence after that step, by depth and width.
+    """
     seconds, later = latency.step_time(NO_BATCH.with_entries(first)), 0.0
     ends = {depth for depth, _ in later_steps}
     for step in range(1, max(ends)):
         if step == 1 or step in ends:  # else it is like the one before
-            later = latency.step_time(_drafting(later_steps, step))
+            later = latency.step_time(_draft_step_shape(later_steps, step))
         seconds += later
     return seconds
 
 
-def _drafting(later_steps: Mapping[tuple[int, int], Sequence[int]], step: int) -> Shape:
-    """The drafter's step number `step`, from 1, of sequences by (depth, width), with their tokens: `Shape.plus` of
-    each."""
-    tokens = all_ = kv_tokens = context = square = chunks = chunk_kv = 0
+def _draft_step_shape(later_steps: Mapping[tuple[int, int], Sequence[int]], step: int) -> Shape:
+    """Returns the shape of the drafter's step number `step` (from 1), of sequences by depth and width, with their
+    tokens. It is the sum of `Shape.plus` of each."""
+    tokens = seq_count = kv_tokens = context = square = chunks = chunk_kv = 0
     for (depth, width), lengths in later_steps.items():
         if depth <= step:
             continue
         seqs, kv = len(lengths), sum(lengths)
         tokens += width * seqs
-        all_ += seqs
+        seq_count += seqs
         kv_tokens += kv + width * seqs
         if width > 1:
             context += width * kv
             square += width * width * seqs
             chunks += seqs
             chunk_kv += kv + width * seqs
-    return Shape(tokens, all_, kv_tokens, context, square, 0, chunks, chunk_kv)
+    return Shape(tokens, seq_count, kv_tokens, context, square, 0, chunks, chunk_kv)
 
 
-def _stopped(seq: _Progress, out: Emitted) -> Emitted:
-    """`out` with the final part of its text, cut after the token that is one of the request's stop ids or that
+def _cut_at_stop(seq: _Progress, out: Emitted) -> Emitted:
+    """Returns `out` with the final part of its text, cut after the token that is one of the request's stop ids or that
     completes a stop string; the text has neither."""
     stop = seq.stop or StopText(())
     text, is_stopped, tokens = "", False, 0
@@ -321,7 +352,8 @@ def _stopped(seq: _Progress, out: Emitted) -> Emitted:
 
 
 def _end_stage(seq: _Progress, lengths: Sequence[int] | None) -> tuple[FinishReason | None, bool]:
-    """Whether its tokens so far end the request, or else the stage, which it then leaves."""
+    """Ends the request or its stage, if its tokens so far do. Returns why the request ends, and whether only the stage
+    does."""
     if seq.total >= seq.request.sampling.max_tokens:
         return "length", False
     if lengths is None or seq.output < lengths[seq.stage]:
@@ -335,13 +367,13 @@ def _end_stage(seq: _Progress, lengths: Sequence[int] | None) -> tuple[FinishRea
 
 @lru_cache(4 * VOCAB_SIZE)
 def _text_and_ids(first: int, tokens: int) -> tuple[str, tuple[int, ...]]:
-    """Text and ids of `tokens` output tokens, the first with the id `first`."""
+    """Returns text and ids of `tokens` output tokens, the first with the id `first`."""
     ids = tuple([id % VOCAB_SIZE for id in range(first, first + tokens)])
     return "".join([WORDS[id % len(WORDS)] for id in ids]), ids
 
 
 def _logprobs(token: int, count: int | None) -> tuple[Logprob, ...]:
-    """As of a model for which all its words are equally likely."""
+    """Returns the log probabilities of a token, of a model for which all its words are equally likely."""
     if count is None:
         return ()
     each = -log(len(WORDS))

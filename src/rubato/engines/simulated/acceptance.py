@@ -25,10 +25,15 @@ TOKENS_PER_DRAW = 64
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How good a drafter is. alpha: chance that its first choice is right, mean over requests; apps: app -> that mean
-    where it differs; requests: id -> alpha of those that have one of their own. spread: standard deviation of alpha
-    between the other requests (Beta). certainty: concentration of a token's c about its request's alpha (Beta; inf: the
-    same for every token)."""
+    """Says how good a drafter is.
+
+    Args:
+        alpha: chance that its first choice is right, mean over requests.
+        apps: that mean by app, where it differs.
+        requests: alpha by id, of requests with one of their own.
+        spread: standard deviation of alpha between the other requests (Beta).
+        certainty: concentration of a token's c about its request's alpha (Beta); inf: the same for every token.
+    """
 
     alpha: float = 0.7
     apps: Mapping[str, float] = field(default_factory=dict)
@@ -50,7 +55,7 @@ class Acceptance:
             raise ValueError(f"spread {self.spread}, certainty {self.certainty}: give 0 or more, and above 0")
 
     def of(self, request: Request) -> AcceptanceProcess:
-        """The process of one request."""
+        """Returns the process of one request."""
         rng = np.random.default_rng([self.seed, RANDOM_STREAM, crc32(request.id.encode())])
         own = self.requests.get(request.id)
         alpha = self.apps.get(request.app, self.alpha) if own is None else own
@@ -60,7 +65,12 @@ class Acceptance:
 
 
 class AcceptanceProcess:
-    """What happens to the drafts of one request. alpha: its own."""
+    """Decides what happens to the drafts of one request.
+
+    Args:
+        alpha: the request's own.
+        certainty: as in `Acceptance`.
+    """
 
     def __init__(self, rng: np.random.Generator, alpha: float, certainty: float) -> None:
         self.alpha = alpha
@@ -70,7 +80,8 @@ class AcceptanceProcess:
         self._draws: list[tuple[float, int]] = []
 
     def at(self, position: int) -> tuple[float, int]:
-        """Of output token `position` (from 0): how sure the drafter is of its first choice, and which is right."""
+        """Returns how sure the drafter is of its first choice for output token `position` (from 0), and which choice is
+        right."""
         while len(self._draws) <= position:
             certainties = (
                 [self.alpha] * TOKENS_PER_DRAW
@@ -83,14 +94,14 @@ class AcceptanceProcess:
         return self._draws[position]
 
     def draft(self, position: int, depth: int, width: int) -> Draft:
-        """Beam search (AdaServe): the `width` best children of the last layer's nodes, by path probability, `depth`
-        times. Ties go to the parent found first."""
+        """Returns a draft by beam search (AdaServe): the `width` best children of the last layer's nodes, by path
+        probability, `depth` times. Ties go to the parent that came first."""
         if self._is_constant:
             return _draft_of_equals(self.alpha, depth, width)
         return _beam([self.at(position + step)[0] for step in range(depth)], width)
 
     def accept(self, position: int, draft: Draft, verify: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Of the verified nodes, those that agree with the target from output token `position` on, and how many tokens
+        """Returns the verified nodes that agree with the target from output token `position` on, and how many tokens
         were tried, including the place where all offered ones were wrong."""
         accepted: list[int] = []
         children, choices, node = draft.children, draft.choices, -1
@@ -110,8 +121,14 @@ class AcceptanceProcess:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A tree, and which of its parent's choices each node is (from 0); the children of each (-1: of the root). depth,
-    width: of the beam search, of which nodes of probability 0 are left out."""
+    """Holds a tree as it was drafted.
+
+    Args:
+        choices: which of its parent's choices each node is (from 0).
+        children: of each node; -1: of the root.
+        depth: of the beam search, which leaves out nodes of probability 0.
+        width: of the beam search.
+    """
 
     tree: Tree
     choices: tuple[int, ...]
@@ -121,11 +138,11 @@ class Draft:
 
 
 def _beam(certainties: Sequence[float], width: int) -> Draft:
-    """The draft, given how sure the drafter is of its first choice per depth."""
+    """Returns the draft, given how sure the drafter is of its first choice per depth."""
     parents: list[int] = []
     paths: list[float] = []
     choices: list[int] = []
-    of: dict[int, list[int]] = {}
+    children_of: dict[int, list[int]] = {}
     layer = [(1.0, -1)]
     for c in certainties:
         children = [(path * c * (1.0 - c) ** j, node, j) for path, node in layer for j in range(width)]
@@ -133,11 +150,11 @@ def _beam(certainties: Sequence[float], width: int) -> Draft:
         for path, node, j in sorted(children, key=lambda child: -child[0])[:width]:
             if path > 0.0:
                 layer.append((path, len(parents)))
-                of.setdefault(node, []).append(len(parents))
+                children_of.setdefault(node, []).append(len(parents))
                 parents.append(node)
                 paths.append(path)
                 choices.append(j)
-    return Draft(Tree(tuple(parents), tuple(paths)), tuple(choices), of, len(certainties), width)
+    return Draft(Tree(tuple(parents), tuple(paths)), tuple(choices), children_of, len(certainties), width)
 
 
 @lru_cache(1024)
@@ -146,12 +163,12 @@ def _draft_of_equals(c: float, depth: int, width: int) -> Draft:
 
 
 def _beta(rng: np.random.Generator, mean: float, concentration: float, size: int) -> list[float]:
-    found: list[float] = rng.beta(mean * concentration, (1.0 - mean) * concentration, size).tolist()
-    return found
+    draws: list[float] = rng.beta(mean * concentration, (1.0 - mean) * concentration, size).tolist()
+    return draws
 
 
 def _choice(c: float, u: float) -> int:
-    """The j with (1-c)^(j+1) <= 1-u < (1-c)^j: which choice is right, for u uniform in [0, 1)."""
+    """Returns which choice is right, for u uniform in [0, 1): the j with (1-c)^(j+1) <= 1-u < (1-c)^j."""
     if u < c:
         return 0
     return int(np.log1p(-u) / np.log1p(-c)) if c > 0.0 else -1

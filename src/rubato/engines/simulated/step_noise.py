@@ -32,22 +32,25 @@ Draw = Callable[[np.random.Generator], Iterator[float]]
 
 
 def check(noise: Noise) -> None:
-    """Raises ValueError, and OSError for a recording that cannot be read, where `factors` would."""
+    """Checks noise. Raises ValueError, or OSError for a recording that cannot be read, where `factors` would."""
     _parts(noise)
 
 
 def factors(noise: Noise, seed: int) -> Iterator[float] | None:
-    """What the time of each step is multiplied by, without end; None where it is 1 for all. noise: a relative spread s
-    (lognormal, independent, 1 on average), or parts joined by `+`, multiplied:
+    """Returns an endless iterator of factors, one for the time of each step; None if all are 1.
+
+    The noise is a relative spread s (lognormal, independent, 1 on average), or parts joined by `+`, multiplied:
 
     - `iid:s`: the same;
     - `replay:RECORDING`: measured over predicted of a run's steps, in order, over and over, from a place that the seed
-      says: the name of a recording that ships (`recordings`), or a file as `rubato fit --residuals` writes it;
+      sets: the name of a recording that ships (`recordings`), or a file as `rubato fit --residuals` writes it;
     - `wander`: errors that stay a while (the logarithm is autoregressive, 15 %, 0.97 from step to step), and pauses
       (one step in 200 takes 3 times as long, one in 800 takes 8 times);
     - `fast:f`: steps take f times what the model says: the model is of a machine that is f times as fast.
 
-    Raises ValueError for other text, OSError for a file that cannot be read.
+    Raises:
+        ValueError: the text is of another form.
+        OSError: a file cannot be read.
     """
     parts = _parts(noise)
     if not parts:
@@ -58,17 +61,17 @@ def factors(noise: Noise, seed: int) -> Iterator[float] | None:
 
 
 def recordings() -> list[str]:
-    """Names of the recordings that ship."""
+    """Returns the names of the recordings that ship."""
     return sorted(file.stem for file in RECORDINGS.glob("*.txt"))
 
 
 def is_path(recording: str) -> bool:
-    """Whether this is a path, and not the name of a recording that ships."""
+    """Returns whether this is a path, and not the name of a recording that ships."""
     return "/" in recording or bool(Path(recording).suffix)
 
 
 def read(recording: str) -> list[float]:
-    """The factors of a recording: the name of one that ships, or a file. Raises ValueError, OSError."""
+    """Returns the factors of a recording: the name of one that ships, or a file. Raises ValueError or OSError."""
     file = Path(recording)
     if not is_path(recording):
         if recording not in recordings():

@@ -56,8 +56,13 @@ MAX_UNREAD = 64  # messages of one peer that wait for the thread
 
 @dataclass(slots=True)
 class _Peer:
-    """A peer that has introduced itself. client: number of an API server. is_synced: the gateway has received a
-    snapshot and every report since."""
+    """Holds a peer that has introduced itself.
+
+    Args:
+        heard_at: when its last message came (s).
+        is_synced: the gateway has received a snapshot and every report since.
+        client: number of an API server; None: the peer is a gateway.
+    """
 
     name: str
     heard_at: float
@@ -119,14 +124,19 @@ class CoreLink:
             raise OSError(f"rubato.link: cannot listen on {endpoint.replace('*', '0')} ({error})") from error
 
     def start(self, about: Callable[[], CoreAbout], clock: Callable[[], float]) -> None:
-        """Starts the thread. about: makes the greeting for gateways. clock: the core's."""
+        """Starts the thread.
+
+        Args:
+            about: describes the core, for greetings.
+            clock: the core's.
+        """
         self._about, self._clock = about, clock
         self._thread.start()
 
     # ----------------------------------------------------------------- called by steps
 
     def commands(self) -> list[tuple[str, msgspec.Raw]]:
-        """The gateways' commands since the last call, each with the gateway's name, in order."""
+        """Returns the gateways' commands since the last call, each with the gateway's name, in order."""
         commands = []
         while self._commands:
             commands.append(self._commands.popleft())
@@ -137,7 +147,11 @@ class CoreLink:
         self._hand_over(b"report", encode(message))
 
     def snapshot(self, message: Snapshot, *, idle: bool) -> None:
-        """Sends a snapshot to gateways that missed a report. idle: nothing will happen before the next report."""
+        """Sends a snapshot to gateways that missed a report.
+
+        Args:
+            idle: nothing will happen before the next report.
+        """
         raw = encode(message)
         self._idle_snapshot = raw if idle else None
         if self.wants_snapshot:
@@ -149,7 +163,7 @@ class CoreLink:
         self._hand_over(b"state", encode(message))
 
     def tell_client(self, client: int, message: RequestEvents) -> None:
-        """Send to the API server of this number, likewise."""
+        """Sends to the API server of this number; if the thread's queue is full the server misses it."""
         self._hand_over(b"%d" % client, encode(message))
 
     def request_resync(self) -> None:
@@ -210,7 +224,11 @@ class CoreLink:
                 self.wants_snapshot |= not peer.is_synced
 
     def _hear(self, frames: list[bytes]) -> None:
-        """Handles one message. frames: the peer's name and the message, of any content."""
+        """Handles one message.
+
+        Args:
+            frames: the peer's name and the message, of any content.
+        """
         try:
             who, raw = frames
             message = decode_to_core(raw)

@@ -14,8 +14,8 @@ from rubato.engines.vllm.step_parts import PlannedStep
 
 
 class Deviations:
-    """Counts deviations of one of vLLM's schedulers. preempted_ids: requests that vLLM preempted in this step, against
-    the plan."""
+    """Counts deviations of one of vLLM's schedulers. `preempted_ids` has the requests that vLLM preempted in this step,
+    against the plan."""
 
     def __init__(self, scheduler: Any, driver: PolicyDriver) -> None:
         self.preempted_ids: set[str] = set()
@@ -48,7 +48,7 @@ class Deviations:
             self.guard.record_deviation(causes, "; ".join(sorted(about)[:8]))
 
     def _cause(self, request: Any, planned: int, scheduled: int) -> str:
-        """Why vLLM gave a request other than the planned number of tokens; a word of docs/vllm.md's table."""
+        """Returns why vLLM gave a request another number of tokens than planned: a word of docs/vllm.md's table."""
         scheduler, driver = self._scheduler, self._driver
         threshold = scheduler.scheduler_config.long_prefill_token_threshold
         if request.request_id not in driver.requests.seqs or request.request_id in driver.commands.hidden_ids:

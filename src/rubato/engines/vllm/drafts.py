@@ -18,10 +18,14 @@ CHANCE_STEPS = 50  # chances are rounded to 1/50, so that few trees are made
 
 
 class VllmDrafts:
-    """most: num_speculative_tokens, 0 without speculation. planned: whether the policy plans drafts; where it does not,
-    they are vLLM's own, verified as far as the step has room. uniform: one number for all requests of a batch.
+    """Translates drafts between vLLM and a policy. `tried` counts drafted tokens that were verified, none behind a
+    rejected one, and `right` accepted ones.
 
-    tried, right: drafted tokens put to the test, none behind a rejected one, and accepted ones."""
+    Args:
+        max_tokens: num_speculative_tokens; 0 without speculation.
+        planned: the policy plans drafts. If not, they are vLLM's own, verified as far as the step has room.
+        uniform: all requests of a batch have one number of drafted tokens.
+    """
 
     def __init__(self, max_tokens: int, *, planned: bool, uniform: bool) -> None:
         self.max_tokens = max_tokens
@@ -49,7 +53,7 @@ class VllmDrafts:
         self._lately_right, self._lately_tried = 0.999 * self._lately_right + right, 0.999 * self._lately_tried + tried
 
     def chunks(self, plan: Plan, view: View, seqs: Mapping[str, VllmSeq]) -> dict[str, int]:
-        """Tokens to run of each request, including drafted ones to verify."""
+        """Returns the tokens to run of each request, including drafted ones to verify."""
         chunks = {w.seq: w.tokens + len(w.verify) for w in plan.work}
         if self.planned and not self.uniform:
             return chunks
@@ -72,7 +76,7 @@ class VllmDrafts:
         return chunks
 
     def depths(self, plan: Plan) -> dict[str, int]:
-        """Tokens to draft for each request that the plan runs."""
+        """Returns the number of tokens to draft for each request that the plan runs."""
         if not self.planned:
             return dict.fromkeys((w.seq for w in plan.work), self.max_tokens)
         depths = {w.seq: min(w.draft[0], self.max_tokens) if w.draft is not None else 0 for w in plan.work}
@@ -82,8 +86,8 @@ class VllmDrafts:
 
 
 class DraftLength:
-    """vLLM's table of how many tokens to draft by batch size (`dynamic_sd_lookup`), answered by the plan. With such a
-    table, vLLM also does not pad a request's first decode with drafts that no plan knows of."""
+    """Answers in place of vLLM's table of how many tokens to draft by batch size (`dynamic_sd_lookup`): by the plan.
+    With such a table, vLLM also does not pad a request's first decode with drafts that no plan knows of."""
 
     def __init__(self, table: Any, most: int) -> None:
         self._table = table

@@ -9,15 +9,15 @@ from rubato.core.request import HandoffReason
 from rubato.engines.vllm.guards import Guard
 from rubato.engines.vllm.open_requests import OpenRequests, is_movable
 from rubato.engines.vllm.reporting import Reporting
-from rubato.engines.vllm.room import SlackCheck
+from rubato.engines.vllm.slack import SlackCheck
 from rubato.wire.messages import Assign, Command, Demote, Expect, Recall, decode_command
 
 NO_IDS: frozenset[str] = frozenset()
 
 
 class GatewayCommands:
-    """The engine core's part in a fleet. role: as assigned by a gateway. hidden_ids: requests here that the next view
-    does not show. unplanned_ids: of these, requests that vLLM schedules outside the plan."""
+    """Carries out commands. `role` is as a gateway assigned it; `hidden_ids` has requests here that the next view does
+    not show, `unplanned_ids` those of them that vLLM schedules outside the plan."""
 
     def __init__(
         self, requests: OpenRequests, reporting: Reporting, clock: WallClock, guard: Guard, slack: SlackCheck

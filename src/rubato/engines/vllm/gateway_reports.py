@@ -29,13 +29,13 @@ MAX_CONTRACTS = 20_000  # of answers whose requests have not arrived
 
 
 def answer_of(id: str) -> str:
-    """The id of the response that a vLLM request belongs to: its id without the numbers of choice and prompt, and
-    without vLLM's random suffix."""
+    """Returns the id of the response that a vLLM request belongs to: its id without the numbers of choice and prompt,
+    and without vLLM's random suffix."""
     return choice_of(id)[0]
 
 
 def choice_of(id: str) -> tuple[str, int, int]:
-    """The id of the response, the number of the prompt and the number of the choice of a vLLM request."""
+    """Returns the id of the response, the number of the prompt and the number of the choice of a vLLM request."""
     choice, found, rest = id.partition("_")
     at, id = (int(choice), rest) if found and choice.isdecimal() else (0, id)
     id = re.sub(r"-[0-9a-f]{8}$", "", id)
@@ -69,12 +69,12 @@ class GatewayReports:
             self._contracts[answer] = (found[0], found[1]._replace(demoted=True))
 
     def ids(self, answer: str) -> tuple[str, ...]:
-        """The gateway's names for the requests of this answer."""
+        """Returns the gateway's names for the requests of this answer."""
         found = self._contracts.get(answer)
         return () if found is None else found[1].ids
 
     def gateway_request_of(self, id: str) -> GatewayRequest | None:
-        """The gateway's request behind a vLLM request; None if no gateway sent it."""
+        """Returns the gateway's request behind a vLLM request; None if no gateway sent it."""
         answer, prompt, choice = choice_of(id)
         if (found := self._contracts.get(answer)) is None:
             return None
@@ -85,7 +85,12 @@ class GatewayReports:
         return GatewayRequest(gateway, contract.ids[place], contract)
 
     def begin(self, now: float, kv_free: int) -> None:
-        """Makes the first snapshot: the engine is ready. kv_free: blocks, of an engine without requests."""
+        """Makes the first snapshot: the engine is ready, and has no requests.
+
+        Args:
+            now: the time (s).
+            kv_free: free KV blocks.
+        """
         self._snapshot(now, kv_free, {}, (), idle=True)
 
     def _forget(self, id: str, open: Iterable[str]) -> None:
@@ -100,7 +105,11 @@ class GatewayReports:
     # ----------------------------------------------------------------- what happened
 
     def add(self, seq: VllmSeq, event: Event, open: Iterable[str]) -> None:
-        """Adds an event of a request. open: ids of all requests that have not ended."""
+        """Adds an event of a request.
+
+        Args:
+            open: ids of all requests that have not ended.
+        """
         if type(event) is Finished:
             self._forget(seq.id, open)
             self._sent_kv.pop(seq.id, None)
@@ -199,7 +208,7 @@ class GatewayReports:
             self._snapshot(now, kv_free, {**leaving, **seqs}, batches, idle=idle)
 
     def _changed(self, seqs: Mapping[str, VllmSeq]) -> dict[str, tuple[int, int]]:
-        """Tokens and blocks of requests whose KV changed since the last report."""
+        """Returns the tokens and blocks of requests whose KV changed since the last report."""
         sent_kv, changed = self._sent_kv, {}
         for id, seq in seqs.items():
             vllm_request = seq.vllm_request
@@ -240,5 +249,5 @@ class GatewayReports:
 
 
 def _own(seq: VllmSeq) -> str:
-    """The gateway's id of a request; empty if no gateway sent it."""
+    """Returns the gateway's id of a request; empty if no gateway sent it."""
     return seq.gateway_request.id if seq.gateway_request is not None else ""

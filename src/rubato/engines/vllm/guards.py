@@ -23,7 +23,11 @@ R = TypeVar("R")
 
 def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
     """Wraps a method of an object with a `guard`: a fault in it is counted and logged, and the caller, vLLM's own code,
-    gets None. Raises ValueError for a method whose name is not in FAULT_PLACES."""
+    gets None.
+
+    Raises:
+        ValueError: the method's name is not in FAULT_PLACES.
+    """
     place = FAULT_PLACES[FAULT_PLACES.index(method.__name__.lstrip("_"))]
 
     @wraps(method)
@@ -40,10 +44,10 @@ def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
 class Guard:
     """Counts steps and what went wrong in them, and gives the policy up when too much does.
 
-    steps: batches scheduled. fallbacks: steps in vLLM's own order after a fault. stood_aside: steps in vLLM's own order
-    because every SLO has slack. deviations: steps that vLLM did not carry out as planned, by cause (a step may have
-    several). faults: errors of the policy, of its plans and in the plug-in, by place. refused: requests. has_given_up:
-    no step is planned any more.
+    `steps` counts batches scheduled, `fallbacks` steps in vLLM's own order after a fault, `stood_aside` steps in vLLM's
+    own order because every SLO has slack, `deviations` steps that vLLM did not carry out as planned, by cause (a step
+    may have several), `faults` errors of the policy, of its plans and in the plug-in, by place, `refused` requests.
+    Once `has_given_up` no step is planned any more.
 
     Args:
         policy: its name.
@@ -77,6 +81,7 @@ class Guard:
             log.exception(message, *args)
 
     def count_fault(self, place: str) -> None:
+        """Counts a fault, and gives the policy up after MAX_FAULTS in FAULT_WINDOW_S seconds."""
         now = self._clock.now() - self._slow_plan_seconds  # else the slowest policy would be given up last
         self.faults[place] += 1
         self._fault_times.append(now)
@@ -104,7 +109,12 @@ class Guard:
             log.warning("request %.100s refused: %s; refused so far: %d", id, reason, self.refused)  # ids are clients'
 
     def record_deviation(self, causes: Iterable[str], about: str) -> None:
-        """Counts a step that vLLM did not carry out as planned. causes: words of `docs/vllm.md`'s table."""
+        """Counts a step that vLLM did not carry out as planned.
+
+        Args:
+            causes: words of `docs/vllm.md`'s table.
+            about: what differs, for the log.
+        """
         self.deviations.update(causes)
         if self._should_log("deviation"):
             log.warning(
@@ -113,7 +123,7 @@ class Guard:
             )  # fmt: skip
 
     def _should_log(self, what: str) -> bool:
-        """Whether to log this now: a fault may repeat at every step."""
+        """Returns whether to log this now: a fault may repeat at every step."""
         now = self._clock.now()
         if now < self._logged_at.get(what, -inf) + LOG_PAUSE_S:
             return False

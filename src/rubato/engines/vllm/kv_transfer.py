@@ -15,7 +15,7 @@ DEFAULT_LEASE_S = 30.0  # `kv_lease_duration` of NIXL's connector, unless set
 
 
 def lease_of(vllm_config: Any) -> float | None:
-    """Seconds that KV stays with its sender; None where this engine has no connector of this kind."""
+    """Returns the seconds that KV stays with its sender; None if this engine has no connector of this kind."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector not in CONNECTORS:
         return None
@@ -27,16 +27,16 @@ REQUIRED_KV_PARAMS = ("remote_engine_id", "remote_request_id", "remote_block_ids
 
 
 def lacks_kv_source(vllm_request: Any) -> bool:
-    """Whether a vLLM request says that its KV is elsewhere, but not where."""
+    """Returns whether a vLLM request says that its KV is elsewhere, but not where."""
     params = vllm_request.kv_transfer_params or {}
     return bool(params.get("do_remote_prefill")) and any(params.get(name) is None for name in REQUIRED_KV_PARAMS)
 
 
 def is_prefill_only(vllm_request: Any) -> bool:
-    """Whether a vLLM request ends after its prefill, for another engine."""
+    """Returns whether a vLLM request ends after its prefill, for another engine."""
     return bool((vllm_request.kv_transfer_params or {}).get("do_remote_decode"))
 
 
 def comes_with_kv(vllm_request: Any) -> bool:
-    """Whether a vLLM request has its prompt's KV at another engine, and has not asked for it yet."""
+    """Returns whether a vLLM request has its prompt's KV at another engine, and has not asked for it yet."""
     return bool((vllm_request.kv_transfer_params or {}).get("do_remote_prefill"))

@@ -20,11 +20,11 @@ HitEnds = tuple[Collection[Any], Sequence[tuple[Any, Any]]]
 class KVView:
     """Counts blocks of `block_size` tokens.
 
-    exact: the model's KV is one group of full attention, so that a block of vLLM is one of the View's. Otherwise
+    `is_exact`: the model's KV is one group of full attention, so that a block of vLLM is one of the View's. Otherwise
     (sliding windows, Mamba, several groups) a token takes another number of vLLM's blocks, which changes as it ages:
     vLLM's own figure of how many tokens fit, the one in its log, is then taken for the whole memory, and what is free
-    or held is that share of it. Plans made on such a view may not fit; vLLM then preempts by its own rule,
-    which is counted.
+    or held is that share of it. Plans made on such a view may not fit; vLLM then preempts by its own rule, which is
+    counted.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -62,7 +62,7 @@ class KVView:
         return free if self.is_exact else int(free * self._scale)
 
     def blocks_of(self, seq: VllmSeq) -> int:
-        """The KV blocks of a sequence; below 0 if it holds none and its drafter will need some."""
+        """Returns the KV blocks of a sequence; below 0 if it holds none and its drafter will need some."""
         if seq.waiting and not (seq.arriving and seq.vllm_request.num_computed_tokens):
             # blocks that no single preemption frees, as `Replica` counts them
             hit = self.look_up(seq)
@@ -76,7 +76,7 @@ class KVView:
         return block_count - self._blocks_ahead(seq) if self.lookahead_tokens else block_count
 
     def _blocks_ahead(self, seq: VllmSeq) -> int:
-        """The most blocks that the drafter's tokens take beyond the request's own, for any chunk."""
+        """Returns the most blocks that the drafter's tokens take beyond the request's own, for any chunk."""
         if seq.pending > 1:
             return blocks_for(self.lookahead_tokens, self.block_size)
         ends = range(seq.cached + 1, seq.cached + 2 + self._max_verified_tokens)
@@ -91,10 +91,11 @@ class KVView:
         return unshared if self.is_exact else int(self._scale * unshared)
 
     def look_up(self, seq: VllmSeq) -> Hit:
-        """The cached prefix of a waiting request, as of this step's view."""
+        """Returns the cached prefix of a waiting request, as of this step's view."""
         return seq.hit or self.refresh_hit(seq)
 
     def refresh_hit(self, seq: VllmSeq) -> Hit:
+        """Looks the cached prefix of a waiting request up again."""
         vllm_request = seq.vllm_request
         if vllm_request.num_computed_tokens:
             seq.hit = Hit(vllm_request.num_computed_tokens, self._blocks(seq), None)
@@ -103,26 +104,26 @@ class KVView:
         blocks = computed[0].blocks[0] if self.is_exact else ()
         keys = [b.block_hash for b in blocks]
         longer = None
-        hashed = len(
-            vllm_request.block_hashes
-        )  # from 0.33 on fewer than full blocks, where a hash covers tokens after its block
+        # From 0.33 on there are fewer hashes than full blocks, where a hash covers tokens after its block.
+        hashed = len(vllm_request.block_hashes)
         if self.can_keep_hits and len(blocks) < min(hashed, (vllm_request.num_tokens - 1) // self.block_size):
             longer = make_block_hash_with_group_id(vllm_request.block_hashes[len(blocks)], 0)
         seq.hit = Hit(computed[1] + self._elsewhere(vllm_request, computed[1]), blocks, computed, keys, longer)
         return seq.hit
 
     def _elsewhere(self, vllm_request: Any, local_tokens: int) -> int:
-        """Tokens beyond those found here that a KV connector loads in the step that starts the request."""
+        """Returns the tokens beyond those found here that a KV connector loads in the step that starts the request."""
         more, is_async = self._connector_has(vllm_request, local_tokens)
         return 0 if is_async else max(0, more - local_tokens % self.block_size)
 
     def comes_later(self, seq: VllmSeq) -> bool:
-        """Whether vLLM would wait for a request's KV before it schedules the request."""
+        """Returns whether vLLM would wait for a request's KV before it schedules the request."""
         more, is_async = self._connector_has(seq.vllm_request, self.refresh_hit(seq).tokens)
         return more > 0 and is_async
 
     def _connector_has(self, vllm_request: Any, local_tokens: int) -> tuple[int, bool]:
-        """Tokens that a KV connector has beyond the whole blocks here, and whether they arrive in a later step."""
+        """Returns the tokens that a KV connector has beyond the whole blocks here, and whether they arrive in a later
+        step."""
         connector = self._scheduler.connector
         if connector is None or vllm_request.skip_reading_prefix_cache:
             return 0, False
@@ -132,7 +133,8 @@ class KVView:
         return more or 0, bool(is_async)
 
     def is_current(self, hit: Hit) -> bool:
-        """Whether vLLM would find the same hit. A prefix loses its last block first, so only that one is checked."""
+        """Returns whether vLLM would find the same hit. A prefix loses its last block first, so only that is
+        checked."""
         if (
             not self.can_keep_hits
             or self._scheduler.connector is not None
@@ -143,14 +145,14 @@ class KVView:
         return not hit.keys or hit.blocks[-1].block_hash == hit.keys[-1]
 
     def hit_ends(self, hits: Sequence[Hit]) -> HitEnds | None:
-        """What tells whether these hits are current; None where they cannot be kept."""
+        """Returns what tells whether these hits are current; None if they cannot be kept."""
         if not self.can_keep_hits or self._scheduler.connector is not None or any(h.computed is None for h in hits):
             return None
         longer = {hit.longer for hit in hits if hit.longer is not None}
         return longer, [(hit.blocks[-1], hit.keys[-1]) for hit in hits if hit.keys]
 
     def are_current(self, ends: HitEnds) -> bool:
-        """`is_current` of many hits at once."""
+        """Returns whether many hits are current, at once."""
         longer, last_blocks = ends
         return self._named.keys().isdisjoint(longer) and all(b.block_hash == key for b, key in last_blocks)
 

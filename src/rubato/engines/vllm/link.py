@@ -48,7 +48,7 @@ MAX_PATH_CHARACTERS = 100  # a socket file's path may have 107 bytes
 
 
 def announce() -> None:
-    """Name the folder and the key for this process and those it starts (a general plug-in of vLLM)."""
+    """Names the folder and the key for this process and those it starts (a general plug-in of vLLM)."""
     if FOLDER in os.environ:
         return
     base = tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_PATH_CHARACTERS - 50 else "/tmp"
@@ -58,20 +58,22 @@ def announce() -> None:
 
 
 def _remove(folder: str, pid: int) -> None:
-    """At the end of the process of this id; vLLM may kill its cores before they have removed anything."""
+    """Removes the folder at the end of the process of this id; vLLM may kill its cores before they have removed
+    anything."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def seal(fields: Mapping[str, str]) -> str:
-    """A seal on `fields`: an API server of this vLLM wrote them. Empty if no key was announced."""
+    """Returns a seal on `fields`, by which cores know that an API server of this vLLM wrote them; empty if no key was
+    announced."""
     key = os.environ.get(KEY, "")
     text = json.dumps(sorted(fields.items())).encode()  # of any text, also what is no valid UTF-8
     return blake2b(text, key=key.encode(), digest_size=16).hexdigest() if key else ""
 
 
 def endpoint(folder: str, engine: int) -> str:
-    """The address of an engine core for API servers. Raises OSError if the folder cannot be made or is open to
+    """Returns the address of an engine core for API servers. Raises OSError if the folder cannot be made or is open to
     others."""
     _open(folder)
     return f"ipc://{_file(folder, engine)}"
@@ -85,8 +87,13 @@ def _open(folder: str) -> None:
 
 
 class Reader:
-    """An API server's end of the link. engines: numbers of the cores that may run on this machine. client: number of
-    this API server."""
+    """Reads an API server's end of the link.
+
+    Args:
+        folder: in which the cores listen.
+        engines: numbers of the cores that may run on this machine.
+        client: number of this API server.
+    """
 
     def __init__(self, folder: str, engines: Iterable[int], client: int) -> None:
         import zmq
@@ -115,7 +122,8 @@ class Reader:
                 socket.send(self._subscribe, 1)  # NOBLOCK
 
     def messages(self) -> Iterator[RequestEvents | EngineState]:
-        """The messages that have come, without waiting. Raises OSError if an engine core rejects this API server."""
+        """Returns the messages that have come, without waiting. Raises OSError if an engine core rejects this API
+        server."""
         self._ask()
         for socket in self._sockets:
             with suppress(self._again):
@@ -141,7 +149,7 @@ def leave_address(folder: str, host: str, port: int) -> None:
 
 
 def address_for_gateways() -> dict[str, Any] | None:
-    """The address that `leave_address` stored in this process's folder; None if there is none."""
+    """Returns the address that `leave_address` stored in this process's folder; None if there is none."""
     if FOLDER not in os.environ:
         return None
     try:

@@ -14,11 +14,11 @@ from rubato.core.request import Handoff, HandoffReason, Outcome
 from rubato.core.slo import StageTimes, judge
 from rubato.engines.vllm.guards import Guard, guarded
 from rubato.engines.vllm.kv_transfer import comes_with_kv, is_prefill_only
-from rubato.engines.vllm.lost_time import VllmMissCauses
+from rubato.engines.vllm.miss_causes import VllmMissCauses
 from rubato.engines.vllm.reporting import Reporting
 from rubato.engines.vllm.reports import REPLICA_NAME
-from rubato.engines.vllm.room import SlackCheck
 from rubato.engines.vllm.sequence import GatewayRequest, VllmSeq, request_of, request_of_gateway
+from rubato.engines.vllm.slack import SlackCheck
 from rubato.policy_kit.fair_share import FairShare
 from rubato.replica.miss_cause import is_infeasible
 
@@ -33,12 +33,12 @@ OUTCOMES: Mapping[str, tuple[Outcome, str]] = {  # of vLLM's finish reasons; "st
 
 
 class OpenRequests:
-    """The requests that have not ended.
+    """Keeps the requests that have not ended.
 
-    arriving: ids of requests whose KV is at another engine, or being transferred. kv_arrived: ids of requests whose KV
-    has come, and that have run in no batch since. leaving: requests that have left, and whose KV is still here.
-    untracked: number of requests here that no gateway can place elsewhere. over_share: requests held back, of tenants
-    over their share. changes: number of events of requests so far, tokens left out.
+    `arriving` has ids of requests whose KV is at another engine, or being transferred; `kv_arrived` ids of requests
+    whose KV has come, and that have run in no batch since; `leaving` requests that have left, and whose KV is still
+    here. `untracked` counts requests here that no gateway can place elsewhere; `over_share` has requests held back, of
+    tenants over their share; `changes` counts events of requests so far, tokens left out.
 
     Args:
         limits: of the engine.
@@ -73,7 +73,7 @@ class OpenRequests:
 
     @guarded
     def offer(self, vllm_request: Any) -> str:
-        """Takes a new request. Returns why it can never be served, or nothing; a refused request is not kept."""
+        """Takes a new request. Returns why it can never be served, or an empty text; a refused request is not kept."""
         now = self._clock.now()
         gateways, gateway_request = self._reporting.gateways, None
         if gateways is not None:
@@ -128,7 +128,7 @@ class OpenRequests:
                 gateways.link.request_resync()
 
     def ids_over_share(self, now: float, latency: LatencyModel) -> Collection[str]:
-        """Ids of requests of tenants over their share. All others go on to the policy, for good."""
+        """Returns the ids of requests of tenants over their share. All others go on to the policy, for good."""
         if not self.over_share:
             return ()
         assert self.fair is not None
@@ -143,16 +143,22 @@ class OpenRequests:
     # ----------------------------------------------------------------- while they are here
 
     def record(self, seq: VllmSeq, event: Event) -> None:
+        """Records an event of a request."""
         self.changes += 1
         self._reporting.record(seq, event, self.seqs)
 
     def start(self, seq: VllmSeq, now: float, cached: int) -> None:
-        """Marks a request as started. cached: tokens of it that were in KV."""
+        """Marks a request as started.
+
+        Args:
+            cached: tokens of it that were in KV.
+        """
         self.record(seq, Started(now, seq.id, resumed=seq.started, cached=cached))
         seq.mark_started(now, cached)
 
     @guarded
     def preempted(self, id: str) -> None:
+        """Marks a request as waiting again: vLLM has freed its KV."""
         self._slack.invalidate()
         seq = self.seqs.get(id)
         self.kv_arrived.discard(id)
@@ -209,7 +215,7 @@ class OpenRequests:
         self.record(seq, Finished(self._clock.now(), id, outcome, reason, verdict, len(times), seq.best_effort))
 
     def _remove(self, id: str) -> VllmSeq | None:
-        """Removes a request; None if it was not here."""
+        """Removes a request, and returns it; None if it was not here."""
         seq = self.seqs.pop(id, None)
         if seq is not None:
             self._slack.invalidate()
@@ -221,6 +227,7 @@ class OpenRequests:
 
     @guarded
     def refuse(self, id: str, reason: str) -> None:
+        """Refuses a request for good."""
         self.guard.record_refusal(id, reason)
         self._end(id, "refused", reason)
 
@@ -251,5 +258,5 @@ class OpenRequests:
 
 
 def is_movable(seq: VllmSeq) -> bool:
-    """Whether a gateway can place the request elsewhere."""
+    """Returns whether a gateway can place the request elsewhere."""
     return seq.gateway_request is not None and seq.gateway_request.is_movable

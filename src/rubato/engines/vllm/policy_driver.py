@@ -26,9 +26,9 @@ from rubato.engines.vllm.guards import Guard, guarded
 from rubato.engines.vllm.open_requests import OpenRequests
 from rubato.engines.vllm.reporting import Reporting
 from rubato.engines.vllm.reports import REPLICA_NAME
-from rubato.engines.vllm.room import SlackCheck
 from rubato.engines.vllm.sequence import VllmSeq
 from rubato.engines.vllm.settings import Settings
+from rubato.engines.vllm.slack import SlackCheck
 from rubato.engines.vllm.step_parts import (
     InFlightBatch,
     PlannedStep,
@@ -52,10 +52,10 @@ ORDER = attrgetter("order")
 
 
 class PolicyDriver:
-    """One policy over one vLLM engine core.
+    """Drives one vLLM engine core by one policy.
 
-    requests, commands, reporting, guard: own the open requests, the core's part in a fleet, what is passed on, and the
-    counts of steps and faults. slack: whether vLLM's own order keeps every SLO.
+    `requests` owns the open requests, `commands` the core's part in a fleet, `reporting` what is passed on, `guard` the
+    counts of steps and faults; `slack` tells whether vLLM's own order keeps every SLO.
 
     Args:
         fair: holds requests of tenants over their share back from the policy.
@@ -108,7 +108,13 @@ class PolicyDriver:
         self._shown: tuple[tuple[int, int, bool], Sequence[Any], HitEnds, tuple[VllmSeq, ...]] | None = None
 
     def open_link(self, *, model: str, vllm: str, rubato: str) -> None:
-        """Starts the link: the engine is ready. vllm, rubato: their versions."""
+        """Starts the link: the engine is ready.
+
+        Args:
+            model: its name.
+            vllm: version.
+            rubato: version.
+        """
         link, gateways = self.reporting.link, self.reporting.gateways
         if link is None:
             return
@@ -124,7 +130,7 @@ class PolicyDriver:
     # ----------------------------------------------------------------- one step
 
     def view(self, schedulable: Schedulable) -> View:
-        """The policy's view. Requests that are not known here are left out."""
+        """Returns the policy's view. Requests that are not known here are left out."""
         waiting, running, moving, places, kv_taken = schedulable
         now, seqs, hidden = self.clock.now(), self.requests.seqs, self.commands.hidden_ids
         if hidden:
@@ -180,8 +186,8 @@ class PolicyDriver:
         )
 
     def _show_waiting(self, queue: Sequence[Any], known: Mapping[str, VllmSeq], now: float) -> Sequence[VllmSeq]:
-        """The waiting sequences in their order, each with its prefix cache hit: the same tuple while nothing but time
-        passes for any of them."""
+        """Returns the waiting sequences in their order, each with its prefix cache hit: the same tuple while nothing
+        but time passes for any of them."""
         kv, state = self._kv, (id(queue), self.requests.changes, known is self.requests.seqs)
         if self._shown is not None and state == self._shown[0] and kv.are_current(self._shown[2]):
             return self._shown[3]
@@ -198,7 +204,7 @@ class PolicyDriver:
         return shown
 
     def _limits_without(self, places: int) -> Limits:
-        """The limits for the policy: less the unplanned requests and the `places` of requests in no view."""
+        """Returns the limits for the policy: less the unplanned requests and the `places` of requests in no view."""
         limits = self.limits
         if unplanned := len(self.commands.unplanned_ids):
             limits = replace(limits, max_num_seqs=limits.max_num_seqs - unplanned)
@@ -221,16 +227,16 @@ class PolicyDriver:
         return True
 
     def keep_default(self) -> bool:
-        """Whether vLLM schedules this step, as it did the last one: only decodes run, each within its TPOT, and no
-        request came or went. Counts the step."""
+        """Returns whether vLLM schedules this step, as it did the last one: only decodes run, each within its TPOT, and
+        no request came or went. Counts the step."""
         is_kept = self.slack.take_stable_step()
         self.guard.stood_aside += is_kept
         return is_kept
 
     @guarded
     def plan(self, view: View) -> PlannedStep | None:
-        """The policy's checked plan; None if the policy raises or plans the impossible: vLLM then schedules the step in
-        its own order."""
+        """Returns the policy's checked plan; None if the policy raises or plans the impossible: vLLM then schedules the
+        step in its own order."""
         if not view.waiting and not view.running:
             return PlannedStep(view, Plan(), {}, {})
         plan = self.policy.plan(view)
@@ -317,7 +323,14 @@ class PolicyDriver:
 
     @guarded
     def completed(self, output: Any, outputs: Mapping[int, Any], now: float, unfinished: int) -> None:
-        """Records the end of a batch: its time and its tokens. outputs: vLLM's EngineCoreOutputs by client."""
+        """Records the end of a batch: its time and its tokens.
+
+        Args:
+            output: vLLM's SchedulerOutput.
+            outputs: vLLM's EngineCoreOutputs by client.
+            now: when the batch ended (s).
+            unfinished: number of vLLM's requests that have not ended.
+        """
         while self._batches and (flight := self._batches.popleft()).output is not output:
             self.guard.count_fault("unknown batch")  # its beginning was not noted for a fault, or its end
         for sampled in flight.sampling:
@@ -352,6 +365,11 @@ class PolicyDriver:
         self.report(idle=not self._is_busy, done=done)
 
     def _book(self, out: Any, now: float, drafted: int) -> None:
+        """Records the output of one request in a batch.
+
+        Args:
+            drafted: tokens of it that were drafted.
+        """
         seq = self.requests.seqs.get(out.request_id)
         if seq is None:
             return  # over already: refused or aborted meanwhile

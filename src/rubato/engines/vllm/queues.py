@@ -15,10 +15,13 @@ from rubato.engines.vllm.step_parts import Schedulable
 
 
 class Queues:
-    """The queues of one of vLLM's schedulers.
+    """Reads and sets the queues of one of vLLM's schedulers.
 
-    unseen_ids: requests that a View cannot show: vLLM schedules them by its own rule. kv_arrived: requests with KV from
-    another engine that have not started. overlaps: batches run while others are scheduled.
+    `unseen_ids` has requests that a View cannot show: vLLM schedules them by its own rule. `kv_arrived` has requests
+    with KV from another engine that have not started.
+
+    Args:
+        overlaps: batches run while others are scheduled.
     """
 
     def __init__(self, scheduler: Any, driver: PolicyDriver, kv: KVView, *, overlaps: bool) -> None:
@@ -29,7 +32,8 @@ class Queues:
         self._scheduler, self._driver, self._kv, self._overlaps = scheduler, driver, kv, overlaps
 
     def schedulable(self) -> Schedulable:
-        """The requests that can be scheduled now: fewer in a paused engine, and none that waits for a grammar."""
+        """Returns the requests that can be scheduled now: fewer in a paused engine, and none that waits for a
+        grammar."""
         scheduler, requests = self._scheduler, self._driver.requests
         waiting: list[Any] = []
         running: list[Any] = []
@@ -70,7 +74,8 @@ class Queues:
         return Schedulable(waiting, [*running, *self.kv_arrived], moving, places, kv_taken)
 
     def _startable(self) -> list[Any]:
-        """The requests of vLLM's queue that can start: the same list while all can and the queue stays as it is."""
+        """Returns the requests of vLLM's queue that can start: the same list while all can and the queue stays as it
+        is."""
         queue, plain = list(self._scheduler.waiting), (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         if queue != self._plain_queue:
             if any(r.status not in plain or r.num_stale_output_tokens for r in queue):
@@ -79,7 +84,7 @@ class Queues:
         return self._plain_queue
 
     def _comes_with_kv(self, id: str) -> bool:
-        """Whether a request in view waits for its KV from another engine."""
+        """Returns whether a request in view waits for its KV from another engine."""
         return id in self._driver.requests.arriving and id not in self._driver.commands.hidden_ids
 
     def _choose_pulls(self, coming: Iterable[Any]) -> int:
@@ -98,14 +103,14 @@ class Queues:
         return blocks_taken
 
     def _is_ready(self, request: Any) -> bool:
-        """Whether a waiting request can be started; with the side effects of vLLM's own check."""
+        """Returns whether a waiting request can be started; with the side effects of vLLM's own check."""
         if request.status != RequestStatus.WAITING and not self._scheduler._handle_blocked_waiting_request(request):
             return False
         return not request.num_stale_output_tokens
 
     def _has_tokens_to_run(self, request: Any) -> bool:
-        """Whether vLLM would schedule a running request: its next token may be in flight still (pipeline parallel), or
-        surely be its last (asynchronous scheduling)."""
+        """Returns whether vLLM would schedule a running request: its next token may be in flight still (pipeline
+        parallel), or surely be its last (asynchronous scheduling)."""
         placeholders, computed = request.num_output_placeholders, request.num_computed_tokens
         if placeholders:
             if computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
@@ -139,6 +144,7 @@ class Queues:
         return queues
 
     def put_back(self, *queues: Any) -> None:
+        """Puts the queues back that `set_aside` returned, with the requests that vLLM has left in its own in front."""
         for name, aside in zip(("waiting", "kv_holding_waiting"), queues, strict=True):
             for request in reversed(getattr(self._scheduler, name)):  # left, or preempted, by vLLM
                 aside.prepend_request(request)

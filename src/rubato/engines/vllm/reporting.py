@@ -14,8 +14,8 @@ from rubato.engines.vllm.sequence import VllmSeq
 class Reporting:
     """Collects events of requests.
 
-    policy_events: that the policy has not observed. api_servers, gateways: reports to them, None where the link does
-    not reach them.
+    `policy_events` has those that the policy has not observed. `api_servers` and `gateways` are the reports to them;
+    None where the link does not reach them.
 
     Args:
         link: to vLLM's API servers, and to gateways if the engine is one of a fleet.
@@ -30,7 +30,11 @@ class Reporting:
         self._has_policy = True
 
     def record(self, seq: VllmSeq, event: Event, open: Mapping[str, VllmSeq]) -> None:
-        """Records an event of a request. open: all requests that have not ended."""
+        """Records an event of a request.
+
+        Args:
+            open: all requests that have not ended.
+        """
         self.queue_for_policy(event)
         if self.api_servers is not None:
             self.api_servers.add(seq, event)

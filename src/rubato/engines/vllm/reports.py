@@ -21,8 +21,12 @@ REPORT_S, VIEW_S = 0.25, 1.0  # interval of step reports, and of reports of all 
 
 
 class Reports:
-    """Collects the next reports to API servers. engine: number of this core. planned: seconds of each plan. batches:
-    tokens, sequences and seconds of each step."""
+    """Collects the next reports to API servers. `planned` has the seconds of each plan, `batches` tokens, sequences and
+    seconds of each step.
+
+    Args:
+        engine: number of this core.
+    """
 
     def __init__(self, link: CoreLink, engine: int) -> None:
         self._link, self._engine = link, engine
@@ -64,7 +68,11 @@ class Reports:
 
     def add_view(self, view: View, held: Collection[str]) -> None:
         """Adds the expected TTFT of requests that are new in this view; once in VIEW_S seconds also all sequences of
-        the view, and the tokens that each got since."""
+        the view, and the tokens that each got since.
+
+        Args:
+            held: ids of requests of tenants over their share.
+        """
         if self._new:
             expected = prefill_seconds(view, 0)
             for seq in self._new:

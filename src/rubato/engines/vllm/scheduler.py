@@ -48,7 +48,12 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def __init__(
         self, *args: Any, settings: Settings | None = None, around: Mapping[str, Any] = NOTHING, **kwargs: Any
     ) -> None:
-        """settings: default: vLLM's `additional_config`. around: further arguments of `PolicyDriver`."""
+        """Makes vLLM's scheduler, and the policy that steers it.
+
+        Args:
+            settings: of the plug-in; None: those in vLLM's `additional_config`.
+            around: further arguments of `PolicyDriver`.
+        """
         super().__init__(*args, **kwargs)
         if problems := list(self._unsupported()):
             raise ValueError(f"Rubato cannot schedule this vLLM: {'; '.join(problems)}")
@@ -102,7 +107,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             )
 
     def _input_tokens(self) -> int:
-        """The token limit of any batch: some drafters take further places for each sequence."""
+        """Returns the token limit of any batch: some drafters take further places for each sequence."""
         config, speculative = self.scheduler_config, self.vllm_config.speculative_config
         most: int = config.max_num_batched_tokens
         places: int = speculative.max_num_new_slots_for_drafting if speculative is not None else 0
@@ -138,7 +143,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return ended
 
     def _refuse(self, request: Any, reason: str) -> None:
-        """End a request with an error. vLLM makes that a 500 whatever the reason."""
+        """Ends a request with an error. vLLM makes that a 500 whatever the reason."""
         self.rubato.requests.refuse(request.request_id, reason)
         self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
         last = EngineCoreOutput(
@@ -170,7 +175,11 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     # ----------------------------------------------------------------- one step
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """One step by the policy's plan. (throttle_prefills: vLLM balances prefills between data parallel engines.)"""
+        """Schedules one step by the policy's plan.
+
+        Args:
+            throttle_prefills: vLLM balances prefills between data parallel engines.
+        """
         self._apply_gateway_commands()
         now = self.rubato.clock.now()
         self._adapters.clear()
@@ -191,12 +200,12 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @guarded
     def view(self) -> View:
-        """The policy's view of the requests that can be scheduled now."""
+        """Returns the policy's view of the requests that can be scheduled now."""
         self.rubato.commands.hide_untracked(self.rubato.limits.max_num_seqs // 2)
         return self.rubato.view(self._queues.schedulable())
 
     def _make_step(self, view: View) -> PlannedStep | None:
-        """The policy's plan, with its drops, hand-offs and preemptions carried out; None after a fault."""
+        """Returns the policy's plan, with its drops, hand-offs and preemptions carried out; None after a fault."""
         step: PlannedStep | None = self.rubato.plan(view)
         if step is None:
             return None
@@ -229,7 +238,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @guarded
     def _starting(self, step: PlannedStep) -> list[tuple[Any, Hit]]:
-        """The requests that the plan starts, each with its cached prefix."""
+        """Returns the requests that the plan starts, each with its cached prefix."""
         seqs = self.rubato.requests.seqs
         starting = [
             (self.requests[work.seq], self._current_hit(seq))
@@ -259,7 +268,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return output
 
     def _current_hit(self, seq: VllmSeq) -> Hit:
-        """The cached prefix of a request, looked up again if others have taken a block of it."""
+        """Returns the cached prefix of a request, looked up again if others have taken a block of it."""
         hit = self._kv.look_up(seq)
         if any(block.block_hash != key for block, key in zip(hit.blocks, hit.keys, strict=False)):
             hit = self._kv.refresh_hit(seq)
@@ -280,11 +289,11 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     # ----------------------------------------------------------------- what vLLM asks on its way
 
     def _is_planned(self, id: str) -> bool:
-        """Whether plans decide over a request, also by leaving it out."""
+        """Returns whether plans decide over a request, also by leaving it out."""
         return id in self.rubato.requests.seqs and id not in self.rubato.commands.unplanned_ids
 
     def _as_planned(self, request: Any, num_new_tokens: int) -> int:
-        """A request's chunk, cut to the plan: 0 if it is passed over."""
+        """Returns a request's chunk, cut to the plan: 0 if it is passed over."""
         id = request.request_id
         if self._step is None or not self._is_planned(id):
             return 0 if id in self._barred_ids else num_new_tokens
@@ -294,7 +303,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return min(num_new_tokens, planned)
 
     def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, *args: int, **kwargs: int) -> int:
-        """vLLM ends chunks where the state of Mamba layers is to be kept: the planned chunk, unless it is too short."""
+        """Gives vLLM the planned chunk, unless that is too short: it ends chunks where the state of Mamba layers is to
+        be kept."""
         cut, split = self._as_planned(request, num_new_tokens), super()._mamba_block_aligned_split
         aligned: int = split(request, cut, *args, **kwargs) if cut else 0
         return aligned or split(request, num_new_tokens, *args, **kwargs)
@@ -302,15 +312,15 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _try_schedule_encoder_inputs(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int, *args: int, **kwargs: int
     ) -> tuple[Any, ...]:
-        """vLLM ends chunks before an input that is not encoded yet, or that must not be cut. Gives it the planned
-        chunk, unless nothing would be left."""
+        """Gives vLLM the planned chunk, unless nothing would be left of it: vLLM ends chunks before an input that is
+        not encoded yet, or that must not be cut."""
         cut, encode = self._as_planned(request, num_new_tokens), super()._try_schedule_encoder_inputs
         inputs: tuple[Any, ...] = encode(request, num_computed_tokens, cut, *args, **kwargs)
         return inputs if inputs[1] or not cut else encode(request, num_computed_tokens, num_new_tokens, *args, **kwargs)
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """The last limit on a chunk. With several modules of multi-token prediction it must not end just before the
-        prompt does."""
+        """Returns the last limit on a chunk. With several modules of multi-token prediction it must not end just before
+        the prompt does."""
         if self._is_plain and self._step is not None:  # nothing but the plan to ask, for each running request
             planned = self._step.chunks.get(request.request_id, 0)
             if planned or (
@@ -328,8 +338,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return int(reserve(request, num_computed_tokens, cut) or reserve(request, num_computed_tokens, num_new_tokens))
 
     def _adapter_fits(self, request: Any) -> bool:
-        """Whether this batch has room for the request's LoRA adapter. vLLM checks only starting requests, since it
-        never passes over a running one; more than `max_loras` adapters in a batch end the engine."""
+        """Returns whether this batch has room for the request's LoRA adapter. vLLM checks only starting requests, since
+        it never passes over a running one; more than `max_loras` adapters in a batch end the engine."""
         adapter = request.lora_request.lora_int_id if request.lora_request is not None else 0
         if not adapter or request.status != RequestStatus.RUNNING:
             return True
@@ -388,8 +398,14 @@ def _prefills(request: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How vLLM's scheduler admits requests: whether a prompt must fit as a whole, blocks to be kept free, how many may
-    be running, steps from one that prefills to the next (from 0.33 on)."""
+    """Holds how vLLM's scheduler admits requests.
+
+    Args:
+        reserve_full_isl: a prompt must fit as a whole.
+        watermark_blocks: blocks to be kept free.
+        max_active: how many requests may be running.
+        prefill_interval: steps from one that prefills to the next (from vLLM 0.33 on).
+    """
 
     reserve_full_isl: bool
     watermark_blocks: int
@@ -413,11 +429,11 @@ class Rules:
 
 
 class SyncScheduler(PolicyMixin, Scheduler):  # type: ignore[misc]
-    """One batch at a time; with pipeline parallelism, one a stage."""
+    """Schedules one batch at a time; with pipeline parallelism, one a stage."""
 
 
 class AsyncPolicyScheduler(PolicyMixin, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's default on GPUs: the next batch is planned while one runs."""
+    """Plans the next batch while one runs, as vLLM does by default on GPUs."""
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)

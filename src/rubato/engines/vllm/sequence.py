@@ -27,12 +27,12 @@ MAX_TEXT_CHARACTERS = 64  # of a tier's name, and of a client's text in an error
 
 
 def sealed(fields: Mapping[str, str]) -> dict[str, str]:
-    """The middleware's fields of a request, as sealed `vllm_xargs`."""
+    """Returns the middleware's fields of a request, as sealed `vllm_xargs`."""
     return {**fields, SEAL: link.seal(fields)}
 
 
 def request_of_gateway(vllm_request: Any, contract: Contract) -> Request:
-    """A vLLM request as announced by the gateway that sent it."""
+    """Returns a vLLM request as announced by the gateway that sent it."""
     request = _request(
         vllm_request, contract.slo, contract.arrival, contract.tier, contract.tenant, contract.on_decline
     )
@@ -54,7 +54,7 @@ def request_of(vllm_request: Any, arrival: float, *, trust_client_slos: bool = T
     Args:
         vllm_request: vLLM's Request.
         arrival: when it came to vLLM (s, of our clock).
-        trust_client_slos: keys without a seal count.
+        trust_client_slos: SLOs without a seal of the middleware count.
 
     Raises:
         ValueError: the SLO is invalid; the message is for the client.
@@ -97,7 +97,7 @@ def _request(vllm_request: Any, slo: SLO, arrival: float, tier: str, tenant: str
 
 
 def _is_ours(seal: str, extra: Mapping[str, Any]) -> bool:
-    """Whether an API server of this vLLM sealed the fields. A client may have sent any values."""
+    """Returns whether an API server of this vLLM sealed the fields. A client may have sent any values."""
     if not all(isinstance(value, str) for value in extra.values()):
         return False
     return compare_digest(seal.encode("utf-8", "replace"), link.seal(extra).encode())
@@ -132,7 +132,7 @@ def _on_decline(value: object) -> OnDecline:
 
 
 def _value_text(value: object) -> str:
-    """A client's value as an error names it; it may be of any kind and length."""
+    """Returns a client's value as an error names it; it may be of any kind and length."""
     if isinstance(value, str):
         return repr(value[:MAX_TEXT_CHARACTERS]) + (
             f"... ({len(value)} characters)" if len(value) > MAX_TEXT_CHARACTERS else ""
@@ -144,7 +144,7 @@ def _value_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The cached prefix of a waiting request.
+    """Holds the cached prefix of a waiting request.
 
     Args:
         tokens: in KV.
@@ -162,7 +162,12 @@ class Hit:
 
 
 class GatewayRequest(NamedTuple):
-    """One request as announced by a gateway (`wire.messages`). id: the gateway's own."""
+    """Holds one request as announced by a gateway (`wire.messages`).
+
+    Args:
+        gateway: its name.
+        id: the gateway's own.
+    """
 
     gateway: str
     id: str
@@ -183,14 +188,20 @@ class KVMemory(Protocol):
 
 
 class VllmSeq(Seq):
-    """One vLLM request (a `SeqView` to policies): vLLM keeps its tokens and KV, `Seq` the rest.
+    """Shows one vLLM request to policies (a `SeqView`): vLLM keeps its tokens and KV, `Seq` the rest.
 
-    vllm_request: vLLM's Request. kv: vLLM's KV memory. order: of arrival here. expected_tokens: output tokens that the
-    batches in flight bring at least, one each; `output` and `due` count them, since the next step's token comes after
-    them. length, cached, pending, due: as of the last view. wait_spans: begin, end and cause of each wait. ticket: the
-    middleware's name for the request. reported_tokens: output tokens that API servers know. gateway_request: as
-    announced by a gateway; None: no gateway sent it. arriving: its KV is at another engine, or being transferred.
-    prefill_only: it ends here after its prefill, and decodes elsewhere."""
+    `expected_tokens` counts output tokens that the batches in flight bring at least, one each; `output` and `due` count
+    them, since the next step's token comes after them. `length`, `cached`, `pending` and `due` are as of the last view.
+    `wait_spans` has begin, end and cause of each wait. `reported_tokens` counts output tokens that API servers know.
+    `gateway_request` is None if no gateway sent the request. While `arriving`, its KV is at another engine, or being
+    transferred. With `prefill_only` it ends here after its prefill, and decodes elsewhere.
+
+    Args:
+        vllm_request: vLLM's Request.
+        kv: vLLM's KV memory.
+        order: of arrival here.
+        ticket: the middleware's name for the request.
+    """
 
     __slots__ = (
         "arriving", "cached", "due", "expected_tokens", "gateway_request", "hit", "length", "pending", "prefill_only",
@@ -245,7 +256,11 @@ class VllmSeq(Seq):
         return int(self.vllm_request.num_in_flight_tokens)
 
     def show_waiting(self, cached: int) -> None:
-        """Shows the request as waiting. cached: tokens of it in the prefix cache."""
+        """Shows the request as waiting.
+
+        Args:
+            cached: tokens of it in the prefix cache.
+        """
         self.draft, self.waiting, self.cached = None, True, cached
         self.length = self.vllm_request.num_tokens
         self.pending = self.length - cached

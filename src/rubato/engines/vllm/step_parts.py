@@ -13,8 +13,13 @@ from rubato.engines.vllm.sequence import VllmSeq
 
 @dataclass(frozen=True, slots=True)
 class InFlightBatch:
-    """A batch between its plan and its completion. decodes: the part of its shape that decodes. sampling: requests that
-    get at least one token."""
+    """Holds a batch between its plan and its completion.
+
+    Args:
+        decodes: the part of its shape that decodes.
+        since: when it began (s).
+        sampling: requests that get at least one token.
+    """
 
     output: Any  # vLLM's SchedulerOutput
     shape: Shape
@@ -25,8 +30,12 @@ class InFlightBatch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A checked plan in vLLM's terms. chunks: tokens to run of each request, including drafted ones to verify. depths:
-    tokens to draft of each request."""
+    """Holds a checked plan in vLLM's terms.
+
+    Args:
+        chunks: tokens to run of each request, including drafted ones to verify.
+        depths: tokens to draft of each request.
+    """
 
     view: View
     plan: Plan
@@ -36,7 +45,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class VllmView(View):
-    """A View whose derived values are computed when it is made."""
+    """Is a View whose derived values are computed when it is made."""
 
     running_ids: Collection[str] = ()
     prefilling: Sequence[VllmSeq] = ()
@@ -63,12 +72,13 @@ class Schedulable(NamedTuple):
 
 
 def runs_all_decodes(step: PlannedStep) -> bool:
-    """Whether a step runs every decode of the view, and nothing else."""
+    """Returns whether a step runs every decode of the view, and nothing else."""
     return step.plan.decode_all and not step.plan.work and len(step.chunks) == step.view.decodes.seqs
 
 
 def chunks_of(plan: Plan, view: View) -> dict[str, int]:
-    """Tokens to run of each request: `spelled_out` without making a `Work` of each decode, in every step."""
+    """Returns the tokens to run of each request: `spelled_out` without making a `Work` of each decode, in every
+    step."""
     chunks = {}
     if plan.decode_all:
         chunks = {s.id: 1 for s in view.running if s.pending == 1}

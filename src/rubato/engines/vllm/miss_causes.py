@@ -22,7 +22,12 @@ MIN_REMEMBERED_STEPS = 8192
 
 @dataclass(slots=True)
 class _Step:
-    """decodes: the part of its shape that decodes. shares: seconds that each decode lost, once computed."""
+    """Holds a past step.
+
+    Args:
+        decodes: the part of its shape that decodes.
+        shares: seconds that each decode lost, once computed.
+    """
 
     seconds: float
     shape: Shape
@@ -31,7 +36,11 @@ class _Step:
 
 
 class VllmMissCauses:
-    """Remembers steps, and finds the cause of a miss. latency: predicts the time of steps."""
+    """Remembers steps, and finds the cause of a miss.
+
+    Args:
+        latency: predicts the time of steps.
+    """
 
     def __init__(self, latency: LatencyModel) -> None:
         self._latency = latency
@@ -53,12 +62,12 @@ class VllmMissCauses:
             del self._steps[:MIN_REMEMBERED_STEPS], self._ends[:MIN_REMEMBERED_STEPS]
 
     def cause(self, seq: VllmSeq) -> Cause | None:
-        """The cause that cost a request most until its first late token."""
+        """Returns the cause that cost a request most until its first late token."""
         delays = self.delays(seq)
         return max(delays.items(), key=lambda item: item[1])[0] if delays else None
 
     def delays(self, seq: VllmSeq) -> dict[Cause, float]:
-        """Seconds lost to each cause until the first token that was late."""
+        """Returns the seconds lost to each cause until the first late token."""
         delays: dict[Cause, float] = {}
         times, late = seq.times_of_stage(), _first_late(seq)
         waits = [*seq.wait_spans, (inf, inf, "queue")]
@@ -75,8 +84,15 @@ class VllmMissCauses:
         return self._steps[bisect_right(self._ends, begin) : bisect_right(self._ends, end)]
 
     def _prefill(self, delays: dict[Cause, float], begin: float, end: float, tokens: int, *, is_restart: bool) -> None:
-        """Adds the loss in steps from a start to the next token, beyond a batch of this prompt alone. is_restart: after
-        a preemption, which then costs the whole prefill."""
+        """Adds the loss in steps from a start to the next token, beyond a batch of this prompt alone.
+
+        Args:
+            delays: seconds lost by cause; changed.
+            begin: when the request started (s).
+            end: when the next token came (s).
+            tokens: of the prompt to prefill.
+            is_restart: after a preemption, which then costs the whole prefill.
+        """
         steps = self._between(begin, end)
         seconds = sum(step.seconds for step in steps)
         isolated_seconds = min(seconds, self._latency.step_time(Shape.prefill(max(1, tokens))))
@@ -87,6 +103,7 @@ class VllmMissCauses:
         add_delay(delays, "decode interference", by_decode)
 
     def _decode(self, delays: dict[Cause, float], begin: float, end: float) -> None:
+        """Adds the loss in steps between two times (s), in which the request decodes."""
         for step in self._between(begin, end):
             if step.shares is None:
                 step.shares = self._shares(step)
@@ -94,6 +111,7 @@ class VllmMissCauses:
             add_delay(delays, "decode interference", step.shares[1])
 
     def _shares(self, step: _Step) -> Shares:
+        """Returns the seconds that each decode of a step lost to prefill, and to other decodes."""
         if not step.decodes.seqs:
             return step.seconds, 0.0  # a step that passed this one over
         predicted = self._latency.step_time(step.shape)
@@ -103,7 +121,7 @@ class VllmMissCauses:
 
 
 def _first_late(seq: VllmSeq) -> float:
-    """The time of the first late token; of the last token if none was late."""
+    """Returns the time of the first late token; of the last token if none was late."""
     times = seq.times_of_stage()
     if not times:
         return inf

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rubato.core.events import Finished
-from rubato.engines.vllm.room import STABLE_STEPS, SlackCheck
+from rubato.engines.vllm.slack import STABLE_STEPS, SlackCheck
 from tests.vllm.harness import Harness, harness
 
 LOOSE = {"slo_ttft_ms": 100_000, "slo_tpot_ms": 10_000, "slo_e2e_ms": 10_000_000}

@@ -20,7 +20,8 @@ STABLE_STEPS = 16  # steps in a row that vLLM may schedule unchecked while only 
 
 
 class SlackCheck:
-    """Checks the slack of every request of a view. stable_steps: further steps that vLLM may schedule unchecked.
+    """Checks the slack of every request of a view. `stable_steps` counts further steps that vLLM may schedule
+    unchecked.
 
     Args:
         max_decode_tokens: tokens of a decode step, drafts included.
@@ -40,24 +41,29 @@ class SlackCheck:
         self.stable_steps = 0
 
     def take_stable_step(self) -> bool:
-        """Whether vLLM may schedule one more step unchecked."""
+        """Takes one step that vLLM may schedule unchecked. Returns False if there is none."""
         if not self.stable_steps:
             return False
         self.stable_steps -= 1
         return True
 
     def set_stable_steps(self, view: View, requests: int) -> None:
-        """Allows unchecked steps after one in which every request had slack, if only decodes run. requests: number of
-        all; one that waits for a grammar or KV may be in no View."""
+        """Allows unchecked steps after one in which every request had slack, if only decodes run.
+
+        Args:
+            view: of that step.
+            requests: number of all requests; one that waits for a grammar or KV may be in no View.
+        """
         self.stable_steps = STABLE_STEPS if len(view.running) == requests and not view.prefilling else 0
 
     def add_request(self, request: Request) -> None:
+        """Remembers the TTFT of a new request."""
         ttft = request.stages[0].slo.ttft
         if ttft is not None:
             self._ttfts.append(ttft)
 
     def all_within_slo(self, view: View) -> bool:
-        """Whether every request of the view keeps its SLO if vLLM schedules this step by its own rule."""
+        """Returns whether every request of the view keeps its SLO if vLLM schedules this step by its own rule."""
         if not self._is_on:
             return False
         now, limits, decodes, running = view.now, view.limits, view.decodes, view.running
@@ -83,8 +89,13 @@ class SlackCheck:
 
 
 def _is_within_slo(seq: SeqView, next_step: float, prefilled_at: float, step: float) -> bool:
-    """Whether a request keeps its SLO with steps of `step` seconds, the first over at `next_step`, until all prompts
-    are prefilled at `through`."""
+    """Returns whether a request keeps its SLO.
+
+    Args:
+        next_step: when the first step ends (s).
+        prefilled_at: when all prompts are prefilled (s).
+        step: seconds of each step.
+    """
     if seq.best_effort:
         return True
     due, slo = seq.due, seq.request.stages[seq.stage].slo
