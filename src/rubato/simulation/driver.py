@@ -1,4 +1,4 @@
-"""A cluster of simulated hosts, driven from one step completion, arrival or plan to the next, without an event loop."""
+"""Drives a cluster of simulated hosts from one step completion, arrival or plan to the next, without an event loop."""
 
 from __future__ import annotations
 
@@ -30,10 +30,20 @@ def drive(
     seed: int = 0,
     causes: bool = True,
 ) -> None:
-    """Offer requests, ascending in arrival, to a cluster of simulated hosts, and run them to their ends.
+    """Offers requests to a cluster of simulated hosts, and runs them to their ends.
 
-    ready: called with the cluster before the first. causes: as `ReplicaOptions`. Raises RuntimeError if some request
-    never ends, and whatever a policy raised.
+    Args:
+        requests: ascending in arrival.
+        truth: output tokens of each request.
+        spec: of the run.
+        host_options: of each host.
+        ready: called with the cluster before the first request.
+        seed: of the noise in step times.
+        causes: as `ReplicaOptions`.
+
+    Raises:
+        RuntimeError: some request never ends.
+        Exception: whatever a policy raised.
     """
     clock = QueueClock()
     hosts: list[SimulatedHost] = []
@@ -79,6 +89,9 @@ def drive(
 
 
 def _run(cluster: Cluster, clock: QueueClock, requests: Iterable[Request]) -> None:
+    """Offers each request at its arrival and calls the clock's entries, in order of time and rank, until both are used
+    up.
+    """
     heap, add = clock.heap, clock.add
     arriving = iter(requests)
     coming = next(arriving, None)
