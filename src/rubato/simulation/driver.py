@@ -69,7 +69,7 @@ def drive(
         clock.call_at(clock.time, PLAN, report_steps)
 
     def report_steps() -> None:
-        """Of all, where what was handed off has found no place yet: it waits for what the end of a step may bring."""
+        """Makes all hosts report steps if a handed-off request has no place yet: the end of a step may bring one."""
         if cluster.wants_steps:
             for host in hosts:
                 host.report_steps()
