@@ -78,19 +78,11 @@ class View:
     """One replica: for schedulers just before a step, for routers at any time.
 
     Args:
-        id: of the replica.
-        now: time in seconds.
         waiting: requests that hold no KV, in order of submission, also after a preemption; the same tuple as before, if
             only time has passed for them.
         running: requests that hold KV, in order of start.
-        kv_free: free KV blocks, of `limits.block_size` tokens.
-        kv_total: all KV blocks.
-        limits: of the engine.
-        latency: predicts step times.
-        supports: capabilities of engine and host (`Engine.supports`).
-        busy_until: when the running step is predicted to end.
+        kv_free, kv_total: free KV blocks, and all, of `limits.block_size` tokens.
         as_of: time of the state; `now`, except for a remote replica, whose state is rebuilt from its events.
-        role: as assigned by a router.
         moving: requests that hold KV here and cannot be planned, since it moves to another replica, or from one.
         in_flight: the batch that runs now, empty between steps. Its tokens (`SeqView.in_flight`) are pending until it
             ends; only vLLM, which plans ahead and leaves this empty, counts them in `cached` and `output`.
@@ -175,10 +167,8 @@ Line = tuple[float, float, float, int, float]
 
 
 class LatencyModel(Protocol):
-    """Predicts step time from batch shape.
-
-    `rubato.latency.model_base.ModelBase` derives the rest from `step_time`: a model that inherits from it defines
-    `step_time`, `largest_chunk`, `fit` and `update`.
+    """Predicts step time from batch shape. `rubato.latency.model_base.ModelBase` derives the rest from `step_time`: a
+    model that inherits from it defines `step_time`, `largest_chunk`, `fit` and `update`.
     """
 
     @property
@@ -189,9 +179,8 @@ class LatencyModel(Protocol):
         ...
 
     def step_time(self, shape: Shape) -> float:
-        """Returns the seconds of a batch of this shape.
-
-        They are above 0, finite, and never less for a batch with one more entry or a longer one.
+        """Returns the seconds of a batch of this shape: above 0, finite, never less with one more entry or a longer
+        one.
         """
         ...
 
@@ -209,9 +198,7 @@ class LatencyModel(Protocol):
 
     def knee(self, base: Shape) -> int:
         """Returns how many tokens of sequences in the batch, such as drafted ones to verify, can be added before its
-        time grows.
-
-        That is until compute takes as long as reading weights and KV; 0 for a batch beyond that. It is AdaServe's
+        time grows: until compute takes as long as reading weights and KV; 0 for a batch beyond that. This is AdaServe's
         verification budget B without roots (§3: "determined based on hardware profiling"; the authors' artifact: 256
         and 512 tokens a step).
         """
@@ -230,9 +217,8 @@ class LatencyModel(Protocol):
         ...
 
     def idle(self, seconds: float) -> None:
-        """Tells the model that no step has run for `seconds`; its owner calls this before it asks for predictions.
-
-        A policy that refuses all requests by its predictions runs no step, so a slow spell must pass without one.
+        """Tells the model that no step has run for `seconds`; its owner calls this before it asks for predictions. A
+        policy that refuses all requests by its predictions runs no step, so a slow spell must pass without one.
         """
         ...
 
@@ -245,11 +231,9 @@ class LengthPredictor(Protocol):
 
 
 class Scheduler(Protocol):
-    """Decides each step of one replica.
-
-    `needs` is checked against `View.supports` at start. An attribute `uses` may name optional capabilities, in the same
-    words; `default_lengths` may name a length predictor, as for a Router. With `can_skip_tokens = True` a host may
-    leave out `Tokens`, whose counts are in the views.
+    """Decides each step of one replica. `needs` is checked against `View.supports` at start. An attribute `uses` may
+    name optional capabilities, in the same words; `default_lengths` may name a length predictor, as for a Router. With
+    `can_skip_tokens = True` a host may leave out `Tokens`, whose counts are in the views.
     """
 
     needs: ClassVar[frozenset[str]]
@@ -354,10 +338,8 @@ class Autoscaler(Protocol):
 
 
 class Engine(Protocol):
-    """Runs batches.
-
-    It keeps each sequence's token ids, sampling state and text; the replica keeps counts and KV blocks. Block ids in a
-    batch are indices into the engine's own KV memory, [0, limits.kv_blocks).
+    """Runs batches. It keeps each sequence's token ids, sampling state and text; the replica keeps counts and KV
+    blocks. Block ids in a batch are indices into the engine's own KV memory, [0, limits.kv_blocks).
     """
 
     @property

@@ -34,16 +34,10 @@ def drive(
 
     Args:
         requests: ascending in arrival.
-        truth: output tokens of each request.
-        spec: of the run.
-        host_options: of each host.
         ready: called with the cluster before the first request.
-        seed: of the noise in step times.
-        causes: as `ReplicaOptions`.
 
     Raises:
-        RuntimeError: some request never ends.
-        Exception: whatever a policy raised.
+        RuntimeError: some request never ends. Whatever a policy raised is raised, too.
     """
     clock = QueueClock()
     hosts: list[SimulatedHost] = []

@@ -209,19 +209,13 @@ def simulate_requests(
     simulation, and requests may come after the last.
 
     Args:
-        requests: with arrivals in virtual seconds, a sequence if some are of one group or wait for tools; or a fresh
-            `Offering`.
-        truth: output tokens of each request.
-        spec: of the run.
-        seed: of the noise in step times.
+        requests: a sequence if some are of one group or wait for tools; or a fresh `Offering`.
         times: keep when each token came out.
-        causes: say of each miss why.
         pauses: seconds of the requests' tools.
         listen: gets every event.
 
     Raises:
-        RuntimeError: some request never ends.
-        Exception: whatever a policy raised.
+        RuntimeError: some request never ends. Whatever a policy raised is raised, too.
     """
     lines: dict[str, Timeline] = {}
     token_times: dict[str, list[float]] = {}

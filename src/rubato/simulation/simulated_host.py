@@ -49,8 +49,7 @@ class HostOptions:
     Args:
         counts: KV as counts.
         tokens: report every step and token (`Stepped`, `Tokens`), as always where a policy drafts.
-        on_run: called with each finished run of a replica.
-        on_end: called with each end and its tokens' times.
+        on_run, on_end: called with each finished run of a replica, and with each end and its tokens' times.
     """
 
     counts: bool = True
@@ -63,18 +62,9 @@ class SimulatedHost:
     """A replica and its scheduler, as a host of a cluster.
 
     Args:
-        id: of the replica.
         engine: of the same limits, for drafts and for moving KV; it adds no noise, which is in `times`.
-        scheduler: plans the steps.
-        latency: what the scheduler believes of step times.
-        times: how long steps take.
-        clock: of the simulation.
-        emit: called with each event.
-        policy: name of the scheduler, for messages.
+        latency: what the scheduler believes of step times; it goes on learning with `learns`.
         targets: request id -> output tokens of each stage.
-        replica_options: of the replica.
-        host_options: of this host.
-        learns: `latency` goes on learning.
         every_step: tells whether the cluster has to be told of every step now.
     """
 
@@ -107,9 +97,7 @@ class SimulatedHost:
         # and policies learn from the events how much of it was right.
         drafts = "draft" in supports and "draft" in scheduler.needs | optional(scheduler)
         self._step_by_step = tokens = host_options.tokens or drafts
-        self.id = id
-        self.scheduler = scheduler
-        self.clock = clock
+        self.id, self.scheduler, self.clock = id, scheduler, clock
         self.replica = Replica(
             id, engine.limits, latency, replica_options, supports=supports, counts=host_options.counts, tokens=tokens,
             clock=clock, on_decode=self._set_milestone, on_end=host_options.on_end,
@@ -119,8 +107,7 @@ class SimulatedHost:
         self._pool = self.replica.pool
         self._engine = engine
         self._times = times
-        self._emit = emit
-        self._policy = policy
+        self._emit, self._policy = emit, policy
         self._targets = targets
         self._every_step = every_step
         self._learns = learns
@@ -305,11 +292,8 @@ class SimulatedHost:
         return plan
 
     def _start(self, run: StepRun, is_repeated: bool) -> None:
-        """Begins the run: decides how many steps it has, and when each ends.
-
-        Args:
-            run: of one step so far.
-            is_repeated: the plan may stand for further steps.
+        """Begins the run: decides how many steps it has, more than one only if its plan `is_repeated`, and when each
+        ends.
         """
         wants_every = self._every_step()
         self._report_this_step = wants_every or self._learns or self._step_by_step
@@ -410,7 +394,7 @@ class SimulatedHost:
             self._needs_engine.add(request.id)
 
     def _forget(self) -> None:
-        """Lets the engine forget requests that are gone: one that was handed off may come back."""
+        """Lets the engine forget requests that are gone: one handed off may come back."""
         self.replica.sync()
         if ids := self.replica.take_gone_ids():
             self._engine.forget(ids)
