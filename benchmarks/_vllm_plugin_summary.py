@@ -87,7 +87,7 @@ def summary(rows: Rows, base: Baseline, rate: float, seeds: int, factors: Sequen
             f"TTFT of {UNLOADED_PROMPT_TOKENS} tokens": base.alone.ttft,
             "decode step": base.alone.step,
         },
-        "SLOs, seconds": {tier: slo.promised for tier, slo in base.alone.slos().items()},
+        "SLOs, seconds": {tier: slo.bounds for tier, slo in base.alone.slos().items()},
         "settings": {name: value for name, value in base.asked.items() if value is not None},
         "cells": {
             f"{f:g} of it": {

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from experiments._cluster_time import Inside
-from rubato.core.clock import measured
+from rubato.core.clock import measure_cost
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.core.timeline import Timeline
 from rubato.fleet.cluster_options import PolicyChoice
@@ -60,7 +60,7 @@ def run(router: str, replicas: int, count: int, seed: int) -> dict[str, float]:
     """One run. running: sequences at a replica, on average (Little's law)."""
     requests, truth = offered(count, replicas, seed)
     with Inside() as inside:
-        lines, cost = measured(lambda: simulate_requests(requests, truth, run_spec(router, replicas), times=False))
+        lines, cost = measure_cost(lambda: simulate_requests(requests, truth, run_spec(router, replicas), times=False))
     share = inside.seconds / cost.wall  # of the wall's time, as of the CPU's: others take both alike
     running = sum(map(_stay, lines.values())) / requests[-1].arrival / replicas
     tokens = sum(line.end.output for line in lines.values() if line.end is not None)

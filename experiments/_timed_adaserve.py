@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from rubato.core.clock import measured
+from rubato.core.clock import measure_cost
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
 from rubato.policies import adaserve
@@ -24,13 +24,13 @@ class Scheduler(adaserve.Scheduler):
     spent: ClassVar[dict[str, float]] = {"plan": 0.0, "selection": 0.0}
 
     def plan(self, view: View) -> Plan:
-        plan, cost = measured(partial(super().plan, view))
+        plan, cost = measure_cost(partial(super().plan, view))
         self.spent["plan"] += cost.cpu
         return plan
 
     def _choose_nodes(
         self, view: View, decodes: Sequence[SeqView], prompts: Sequence[SeqView], draft: Draft | None
     ) -> Mapping[str, tuple[int, ...]]:
-        chosen, cost = measured(partial(super()._choose_nodes, view, decodes, prompts, draft))
+        chosen, cost = measure_cost(partial(super()._choose_nodes, view, decodes, prompts, draft))
         self.spent["selection"] += cost.cpu
         return chosen

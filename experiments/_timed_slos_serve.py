@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from rubato.core.clock import measured
+from rubato.core.clock import measure_cost
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan
 from rubato.policies import slos_serve
@@ -33,7 +33,7 @@ class Scheduler(slos_serve.Scheduler):
         promised = self.promised_ids
         running = len(promised)
         new = sum(s.id not in promised and not s.best_effort for s in view.waiting)
-        plan, cost = measured(partial(super().plan, view))
+        plan, cost = measure_cost(partial(super().plan, view))
         if self.log is not None:
             self.log.append(Planned(view.now, running, new, cost.cpu))
         return plan

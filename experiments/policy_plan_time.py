@@ -20,7 +20,7 @@ import numpy as np
 
 from experiments import Found
 from experiments.simulator_speed import loop_seconds
-from rubato.core.clock import measured
+from rubato.core.clock import measure_cost
 from rubato.core.interfaces import View
 from rubato.core.plan import ANY, Role, Tree
 from rubato.core.request import SLO, Request, Sampling, Stage
@@ -118,7 +118,7 @@ def timed(situation: str, counts: Sequence[int], seed: int) -> dict[str, Any]:
         for i in range(1 + PLANS):  # in turn: what else the machine does slows all of them
             for name, scheduler in made.items():
                 view = replace(views[name], now=NOW + STEP * i)
-                spent[name].append(measured(lambda plan=scheduler.plan, view=view: plan(view))[1].cpu)  # type: ignore[misc]
+                spent[name].append(measure_cost(lambda plan=scheduler.plan, view=view: plan(view))[1].cpu)  # type: ignore[misc]
         for name, seconds in spent.items():
             ms[name].append(1e3 * float(np.median(seconds[1:])))
     return {"situation": situation, "seed": seed, "counts": list(counts), "ms": ms, "loop": loop_seconds()}

@@ -26,7 +26,7 @@ import numpy as np
 
 from experiments import Found
 from experiments._timelines import timelines
-from rubato.core.clock import measured
+from rubato.core.clock import measure_cost
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.core.timeline import Timeline
 from rubato.engines.simulated import FREE_LINK, Drafter, KVLink, drafter
@@ -118,7 +118,7 @@ def speed(policy: str, replicas: int, count: int, seed: int, *, listed: bool = T
     offered: Iterable[Request] = requests(sizes, rate, seed)
     if listed:
         offered = list(offered)
-    lines, cost = measured(lambda: simulate_requests(offered, truth, _spec(policy, replicas), times=False))
+    lines, cost = measure_cost(lambda: simulate_requests(offered, truth, _spec(policy, replicas), times=False))
     attained = _attained(lines)
     return {
         "case": policy, "count": count, "rate": rate, "per_second": count / cost.cpu, "attained": attained,
@@ -131,7 +131,7 @@ def case_speed(name: str, replicas: int, count: int, seed: int) -> dict[str, Any
     case = CASES[name]
     rate = case.load * capacity(replicas)
     load, spec = workload(case, count, rate, seed), case_spec(case, replicas)
-    run, cost = measured(lambda: simulate(load, spec, times=False))
+    run, cost = measure_cost(lambda: simulate(load, spec, times=False))
     attained = sum(record.verdict.met for record in run.records) / count
     return {
         "case": name, "count": count, "rate": rate, "per_second": count / cost.cpu, "attained": attained,
@@ -174,7 +174,7 @@ def _drafter(profile: str) -> Drafter:
 
 def loop_seconds() -> float:
     """What a machine whose clock changes was worth at the time: CPU seconds of a million times nothing."""
-    return measured(_loop)[1].cpu
+    return measure_cost(_loop)[1].cpu
 
 
 def _loop() -> None:

@@ -19,7 +19,7 @@ from rubato.latency import affine, bilinear
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.policies import PolicyError, load, load_router, router_for
 from rubato.policies.sa import DISPATCHES, MappedRequest, Predictions, Router, order
-from rubato.policy_kit.annealing import Annealing, Predicted, anneal, annealed, evaluated
+from rubato.policy_kit.annealing import Annealing, Predicted, anneal, anneal_batches, evaluate
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
 from tests.fleet.routers import Act, ends, serve
@@ -132,13 +132,13 @@ def test_the_compiled_search_is_the_one_that_is_written(jobs: Predicted, seed: i
         sizes[: n // most] = most
         sizes[n // most :][: n % most > 0] = n % most
         start, levels = np.arange(n, dtype=np.int64), np.outer(500.0 * 0.95 ** np.arange(5), [1.0, 0.0, 0.0])
-        begin = evaluated(start, sizes, jobs.seconds, jobs.slack, jobs.waited)
+        begin = evaluate(start, sizes, jobs.seconds, jobs.slack, jobs.waited)
         given = (*begin, jobs.seconds, jobs.slack, jobs.waited, 10, rng, levels)
         return *search(start, sizes, *given), start.tolist(), sizes.tolist(), levels.tolist()  # type: ignore[operator]
 
     if n > 1:
-        plain = annealed.py_func  # type: ignore[attr-defined]
-        assert run(annealed, np.random.default_rng(seed)) == run(plain, np.random.default_rng(seed))
+        plain = anneal_batches.py_func  # type: ignore[attr-defined]
+        assert run(anneal_batches, np.random.default_rng(seed)) == run(plain, np.random.default_rng(seed))
 
 
 def test_the_search_evaluates_as_often_as_the_paper_says_and_tells_what_it_accepted() -> None:

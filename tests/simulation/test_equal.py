@@ -115,9 +115,9 @@ def lose(cluster: Cluster, id: str) -> None:
             served.append(replace(seq.request, progress=progress, handoff=None, group=""))
     if isinstance(host, LocalHost) and host._task is not None:
         host._task.cancel()
-    if isinstance(host, SimulatedHost) and replica.run is not None and host._ran is not None:
+    if isinstance(host, SimulatedHost) and replica.run is not None and host._on_run is not None:
         del replica.run.ends[replica.run.steps_done :]
-        host._ran(id, replica.run)
+        host._on_run(id, replica.run)
     replica.fail(cluster.clock.now(), "lost")
     cluster._lose_host(id, RuntimeError("it is gone"), served)
 

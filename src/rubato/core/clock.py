@@ -1,9 +1,10 @@
-"""The only module that reads or makes time. One loop, two clocks.
+"""The only module that reads or makes time: one event loop, two clocks.
 
 `WallClock` is real time. `run_virtual` runs a coroutine on an event loop whose time jumps to the next timer instead of
-waiting, so that worker, cluster and server code is the same in simulation. asyncio pops timers that are due at the same
-moment in heap order; here the order is defined: by rank, then first scheduled first.
-Simultaneous events happen as step completions, then arrivals and cancellations, then plans.
+waiting, so that worker, cluster and server code is the same in simulation.
+
+asyncio fires timers that are due at the same moment in heap order. `VirtualLoop` defines the order: by rank, then first
+scheduled first. So step completions come first, then arrivals and cancellations, then plans, then scaling.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-COMPLETION, ARRIVAL, PLAN, SCALE = 0, 1, 2, 3
+COMPLETION, ARRIVAL, PLAN, SCALE = 0, 1, 2, 3  # ranks
 
 T = TypeVar("T")
 
@@ -32,7 +33,9 @@ class Handle(Protocol):
 
 
 class Clock(Protocol):
-    """Time in seconds, never falling. Ranks order the callbacks that are due at the same instant."""
+    """Gives the time in seconds, which never falls, and calls back. Ranks order callbacks that are due at the same
+    instant.
+    """
 
     def now(self) -> float: ...
     def call_at(self, when: float, rank: int, callback: Callable[[], None]) -> Handle: ...
@@ -51,7 +54,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Real time: the event loop's own monotonic clock."""
+    """Gives real time: the event loop's own monotonic clock."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -101,7 +104,7 @@ def process_cpu_time() -> float:
 
 
 class VirtualClock(WallClock):
-    """The time of the running `VirtualLoop`; starts at 0."""
+    """Gives the time of the running `VirtualLoop`, which starts at 0."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -113,10 +116,10 @@ class VirtualClock(WallClock):
         return loop.call_ranked(when, rank, callback)
 
     async def sleep_until(self, when: float, rank: int) -> None:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        handle = self.call_at(when, rank, lambda: None if done.done() else done.set_result(None))
+        wakeup: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        handle = self.call_at(when, rank, lambda: None if wakeup.done() else wakeup.set_result(None))
         try:
-            await done
+            await wakeup
         finally:
             handle.cancel()
 
@@ -195,7 +198,7 @@ class Cost:
     cpu: float
 
 
-def measured(work: Callable[[], T]) -> tuple[T, Cost]:
+def measure_cost(work: Callable[[], T]) -> tuple[T, Cost]:
     """Runs `work` and returns its result and its cost."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
@@ -203,28 +206,35 @@ def measured(work: Callable[[], T]) -> tuple[T, Cost]:
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end on a fresh virtual loop that starts at time 0.
+    """Runs `main` to its end on a fresh virtual loop that starts at time 0, and returns its result.
 
-    Raises RuntimeError when virtual time stands still: everything waits and no timer is left; else as `run_strict`.
+    Raises:
+        RuntimeError: virtual time stands still, since everything waits and no timer is left. Other errors as
+            `run_strict`.
     """
     return run_strict(main, VirtualLoop())
 
 
 def run_strict(main: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None) -> T:
-    """Run `main` to its end on a fresh loop (None: asyncio's, in real time), as `asyncio.run` but for one thing.
+    """Runs `main` to its end on a fresh loop, as `asyncio.run` does, and returns its result.
 
-    An error that asyncio would only log, such as one in a callback or a listener, ends the run and is raised.
+    Unlike there, an error that asyncio would only log, such as one in a callback or a listener, ends the run and is
+    raised.
+
+    Args:
+        main: to run.
+        loop: a new one, which is closed at the end; None: asyncio's own, in real time.
     """
     loop = loop or asyncio.new_event_loop()
     errors: list[BaseException] = []
     task = loop.create_task(main)
 
-    def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def end_run(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         errors.append(error if error is not None else RuntimeError(context["message"]))
         task.cancel()
 
-    loop.set_exception_handler(failed)
+    loop.set_exception_handler(end_run)
     try:
         return loop.run_until_complete(task)
     finally:

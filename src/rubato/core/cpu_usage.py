@@ -15,15 +15,16 @@ STAT = Path("/proc/stat")
 
 
 def usable_cores() -> frozenset[int]:
-    """The numbers of the cores that the operating system lets this process run on."""
+    """Returns the numbers of the cores that the operating system lets this process run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def busy_seconds(cores: Collection[int]) -> float | None:
-    """CPU seconds that all programs together, the kernel and other virtual machines have taken of these cores since the
-    machine started; None where the operating system does not say."""
+    """Returns the CPU seconds that everything (programs, the kernel, other virtual machines) has taken of these cores
+    since the machine started; None where the operating system does not say.
+    """
     try:
         return _ticks(STAT.read_text().splitlines(), cores) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):  # there is no such file, it may not be read, or it is not what Linux writes
@@ -31,6 +32,7 @@ def busy_seconds(cores: Collection[int]) -> float | None:
 
 
 def _ticks(lines: Sequence[str], cores: Collection[int]) -> int:
+    """Sums the busy ticks of these cores over the lines of /proc/stat."""
     ticks = 0
     for line in lines[1:]:  # the first line is the sum of all cores
         name, *fields = line.split()
@@ -43,7 +45,7 @@ def _ticks(lines: Sequence[str], cores: Collection[int]) -> int:
 
 
 def cpu_seconds_of(pid: int) -> float:
-    """CPU seconds that a process has used, all its threads. Raises OSError where it is not to be found in /proc."""
+    """Returns the CPU seconds that a process has used, all its threads. Raises OSError if it is not in /proc."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -52,9 +54,9 @@ class TakenCores:
     """Measures how many of `cores` other programs use: 0.0 to len(cores), 0.0 where the operating system does not say.
 
     Args:
-        clock: the time, in seconds.
+        clock: tells the time, in seconds.
         cores: numbers of cores; None: all that this process may run on.
-        own: CPU seconds used so far by programs that do not count as others (default: this process).
+        own: returns the CPU seconds used so far by programs that do not count as others (default: this process).
         window: seconds between two readings, at least; the kernel counts in ticks of 10 ms.
     """
 

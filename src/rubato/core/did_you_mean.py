@@ -1,4 +1,4 @@
-"""The known name that an unknown one was probably meant to be."""
+"""Suggests the known name that an unknown one was probably meant to be."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ MAX_SHOWN = 6
 
 
 def nearest(word: str, known: Iterable[str], *, list_all: bool = True) -> str:
-    """Returns the end of an error about an unknown name: the known name spelt most alike, else those that contain it or
-    that it contains, else (list_all) all known names."""
+    """Returns the end of an error message about an unknown name.
+
+    It suggests the known name spelt most alike, else the known names that contain the unknown one or that it contains;
+    else it lists all known names.
+
+    Args:
+        word: the unknown name.
+        known: the known names.
+        list_all: list the known names where none is near; False: return "".
+    """
     names = sorted(known)
     plain = {name.lstrip("-"): name for name in names}  # dashes, which all options have, make none alike
     part = word.lstrip("-")

@@ -31,11 +31,11 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
 
 
 def encode(event: Event) -> bytes:
-    """One line, newline included."""
-    return b'{"kind":"%s",' % type(event).__name__.encode() + orjson.dumps(event, default=_named)[1:] + b"\n"
+    """Returns the event as one line of JSON, newline included."""
+    return b'{"kind":"%s",' % type(event).__name__.encode() + orjson.dumps(event, default=_as_mapping)[1:] + b"\n"
 
 
-def _named(value: Any) -> dict[str, Any]:
+def _as_mapping(value: Any) -> dict[str, Any]:
     """Converts a named tuple to a mapping, for JSON."""
     return cast(dict[str, Any], value._asdict())
 
@@ -77,7 +77,7 @@ class EventLogWriter:
         self._file.write(encode(event if self._content else without_content(event)))
 
     def close(self) -> None:
-        """A failed write, as on a full disk, is only logged: the process ends as it would."""
+        """Closes the file. A failed write, as on a full disk, is only logged: the process ends as it would."""
         try:
             self._file.close()
         except OSError as error:
@@ -91,8 +91,13 @@ class EventLogWriter:
 
 
 def check_event_log(path: str | Path) -> None:
-    """Checks, without changing anything, that `EventLogWriter` could write this file; whether another process writes
-    it now is not checked. Raises ValueError where it could not."""
+    """Checks, without changing anything, that `EventLogWriter` could write this file.
+
+    Whether another process writes it now is not checked.
+
+    Raises:
+        ValueError: it could not.
+    """
     file = Path(path)
     if file.is_file():
         _whole_lines(path)
@@ -103,8 +108,11 @@ def check_event_log(path: str | Path) -> None:
 
 
 def _check_ours(path: str | Path, file: IO[bytes]) -> None:
-    """Locks the file for this process and cuts off a last line that a killed server left incomplete. Raises ValueError
-    for a file that is no event log."""
+    """Locks the file for this process and cuts off a last line that a killed server left incomplete.
+
+    Raises:
+        ValueError: the file is no event log, or another process writes it.
+    """
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return
     try:
@@ -126,10 +134,10 @@ def _whole_lines(path: str | Path) -> int:
         cut = file.read(MAX_KIND_BYTES)
         begins = cut.startswith(LINE_STARTS)
         if whole:  # a last line may be cut short anywhere, where its writer was killed
-            ours = _is_event(first) and (begins or any(begin.startswith(cut) for begin in LINE_STARTS))
+            is_log = _is_event(first) and (begins or any(begin.startswith(cut) for begin in LINE_STARTS))
         else:
-            ours = begins or not cut
-        if not ours:
+            is_log = begins or not cut
+        if not is_log:
             raise ValueError(f"event log {path}: the file is there and is no event log; name another, or move it away")
     return whole
 
@@ -174,8 +182,11 @@ def event_of(kind: object, fields: object) -> Event:
 
 
 def read(path: str | Path) -> Iterator[Event]:
-    """Yields the events of a log, in order; an incomplete last line is omitted with a warning. Raises ValueError naming
-    the file, the line and its problem."""
+    """Yields the events of a log, in order; an incomplete last line is omitted with a warning.
+
+    Raises:
+        ValueError: a line is no event; the message names the file, the line and its problem.
+    """
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:

@@ -26,16 +26,21 @@ CLIENT_ERRORS = ("rejected-invalid", "rejected-too-long", "rejected-exceeds-kv")
 
 @event_dataclass(frozen=True, slots=True)
 class Verdict:
-    """The judgement of one finished request (`slo.judge`). Measured times in seconds, None where there is none.
+    """The judgement of one finished request (`slo.judge`). Measured times are in seconds, None where there is none.
 
-    met: every stage met every SLO it carries (True for a completed best-effort request). cause: of a miss, where it is
-    known; else None.
-    ttft is measured from arrival; tpot is the mean over the tokens after the first, of each prompt where there are
-    several; e2e excludes the time that tools took.
-    margin: seconds to spare at the tightest token (negative: late by that much), None without an SLO.
-    pause: the longest time between two consecutive tokens of one stage.
-    unjudged: its TTFT or TPOT was not measured, and no measured time missed an SLO: `met` is False, and it is no miss.
-    met_by_deadline, met_by_windows: `met` under these two rules, whichever rule judges; None where not computed.
+    Args:
+        met: every stage met every SLO it carries; True for a completed best-effort request.
+        slo_rule: the rule that judged, one of `SLO_RULES`.
+        cause: why the request missed, where that is known.
+        ttft: from arrival to the first token.
+        tpot: mean time per token after the first of each prompt.
+        e2e: from arrival to the last token, without the time that tools took.
+        margin: time to spare at the tightest token (negative: late by that much); None without an SLO.
+        pause: the longest time between two consecutive tokens of one stage.
+        met_by_deadline: `met` under the deadline rule, whichever rule judges; None where not computed.
+        met_by_windows: the same under the windowed rule.
+        unjudged: its TTFT or TPOT was not measured, and no measured time missed an SLO: `met` is False, and it is no
+            miss.
     """
 
     met: bool
@@ -70,8 +75,13 @@ class Offered(Event):
 
 @event_dataclass(frozen=True, slots=True)
 class Placed(Event):
-    """A router placed the request on `replica`. why: the router's explanation (`Dispatch.why`), or empty. ttft: the
-    expected TTFT, in seconds from arrival, where the replica predicts one."""
+    """A router placed the request on a replica.
+
+    Args:
+        replica: id of the replica.
+        why: the router's explanation (`Dispatch.why`), or empty.
+        ttft: the expected TTFT, in seconds from arrival, where the replica predicts one.
+    """
 
     replica: str
     why: str = ""
@@ -80,8 +90,12 @@ class Placed(Event):
 
 @event_dataclass(frozen=True, slots=True)
 class Started(Event):
-    """A request began to run after it had waited. resumed: it ran before, until a preemption or on another replica.
-    cached: tokens that were in KV already (prefix cache, or its group's prompt)."""
+    """A request began to run after it had waited.
+
+    Args:
+        resumed: it ran before, until a preemption or on another replica.
+        cached: tokens that were in KV already (prefix cache, or its group's prompt).
+    """
 
     resumed: bool = False
     cached: int = 0
@@ -89,10 +103,19 @@ class Started(Event):
 
 @event_dataclass(frozen=True, slots=True)
 class Tokens(Event):
-    """Output tokens came out. stage_done: they end `stage`; the next stage began with the last one, or begins when its
-    tool returns. tried: drafted tokens that were verified; all but one of `tokens` were accepted ones.
-    accepted: the accepted nodes of the candidate tree (`Emitted`; empty in logs older than this field).
-    times: when each token came, where one event reports several; empty: all at `at`."""
+    """Output tokens came out.
+
+    Args:
+        tokens: number of tokens.
+        text: their text, as far as it is final.
+        token_ids: empty where there is no model.
+        stage: index of the stage they belong to.
+        logprobs: one a token, where the request asked for them.
+        stage_done: they end `stage`; the next stage began with the last of them, or begins when its tool returns.
+        tried: drafted tokens that were verified; all but one of `tokens` were accepted ones.
+        accepted: the accepted nodes of the candidate tree (`Emitted`; empty in logs older than this field).
+        times: when each token came, where one event reports several; empty: all at `at`.
+    """
 
     tokens: int
     text: str = ""
@@ -117,8 +140,12 @@ class ToolCallFinished(Event):
 
 @event_dataclass(frozen=True, slots=True)
 class HandedOff(Event):
-    """A replica gave up this request: `request.handoff` has the replica, the reason and the tokens of KV that move,
-    `request.progress` the output so far. The request is held again until a router places it."""
+    """A replica gave up this request, which is held again until a router places it.
+
+    Args:
+        request: its `handoff` has the replica, the reason and the tokens of KV that move, its `progress` the output so
+            far.
+    """
 
     request: Request
 
@@ -154,10 +181,14 @@ class Promoted(Event):
 class Finished(Event):
     """The last event of every request, whatever its outcome.
 
-    reason: "stop" | "length" for completed; the reason of the refusal, the error or the client's act otherwise.
-    best_effort: the request was served as best effort when it ended. output: output tokens of all stages. prompt: its
-    prompt tokens as the server counted them, 0 where another choice of the same prompt counts them; None: as the
-    request states.
+    Args:
+        outcome: how it ended.
+        reason: "stop" | "length" for completed; else the reason of the refusal, the error or the client's act.
+        verdict: how its SLO was kept.
+        output: output tokens of all stages.
+        best_effort: the request was served as best effort when it ended.
+        prompt: its prompt tokens as the server counted them, 0 where another choice of the same prompt counts them;
+            None: as the request states.
     """
 
     outcome: Outcome
@@ -169,7 +200,7 @@ class Finished(Event):
 
     @property
     def is_client_error(self) -> bool:
-        """Whether the request itself is invalid, whatever the load: HTTP answers 400, and no SLO is missed."""
+        """Returns whether the request itself is invalid, whatever the load: HTTP answers 400, and no SLO is missed."""
         return self.outcome == "refused" and self.reason.startswith(CLIENT_ERRORS)
 
 

@@ -1,4 +1,4 @@
-"""Optional libraries: the error for a missing one names the extra to install."""
+"""Turns a missing optional library into an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ class MissingExtra(ImportError):
 
 @contextmanager
 def extra(name: str, what: str) -> Iterator[None]:
-    """Wraps imports: raises MissingExtra where one fails, which says that `what` needs the extra `name`. The outer of
-    two nested extras is named."""
+    """Wraps imports: where one fails, raises MissingExtra, which says that `what` needs the extra `name`. Of two nested
+    extras it names the outer one.
+    """
     try:
         yield
     except ImportError as error:

@@ -13,8 +13,11 @@ from rubato.core.slo import TOLERANCE_S, WINDOW_TOKENS, deadlines
 
 
 class StageLengths(NamedTuple):
-    """The lengths of one stage, in tokens. min_output and max_output are equal where the output length is known; an e2e
-    is judged by the minimum, a TPOT by the maximum."""
+    """The lengths of one stage, in tokens.
+
+    Where the output length is known, min_output and max_output are equal. The minimum is judged by the e2e, the maximum
+    by the TPOT.
+    """
 
     prompt: int
     slo: SLO
@@ -53,34 +56,38 @@ def find_infeasible(
     """
     in_kv, start = cached, 0.0
     continues: float | None = None
-    for at, (prompt, slo, fewest, most) in enumerate(stages):
+    for at, (prompt, slo, min_output, max_output) in enumerate(stages):
         pending = prompt + 1 if at else prompt - cached  # later: the token before it is not in KV yet
         first = prefill_time(latency, pending, in_kv, chunk)
         in_kv += pending
+        is_known = min_output == max_output
         begin = latency.step_time(Shape.decodes(1, in_kv + 1))
-        end = latency.step_time(Shape.decodes(1, in_kv + 1 + max(0, most - 2))) if fewest == most else begin
+        end = latency.step_time(Shape.decodes(1, in_kv + 1 + max(0, max_output - 2))) if is_known else begin
         step = (begin + end) / (2 * tokens_per_step)
-        came = start + first
-        soonest, last = came + (fewest - 1) * step, came + (most - 1) * step
-        due = deadlines(slo, 0.0, start, came, None if prompt else continues)
+        first_at = start + first
+        soonest, last = first_at + (min_output - 1) * step, first_at + (max_output - 1) * step
+        due = deadlines(slo, 0.0, start, first_at, None if prompt else continues)
         if slo.ttft is not None and first > slo.ttft + TOLERANCE_S:
             return f"the prompt of {pending} tokens takes {_ms(first)} here alone; asked {_ms(slo.ttft)}"
         if slo.e2e is not None and soonest > due.end + TOLERANCE_S:
-            output = f" and {fewest} of output" if fewest > 1 else ""
+            output = f" and {min_output} of output" if min_output > 1 else ""
             return f"{pending} tokens of prompt{output} take {_ms(soonest)} here alone; asked {_ms(slo.e2e)}"
         if slo.tpot is not None:
-            pace = step if most > 1 else first
+            pace = step if max_output > 1 else first
             by_token = due._replace(end=inf)
-            late = came > by_token.token(0) + TOLERANCE_S or last > by_token.token(most - 1) + TOLERANCE_S
+            is_late = first_at > by_token.token(0) + TOLERANCE_S or last > by_token.token(max_output - 1) + TOLERANCE_S
             if slo_rule != "deadline":
-                pace, late = _paced(most - 1, begin / tokens_per_step, end / tokens_per_step, slo.tpot, slo_rule)
-            if late:
+                pace, is_late = _paced(
+                    max_output - 1, begin / tokens_per_step, end / tokens_per_step, slo.tpot, slo_rule
+                )
+            if is_late:
                 return f"a token takes {_ms(pace)} here alone; asked {_ms(slo.tpot)}"
             longest = end / tokens_per_step
-            if slo_rule == "deadline" and most > 1 and longest > due.max_pause + TOLERANCE_S:
+            if slo_rule == "deadline" and max_output > 1 and longest > due.max_pause + TOLERANCE_S:
                 return f"a token takes {_ms(longest)} here alone; the longest pause is {_ms(due.max_pause)}"
-        in_kv += most - 1
-        continues = last if due.token(most - 1) == inf else due.token(most - 1)
+        in_kv += max_output - 1
+        last_due = due.token(max_output - 1)
+        continues = last if last_due == inf else last_due
         start = last
     return None
 

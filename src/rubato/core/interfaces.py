@@ -69,22 +69,25 @@ class SeqView(Protocol):
 
 
 def nothing_sent(seq: SeqView) -> bool:
-    """Whether no token of any stage has come out, so that its client has received nothing."""
+    """Returns whether no token of any stage has come out, so that its client has received nothing."""
     return seq.length == seq.request.stages[0].prompt
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One replica: for schedulers just before a step, for routers at any time. `waiting` requests hold no KV (in order
-    of submission, also after a preemption; the same tuple as before, if only time has passed for them); `running`
-    requests hold KV (in order of start). kv_free and kv_total count blocks of `limits.block_size` tokens.
+    """One replica: for schedulers just before a step, for routers at any time.
 
-    as_of: time of the state; `now`, except for a remote replica, whose state is rebuilt from its events.
-    moving: requests that hold KV here and cannot be planned, since it moves to another replica, or from one.
-    steps: number of steps that have ended here (0 inside vLLM, which does not count them).
-    slo_rule: judges finished requests (`core.slo`); for a remote replica always "deadline".
-    in_flight: the batch that runs now, empty between steps. The running step's tokens (`SeqView.in_flight`) are pending
-    until it ends; only vLLM, which plans ahead and leaves this empty, counts them in `cached` and `output`.
+    Args:
+        waiting: requests that hold no KV, in order of submission, also after a preemption; the same tuple as before, if
+            only time has passed for them.
+        running: requests that hold KV, in order of start.
+        kv_free, kv_total: free KV blocks, and all, of `limits.block_size` tokens.
+        as_of: time of the state; `now`, except for a remote replica, whose state is rebuilt from its events.
+        moving: requests that hold KV here and cannot be planned, since it moves to another replica, or from one.
+        in_flight: the batch that runs now, empty between steps. Its tokens (`SeqView.in_flight`) are pending until it
+            ends; only vLLM, which plans ahead and leaves this empty, counts them in `cached` and `output`.
+        steps: number of steps that have ended here; 0 inside vLLM, which does not count them.
+        slo_rule: judges finished requests (`core.slo`); for a remote replica always "deadline".
     """
 
     id: str
@@ -108,7 +111,7 @@ class View:
 
     @property
     def known(self) -> Mapping[str, SeqView]:
-        """All waiting and running requests, by id."""
+        """Returns all waiting and running requests, by id."""
         return {s.id: s for group in (self.waiting, self.running) for s in group}
 
     @property
@@ -117,44 +120,44 @@ class View:
 
     @property
     def prefilling(self) -> Sequence[SeqView]:
-        """Running requests with more than one token pending, in order of start."""
+        """Returns the running requests with more than one token pending, in order of start."""
         return [s for s in self.running if s.pending > 1]
 
     @property
     def dues(self) -> NDArray[np.float64]:
-        """`due` of each running request, in the order of `running`."""
+        """Returns `due` of each running request, in the order of `running`."""
         return np.array([s.due for s in self.running], dtype=np.float64)
 
     @property
     def first_decode_due(self) -> float:
-        """The earliest `due` from now on among running requests with one token pending; inf for none."""
+        """Returns the earliest `due` from now on among running requests with one token pending; inf for none."""
         return min([d for s in self.running if s.pending == 1 and (d := s.due) >= self.now], default=inf)
 
     @property
     def decodes(self) -> Shape:
-        """The batch of one token for every running sequence with one pending."""
+        """Returns the shape of a batch of one token for every running sequence with one pending."""
         cached = [c for s in self.running if s.length - (c := s.cached) == 1]  # not by `pending`: half the time
         return Shape.decodes(len(cached), sum(cached) + len(cached))
 
     @property
     def decode_blocks(self) -> int:
-        """New KV blocks that the batch `decodes` needs."""
+        """Returns the new KV blocks that the batch `decodes` needs."""
         block = self.limits.block_size
         return sum(max(0, s.cached // block + 1 - s.blocks) for s in self.running if s.pending == 1)
 
     @property
     def newest(self) -> SeqView | None:
-        """The running request that started last."""
+        """Returns the running request that started last."""
         return self.running[-1] if self.running else None
 
     @property
     def pending(self) -> int:
-        """Pending tokens of all waiting and running requests."""
+        """Returns the pending tokens of all waiting and running requests."""
         return sum(s.pending for s in self.waiting) + sum(s.pending for s in self.running)
 
     @property
     def count(self) -> int:
-        """Number of waiting and running requests."""
+        """Returns the number of waiting and running requests."""
         return len(self.waiting) + len(self.running)
 
 
@@ -165,17 +168,20 @@ Line = tuple[float, float, float, int, float]
 
 class LatencyModel(Protocol):
     """Predicts step time from batch shape. `rubato.latency.model_base.ModelBase` derives the rest from `step_time`: a
-    model that inherits from it defines `step_time`, `largest_chunk`, `fit` and `update`."""
+    model that inherits from it defines `step_time`, `largest_chunk`, `fit` and `update`.
+    """
 
     @property
     def spread(self) -> float:
-        """Root mean square of the relative errors of recent predictions. 0 where unknown, and for models that do not
-        learn."""
+        """Returns the root mean square of the relative errors of recent predictions; 0 where unknown, and for models
+        that do not learn.
+        """
         ...
 
     def step_time(self, shape: Shape) -> float:
-        """Returns the seconds of a batch of this shape: above 0, finite, and never less for a batch with one more
-        entry or a longer one."""
+        """Returns the seconds of a batch of this shape: above 0, finite, never less with one more entry or a longer
+        one.
+        """
         ...
 
     def seconds_of(
@@ -194,7 +200,8 @@ class LatencyModel(Protocol):
         """Returns how many tokens of sequences in the batch, such as drafted ones to verify, can be added before its
         time grows: until compute takes as long as reading weights and KV; 0 for a batch beyond that. This is AdaServe's
         verification budget B without roots (§3: "determined based on hardware profiling"; the authors' artifact: 256
-        and 512 tokens a step)."""
+        and 512 tokens a step).
+        """
         ...
 
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
@@ -211,7 +218,8 @@ class LatencyModel(Protocol):
 
     def idle(self, seconds: float) -> None:
         """Tells the model that no step has run for `seconds`; its owner calls this before it asks for predictions. A
-        policy that refuses all requests by its predictions runs no step, so a slow spell must pass without one."""
+        policy that refuses all requests by its predictions runs no step, so a slow spell must pass without one.
+        """
         ...
 
 
@@ -224,8 +232,9 @@ class LengthPredictor(Protocol):
 
 class Scheduler(Protocol):
     """Decides each step of one replica. `needs` is checked against `View.supports` at start. An attribute `uses` may
-    name optional capabilities, in the same words; `default_lengths` may name a length predictor, as for a Router.
-    With `can_skip_tokens = True` a host may leave out `Tokens`, whose counts are in the views."""
+    name optional capabilities, in the same words; `default_lengths` may name a length predictor, as for a Router. With
+    `can_skip_tokens = True` a host may leave out `Tokens`, whose counts are in the views.
+    """
 
     needs: ClassVar[frozenset[str]]
 
@@ -237,18 +246,21 @@ MIN_WAKE_S = 1e-6  # from now to `Dispatch.wake_at`, at least
 
 
 class Dispatch(NamedTuple):
-    """A Router's decision. Carried out in this order: assign, recall, demote, reject, place. A request that is neither
-    placed nor rejected stays held.
+    """A Router's decision, carried out in this order: assign, recall, demote, reject, place.
 
-    place: request id -> replica id; each replica queues requests in the order of this mapping. reject: request id ->
-    reason. demote: held requests that are served as best effort from now on.
-    recall: replica id -> which of its requests come back: "waiting", those without KV, or "best_effort", those without
-    SLO or demoted, waiting or running. The replica hands them off without KV (`HandedOff`, reason "recalled") before
-    its next step.
-    wake_at: call `place` again at this time if a request is held then; it replaces the last Dispatch's.
-    assign: replica id -> its role from now on (`View.role`, `Assigned`); its requests stay unless recalled. The phase
-    of a replica does not change while KV is in transfer to it. why: request id -> an explanation of its placement, for
-    people (`Placed.why`).
+    A request that is neither placed nor rejected stays held.
+
+    Args:
+        place: request id -> replica id; each replica queues requests in the order of this mapping.
+        reject: request id -> reason.
+        demote: held requests that are served as best effort from now on.
+        recall: replica id -> which of its requests come back: "waiting", those without KV, or "best_effort", those
+            without SLO or demoted, waiting or running. The replica hands them off without KV (`HandedOff`, reason
+            "recalled") before its next step.
+        wake_at: call `place` again at this time if a request is held then; it replaces the last Dispatch's.
+        assign: replica id -> its role from now on (`View.role`, `Assigned`); its requests stay unless recalled. The
+            phase of a replica does not change while KV is in transfer to it.
+        why: request id -> an explanation of its placement, for people (`Placed.why`).
     """
 
     place: Mapping[str, str] = NOTHING
@@ -327,16 +339,19 @@ class Autoscaler(Protocol):
 
 class Engine(Protocol):
     """Runs batches. It keeps each sequence's token ids, sampling state and text; the replica keeps counts and KV
-    blocks. Block ids in a batch are indices into the engine's own KV memory, [0, limits.kv_blocks)."""
+    blocks. Block ids in a batch are indices into the engine's own KV memory, [0, limits.kv_blocks).
+    """
 
     @property
     def limits(self) -> Limits: ...
     @property
     def supports(self) -> frozenset[str]:
-        """The capabilities that policies may need: chunked (part of a prompt), mixed (prefill and decodes in one
-        batch), preempt, kv_transfer (`export_kv`, `import_kv`), draft (`Work.draft`, `Work.verify` of chains), tree (of
-        trees). A host adds handoff where its plans can pass requests on, and recall where its router can take them
-        back."""
+        """Returns the capabilities that policies may need.
+
+        They are: chunked (part of a prompt), mixed (prefill and decodes in one batch), preempt, kv_transfer
+        (`export_kv`, `import_kv`), draft (`Work.draft`, `Work.verify` of chains), tree (of trees). A host adds handoff
+        where its plans can pass requests on, and recall where its router can take them back.
+        """
         ...
 
     async def start(self) -> None:
@@ -378,18 +393,20 @@ class TransferError(Exception):
 
 
 class Host(Protocol):
-    """One replica, local or remote. It passes events in order to the callback of its constructor. Every submitted
-    request ends in exactly one `Finished`, unless the host is lost: then it calls its other callback once, with the
-    requests that must move and their progress.
+    """One replica, local or remote, which passes events in order to the callback of its constructor.
+
+    Every submitted request ends in exactly one `Finished`, unless the host is lost: then it calls its other callback
+    once, with the requests that must move and their progress.
 
     A request that it hands off (`HandedOff`) leaves it; only its KV stays, until `release`. For a request that comes
-    with KV, `reserve` replaces `submit`."""
+    with KV, `reserve` replaces `submit`.
+    """
 
     @property
     def id(self) -> str: ...
     @property
     def cooldown_until(self) -> float:
-        """No request is placed here before this time, since some have just failed here."""
+        """Returns the time before which no request is placed here, since some have just failed here."""
         ...
 
     async def start(self) -> None: ...
@@ -405,7 +422,7 @@ class Host(Protocol):
         ...
 
     def recall(self, kind: Recall) -> None:
-        """Hands off, without KV and before the next plan, all requests of this kind: waiting, or best effort."""
+        """Hands off all requests of a kind (waiting, or best effort), without KV and before the next plan."""
         ...
 
     def reserve(self, request: Request) -> bool:

@@ -1,10 +1,11 @@
-"""Predictors of output lengths: none, a mean, a quantile, a draw, or an oracle with noise.
+"""Predicts output lengths: not at all, by a mean, a quantile, a draw, or an oracle with noise.
 
 All are `interfaces.LengthPredictor`: `remaining` returns how many more output tokens to expect of a request, at least
 1, or None while unknown; `output` counts those of all stages so far. `learn` is called with each completed request.
-Predictors that learn also take `classes`: a class of requests, which is their app, or their tier where they name none
--> the distribution of its output lengths (SA, §4.2), {mean, std} or a range [least, most], in tokens. It replaces what
-finished requests of that class teach.
+
+Predictors that learn also take `classes`, which maps a class of requests (`class_of`) to the distribution of its output
+lengths (SA, §4.2): {mean, std} or a range [least, most], in tokens. It replaces what finished requests of that class
+teach.
 """
 
 from __future__ import annotations
@@ -94,8 +95,11 @@ class LengthRange:
 
 
 def parse_classes(classes: Mapping[str, object]) -> dict[str, LengthDistribution]:
-    """Parses the setting `classes` into class -> distribution. Raises ValueError, naming the class, for anything but
-    {mean, std} or [least, most]."""
+    """Parses the setting `classes` into class -> distribution.
+
+    Raises:
+        ValueError: for anything but {mean, std} or [least, most]; it names the class.
+    """
     if not isinstance(classes, Mapping):
         raise ValueError(f"classes is {classes!r:.80}: give a class's name -> {CLASS_FORMS}")
     return {name: _parse_class(name, value) for name, value in classes.items()}
@@ -135,11 +139,12 @@ def check_least(least: int) -> int:
 
 
 class RunningMean:
-    """The mean output length of finished requests of the same class, a request's app, or its tier where it names none
-    (of all classes until `least` of its own have finished).
+    """Predicts the mean output length of finished requests of the same class (`class_of`); of all classes until `least`
+    of its own have finished.
 
-    least: requests of a class that must have finished before its own lengths count. classes: lengths that are known, by
-    class: {mean, std} or [least, most], in tokens.
+    Args:
+        least: requests of a class that must have finished before its own lengths count.
+        classes: lengths that are known, by class: {mean, std} or [least, most], in tokens.
     """
 
     def __init__(self, least: int = 5, classes: Mapping[str, object] = NO_CLASSES) -> None:
@@ -215,7 +220,10 @@ class _Lengths:
 
 class _ObservedLengths:
     """Output lengths of finished requests by class (`class_of`); a class with fewer than `least` uses those of all.
-    Raises ValueError for a `least` below 1."""
+
+    Raises:
+        ValueError: `least` is below 1.
+    """
 
     def __init__(self, least: int) -> None:
         self._least = check_least(least)
@@ -231,18 +239,22 @@ class _ObservedLengths:
         lengths.add(output)
         self.all.add(output)
 
-    def like(self, request: Request) -> _Lengths:
+    def lengths_for(self, request: Request) -> _Lengths:
+        """Returns the lengths to predict this request by."""
         own = self._classes.get(class_of(request))
         return self.all if own is None or len(own) < self._least else own
 
 
 class ConditionalMean:
-    """E[length | length > output so far] over finished requests of the same class (`_ObservedLengths`), for PolyServe:
-    its admission also counts on residents past the mean. If no request of the class was longer, over all classes; if
-    none was longer at all, 1 token.
+    """Predicts the mean length of finished requests of the same class (`_ObservedLengths`) that were longer than the
+    output so far.
 
-    least: requests of a class that must have finished before its own lengths count. classes: lengths that are known, by
-    class: {mean, std} or [least, most], in tokens.
+    If no request of the class was longer, all classes count; if none was longer at all, it predicts 1 token. For
+    PolyServe, whose admission also counts on residents past the mean.
+
+    Args:
+        least: requests of a class that must have finished before its own lengths count.
+        classes: lengths that are known, by class: {mean, std} or [least, most], in tokens.
     """
 
     def __init__(self, least: int = 5, classes: Mapping[str, object] = NO_CLASSES) -> None:
@@ -254,7 +266,9 @@ class ConditionalMean:
             return max(1.0, min(own.mean_beyond(output) or 0.0, request.sampling.max_tokens) - output)
         if not len(self._observed.all):
             return None
-        expected = self._observed.like(request).mean_beyond(output) or self._observed.all.mean_beyond(output) or 0.0
+        expected = (
+            self._observed.lengths_for(request).mean_beyond(output) or self._observed.all.mean_beyond(output) or 0.0
+        )
         return max(1.0, min(expected, request.sampling.max_tokens) - output)
 
     def learn(self, request: Request, output: int) -> None:
@@ -262,12 +276,15 @@ class ConditionalMean:
 
 
 class Quantile:
-    """The 95 % quantile of the lengths above the output so far, over finished requests of the same class
-    (`_ObservedLengths`), for JITServe: an upper bound that tightens as output comes out. If no request of the class was
-    longer, over all classes; if none was longer at all, 1 token.
+    """Predicts the 95 % quantile of the lengths above the output so far, over finished requests of the same class
+    (`_ObservedLengths`).
 
-    least: requests of a class that must have finished before its own lengths count. classes: lengths that are known, by
-    class: {mean, std} or [least, most], in tokens.
+    If no request of the class was longer, all classes count; if none was longer at all, it predicts 1 token. For
+    JITServe: an upper bound that tightens as output comes out.
+
+    Args:
+        least: requests of a class that must have finished before its own lengths count.
+        classes: lengths that are known, by class: {mean, std} or [least, most], in tokens.
     """
 
     def __init__(self, least: int = 5, classes: Mapping[str, object] = NO_CLASSES) -> None:
@@ -282,7 +299,7 @@ class Quantile:
         elif not len(self._observed.all):
             return None
         else:
-            bound = self._observed.like(request).quantile_beyond(output, BOUND_QUANTILE)
+            bound = self._observed.lengths_for(request).quantile_beyond(output, BOUND_QUANTILE)
             bound = bound or self._observed.all.quantile_beyond(output, BOUND_QUANTILE)
         return max(1.0, min(bound or 0.0, request.sampling.max_tokens) - output)
 
@@ -291,12 +308,16 @@ class Quantile:
 
 
 class Gaussian:
-    """A draw from the normal distribution with the mean and variance of finished requests of the same class
-    (`_ObservedLengths`), as SA predicts (§3), or from the class's configured distribution: one for each request,
-    between 1 and its max_tokens.
+    """Draws a length for each request from a normal distribution, as SA predicts (§3), between 1 and its max_tokens.
 
-    rng: makes the key of all draws, once. A request's draw depends on the key and its id only, so that neither the
+    Its mean and variance are those of finished requests of the same class (`_ObservedLengths`); a class's configured
+    distribution replaces it. A request's draw depends on the key of all draws and its id only, so that neither the
     order nor the number of calls matters and no state of a request is kept; it follows the fit as that changes.
+
+    Args:
+        rng: makes the key of all draws, once.
+        least: requests of a class that must have finished before its own lengths count.
+        classes: lengths that are known, by class: {mean, std} or [least, most], in tokens.
     """
 
     def __init__(self, rng: np.random.Generator, least: int = 5, classes: Mapping[str, object] = NO_CLASSES) -> None:
@@ -307,7 +328,7 @@ class Gaussian:
     def remaining(self, request: Request, output: int) -> float | None:
         distribution: LengthDistribution | None = self._configured.get(class_of(request))
         if distribution is None:
-            lengths = self._observed.like(request)
+            lengths = self._observed.lengths_for(request)
             if not len(lengths):
                 return None
             distribution = NormalLengths(*lengths.normal())
@@ -321,10 +342,15 @@ class Gaussian:
 
 
 def seeded_gaussian(least: int = 5, seed: int = 0, classes: Mapping[str, object] = NO_CLASSES) -> Gaussian:
-    """A `Gaussian`, for configurations.
+    """Makes a `Gaussian`, for configurations.
 
-    seed: of the draws. least: requests of a class that must have finished before its own lengths count. classes:
-    lengths that are known, by class: {mean, std} or [least, most], in tokens. Raises ValueError for a bad seed.
+    Args:
+        seed: of the draws.
+        least: requests of a class that must have finished before its own lengths count.
+        classes: lengths that are known, by class: {mean, std} or [least, most], in tokens.
+
+    Raises:
+        ValueError: for a bad seed.
     """
     if type(seed) is not int or seed < 0:
         raise ValueError(f"seed is {seed!r}: give a whole number, 0 or more")
@@ -341,9 +367,17 @@ DEFAULT_LENGTHS = "running_mean"  # on servers that accept an e2e; simulations h
 
 
 class Oracle:
-    """The true length times a factor uniform in [1 - noise, 1 + noise], drawn once per request from its own stream.
+    """Predicts the true length times a factor uniform in [1 - noise, 1 + noise], drawn once per request from its own
+    stream.
 
-    truth: request id -> output tokens. Raises KeyError for a request that is not in it, ValueError for a bad noise.
+    Args:
+        truth: request id -> output tokens.
+        noise: largest relative error, in [0, 1).
+        seed: of the draws.
+
+    Raises:
+        KeyError: for a request that is not in `truth`.
+        ValueError: for a bad noise.
     """
 
     def __init__(self, truth: Mapping[str, int], noise: float = 0.0, seed: int = 0) -> None:

@@ -1,7 +1,7 @@
-"""A replica's limits, the plan of one step, its batch, and an engine's result.
+"""Defines a replica's limits, the plan of one step, its batch, and an engine's result.
 
-Frozen; times in seconds, lengths in tokens. Most are named tuples, which are made three times as fast as frozen
-dataclasses: each step makes many.
+All are frozen; times are in seconds, lengths in tokens. Most are named tuples, which are made three times as fast as
+frozen dataclasses: each step makes many.
 """
 
 from __future__ import annotations
@@ -65,15 +65,21 @@ class Limits:
 class Shape(NamedTuple):
     """The features of a batch that determine its step time; the sum of two shapes' features is that of both batches.
 
-    Each entry runs `c` tokens on top of `k` tokens already cached.
-    tokens = Σ c;  seqs = entries;  kv = Σ (k + c), KV tokens read;  spec_steps = draft steps. Over the chunks alone,
-    entries with c > 1:  chunks = their count;  chunk_context = Σ c·k and chunk_sq = Σ c² (prefill attention);
-    chunk_kv = Σ (k + c). So seqs - chunks are decodes, which read kv - chunk_kv. Logs older than `chunks` and
-    `chunk_kv` have 0 in both.
+    Each entry of a batch runs c tokens on top of k tokens already cached. Entries with c > 1 are chunks, the other
+    `seqs` - `chunks` are decodes, which read `kv` - `chunk_kv`. Logs older than `chunks` and `chunk_kv` have 0 in both.
 
-    draft_tokens: tokens that the drafter runs in its steps after the first, Σ (depth - 1)·width over the drafting
-    sequences (`later_draft_tokens`); its first step runs the batch's new tokens. 0 with several steps: unknown, as in
-    older logs.
+    Args:
+        tokens: Σ c.
+        seqs: number of entries.
+        kv: Σ (k + c), KV tokens read.
+        chunk_context: Σ c·k over the chunks (prefill attention).
+        chunk_sq: Σ c² over the chunks (prefill attention).
+        spec_steps: draft steps.
+        chunks: number of chunks.
+        chunk_kv: Σ (k + c) over the chunks.
+        draft_tokens: tokens that the drafter runs in its steps after the first, Σ (depth - 1)·width over the drafting
+            sequences (`later_draft_tokens`); its first step runs the batch's new tokens. 0 with several steps: unknown,
+            as in older logs.
     """
 
     tokens: int = 0
@@ -88,12 +94,12 @@ class Shape(NamedTuple):
 
     @classmethod
     def decodes(cls, seqs: int, kv: int) -> Shape:
-        """A batch of `seqs` decodes, which read `kv` tokens of KV together, their new ones included."""
+        """Makes a batch of `seqs` decodes, which read `kv` tokens of KV together, their new ones included."""
         return cls(seqs, seqs, kv)
 
     @classmethod
     def prefill(cls, tokens: int, cached: int = 0) -> Shape:
-        """A batch of one chunk: `tokens` tokens of a prompt, on top of `cached` in KV."""
+        """Makes a batch of one chunk: `tokens` tokens of a prompt, on top of `cached` in KV."""
         return NO_BATCH.plus(tokens, cached)
 
     def plus(self, tokens: int, cached: int) -> Shape:
@@ -151,9 +157,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tree:
-    """Candidate tokens after a sequence's last: node i follows node parents[i] < i (-1: the last token itself);
-    paths[i] is the probability that the node and all nodes before it on its path are accepted, never rising on a path.
-    A chain is a tree of one leaf."""
+    """Candidate tokens after a sequence's last. A chain is a tree of one leaf.
+
+    Args:
+        parents: node i follows node parents[i] < i; -1: the last token itself.
+        paths: the probability that the node and all nodes before it on its path are accepted, never rising on a path.
+    """
 
     parents: tuple[int, ...]
     paths: tuple[float, ...]
@@ -183,10 +192,15 @@ def later_draft_tokens(draft: tuple[int, int]) -> int:
 
 
 class Work(NamedTuple):
-    """Runs `tokens` of a sequence's pending tokens in this step (1 for a decode, more for a chunk of prefill).
+    """One sequence's part of a plan.
 
-    For a sequence that samples: verify, the nodes of its candidate tree (`SeqView.draft`) to run, too, children with
-    their parents; draft, (depth, width) of the tree to draft at the end of the step, which the next plan sees.
+    Args:
+        seq: id of the sequence.
+        tokens: pending tokens to run in this step: 1 for a decode, more for a chunk of prefill.
+        verify: for a sequence that samples, the nodes of its candidate tree (`SeqView.draft`) to run, too, children
+            with their parents.
+        draft: for a sequence that samples, (depth, width) of the tree to draft at the end of the step, which the next
+            plan sees.
     """
 
     seq: str
@@ -196,20 +210,24 @@ class Work(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One step, decided by a Scheduler. Applied in this order: drop, handoff, preempt, demote, promote, work.
+    """One step, decided by a Scheduler, and applied in this order: drop, handoff, preempt, demote, promote, work.
 
-    drop: seq -> reason; refuses a request for good: only one that asked for `on_decline="refuse"`, or, as SATURATED,
-    one that has not begun.
-    handoff: seq -> why the router must place it on another replica. Its KV stays here until it has been sent;
-    "prefilled" is for a running request whose prompt is in KV. Needs "handoff", with KV also "kv_transfer".
-    without_kv: handed-off requests that give up their KV here and now; the next replica prefills them again.
-    preempt: frees a running sequence's KV; it keeps its tokens, waits, and resumes by one prefill of them all.
-    demote / promote: to best effort and back. wake_at: plan again at this time even if nothing happens.
-
-    decode_all: one token of every running sequence that has one pending and stays; `work` then names none of them.
-    repeat_steps: the next `repeat_steps` plans would be this one again, its work cut to the tokens still pending (a
-    sequence whose prefill completes joins the decodes), unless a request arrives, is cancelled or lacks KV, or a prompt
-    or a stage ends while a request waits or prefills. A simulator may run these steps without asking.
+    Args:
+        work: what each sequence runs.
+        preempt: running sequences whose KV is freed; each keeps its tokens, waits, and resumes by one prefill of them
+            all.
+        demote: sequences that are served as best effort from now on.
+        promote: demoted sequences that are served by their SLO again.
+        drop: seq -> reason; refuses a request for good: only one that asked for `on_decline="refuse"`, or, as
+            SATURATED, one that has not begun.
+        wake_at: plan again at this time even if nothing happens.
+        decode_all: one token of every running sequence that has one pending and stays; `work` then names none of them.
+        repeat_steps: the next `repeat_steps` plans would be this one again, its work cut to the tokens still pending (a
+            sequence whose prefill completes joins the decodes), unless a request arrives, is cancelled or lacks KV, or
+            a prompt or a stage ends while a request waits or prefills. A simulator may run these steps without asking.
+        handoff: seq -> why the router must place it on another replica. Its KV stays here until it has been sent;
+            "prefilled" is for a running request whose prompt is in KV. Needs "handoff", with KV also "kv_transfer".
+        without_kv: handed-off requests that give up their KV here and now; the next replica prefills them again.
     """
 
     work: tuple[Work, ...] = ()
@@ -225,13 +243,20 @@ class Plan(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One sequence's part of a batch: run its tokens [start, start + count), with KV in `blocks` (in order of position;
-    read-only, and the same while the batch runs).
+    """One sequence's part of a batch: runs its tokens [start, start + count).
 
-    sample: its last pending token runs, so a new token comes out. verify: nodes of the sequence's candidate tree, the
-    last of `count`; while the step runs their KV follows that of the pending tokens, in this order. By the end of the
-    step the engine has moved the accepted path's KV (`Emitted.accepted`) right behind that of the pending tokens; KV
-    after it is garbage, whose blocks the replica frees. draft: as in `Work`.
+    While the step runs, the KV of the verified nodes follows that of the pending tokens, in the order of `verify`. By
+    the end of the step the engine has moved the accepted path's KV (`Emitted.accepted`) right behind that of the
+    pending tokens; KV after it is garbage, whose blocks the replica frees.
+
+    Args:
+        seq: id of the sequence.
+        start: tokens in KV before.
+        count: tokens to run, the nodes to verify included.
+        blocks: KV blocks, in order of position; read-only, and the same while the batch runs.
+        sample: its last pending token runs, so a new token comes out.
+        verify: nodes of the sequence's candidate tree, the last of `count`.
+        draft: as in `Work`.
     """
 
     seq: str
@@ -269,14 +294,19 @@ class Logprob:
 
 
 class Emitted(NamedTuple):
-    """The output of one sequence in a step: `tokens` new tokens, their ids where there is a model, and the text that is
-    final by now (whole characters, no beginning of a stop string).
+    """The output of one sequence in a step.
 
-    finish: "stop" (eos, stop id or stop string) | "length"; stage_done: this stage's `ends` literal came out.
-    logprobs: one a token, where the request asked for them. tried: drafted tokens that were verified: the accepted ones
-    and the rejected one with its siblings. draft: the candidates for the next tokens, where the batch asked for them.
-    accepted: verified nodes whose tokens came out, a path from the root; the last token is the target's own, so
-    `tokens` are always one more.
+    Args:
+        tokens: number of new tokens.
+        text: what is final by now: whole characters, no beginning of a stop string.
+        token_ids: of the new tokens, where there is a model.
+        finish: "stop" (eos, stop id or stop string) | "length"; None: it continues.
+        stage_done: this stage's `ends` literal came out.
+        logprobs: one a token, where the request asked for them.
+        tried: drafted tokens that were verified: the accepted ones and the rejected one with its siblings.
+        draft: the candidates for the next tokens, where the batch asked for them.
+        accepted: verified nodes whose tokens came out, a path from the root; the last token is the target's own, so
+            `tokens` are always one more.
     """
 
     tokens: int
@@ -292,8 +322,13 @@ class Emitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The output of each sequence that sampled. seconds: of the step, by the engine's clock; drafting: the drafter's
-    part of them (0: none, or not reported)."""
+    """The result of one step.
+
+    Args:
+        emitted: the output of each sequence that sampled.
+        seconds: of the step, by the engine's clock.
+        drafting: the drafter's part of `seconds`; 0: none, or not reported.
+    """
 
     emitted: Mapping[str, Emitted]
     seconds: float

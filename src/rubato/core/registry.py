@@ -83,13 +83,13 @@ class Registry:
     def module_of(self, name: str) -> ModuleType:
         """Imports the module of a name, a file once however it is named. Raises `error`."""
         packaged = self.packaged.get(name)
-        path = name.endswith(".py") and packaged is None
-        if path and not Path(name).is_file():
+        is_file = name.endswith(".py") and packaged is None
+        if is_file and not Path(name).is_file():
             raise self.error(f"there is no {self.part} file {name!r}")
         if packaged is None and "." not in name:
             own = f"; one of your own is a FILE.py or a dotted module with a class {self.attribute}"
             raise self.error(f"unknown {self.part} {name!r}{nearest(name, self.packaged)}{own}")
-        target = _module_name(Path(name)) if path else str(packaged or name).partition(":")[0]
+        target = _module_name(Path(name)) if is_file else str(packaged or name).partition(":")[0]
         try:
             return importlib.import_module(target)
         except MissingExtra as error:
@@ -97,7 +97,7 @@ class Registry:
         except (Exception, SystemExit) as error:
             if packaged is not None:
                 raise
-            what = f"{self.part} {'file' if path else 'module'} {name!r}"
+            what = f"{self.part} {'file' if is_file else 'module'} {name!r}"
             raise self.error(f"{what} cannot be imported: {type(error).__name__}: {error}") from error
 
 
@@ -120,13 +120,15 @@ def _module_name(path: Path) -> str:
 
 
 def name_of(module: str) -> str:
-    """Returns the name by which a user named a module: the path of a file, or the module's own."""
+    """Returns the name by which a user named a module, which is the path of a file, or else the module's own."""
     return unquote(module.removeprefix(FILE_PREFIX))
 
 
 def settings_of(builder: Callable[..., Any]) -> dict[str, object]:
-    """Returns the parameters of a class or a function with their defaults, None where there is none. Names that begin
-    with an underscore are not settings."""
+    """Returns the parameters of a class or a function with their defaults, None where there is none.
+
+    Names that begin with an underscore are not settings.
+    """
     fields = dataclasses.fields(builder) if dataclasses.is_dataclass(builder) else ()
     factories = {field.name: field.default_factory for field in fields}
     defaults: dict[str, object] = {}
@@ -157,13 +159,13 @@ def construct(
         ConfigError: of the class `error`.
     """
     own = {name: default for name, default in settings_of(builder).items() if name not in parameters}
-    known = {**common, **own}
-    if unknown := [name for name in settings if name not in known]:
-        raise error(f"{label} has no setting {unknown[0]!r}{nearest(unknown[0], known)}")
-    values = {name: _with_floats(value, known[name]) for name, value in settings.items()}
+    defaults = {**common, **own}
+    if unknown := [name for name in settings if name not in defaults]:
+        raise error(f"{label} has no setting {unknown[0]!r}{nearest(unknown[0], defaults)}")
+    values = {name: _with_floats(value, defaults[name]) for name, value in settings.items()}
     annotations = {name: str(parameter.annotation) for name, parameter in inspect.signature(builder).parameters.items()}
     for name, value in values.items():
-        default, says = known[name], f"{label}: setting {name} is {value!r:.80}"
+        default, says = defaults[name], f"{label}: setting {name} is {value!r:.80}"
         is_annotated = re.search(rf"\b{type(value).__name__}\b", annotations.get(name, ""))
         if default is not None and not is_annotated and not _is_same_type(value, default):
             like = next(words for kind, words in TYPE_WORDS.items() if isinstance(default, kind))
@@ -201,6 +203,7 @@ def _is_same_type(value: object, default: object) -> bool:
 
 
 def _numbers(value: object) -> Iterator[int | float]:
+    """Yields the numbers in a value, those in mappings and lists included."""
     if isinstance(value, int | float):
         yield value
     elif isinstance(value, Mapping):

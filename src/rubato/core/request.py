@@ -1,6 +1,6 @@
-"""A request as offered: its SLOs, stages and sampling, and its progress when it moves between replicas.
+"""Defines a request as offered: its SLOs, stages and sampling, and its progress when it moves between replicas.
 
-Frozen; times in seconds, lengths in tokens.
+All are frozen; times are in seconds, lengths in tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SLO:
         return self.ttft is None and self.tpot is None and self.e2e is None
 
     @property
-    def promised(self) -> dict[str, float]:
+    def bounds(self) -> dict[str, float]:
         """Returns the bounds that are not None, by name, in seconds."""
         return {name: value for name in SLO_TIMES if (value := getattr(self, name)) is not None}
 
@@ -93,13 +93,23 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How output tokens are sampled and when they end. temperature 0 = greedy; top_k 0 = off; stop = literal strings.
+    """How output tokens are sampled and when they end.
 
-    min_p: excludes tokens less likely than this share of the likeliest (0 = off). Penalties follow OpenAI (presence,
-    frequency; over output tokens; 0 = off) and Hugging Face (repetition; over prompt and output; 1 = off).
-    stop_ids: token ids that end the output as eos does. ignore_eos: continue to max_tokens past eos (vLLM's field:
-    fixed lengths for benchmarks). logprobs: report each sampled token's log probability and this many of the likeliest
-    tokens' (0: only the sampled token's; None: none).
+    Args:
+        max_tokens: of output.
+        temperature: 0 = greedy.
+        top_p: samples from the likeliest tokens whose probabilities sum to this.
+        top_k: samples from this many of the likeliest tokens; 0 = off.
+        min_p: excludes tokens less likely than this share of the likeliest; 0 = off.
+        presence_penalty: as OpenAI's, over output tokens; 0 = off.
+        frequency_penalty: as OpenAI's, over output tokens; 0 = off.
+        repetition_penalty: as Hugging Face's, over prompt and output; 1 = off.
+        seed: of the draws.
+        stop: literal strings that end the output.
+        stop_ids: token ids that end the output as eos does.
+        ignore_eos: continue to max_tokens past eos (vLLM's field: fixed lengths for benchmarks).
+        logprobs: report each sampled token's log probability and this many of the likeliest tokens'; 0: only the
+            sampled token's; None: none.
     """
 
     max_tokens: int = 256
@@ -227,7 +237,7 @@ class Request:
 
     @property
     def uses_tools(self) -> bool:
-        """Whether any stage waits for a tool."""
+        """Returns whether any stage waits for a tool."""
         return len(self.stages) > 1 and any(stage.tool for stage in self.stages)
 
     @property

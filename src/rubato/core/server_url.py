@@ -1,5 +1,6 @@
-"""Addresses of servers: checks of URLs, hosts within URLs, errors of connections without addresses; and the headers by
-which servers and gateways recognise each other."""
+"""Checks servers' URLs, takes parts of them, and words connection errors without addresses; names the headers by which
+servers and gateways recognise each other.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,15 @@ import socket
 
 
 def check_url(url: str, instead: str) -> None:
-    """Checks that a URL is http:// or https:// and holds no user or password. instead: advice that ends the sentence
-    of the error, which repeats no password. Raises ValueError."""
+    """Checks that a URL is http:// or https:// and holds no user or password.
+
+    Args:
+        url: to check.
+        instead: advice that ends the error's sentence, which repeats no password.
+
+    Raises:
+        ValueError: for any other URL.
+    """
     if "@" in url:
         raise ValueError(
             f"a URL must not hold a user or a password (what stands before @), since URLs are shown: leave them out; "
@@ -23,8 +31,11 @@ def check_url(url: str, instead: str) -> None:
 
 
 def server_base_url(url: str, instead: str) -> str:
-    """Returns a server's URL without slashes at its end and without the /v1 of OpenAI clients' base URL. Raises
-    ValueError as `check_url`, and for a URL with a query, a fragment or an odd path."""
+    """Returns a server's URL without slashes at its end and without the /v1 of OpenAI clients' base URL.
+
+    Raises:
+        ValueError: as `check_url`, and for a URL with a query, a fragment or an odd path.
+    """
     check_url(url, instead)
     parts = re.fullmatch(r"(https?://[^/\s?#]+)((?:/[\w~%-][\w.~%-]*)*)/*", url, re.ASCII)
     if parts is None:

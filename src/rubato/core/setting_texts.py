@@ -15,7 +15,13 @@ ARGUMENT = re.compile(r"^    ([\w, ]+?)(?: \((.+?)\))?: (.*?)(?=^    \S|^\S|\n\s
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a class. default: None also where it has none. text: "" where the docstring omits it."""
+    """A setting of a class.
+
+    Args:
+        name: of the setting.
+        default: None also where it has none.
+        text: what the docstring says of it; "" where that is nothing.
+    """
 
     name: str
     default: object

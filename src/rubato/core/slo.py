@@ -1,4 +1,4 @@
-"""Deadlines and verdicts: when the next token is due, and whether a finished request was attained.
+"""Computes deadlines and verdicts: when the next token is due, and whether a finished request was attained.
 
 The rules differ in how TPOT is judged; TTFT and e2e are the same in all:
 
@@ -34,8 +34,11 @@ TOLERANCE_S = 1e-9  # float rounding in sums of deadlines is no miss
 
 
 class Deadlines(NamedTuple):
-    """When each token of one stage is due: token i (from 0) at ``first + i * tpot``, never after `end`, and each after
-    the first within `max_pause` of the token before it."""
+    """When each token of one stage is due, in seconds of the clock.
+
+    Token i (from 0) is due at ``first + i * tpot``, never after `end`, and each after the first within `max_pause` of
+    the token before it.
+    """
 
     first: float = inf
     tpot: float = inf
@@ -43,7 +46,12 @@ class Deadlines(NamedTuple):
     max_pause: float = inf
 
     def token(self, i: int, before: float = inf) -> float:
-        """Returns when output token i (from 0) of the stage is due; inf = no SLO. before: when token i - 1 came out."""
+        """Returns when output token `i` (from 0) of the stage is due; inf = no SLO.
+
+        Args:
+            i: index of the token.
+            before: when the token before it came out.
+        """
         if i == 0:
             return min(self.first, self.end)
         return min(self.first + i * self.tpot, before + self.max_pause, self.end)
@@ -276,6 +284,7 @@ def _due_after_first(tpot: float, n: int) -> NDArray[np.float64]:
 
 
 def _windows_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float) -> float:
+    """Returns the seconds to spare in the tightest window of `WINDOW_TOKENS` tokens."""
     n = len(tokens)
     spare = inf
     if n < MIN_NUMPY_TOKENS:

@@ -1,4 +1,4 @@
-"""Settings with pydantic, for what is read from YAML and JSON; errors are sentences that name the setting."""
+"""Defines settings with pydantic, for what is read from YAML and JSON; errors are sentences that name the setting."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rubato.core.registry import ConfigError
 class StrictSettings(BaseModel):
     """Settings of which every name and type must be right.
 
-    PARTS: settings that have settings of their own. SECRET: settings whose values no error repeats, unless they are
-    numbers.
+    `PARTS` names settings that have settings of their own; no error repeats the values of those in `SECRET`, unless
+    they are numbers.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
@@ -24,7 +24,11 @@ class StrictSettings(BaseModel):
 
     @classmethod
     def of(cls, tree: Mapping[str, Any], where: str = "") -> Self:
-        """Checks settings. Raises ConfigError, whose every line begins with `where` and the setting's name."""
+        """Checks settings.
+
+        Raises:
+            ConfigError: its every line begins with `where` and the setting's name.
+        """
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
@@ -33,7 +37,7 @@ class StrictSettings(BaseModel):
 
     @classmethod
     def _sentence(cls, where: str, details: Any) -> str:
-        path, given = [str(part) for part in details["loc"]], details["input"]
+        path, value = [str(part) for part in details["loc"]], details["input"]
         name = where + ".".join(path)
         message: str = "give a list" if details["type"] == "tuple_type" else details["msg"]
         if details["type"] == "extra_forbidden":
@@ -42,5 +46,5 @@ class StrictSettings(BaseModel):
         if details["type"] == "value_error":
             message = message.removeprefix("Value error, ")
             return f"{name}: {message}" if path else message
-        secret = "keys" in path or (path[:1] and path[0] in cls.SECRET and not isinstance(given, int | float))
-        return f"{name}: {message}" if secret else f"{name}: {message}, got {given!r:.80}"
+        secret = "keys" in path or (path[:1] and path[0] in cls.SECRET and not isinstance(value, int | float))
+        return f"{name}: {message}" if secret else f"{name}: {message}, got {value!r:.80}"

@@ -1,4 +1,4 @@
-"""The timeline of one request, and the measured steps of a log."""
+"""Reads a log: the timeline of one request, and the measured steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from rubato.core.request import Request
 
 @dataclass(slots=True)
 class Timeline:
-    """One request from offer to end: tokens[i] output tokens were out by times[i] (the clock's seconds). demoted_at:
-    when it became best effort, unless it asked for that."""
+    """One request from offer to end.
+
+    Args:
+        request: as offered.
+        times: of the clock, in seconds.
+        tokens: tokens[i] output tokens were out by times[i].
+        end: its last event.
+        demoted_at: when it became best effort, unless it asked for that.
+    """
 
     request: Request
     times: list[float] = field(default_factory=list)

@@ -44,7 +44,7 @@ class DemoServer:
 def settings(*, has_link: bool) -> dict[str, Any]:
     """Default settings of the gateway: the demo's tiers, no log line a request, no wait at the end."""
     return {
-        "tiers": {kind.tier: {f"{name}_ms": 1000.0 * s for name, s in kind.slo.promised.items()} for kind in KINDS},
+        "tiers": {kind.tier: {f"{name}_ms": 1000.0 * s for name, s in kind.slo.bounds.items()} for kind in KINDS},
         "log.level": "warning" if has_link else "error", "drain_seconds": 0.0,
     }  # fmt: skip
 
@@ -81,7 +81,7 @@ def start_message(url: str, servers: Sequence[DemoServer], choice: PolicyChoice,
     """The text printed at the start: what runs, and what to try."""
     how = f"policy {choice.label}" if has_link else "without the plug-in, in stock vLLM's order"
     rows = [f"{server.url}, process {server.pid}" for server in servers]
-    tiers = [f"{kind.tier:8} {_promise(kind.slo.promised)}" for kind in KINDS]
+    tiers = [f"{kind.tier:8} {_promise(kind.slo.bounds)}" for kind in KINDS]
     margin = "\n" + 13 * " "
     sustained = f"{fleet_capacity():.1f} requests/s"
     other = "rubato gateway --demo --without-slos" if has_link else "rubato gateway --demo"

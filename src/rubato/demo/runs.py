@@ -350,7 +350,7 @@ def at_once(load: Workload, arrivals: Sequence[Arrival]) -> Workload:
 
 def tier_settings(tiers: Mapping[str, SLO]) -> dict[str, dict[str, float]]:
     """SLOs as the `tiers` of a server's configuration."""
-    return {tier: {f"{name}_ms": 1e3 * value for name, value in slo.promised.items()} for tier, slo in tiers.items()}
+    return {tier: {f"{name}_ms": 1e3 * value for name, value in slo.bounds.items()} for tier, slo in tiers.items()}
 
 
 def burst_size(unloaded: Unloaded) -> int:

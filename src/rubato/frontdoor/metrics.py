@@ -242,7 +242,7 @@ def _promised_times(request: Request) -> dict[str, float]:
     """Returns seconds by dimension; a TPOT, measured over the request, only where all stages have the same."""
     slo = request.stages[0].slo
     same = all(stage.slo.tpot == slo.tpot for stage in request.stages)
-    return SLO(slo.ttft, slo.tpot if same else None, slo.e2e).promised
+    return SLO(slo.ttft, slo.tpot if same else None, slo.e2e).bounds
 
 
 def _is_kept(verdict: Verdict, dimension: str, seconds: float) -> bool:

@@ -90,7 +90,7 @@ class Tiers:
         bounded._usable = {name: self._by_name[name] for name in (self._by_name if names is None else names)}
 
         def min_seconds(dimension: str) -> float:
-            promised = [tier.slo.promised for tier in bounded._usable.values()]
+            promised = [tier.slo.bounds for tier in bounded._usable.values()]
             return min((times[dimension] for times in promised if dimension in times), default=free)
 
         bounded._min_seconds = {dimension: min_seconds(dimension) for dimension in SLO_HEADERS}
@@ -120,7 +120,7 @@ class Tiers:
     def loosen(self, slo: SLO) -> SLO:
         """Returns the SLO that may be granted; a `max_pause`, which only tiers have, always is."""
         min_seconds = {"max_pause": 0.0, **self._min_seconds}
-        stated = slo.promised.items()
+        stated = slo.bounds.items()
         return SLO(**{name: max(time, min_seconds[name]) for name, time in stated if min_seconds[name] < inf})
 
 
@@ -190,7 +190,7 @@ def grant(tiers: Tiers, headers: Mapping[str, str], service_tier: str | None, bo
 
 def _first_stated(*slos: SLO) -> SLO:
     """Returns the SLO with, in each dimension, the first stated value."""
-    return SLO(**{name: seconds for slo in reversed(slos) for name, seconds in slo.promised.items()})
+    return SLO(**{name: seconds for slo in reversed(slos) for name, seconds in slo.bounds.items()})
 
 
 def from_headers(headers: Mapping[str, str]) -> SLO:
@@ -219,7 +219,7 @@ def _seconds(name: str, text: str) -> float:
 
 def to_headers(granted: GrantedSLO) -> list[tuple[str, str]]:
     """Returns the headers that state a granted SLO; a `max_pause` has none."""
-    promised = granted.slo.promised
+    promised = granted.slo.bounds
     headers = [(names[0], f"{promised[name] * 1e3:g}") for name, names in SLO_HEADERS.items() if name in promised]
     return headers if granted.on_decline == "best_effort" else [*headers, (ON_DECLINE_HEADER, granted.on_decline)]
 

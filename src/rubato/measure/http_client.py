@@ -97,7 +97,7 @@ class Endpoint:
                 )
             return {"priority": self.order.index(tier)}
         # a `max_pause` is a setting of the server's tier
-        bounds_ms = {f"{name}_ms": value * 1000.0 for name, value in slo.promised.items() if name != "max_pause"}
+        bounds_ms = {f"{name}_ms": value * 1000.0 for name, value in slo.bounds.items() if name != "max_pause"}
         if self.tier_field == "vllm-xargs":
             return {"vllm_xargs": {f"slo_{name}": value for name, value in bounds_ms.items()} | {"slo_tier": tier}}
         fields: dict[str, Any] = {"service_tier": tier} if self.tier_field in ("slo", "tier") else {}

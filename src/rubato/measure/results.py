@@ -244,4 +244,4 @@ def _ms(seconds: float | None, digits: int = 0) -> str:
 def _promise(slo: SLO) -> str:
     if slo.best_effort:
         return BEST_EFFORT
-    return " ".join(f"{name} {1000 * value:.4g}" for name, value in slo.promised.items())
+    return " ".join(f"{name} {1000 * value:.4g}" for name, value in slo.bounds.items())

@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from rubato.core.clock import measured
+from rubato.core.clock import measure_cost
 from rubato.core.cpu_usage import usable_cores
 from rubato.core.json_lines import json_object
 from rubato.measure.progress_bar import ProgressBar
@@ -230,7 +230,7 @@ def _exit(status: object) -> None:
 
 
 def _run(job: Job) -> JobResult:
-    value, cost = measured(lambda: job.work(*job.args))
+    value, cost = measure_cost(lambda: job.work(*job.args))
     return JobResult(job.key, orjson.loads(orjson.dumps(value)), cost.wall, cost.cpu)
 
 

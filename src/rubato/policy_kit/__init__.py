@@ -1,1 +1,1 @@
-"""Building blocks for policies: batches, drafted trees, KV forecasts, admission, fair shares, routing."""
+"""Offers building blocks for policies: batches, drafted trees, KV forecasts, admission, fair shares, routing."""

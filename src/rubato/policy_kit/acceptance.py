@@ -7,26 +7,25 @@ from dataclasses import dataclass, field
 
 from rubato.core.events import Event, Finished, HandedOff, Tokens
 from rubato.core.interfaces import SeqView
+from rubato.core.length_prediction import class_of
 from rubato.core.plan import Tree
 from rubato.core.request import Request
 
-PRIOR, PRIOR_TRIES = (
-    0.7,
-    10.0,
-)  # acceptance before any was tried; tries, or trees, that it counts as
+PRIOR = 0.7  # acceptance before any was tried
+PRIOR_TRIES = 10.0  # tries, or trees, that it counts as
 MEMORY_TRIES = 2000.0  # tries of a class that are remembered
 MEMORY_TREES = 500.0  # trees of a class that are remembered
 
 
 @dataclass
 class AcceptanceRates:
-    """The share of drafted tokens that were accepted, by class: a request's application, or else its tier.
+    """Learns the share of drafted tokens that were accepted, by class of requests (`class_of`).
 
     A try is a position in the output: of several candidates for it, one must be accepted. `MEMORY_TRIES` tries of a
     class are remembered.
 
     Args:
-        prior: the share before any was tried, which counts as `PRIOR_TRIES` tries
+        prior: the share before any was tried, which counts as `PRIOR_TRIES` tries.
     """
 
     prior: float = PRIOR
@@ -61,12 +60,14 @@ class AcceptanceRates:
 
 @dataclass
 class TreeChances:
-    """By class and depth: the chance that one of a drafted tree's nodes there comes out, the sum of their path
-    probabilities. What was reckoned with before the first tree so deep is worth `PRIOR_TRIES` trees: one unlucky tree
-    must not end drafting. `MEMORY_TREES` trees of a class are remembered.
+    """Learns, by class and depth, the chance that one of a drafted tree's nodes there comes out: the sum of their path
+    probabilities.
 
-    Learned from all that was drafted. Of the nodes that a policy verifies, because they are likely, more turn out right
-    than the next tree's will: `AcceptanceRates` would promise too much of deep trees.
+    The chance assumed before the first tree so deep counts as `PRIOR_TRIES` trees: one unlucky tree must not end
+    drafting. `MEMORY_TREES` trees of a class are remembered.
+
+    It learns from all that was drafted. Of the nodes that a policy verifies, because they are likely, more turn out
+    right than the next tree's will: `AcceptanceRates` would promise too much of deep trees.
     """
 
     _layers: dict[str, list[tuple[float, float]]] = field(default_factory=dict, init=False)  # by depth: mean, trees
@@ -84,8 +85,10 @@ class TreeChances:
             layers[i] = mean + (chance - mean) / (trees + 1.0), min(MEMORY_TREES, trees + 1.0)
 
     def chances(self, request: Request, depth: int) -> list[float]:
-        """Returns the chances by depth, from 1 to `depth`. Beyond the deepest tree they fall by the last ratio; without
-        any tree, by `PRIOR`."""
+        """Returns the chances by depth, from 1 to `depth`.
+
+        Beyond the deepest tree they fall by the last ratio; without any tree, by `PRIOR`.
+        """
         chances = [1.0, *(mean for mean, _ in self._layers.get(class_of(request), ())[:depth])]
         fall = PRIOR
         if len(chances) > 1:
@@ -93,7 +96,3 @@ class TreeChances:
         while len(chances) <= depth:
             chances.append(chances[-1] * fall)
         return chances[1:]
-
-
-def class_of(request: Request) -> str:
-    return request.app or request.tier

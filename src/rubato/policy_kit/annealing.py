@@ -1,4 +1,4 @@
-"""Simulated annealing over orders and batch sizes of waiting requests, as in SA (Algorithm 1), for its router."""
+"""Searches orders and batch sizes of waiting requests by simulated annealing, as SA (Algorithm 1), for its router."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ Ints: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the latency model says of requests (equations 14 to 19). seconds[j, b-1]: execution time of request j in a
-    batch of b. slack[j, b-1]: how long it may wait for the batches before its own and still be in SLO. waited: seconds
-    that all together have waited so far."""
+    """What the latency model says of requests (equations 14 to 19), in seconds.
+
+    Args:
+        seconds: seconds[j, b-1] is the execution time of request j in a batch of b.
+        slack: slack[j, b-1] is how long it may wait for the batches before its own and still be in SLO.
+        waited: what all together have waited so far.
+    """
 
     seconds: Floats
     slack: Floats
@@ -43,20 +47,27 @@ class Annealing:
     decay: float = 0.95
 
     def __post_init__(self) -> None:
-        finite = 0.0 < self.threshold <= self.temperature < inf
-        if not (finite and 0.0 < self.decay < 1.0 and self.iterations >= 1):
-            said = f"temperature {self.temperature}, threshold {self.threshold}, decay {self.decay}"
+        is_finite = 0.0 < self.threshold <= self.temperature < inf
+        if not (is_finite and 0.0 < self.decay < 1.0 and self.iterations >= 1):
+            values = f"temperature {self.temperature}, threshold {self.threshold}, decay {self.decay}"
             raise ValueError(
-                f"{said}, iterations {self.iterations}: give finite numbers above 0, a temperature no "
+                f"{values}, iterations {self.iterations}: give finite numbers above 0, a temperature no "
                 "lower than the threshold, a decay below 1, 1 iteration"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """batches: indices of requests, in the order in which they are sent. met: requests predicted to be in SLO. latency:
-    the sum of all end-to-end latencies, seconds. evaluations: solutions whose G was computed. levels: a row for each
-    temperature of the search, with how many solutions worse than the one at hand were tried there, and accepted."""
+    """The result of a search.
+
+    Args:
+        batches: indices of requests, in the order in which they are sent.
+        met: requests predicted to be in SLO.
+        latency: the sum of all end-to-end latencies, in seconds.
+        evaluations: solutions whose G was computed.
+        levels: a row for each temperature of the search: the temperature, and how many solutions no better than the
+            current one were tried there, and accepted.
+    """
 
     batches: tuple[tuple[int, ...], ...]
     met: int
@@ -66,40 +77,52 @@ class Solution:
 
     @property
     def g(self) -> float:
-        """Requests in SLO per second of latency (equation 2)."""
+        """Returns the requests in SLO per second of latency (equation 2)."""
         return self.met / self.latency
 
 
 @compiled()
-def evaluated(order: Ints, sizes: Ints, seconds: Floats, slack: Floats, waited: float) -> tuple[int, float]:
-    """Requests in SLO and the sum of latencies, when each batch waits for the longest of each before it (equation 11).
-    sizes: of the batches, with zeros behind them. One loop: two, one in the other, take three times as long."""
+def evaluate(order: Ints, sizes: Ints, seconds: Floats, slack: Floats, waited: float) -> tuple[int, float]:
+    """Returns the requests in SLO and the sum of latencies, when each batch waits for the longest of each before it
+    (equation 11).
+
+    One loop: two, one in the other, take three times as long.
+
+    Args:
+        order: indices of requests.
+        sizes: of the batches, with zeros behind them.
+        seconds: as in `Predicted`.
+        slack: as in `Predicted`.
+        waited: as in `Predicted`.
+    """
     wait, total, met, k, longest = 0.0, waited, 0, 0, 0.0
-    left, column = sizes[0], sizes[0] - 1
+    jobs_left, column = sizes[0], sizes[0] - 1  # of the batch
     for job in order:
         took = seconds[job, column]
         met += wait <= slack[job, column]
         total += wait + took
         longest = max(took, longest)
-        left -= 1
-        if left == 0:
+        jobs_left -= 1
+        if jobs_left == 0:
             wait += longest
             longest = 0.0
             k += 1
             if k < len(sizes):
-                left, column = sizes[k], sizes[k] - 1
+                jobs_left, column = sizes[k], sizes[k] - 1
     return met, total
 
 
 @compiled()
 def move(order: Ints, sizes: Ints, most: int, rng: np.random.Generator) -> None:
-    """Change a solution in one of the paper's three ways: a request goes into the batch before its own, or into the one
-    after it (the last batch's into a new one), where there is room; or two of different batches change places.
-    What is drawn and cannot be done is drawn again."""
+    """Changes a solution in one of the paper's three ways: a request goes into the batch before its own, or into the
+    one after it (the last batch's into a new one), where there is room; or two of different batches change places.
+
+    What is drawn and cannot be done is drawn again.
+    """
     n = len(order)
     while True:
-        kind, i = int(3 * rng.random()), int(n * rng.random())
-        k, begin = 0, 0
+        kind, i = int(3 * rng.random()), int(n * rng.random())  # 0: to the batch before, 1: to the one after, 2: change
+        k, begin = 0, 0  # the batch of request i
         while begin + sizes[k] <= i:
             begin += sizes[k]
             k += 1
@@ -147,12 +170,15 @@ def is_accepted(
 
 
 @compiled()
-def annealed(
+def anneal_batches(
     order: Ints, sizes: Ints, met: int, total: float, seconds: Floats, slack: Floats, waited: float,
     iterations: int, rng: np.random.Generator, levels: Floats,
 ) -> tuple[int, float]:  # fmt: skip
-    """From a solution with `met` requests in SLO and this sum of latencies; leaves the best in `order` and `sizes`, and
-    returns its two numbers. levels: a row for each temperature, as `is_accepted` has it."""
+    """Searches from a solution with `met` requests in SLO and the sum of latencies `total`.
+
+    Leaves the best in `order` and `sizes`, and returns its two numbers. `levels` has a row for each temperature
+    (`Solution.levels`).
+    """
     best_order, best_sizes, best_met, best_total = order.copy(), sizes.copy(), met, total
     tried_order, tried_sizes = order.copy(), sizes.copy()
     g = best_g = met / total
@@ -160,10 +186,10 @@ def annealed(
         for _ in range(iterations):
             tried_order[:], tried_sizes[:] = order, sizes
             move(tried_order, tried_sizes, seconds.shape[1], rng)
-            now_met, now_total = evaluated(tried_order, tried_sizes, seconds, slack, waited)
+            now_met, now_total = evaluate(tried_order, tried_sizes, seconds, slack, waited)
             now_g = now_met / now_total
-            better = now_g > g or (now_g == g and now_total < total)
-            if better or is_accepted(now_g, now_total, g, total, best_g, level, rng.random()):
+            is_better = now_g > g or (now_g == g and now_total < total)
+            if is_better or is_accepted(now_g, now_total, g, total, best_g, level, rng.random()):
                 order[:], sizes[:] = tried_order, tried_sizes
                 met, total, g = now_met, now_total, now_g
                 if g > best_g or (g == best_g and total < best_total):
@@ -174,12 +200,14 @@ def annealed(
 
 
 @compiled()
-def annealed_one_by_one(
+def anneal_one_by_one(
     order: Ints, met: int, total: float, seconds: Floats, slack: Floats,
     iterations: int, rng: np.random.Generator, levels: Floats,
 ) -> None:  # fmt: skip
-    """`annealed` for batches of 1, a third of its time: of the three moves only the exchange can be done, which leaves
-    those before the two and behind them as they are. Leaves the best in `order`."""
+    """Searches as `anneal_batches`, for batches of 1, in a third of its time; leaves the best in `order`.
+
+    Of the three moves only the exchange can be done, which leaves those before the two and behind them as they are.
+    """
     n = len(order)
     took, may_wait, wait = seconds[order, 0], slack[order, 0], np.zeros(n)
     for p in range(n - 1):
@@ -197,8 +225,8 @@ def annealed_one_by_one(
                 now_met += (wait[p] + later <= may_wait[p]) - (wait[p] <= may_wait[p])
             now_total = total + later * (j - i)
             now_g = now_met / now_total
-            better = now_g > g or (now_g == g and now_total < total)
-            if better or is_accepted(now_g, now_total, g, total, best_g, level, rng.random()):
+            is_better = now_g > g or (now_g == g and now_total < total)
+            if is_better or is_accepted(now_g, now_total, g, total, best_g, level, rng.random()):
                 for each in (took, may_wait):
                     each[i], each[j] = each[j], each[i]
                 order[i], order[j] = order[j], order[i]
@@ -212,9 +240,12 @@ def annealed_one_by_one(
 
 
 def anneal(predicted: Predicted, how: Annealing, rng: np.random.Generator) -> Solution:
-    """The best solution that the search has seen. It begins with the better of order of arrival and order of execution
-    time, both in full batches. Where the second meets every SLO Algorithm 1 ends there; that is the best only in
-    batches of 1, so with larger ones the search goes on."""
+    """Returns the best solution that the search has seen.
+
+    It begins with the better of order of arrival and order of execution time, both in full batches. Where the second
+    meets every SLO Algorithm 1 ends there; that is the best only in batches of 1, so with larger ones the search goes
+    on.
+    """
     seconds, slack, waited = predicted.seconds, predicted.slack, predicted.waited
     n, most = seconds.shape
     sizes = np.zeros(n, dtype=np.int64)
@@ -223,8 +254,8 @@ def anneal(predicted: Predicted, how: Annealing, rng: np.random.Generator) -> So
     sizes[full - 1] = n - (full - 1) * most
     arrival = np.arange(n, dtype=np.int64)
     shortest = np.argsort(seconds[:, most - 1], kind="stable").astype(np.int64)
-    met, total = evaluated(shortest, sizes, seconds, slack, waited)
-    own_met, own_total = evaluated(arrival, sizes, seconds, slack, waited)
+    met, total = evaluate(shortest, sizes, seconds, slack, waited)
+    own_met, own_total = evaluate(arrival, sizes, seconds, slack, waited)
     if n == 1 or (most == 1 and met == n):
         return Solution(_batches(shortest, sizes), met, total, 2)
     begin = shortest
@@ -232,15 +263,16 @@ def anneal(predicted: Predicted, how: Annealing, rng: np.random.Generator) -> So
         begin, met, total = arrival, own_met, own_total
     levels = _levels(how).copy()
     if most == 1:
-        annealed_one_by_one(begin, met, total, seconds, slack, how.iterations, rng, levels)
-        met, total = evaluated(begin, sizes, seconds, slack, waited)
+        anneal_one_by_one(begin, met, total, seconds, slack, how.iterations, rng, levels)
+        met, total = evaluate(begin, sizes, seconds, slack, waited)
     else:
-        met, total = annealed(begin, sizes, met, total, seconds, slack, waited, how.iterations, rng, levels)
+        met, total = anneal_batches(begin, sizes, met, total, seconds, slack, waited, how.iterations, rng, levels)
     return Solution(_batches(begin, sizes), met, total, how.iterations * len(levels) + 2, levels)
 
 
 @lru_cache
 def _levels(how: Annealing) -> Floats:
+    """Returns a row for each temperature, (temperature, 0, 0)."""
     most = int(max(0.0, log(how.threshold / how.temperature) / log(how.decay))) + 2
     temperatures = np.cumprod([how.temperature, *[how.decay] * most])
     return np.outer(temperatures[temperatures >= how.threshold], [1.0, 0.0, 0.0])
@@ -248,7 +280,7 @@ def _levels(how: Annealing) -> Floats:
 
 @lru_cache(1)
 def compile_search() -> None:
-    """Compile the search, once on a new machine, or load it: seconds that no request is to wait for."""
+    """Compiles the search, once on a new machine, or loads it: seconds that no request is to wait for."""
     warn_if_plain("sa", "up to a second for each search")
     for most in (1, 2):
         predicted = Predicted(np.ones((2, most)), np.zeros((2, most)), 0.0)
@@ -256,5 +288,6 @@ def compile_search() -> None:
 
 
 def _batches(order: Ints, sizes: Ints) -> tuple[tuple[int, ...], ...]:
+    """Splits an order of requests into batches of these sizes."""
     jobs = iter(order.tolist())
     return tuple(tuple(islice(jobs, size)) for size in sizes.tolist() if size)

@@ -1,4 +1,4 @@
-"""Accounting of a batch while a scheduler builds it: tokens, sequences, KV blocks, predicted seconds."""
+"""Accounts for a batch while a scheduler builds it: tokens, sequences, KV blocks, predicted seconds."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ UNLIMITED_STEPS = 1 << 30
 
 
 class BatchBuilder:
-    """A plan in the making on a view: never beyond the engine's limits or the free KV.
+    """Builds a plan on a view, never beyond the engine's limits or the free KV.
 
-    budget: tokens the batch may have, the engine's limit if not given. steps: draft steps at its end, counted from the
-    start on in `shape`; else they are those of the deepest draft that was added.
+    Args:
+        view: to plan on.
+        budget: tokens the batch may have; None: the engine's limit.
+        steps: draft steps at its end, counted from the start on in `shape`; 0: those of the deepest draft that was
+            added.
     """
 
     def __init__(self, view: View, budget: int | None = None, steps: int = 0) -> None:
         limits = view.limits
         self.view = view
-        self.tokens_left = (
-            min(limits.max_num_batched_tokens, budget) if budget is not None else limits.max_num_batched_tokens
-        )
+        most_tokens = limits.max_num_batched_tokens
+        self.tokens_left = most_tokens if budget is None else min(most_tokens, budget)
         self.seqs_left = limits.max_num_seqs
         self._block = limits.block_size
         self.kv_left = view.kv_free
@@ -42,7 +44,7 @@ class BatchBuilder:
 
     @property
     def shape(self) -> Shape:
-        """The batch so far."""
+        """Returns the shape of the batch so far."""
         shape = self._base
         if shape is None:
             shape = (self.decodes if self.decode else NO_BATCH)._replace(spec_steps=self._steps)
@@ -55,12 +57,12 @@ class BatchBuilder:
 
     @property
     def seqs(self) -> int:
-        """The number of sequences in the batch."""
+        """Returns the number of sequences in the batch."""
         return self.view.limits.max_num_seqs - self.seqs_left
 
     @property
     def decodes(self) -> Shape:
-        """The view's decodes, computed once: the view may have to look at every sequence."""
+        """Returns the view's decodes, computed once: the view may have to look at every sequence."""
         if self._decodes is None:  # not `cached_property`, whose lock costs more than all else here
             self._decodes = self.view.decodes
         return self._decodes
@@ -78,24 +80,27 @@ class BatchBuilder:
         return True
 
     def repeat_steps(self) -> int:
-        """`Plan.repeat_steps` of a policy that gives each decode a token, spends a fixed budget's rest on prefill, and
-        starts what fits, in order. For ever while none prefills (what does not fit now will not: KV only shrinks), and
-        when all prompts finish now, or the only one uses all the rest; else while one uses all the rest."""
+        """Returns `Plan.repeat_steps` of a policy that gives each decode a token, spends a fixed budget's rest on
+        prefill, and starts what fits, in order.
+
+        Its plan repeats for ever while none prefills (what does not fit now will not: KV only shrinks), and when all
+        prompts finish now, or the only one uses all the rest; else while one uses all the rest.
+        """
         if not self.decode or self.preempted:
             return 0
         if not self.work:
             return UNLIMITED_STEPS
-        known = self.view.known
-        alone = len(self.work) == len(self.view.waiting) + len(self.view.prefilling)
+        seqs = self.view.known
+        are_alone = len(self.work) == len(self.view.waiting) + len(self.view.prefilling)
         if len(self.work) == 1:
             [work] = self.work.values()
-            pending = known[work.seq].pending
-            if alone and (work.tokens == pending or not self.tokens_left):
+            pending = seqs[work.seq].pending
+            if are_alone and (work.tokens == pending or not self.tokens_left):
                 return UNLIMITED_STEPS
             return 0 if self.tokens_left else pending // work.tokens - 1
-        return (
-            UNLIMITED_STEPS if alone and all(work.tokens == known[id].pending for id, work in self.work.items()) else 0
-        )
+        if are_alone and all(work.tokens == seqs[id].pending for id, work in self.work.items()):
+            return UNLIMITED_STEPS
+        return 0
 
     def tokens_that_fit(self, seq: SeqView) -> int:
         """Returns how many tokens of `seq`, which is not in the batch yet, still fit."""
@@ -197,7 +202,7 @@ class BatchBuilder:
             self.work = {id: work for id, work in self.work.items() if id not in each}
 
     def remove(self, seq: SeqView) -> None:
-        """Takes its work out of the batch again."""
+        """Takes the work of a sequence out of the batch again."""
         shape, work = self.shape, self.work.pop(seq.id)
         count = work.tokens + len(work.verify)
         self.slots_left += seq.id not in self.running
@@ -221,6 +226,7 @@ class BatchBuilder:
         self, *, demote: Iterable[str] = (), promote: Iterable[str] = (), drop: dict[str, str] | None = None,
         wake_at: float | None = None, handoff: Mapping[str, HandoffReason] | None = None, repeat_steps: int = 0,
     ) -> Plan:  # fmt: skip
+        """Returns the plan. The parameters are fields of `Plan`."""
         return Plan(
             work=tuple(self.work.values()),
             preempt=tuple([s.id for s in self.preempted]),
@@ -301,11 +307,11 @@ def decodes_or_prefills(view: View) -> BatchBuilder:
 
 def resume_prefills(builder: BatchBuilder) -> Sequence[SeqView]:
     """Adds running prefills in order of start, as far as tokens and free KV go. Returns all of them."""
-    begun = builder.view.prefilling
-    for seq in begun:
+    prefilling = builder.view.prefilling
+    for seq in prefilling:
         if tokens := builder.tokens_that_fit(seq):
             builder.add(seq, tokens)
-    return begun
+    return prefilling
 
 
 def _run_chunks(builder: BatchBuilder) -> bool:
@@ -327,9 +333,16 @@ def run_in_order(
     verify: Callable[[SeqView], Sequence[int]] | None = None,
     draft: tuple[int, int] | None = None,
 ) -> None:
-    """vLLM's rule for the running: each gets its pending tokens, and of the drafted ones to `verify` (parents before
-    their children) the first for which the budget leaves room, in order of start; one that lacks KV takes it from the
-    one started last (itself in the end). For those that sample, a tree of this (depth, width) is drafted."""
+    """Adds running requests by vLLM's rule: each gets its pending tokens, in order of start; one that lacks KV takes it
+    from the one started last (itself in the end).
+
+    Args:
+        builder: of the batch.
+        running: in order of start.
+        verify: returns the drafted nodes of a request, parents before their children; the first for which the budget
+            leaves room are verified.
+        draft: (depth, width) of a tree for each request that samples.
+    """
     order = list(running)
     at = 0
     while at < len(order):

@@ -17,10 +17,13 @@ RETRY_S = 0.5  # a set without a replica is checked again after this time
 
 
 class Candidates(RouterWrapper):
-    """`inner`, which places a request at one of the endpoints that it may go to.
+    """Wraps `inner` so that it places a request at one of the endpoints that it may go to.
 
-    only: these endpoints, of a request of this id; None: it may go anywhere. endpoint: of the replica of this id, so
-    that a server that comes back as another replica is the same endpoint.
+    Args:
+        inner: the router.
+        only: returns the endpoints that the request of an id may go to; None: anywhere.
+        endpoint: returns the endpoint of the replica of an id; a server that comes back as another replica is the same
+            endpoint.
     """
 
     def __init__(
@@ -32,9 +35,12 @@ class Candidates(RouterWrapper):
         self._missing: dict[frozenset[str], float] = {}  # sets of which none is there, and since when
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        """What `inner` decides for the first set of which it places or rejects something: the cluster then asks again.
-        Of sets of which it does nothing of that kind, what else it says is put together. Of one of which none has been
-        there for NO_REPLICA_TIMEOUT_S all are rejected."""
+        """Asks `inner` about the requests of each set of endpoints in turn.
+
+        The first decision that places or rejects something is returned alone: the cluster then asks again. Without one,
+        the decisions are combined. All requests of a set are rejected once none of its endpoints has been there for
+        NO_REPLICA_TIMEOUT_S.
+        """
         sets: dict[frozenset[str] | None, list[SeqView]] = {}
         for seq in held:
             sets.setdefault(self._only(seq.id), []).append(seq)

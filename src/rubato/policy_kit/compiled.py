@@ -25,8 +25,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(signature: str | None = None) -> Callable[[F], F]:
-    """For these argument types now, if given; else for those of the call. A function kept on disk is compiled anew when
-    its own file changes, not when one that it calls does: keep those that call each other in one file."""
+    """Returns a decorator that compiles a function: now for the argument types of `signature`, else for those of each
+    call.
+
+    A function kept on disk is compiled anew when its own file changes, not when one that it calls does: keep those that
+    call each other in one file.
+    """
 
     def compile_function(function: F) -> F:
         if njit is None:
@@ -41,7 +45,12 @@ def compiled(signature: str | None = None) -> Callable[[F], F]:
 
 @lru_cache
 def warn_if_plain(policy: str, slower: str) -> None:
-    """Warns once for each policy to run if its search is plain Python. slower: how much that costs."""
+    """Warns, once for each policy, if its search runs in plain Python.
+
+    Args:
+        policy: that runs.
+        slower: how much that costs, in words.
+    """
     if njit is None:
         log.warning(
             "%s plans in plain Python, %s, as Numba is not installed: pip install 'rubato-llm[fast]'", policy, slower

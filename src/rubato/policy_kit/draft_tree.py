@@ -28,42 +28,60 @@ Node = tuple[float, int, int]  # f, index of the request, id in its tree
 def select(
     trees: Sequence[Tree | None], needed: Sequence[float], budget: int, most_nodes: int
 ) -> list[tuple[int, ...]]:
-    """Algorithm 2's selection: of each request, the ids of the nodes to verify, parents before their children.
+    """Selects, of each request, the ids of the nodes to verify, parents before their children (Algorithm 2).
 
-    trees: candidates, None of a request without. needed: A, tokens a request needs from this step, its root's included.
-    Requests take nodes until 1 + Σ f reaches it, those that lack the fewest nodes first, as long as the budget brings
-    them there (SLO-customised selection). Where not all needs can be met, this meets the most; the paper takes the
-    largest need first (line 9), which meets fewer there and the same where all can be met. A request that needs more
-    than its whole tree brings takes none. most_nodes: n_max, nodes that one may hold then, root included; with n_max
-    the depth and the root, A_cap would stop none earlier. What is left of the budget (B, in nodes, roots included) goes
-    to the most probable nodes of all (throughput-optimised selection). With more requests than budget each keeps its
-    root, and nothing is verified.
+    First come the needs (SLO-customised selection): requests that lack the fewest nodes first, each takes nodes until 1
+    + Σ f reaches what it needs, as long as the budget brings it there. Where not all needs can be met, this meets the
+    most; the paper takes the largest need first (line 9), which meets fewer there and the same where all can be met. A
+    request that needs more than its whole tree brings takes none. What is left of the budget goes to the most probable
+    nodes of all (throughput-optimised selection). With more requests than budget each keeps its root, and nothing is
+    verified.
 
     f may be wrong, then so are the expected tokens; but if it rises along a path, a node is chosen without its parent.
-    Raises ValueError unless there are as many `needed` as trees, and for a `most_nodes` below 1.
+
+    Args:
+        trees: the candidates of each request; None: it has none.
+        needed: A, tokens that each request needs from this step, its root's included.
+        budget: B, in nodes, roots included.
+        most_nodes: n_max, nodes that one may hold by need, root included; with n_max the depth and the root, A_cap
+            would stop none earlier.
+
+    Raises:
+        ValueError: there are not as many `needed` as trees, or `most_nodes` is below 1.
     """
     check_needs(trees, needed)
     if most_nodes < 1:
         raise ValueError(f"most_nodes {most_nodes}: a request holds its root at least, give 1 or more")
     ranking, own = rank_nodes(trees)
-    left = budget - len(trees)
+    nodes_left = budget - len(trees)
     chosen = [0] * len(trees)
     lacking = [count_needed_nodes(nodes, tokens) for nodes, tokens in zip(own, needed, strict=True)]
     for at in sorted(range(len(trees)), key=lacking.__getitem__):
         if lacking[at] <= len(own[at]):
             count = min(most_nodes - 1, lacking[at])
-            if count > left:
+            if count > nodes_left:
                 break
             chosen[at] = count
-            left -= count
-    return add_most_probable(ranking, own, chosen, left)
+            nodes_left -= count
+    return add_most_probable(ranking, own, chosen, nodes_left)
 
 
 def adaptive(n: int, b1: int, b2: int, c1: int, c2: int, d_min: int, d_max: int, w_max: int) -> tuple[int, int]:
-    """(depth, width) of the trees to draft for each of n requests: equations 8 and 9 (section 5.2, adaptive control).
+    """Returns (depth, width) of the trees to draft for each of n requests: equations 8 and 9 (section 5.2, adaptive
+    control).
 
-    b1, b2: tokens per step for the verifier and for the drafter. c1, c2: found by search in the paper, not published.
-    Depths are within [d_min, d_max], widths within [1, w_max]. Raises ValueError for no requests, or empty bounds.
+    Args:
+        n: number of requests.
+        b1: tokens per step for the verifier.
+        b2: tokens per step for the drafter.
+        c1: found by search in the paper, not published.
+        c2: found by search in the paper, not published.
+        d_min: the least depth.
+        d_max: the greatest depth.
+        w_max: the greatest width.
+
+    Raises:
+        ValueError: there are no requests, or the bounds are empty.
     """
     if n < 1 or n + c1 < 1:
         raise ValueError(f"{n} requests, c1 {c1}: drafts are for 1 or more, and n + c1 divides a budget")
@@ -75,6 +93,7 @@ def adaptive(n: int, b1: int, b2: int, c1: int, c2: int, d_min: int, d_max: int,
 
 
 def check_needs(trees: Sequence[Tree | None], needed: Sequence[float]) -> None:
+    """Checks that there is one need for each tree. Raises ValueError."""
     if len(trees) != len(needed):
         raise ValueError(f"{len(trees)} trees and {len(needed)} requests' needs: give one of each per request")
 
@@ -109,15 +128,15 @@ def count_needed_nodes(nodes: Sequence[Node], tokens: float) -> int:
 
 
 def add_most_probable(
-    ranking: Sequence[Node], own: Sequence[Sequence[Node]], chosen: list[int], left: int
+    ranking: Sequence[Node], own: Sequence[Sequence[Node]], chosen: list[int], more: int
 ) -> list[tuple[int, ...]]:
-    """Returns the first `chosen` nodes of each request, plus the `left` most probable of all others."""
+    """Returns the first `chosen` nodes of each request, plus the `more` most probable of all others."""
     passed = [0] * len(chosen)
-    for _, at, _ in ranking if left > 0 else ():
+    for _, at, _ in ranking if more > 0 else ():
         passed[at] += 1
         if passed[at] > chosen[at]:
             chosen[at] += 1
-            left -= 1
-            if left == 0:
+            more -= 1
+            if more == 0:
                 break
     return [tuple([id for _, _, id in nodes[:count]]) for nodes, count in zip(own, chosen, strict=True)]

@@ -12,7 +12,12 @@ from rubato.policy_kit.acceptance import PRIOR
 
 
 class BestNodes(NamedTuple):
-    """nodes: number to verify, the most probable first. token: average seconds of step time for each output token."""
+    """The number of nodes with the most tokens per second.
+
+    Args:
+        nodes: number to verify, the most probable first.
+        token: average seconds of step time for each output token.
+    """
 
     nodes: int
     token: float
@@ -62,8 +67,17 @@ def find_fastest_nodes(latency: LatencyModel, base: Shape, decodes: int, kv: int
 def count_paying_nodes(
     latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float], token: float
 ) -> int:
-    """Returns how many of these nodes pay in a step that runs other work, too, where an output token is worth `token`
-    seconds: those for which the step grows by less than that. Parameters as `find_fastest_nodes`'s."""
+    """Returns how many of these nodes pay in a step that runs other work, too: those for which the step grows by less
+    than they are worth.
+
+    Args:
+        latency: as `find_fastest_nodes`'s.
+        base: as `find_fastest_nodes`'s.
+        decodes: as `find_fastest_nodes`'s.
+        kv: as `find_fastest_nodes`'s.
+        likely: as `find_fastest_nodes`'s.
+        token: what an output token is worth, in seconds.
+    """
     tried = (
         (latency.step_time(with_nodes(base, decodes, kv, nodes)) - token * tokens, nodes)
         for nodes, tokens in _grid(decodes, likely)
@@ -74,11 +88,17 @@ def count_paying_nodes(
 def find_paying_depth(
     latency: LatencyModel, decodes: int, kv: int, chances: Sequence[Sequence[float]], width: int, least: int, most: int
 ) -> int:
-    """Returns the depth of trees, from `least` to `most`, with the most tokens per second; `most` if drafting costs
-    nothing, 0 if no drafts pay.
+    """Returns the depth of trees with the most tokens per second; `most` if drafting costs nothing, 0 if no drafts pay.
 
-    chances: of each of the `decodes` sequences, which have `kv` tokens in KV together, the chance by depth that one of
-    a tree's nodes there comes out (`acceptance.TreeChances`); without any sequence, an unknown one is assumed.
+    Args:
+        latency: predicts step times.
+        decodes: sequences, at least 1.
+        kv: tokens in KV of all sequences together.
+        chances: of each sequence, the chance by depth that one of a tree's nodes there comes out
+            (`acceptance.TreeChances`); without any sequence, an unknown one is assumed.
+        width: of the trees.
+        least: the least depth.
+        most: the greatest depth.
     """
     chances = chances or [[PRIOR**depth for depth in range(1, most + 1)]]
     plain = latency.step_time(with_nodes(Shape(), decodes, kv, 0))

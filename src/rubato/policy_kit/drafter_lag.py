@@ -22,7 +22,7 @@ class DrafterLag:
             self._tokens_run.pop(event.id, None)
 
     def tokens_behind(self, seq: SeqView) -> int:
-        """Returns the tokens of it that the drafter has not run, except those of its last entry."""
+        """Returns the tokens of a sequence that the drafter has not run, except those of its last entry."""
         behind = seq.length - self._tokens_run.get(seq.id, 0)
         return behind if behind > MAX_ENTRY_TOKENS else 0
 

@@ -46,8 +46,19 @@ PAUSE_FACTOR = 2.0
 
 @dataclass(slots=True)
 class _Account:
-    """One tenant with all its tiers. finish: the virtual time at which its service so far is paid for. debt:
-    replica-seconds used beyond its share, as of `since`."""
+    """One tenant with all its tiers.
+
+    Args:
+        weight: of its share.
+        finish: the virtual time at which its service so far is paid for.
+        placed_count: its requests at replicas.
+        load: of these.
+        waiting: its requests at no replica.
+        last_seen_at: when it last had a request, in seconds.
+        output: running mean of the output tokens of its completed requests.
+        debt: replica-seconds used beyond its share, as of `since`.
+        since: time of `debt`, in seconds.
+    """
 
     weight: float
     finish: float = 0.0
@@ -62,6 +73,19 @@ class _Account:
 
 @dataclass(slots=True)
 class _Entry:
+    """One request of a tenant.
+
+    Args:
+        request: as offered.
+        account: of its tenant.
+        tag: its start tag, in virtual time.
+        expected: output tokens it was charged for.
+        load: the share of the replicas that it takes; 0: not worked out yet.
+        stall: seconds that its prefill adds to a step.
+        owes: replica-seconds that it is to pay back once it is placed.
+        is_placed: it is at a replica.
+    """
+
     request: Request
     account: _Account
     tag: float
@@ -214,7 +238,7 @@ class FairShare:
         account.load = max(0.0, account.load - entry.load) if account.placed_count else 0.0  # no rest of rounding stays
 
     def _order(self, request: Request, alone: Callable[[int], float], now: float) -> tuple[bool, float, float]:
-        """Sort key: start tag, but requests that would be late even alone come last."""
+        """Returns the sort key: start tag, but requests that would be late even alone come last."""
         ttft, late = request.stages[0].slo.ttft, False
         if ttft is not None and request.progress is None:
             late = now + alone(request.stages[0].prompt) > request.arrival + ttft
@@ -250,9 +274,11 @@ class FairShare:
         return min((promised[which] for promised in self._recent), default=inf)
 
     def _busy_seconds(self, entry: _Entry, load: float, tpot: float, step: float) -> float:
-        """Returns the seconds that a request keeps the replicas busy: its part of its decode time, or its prefill; at
-        most its time alone, since the load is meaningless if no step is as short as the tightest TPOT. `load` is that
-        of all its choices."""
+        """Returns the seconds that a request keeps the replicas busy: its part of its decode time, or its prefill.
+
+        It is at most its time alone, since the load is meaningless if no step is as short as the tightest TPOT. `load`
+        is that of all its choices.
+        """
         decode = load * entry.expected * min(tpot, 1.0)
         return min(max(decode, entry.stall), entry.stall + entry.expected * step)
 
@@ -264,8 +290,10 @@ class FairShare:
         return entry.work / (mean * self.window * len(fleet))
 
     def _sustained(self, view: View, prompt: int, output: float) -> float:
-        """Returns how many requests of this size one replica sustains within the tightest TPOT; less than 1 if the
-        prefill of one, spread over its steps, is too much."""
+        """Returns how many requests of this size one replica sustains within the tightest TPOT.
+
+        It is less than 1 if the prefill of one, spread over its steps, is too much.
+        """
         tpot, most = max(self._tightest(1), MIN_PROMISE_STEPS * _step([view])), view.limits.max_num_seqs
         if tpot == inf:
             return most

@@ -1,4 +1,6 @@
-"""A base for routers that are one rule: each held request goes where `choose` says, with those before it counted."""
+"""Defines a base for routers that are one rule: each held request goes where `choose` says, with those before it
+counted.
+"""
 
 from __future__ import annotations
 

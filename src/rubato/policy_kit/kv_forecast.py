@@ -19,13 +19,12 @@ MAX_STRETCHES = 512  # kept at a time; what ends later counts as ending in the l
 
 
 class KVForecast:
-    """Tokens in KV, by step, of the residents of one replica. Steps never go back."""
+    """Forecasts the tokens in KV, by step, of the residents of one replica. Steps never go back."""
 
     def __init__(self) -> None:
         self._first = 0  # the step at which the first stretch begins
-        self._after = STRETCH_STEPS * np.arange(
-            1, MAX_STRETCHES + 1, dtype=np.int64
-        )  # steps from there to each stretch's end
+        # steps from there to each stretch's end
+        self._after = STRETCH_STEPS * np.arange(1, MAX_STRETCHES + 1, dtype=np.int64)
         self._sums = np.zeros(MAX_STRETCHES, dtype=np.int64)
         self._used = 0  # stretches that have a resident
         self._of: dict[str, tuple[int, int]] = {}  # resident -> (length less the step it had it at, end)
@@ -64,7 +63,9 @@ class KVForecast:
         return int(self._sums[at : self._used].max()) if at < self._used else 0
 
     def peak_with(self, length: int, remaining: float, step: int) -> int:
-        """Returns the same with one resident more."""
+        """Returns the most tokens at any time from `step` on with one resident more, of `length` tokens and `remaining`
+        to come.
+        """
         at = self._at(step)
         base, end = length - step, step + max(1, round(remaining))
         until = max(at, self._stretch(end)) + 1
@@ -73,8 +74,10 @@ class KVForecast:
         return max(beside, later)
 
     def overdue(self, step: int) -> list[str]:
-        """Returns residents that outlived their predicted end; they are in no sum any more, so add them again with a
-        new prediction."""
+        """Takes and returns residents that outlived their predicted end.
+
+        They are in no sum any more, so add them again with a new prediction.
+        """
         late: list[str] = []
         while self._ends and self._ends[0][0] <= step:
             end, id = heappop(self._ends)
@@ -111,15 +114,18 @@ class KVForecast:
 
 
 class PeakKV:
-    """The largest KV, in blocks, that residents will hold together if each gets a token in every step: just before one
-    of them ends. It is less than the sum of their final sizes, since they end at different times."""
+    """Computes the largest KV, in blocks, that residents will hold together if each gets a token in every step.
+
+    That is just before one of them ends. It is less than the sum of their final sizes, since they end at different
+    times.
+
+    Args:
+        final: blocks that each resident holds at its end.
+        left: tokens to come of each resident.
+        block: tokens of a block.
+    """
 
     def __init__(self, final: Sequence[int], left: Sequence[float], block: int) -> None:
-        """Args:
-        final: blocks that each resident holds at its end
-        left: tokens to come of each resident
-        block: tokens of a block
-        """
         self._final, self._tokens_left = np.array(final, dtype=np.float64), np.array(left, dtype=np.float64)
         self._block = block
 

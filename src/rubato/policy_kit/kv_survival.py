@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 
 class OutputRatios:
-    """Ratios of output tokens to the first prediction, of recently finished requests by class."""
+    """Keeps the ratios of output tokens to the first prediction, of recently finished requests by class."""
 
     def __init__(self, last: int = 256) -> None:
         self._last = last
@@ -48,8 +48,10 @@ class OutputRatios:
             self._classes.popitem(last=False)
 
     def ratios_of(self, kind: str) -> Sequence[float]:
-        """Returns the ratios of a class, ascending; of all classes while it has too few; (1.0,) while all have too
-        few."""
+        """Returns the ratios of a class, ascending.
+
+        While the class has too few, those of all classes; (1.0,) while all together have too few.
+        """
         for name in (kind, ALL_CLASSES):
             _, ascending = self._classes.get(name, ((), ()))
             if len(ascending) >= MIN_FINISHED_REQUESTS:
@@ -58,8 +60,15 @@ class OutputRatios:
 
 
 class Resident(NamedTuple):
-    """kind: its class. output: tokens out, in all stages. expected, most: of these in all, as first predicted, and as
-    it may ask for. length: tokens in KV when it ends, less those of its output that are still to come."""
+    """A request that holds KV, or may.
+
+    Args:
+        kind: its class.
+        output: tokens out, in all stages.
+        expected: output tokens in all, as first predicted.
+        most: output tokens in all that it may ask for.
+        length: tokens in KV when it ends, less those of its output that are still to come.
+    """
 
     kind: str
     output: int
@@ -69,9 +78,16 @@ class Resident(NamedTuple):
 
 
 class KVSurvival:
-    """KV blocks that residents are expected to hold, at `FORECAST_POINTS` steps from now on. All that may be counted
-    are given at once; `add` says which are. Every resident in every step: those that sit out only hold theirs for
-    longer."""
+    """Forecasts the KV blocks that residents are expected to hold, at `FORECAST_POINTS` steps from now on.
+
+    All that may be counted are passed at once; `add` counts some of them. Every resident counts in every step: those
+    that sit out only hold theirs for longer.
+
+    Args:
+        view: of the replica.
+        ratios: of finished requests.
+        residents: all that may be counted.
+    """
 
     def __init__(self, view: View, ratios: OutputRatios, residents: Sequence[Resident]) -> None:
         self._free = view.kv_total - sum([s.blocks for s in view.moving])
@@ -102,18 +118,22 @@ class KVSurvival:
         return costs
 
     def fits(self, i: int, share: float = 1.0) -> bool:
-        """Returns whether one more resident keeps the total within this share of memory at all times."""
+        """Returns whether resident `i` beside those counted stays within this share of memory at all times."""
         return bool((self._sum + self._blocks[i]).max() <= share * self._free)
 
     def add(self, which: slice) -> None:
+        """Counts these residents."""
         self._sum = self._sum + self._blocks[which].sum(axis=0)
 
 
 class SurvivalCurve:
-    """The share of requests whose output is at least so many times what was predicted (Kaplan and Meier 1958).
+    """Estimates the share of requests whose output is at least so many times what was predicted (Kaplan and Meier
+    1958).
 
-    ended: that ratio of requests that finished, ascending. so_far: of those that run: while a server fills, what has
-    finished is short, and these say so."""
+    Args:
+        ended: that ratio of requests that finished, ascending.
+        so_far: that ratio of those that run: while a server fills, what has finished is short, and these say so.
+    """
 
     def __init__(self, ended: Sequence[float], so_far: Array) -> None:
         self._ended = np.array(ended)

@@ -26,17 +26,22 @@ ARRIVAL, DUE = attrgetter("request.arrival"), attrgetter("due")
 # A prompt begins if all could go on together with steps so many times as long: what drafts bring is luck.
 STEP_SAFETY = 1.2
 PROMPT_SHARE_MEMORY_S = 10.0  # seconds over which the share of prompts in the time is averaged
-TURN_EVERY_STEPS, TURN_TOKENS = (
-    16,
-    64,
-)  # one step in 16 is a turn of the oldest of the rest, with so many tokens of its prompt
+# One step in so many is a turn of the oldest of the rest, with so many tokens of its prompt.
+TURN_EVERY_STEPS, TURN_TOKENS = 16, 64
 
 Draft = tuple[int, int]
 
 
 class AdmittedLoad(NamedTuple):
-    """decodes, prompts: that run, and are in this step. starting: prompts that wait, and may begin. rest: the others,
-    first those that would have to run fastest, then by arrival. demoted, refused: ids of those whose TTFT has passed.
+    """Who may use this step, and who may not.
+
+    Args:
+        decodes: admitted running requests with one token pending.
+        prompts: admitted running requests that prefill.
+        starting: admitted waiting requests, which may begin.
+        remaining: the others: first running ones whose pace is too tight, the tightest last, then the rest by arrival.
+        demote_ids: of those whose TTFT has passed.
+        refusal_reasons: by id, of those to refuse since their TTFT has passed.
     """
 
     decodes: Sequence[SeqView]
@@ -56,7 +61,12 @@ def everyone(view: View) -> AdmittedLoad:
 
 @dataclass
 class PacedAdmission:
-    """chunk: prompt tokens of a step. last_draft: (depth, width) of the trees drafted in the last step."""
+    """Admits requests by the paces of their SLOs, from step to step.
+
+    Args:
+        chunk: prompt tokens of a step.
+        last_draft: (depth, width) of the trees drafted in the last step.
+    """
 
     chunk: int
     last_draft: Draft | None = field(default=None, init=False)
@@ -64,6 +74,7 @@ class PacedAdmission:
     _steps: int = field(default=0, init=False)
 
     def load(self, view: View) -> AdmittedLoad:
+        """Decides who is admitted to this step."""
         running, waiting = view.running, view.waiting
         asking = [s for s in (*running, *waiting) if not s.best_effort]
         late = [
@@ -71,34 +82,22 @@ class PacedAdmission:
             if s.first_token_at is None and (s.due < view.now or wants_refusal(s, view))
         ]  # fmt: skip
         refusal_reasons = refusals(late, view)
-        out = {s.id for s in late}
-        pace = {s.id: pace_of(s, view.now) for s in asking if s.id not in out}
+        late_ids = {s.id for s in late}
+        pace = {s.id: pace_of(s, view.now) for s in asking if s.id not in late_ids}
         trees = [s.draft.paths for s in running if s.draft is not None and s.pending == 1]
         together = JointPace(view.latency, self.last_draft, trees, 1.0 / (1.0 - self._prompts))
-        able = sorted([s for s in running if s.id in pace], key=lambda s: pace[s.id], reverse=True)
-        paced = able[: together.count_that_can(able, [pace[s.id] for s in able])]
-        strict_ids = {s.id for s in paced}
-        starting, tight = list[SeqView](), -1.0
-        for seq in sorted([s for s in waiting if s.id in pace], key=DUE):
-            if sum([s.pending for s in starting]) >= self.chunk:
-                break
-            if pace[seq.id] > tight:  # where one was too much, so is one of a tighter pace
-                joined = [*paced, seq]
-                if paced and not together.can_keep(joined, [pace[s.id] for s in joined], STEP_SAFETY):
-                    tight = pace[seq.id]
-                else:
-                    starting, paced = [*starting, seq], joined
+        loosest_first = sorted([s for s in running if s.id in pace], key=lambda s: pace[s.id], reverse=True)
+        paced = loosest_first[: together.count_that_can(loosest_first, [pace[s.id] for s in loosest_first])]
+        starting = self._choose_starting(waiting, pace, paced, together)
+        admitted_ids = {s.id for s in (*paced, *starting)}
         others = [s for s in (*running, *waiting) if s.id not in pace and s.id not in refusal_reasons]
-        strict_ids |= {s.id for s in starting}
-        others += [
-            s
-            for s in waiting
-            if s.id in pace and s.id not in strict_ids and (s.first_token_at is not None or s.due == inf)
-        ]
-        remaining = [*(s for s in able if s.id not in strict_ids), *sorted(others, key=ARRIVAL)]
-        strict = [s for s in running if s.id in strict_ids]
-        decodes, prompts = [s for s in strict if s.pending == 1], [s for s in strict if s.pending > 1]
-        if not strict:
+        for seq in waiting:  # before its deadline one that has not begun only waits
+            if seq.id in pace and seq.id not in admitted_ids and (seq.first_token_at is not None or seq.due == inf):
+                others.append(seq)
+        remaining = [*(s for s in loosest_first if s.id not in admitted_ids), *sorted(others, key=ARRIVAL)]
+        admitted = [s for s in running if s.id in admitted_ids]
+        decodes, prompts = [s for s in admitted if s.pending == 1], [s for s in admitted if s.pending > 1]
+        if not admitted:
             decodes = [s for s in remaining if s.pending == 1 and s.id in view.running_ids]
             remaining = [s for s in remaining if s not in decodes]
         return AdmittedLoad(
@@ -106,17 +105,43 @@ class PacedAdmission:
             sorted(prompts, key=DUE),
             starting,
             remaining,
-            sorted(out - refusal_reasons.keys()),
+            sorted(late_ids - refusal_reasons.keys()),
             refusal_reasons,
         )
 
+    def _choose_starting(
+        self, waiting: Sequence[SeqView], pace: Mapping[str, float], paced: Sequence[SeqView], together: JointPace
+    ) -> list[SeqView]:
+        """Returns the waiting requests that may begin, by deadline, until a step's prompt tokens are used up.
+
+        Args:
+            waiting: requests, of which those in `pace` may begin.
+            pace: of each request, in seconds per token.
+            paced: running requests that go on; all must be able to keep their paces with each that begins.
+            together: says whether they can.
+        """
+        starting: list[SeqView] = []
+        too_tight = -1.0
+        for seq in sorted([s for s in waiting if s.id in pace], key=DUE):
+            if sum([s.pending for s in starting]) >= self.chunk:
+                break
+            if pace[seq.id] > too_tight:  # where one was too much, so is one of a tighter pace
+                joined = [*paced, seq]
+                if paced and not together.can_keep(joined, [pace[s.id] for s in joined], STEP_SAFETY):
+                    too_tight = pace[seq.id]
+                else:
+                    starting.append(seq)
+                    paced = joined
+        return starting
+
     def make_room(self, builder: BatchBuilder, load: AdmittedLoad, chosen: Mapping[str, Sequence[int]]) -> None:
         """Preempts the youngest unadmitted requests for the KV that admitted ones lack; the oldest keeps its own."""
-        limits, left = builder.view.limits, self.chunk
+        limits, chunk_left = builder.view.limits, self.chunk
         need = sum([max(0, limits.blocks(s.cached + 1 + len(chosen.get(s.id, ()))) - s.blocks) for s in load.decodes])
         for seq in (*load.prompts, *load.starting):
-            tokens = min(seq.pending, left)
-            need, left = need + max(0, limits.blocks(seq.cached + tokens) - seq.blocks), left - tokens
+            tokens = min(seq.pending, chunk_left)
+            need += max(0, limits.blocks(seq.cached + tokens) - seq.blocks)
+            chunk_left -= tokens
         for seq in sorted(load.remaining, key=ARRIVAL)[:0:-1]:
             if builder.kv_left < need and seq.own_blocks:
                 builder.preempt(seq)
@@ -166,19 +191,20 @@ class PacedAdmission:
 
 
 class PacedScheduler(Wrapper[Scheduler]):
-    """A policy that drafts, with this admission. inner: it plans the steps of those that run, as if there were no
-    others; it may not demote, refuse or hand off any itself. chunk: its token budget."""
+    """Wraps a policy that drafts in this admission.
+
+    Args:
+        inner: plans the steps of those that run, as if there were no others; it may not demote, refuse or hand off any.
+        chunk: its token budget.
+    """
 
     def __init__(self, inner: Scheduler, chunk: int) -> None:
         super().__init__(inner)
         self._admission = PacedAdmission(chunk)
 
     def plan(self, view: View) -> Plan:
-        admission, load, builder = (
-            self._admission,
-            self._admission.load(view),
-            BatchBuilder(view, self._admission.chunk),
-        )
+        admission = self._admission
+        load, builder = admission.load(view), BatchBuilder(view, admission.chunk)
         drafted = {s.id: range(len(s.draft.parents)) for s in load.decodes if s.draft is not None}
         admission.make_room(builder, load, drafted)
         serving = {s.id: s for s in (*load.decodes, *load.prompts)}

@@ -1,5 +1,6 @@
-"""What an SLO asks of the steps to come: tokens by the next one's end, a pace until the request ends; and which
-requests can go on together, each at its pace."""
+"""Computes what an SLO asks of the steps to come: tokens by the next one's end, a pace until the request ends; and
+which requests can go on together, each at its pace.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +18,24 @@ from rubato.policy_kit.draft_value import drafting, with_nodes
 
 
 def tokens_needed(seq: SeqView, end: float, now: float) -> float:
-    """A(r): tokens that it must get from the step that ends then, its own next one among them (AdaServe, section 3)."""
+    """Returns A(r), the tokens that a request must get from the step that ends at `end`, its own next one among them
+    (AdaServe, section 3).
+    """
     if seq.best_effort:
         return 0.0
     slo, most = seq.slo, 0.0
     if slo.tpot is not None and seq.first_token_at is not None:
         most = (end - seq.first_token_at) / slo.tpot - (seq.output - 1)
     if slo.e2e is not None:
-        left = seq.request.arrival + seq.tool_seconds + slo.e2e - now
-        most = max(most, remaining_output(seq) * (end - now) / left if left > 0.0 else inf)
+        seconds_left = seq.request.arrival + seq.tool_seconds + slo.e2e - now
+        most = max(most, remaining_output(seq) * (end - now) / seconds_left if seconds_left > 0.0 else inf)
     return most
 
 
 def time_for(seq: SeqView, tokens: float, now: float) -> float:
-    """When the step that brings it so many tokens must have ended at the latest: `tokens_needed`, the other way."""
+    """Returns when the step that brings a request so many tokens must have ended at the latest: `tokens_needed`, the
+    other way.
+    """
     if seq.best_effort:
         return inf
     slo, time = seq.slo, inf
@@ -43,19 +48,22 @@ def time_for(seq: SeqView, tokens: float, now: float) -> float:
 
 
 def pace_of(seq: SeqView, now: float) -> float:
-    """Seconds that each of its tokens to come may take on average, its lead or lag spread over them; inf where nothing
-    asks for a pace, 0 where it is too late for any."""
-    slo, left = seq.slo, remaining_output(seq)
+    """Returns the seconds that each of a request's tokens to come may take on average, its lead or lag spread over
+    them.
+
+    It is inf where nothing asks for a pace, 0 where it is too late for any.
+    """
+    slo, tokens_left = seq.slo, remaining_output(seq)
     pace = inf if slo.tpot is None else slo.tpot
     if slo.tpot is not None and seq.first_token_at is not None:
-        pace = (seq.first_token_at + slo.tpot * (seq.output - 1 + left) - now) / left
+        pace = (seq.first_token_at + slo.tpot * (seq.output - 1 + tokens_left) - now) / tokens_left
     if slo.e2e is not None:
-        pace = min(pace, (seq.request.arrival + seq.tool_seconds + slo.e2e - now) / left)
+        pace = min(pace, (seq.request.arrival + seq.tool_seconds + slo.e2e - now) / tokens_left)
     return max(pace, 0.0)
 
 
 def tightest_tpot(seq: SeqView) -> float:
-    """The tightest TPOT of this stage and of the decode-only stages that follow it; inf for one token alone."""
+    """Returns the tightest TPOT of this stage and of the decode-only stages that follow it; inf for one token alone."""
     stages = seq.request.stages
     tpot = stages[seq.stage].slo.tpot or inf
     if len(stages) == 1:
@@ -72,7 +80,9 @@ Window = tuple[int, int, float]  # stage, tokens of it that were out when it beg
 
 def windows(view: View, before: Mapping[str, Window]) -> dict[str, Window]:
     """Returns the current window of `WINDOW_TOKENS` tokens of each decode, by id; the paper judges a window as a whole.
-    The first window of a stage begins with its first token."""
+
+    The first window of a stage begins with its first token.
+    """
     new_windows = {}
     for seq in view.running:
         if seq.output:
@@ -89,9 +99,12 @@ class JointPace:
     average. The shortest is found by lengthening a step of the roots by the nodes that this asks for, until it asks for
     no more.
 
-    draft: (depth, width) of the trees, None: nothing is drafted. trees: path probabilities of those there are now; each
-    sequence is reckoned to get an even share of what the most probable nodes of all bring. stretch: how many times as
-    long steps are for other work.
+    Args:
+        latency: predicts step times.
+        draft: (depth, width) of the trees; None: nothing is drafted.
+        trees: path probabilities of those there are now; each sequence counts with an even share of what the most
+            probable nodes of all bring.
+        stretch: how many times as long steps are for other work.
     """
 
     def __init__(
@@ -116,14 +129,14 @@ class JointPace:
             safety: factor on step times
         """
         n, kv = len(seqs), sum([s.length for s in seqs])
-        base, asked = drafting(self._draft, n), np.array(paces) + 1e-9
+        base, each_pace = drafting(self._draft, n), np.array(paces) + 1e-9
         seconds, nodes = 0.0, 0
         while True:
             step = self._latency.step_time(with_nodes(base, n, kv, nodes)) * self._stretch * safety
             if step <= seconds:
                 return True
             seconds = step
-            each = np.searchsorted(self._brings, seconds / asked - 1e-9)
+            each = np.searchsorted(self._brings, seconds / each_pace - 1e-9)
             if int(each.max()) == len(self._brings):
                 return False
             nodes = int(each.sum())

@@ -51,8 +51,11 @@ class PooledRouter(GreedyRouter):
 
 
 def split(router: str, replicas: Sequence[str], prefill: int, decode: int) -> Mapping[str, Role]:
-    """Roles in the ratio prefill : decode, to the nearest, at least one of both; the first ones prefill. Raises
-    ValueError for fewer than 2 replicas."""
+    """Returns roles in the ratio prefill : decode, to the nearest, at least one of both; the first ones prefill.
+
+    Raises:
+        ValueError: there are fewer than 2 replicas.
+    """
     if len(replicas) < 2:
         raise ValueError(f"{router} needs at least 2 replicas, one to prefill and one to decode: there is 1")
     share = len(replicas) * prefill / (prefill + decode)

@@ -28,8 +28,16 @@ seq_of: Callable[[PrefillJob], SeqView] = itemgetter(4)
 
 
 class PrefillRate:
-    """The speed of prefill with decodes: full while they have time to spare, then the part of each TPOT that is left
-    after a token of each decode."""
+    """Predicts the speed of prefill beside decodes: full while they have time to spare, then the part of each TPOT that
+    is left after a token of each decode.
+
+    Args:
+        view: of the replica.
+        decodes: the batch of decodes.
+        spare: seconds until the first decode is due.
+        tpot: the tightest of the decodes, in seconds.
+        safety: factor on step times.
+    """
 
     def __init__(self, view: View, decodes: Shape, spare: float, tpot: float, safety: float) -> None:
         latency = view.latency
@@ -92,11 +100,12 @@ def feasible(view: View, jobs: Sequence[PrefillJob], rate: PrefillRate) -> Seque
 def schedulable(
     jobs: Sequence[PrefillJob], rate: PrefillRate, now: float, reserve: float, protected: Container[str]
 ) -> list[PrefillJob]:
-    """Go through the jobs by deadline, less `reserve` seconds; whenever one is late, set aside the longest so far, the
-    first of equally long ones, that is not of a protected tier (Moore 1968; with a heap, in Hodgson's form).
+    """Returns the jobs that can have their first token in time (Moore 1968; with a heap, in Hodgson's form).
 
-    A protected one may count on decodes that end meanwhile, and no other starts at its expense; unless it would be late
-    even alone."""
+    It goes through the jobs by deadline, less `reserve` seconds; whenever one is late, it sets aside the longest so
+    far, the first of equally long ones, that is not of a protected tier. A protected one may count on decodes that end
+    meanwhile, and no other starts at its expense; unless it would be late even alone.
+    """
     ends = np.cumsum(np.array([*map(pending_of, jobs)], dtype=np.float64))
     late = now + rate.seconds_each(ends) > np.array([*map(due_of, jobs)]) - reserve
     if not late.any():
@@ -136,38 +145,39 @@ def insertable_jobs(
     line = sorted([*on_time, *able])
     places = set(map(index_of, on_time))
     is_in_line = np.array([index_of(job) in places for job in line])
-    done = np.cumsum(np.where(is_in_line, np.array([*map(pending_of, line)], dtype=np.float64), 0.0))
+    tokens_done = np.cumsum(np.where(is_in_line, np.array([*map(pending_of, line)], dtype=np.float64), 0.0))
     ends = np.array([*map(due_of, line)]) - reserve
     within = rate.tokens_each(ends - now)
     back: list[PrefillJob] = []
 
     def room() -> NDArray[np.float64]:
         """Returns the tokens that the job at each place, and all later ones, can spare."""
-        spare = np.where(is_in_line, within - done, inf)
+        spare = np.where(is_in_line, within - tokens_done, inf)
         return np.minimum.accumulate(spare[::-1])[::-1]
 
-    if np.any(is_in_line & (now + rate.seconds_each(done) > ends)):
+    if np.any(is_in_line & (now + rate.seconds_each(tokens_done) > ends)):
         return []
     order = sorted(range(len(line)), key=lambda i: (pending_of(line[i]), index_of(line[i])))
     todo = np.array([i for i in order if index_of(line[i]) not in places])
     tokens = np.array([pending_of(line[i]) for i in todo], dtype=np.float64)
     spare = room()
-    fit = (tokens <= spare[todo] + 1.0) & (done[todo] + tokens <= within[todo] + 1.0)
+    fit = (tokens <= spare[todo] + 1.0) & (tokens_done[todo] + tokens <= within[todo] + 1.0)
     for i, need in zip(todo[fit].tolist(), tokens[fit].tolist(), strict=True):
-        if need > spare[i] + 1.0 or done[i] + need > within[i] + 1.0:
+        if need > spare[i] + 1.0 or tokens_done[i] + need > within[i] + 1.0:
             continue
-        later, is_counted = done[i:] + need, is_in_line[i:].copy()
+        later, is_counted = tokens_done[i:] + need, is_in_line[i:].copy()
         is_counted[0] = True
         if not np.any(is_counted & (now + rate.seconds_each(later) > ends[i:])):
             back.append(line[i])
-            done[i:], is_in_line[i] = later, True
+            tokens_done[i:], is_in_line[i] = later, True
             spare = room()
     return back
 
 
 class DecodeCapacity:
     """Checks whether one more request can decode with those that hold KV, within the tightest TPOT. The first always
-    can."""
+    can.
+    """
 
     def __init__(self, view: View, seqs: Sequence[SeqView], safety: float, share: float) -> None:
         self._latency, self._safety, self._share = view.latency, safety, share
@@ -177,6 +187,7 @@ class DecodeCapacity:
         self._refused = (inf, -inf)  # length and TPOT: one as long, with as tight a TPOT, is too much
 
     def can_add(self, seq: SeqView) -> bool:
+        """Returns whether a request can decode with those here."""
         tpot, length = min(self._tpot, tpot_of(seq)), seq.length
         if not self._count:
             return True
@@ -189,12 +200,13 @@ class DecodeCapacity:
         return False
 
     def add(self, seq: SeqView) -> None:
+        """Counts a request among those that decode."""
         self._count += 1
         self._length += seq.length
         self._tpot = min(self._tpot, tpot_of(seq))
 
 
 def tpot_of(seq: SeqView) -> float:
-    """Returns the TPOT of its stage in seconds, inf without one."""
+    """Returns the TPOT of a sequence's stage in seconds, inf without one."""
     tpot = seq.slo.tpot
     return inf if tpot is None else tpot

@@ -22,7 +22,9 @@ class QueuedPrompt(NamedTuple):
 
 
 def _first_chunk(prompt: QueuedPrompt, at: float, budget: int, most: int, latency: LatencyModel) -> int:
-    """Dynamic (§4.7), unless the prompt would be late so: then as much of it as a batch may have."""
+    """Returns the tokens of the first prompt: dynamic (§4.7), unless it would be late so, then as many as a batch may
+    have.
+    """
     tokens = min(dynamic_chunk(prompt.pending, budget), most)
     if tokens < prompt.pending and at + prefill_time(latency, prompt.pending, prompt.cached, budget) > prompt.due:
         tokens = min(prompt.pending, most)
@@ -48,16 +50,16 @@ def prefill_chunks(
     due = inf
     for limited in (False, True):  # limits are seldom needed, and dear to ask for
         chunks: list[int] = []
-        shape, left, due = NO_BATCH, budget, inf
+        shape, budget_left, due = NO_BATCH, budget, inf
         for prompt in prompts:
-            tokens = min(prompt.pending, left) if chunks else _first_chunk(prompt, at, budget, most, latency)
+            tokens = min(prompt.pending, budget_left) if chunks else _first_chunk(prompt, at, budget, most, latency)
             if limited and chunks and due < inf:
                 tokens = latency.largest_chunk(due - at, shape, prompt.cached, tokens)
             if tokens < 1:
                 break
             shape = shape.plus(tokens, prompt.cached)
             chunks.append(tokens)
-            left -= tokens
+            budget_left -= tokens
             if tokens == prompt.pending and at < prompt.due < due:
                 due = prompt.due
         if len(chunks) < 2 or due == inf or at + latency.step_time(shape) <= due:
@@ -65,9 +67,9 @@ def prefill_chunks(
     return chunks, shape
 
 
-def dynamic_chunk(left: int, budget: int) -> int:
+def dynamic_chunk(tokens: int, budget: int) -> int:
     """Returns the tokens of a prompt's next chunk: all of them if less than two budgets are left."""
-    return left if left < 2 * budget else budget
+    return tokens if tokens < 2 * budget else budget
 
 
 def dynamic_prefill_time(latency: LatencyModel, tokens: int, cached: int, budget: int, most: int) -> float:
@@ -80,18 +82,25 @@ def dynamic_prefill_time(latency: LatencyModel, tokens: int, cached: int, budget
 def nearest_due_first(
     view: View, budget: int, due: Callable[[SeqView], float], order: Callable[[SeqView], float]
 ) -> Plan:
-    """A step of a replica that prefills what others decode: prompts in an order, begun or not (`prefill_chunks`). One
-    that has not begun starts only if the KV of all of it is free beside what the begun ones have still to take. due:
-    when a prompt has to be through, in seconds. order: by which they run, the least first; ties in order of arrival."""
+    """Plans a step of a replica that prefills what others decode: prompts in an order, begun or not (`prefill_chunks`).
+
+    One that has not begun starts only if the KV of all of it is free beside what the begun ones have still to take.
+
+    Args:
+        view: of the replica.
+        budget: tokens of a chunk.
+        due: returns when a prompt has to be through, in seconds.
+        order: returns a sort key, the least runs first; ties go by arrival.
+    """
     builder, limits = BatchBuilder(view), view.limits
     ready: dict[str, HandoffReason] = {s.id: "prefilled" for s in view.running if s.pending == 1}
-    begun = view.prefilling
-    missing = sum(limits.blocks(s.length) - s.blocks for s in begun)
+    prefilling = view.prefilling
+    missing = sum(limits.blocks(s.length) - s.blocks for s in prefilling)
 
     def key(seq: SeqView) -> tuple[float, float]:
         return (order(seq), seq.request.arrival)
 
-    seqs = sorted((*begun, *view.waiting), key=key)
+    seqs = sorted((*prefilling, *view.waiting), key=key)
     prompts = [QueuedPrompt(due(s), s.pending, s.cached) for s in seqs]
     chunks, _ = prefill_chunks(prompts, view.now, budget, limits.max_num_batched_tokens, view.latency)
     for seq, tokens in zip(seqs, chunks, strict=False):
@@ -99,8 +108,8 @@ def nearest_due_first(
         if builder.tokens_that_fit(seq) < tokens or (new and builder.missing_blocks(seq, seq.pending) + missing > 0):
             break
         builder.add(seq, tokens)
-    if not builder.work and begun:  # none may start, and the nearest deadline is of one that has not begun
-        seq = min(begun, key=key)
+    if not builder.work and prefilling:  # none may start, and the nearest deadline is of one that has not begun
+        seq = min(prefilling, key=key)
         if tokens := min(dynamic_chunk(seq.pending, budget), builder.tokens_that_fit(seq)):
             builder.add(seq, tokens)
     return builder.plan(handoff=ready)

@@ -31,7 +31,7 @@ SETTING = "prefix_affinity"
 
 
 class PrefixAffinity(RouterWrapper):
-    """`inner` with prefix affinity: it has all that `inner` has, its settings too."""
+    """Wraps `inner` with prefix affinity: it has all that `inner` has, its settings too."""
 
     prefix_affinity = True
 
@@ -55,7 +55,9 @@ class PrefixAffinity(RouterWrapper):
 
 
 class _Redirection:
-    """The placements of one dispatch so far: `_queued` are the tokens added to each replica, `_count` the requests."""
+    """Moves the placements of one dispatch, and counts, by replica, the tokens added so far (`_queued`) and the
+    requests.
+    """
 
     def __init__(
         self, index: PrefixIndex, held: Sequence[SeqView], fleet: Sequence[View], dispatch: Dispatch, now: float
@@ -99,9 +101,11 @@ class _Redirection:
         return to
 
     def _cached(self, seq: SeqView, replica: str) -> int:
+        """Returns the tokens of a request in a replica's KV; 0 for one whose own KV comes along."""
         return 0 if seq.cached else self._index.cached(seq, replica)
 
     def _best(self, seq: SeqView, chosen: str, before: int) -> str:
+        """Returns a replica with a longer cached prefix than `chosen` that keeps the SLO; else `chosen`."""
         role = self._roles[chosen]
         longer: list[tuple[int, int, int, View]] = []
         for id, view in self._fleet.items():
@@ -113,13 +117,14 @@ class _Redirection:
         return chosen
 
     def _load(self, view: View) -> int:
+        """Returns the load of a replica in tokens, with what this dispatch adds."""
         return loads([view])[0] + self._queued[view.id] + DECODE_TO_COME_TOKENS * self._count[view.id]
 
     def _keeps_slo(self, seq: SeqView, view: View, cached: int, more: int, saved: int) -> bool:
         """Returns whether `view` keeps its SLO. `more`: its load beyond the router's choice; `saved`: tokens not
         computed there."""
-        promised = not (seq.best_effort or seq.id in self._demoted)
-        due, tpot = (seq.due, seq.slo.tpot) if promised else (inf, None)
+        has_slo = not (seq.best_effort or seq.id in self._demoted)
+        due, tpot = (seq.due, seq.slo.tpot) if has_slo else (inf, None)
         if due == inf:
             if more > saved:
                 return False

@@ -18,7 +18,13 @@ from rubato.core.request import PREFIX_BLOCK_TOKENS, Request
 
 
 class _Prompt(NamedTuple):
-    """keys: one for each full block, each standing for everything up to its end. session: None without one."""
+    """A prompt that may be cached.
+
+    Args:
+        keys: one for each full block, each standing for everything up to its end.
+        tokens: its length.
+        session: (tenant, session); None without one.
+    """
 
     keys: tuple[int, ...]
     tokens: int
@@ -27,7 +33,13 @@ class _Prompt(NamedTuple):
 
 @dataclass(slots=True)
 class _Cache:
-    """entries: the tokens of each block or session, least recently placed first. most: what its KV memory holds."""
+    """What is assumed to be in a replica's KV.
+
+    Args:
+        most: tokens that its KV memory holds.
+        tokens: of all entries.
+        entries: the tokens of each block or session, least recently placed first.
+    """
 
     most: int = 0
     tokens: int = 0
@@ -43,8 +55,10 @@ class _Cache:
 
 
 class PrefixIndex:
-    """The prompts of each replica, in blocks of `PREFIX_BLOCK_TOKENS`, and the sessions: the last prompt and output of
-    a session count as cached where they were served. Tenants share nothing."""
+    """Keeps the prompts of each replica, in blocks of `PREFIX_BLOCK_TOKENS`, and the sessions.
+
+    The last prompt and output of a session count as cached where they were served. Tenants share nothing.
+    """
 
     def __init__(self) -> None:
         self._caches: dict[str, _Cache] = {}
@@ -105,6 +119,7 @@ class PrefixIndex:
                 self._sessions = {name: at for name, at in self._sessions.items() if at[0] != event.id}
 
     def _prompt(self, seq: SeqView) -> _Prompt:
+        """Returns the prompt of a request, computed once."""
         prompt = self._prompts.get(seq.id)
         if prompt is None:
             request = seq.request

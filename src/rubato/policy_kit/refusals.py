@@ -1,4 +1,4 @@
-"""Why a request that asked for it is refused: its SLO cannot be met beside the others, or cannot be met at all."""
+"""Says why a request that asked for it is refused: its SLO cannot be met beside the others, or cannot be met at all."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ UNPREDICTED_ONE_IN = 32
 
 
 def refusable(seq: SeqView) -> bool:
+    """Returns whether a request prefers a refusal to late service, and its client has received nothing."""
     return seq.request.on_decline == "refuse" and nothing_sent(seq)
 
 

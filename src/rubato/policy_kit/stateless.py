@@ -1,4 +1,4 @@
-"""A base for schedulers and routers that keep no state of requests: all that they decide by is in the views."""
+"""Defines a base for schedulers and routers that keep no state of requests: all that they decide by is in the views."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Step times by (batch size, KV), as PolyServe profiles them (its §4.5): asked of the latency model once each, and
-again when its predictions have changed."""
+"""Keeps step times by (batch size, KV), as PolyServe profiles them (its §4.5): asked of the latency model once each,
+and again when its predictions have changed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ PROBE_SHAPE = Shape.decodes(32, 32_000)
 
 
 class StepTable:
-    """Remembered step times of one latency model. `most`: tokens that a batch may have."""
+    """Remembers step times of one latency model.
+
+    Args:
+        latency: predicts step times.
+        most: tokens that a batch may have.
+    """
 
     def __init__(self, latency: LatencyModel, most: int) -> None:
         self._latency = latency
@@ -64,11 +70,14 @@ class StepTable:
         return self._alone(-(-prompt // grain) * grain, -(-cached // grain) * grain)
 
     def in_chunks(self, prompt: int, cached: int, budget: int) -> float:
-        """Returns the same in dynamic chunks (`prefill_queue`)."""
+        """Returns the seconds of a prompt's tokens after the cached ones, alone and in dynamic chunks
+        (`prefill_queue`).
+        """
         grain = PROMPT_GRAIN_TOKENS
         return self._in_chunks(-(-prompt // grain) * grain, -(-cached // grain) * grain, budget)
 
     def _find_chunk(self, tpot: float, seqs: int, kv: int, prompt: int) -> tuple[int, float]:
+        """Computes `chunk`."""
         base = Shape.decodes(seqs, kv)
         tokens = self._latency.largest_chunk(tpot, base, prompt, self._most - seqs)
         if tokens < prompt:  # the last of them has this much before it

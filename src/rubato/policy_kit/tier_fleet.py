@@ -1,4 +1,4 @@
-"""The book of a router that gives tiers of TPOTs replicas of their own: who decodes, prefills and moves where."""
+"""Keeps the book of a router that gives tiers of TPOTs replicas of their own: who decodes, prefills and moves where."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class BookedReplica:
 
     @property
     def load(self) -> float:
-        """What replicas of a group are sorted by."""
+        """Returns what replicas of a group are sorted by."""
         return -self.rank()[0]
 
     def rank(self) -> tuple[float, int]:
-        """Sort key: the most loaded first; ties by index."""
+        """Returns the sort key: the most loaded first; ties by index."""
         if self._rank is None:
             self._rank = -self._find_load(), self.index
         return self._rank
@@ -111,8 +111,13 @@ Replica = TypeVar("Replica", bound=BookedReplica)
 
 @dataclass(slots=True)
 class DecodeSlot(Generic[Replica]):
-    """A place to decode, in use or reserved. tier: the request's, None for best effort in the pool. share: of a replica
-    of its tier."""
+    """A place to decode, in use or reserved.
+
+    Args:
+        replica: where it is.
+        tier: the request's; None for best effort in the pool.
+        share: of a replica of its tier.
+    """
 
     replica: Replica
     tier: int | None
@@ -162,7 +167,7 @@ class TierRouter(Generic[Replica]):
             raise ValueError(f"tiers are {self.tiers!r}: give TPOTs in seconds, above 0 and ascending")
 
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
-        """All are in the pool at first."""
+        """Puts all replicas into the pool at first."""
         if "kv_transfer" in self.needs and len(replicas) < 2:
             raise ValueError(
                 f"{self.policy} in mode pd needs at least 2 replicas, to prefill and to decode: there is 1"
@@ -200,6 +205,7 @@ class TierRouter(Generic[Replica]):
             self._changed(slot.replica)
 
     def _leave_prefill(self, id: str) -> None:
+        """Forgets the prompt of a request that is not prefilled any more where it was placed."""
         if (replica := self._prefills.pop(id, None)) is not None:
             replica.unqueue(id)
             self._changed(replica)
@@ -222,6 +228,7 @@ class TierRouter(Generic[Replica]):
         self._forget_placements(replica)
 
     def _forget_placements(self, replica: Replica) -> None:
+        """Forgets the requests of a replica."""
         self._slots = {id: slot for id, slot in self._slots.items() if slot.replica is not replica}
         self._prefills = {id: at for id, at in self._prefills.items() if at is not replica}
 

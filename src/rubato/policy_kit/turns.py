@@ -9,21 +9,22 @@ from math import inf
 from rubato.core.interfaces import SeqView, View
 from rubato.policy_kit.batch_builder import BatchBuilder, make_room
 
-TURN_EVERY_STEPS, TURN_TOKENS = (
-    16,
-    16,
-)  # one step in so many gives the oldest so many tokens, as in `edf` and `priority`
+# One step in so many gives the oldest so many tokens, as in `edf` and `priority`.
+TURN_EVERY_STEPS, TURN_TOKENS = 16, 16
 
 
 @dataclass
 class Turns:
-    """Counts the steps in which something waits or prefills."""
+    """Counts the steps in which something waits or prefills, and gives turns."""
 
     _count: int = 0
 
     def give(self, builder: BatchBuilder) -> None:
-        """In one step of `TURN_EVERY_STEPS` the oldest without a deadline gets up to `TURN_TOKENS` of its tokens before
-        all others, and the KV for them from those started last. Before anything else is put into the batch."""
+        """Gives, in one step of `TURN_EVERY_STEPS`, the oldest request without a deadline up to `TURN_TOKENS` of its
+        tokens before all others, and the KV for them from those started last.
+
+        Call it before anything else is put into the batch.
+        """
         view = builder.view
         if not (view.waiting or view.prefilling):
             return
@@ -38,15 +39,17 @@ class Turns:
 
 
 def oldest_without_deadline(view: View) -> SeqView | None:
-    """Of those that run or wait as best effort, or have no SLO on the next token; by arrival."""
+    """Returns the oldest request that runs or waits as best effort, or has no SLO on the next token; by arrival."""
     last = [s for group in (view.running, view.waiting) for s in group if s.best_effort or s.due == inf]
     return min(last, key=lambda s: (s.request.arrival, s.id), default=None)
 
 
 def add_decodes(builder: BatchBuilder, decodes: Sequence[SeqView]) -> None:
-    """A token of each, in this order, of those that are not in the batch yet. One that lacks KV takes it from those
-    started after it, the last first, but from the oldest without a deadline, whose turns would else be in vain; where
-    that is not enough it sits the step out."""
+    """Adds a token of each decode, in this order, of those that are not in the batch yet.
+
+    One that lacks KV takes it from those started after it, the last first, but not from the oldest without a deadline,
+    whose turns would else be in vain; where that is not enough it sits the step out.
+    """
     view = builder.view
     todo = [s for s in decodes if s.id not in builder.work and s not in builder.preempted]
     if builder.add_decodes(todo):

@@ -12,13 +12,13 @@ Inner = TypeVar("Inner", bound=Router | Scheduler)
 
 
 class Wrapper(Generic[Inner]):
-    """A wrapper around `inner`."""
+    """Wraps a router or scheduler `inner`."""
 
     def __init__(self, inner: Inner) -> None:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        """`needs`, `wants`, `tier_names`, settings, whatever `inner` has."""
+        """Returns whatever `inner` has: `needs`, `wants`, `tier_names`, settings."""
         if name == "inner":  # it is being copied, and has nothing yet
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -28,7 +28,7 @@ class Wrapper(Generic[Inner]):
 
 
 class RouterWrapper(Wrapper[Router]):
-    """Around a router."""
+    """Wraps a router."""
 
     def __init__(self, inner: Router) -> None:
         super().__init__(inner)

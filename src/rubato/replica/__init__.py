@@ -1,1 +1,1 @@
-"""The books of one replica: which requests wait, run or move, their KV, deadlines, steps, and why one was missed."""
+"""Books one replica: which requests wait, run or move, their KV, deadlines, steps, and why one was missed."""

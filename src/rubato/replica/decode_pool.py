@@ -10,6 +10,9 @@ from rubato.replica.sequence import Seq, StepEnds
 class DecodePool:
     """The sequences that the next step of all decodes advances: their `count`, and the tokens that they have in `kv`.
 
+    A sequence with c tokens in KV needs another block in the steps whose number is -c modulo `block`, where c is
+    counted from the replica's first step (`Seq._cached`), so that a step costs a decoding sequence no work.
+
     Args:
         steps: of the replica.
         block: tokens of a KV block.
@@ -21,52 +24,53 @@ class DecodePool:
         self.kv = 0
         self.steps = steps
         self._block = block
-        self._wants = [0] * (2 * block)  # sequences that need another block, by step number modulo `block`; twice over
+        self._blocks_by_step = [0] * (2 * block)  # new blocks, by step modulo `block`, twice over
         self._by_remainder: list[dict[str, Seq]] | None = [{} for _ in range(block)] if keeps_seqs else None
 
     def join(self, seq: Seq) -> None:
         """Adds a sequence, which decodes from the next step on."""
         self.count += 1
         self.kv += seq._cached
-        seq.decode()
-        self._want(seq, 1)
+        seq.begin_decoding()
+        self._count_block(seq, 1)
 
     def leave(self, seq: Seq) -> None:
         """Removes a sequence, which does not decode from the next step on."""
         self.count -= 1
-        self._want(seq, -1)
-        seq.halt()
+        self._count_block(seq, -1)
+        seq.stop_decoding()
         self.kv -= seq._cached
 
     def accept(self, seq: Seq, tokens: int, at: float) -> None:
         """Books `tokens` accepted draft tokens of the step that ended at `at`; their KV is present."""
-        self._want(seq, -1)
+        self._count_block(seq, -1)
         seq.add_accepted(tokens, at)
-        self._want(seq, 1)
+        self._count_block(seq, 1)
         self.kv += tokens
 
-    def _want(self, seq: Seq, more: int) -> None:
+    def _count_block(self, seq: Seq, change: int) -> None:
+        """Counts one sequence more (`change` 1) or less (-1) among those that need a block in its steps."""
         at = -seq._cached % self._block
-        self._wants[at] += more
-        self._wants[at + self._block] += more
+        self._blocks_by_step[at] += change
+        self._blocks_by_step[at + self._block] += change
         if self._by_remainder is not None:
-            if more > 0:
+            if change > 0:
                 self._by_remainder[at][seq.id] = seq
             else:
                 del self._by_remainder[at][seq.id]
 
     def blocks(self) -> int:
         """Returns the KV blocks that the next step of all decodes takes."""
-        return self._wants[self.steps.tick % self._block]
+        return self._blocks_by_step[self.steps.tick % self._block]
 
     def blocks_until(self, steps: int, first: int) -> int:
         """Returns the KV blocks that `steps` steps of all decodes take, from step `first` on."""
         block = self._block
         at = first % block
         if steps <= block:
-            return sum(self._wants[at : at + steps])
+            return sum(self._blocks_by_step[at : at + steps])
         whole, rest = divmod(steps, block)
-        return whole * self.count + sum(self._wants[at : at + rest])
+        return whole * self.count + sum(self._blocks_by_step[at : at + rest])
 
     def filling(self) -> Iterable[Seq]:
         """Returns the sequences whose last KV block is full, so that the next step needs another."""

@@ -1,4 +1,4 @@
-"""When the next token of each running sequence is due, as columns, computed for all sequences at once."""
+"""Keeps when the next token of each running sequence is due, as columns, computed for all sequences at once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from rubato.replica.sequence import Seq, StepEnds
 
 
 class DueTimes:
-    """Due times of running sequences, in order of start. The next token of a sequence is number n = `output` +
-    `moves` · steps; it is due at `first` + `tpot` · n, never after `end`, and within `pause` of the token before it.
-    That one came with the last step if the sequence decodes (`moves`) and a step has ended since `since`, else at
-    `last`."""
+    """Due times of running sequences, in order of start.
+
+    The next token of a sequence is number n = `output` + `moves` · steps. It is due at `first` + `tpot` · n, never
+    after `end`, and within `pause` of the token before it. That one came with the last step if the sequence decodes
+    (`moves` is 1, else 0) and a step has ended since `since`, else at `last`.
+    """
 
     def __init__(self) -> None:
         self._seqs: list[Seq] = []
@@ -62,6 +64,7 @@ class DueTimes:
         return float(due.min(initial=inf))
 
     def _write(self, i: int, seq: Seq) -> None:
+        """Fills the columns of the i-th sequence."""
         due = seq.deadlines
         first, tpot = due.first, due.tpot
         if tpot == inf:  # no SLO after the first token

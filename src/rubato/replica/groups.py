@@ -1,4 +1,4 @@
-"""Groups of requests that share the KV of one prompt (`Request.group`): the others wait for the first's prefill."""
+"""Lets requests of one group (`Request.group`) share the KV of one prompt: the others wait for the first's prefill."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from rubato.replica.sequence import Seq
 
 
 class Groups:
-    """Sequences by group, in order of submission. queue: called with each sequence that need not wait for its group."""
+    """Sequences by group, in order of submission.
+
+    Args:
+        block_size: tokens of a KV block.
+        queue: called with each sequence that need not wait for its group.
+    """
 
     def __init__(self, block_size: int, queue: Callable[[Seq], None]) -> None:
         self._block_size = block_size
@@ -39,17 +44,22 @@ class Groups:
             del self._groups[seq.request.group]
 
     def after_step(self, running: Container[str]) -> None:
-        """Queues sequences whose group's prompt is in KV after a step. running: ids."""
+        """Queues sequences whose group's prompt is in KV after a step.
+
+        Args:
+            running: ids of running sequences.
+        """
         for group in self._groups.values():
             if any(seq.id in running for seq in group):
                 self._release(group)
 
     def _release(self, group: list[Seq]) -> None:
+        """Queues the sequences of a group that need not wait any more."""
         for at, seq in enumerate(group):
             if seq.waits_for_group and (at == 0 or self._is_prompt_in_kv(group[0])):
                 seq.waits_for_group = False
                 self._queue(seq)
 
     def _is_prompt_in_kv(self, first: Seq) -> bool:
-        """Whether other sequences of its group would find its prompt's KV if they started now."""
+        """Returns whether other sequences of its group would find its prompt's KV if they started now."""
         return first.cached >= first.request.stages[0].prompt // self._block_size * self._block_size

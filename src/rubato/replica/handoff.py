@@ -17,13 +17,18 @@ from rubato.replica.state import ReplicaState, order_of, refusal_reason
 
 
 def reserve(replica: ReplicaState, request: Request, now: float) -> list[Event] | None:
-    """Reserves KV for a request that another replica handed off with its KV; returns None while too little is free. A
-    request that could never run is refused."""
+    """Reserves KV for a request that another replica handed off with its KV.
+
+    A request that could never run is refused.
+
+    Returns:
+        the events; None while too little KV is free.
+    """
     handoff = request.handoff
     assert handoff is not None, "what was not handed off is submitted"
-    seq = replica.new(request, now)
+    seq = replica.make_seq(request, now)
     if reason := refusal_reason(request, replica.limits):
-        return [replica.finished(seq, now, "refused", reason)]
+        return [replica.judge_end(seq, now, "refused", reason)]
     most = replica.limits.max_running
     if most is not None and len(replica.running) + len(replica.migrating_out) + len(replica.migrating_in) >= most:
         return None

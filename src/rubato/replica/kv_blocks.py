@@ -1,8 +1,8 @@
-"""KV block accounting: which of an engine's blocks are free, and which have a prefix that another request can use.
+"""Accounts for KV blocks: which of an engine's blocks are free, and which have a prefix that another request can use.
 
-Block ids index the engine's own KV memory. A full block may be named by a key that stands for everything up to its
-end (`next_key`); a sequence that begins alike then takes the block instead of computing it. Such blocks are shared,
-never written again, and outlive their users until the memory is needed: least recently used goes first.
+Block ids index the engine's own KV memory. A full block may be named by a key that stands for everything up to its end
+(`next_key`); a sequence that begins alike then takes the block instead of computing it. Such blocks are shared, never
+written again, and outlive their users until the memory is needed: least recently used goes first.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ def next_key(before: bytes, ids: Sequence[int]) -> bytes:
 
 
 class KVBlocks:
-    """`total` blocks of `block_size` tokens. keep: named blocks stay findable after their last user has gone.
+    """The KV blocks of one engine.
 
     The unnamed block freed last is reused first: its memory is most likely in a CPU's cache.
+
+    Args:
+        total: number of blocks.
+        block_size: tokens of a block.
+        keep: named blocks stay findable after their last user has gone.
     """
 
     def __init__(self, total: int, block_size: int, *, keep: bool = False) -> None:
@@ -44,7 +49,7 @@ class KVBlocks:
 
     @property
     def free(self) -> int:
-        """Blocks without users, findable or not."""
+        """Returns the number of blocks without users, findable or not."""
         return len(self._free) + len(self._idle)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
@@ -101,8 +106,12 @@ class KVBlocks:
             self.version += 1
 
     def release(self, owned: list[int], keep: bool = False) -> None:
-        """Releases all blocks of `owned` and empties it. The end of a prefix is reused before its beginning. keep:
-        named blocks stay findable even without the option of that name."""
+        """Releases all blocks of `owned` and empties it. The end of a prefix is reused before its beginning.
+
+        Args:
+            owned: blocks of one user.
+            keep: named blocks stay findable even without the option of that name.
+        """
         for b in reversed(owned):
             self._users[b] -= 1
             self.version += b in self._key
@@ -124,6 +133,7 @@ class KVBlocks:
         self.version += 1
 
     def _forget(self, b: int) -> None:
+        """Makes a block without users free, under no name."""
         key = self._key.pop(b, None)
         if key is not None:
             del self._named[key]

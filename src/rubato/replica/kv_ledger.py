@@ -1,4 +1,4 @@
-"""The KV of each sequence of a replica: as counts, or by block where an engine or a prefix cache needs ids.
+"""Books the KV of each sequence of a replica: as counts, or by block where an engine or a prefix cache needs ids.
 
 Both ledgers treat the same sequences alike. `begin` and `end` book the KV of a run of steps; in between, a sequence
 outside the run may release its KV.
@@ -17,7 +17,7 @@ from rubato.replica.step_log import StepRun
 
 
 class KVCounts:
-    """Counts of KV blocks: decodes cost no work, and a run may have many steps. No prefix is shared."""
+    """Counts KV blocks: decodes cost no work, and a run may have many steps. No prefix is shared."""
 
     by_block: Literal[False] = False
 
@@ -30,7 +30,7 @@ class KVCounts:
 
     @property
     def free(self) -> int:
-        """Blocks that no sequence holds and that the step under way, if any, does not take."""
+        """Returns the blocks that no sequence holds and that the step under way, if any, does not take."""
         run = self._run
         if run is None:
             return self._free
@@ -92,8 +92,11 @@ class KVCounts:
 
 
 class KVByBlock:
-    """KV blocks with ids. Sequences that begin alike find full blocks whose token ids are known: of one tenant with
-    `prefix_cache`, else of one group."""
+    """Books KV blocks with ids.
+
+    Sequences that begin alike share full blocks whose token ids are known: those of one tenant with `prefix_cache`,
+    else those of one group.
+    """
 
     by_block: Literal[True] = True
 
@@ -107,7 +110,7 @@ class KVByBlock:
 
     @property
     def version(self) -> int:
-        """Changes whenever `look_up` may answer differently."""
+        """Returns a number that changes whenever `look_up` may answer differently."""
         return self._blocks.version
 
     @property
@@ -121,7 +124,7 @@ class KVByBlock:
         return self._blocks.own(seq.block_ids)
 
     def begin(self, run: StepRun) -> None:
-        """Raises MemoryError when too few blocks are free."""
+        """Takes the blocks that a step fills. Raises MemoryError when too few are free."""
         blocks = self._blocks
         for seq in self._pool.filling():
             blocks.grow(seq.block_ids, seq.cached + 1)
@@ -131,7 +134,7 @@ class KVByBlock:
             blocks.grow(spec.seq.block_ids, spec.start + spec.pending + len(spec.verify))
 
     def end(self, run: StepRun) -> None:
-        """Makes the blocks that the step filled findable; the sequences count its tokens already."""
+        """Makes the blocks that a step filled findable; the sequences count its tokens already."""
         for seq in self._pool.filling():
             if seq.keys and not seq.ended:
                 self.name(seq, seq.cached - 1)
@@ -141,7 +144,12 @@ class KVByBlock:
 
     def book_accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
         """Books `tokens` accepted draft tokens, which the sequence counts already; frees the blocks of rejected ones.
-        ended: the sequence has ended, and all its blocks will be freed."""
+
+        Args:
+            seq: the sequence.
+            tokens: that were accepted.
+            ended: the sequence has ended, and all its blocks will be freed.
+        """
         if not ended:
             self.name(seq, seq.cached - tokens)
             self._blocks.shrink(seq.block_ids, seq.cached)
@@ -150,8 +158,13 @@ class KVByBlock:
         self._blocks.grow(seq.block_ids, tokens)
 
     def release(self, seq: Seq, keep: bool = False) -> None:
-        """Give up all that it holds. keep: what can be found stays so, until the memory is needed, also full blocks of
-        tokens whose ids are not known, by keys that only the sequence itself has."""
+        """Releases all KV of the sequence.
+
+        Args:
+            seq: the sequence.
+            keep: named blocks stay findable until the memory is needed, also full blocks of tokens whose ids are not
+                known; their keys are known to the sequence only.
+        """
         if keep:
             full = seq.cached // self.block_size
             if not seq.keys:
@@ -166,24 +179,24 @@ class KVByBlock:
         self._blocks.clear()
 
     def register(self, seq: Seq, request: Request) -> None:
-        """Begin its chain of keys, where others may begin with the same tokens."""
+        """Begins the chain of keys of a new sequence, where others may begin with the same tokens."""
         if seq.ids is not None:
             seq.keys = [first_key(request.tenant if self._prefix_cache else f"{request.tenant}/{request.group}")]
             seq.learn_keys(self.block_size)
 
     def look_up(self, seq: Seq) -> None:
-        """What a waiting one need not compute: full blocks that are here, and at least one token is left to run."""
+        """Sets what a waiting sequence need not compute: full blocks that are here, never all of its tokens."""
         seq.kv_version_seen = self.version
         found = self._blocks.find(seq.keys[1 : 1 + (seq.length - 1) // self.block_size])
         seq.cached = len(found) * self.block_size
         seq.shared = self._blocks.shared(found)
 
     def take_found(self, seq: Seq) -> None:
-        """It starts with the blocks that were looked up."""
+        """Gives a sequence that starts the blocks that were looked up."""
         self._blocks.take(seq.block_ids, self._blocks.find(seq.keys[1 : 1 + seq.cached // self.block_size]))
         seq.shared = 0
 
     def name(self, seq: Seq, before: int) -> None:
-        """The blocks that it has filled since `before` of its tokens were in KV can be found."""
+        """Makes the blocks findable that the sequence has filled since `before` of its tokens were in KV."""
         for i in range(before // self.block_size, min(seq.cached // self.block_size, len(seq.keys) - 1)):
             self._blocks.name(seq.block_ids[i], seq.keys[i + 1])

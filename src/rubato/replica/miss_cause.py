@@ -1,5 +1,7 @@
-"""The seconds that a request lost, by cause; the largest explains a miss. They are computed from the step log when a
-request has missed or moves; other steps cost nothing."""
+"""Computes the seconds that a request lost, by cause; the largest explains a miss.
+
+They are computed from the step log when a request has missed or moves; other steps cost nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,15 @@ def decode_interference(latency: LatencyModel, predicted: float, decodes: Shape)
 
 
 def is_infeasible(seq: Seq, cached: int, latency: LatencyModel, limits: Limits, slo_rule: str) -> bool:
-    """Whether an ended request would have missed its SLO even alone on this replica. cached: tokens of its first prompt
-    that were in KV."""
+    """Returns whether an ended request would have missed its SLO even alone on this replica.
+
+    Args:
+        seq: the request.
+        cached: tokens of its first prompt that were in KV.
+        latency: predicts step times.
+        limits: of the replica.
+        slo_rule: one of `SLO_RULES`.
+    """
     outputs = [len(times) for times in seq.times_of_all() if len(times)]
     stages = [
         StageLengths(stage.prompt, stage.slo, n, n) for stage, n in zip(seq.request.stages, outputs, strict=False)
@@ -42,8 +51,10 @@ def is_infeasible(seq: Seq, cached: int, latency: LatencyModel, limits: Limits, 
 
 
 class MissCauses:
-    """Attributes the time of a replica's steps beyond a sequence's isolated time to causes. The latency model gives the
-    shares: whole batch, the batch's decodes, the sequence by itself."""
+    """Attributes the time of a replica's steps beyond a sequence's isolated time to causes.
+
+    The latency model gives the shares: it predicts the whole batch, the batch's decodes, and the sequence by itself.
+    """
 
     def __init__(self, steps: StepEnds, log: StepLog, latency: LatencyModel) -> None:
         self._steps = steps
@@ -67,7 +78,7 @@ class MissCauses:
             stop = min(last + 1, self._steps.tick if end < 0 else end)
             for first, after, decodes in _spans(begin, stop, decoded):
                 if decodes and after - first > 1:
-                    _add_delays(delays, self._shares(first, after))
+                    _add_interference(delays, self._shares(first, after))
                     continue
                 for at in range(first, after):
                     for cause, seconds in self._step_delays(seq, at, decodes):
@@ -76,7 +87,10 @@ class MissCauses:
 
     def _shares(self, first: int, after: int) -> NDArray[np.float64]:
         """Returns (2, after - first): the seconds, 0 or more, that prefill and decodes of others cost every decode of
-        each step. Each run computes them once, on demand."""
+        each step.
+
+        They are computed once for each run, on demand.
+        """
         shares: list[Shares] = []
         for run in self._log.runs(first, after):
             until = min(after - run.tick, run.steps)
@@ -106,25 +120,25 @@ class MissCauses:
         run = self._log.at(at)
         i = at - run.tick
         seconds = self._log.seconds(run, i)
-        whole = run.shape(i)
-        single = run.shape(i, decodes=True)
-        mine = [chunk for chunk in run.chunks if chunk.seq is seq]
-        if not mine and not decodes:
-            mostly: Cause = "prefill interference" if whole.tokens > 2 * single.tokens else "decode interference"
-            return ((mostly, seconds),)
+        batch = run.shape(i)
+        decode_batch = run.shape(i, decodes=True)
+        own_chunks = [chunk for chunk in run.chunks if chunk.seq is seq]
+        if not own_chunks and not decodes:
+            by_prefills, by_decodes = INTERFERENCE
+            return ((by_prefills if batch.tokens > 2 * decode_batch.tokens else by_decodes, seconds),)
         model = self._latency
-        predicted = model.step_time(whole)
+        predicted = model.step_time(batch)
         scale = seconds / predicted if predicted > 0.0 else 0.0
-        tokens, start = mine[0].at(i) if mine else (1, 0)
-        if mine and seq.id in run.speculation:
+        tokens, start = own_chunks[0].at(i) if own_chunks else (1, 0)
+        if own_chunks and seq.id in run.speculation:
             tokens += len(run.speculation[seq.id].verify)
         if tokens == 1:
-            by_prefill, by_decode = decode_interference(model, predicted, single)
+            by_prefill, by_decode = decode_interference(model, predicted, decode_batch)
             recompute = 0.0
         else:
-            with_batch = model.step_time(single.plus(tokens, start))
+            with_decodes = model.step_time(decode_batch.plus(tokens, start))
             isolated = model.step_time(Shape.prefill(tokens, start))
-            by_prefill, by_decode = predicted - with_batch, with_batch - isolated
+            by_prefill, by_decode = predicted - with_decodes, with_decodes - isolated
             wait = next(wait for wait in reversed(seq.waits) if wait.until <= at)
             has_output = any(wait.until <= first < at for first, _ in seq.token_spans_now())  # since it resumed
             recompute = isolated if wait.recompute and not has_output else 0.0
@@ -152,8 +166,11 @@ def add_delay(delays: dict[Cause, float], cause: Cause, seconds: float) -> None:
 
 
 def _spans(begin: int, stop: int, decoded: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, bool]]:
-    """Splits the steps [begin, stop) into (first, after, decodes); `decodes`: each of its steps brought a token. Such a
-    span of one step may also be the end of a prefill; a longer one is not."""
+    """Splits the steps [begin, stop) into (first, after, decodes).
+
+    With `decodes`, each step of the span brought a token. Such a span of one step may also be the end of a prefill; a
+    longer one is not.
+    """
     at = begin
     for a, b in decoded:
         first, after = max(a, at), min(b, stop)
@@ -166,7 +183,7 @@ def _spans(begin: int, stop: int, decoded: Iterable[tuple[int, int]]) -> Iterato
         yield at, stop, False
 
 
-def _add_delays(delays: dict[Cause, float], shares: NDArray[np.float64]) -> None:
+def _add_interference(delays: dict[Cause, float], shares: NDArray[np.float64]) -> None:
     """Adds the shares step by step, in the rounding of a loop; of two equal causes the earlier one counts."""
     rows = [(int(np.argmax(row > 0.0)), cause, row) for cause, row in zip(INTERFERENCE, shares, strict=True)]
     for _, cause, row in sorted(rows, key=lambda item: item[0]):

@@ -20,8 +20,14 @@ class PlanError(RuntimeError):
 
 
 def check(plan: Plan, view: View, policy: str) -> None:
-    """Checks that `plan` can be carried out on `view`: known sequences, each named once, no more tokens than pending,
-    within the engine's limits and free KV, and not idle while there is work. Raises PlanError."""
+    """Checks that `plan` can be carried out on `view`.
+
+    It names known sequences, each once, and no more tokens than are pending, stays within the engine's limits and free
+    KV, and is not idle while there is work.
+
+    Raises:
+        PlanError: it cannot.
+    """
     if _is_plainly_possible(plan, view):
         return
     for problem in chain(_malformed_plan(plan), _problems(plan, view)):
@@ -29,7 +35,7 @@ def check(plan: Plan, view: View, policy: str) -> None:
 
 
 def _is_plainly_possible(plan: object, view: View) -> bool:
-    """Whether a plan of the usual kind, all decodes and at most one other sequence, is possible. False decides
+    """Returns whether a plan of the usual kind, all decodes and at most one other sequence, is possible. False decides
     nothing."""
     if type(plan) is not Plan or not plan.decode_all or len(plan.work) > 1 or plan.preempt or plan.drop or plan.handoff:
         return False
@@ -113,6 +119,9 @@ def _problems(plan: Plan, view: View) -> Iterable[str]:
 
 
 def _misnamed(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
+    """Yields problems with the names of sequences: unknown ones, and those named twice or in fields that exclude each
+    other.
+    """
     groups: dict[str, Collection[str]] = {
         "work": [w.seq for w in plan.work],
         "preempt": plan.preempt,
@@ -142,6 +151,7 @@ def _misnamed(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
 def _handoff(
     id: str, reason: str, seq: SeqView, supports: frozenset[str], runs: bool, without_kv: bool
 ) -> Iterable[str]:
+    """Yields problems with one handed-off request."""
     if "handoff" not in supports:
         yield f"handoff names {id!r}, and this replica has no other to hand it to"
     if reason == "recalled":
@@ -155,6 +165,7 @@ def _handoff(
 
 
 def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collection[str]) -> Iterable[str]:
+    """Yields problems with the batch: its entries, its size, its KV."""
     limits, supports = view.limits, view.supports
     gone = {*plan.preempt, *plan.drop, *plan.without_kv}
     free = view.kv_free + sum(known[id].own_blocks for id in gone)
@@ -218,13 +229,13 @@ def check_dispatch(
 
 
 def _fits(request: Request, view: View) -> bool:
-    """Whether the replica could run it alone."""
+    """Returns whether the replica could run the request alone."""
     most = request.prompt + request.sampling.max_tokens
     return most <= view.limits.max_model_len and view.limits.blocks(most) <= view.kv_total
 
 
 def _is_plain_placement(dispatch: object, held: Sequence[SeqView], replicas: Collection[str]) -> bool:
-    """Whether the dispatch only places, and correctly. False decides nothing."""
+    """Returns whether the dispatch only places, and correctly. False decides nothing."""
     if type(dispatch) is not Dispatch or type(dispatch.place) is not dict or dispatch[1:-1] != PLACES_ONLY:
         return False
     place, why = dispatch.place, dispatch.why
@@ -259,6 +270,7 @@ def _malformed_dispatch(dispatch: object) -> Iterable[str]:
 def _dispatch_problems(
     dispatch: Dispatch, held: Sequence[SeqView], fleet: Sequence[View], now: float, placed: int
 ) -> Iterable[str]:
+    """Yields problems as sentences; the first is reported. Later checks assume that earlier ones passed."""
     place, reject, demote, recall, wake_at, assign, why = dispatch
     seqs = {seq.id: seq for seq in held} if place or reject or demote else {}
     replicas = [view.id for view in fleet]
@@ -321,8 +333,12 @@ def _dispatch_problems(
 
 
 def check_emitted(out: Emitted, seq: str, verify: Sequence[int], draft: Tree | None) -> None:
-    """Raise RuntimeError unless what a sequence got is the tokens of accepted nodes and one more: nodes of `draft` that
-    were verified, from the root on each the child of the one before."""
+    """Checks that a sequence got the tokens of accepted nodes and one more: verified nodes of `draft`, each from the
+    root on the child of the one before.
+
+    Raises:
+        RuntimeError: it got others.
+    """
     if out.tokens != len(out.accepted) + 1:
         raise RuntimeError(
             f"engine emitted {out.tokens} tokens of {seq!r} with {len(out.accepted)} nodes accepted: give the "
@@ -339,11 +355,12 @@ def check_emitted(out: Emitted, seq: str, verify: Sequence[int], draft: Tree | N
 
 
 def _new_blocks(seq: SeqView, tokens: int, block: int) -> int:
+    """Returns the KV blocks that a sequence lacks to run `tokens` more tokens."""
     return max(0, blocks_for(seq.cached + tokens, block) - seq.blocks)
 
 
 def _speculation(work: Work, seq: SeqView, pending: int, supports: frozenset[str]) -> str:
-    """Returns what is wrong with its verified nodes and its draft; "" if nothing is."""
+    """Returns what is wrong with the verified nodes and the draft of a sequence's work; "" if nothing is."""
     id, tokens, verify, draft = work
     if "draft" not in supports:
         return f"work of {id!r} drafts or verifies, which this engine cannot"

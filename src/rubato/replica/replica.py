@@ -1,12 +1,17 @@
-"""One replica's calls: with `handoff` the only code that changes its state; no I/O, no clock of its own.
+"""Changes the state of one replica, which only this module and `handoff` do; it does no I/O and has no clock of its
+own.
 
 A request's life in six calls: `submit` puts it in `waiting`; `view` shows the replica to a policy; `begin` checks the
-policy's plan and makes it a run of steps; `end` books their output; `cancel` and `fail` end requests early. Each
-returns the events that it caused. An engine gets a batch with an entry for each sequence (`apply`, `commit`: one step);
-a simulator only passes when the steps of a run ended, and the output of some sequences. A request that waits for a tool
-is neither waiting nor running until `resume`; its KV stays findable like a prefix's, until the memory is needed. There
-is no prefill phase and no decode phase: a sequence has `length` tokens, of which `cached` are in KV; the others are
-pending. A sequence with one pending token is in the `DecodePool`, where a step costs it no work.
+policy's plan and makes it a run of steps; `end` books their output; `cancel` and `fail` end requests early. Each but
+`view` returns the events that it caused.
+
+An engine gets a batch with an entry for each sequence (`apply`, `commit`: one step). A simulator only passes when the
+steps of a run ended, and the output of some sequences.
+
+There is no prefill phase and no decode phase: a sequence has `length` tokens, of which `cached` are in KV; the others
+are pending. A sequence with one pending token is in the `DecodePool`, where a step costs it no work. A request that
+waits for a tool is neither waiting nor running until `resume`; its KV stays findable like a prefix's, until the memory
+is needed.
 """
 
 from __future__ import annotations
@@ -26,40 +31,44 @@ from rubato.replica.state import ReplicaState, refusal_reason
 from rubato.replica.step_log import Chunk, Speculation, StepRun
 from rubato.replica.view import LiveView
 
-MIN_KEPT_STEPS = 4096  # steps in the log before the first check which are needed
+MIN_KEPT_STEPS = 4096  # steps in the log before the first check of which are needed
 
 
 class Replica(ReplicaState):
     """Requests from submission to end, and the steps between. Its arguments are those of `ReplicaState`."""
 
     in_flight: Batch | None = None
-    _asked_since = inf  # time of the first view: the replica counts as idle from then on at the earliest
+    _first_view_at = inf  # time of the first view: the replica counts as idle from then on at the earliest
     _max_kept_steps = MIN_KEPT_STEPS
 
     # ----------------------------------------------------------------- coming and going
 
     def submit(self, request: Request, now: float) -> list[Event]:
-        """Queues a request; refuses it at once, with a reason, if it could never run. Raises ValueError for a request
-        that shares KV or waits for tools where KV is only counted."""
+        """Queues a request; refuses it at once, with a reason, if it could never run.
+
+        Raises:
+            ValueError: the request shares KV or waits for tools where KV is only counted.
+        """
         if not self.kv.by_block and (request.group or request.uses_tools):
             raise ValueError(f"request {request.id!r} shares KV or waits for a tool: that needs blocks with ids")
-        seq = self.new(request, now)
+        seq = self.make_seq(request, now)
         if reason := refusal_reason(request, self.limits):
-            return [self.finished(seq, now, "refused", reason)]
+            return [self.judge_end(seq, now, "refused", reason)]
         self.seqs[request.id] = seq
         self.groups.enter(seq)
         return []
 
     def cancel(self, id: str, now: float, reason: str, outcome: Outcome = "cancelled") -> list[Event]:
-        """Ends a request now; KV that the batch in flight uses is released at its end. An unknown id is ignored."""
+        """Ends a request now; KV that the batch in flight uses is released at its end. Ignores an unknown id."""
         seq = self.seqs.get(id)
         if seq is None or seq.ended:
             return []
         return [self._end(seq, now, outcome, reason)]
 
     def resume(self, id: str, now: float) -> list[Event]:
-        """Begins the next stage of a request whose tool has returned, in the queue. Ignored for a request that waits
-        for none."""
+        """Begins the next stage of a request whose tool has returned, in the queue. Ignores a request that waits for
+        none.
+        """
         seq = self.seqs.get(id)
         if seq is None or not seq.waiting_for_tool:
             return []
@@ -70,8 +79,10 @@ class Replica(ReplicaState):
         return [ToolCallFinished(now, id)]
 
     def fail(self, now: float, reason: str) -> list[Event]:
-        """Fails every request here and frees all KV, after the engine broke. Requests that migrate from here or to here
-        are only forgotten: another replica owns them, or their router does."""
+        """Fails every request here and frees all KV, after the engine broke.
+
+        Requests that migrate from here or to here are only forgotten: another replica owns them, or their router does.
+        """
         run = self.run
         if run is not None:
             run.steps = run.steps_done
@@ -103,7 +114,7 @@ class Replica(ReplicaState):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is waiting or running."""
+        """Returns whether no request is waiting or running."""
         return not self.present
 
     # ----------------------------------------------------------------- steps
@@ -114,15 +125,20 @@ class Replica(ReplicaState):
 
     def view(self, now: float) -> View:
         """Returns the view at `now`: always the same object, which stays current."""
-        self._asked_since = min(self._asked_since, now)
+        self._first_view_at = min(self._first_view_at, now)
         if self.run is None:
-            self.latency.idle(now - max(self.idle_since, self._asked_since))
+            self.latency.idle(now - max(self.idle_since, self._first_view_at))
         self._look_up(now)
         return self.live_view
 
     def begin(self, plan: Plan, now: float, policy: str) -> tuple[StepRun | None, list[Event]]:
-        """Carries out a plan except for the engine's part: as a run of one step, unless it is empty. A simulator gives
-        the run more steps and their ends. Raises PlanError, with nothing changed, for an impossible plan."""
+        """Carries out a plan except for the engine's part: as a run of one step, unless it is empty.
+
+        A simulator gives the run more steps and their ends.
+
+        Raises:
+            PlanError: the plan is impossible; nothing has changed.
+        """
         if self.run is not None:
             raise RuntimeError(f"replica {self.id!r}: a batch is in flight; commit it before the next plan")
         check(plan, self.live_view, policy)
@@ -132,7 +148,7 @@ class Replica(ReplicaState):
                     self.kv.take_found(self.seqs[work.seq])
         self._carry_out(plan, now)
         if plan.work and not plan.decode_all and self.pool.count:
-            self._rest({work.seq for work in plan.work})
+            self._take_from_step({work.seq for work in plan.work})
         order: list[Seq] = []
         chunks: list[Chunk] = []
         speculation: dict[str, Speculation] = {}
@@ -169,9 +185,16 @@ class Replica(ReplicaState):
         return run
 
     def end(self, emitted: Mapping[str, Emitted], now: float) -> list[Event]:
-        """Ends the run, whose last step ended now, or as `StepRun.ends` has it. emitted: the output of sequences, in
-        the order of the batch; a decode that is not named got one token and continues. Raises RuntimeError for tokens
-        that verification cannot bring (`check_emitted`)."""
+        """Ends the run, whose last step ended now, or as `StepRun.ends` has it.
+
+        Args:
+            emitted: the output of sequences, in the order of the batch; a decode that is not named got one token and
+                continues.
+            now: time in seconds.
+
+        Raises:
+            RuntimeError: a sequence got tokens that verification cannot bring (`check_emitted`).
+        """
         run = self.run
         assert run is not None, "no run is under way"
         if run.steps_done < run.steps:
@@ -227,8 +250,11 @@ class Replica(ReplicaState):
         return Batch(tuple(entries))
 
     def commit(self, batch: Batch, result: StepResult, now: float) -> list[Event]:
-        """Ends the step of a batch that an engine has run. Raises RuntimeError as `end`, and for a batch that is not in
-        flight."""
+        """Ends the step of a batch that an engine has run.
+
+        Raises:
+            RuntimeError: the batch is not in flight, or as `end`.
+        """
         if batch is not self.in_flight or self.run is None:
             raise RuntimeError(f"replica {self.id!r}: commit of a batch that is not in flight")
         self.run.ends = [now]
@@ -266,6 +292,7 @@ class Replica(ReplicaState):
             events.append(Promoted(now, id))
 
     def _preempt(self, seq: Seq, now: float) -> None:
+        """Frees the KV of a running sequence and queues it."""
         self.hide(seq)
         self.stop(seq)
         seq.recompute = True
@@ -273,7 +300,7 @@ class Replica(ReplicaState):
         self.queue(seq)
         self.events.append(Preempted(now, seq.id))
 
-    def _rest(self, at_work: set[str]) -> None:
+    def _take_from_step(self, at_work: set[str]) -> None:
         """Takes decodes that are not `at_work` out of the next step."""
         for seq in self.running.values():
             if seq.decoding and seq.id not in at_work:
@@ -281,6 +308,7 @@ class Replica(ReplicaState):
                 self.idle_decodes.append(seq)
 
     def _start(self, seq: Seq, now: float) -> None:
+        """Starts a waiting sequence."""
         self.waiting.remove(seq)
         self.run_from_now(seq, now, "preemption" if seq.started else "queue")
         self.events.append(Started(now, seq.id, resumed=seq.started, cached=seq.cached))
@@ -359,6 +387,7 @@ class Replica(ReplicaState):
         self.proceed(seq)
 
     def _next_stage(self, seq: Seq, now: float) -> None:
+        """Begins the next stage of a sequence that does not decode."""
         self.learn_ids(seq)
         seq.next_stage(now)
         stage = seq.request.stages[seq.stage]
@@ -368,9 +397,10 @@ class Replica(ReplicaState):
     # ----------------------------------------------------------------- ends
 
     def _end(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
+        """Ends a request; its KV is released now, or at the end of the run if it takes part in that."""
         run = self.run
         busy = run is not None and (seq.decoding or any(seq is chunk.seq for chunk in run.chunks))
-        event = self.finished(seq, now, outcome, reason)
+        event = self.judge_end(seq, now, outcome, reason)
         if outcome == "completed" and self.options.lengths is not None:
             self.options.lengths.learn(seq.request, event.output)
         seq.ended = True  # not before its event exists
@@ -384,6 +414,7 @@ class Replica(ReplicaState):
         return event
 
     def _release(self, seq: Seq) -> None:
+        """Frees all KV of an ended sequence and forgets it."""
         if seq.id in self.running:
             self.stop(seq)
         else:

@@ -1,4 +1,6 @@
-"""One request on a replica: its tokens, deadlines and KV. Only its replica changes it, or a remote one's mirror."""
+"""Defines one request on a replica: its tokens, deadlines and KV. Only its replica changes it, or a remote one's
+mirror.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from rubato.replica.kv_blocks import next_key
 
 
 class StepEnds:
-    """When each step of a replica ended. tick: number of steps that are over, and of the next step."""
+    """Records when each step of a replica ended. `tick` is the number of steps that are over, and of the next step."""
 
     __slots__ = ("_ends", "_first", "tick", "under_way")
 
@@ -33,12 +35,12 @@ class StepEnds:
 
     @property
     def count(self) -> int:
-        """Number of steps whose ends are kept."""
+        """Returns the number of steps whose ends are kept."""
         return len(self._ends)
 
     @property
     def last(self) -> float:
-        """When the last step ended."""
+        """Returns when the last step ended."""
         return self._ends[-1]
 
     def between(self, first: int, after: int) -> array[float]:
@@ -46,6 +48,7 @@ class StepEnds:
         return self._ends[first - self._first : after - self._first]
 
     def at(self, tick: int) -> float:
+        """Returns when step `tick` ended."""
         return self._ends[tick - self._first]
 
     def step_ending_at(self, end: float) -> int:
@@ -60,7 +63,14 @@ class StepEnds:
 
 
 class Wait(NamedTuple):
-    """One wait of a sequence: it ended before step `until`. recompute: its KV was lost and is computed again."""
+    """One wait of a sequence.
+
+    Args:
+        until: the step before which it ended.
+        seconds: its length.
+        cause: why it waited.
+        recompute: its KV was lost and is computed again.
+    """
 
     until: int
     seconds: float
@@ -69,7 +79,7 @@ class Wait(NamedTuple):
 
 
 class KVLedger(Protocol):
-    """The KV blocks of sequences."""
+    """Tells the KV blocks of sequences."""
 
     def blocks_of(self, seq: Seq) -> int: ...
     def own_blocks_of(self, seq: Seq) -> int: ...
@@ -83,17 +93,17 @@ class Seq:
     """One request being served (a `SeqView` to policies).
 
     While it decodes, each step of its replica brings it a token without any work: `_output` and `_cached` are then
-    relative to the replica's first step, so that adding the number of steps gives the true numbers. Tokens from step
-    `_logged` on came when these steps ended.
+    relative to the replica's first step, so that adding the number of steps gives the true numbers. `times` lacks its
+    tokens from step `_first_unlogged` on, which came when these steps ended (`settle`).
     """
 
     __slots__ = (
-        "_cached", "_checked", "_deadlines", "_flying", "_logged", "_missed", "_output", "accepted", "block_ids",
-        "cached_at_start", "deadline_base", "decoding", "delays_elsewhere", "demoted", "draft", "earlier_output",
-        "ended", "first_token_at", "id", "ids", "keys", "kv", "kv_version_seen", "late_elsewhere", "lengths",
-        "milestone", "order", "past_deadlines", "prompt", "recompute", "request", "running_spans", "shared", "stage",
-        "stage_start", "start_order", "started", "starts", "steps", "times", "token_ids", "token_spans", "tool_seconds",
-        "tried", "waiting_for_tool", "waiting_since", "waits", "waits_for_group",
+        "_cached", "_checked", "_deadlines", "_first_unlogged", "_in_flight", "_missed", "_output", "accepted",
+        "block_ids", "cached_at_start", "deadline_base", "decoding", "delays_elsewhere", "demoted", "draft",
+        "earlier_output", "ended", "first_token_at", "id", "ids", "keys", "kv", "kv_version_seen", "late_elsewhere",
+        "lengths", "milestone", "order", "past_deadlines", "prompt", "recompute", "request", "running_spans", "shared",
+        "stage", "stage_start", "start_order", "started", "starts", "steps", "times", "token_ids", "token_spans",
+        "tool_seconds", "tried", "waiting_for_tool", "waiting_since", "waits", "waits_for_group",
     )  # fmt: skip
 
     def __init__(
@@ -145,8 +155,8 @@ class Seq:
         self.late_elsewhere = False  # some token was late elsewhere
         self._output = 0
         self._cached = 0
-        self._flying = 0
-        self._logged = 0
+        self._in_flight = 0
+        self._first_unlogged = 0
         self._missed = False
         self._checked = 0  # tokens of this stage that `missed` has checked
         self._deadlines: Deadlines | None = None
@@ -169,7 +179,7 @@ class Seq:
 
     @cached.setter
     def cached(self, tokens: int) -> None:
-        """Only while it does not decode."""
+        """Sets the tokens in KV of a sequence that does not decode."""
         self._cached = tokens
 
     @property
@@ -192,12 +202,12 @@ class Seq:
     def in_flight(self) -> int:
         if not self.steps.under_way:
             return 0
-        return self._flying + 1 if self.decoding else self._flying
+        return self._in_flight + 1 if self.decoding else self._in_flight
 
     @in_flight.setter
     def in_flight(self, tokens: int) -> None:
-        """While it decodes: without its pending token."""
-        self._flying = tokens
+        """Sets the tokens in flight; while it decodes, those beside its pending token."""
+        self._in_flight = tokens
 
     @property
     def best_effort(self) -> bool:
@@ -213,7 +223,7 @@ class Seq:
 
     @property
     def deadlines(self) -> Deadlines:
-        """The deadlines of this stage, computed on demand."""
+        """Returns the deadlines of this stage, computed on demand."""
         return self._deadlines or self._compute_deadlines()
 
     @property
@@ -227,13 +237,13 @@ class Seq:
 
     @property
     def missed(self) -> bool:
-        """Whether some token was late; checks the tokens since the last call."""
+        """Returns whether some token was late; checks the tokens since the last call."""
         # not `output`, which inside vLLM counts tokens before they come
         first, steps = self._checked, self.steps
         output = self._output + steps.tick if self.decoding else self._output
         if first < output and not self._missed:
             due = self._deadlines or self._compute_deadlines()
-            if first == output - 1 and self.decoding and self._logged < steps.tick and due.max_pause == inf:
+            if first == output - 1 and self.decoding and self._first_unlogged < steps.tick and due.max_pause == inf:
                 at = due.first + first * due.tpot if first else due.first  # inlined `token` as in `due`
                 self._missed = steps.last > (at if at < due.end else due.end) + TOLERANCE_S
             elif due.first < inf or due.end < inf:
@@ -248,8 +258,8 @@ class Seq:
 
     @property
     def last_token_at(self) -> float:
-        """When the last token of this stage came out; inf before its first."""
-        if self.decoding and self._logged < self.steps.tick:
+        """Returns when the last token of this stage came out; inf before its first."""
+        if self.decoding and self._first_unlogged < self.steps.tick:
             return self.steps.last
         return self.times[-1][-1] if self.times[-1] else inf
 
@@ -268,7 +278,11 @@ class Seq:
         return [*self.times[:-1], self.times_of_stage()]
 
     def progress(self, delays: Mapping[Cause, float]) -> Progress:
-        """Returns the progress that moves with the request. delays: seconds lost so far, by cause."""
+        """Returns the progress that moves with the request.
+
+        Args:
+            delays: seconds lost so far, by cause.
+        """
         times = tuple([tuple(of_stage) for of_stage in self.times_of_all()])
         return Progress(tuple(self.starts), times, tuple(self.token_ids or ()), self.demoted, dict(delays))
 
@@ -286,6 +300,7 @@ class Seq:
     # ----------------------------------------------------------------- changes
 
     def first_token(self, at: float) -> None:
+        """Records when the first token of this stage came out."""
         self.first_token_at = at
         self._deadlines = None  # a TPOT without TTFT runs from the first token
 
@@ -298,16 +313,16 @@ class Seq:
         self.times[-1].extend(times)
         self._output += len(times)
 
-    def decode(self) -> None:
+    def begin_decoding(self) -> None:
         """Lets each step from the next on bring it a token."""
         tick = self.steps.tick
         self.decoding = True
         self._output -= tick
         self._cached -= tick
-        self._logged = tick
+        self._first_unlogged = tick
         self.token_spans.append((tick, -1))
 
-    def halt(self) -> None:
+    def stop_decoding(self) -> None:
         """Lets it no longer decode from the next step on."""
         self.settle()
         tick = self.steps.tick
@@ -321,9 +336,9 @@ class Seq:
     def settle(self) -> None:
         """Records when the tokens of a decode came."""
         tick = self.steps.tick
-        if self._logged < tick:
-            self.times[-1].extend(self.steps.between(self._logged, tick))
-            self._logged = tick
+        if self._first_unlogged < tick:
+            self.times[-1].extend(self.steps.between(self._first_unlogged, tick))
+            self._first_unlogged = tick
 
     def add_accepted(self, tokens: int, at: float) -> None:
         """Adds `tokens` accepted draft tokens of the last step, which ended at `at`; their KV is present."""

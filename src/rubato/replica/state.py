@@ -1,4 +1,4 @@
-"""The state of one replica: its sequences by where they are, its KV and its steps, and the changes of each.
+"""Holds the state of one replica: its sequences by where they are, its KV and its steps, and the changes of each.
 
 `Replica` and `handoff` decide when it changes. This module plans, checks and reports nothing.
 """
@@ -50,8 +50,8 @@ class ReplicaState:
         counts: KV blocks have no ids: nothing is shared, no request waits for tools, and a run may have many steps.
         tokens: emit `Tokens` events.
         clock: the time, set by the caller; `sync` books the steps of a run that it has passed.
-        decodes: called with each sequence that begins to decode.
-        ended: called with each end and the times by which it was judged.
+        on_decode: called with each sequence that begins to decode.
+        on_end: called with each end and the times by which it was judged.
         output_ids: returns the ids of output tokens first, ..., after - 1, where the steps do not.
     """
 
@@ -66,8 +66,8 @@ class ReplicaState:
         counts: bool = False,
         tokens: bool = True,
         clock: HandClock | None = None,
-        decodes: Callable[[Seq], None] | None = None,
-        ended: Callable[[Finished, Sequence[StageTimes]], None] | None = None,
+        on_decode: Callable[[Seq], None] | None = None,
+        on_end: Callable[[Finished, Sequence[StageTimes]], None] | None = None,
         output_ids: Callable[[int, int], Sequence[int]] | None = None,
     ) -> None:
         total, size = limits.kv_blocks, limits.block_size
@@ -80,8 +80,8 @@ class ReplicaState:
         self.options = options
         self.tell_tokens = tokens
         self.clock = clock or HandClock()
-        self.decodes = decodes
-        self.ended = ended
+        self.on_decode = on_decode
+        self.on_end = on_end
         self.output_ids = output_ids
         self.role = ANY
         self.steps = StepEnds()
@@ -149,13 +149,15 @@ class ReplicaState:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the batch in flight, empty between steps."""
+        """Returns the shape of the batch in flight, empty between steps."""
         run = self.under_way()
         return NO_BATCH if run is None else self._predict(run)[0]
 
     @property
     def busy_until(self) -> float:
-        """When the step under way ends, as the scheduler's model predicts; without one, when the last step ended."""
+        """Returns when the step under way ends, as the scheduler's model predicts; without one, when the last step
+        ended.
+        """
         run = self.under_way()
         if run is None:
             return self.idle_since if self.run is None else self.clock.time
@@ -172,7 +174,7 @@ class ReplicaState:
 
     # ----------------------------------------------------------------- where a sequence is
 
-    def new(self, request: Request, now: float) -> Seq:
+    def make_seq(self, request: Request, now: float) -> Seq:
         """Makes the sequence of a new request, which is in no queue yet."""
         if request.id in self.seqs or request.id in self.migrating_out:
             raise ValueError(f"request id {request.id!r} is here already: ids must be unique")
@@ -213,7 +215,13 @@ class ReplicaState:
                 self.waiting.remove(seq)
 
     def run_from_now(self, seq: Seq, now: float, cause: Cause) -> None:
-        """Makes a sequence running, which holds KV. cause: why it waited."""
+        """Makes a sequence running, which holds KV.
+
+        Args:
+            seq: the sequence.
+            now: time in seconds.
+            cause: why it waited.
+        """
         tick = self.steps.tick
         self.running[seq.id] = seq
         self._started += 1
@@ -242,8 +250,8 @@ class ReplicaState:
         """Lets a sequence decode from the next step on."""
         self.pool.join(seq)
         self.renew(seq)
-        if self.decodes is not None:
-            self.decodes(seq)
+        if self.on_decode is not None:
+            self.on_decode(seq)
 
     def leave_pool(self, seq: Seq) -> None:
         """Lets a sequence no longer decode from the next step on."""
@@ -257,7 +265,12 @@ class ReplicaState:
             self.dues.renew(seq)
 
     def stop(self, seq: Seq, keep: bool = False) -> None:
-        """Stops a running sequence and releases its KV. keep: findable blocks stay findable."""
+        """Stops a running sequence and releases its KV.
+
+        Args:
+            seq: the sequence.
+            keep: named blocks stay findable (`KVByBlock.release`).
+        """
         self.run_no_longer(seq)
         self.kv.release(seq, keep)
 
@@ -289,7 +302,7 @@ class ReplicaState:
         """Returns the seconds lost so far, by cause."""
         return seq.delays_elsewhere if self.causes is None else self.causes.delays(seq)
 
-    def finished(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
+    def judge_end(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
         """Judges a request that ends and returns its last event."""
         stages = [StageTimes(start, times) for start, times in zip(seq.starts, seq.times_of_all(), strict=True)]
         slo_rule = self.options.slo_rule
@@ -301,8 +314,8 @@ class ReplicaState:
             elif delays := self.delays(seq):
                 verdict = replace(verdict, cause=max(delays.items(), key=lambda item: item[1])[0])
         event = Finished(now, seq.id, outcome, reason, verdict, seq.total_output, seq.best_effort)
-        if self.ended is not None:
-            self.ended(event, stages)
+        if self.on_end is not None:
+            self.on_end(event, stages)
         return event
 
     def take_events(self) -> list[Event]:

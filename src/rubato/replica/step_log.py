@@ -1,4 +1,4 @@
-"""The log of a replica's steps and their batches, for step times and for the causes of misses."""
+"""Logs a replica's steps and their batches, for step times and for the causes of misses."""
 
 from __future__ import annotations
 
@@ -75,8 +75,12 @@ class StepRun:
     shares: Sequence[tuple[float, float]] = ()
 
     def shape(self, i: int, decodes: bool = False) -> Shape:
-        """Returns the shape of the i-th step. decodes: only entries of one pending token, with their verified tokens
-        and drafts, and all draft steps."""
+        """Returns the shape of the i-th step.
+
+        Args:
+            i: index of the step in the run.
+            decodes: only entries of one pending token, with their verified tokens and drafts, and all draft steps.
+        """
         n = self.seqs
         entries = [chunk.at(i) for chunk in self.chunks]
         if decodes:

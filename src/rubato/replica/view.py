@@ -1,4 +1,4 @@
-"""The view of one replica for policies: counters are read directly, sequences on demand."""
+"""Shows one replica to policies: counters are read directly, sequences on demand."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from rubato.replica.state import ReplicaState
 
 
 class LiveView(View):
-    """The view of a replica, always current: each read books the steps that are over. Only `pending` is of the last
-    `sync` while a run of several steps with chunks is under way."""
+    """The view of a replica, always current: each read books the steps that are over.
+
+    Only `pending` is of the last `sync` while a run of several steps with chunks is under way.
+    """
 
     __slots__ = ("_state",)
     __setattr__ = object.__setattr__  # frozen for readers, says mypy

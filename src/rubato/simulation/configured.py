@@ -15,9 +15,19 @@ from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware
 def hardware_of(
     config: Config, profile: str | None = None, kv_tokens: int | None = None, host_scale: float = 1.0, **options: int
 ) -> Hardware:
-    """The replica that a configuration describes; with a profile, that of the profile, changed by the settings of
-    `engine` that the configuration has. options: limits in place of the configuration's. Raises ValueError
-    (ConfigError)."""
+    """Returns the replica that a configuration describes.
+
+    Args:
+        config: the configuration.
+        profile: a packaged profile to take in place of the configuration's engine; the settings of `engine` that the
+            configuration has change it.
+        kv_tokens: KV memory in tokens; None: the configuration's or the profile's.
+        host_scale: what a step takes outside the device is so many times as long; with a profile only.
+        options: limits in place of the configuration's.
+
+    Raises:
+        ValueError: no replica can be described so (ConfigError).
+    """
     limits = simulation_limits(config)
     if profile:
         limits = {name: n for name, n in limits.items() if name in config.engine.settings}
@@ -33,8 +43,18 @@ def hardware_of(
 def run_spec_of(
     config: Config, machine: Hardware, choice: PolicyChoice, noise: step_noise.Noise = 0.0, slo_rule: str | None = None
 ) -> RunSpec:
-    """Of replicas as `machine`, with what the configuration says beside them. slo_rule: in place of its own. Raises
-    ValueError (ConfigError)."""
+    """Returns the run that a configuration describes, of replicas like `machine`.
+
+    Args:
+        config: the configuration.
+        machine: each replica.
+        choice: of the policy.
+        noise: of step times.
+        slo_rule: in place of the configuration's own.
+
+    Raises:
+        ValueError: no run can be described so (ConfigError).
+    """
     step_noise.check(noise)
     return RunSpec(
         machine,

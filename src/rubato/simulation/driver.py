@@ -1,4 +1,4 @@
-"""A cluster of simulated hosts, driven from one step completion, arrival or plan to the next, without an event loop."""
+"""Drives a cluster of simulated hosts from one step completion, arrival or plan to the next, without an event loop."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ def drive(
     seed: int = 0,
     causes: bool = True,
 ) -> None:
-    """Offer requests, ascending in arrival, to a cluster of simulated hosts, and run them to their ends.
+    """Offers requests to a cluster of simulated hosts, and runs them to their ends.
 
-    ready: called with the cluster before the first. causes: as `ReplicaOptions`. Raises RuntimeError if some request
-    never ends, and whatever a policy raised.
+    Args:
+        requests: ascending in arrival.
+        ready: called with the cluster before the first request.
+
+    Raises:
+        RuntimeError: some request never ends. Whatever a policy raised is raised, too.
     """
     clock = QueueClock()
     hosts: list[SimulatedHost] = []
@@ -59,7 +63,7 @@ def drive(
         clock.call_at(clock.time, PLAN, report_steps)
 
     def report_steps() -> None:
-        """Of all, where what was handed off has found no place yet: it waits for what the end of a step may bring."""
+        """Makes all hosts report steps if a handed-off request has no place yet: the end of a step may bring one."""
         if cluster.wants_steps:
             for host in hosts:
                 host.report_steps()
@@ -79,6 +83,9 @@ def drive(
 
 
 def _run(cluster: Cluster, clock: QueueClock, requests: Iterable[Request]) -> None:
+    """Offers each request at its arrival and calls the clock's entries, in order of time and rank, until both are used
+    up.
+    """
     heap, add = clock.heap, clock.add
     arriving = iter(requests)
     coming = next(arriving, None)

@@ -1,4 +1,4 @@
-"""The clock of a simulation without an event loop: a queue of callbacks, coroutines and hosts, by time."""
+"""Keeps the time of a simulation without an event loop: a queue of callbacks, coroutines and hosts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rubato.core.clock import PLAN, HandClock, Handle
 
 
 class Called(Protocol):
-    """An entry of a `QueueClock`."""
+    """What a `QueueClock` calls: `complete` at the end of a step, else `plan`, with the entry's version."""
 
     def complete(self, version: int) -> bool: ...
     def plan(self, version: int) -> None: ...
 
 
 class _Timer:
-    """A callback in a queue of hosts."""
+    """Calls a callback."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback: Callable[[], None] | None = callback
@@ -37,7 +37,7 @@ class _Timer:
 
 
 class _Task:
-    """A coroutine that waits only for times."""
+    """Runs a coroutine that waits only for times."""
 
     def __init__(self, clock: QueueClock, main: Coroutine[tuple[float, int], None, None]) -> None:
         self._clock = clock
@@ -65,7 +65,7 @@ class _Task:
 
 @types.coroutine
 def _until(when: float, rank: int) -> Generator[tuple[float, int], None, None]:
-    """The time and rank that a coroutine waits for."""
+    """Waits for a time and a rank."""
     yield when, rank
 
 
@@ -73,8 +73,11 @@ async def _nothing() -> None: ...
 
 
 class QueueClock(HandClock):
-    """When each host, callback or coroutine is called (`complete`, `plan`), ordered by time, rank, start of the step
-    that ends (steps that end together end in this order), and order of asking; with its version."""
+    """Calls each host, callback or coroutine at its time (`Called`).
+
+    Entries are ordered by time, rank, start of the step that ends (steps that end together end in this order), and
+    order of asking.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,6 +109,6 @@ class QueueClock(HandClock):
         return self.task
 
     def begin_spawned(self) -> None:
-        """Does what an event loop does between two timers."""
+        """Runs the spawned tasks until they wait, as an event loop does between two timers."""
         while self.spawned:
             self.spawned.pop(0).plan(0)

@@ -1,4 +1,4 @@
-"""The description of a simulated run: replicas' hardware, the policy with its settings, what schedulers are told.
+"""Describes a simulated run: replicas' hardware, the policy with its settings, what schedulers are told.
 
 Everything here pickles, so that a run can happen in another process.
 """
@@ -34,23 +34,30 @@ Lengths = Callable[[Truth], LengthPredictor | None]
 
 
 def oracle_lengths(truth: Truth) -> LengthPredictor:
-    """A predictor that returns true output lengths, as SLOs-Serve gives every system (its §6)."""
+    """Makes a predictor that returns true output lengths, as SLOs-Serve gives every system (its §6)."""
     return Oracle({id: sum(outputs) for id, outputs in truth.items()})
 
 
 def running_mean(truth: Truth) -> LengthPredictor:
-    """The mean of finished requests of the same app."""
+    """Makes a predictor that returns the mean of finished requests of the same app."""
     return RunningMean()
 
 
 def conditional_mean(truth: Truth) -> LengthPredictor:
-    """The mean of those that were longer than a request is already (PolyServe)."""
+    """Makes a predictor that returns the mean of those that were longer than a request is already (PolyServe)."""
     return ConditionalMean()
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One replica: its step-time model, its limits (batch, KV blocks), and its number of GPUs."""
+    """One replica.
+
+    Args:
+        name: for tables.
+        model: its true step times.
+        limits: of a batch, and KV blocks.
+        gpus: how many it takes.
+    """
 
     name: str
     model: LatencyModel
@@ -58,23 +65,32 @@ class Hardware:
     gpus: int = 1
 
     def prefill(self, tokens: int) -> float:
-        """TTFT in seconds of a prompt on an idle replica."""
+        """Returns the TTFT in seconds of a prompt of `tokens` tokens on an idle replica."""
         return prefill_time(self.model, tokens, 0, self.limits.max_num_batched_tokens)
 
     def describe(self) -> dict[str, Any]:
-        """model: a digest, so that a file of jobs is not resumed with other step times."""
+        """Describes it for a result file; of the model a digest, so that a file of jobs is not resumed with other step
+        times.
+        """
         return {"name": self.name, "gpus": self.gpus, "limits": asdict(self.limits), "model": digest_of(self.model)}
 
 
 def digest_of(model: LatencyModel | None) -> str:
+    """Returns a text that differs for models that differ."""
     return hashlib.blake2b(pickle.dumps(model), digest_size=8).hexdigest()
 
 
 def packaged_hardware(name: str, kv_tokens: int | None = None, host_scale: float = 1.0, **limits: int) -> Hardware:
-    """A packaged hardware profile; limits: max_num_seqs, max_num_batched_tokens, max_model_len where they
-    should differ. host_scale: what a step takes outside the device is so many times as long.
+    """Returns a packaged hardware profile.
 
-    Raises ValueError for an unknown profile, or one without KV capacity when `kv_tokens` does not say it.
+    Args:
+        name: of the profile.
+        kv_tokens: KV memory in tokens, in place of the profile's.
+        host_scale: what a step takes outside the device is so many times as long.
+        limits: max_num_seqs, max_num_batched_tokens, max_model_len where they should differ.
+
+    Raises:
+        ValueError: the profile is unknown, or has no KV capacity and `kv_tokens` does not say it.
     """
     profile = profiles.load(name, kv_tokens=kv_tokens, host_scale=host_scale)
     what = name if host_scale == 1.0 else f"{name}, host × {host_scale:g}"
@@ -83,7 +99,7 @@ def packaged_hardware(name: str, kv_tokens: int | None = None, host_scale: float
 
 @dataclass(frozen=True)
 class Fixed(ModelWrapper):
-    """A latency model that does not learn, nor forget."""
+    """A latency model that neither learns nor forgets."""
 
     def fit(self, samples: Sequence[Sample]) -> None:
         raise ValueError("this latency model is fixed for a simulation: fit it before")
@@ -99,15 +115,27 @@ class Fixed(ModelWrapper):
 class RunSpec:
     """All of a simulated run but its requests and its seed.
 
-    noise: of step times (`engines.simulated.step_noise`). lengths: makes what predicts output lengths, given the true
-    ones; None: the policy's own predictor, if it names one (`policies.default_lengths`). believed: the step times that
-    schedulers begin with, None: the hardware's. learns: schedulers update them from the steps, as they do live. Off by
-    default: step times are exact already, and steps are simulated one by one where models learn. link: what moving KV
-    to a replica costs. drafter: None = the engines do not speculate; schedulers know its step times. stated_max_tokens:
-    what each request of a workload asks for at least. With 0 it asks for its true output, which then bounds what is
-    predicted of it. prefix_cache, max_in_flight: as `ReplicaOptions` and `ClusterOptions`. fair: makes the tenants'
-    shares. autoscaler: makes what adds and drains replicas, None = no scaling; start_seconds: until an added replica
-    serves."""
+    Args:
+        hardware: of each replica.
+        choice: of the policy.
+        replicas: their number.
+        slo_rule: judges requests.
+        noise: of step times (`engines.simulated.step_noise`).
+        lengths: makes what predicts output lengths, given the true ones; None: the policy's own predictor, if it names
+            one (`policies.default_lengths`).
+        learns: schedulers update their step times from the steps, as they do live. Off by default: step times are exact
+            already, and steps are simulated one by one where models learn.
+        link: what moving KV to a replica costs.
+        drafter: schedulers know its step times; None: the engines do not speculate.
+        stated_max_tokens: what each request of a workload asks for at least. With 0 it asks for its true output, which
+            then bounds what is predicted of it.
+        believed: the step times that schedulers begin with; None: the hardware's.
+        prefix_cache: as `ReplicaOptions`.
+        max_in_flight: as `ClusterOptions`.
+        fair: makes the tenants' shares.
+        autoscaler: makes what adds and drains replicas; None: no scaling.
+        start_seconds: until an added replica serves.
+    """
 
     hardware: Hardware
     choice: PolicyChoice
@@ -127,7 +155,7 @@ class RunSpec:
     start_seconds: float = 0.0
 
     def cluster_options(self, truth: Truth, causes: bool = True) -> ClusterOptions:
-        """Of one run: predictors, shares and autoscalers learn."""
+        """Makes the options of one run: predictors, shares and autoscalers learn, so that each run has its own."""
         return ClusterOptions(
             self.choice,
             ReplicaOptions(self.predictor(truth), self.slo_rule, self.prefix_cache, causes),
@@ -137,28 +165,30 @@ class RunSpec:
         )
 
     def predictor(self, truth: Truth) -> LengthPredictor | None:
-        """Of output lengths, for one run; None where schedulers know nothing of them."""
+        """Makes the predictor of output lengths for one run; None where schedulers know nothing of them."""
         if self.lengths is not None:
             return self.lengths(truth)
         name = default_lengths(self.choice.policy, self.choice.router)
         return None if name is None else PREDICTORS[name]()
 
     def scheduler_models(self) -> Iterator[LatencyModel]:
-        """One replica's after the other: copies if they learn, else the same for all."""
+        """Yields the latency model of one replica's scheduler after the other: copies if they learn, else the same for
+        all.
+        """
         model = self.hardware.model if self.believed is None else self.believed
         if self.drafter is not None and self.drafter.latency is not None:
             model = WithDrafter(model, self.drafter.latency)
         return map(copy.deepcopy, repeat(model)) if self.learns else repeat(Fixed(model))
 
     def for_load(self, workload: Workload) -> RunSpec:
-        """With the acceptance that the workload's requests have of their own."""
+        """Returns this run with the acceptance that the workload's requests have of their own."""
         own = workload.acceptances()
         if self.drafter is None or not own:
             return self
         return replace(self, drafter=replace(self.drafter, acceptance=replace(self.drafter.acceptance, requests=own)))
 
     def describe(self) -> dict[str, Any]:
-        """For the head of a result file."""
+        """Describes the run for the head of a result file."""
         return {
             "hardware": self.hardware.describe(),
             "policy": self.choice.label,

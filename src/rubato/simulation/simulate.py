@@ -1,4 +1,4 @@
-"""A workload in virtual time: the record of each request; or, from requests, every event, or what became of each."""
+"""Runs a workload in virtual time, to the record of each request; or requests, to every event or to their timelines."""
 
 from __future__ import annotations
 
@@ -34,11 +34,17 @@ def simulate(
     workload: Workload, spec: RunSpec, seed: int = 0, *, times: bool = True, causes: bool = True,
     listen: Callable[[Event], None] | None = None,
 ) -> BenchResult:  # fmt: skip
-    """Simulate a workload. What comes out is what a bench of a server would write: a record of each request, judged by
-    `spec.slo_rule`.
+    """Simulates a workload.
 
-    seed: of the noise in step times. times: keep when each token came out; without, a run of many long requests takes
-    less memory. causes: say of each miss why; without, it is faster where many miss. listen: gets every event.
+    The result is what a bench of a server would write: a record of each request, judged by `spec.slo_rule`.
+
+    Args:
+        workload: its requests.
+        spec: of the run.
+        seed: of the noise in step times.
+        times: keep when each token came out; without, a run of many long requests takes less memory.
+        causes: say of each miss why; without, it is faster where many miss.
+        listen: gets every event.
     """
     spec, offering = spec.for_load(workload), workload.offering(spec.stated_max_tokens)
     requests = list(workload.requests(spec.stated_max_tokens)) if offering is None else offering
@@ -86,12 +92,22 @@ def simulate_events(
     requests: Sequence[Request] | Offering, truth: Truth, spec: RunSpec, seed: int = 0, *,
     watch: Callable[[Cluster, Event], None] | None = None, pauses: Pauses = NOTHING,
 ) -> list[Event]:  # fmt: skip
-    """Run `requests` (arrivals in virtual seconds) to their ends on the virtual event loop; every event, in order.
-    requests: or an `Offering` that is fresh, where their times follow from the run.
+    """Runs requests to their ends on the virtual event loop, and returns every event, in order.
 
     As live, a policy that raises fails the requests that are there, and after several times in a row the replica; what
-    comes after the last of `requests` is refused. Raises RuntimeError if some request never ends, and whatever error
-    ended the cluster.
+    comes after the last of `requests` is refused.
+
+    Args:
+        requests: with arrivals in virtual seconds; or a fresh `Offering`, where their times follow from the run.
+        truth: output tokens of each request.
+        spec: of the run.
+        seed: of the noise in step times.
+        watch: called with the cluster and each event.
+        pauses: seconds of the requests' tools.
+
+    Raises:
+        RuntimeError: some request never ends.
+        Exception: whatever ended the cluster.
     """
 
     async def main() -> list[Event]:
@@ -135,7 +151,7 @@ def simulate_events(
 
 
 def run_tools(pauses: Pauses, cluster: Cluster, clock: Clock) -> Callable[[Event], None]:
-    """A listener that runs the tools: each returns so many seconds after the stage before it is done."""
+    """Makes a listener that runs the tools: each returns so many seconds after the stage before it is done."""
 
     def follow(event: Event) -> None:
         if isinstance(event, Tokens) and event.stage_done and event.id in pauses:
@@ -148,8 +164,14 @@ def run_tools(pauses: Pauses, cluster: Cluster, clock: Clock) -> Callable[[Event
 def offer_in_turn(
     offering: Offering, cluster: Cluster, clock: Clock, all_offered: Callable[[], None] = lambda: None
 ) -> Callable[[Event], None]:
-    """A listener that offers requests as ends of others say, beginning now. all_offered: called when the last has been,
-    or is never to be."""
+    """Makes a listener that offers requests as ends of others say, beginning now.
+
+    Args:
+        offering: the requests.
+        cluster: to offer them to.
+        clock: of the cluster.
+        all_offered: called when the last has been offered, or is never to be.
+    """
     next_call = inf  # when the clock calls next
 
     def ask() -> None:
@@ -181,17 +203,27 @@ def simulate_requests(
     requests: Iterable[Request] | Offering, truth: Truth, spec: RunSpec, seed: int = 0, *, times: bool = True,
     causes: bool = True, pauses: Pauses = NOTHING, listen: Callable[[Event], None] | None = None,
 ) -> dict[str, Timeline]:  # fmt: skip
-    """What became of each request, by id, with the times of its tokens if wanted. Like `simulate_events`, but steps
-    between two decisions are not run one by one, a policy that raises ends the simulation, and requests may come after
-    the last. requests: a sequence, if some are of one group, or wait for tools; or an `Offering`, as there. Raises as
-    `driver.drive` does."""
+    """Runs requests to their ends on the queue of events, and returns what became of each, by id.
+
+    Unlike in `simulate_events`, steps between two decisions are not run one by one, a policy that raises ends the
+    simulation, and requests may come after the last.
+
+    Args:
+        requests: a sequence if some are of one group or wait for tools; or a fresh `Offering`.
+        times: keep when each token came out.
+        pauses: seconds of the requests' tools.
+        listen: gets every event.
+
+    Raises:
+        RuntimeError: some request never ends. Whatever a policy raised is raised, too.
+    """
     lines: dict[str, Timeline] = {}
-    came: dict[str, list[float]] = {}
+    token_times: dict[str, list[float]] = {}
     offering, listed = (requests, requests.requests) if isinstance(requests, Offering) else (None, requests)
     shared = isinstance(listed, Sequence) and any(r.group or r.uses_tools for r in listed)
 
-    def ended(event: Finished, stages: Sequence[StageTimes]) -> None:
-        came[event.id] = [float(t) for stage in stages for t in stage.tokens]
+    def keep_times(event: Finished, stages: Sequence[StageTimes]) -> None:
+        token_times[event.id] = [float(t) for stage in stages for t in stage.tokens]
 
     def follow(event: Event) -> None:
         if isinstance(event, Offered):
@@ -202,14 +234,14 @@ def simulate_requests(
             lines[event.id].demoted_at = None
         elif isinstance(event, HandedOff):
             progress = event.request.progress  # should no replica take it, this is all that it had
-            came[event.id] = [] if progress is None else [t for stage in progress.times for t in stage]
+            token_times[event.id] = [] if progress is None else [t for stage in progress.times for t in stage]
         elif isinstance(event, Finished):
             line = lines[event.id]
             line.end = event
             if times:
-                line.times = came.pop(event.id, [])
+                line.times = token_times.pop(event.id, [])
                 line.tokens = list(range(1, len(line.times) + 1))
-                if spec.drafter is not None:  # of those that came together the last tells how many
+                if spec.drafter is not None:  # of tokens that came together the last tells how many
                     together = dict(zip(line.times, line.tokens, strict=True))
                     line.times, line.tokens = list(together), list(together.values())
 
@@ -223,7 +255,7 @@ def simulate_requests(
             cluster.listen(offer_in_turn(offering, cluster, cluster.clock))
 
     counts = not (shared or pauses or spec.prefix_cache)
-    host_options = HostOptions(counts, bool(pauses), ended=ended if times else None)
+    host_options = HostOptions(counts, bool(pauses), on_end=keep_times if times else None)
     with gc_paused():
         drive(listed if offering is None else (), truth, spec, host_options, ready, seed=seed, causes=causes)
     return lines
@@ -231,8 +263,9 @@ def simulate_requests(
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Without Python's cycle collector, which scans all kept objects repeatedly (a fifth of the time); few cycles are
-    made here. Also a decorator, `@gc_paused()`."""
+    """Pauses Python's cycle collector, which scans all kept objects repeatedly (a fifth of the time); few cycles are
+    made here. It is also a decorator, `@gc_paused()`.
+    """
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""A host without tasks: a replica, its scheduler, an engine that only takes time (`Host`), on a hand-set clock.
+"""Defines a host without tasks: a replica, its scheduler, an engine that only takes time (`Host`), on a hand-set clock.
 
-It calls the same replica as `local_host.LocalHost` does, in the same order. Unless every token is asked for, a plan
-is carried out as a run of one or more equal steps, which ends where the next plan may differ: at the first token or the
+It calls the same replica as `local_host.LocalHost` does, in the same order. Unless every token is asked for, a plan is
+carried out as a run of one or more equal steps, which ends where the next plan may differ: at the first token or the
 end of a stage, at the end of a prefill, when KV runs short, and when something arrives. Other steps are run one by one
 by the simulated engine: those whose tokens are reported, as policies that draft need.
 """
@@ -36,7 +36,7 @@ from rubato.simulation.step_times import StepTimes
 MAX_STEPS_AHEAD = 48  # steps of a run computed ahead; an arrival discards the rest
 NEVER = 1 << 60
 DRAFTER = "--set engine.drafter.alpha=0.7: how often it is right"
-ONE = Emitted(1)
+ONE_TOKEN = Emitted(1)
 STAGE_DONE = Emitted(1, stage_done=True)
 STOP = Emitted(1, finish="stop")
 LENGTH = Emitted(1, finish="length")
@@ -44,19 +44,29 @@ LENGTH = Emitted(1, finish="length")
 
 @dataclass(frozen=True)
 class HostOptions:
-    """counts: KV as counts. tokens: report every step and token (`Stepped`, `Tokens`), as always where a policy drafts.
-    ran: called with each finished run of a replica; ended: with each end and its tokens' times."""
+    """Options of a simulated host.
+
+    Args:
+        counts: KV as counts.
+        tokens: report every step and token (`Stepped`, `Tokens`), as always where a policy drafts.
+        on_run, on_end: called with each finished run of a replica, and with each end and its tokens' times.
+    """
 
     counts: bool = True
     tokens: bool = False
-    ran: Callable[[str, StepRun], None] | None = None
-    ended: Callable[[Finished, Sequence[StageTimes]], None] | None = None
+    on_run: Callable[[str, StepRun], None] | None = None
+    on_end: Callable[[Finished, Sequence[StageTimes]], None] | None = None
 
 
 class SimulatedHost:
-    """latency: what the scheduler believes of step times; learns: whether it goes on learning. engine: of the same
-    limits, for drafts and for moving KV; it adds no noise, which is in `times`. targets: request id -> output tokens of
-    each stage. every_step: whether the cluster has to be told of every step now."""
+    """A replica and its scheduler, as a host of a cluster.
+
+    Args:
+        engine: of the same limits, for drafts and for moving KV; it adds no noise, which is in `times`.
+        latency: what the scheduler believes of step times; it goes on learning with `learns`.
+        targets: request id -> output tokens of each stage.
+        every_step: tells whether the cluster has to be told of every step now.
+    """
 
     cooldown_until = 0.0
 
@@ -87,24 +97,21 @@ class SimulatedHost:
         # and policies learn from the events how much of it was right.
         drafts = "draft" in supports and "draft" in scheduler.needs | optional(scheduler)
         self._step_by_step = tokens = host_options.tokens or drafts
-        self.id = id
-        self.scheduler = scheduler
-        self.clock = clock
+        self.id, self.scheduler, self.clock = id, scheduler, clock
         self.replica = Replica(
             id, engine.limits, latency, replica_options, supports=supports, counts=host_options.counts, tokens=tokens,
-            clock=clock, decodes=self._set_milestone, ended=host_options.ended,
+            clock=clock, on_decode=self._set_milestone, on_end=host_options.on_end,
             output_ids=None if tokens else lambda first, after: [(n + 1) % VOCAB_SIZE for n in range(first, after)],
         )  # fmt: skip
         self._steps = self.replica.steps
         self._pool = self.replica.pool
         self._engine = engine
         self._times = times
-        self._emit = emit
-        self._policy = policy
+        self._emit, self._policy = emit, policy
         self._targets = targets
         self._every_step = every_step
         self._learns = learns
-        self._ran = host_options.ran
+        self._on_run = host_options.on_run
         self._outbox: list[Event] = []
         self._milestones: list[tuple[int, int, Seq]] = []  # (step, order, sequence) of first and last tokens of stages
         self._milestone_order = itertools.count()  # orders the milestones of a step
@@ -196,14 +203,14 @@ class SimulatedHost:
     # ----------------------------------------------------------------- time passes
 
     def complete(self, version: int) -> bool:
-        """The run's last step is over. False if something came between."""
+        """Ends the run, whose last step is over; returns False if something came between."""
         replica, run = self.replica, self.replica.run
         if run is None or version != self._version:
             return False
         replica.book(run)
         now = run.ends[-1]
-        if self._ran is not None:
-            self._ran(self.id, run)
+        if self._on_run is not None:
+            self._on_run(self.id, run)
         last = run.steps - 1
         emitted, self._emitted = self._emitted, None
         shape = None
@@ -214,7 +221,7 @@ class SimulatedHost:
             if self._milestones and self._milestones[0][0] <= self._steps.tick:
                 looked_at = self._reached_milestones()
             emitted = self._due(run, looked_at) if run.chunks or looked_at else NOTHING
-        busy = bool(emitted or run.chunks or replica.idle_decodes or replica.ending)
+        is_busy = bool(emitted or run.chunks or replica.idle_decodes or replica.ending)
         events = replica.end(emitted, now)
         if shape is not None:
             seconds = now - (run.ends[last - 1] if last else run.begin)
@@ -229,12 +236,12 @@ class SimulatedHost:
         for seq in looked_at:
             if seq.decoding and seq.milestone < 0:
                 self._set_milestone(seq)
-        if busy and (replica.waiting or replica.prefilling):
+        if is_busy and (replica.waiting or replica.prefilling):
             self._repeat_steps = 0
         return True
 
     def plan(self, version: int) -> None:
-        """Ask the policy, and begin what it says, unless it was asked since."""
+        """Asks the policy, and begins what it says, unless it was asked since."""
         replica = self.replica
         if replica.run is not None or not (self._planned or version == self._version):
             return
@@ -270,7 +277,7 @@ class SimulatedHost:
             self.clock.add(plan.wake_at, PLAN, self, self._version)
 
     def _ask(self) -> Plan:
-        """What the policy says."""
+        """Returns the policy's plan, and notes how often it may be repeated."""
         view = self._live_view
         try:
             plan = self.scheduler.plan(view)
@@ -284,15 +291,17 @@ class SimulatedHost:
         self._repeat_steps = plan.repeat_steps + 1 if again else 0
         return plan
 
-    def _start(self, run: StepRun, goes_on: bool) -> None:
-        """The run begins: how many steps it has, and when each ends."""
-        every = self._every_step()
-        self._report_this_step = every or self._learns or self._step_by_step
+    def _start(self, run: StepRun, is_repeated: bool) -> None:
+        """Begins the run: decides how many steps it has, more than one only if its plan `is_repeated`, and when each
+        ends.
+        """
+        wants_every = self._every_step()
+        self._report_this_step = wants_every or self._learns or self._step_by_step
         if self._step_by_step or self._needs_engine:
             self._run_on_engine(run)
         else:
             most = 1
-            if goes_on and self._repeat_steps > 1 and not (self._refresh or every):
+            if is_repeated and self._repeat_steps > 1 and not (self._refresh or wants_every):
                 most = min(self._repeat_steps, MAX_STEPS_AHEAD, self._next_milestone() - run.tick)
                 for chunk in run.chunks:
                     most = min(most, -(-chunk.total // chunk.tokens))
@@ -306,13 +315,13 @@ class SimulatedHost:
         self._end_with(run)
 
     def _end_with(self, run: StepRun) -> None:
-        """The run is over when its last step is."""
+        """Lets the clock call `complete` when the run's last step ends."""
         self._version += 1
         since = run.ends[-2] if len(run.ends) > 1 else run.begin
         self.clock.add(run.ends[-1], COMPLETION, self, self._version, since)
 
     def _run_on_engine(self, run: StepRun) -> None:
-        """The engine says what each sequence of a single step gets."""
+        """Lets the engine run a single step, which says what each sequence gets."""
         replica, engine = self.replica, self._engine
         self._repeat_steps = 0
         batch = replica.batch(run)
@@ -328,13 +337,13 @@ class SimulatedHost:
     # ----------------------------------------------------------------- first and last tokens of a stage
 
     def _target(self, seq: Seq) -> int:
-        """Output tokens of its stage: what was drawn for it, unless max_tokens comes first."""
+        """Returns the output tokens of a sequence's stage: what was drawn for it, unless max_tokens comes first."""
         left = seq.request.sampling.max_tokens - seq.earlier_output
         targets = self._targets.get(seq.id)
         return left if targets is None else min(left, targets[seq.stage])
 
     def _set_milestone(self, seq: Seq) -> None:
-        """Note the step that brings its first, or else its last, token of the stage."""
+        """Notes the step that brings a sequence's first, or else its last, token of the stage."""
         if self._step_by_step:
             return
         tick = self._steps.tick
@@ -342,7 +351,7 @@ class SimulatedHost:
         heappush(self._milestones, (at, next(self._milestone_order), seq))
 
     def _reached_milestones(self) -> list[Seq]:
-        """The sequences whose first or last token of a stage has come."""
+        """Takes and returns the sequences whose first or last token of a stage has come."""
         reached: list[Seq] = []
         milestones, tick = self._milestones, self._steps.tick
         while milestones and milestones[0][0] <= tick:
@@ -353,7 +362,7 @@ class SimulatedHost:
         return reached
 
     def _next_milestone(self) -> int:
-        """No step before this one brings a first or last token of a stage."""
+        """Returns a step before which none brings a first or last token of a stage."""
         milestones = self._milestones
         if milestones and milestones[0][0] <= self._steps.tick:
             for seq in self._reached_milestones():  # of a step that the engine ran
@@ -361,7 +370,7 @@ class SimulatedHost:
         return milestones[0][0] if milestones else NEVER
 
     def _due(self, run: StepRun, looked_at: Sequence[Seq]) -> dict[str, Emitted]:
-        """What `looked_at` and completed prefills get, in the batch's order."""
+        """Returns what `looked_at` and completed prefills get, in the batch's order."""
         came = [(seq, seq.output) for seq in looked_at]
         came += [(c.seq, c.seq.output + 1) for c in run.chunks if not c.seq.ended and c.seq.pending == 0]
         if len(came) > 1:  # decodes in order of start, then those the plan named
@@ -371,7 +380,7 @@ class SimulatedHost:
 
     def _output_of(self, seq: Seq, output: int) -> Emitted:
         if output < self._target(seq):
-            return ONE
+            return ONE_TOKEN
         if seq.earlier_output + output >= seq.request.sampling.max_tokens:
             return LENGTH
         return STOP if seq.stage + 1 == len(seq.request.stages) else STAGE_DONE
@@ -379,20 +388,20 @@ class SimulatedHost:
     # ----------------------------------------------------------------- telling
 
     def _listen_to(self, request: Request, refused: Sequence[Event]) -> None:
+        """Gives the engine a new request whose tokens it must check one by one."""
         if not refused and (request.sampling.stop or request.sampling.stop_ids):
             self._engine.add(request)
             self._needs_engine.add(request.id)
 
     def _forget(self) -> None:
-        """A request may come back that the engine still has from when it was handed off."""
+        """Lets the engine forget requests that are gone: one handed off may come back."""
         self.replica.sync()
-        gone = self.replica.take_gone_ids()
-        if gone:
-            self._engine.forget(gone)
-            self._needs_engine.difference_update(gone)
+        if ids := self.replica.take_gone_ids():
+            self._engine.forget(ids)
+            self._needs_engine.difference_update(ids)
 
     def _changed(self) -> None:
-        """Something came: the run ends with the step that is under way, and the policy is asked."""
+        """Lets the run end with the step that is under way, and then asks the policy, since something came."""
         self._repeat_steps = 0
         if self.replica.run is not None:
             self.cut()
@@ -400,13 +409,13 @@ class SimulatedHost:
             self._plan_at(self.clock.time)
 
     def report_steps(self) -> None:
-        """Tell of each step, from the one under way on."""
+        """Reports each step, from the one under way on."""
         self._report_this_step = True
         self.replica.sync()
         self.cut()
 
     def cut(self) -> None:
-        """No step of the run begins after the one under way. The steps that are over are booked."""
+        """Lets no step of the run begin after the one under way. The steps that are over are booked."""
         run, now = self.replica.run, self.clock.time
         if run is None or run.steps == 1:
             return
@@ -422,7 +431,7 @@ class SimulatedHost:
         self.clock.add(when, PLAN, self, self._version)
 
     def _tell(self, events: Sequence[Event]) -> None:
-        """Publish what a call from outside caused, after what was still to be told."""
+        """Publishes what a call from outside caused, after what was still to be told."""
         self._outbox += events
         if events:
             self._flush()
@@ -437,5 +446,5 @@ class SimulatedHost:
         self.scheduler.observe(events)
 
     def clear(self) -> None:
-        """It is in reference cycles: what it holds would wait for collection."""
+        """Clears the log: the host is in reference cycles, and what it holds would wait for collection."""
         self.replica.log.clear()

@@ -1,4 +1,4 @@
-"""How long simulated steps take: the end times of a run's steps, computed all at once."""
+"""Computes how long simulated steps take: the end times of a run's steps, all at once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from rubato.core.interfaces import LatencyModel, Line
 from rubato.engines.simulated import step_noise
 from rubato.replica.step_log import StepRun
 
-DRAWN = 1024  # step-time factors drawn at a time
+FACTORS_AT_ONCE = 1024  # step-time factors drawn at a time
 
 Seconds = Callable[[int, int, int, int, int, int, int], float]  # `LatencyModel.seconds_of`
 
 
 class StepTimes:
-    """How long steps take, in the order run: a model's step times multiplied by the factors of
-    `engines.simulated.step_noise`."""
+    """Gives the times of steps, in the order run: a model's step times multiplied by the factors of
+    `engines.simulated.step_noise`.
+    """
 
     def __init__(self, truth: LatencyModel, noise: step_noise.Noise, seed: int) -> None:
         self._seconds: Seconds = truth.seconds_of
@@ -29,11 +30,11 @@ class StepTimes:
         self._first = 0  # the step whose factor is first in the list
 
     def take(self, run: StepRun, steps: int) -> None:
-        """Put the end of each of so many steps of the run into `ends`."""
+        """Gives the run `steps` steps, and sets the end of each in its `ends`."""
         run.steps = steps
         seconds, n, kv = self._seconds, run.seqs, run.kv
         if self._line is not None and steps > 1 and not run.chunks and self._noise is None:
-            run.ends = _ends_along(self._line, n, kv, steps, run.begin)
+            run.ends = _ends_on_line(self._line, n, kv, steps, run.begin)
             return
         if run.chunks:
             took = self._with_chunks(run, steps, seconds)
@@ -42,16 +43,19 @@ class StepTimes:
         elif self._line is None:
             took = [seconds(n, n, at, 0, 0, 0, 0) for at in range(kv + n, kv + n * (steps + 1), n)]
         else:
-            took = _along(self._line, n, kv, steps)
+            took = _seconds_on_line(self._line, n, kv, steps)
         if self._noise is not None:
             took = [seconds * self.factor(run.tick + i) for i, seconds in enumerate(took)]
         took[0] += run.begin
         run.ends = list(accumulate(took))
 
     def _with_chunks(self, run: StepRun, steps: int, seconds: Seconds) -> list[float]:
-        """From step to step only three sums of a shape change, each by a constant; the last chunk may be smaller."""
+        """Returns the seconds of steps with several chunks.
+
+        From step to step only three sums of a shape change, each by a constant; the last chunk may be smaller.
+        """
         if len(run.chunks) == 1:
-            return self._with_one(run, steps, seconds)
+            return self._with_one_chunk(run, steps, seconds)
         first = run.shape(0)
         if steps == 1:
             return [self._step_time(first)]
@@ -66,8 +70,8 @@ class StepTimes:
         took.append(self._step_time(run.shape(steps - 1)))
         return took
 
-    def _with_one(self, run: StepRun, steps: int, seconds: Seconds) -> list[float]:
-        """The same for one chunk, as most runs with chunks have."""
+    def _with_one_chunk(self, run: StepRun, steps: int, seconds: Seconds) -> list[float]:
+        """Returns the seconds of steps with one chunk, as most runs with chunks have."""
         n, (_, cached, tokens, total) = run.seqs, run.chunks[0]
         kv, remaining, took = run.kv, total, []
         for _ in range(steps):
@@ -83,20 +87,20 @@ class StepTimes:
         return took
 
     def factor(self, tick: int) -> float:
-        """What the time of this step is multiplied by; no step much earlier is asked for again."""
+        """Returns what the time of this step is multiplied by; no step much earlier is asked for again."""
         if self._noise is None:
             return 1.0
         at = tick - self._first
         if at >= len(self._factors):
-            keep = max(0, at - DRAWN)  # steps that were worked out in vain are worked out again
-            self._factors = self._factors[keep:] + list(islice(self._noise, DRAWN))
+            keep = max(0, at - FACTORS_AT_ONCE)  # steps that were worked out in vain are worked out again
+            self._factors = self._factors[keep:] + list(islice(self._noise, FACTORS_AT_ONCE))
             self._first += keep
             at -= keep
         return self._factors[at]
 
 
-def _along(line: Callable[[int, int], Line], n: int, kv: int, steps: int) -> list[float]:
-    """Seconds of steps of n decodes alone that together have `kv` tokens in KV before the first."""
+def _seconds_on_line(line: Callable[[int, int], Line], n: int, kv: int, steps: int) -> list[float]:
+    """Returns the seconds of steps of `n` decodes alone that together have `kv` tokens in KV before the first."""
     took: list[float] = []
     kv += n
     while steps:
@@ -108,12 +112,12 @@ def _along(line: Callable[[int, int], Line], n: int, kv: int, steps: int) -> lis
     return took
 
 
-def _ends_along(line: Callable[[int, int], Line], n: int, kv: int, steps: int, end: float) -> list[float]:
-    """When each of these steps ends, the first begun at `end`: `_along` and their sums in one go."""
+def _ends_on_line(line: Callable[[int, int], Line], n: int, kv: int, steps: int, end: float) -> list[float]:
+    """Returns when each of these steps ends, the first begun at `end`: `_seconds_on_line` and their sums in one go."""
     kv += n
     fixed, y, slope, x, until = line(n, kv)
     if kv + (steps - 1) * n < until:
         return [end := end + (fixed + (y + slope * more)) for more in range(kv - x, kv - x + steps * n, n)]
-    took = _along(line, n, kv - n, steps)
+    took = _seconds_on_line(line, n, kv - n, steps)
     took[0] += end
     return list(accumulate(took))

@@ -180,7 +180,7 @@ class Workload:
             raise ValueError(f"SLO scale is {factor}: give a positive number")
 
         def wider(slo: SLO) -> SLO:
-            return replace(slo, **{name: factor * s for name, s in slo.promised.items() if what in ("", name)})
+            return replace(slo, **{name: factor * s for name, s in slo.bounds.items() if what in ("", name)})
 
         def changed(a: Arrival) -> Arrival:
             if a.session_e2e is not None and what in ("", "e2e"):

@@ -39,7 +39,7 @@ def write(workload: Workload, path: str | Path) -> None:
         "rate": workload.rate,
         "duration": workload.duration,
         "prompt_tokens": "counted" if workload.counted else "estimated",
-        "tiers": {name: slo.promised for name, slo in workload.tiers.items()},
+        "tiers": {name: slo.bounds for name, slo in workload.tiers.items()},
         "notes": workload.notes,
     }
     if workload.profile:
@@ -62,7 +62,7 @@ def _row(a: Arrival) -> dict[str, Any]:
     else:
         row |= {"prompt_tokens": a.prompt_tokens, "output_tokens": a.output_tokens}
     if a.slo is not None:
-        row["slo"] = a.slo.promised
+        row["slo"] = a.slo.bounds
     if a.blocks:
         row["blocks"] = a.blocks
     for name, default in DEFAULTS.items():
@@ -76,7 +76,7 @@ def _row(a: Arrival) -> dict[str, Any]:
 
 
 def _stage(part: OfferedStage) -> dict[str, Any]:
-    row: dict[str, Any] = {"prompt_tokens": part.prompt, "output_tokens": part.output, "slo": part.slo.promised}
+    row: dict[str, Any] = {"prompt_tokens": part.prompt, "output_tokens": part.output, "slo": part.slo.bounds}
     return row | ({"ends": part.ends} if part.ends != "eos" else {}) | ({"pause": part.pause} if part.pause else {})
 
 

@@ -51,7 +51,7 @@ class LoadSource(RequestSource):
         return window(made if self.ttft is None else with_ttft(made, self.ttft), stretch)
 
     def describe(self) -> dict[str, Any]:
-        return {**self.recorded.describe(), "slos": {name: slo.promised for name, slo in self.tiers}, "ttft": self.ttft}
+        return {**self.recorded.describe(), "slos": {name: slo.bounds for name, slo in self.tiers}, "ttft": self.ttft}
 
 
 @dataclass(frozen=True)

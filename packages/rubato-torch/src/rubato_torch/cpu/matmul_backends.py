@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rubato.core.clock import measured
+from rubato.core.clock import measure_cost
 
 LAYOUT_ROWS = 256  # that oneDNN's layout is chosen for; one layout serves all batch sizes (measured, 1 to 1,400 rows)
 TRIAL_ROWS = 64  # a product of so many rows decides: with and without BF16 instructions the two are twice apart there
@@ -129,7 +129,7 @@ def _trial(weight: Tensor, forms: Sequence[Form]) -> list[float]:
 
 def least_seconds(linears: Sequence[Linear], x: Tensor) -> list[float]:
     """Of a product with each of these, run in turn: the first round does not count."""
-    rounds = [[measured(partial(linear, x))[1].wall for linear in linears] for _ in range(TRIAL_RUNS + 1)]
+    rounds = [[measure_cost(partial(linear, x))[1].wall for linear in linears] for _ in range(TRIAL_RUNS + 1)]
     return [min(seconds) for seconds in zip(*rounds[1:], strict=True)]
 
 
