@@ -52,6 +52,6 @@ def test_settings_that_are_tried_are_those_of_the_policy() -> None:
     for name, _, _, _, own in policies.describe():
         settings.setdefault(name, set()).update(own)
     tried = {row[0].strip("`"): re.findall(r"`(\w+)(?:=\w+)?`", row[1]) for row in rows("baseline | settings tried")}
-    assert len(tried) == 8
+    assert len(tried) == 7
     for name, named in tried.items():
         assert set(named) - set(policies.names()) <= settings[name], name
