@@ -17,7 +17,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.policies.rubato.scheduler import Scheduler
 from rubato.policy_kit.batch_builder import BatchBuilder
 from rubato.simulation.simulate import simulate_events
-from tests.doubles import Linear, run_spec
+from tests.kit import Linear, run_spec
 from tests.policies.test_edf_plans import decided
 
 SLOS = (SLO(0.3, 0.02), SLO(1.0, 0.05), SLO(4.0, 0.1), SLO(2.0), SLO(tpot=0.03), SLO(0.5, 0.05, max_pause=0.06), SLO())

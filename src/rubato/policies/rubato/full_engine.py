@@ -42,11 +42,7 @@ class _State:
 
 
 class FullEngine:
-    """Remembers the last plan of all requests, and says when the next one needs no other look.
-
-    Args:
-        reserve: seconds kept before a deadline
-    """
+    """Remembers the last plan of all requests. reserve: seconds kept before a deadline."""
 
     def __init__(self, reserve: float) -> None:
         self._reserve = reserve
@@ -56,14 +52,7 @@ class FullEngine:
         self, view: View, decodes: Sequence[Task], candidates: PlanCandidates, requests: RequestBook,
         oldest: SeqView | None,
     ) -> None:  # fmt: skip
-        """Remembers what a plan of all requests found, if decodes fill the engine.
-
-        Args:
-            decodes: in the order of the view
-            candidates: all requests, sorted
-            requests: that found them
-            oldest: the best effort that gets turns
-        """
+        """Remembers what a plan of all requests found, if decodes, here in the view's order, fill the engine."""
         self._state, most = None, view.limits.max_running
         is_full = most is not None and len(decodes) == len(view.running) >= most
         if not is_full or candidates.late or view.slo_rule == "windowed" or "draft" in view.supports:
@@ -88,7 +77,7 @@ class FullEngine:
             return None
         if view.decodes.seqs != len(running) or [s.request for s in running] != state.requests:
             return None
-        if state.unpredicted is not None and state.unpredicted.predicted is not None:
+        if (seq := state.unpredicted) is not None and seq.predicted is not None:
             return None
         state.steps -= 1
         due, tpots = view.dues, state.tpots
