@@ -191,7 +191,7 @@ class PolicyDriver:
         tokens in KV, and the blocks that their next tokens need."""
         block, ahead, decodes, decode_kv, blocks = self.limits.block_size, self._kv.lookahead_tokens, 0, 0, 0
         prefilling = []
-        for seq in holding:  # (`show_holding_kv` without calls: for each decode in every step)
+        for seq in holding:  # without calls: for each decode in every step
             vllm_request = seq.vllm_request
             seq.cached = cached = vllm_request.num_computed_tokens
             seq.length = length = vllm_request.num_tokens + vllm_request.num_output_placeholders
