@@ -7,7 +7,7 @@ reaches vLLM.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from operator import attrgetter
@@ -103,6 +103,8 @@ class PolicyDriver:
         self._view_asked_at = inf  # when a view was first asked for
         self._planned: PlannedStep | None = None  # the last plan
         self._is_busy = False  # there was more to do then
+        # The last view's running requests: the state that they were found in, vLLM's, the sequences and their ids.
+        self._found: tuple[int, list[Any], Sequence[VllmSeq], Collection[str]] | None = None
         # The last view's waiting requests: the state that they were shown in, vLLM's queue (so that no other list gets
         # its place in memory), what tells whether their hits are current, and the sequences.
         self._shown: tuple[tuple[int, int, bool], Sequence[Any], HitEnds, tuple[VllmSeq, ...]] | None = None
@@ -139,27 +141,9 @@ class PolicyDriver:
         if not self._batches:
             self.latency.idle(now - max(self._last, self._view_asked_at))
         queued = self._show_waiting(waiting, seqs, now)
-        block, ahead, decodes, decode_kv, blocks = self.limits.block_size, self._kv.lookahead_tokens, 0, 0, 0
-        holding, prefilling = [], []
-        for vllm_request in running:
-            seq = seqs.get(vllm_request.request_id)
-            if seq is None:
-                places += 1
-                continue
-            holding.append(seq)
-            seq.show_holding_kv()
-            cached = seq.cached
-            if seq.arriving:
-                self.requests.take_kv(seq, now, cached)
-            if seq.pending != 1:
-                prefilling.append(seq)
-                continue
-            decodes += 1
-            decode_kv += cached
-            if ahead:
-                blocks += max(0, cached // block + 1 - seq.blocks)
-            elif cached % block == 0:  # else there is room in its last block
-                blocks += seq.blocks * block <= cached
+        holding, running_ids = self._find_running(running, seqs, now)
+        places += len(running) - len(holding)
+        prefilling, decodes, decode_kv, blocks = self._show_running(holding)
         self.drafts.show(holding)
         others = [seq for r in moving if (seq := seqs.get(r.request_id)) is not None]
         for seq in others:
@@ -178,12 +162,56 @@ class PolicyDriver:
             latency=self.latency,
             supports=self.supports - {"handoff"} if self.requests.untracked and not hidden else self.supports,
             role=self.commands.role,
-            running_ids={s.id for s in holding},
+            running_ids=running_ids,
             prefilling=prefilling,
-            decodes=Shape(decodes, decodes, decode_kv + decodes),
+            decodes=Shape.decodes(decodes, decode_kv + decodes),
             decode_blocks=blocks,
             slo_rule=self._slo_rule,
         )
+
+    def _find_running(
+        self, running: Sequence[Any], known: Mapping[str, VllmSeq], now: float
+    ) -> tuple[Sequence[VllmSeq], Collection[str]]:
+        """The running sequences in order of start, and their ids: looked up again only if something but tokens came or
+        went, since most steps run the same requests."""
+        changes = self.requests.changes if known is self.requests.seqs else -1
+        if self._found is not None and changes == self._found[0] and running == self._found[1]:
+            return self._found[2:]
+        holding = [seq for r in running if (seq := known.get(r.request_id)) is not None]
+        for seq in holding:
+            seq.waiting = False
+            if seq.arriving:
+                self.requests.take_kv(seq, now, seq.vllm_request.num_computed_tokens)
+        ids = {seq.id for seq in holding}
+        self._found = None if changes < 0 else (changes, list(running), holding, ids)
+        return holding, ids
+
+    def _show_running(self, holding: Sequence[VllmSeq]) -> tuple[list[VllmSeq], int, int, int]:
+        """Shows the counts of running sequences. Returns those that prefill, and of those that decode the number, the
+        tokens in KV, and the blocks that their next tokens need."""
+        block, ahead, decodes, decode_kv, blocks = self.limits.block_size, self._kv.lookahead_tokens, 0, 0, 0
+        prefilling = []
+        for seq in holding:  # without calls: for each decode in every step
+            vllm_request = seq.vllm_request
+            seq.cached = cached = vllm_request.num_computed_tokens
+            seq.length = length = vllm_request.num_tokens + vllm_request.num_output_placeholders
+            first, tpot, end, max_pause = seq._deadlines or seq._compute_deadlines()
+            if (i := seq._output + seq.expected_tokens) and max_pause == inf:
+                at = first + i * tpot
+                seq.due = at if at < end else end
+            else:
+                seq.show_due()
+            seq.pending = pending = length - cached
+            if pending != 1:
+                prefilling.append(seq)
+                continue
+            decodes += 1
+            decode_kv += cached
+            if ahead:
+                blocks += max(0, cached // block + 1 - seq.blocks)
+            elif cached % block == 0:  # else there is room in its last block
+                blocks += seq.blocks * block <= cached
+        return prefilling, decodes, decode_kv, blocks
 
     def _show_waiting(self, queue: Sequence[Any], known: Mapping[str, VllmSeq], now: float) -> Sequence[VllmSeq]:
         """Returns the waiting sequences in their order, each with its prefix cache hit: the same tuple while nothing
@@ -351,13 +379,20 @@ class PolicyDriver:
         is_read = not getattr(self.policy, "can_skip_tokens", False) or (
             gateways is not None and gateways.link.listeners
         )
+        # Without another batch since, the due times in the last view are those of this batch's tokens, or earlier ones.
+        is_alone = not self._batches
         for core in outputs.values():
             for out in core.outputs:
                 seq, ids = seqs.get(out.request_id), out.new_token_ids
                 if seq is None or len(ids) != 1 or drafted or not seq.reported_tokens or seq.prefill_only:
                     self._book(out, now, len(drafted.get(out.request_id, ())) if drafted else 0)
                     continue
-                seq.add_decoded(now)
+                place = seq._output
+                if is_alone and place == seq._checked and now <= seq.due:
+                    seq.times[-1].append(now)
+                    seq._output = seq._checked = place + 1
+                else:
+                    seq.add_decoded(now)
                 if is_read:
                     self.reporting.record_tokens(Tokens(now, seq.id, 1, "", tuple(ids)))
                 if out.finish_reason is not None:

@@ -266,15 +266,6 @@ class VllmSeq(Seq):
         self.pending = self.length - cached
         self.show_due()
 
-    def show_holding_kv(self) -> None:
-        """Shows the request as holding KV, with vLLM's current counts."""
-        vllm_request = self.vllm_request
-        self.waiting = False
-        self.cached = cached = vllm_request.num_computed_tokens
-        self.length = length = vllm_request.num_tokens + vllm_request.num_output_placeholders
-        self.pending = length - cached
-        self.show_due()
-
     def show_due(self) -> None:
         """Works out once for each view what a policy asks for often."""
         first, tpot, end, max_pause = self._deadlines or self._compute_deadlines()
@@ -286,9 +277,12 @@ class VllmSeq(Seq):
 
     def show_moving(self) -> None:
         """Shows the request as not schedulable: its batch runs, or its KV has not come."""
-        waits = self.waiting  # told as it was until its KV has come
-        self.show_holding_kv()
-        self.waiting = waits and self.arriving
+        vllm_request = self.vllm_request
+        self.cached = cached = vllm_request.num_computed_tokens
+        self.length = length = vllm_request.num_tokens + vllm_request.num_output_placeholders
+        self.pending = length - cached
+        self.show_due()
+        self.waiting = self.waiting and self.arriving  # as it was until its KV has come
 
     def add_decoded(self, now: float) -> None:
         """Adds one token of a request that decodes, and checks whether it was late."""

@@ -3,7 +3,7 @@ their end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf
 from operator import attrgetter
@@ -182,6 +182,23 @@ class RequestBook:
             return None
         self._oldest = oldest.id
         return oldest
+
+    def find_next_change(self, candidates: PlanCandidates, oldest: SeqView | None) -> float:
+        """Returns until when waiting requests stay what they are as candidates, and `find_oldest` returns `oldest`, if
+        only time passes."""
+        jobs = [(self._tracked[job.id], job) for job in candidates.prompts]
+        until = min([known.until if known.job is job else -inf for known, job in jobs], default=inf)
+        if oldest is None and candidates.best_effort_waiting:
+            until = min(until, min(map(ARRIVAL, candidates.best_effort_waiting)) + self._patience)
+        return until
+
+    def sure_steps(self, decodes: Sequence[SeqView]) -> tuple[int, SeqView | None]:
+        """Returns the steps of all decodes in which `as_resident` learns nothing of them, and one of which nothing is
+        known: of that it learns once it is predicted."""
+        expected = [known.expected if (known := self._tracked.get(seq.id)) is not None else 0.0 for seq in decodes]
+        unpredicted = next((seq for seq, tokens in zip(decodes, expected, strict=True) if not tokens), None)
+        left = [MAX_OUTPUT_RATIO * e - s.output for s, e in zip(decodes, expected, strict=True) if e]
+        return int(max(0.0, min(left, default=1e9))), unpredicted
 
     def as_resident(self, seq: SeqView) -> Resident:
         """Returns the request as `KVSurvival` counts it, up to the end of its last stage."""

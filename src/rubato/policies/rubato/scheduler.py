@@ -26,6 +26,7 @@ from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan, Shape
 from rubato.policies.rubato.batch import StepBatch
 from rubato.policies.rubato.drafts import DraftPlanner
+from rubato.policies.rubato.full_engine import FullEngine
 from rubato.policies.rubato.requests import RequestBook, has_e2e
 from rubato.policies.rubato.supply import STEP_LENGTHS, Array, DecodeSteps, StepErrors, Task, find_omitted
 from rubato.policies.rubato_pd.prefill_step import prefill_step
@@ -62,6 +63,7 @@ class Scheduler:
     patience: float = 4.0
     fairness: float = 5.0
     _requests: RequestBook = field(init=False, repr=False)
+    _full: FullEngine = field(init=False, repr=False)
     _errors: StepErrors = field(default_factory=StepErrors, init=False, repr=False)
     _drafts: DraftPlanner = field(default_factory=DraftPlanner, init=False, repr=False)
     _ratios: OutputRatios = field(default_factory=OutputRatios, init=False, repr=False)
@@ -74,6 +76,7 @@ class Scheduler:
                 f"more, patience {self.patience} above 0"
             )
         self._requests = RequestBook(self.patience, self.fairness)
+        self._full = FullEngine(self.deadline_reserve)
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -92,7 +95,12 @@ class Scheduler:
         self._requests.set_step_seconds(
             self._errors.slower * view.latency.step_time(Shape.decodes(1, 1)), self._errors.usual
         )
+        if (full := self._full.find_batch(view, self._errors, doubt)) is not None:
+            self._turn += 1
+            self._errors.record_plan(view.now, view.latency.step_time(full.shape))
+            return full.plan()
         candidates = self._requests.find_candidates(view)
+        decodes = candidates.decodes
         entry = self._drafts.entry(view, candidates.decodes)
         candidates.sort_by_deadline(view.now, self._errors.lead, doubt, self.deadline_reserve, entry)
         steps = DecodeSteps(view, candidates.decodes, doubt, self.deadline_reserve, self._errors.slower, entry)
@@ -101,6 +109,7 @@ class Scheduler:
             candidates.best_effort_waiting = [s for s in candidates.best_effort_waiting if s.id not in drop]
             candidates.best_effort_running = [s for s in candidates.best_effort_running if s.id not in drop]
         oldest = self._requests.find_oldest(view, candidates)
+        self._full.remember(view, decodes, candidates, self._requests, oldest)
         tiers = self._requests.losses.weights()
         on_time, longest, laxity = self._choose_on_time(view, steps, candidates.prompts, tiers)
         on_time = self._choose_with_room(view, steps.decodes, on_time, oldest, tiers)
