@@ -15,7 +15,7 @@ def test_what_a_job_loaded_is_said_with_its_value() -> None:
     import rubato.policies.sarathi as loaded
 
     ran = provenance.recorded(provenance.Job("one", max, (1, 2)))
-    result = ran.work(*ran.given)
+    result = ran.work(*ran.args)
     assert provenance.values([result]) == [2]
     assert "sarathi" in result["policies"], loaded
     found = provenance.behaviour([result], ["latency"])

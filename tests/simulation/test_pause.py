@@ -59,8 +59,10 @@ def test_next_token_inside_vllm_under_max_pause_is_due_after_the_last_that_is_ou
     kv: Any = SimpleNamespace()
     seq = VllmSeq(BOUNDED, own, kv, 0, None)
     seq.expected_tokens = 1
+    seq.show_due()
     assert seq.due == pytest.approx(2.05)  # nothing is out yet
     seq.add_tokens([0.1])
+    seq.show_due()
     assert seq.due == pytest.approx(0.4)
     assert not seq.missed
     seq.add_tokens([0.5])
