@@ -39,7 +39,7 @@ def tree(server: Server) -> dict[int, str]:
 
 def actors(server: Server) -> list[int]:
     """Pids of the replicas' processes."""
-    return [pid for pid, args in tree(server).items() if args.startswith("ray::_Actor")]
+    return [pid for pid, args in tree(server).items() if args.startswith("ray::LinkedHost")]
 
 
 def wait_for_actors(server: Server) -> None:
@@ -128,7 +128,7 @@ def test_a_frozen_replica_costs_no_request_and_does_not_hold_up_the_end(start: S
         assert not left, [processes[pid] for pid in left]
     finally:
         for pid, args in processes.items():  # a failed test leaves no stopped process, which nothing else would end
-            if args.startswith("ray::_Actor") and running(pid):
+            if args.startswith("ray::LinkedHost") and running(pid):
                 os.kill(pid, signal.SIGKILL)
     events = server.events()
     assert outcomes(events) == {"completed": 6}

@@ -108,7 +108,7 @@ class Server:
 
     def actors(self) -> list[int]:
         """Processes of Ray's replicas below it."""
-        return [pid for pid, name in self._below().items() if name.startswith("ray::_Actor")]
+        return [pid for pid, name in self._below().items() if name.startswith("ray::LinkedHost")]
 
     def left(self) -> list[str]:
         """Of its session, what still runs."""
