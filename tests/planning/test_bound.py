@@ -88,8 +88,8 @@ def test_no_row_forbids_what_a_run_attains(policy: str, replicas: int, rate: flo
     met = np.array([float(record.verdict.met) for record in run.records])
     windows = Windows(work_of(load, MACHINE, endless=False), replicas)
     assert tight < windows.fullest(met) <= 1.0
-    assert windows.exceeded(met) == []
-    assert windows.exceeded(np.ones(80))  # all of them are more than there is time for
+    assert windows.find_exceeded(met) == []
+    assert windows.find_exceeded(np.ones(80))  # all of them are more than there is time for
 
 
 # --------------------------------------------------------------------------- instances that can be tried out

@@ -21,9 +21,9 @@ def test_a_closed_loop_offers_the_next_when_one_ends_whatever_its_outcome():
     offering = Offering(requests(0.0, 0.0, 0.0, 9.0), concurrency=2)
     assert told(offering, 0.0) == [("q0", 0.0), ("q1", 0.0)]
     assert offering.next_at == float("inf")
-    offering.ended("q1", 3.0, "refused")
+    offering.record_end("q1", 3.0, "refused")
     assert told(offering, 3.5) == [("q2", 3.0)]  # the caller is late; the request is not
-    offering.ended("q0", 4.0, "failed")
+    offering.record_end("q0", 4.0, "failed")
     assert (offering.next_at, offering.remaining) == (9.0, 1)  # never before its own time
     assert told(offering, 9.0) == [("q3", 9.0)]
 
@@ -31,7 +31,7 @@ def test_a_closed_loop_offers_the_next_when_one_ends_whatever_its_outcome():
 def test_a_turn_that_has_begun_goes_before_a_new_request():
     offering = Offering(requests(0.0, 0.0, 0.0), {"q2": ("q0", 0.0)}, concurrency=1)
     assert told(offering, 0.0) == [("q0", 0.0)]
-    offering.ended("q0", 2.0, "completed")
+    offering.record_end("q0", 2.0, "completed")
     assert told(offering, 2.0) == [("q2", 2.0)]
 
 
@@ -46,7 +46,7 @@ def test_a_turn_that_has_begun_goes_before_a_new_request():
 def test_all_that_goes_on_from_a_turn_that_did_not_complete_is_dropped(outcome, why):
     offering = Offering(requests(0.0, 0.0, 0.0, 0.0), {"q1": ("q0", 1.0), "q2": ("q1", 1.0), "q3": ("q1", 1.0)})
     offering.due(0.0)
-    offering.ended("q0", 2.0, outcome)
+    offering.record_end("q0", 2.0, outcome)
     assert offering.dropped == dict.fromkeys(("q1", "q2", "q3"), (2.0, "not offered: " + why))
     assert (offering.remaining, offering.next_at) == (0, float("inf"))
 

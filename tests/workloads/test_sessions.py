@@ -85,9 +85,9 @@ def test_a_turn_is_offered_with_what_remains_and_one_late_turn_loses_the_session
     load = Workload("w", 0, 1.0, 3.0, {"t": SLO()}, (replace(turns[0], session_e2e=2.0), *turns[1:]))
     offering = load.offering()
     (first,) = offering.due(0.0)
-    offering.ended("a0", 0.5, "completed")
+    offering.record_end("a0", 0.5, "completed")
     (second,) = offering.due(1.0)
-    offering.ended("a1", 2.5, "completed")
+    offering.record_end("a1", 2.5, "completed")
     (third,) = offering.due(2.5)
     assert [r.stages[0].slo.e2e for r in (first, second, third)] == [2.0, 1.0, MIN_SLO_S]
     run = simulate(load, run_spec(Linear(), LIMITS, "vllm", learns=False))

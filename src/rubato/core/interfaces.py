@@ -1,7 +1,6 @@
 """Protocols of policies, latency models, engines and hosts, and the views that policies read.
 
-A policy only decides; it owns no request, queue or KV. It reads a `View`, whose sequences are the replica's own objects
-behind the read-only `SeqView`; mutating one is a type error.
+A policy only decides. It reads a `View`, whose sequences are the replica's own behind the read-only `SeqView`.
 """
 
 from __future__ import annotations
@@ -393,13 +392,14 @@ class TransferError(Exception):
 
 
 class Host(Protocol):
-    """One replica, local or remote, which passes events in order to the callback of its constructor.
+    """One replica, which passes events in order to the callback of its constructor: `LocalHost` (own engine),
+    `ServerReplica` (by HTTP), `RayHost` or `SimulatedHost`.
 
     Every submitted request ends in exactly one `Finished`, unless the host is lost: then it calls its other callback
     once, with the requests that must move and their progress.
 
-    A request that it hands off (`HandedOff`) leaves it; only its KV stays, until `release`. For a request that comes
-    with KV, `reserve` replaces `submit`.
+    A request that it hands off (`HandedOff`) leaves it; its KV stays until `release`. `reserve` replaces `submit` for a
+    request that comes with KV.
     """
 
     @property

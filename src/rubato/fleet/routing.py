@@ -23,7 +23,7 @@ class Routing:
 
     Args:
         hosts: the serving hosts, by id.
-        submit: gives a request to a replica, for a reason; returns whether it is placed.
+        submit: gives a request to a replica, for a reason (`Cluster._submit`); returns whether it is placed.
         end: ends an unplaced request.
         end_cancelled: ends requests that a host returned after it was asked to cancel them.
         give_up: called when the router has failed several times in a row.

@@ -41,7 +41,7 @@ class Offers:
         self._open_ids: set[str] = set()
         self._is_closed = False
 
-    async def send(self, listener: Callable[[Event], None]) -> None:
+    async def offer_all(self, listener: Callable[[Event], None]) -> None:
         """Offers all requests, unless they are cancelled meanwhile; `listener` gets their events."""
 
         def on_event(event: Event) -> None:

@@ -193,7 +193,7 @@ async def _offer_in_turn(calls: _Calls, offering: Offering, bar: Any) -> None:
 
     async def one(place: int, request: Request) -> None:
         await calls.call(place, request.arrival, bar)
-        offering.ended(request.id, calls.now(), calls.answers[place].outcome)
+        offering.record_end(request.id, calls.now(), calls.answers[place].outcome)
         some_end.set()
 
     async with asyncio.TaskGroup() as group:

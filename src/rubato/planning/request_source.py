@@ -134,12 +134,14 @@ class WorkloadSource(RequestSource):
 
 @dataclass(frozen=True)
 class TraceSource(RequestSource):
-    """Takes requests from a recorded trace, `factor` times as many. A request's tier is the trace's, or drawn by the
-    kinds' shares. A stretch is cut out, then multiplied; it begins on a full minute, so copies stay inside it.
+    """Takes requests from a recorded trace. A request's tier is the trace's, or drawn by the kinds' shares. A stretch
+    is cut out, then multiplied; it begins on a full minute, so copies stay inside it.
 
     Args:
+        kinds: whose SLOs the requests get; none: those that the trace states.
+        factor: how many times as many requests as the trace has.
         how: which part of the file is taken.
-        drawn: as of `FileSource`.
+        drawn: whether seeds above 0 resample blocks of 60 s; else the times are the file's.
         unloaded: seconds per token, of which a trace's own SLOs are multiples, where there are no kinds.
     """
 

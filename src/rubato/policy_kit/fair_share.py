@@ -131,7 +131,8 @@ class FairShare:
     # ----------------------------------------------------------------- what happens to requests
 
     def add_request(self, request: Request, now: float) -> None:
-        """Adds a request that was offered."""
+        """Adds an offered request with its start tag, in tokens of service over weight: the later of the virtual time
+        and of when its tenant's requests before it will have been served (start-time fair queueing)."""
         account = self._account(request.tenant)
         account.last_seen_at = now
         account.waiting += 1

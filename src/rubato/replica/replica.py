@@ -35,7 +35,10 @@ MIN_KEPT_STEPS = 4096  # steps in the log before the first check of which are ne
 
 
 class Replica(ReplicaState):
-    """Requests from submission to end, and the steps between. Its arguments are those of `ReplicaState`."""
+    """Takes requests from submission to end, and the steps between. Its arguments are those of `ReplicaState`.
+
+    A request's first token comes out of the batch whose chunk ends its prompt (`Entry.sample`).
+    """
 
     in_flight: Batch | None = None
     _first_view_at = inf  # time of the first view: the replica counts as idle from then on at the earliest
@@ -55,7 +58,7 @@ class Replica(ReplicaState):
         if reason := refusal_reason(request, self.limits):
             return [self.judge_end(seq, now, "refused", reason)]
         self.seqs[request.id] = seq
-        self.groups.enter(seq)
+        self.groups.enter(seq)  # and so into `waiting`, unless it waits for another of its group
         return []
 
     def cancel(self, id: str, now: float, reason: str, outcome: Outcome = "cancelled") -> list[Event]:

@@ -90,7 +90,8 @@ NO_STEPS.under_way = True
 
 
 class Seq:
-    """One request being served (a `SeqView` to policies).
+    """One request being served (a `SeqView` to policies). While it is unplaced the cluster's table has one; the replica
+    where it is placed makes its own.
 
     While it decodes, each step of its replica brings it a token without any work: `_output` and `_cached` are then
     relative to the replica's first step, so that adding the number of steps gives the true numbers. `times` lacks its

@@ -178,6 +178,7 @@ async def _complete(state: _State, http: HttpRequest, schema: type[schemas.AnyCo
         options = body.stream_options or schemas.StreamOptions()
         usage = bool(options.include_usage), bool(options.continuous_usage_stats)
         chunks = sse.Chunks(form, include_usage=usage[0], every_usage=usage[1])
+    # The requests are offered to the cluster when Starlette sends the response, so that a client that leaves cancels.
     return CompletionResponse(offers, form, chunks, lambda: door.response_headers(admitted))
 
 

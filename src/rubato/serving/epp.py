@@ -64,12 +64,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Picker:
-    """Holds the state that all streams share.
+    """Picks an endpoint for each HTTP request of the data plane (`process`), and holds what all streams share.
 
     Args:
         trips: the trip of each request, by id, for the replicas.
         allowed_endpoints: by request id, where not all endpoints are allowed (`policy_kit.candidates`).
-        turn: requests so far that went to the servers in turn.
+        round_robin_count: requests so far that went to the servers in turn.
         held_bytes: of bodies not yet forwarded.
     """
 
@@ -79,8 +79,8 @@ class Picker:
     door: FrontDoor
     models: ServedModels
     is_draining: bool = False
-    turn: int = 0
-    held_bytes: int = 0  # of bodies not yet forwarded
+    round_robin_count: int = 0
+    held_bytes: int = 0
 
     @property
     def is_ready(self) -> bool:
@@ -255,8 +255,8 @@ class _Stream:
         self._body.clear()
         endpoints = self._picker.candidates(self._subset)
         if path not in GENERATE or self._headers.get(":method") != "POST":  # other paths go to the servers in turn
-            self._picker.turn += 1
-            return sorted(endpoints)[self._picker.turn % len(endpoints)]
+            self._picker.round_robin_count += 1
+            return sorted(endpoints)[self._picker.round_robin_count % len(endpoints)]
         trip = await self._offer(path, endpoints)
         await self._until_settled(trip)
         return trip.endpoint
@@ -289,7 +289,7 @@ class _Stream:
             picker.trips[id] = trip
             if self._subset is not None:
                 picker.allowed_endpoints[id] = endpoints
-        await offers.send(trip.on_event)
+        await offers.offer_all(trip.on_event)
         self._max_held_s = min(MAX_HELD_S, offers.requests[0].stages[0].slo.e2e or math.inf)
         return trip
 

@@ -221,7 +221,7 @@ class _ProxyResponse(Response):
         watcher = asyncio.create_task(watch_departure(receive, leave))
         sender = asyncio.create_task(client.run())
         try:
-            await self._offers.send(trip.on_event)
+            await self._offers.offer_all(trip.on_event)
             await trip.settlement.wait()
             if not trip.is_over and not has_left:
                 self._offers.cancel()

@@ -134,7 +134,7 @@ class CompletionResponse(Response):
 
         watcher = asyncio.create_task(watch_departure(receive, leave))
         try:
-            await self._offers.send(live)
+            await self._offers.offer_all(live)
             await live.wait_for_news()
             if live.has_client_left:
                 return

@@ -93,6 +93,8 @@ class _StallGuard(HttpToolsProtocol):
     # ------------------------------------------------------------------- receiving
 
     def data_received(self, data: bytes) -> None:
+        """Feeds the parser piece by piece. Refuses a client whose bytes bring the parser no further (431): it keeps
+        them all, whichever part of a request they are. After a refusal it counts what is dropped, up to a limit."""
         self._is_silent = False
         if self._dropped_bytes is not None:
             self._dropped_bytes += len(data)

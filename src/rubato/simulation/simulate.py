@@ -192,7 +192,7 @@ def offer_in_turn(
 
     def follow(event: Event) -> None:
         if isinstance(event, Finished):
-            offering.ended(event.id, event.at, event.outcome)
+            offering.record_end(event.id, event.at, event.outcome)
             ask()
 
     ask()

@@ -69,7 +69,7 @@ class Bursts:
     apart: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 1.0 < self.peak < math.inf or not 1.0 <= self.size < math.inf:
+        if not 1.0 <= self.size < math.inf or not 1.0 < self.peak < math.inf:
             raise ValueError(f"bursts of {self.size} requests at {self.peak} times the rate: give 1 or more, above 1")
         if not 0.0 <= self.spread < math.inf or not 1.0 <= self.hold < math.inf:
             raise ValueError(

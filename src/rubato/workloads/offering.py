@@ -112,8 +112,9 @@ class Offering:
         self.remaining -= len(due_now)
         return due_now
 
-    def ended(self, id: str, at: float, outcome: Outcome) -> None:
-        """Books the end of an offered request."""
+    def record_end(self, id: str, at: float, outcome: Outcome) -> None:
+        """Records that an offered request ended, at `at` seconds: its place is free, and requests that go on from it
+        are due after their gaps; they are dropped if it did not complete."""
         if self._free is not None:
             heappush(self._free, at)
         if outcome != "completed":

@@ -106,14 +106,15 @@ class VllmMissCauses:
         """Adds the loss in steps between two times (s), in which the request decodes."""
         for step in self._between(begin, end):
             if step.shares is None:
-                step.shares = self._shares(step)
+                step.shares = self._seconds_lost(step)
             add_delay(delays, "prefill interference", step.shares[0])
             add_delay(delays, "decode interference", step.shares[1])
 
-    def _shares(self, step: _Step) -> Shares:
-        """Returns the seconds that each decode of a step lost to prefill, and to other decodes."""
+    def _seconds_lost(self, step: _Step) -> Shares:
+        """Returns the seconds that a decode lost in a step to prefill, and to other decodes: all of a step without
+        decodes, which passed it over."""
         if not step.decodes.seqs:
-            return step.seconds, 0.0  # a step that passed this one over
+            return step.seconds, 0.0
         predicted = self._latency.step_time(step.shape)
         by_prefill, by_decode = decode_interference(self._latency, predicted, step.decodes)
         scale = step.seconds / predicted

@@ -86,8 +86,7 @@ class PolicyDriver:
         self.guard = Guard(self.name, self.clock, self.reporting.stop_policy)
         planned = "draft" in self.policy.needs | optional(self.policy)
         self.drafts = VllmDrafts(num_spec_tokens, planned=planned, uniform=settings.uniform_drafts)
-        # (a policy that plans drafts decides more than an order)
-        may_stand_aside = settings.stand_aside and not (planned and num_spec_tokens)
+        may_stand_aside = settings.stand_aside and not (planned and num_spec_tokens)  # drafts are more than an order
         self.slack = SlackCheck(1 + num_spec_tokens, kv.lookahead_tokens, is_on=may_stand_aside)
         lengths = settings.lengths
         if lengths == "":
@@ -110,13 +109,7 @@ class PolicyDriver:
         self._shown: tuple[tuple[int, int, bool], Sequence[Any], HitEnds, tuple[VllmSeq, ...]] | None = None
 
     def open_link(self, *, model: str, vllm: str, rubato: str) -> None:
-        """Starts the link: the engine is ready.
-
-        Args:
-            model: its name.
-            vllm: version.
-            rubato: version.
-        """
+        """Starts the link: the engine is ready. It tells the model's name, and the versions of vLLM and Rubato."""
         link, gateways = self.reporting.link, self.reporting.gateways
         if link is None:
             return
@@ -151,23 +144,12 @@ class PolicyDriver:
         others += self.requests.leaving.values()
         limits = self._limits_without(places)
         return VllmView(
-            id=REPLICA_NAME,
-            now=now,
-            waiting=queued,
-            running=holding,
-            moving=others,
-            kv_free=max(0, self._kv.free() - kv_taken),
-            kv_total=limits.kv_blocks,
-            limits=limits,
-            latency=self.latency,
+            id=REPLICA_NAME, now=now, waiting=queued, running=holding, moving=others,
+            kv_free=max(0, self._kv.free() - kv_taken), kv_total=limits.kv_blocks, limits=limits, latency=self.latency,
             supports=self.supports - {"handoff"} if self.requests.untracked and not hidden else self.supports,
-            role=self.commands.role,
-            running_ids=running_ids,
-            prefilling=prefilling,
-            decodes=Shape.decodes(decodes, decode_kv + decodes),
-            decode_blocks=blocks,
-            slo_rule=self._slo_rule,
-        )
+            role=self.commands.role, running_ids=running_ids, prefilling=prefilling,
+            decodes=Shape.decodes(decodes, decode_kv + decodes), decode_blocks=blocks, slo_rule=self._slo_rule,
+        )  # fmt: skip
 
     def _find_running(
         self, running: Sequence[Any], known: Mapping[str, VllmSeq], now: float
@@ -400,11 +382,7 @@ class PolicyDriver:
         self.report(idle=not self._is_busy, done=done)
 
     def _book(self, out: Any, now: float, drafted: int) -> None:
-        """Records the output of one request in a batch.
-
-        Args:
-            drafted: tokens of it that were drafted.
-        """
+        """Records the output of one request in a batch; so many tokens of it were drafted."""
         seq = self.requests.seqs.get(out.request_id)
         if seq is None:
             return  # over already: refused or aborted meanwhile

@@ -48,7 +48,7 @@ def largest_share(work: RequestWork, replicas: int, alike: Alike, target: float 
     for _ in range(ROUNDS):
         if target is not None and solution.share < target:
             break
-        more = windows.exceeded(solution.requests)
+        more = windows.find_exceeded(solution.requests)
         if not more:
             break
         near = [row for row in rows if row.kind == "period" or row.excess(solution.requests) > -SLACK * row.seconds]

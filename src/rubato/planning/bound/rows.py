@@ -1,8 +1,8 @@
 """Rows of `planning.bound`'s linear programme: what the requests that are attained take, and the time there is for it.
 
 Each row is a sum over requests, at most the seconds that the replicas have between two moments, or in a period. There
-are too many to list, so those that shares found so far exceed most are looked for (`exceeded`); a row that is not found
-only loosens the bound.
+are too many to list, so those that shares found so far exceed most are looked for (`find_exceeded`); a row that is
+not found only loosens the bound.
 """
 
 from __future__ import annotations
@@ -79,8 +79,14 @@ class Windows:
         self._starts = _some(np.unique(work.release[: work.once]), most, work.arrivals)
         self._sequences = Sequences(work, _some(np.unique(work.arrivals), CHAIN_STARTS)) if replicas == 1 else None
 
-    def exceeded(self, share: Array, most: int = ROUND) -> list[Row]:
-        """The rows that these shares exceed most, relative to their windows; few with about the same window."""
+    def find_exceeded(self, share: Array, most: int = ROUND) -> list[Row]:
+        """Returns the rows that shares exceed most, relative to their windows, at most `ALIKE` of about the same window
+        (which begins within 0.3 of its width and is within a factor of √2 as wide).
+
+        Args:
+            share: of each request.
+            most: rows to return at most.
+        """
         if self._sequences is not None:
             self._sequences.choose(share)
         violations = sorted((f for k in range(len(self.work.charges)) for f in self._of(k, share)), reverse=True)
@@ -209,11 +215,11 @@ class Sequences:
 
 
 def _runs(work: RequestWork) -> tuple[Array, Array, Ints, Ints, NDArray[np.bool_]]:
-    """begin, end, request, tokens, whether the prompt is in it: of runs of a request's pieces from its first, or to its
-    last."""
+    """Returns all prefixes and suffixes of each request's pieces, as columns: begin and end (seconds), request, tokens,
+    and whether the prompt is among them."""
     first = np.nonzero(work.prompt)[0]
     last = np.append(first[1:], len(work.prompt)) - 1
-    begins, ends = [], []
+    begins, ends = [], []  # of each run, as indices of pieces
     for lo, hi in zip(first.tolist(), last.tolist(), strict=True):
         begins += [lo] * (hi - lo + 1) + list(range(lo + 1, hi + 1))
         ends += [*range(lo, hi + 1), *[hi] * (hi - lo)]

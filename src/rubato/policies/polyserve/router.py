@@ -325,12 +325,12 @@ class Router(GroupingRouter):
         self._unsorted.add(group)
 
     def _claimable(self, request: HeldRequest) -> Sequence[TierReplica]:
-        """Returns draining replicas whose tightest requests are of this tier, then the idlest of the pool, unless it is
-        the last one and none prefills."""
+        """Returns the replicas that a tier may claim: draining ones whose tightest requests are of this tier (tiers
+        ascend by TPOT), then the idlest replica of the pool. Where no replica prefills, the last of the pool stays."""
         group = request.tier
         draining = [r for r in self._replicas.values() if r.draining]
         claimable = [r for r in draining if r.residents[group] and not any(r.residents[:group])]
-        kept = int(self.mode == "pd" and not self._groups[PREFILL_GROUP])  # for prefill
+        kept = int(self.mode == "pd" and not self._groups[PREFILL_GROUP])  # of the pool, for prefill
         has_more = sum(r.group is None for r in self._replicas.values()) > kept
         if has_more and (pooled := self._idlest(request.seq)) is not None:
             claimable.append(pooled)

@@ -31,7 +31,7 @@ MIN_GAIN = 1.65
 
 @dataclass
 class Router:
-    """Places each request on replicas that are alike, divided by TPOT, or apart by role.
+    """Places each request on replicas that are alike, divided by TPOT, or apart by role; with one replica, there.
 
     Args:
         mode (auto, co, pd): all alike or divided by TPOT as that pays, from four replicas on; divided from the start;

@@ -8,6 +8,8 @@
 2. Room. A prompt begins when the expected KV of all requests together never exceeds the memory (`KVSurvival`).
 3. The step (`batch`).
 
+Where decodes have all slots and are all ahead, the step is known without these (`full_engine`).
+
 A request becomes best effort only when it was late, or could not be in time even alone. The oldest best effort has
 reserved memory and gets turns, so that none starves.
 """

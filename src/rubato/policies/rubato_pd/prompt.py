@@ -13,6 +13,8 @@ from rubato.policies.rubato_pd.prefill_step import prompt_due, seconds_in_turns
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.tier_fleet import tier_and_due
 
+MAX_RESERVE_SHARE = 0.5  # of the time left beyond the prefill alone, which a prompt gives up to be early
+
 
 @dataclass(slots=True)
 class PromptPlan:
@@ -67,10 +69,12 @@ def plan_prompt(
     until = inf
     if token_due < inf:
         transfer = seq.length * token_moves
+        # Ideally the prompt ends a TPOT (`prompt_due`) and the transfer of its KV before its token is due.
         ideal = token_due - (seq.due - order) - transfer
         # At the latest, the second token is still in time, which waits for a step and takes one.
         latest = min(token_due, token_due + (slo.tpot or inf) - transfer - 2.0 * decode)
-        due = latest - max(0.0, min(latest - ideal, 0.5 * (latest - now - isolated_seconds)))
+        reserve = max(0.0, min(latest - ideal, MAX_RESERVE_SHARE * (latest - now - isolated_seconds)))
+        due = latest - reserve
         until = due - isolated_seconds
     work = min([seconds_in_turns(view.latency, seq.pending) for view in kinds.values()])
     return PromptPlan(seq, tier, order, due, until, seq.pending, output_left, isolated_seconds, work)
