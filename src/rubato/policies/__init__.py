@@ -53,7 +53,7 @@ def load(name: str, settings: Mapping[str, object] | None = None) -> Scheduler:
     for key, value in (settings or {}).items() if hasattr(module, "Scheduler") else ():
         if key in routers and key not in own:
             router = "auto" if key in ROUTERS.common else name
-            raise PolicyError(f"{key!r} is a setting of {router}'s router: write {name}@{router}:{key}={value}")
+            raise PolicyError(f"{key!r} is a setting of the router: write {name}@{router}:{key}={value}")
     return cast(Scheduler, _build(SCHEDULERS, name, settings or {}))
 
 
