@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -19,6 +19,7 @@ from rubato.policy_kit.batch_builder import BatchBuilder
 from rubato.simulation.simulate import simulate_events
 from tests.kit import Linear, run_spec
 from tests.policies.test_edf_plans import decided
+from tests.policies.test_tables import LIMITS, prompt, seen
 
 SLOS = (SLO(0.3, 0.02), SLO(1.0, 0.05), SLO(4.0, 0.1), SLO(2.0), SLO(tpot=0.03), SLO(0.5, 0.05, max_pause=0.06), SLO())
 
@@ -98,3 +99,10 @@ def test_plans_are_those_of_a_look_at_all_requests(lengths: str | None, monkeypa
         simulate_events(requests, truth, run_spec(model, limits, "rubato", noise=rng.choice((0.0, 0.1)), **changes))
     assert [both.differ[:1] for both in made if both.differ] == []
     assert sum(both.quick for both in made) > 500
+
+
+def test_an_engine_without_slots_for_us_is_planned_again_and_again() -> None:
+    """Inside vLLM all slots may be taken by requests that are in no view, such as those of a pipeline's other steps."""
+    scheduler, waiting = Scheduler(), (prompt("a", 20, ttft=1.0),)
+    for now in (0.0, 0.01):
+        assert not scheduler.plan(seen(waiting, [], now=now, limits=replace(LIMITS, max_running=0))).work

@@ -54,7 +54,7 @@ class FullEngine:
     ) -> None:  # fmt: skip
         """Remembers what a plan of all requests found, if decodes, here in the view's order, fill the engine."""
         self._state, most = None, view.limits.max_running
-        is_full = most is not None and len(decodes) == len(view.running) >= most
+        is_full = decodes and most is not None and len(decodes) == len(view.running) >= most
         if not is_full or candidates.late or view.slo_rule == "windowed" or "draft" in view.supports:
             return
         for seq in [job.seq for job in decodes]:  # what says more than its due time, or may change with a token
