@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import experiments
-from rubato.core.clock import process_cpu_time
+from rubato.planning.jobs import Job, open_runner
 
 # 31 CPU s, of four papers' figures that run by themselves; and live servers, which take minutes of the wall clock
 LEFT_OUT = frozenset({"host-today", "simulator-fidelity"})
 
 
+class CheckError(Exception):
+    """A check of a figure does not hold."""
+
+
 def run(file: Path) -> int:
     """Prints each figure's CPU seconds; what `file` says has run does not run again. Its end removes the file. Returns
     1 where a check does not hold, and stops there."""
-    ran: dict[str, float] = dict(map(json.loads, file.read_text().splitlines())) if file.exists() else {}
-    if ran:
-        print(f"{len(ran)} figures have run, says {file}: without it they run again")
-    for name in experiments.names():
-        if name in LEFT_OUT or name in ran:
-            continue
-        begin = process_cpu_time()
-        failed = experiments.failed(experiments.run(name, small=True, workers=1))
-        if failed:
-            print(f"{name}: these checks do not hold: {', '.join(failed)}")
-            return 1
-        ran[name] = process_cpu_time() - begin
-        print(f"{name}: {ran[name]:.1f} s", flush=True)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "a") as out:
-            out.write(json.dumps([name, ran[name]]) + "\n")
-    print(f"{len(ran)} figures in their small form: {sum(ran.values()):.0f} CPU s")
-    file.unlink(missing_ok=True)
+    with open_runner(file=file, head={"figures": "quick"}, workers=1) as runner:
+        for name in [name for name in experiments.names() if name not in LEFT_OUT]:
+            resumed = runner.job_results().resumed
+            try:
+                runner.run([Job(name, _check, (name,))])
+            except CheckError as error:
+                print(error)
+                return 1
+            done = runner.job_results()
+            if done.resumed == resumed:
+                print(f"{name}: {done.results[-1].cpu:.1f} s", flush=True)
+    if done.resumed:
+        print(f"{done.resumed} figures have run, says {file}: without it they run again")
+    print(f"{len(done.results)} figures in their small form: {done.cpu:.0f} CPU s")
+    file.unlink()
     return 0
+
+
+def _check(name: str) -> None:
+    """Runs a figure in its small form. Raises CheckError."""
+    if failed := experiments.failed(experiments.run(name, small=True, workers=1)):
+        raise CheckError(f"{name}: these checks do not hold: {', '.join(failed)}")

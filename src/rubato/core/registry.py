@@ -24,8 +24,6 @@ from rubato.core.extras import MissingExtra
 
 FILE_PREFIX = "rubato file "  # of the name in `sys.modules` of a module that is a user's file
 OWN_CLASSES = ("Scheduler", "Router", "Engine", "Model", "Lengths", "Autoscaler", "Drafter")
-
-
 YAML_FLOAT = re.compile(r"[-+]?\d+[eE][-+]?\d+")  # such as 1e-5, which has no point
 TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list"}
 NONE: Mapping[str, object] = MappingProxyType({})

@@ -94,14 +94,18 @@ class ServerKV:
             self._clock.call_at(now + MAX_LEASE_SHARE * self.lease, PLAN, lambda: self._drop_expired(id, request))
         requests.fold(HandedOff(now, id, request))
 
+    def _has_kv(self, id: str) -> bool:
+        """Returns whether the engine still has a request's KV; what it has freed is forgotten here."""
+        if not self._remote().is_leaving(id):
+            self._kv_by_id.pop(id, None)
+        return id in self._kv_by_id
+
     def _drop_expired(self, id: str, request: Request) -> None:
         """Hands a request off again without its KV, which has waited for too long and will be freed by the engine. Does
         nothing where the engine has freed it already: the request may be at another replica, or have ended."""
-        if id in self._transferring or self._kv_by_id.get(id, (None, None))[1] is not request:
+        if id in self._transferring or not self._has_kv(id) or self._kv_by_id[id][1] is not request:
             return
         del self._kv_by_id[id]
-        if not self._remote().is_leaving(id):
-            return
         self._remote().forget(id)
         now, handoff = self._clock.now(), request.handoff
         assert handoff is not None
@@ -111,8 +115,7 @@ class ServerKV:
     async def transfer(self, id: str, to: Host) -> None:
         """Passes a request's KV on, as `interfaces.Host`: the target reads the KV itself."""
         remote = self._remote()
-        if id not in self._kv_by_id or not remote.is_leaving(id):
-            self._kv_by_id.pop(id, None)
+        if not self._has_kv(id):
             raise TransferError(f"replica {self._replica} has no KV of request {id!r} any more")
         self._transferring.add(id)
         try:

@@ -64,9 +64,8 @@ class ServerRequests:
         return self.trips.pop(id, None)
 
     def clear(self) -> None:
-        for state in (self.trips, self._counts, self.prompt_tokens):
+        for state in (self.trips, self._counts, self.prompt_tokens, self.aborted_ids):
             state.clear()
-        self.aborted_ids.clear()
 
     # ----------------------------------------------------------------- events
 

@@ -98,8 +98,8 @@ class Scheduler:
         if not builder.work:
             run_in_order(builder, view.running)
         builder.fold_decodes()
-        tpots_ahead = {stage.slo.tpot or inf for s in view.running for stage in s.request.stages[s.stage :]}
-        is_steady = not view.waiting and len(tpots_ahead) < 2  # else credits, admission or a later stage may change it
+        tpots_ahead = (stage.slo.tpot or inf for s in view.running for stage in s.request.stages[s.stage :])
+        is_steady = not view.waiting and len(set(tpots_ahead)) < 2  # else credits, admission or a later stage change it
         return builder.plan(
             demote=[s.id for s in late if s.id not in drop], drop=drop,
             repeat_steps=builder.repeat_steps() if is_steady else 0,
