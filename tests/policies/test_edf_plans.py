@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -18,6 +19,7 @@ from rubato.core.plan import Limits, Plan
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.policies import edf
+from rubato.policies.edf.requests import SortedRequests
 from rubato.replica.plan_check import spelled_out
 from rubato.simulation.run_spec import RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
@@ -48,10 +50,21 @@ class Both:
     needs: ClassVar[frozenset[str]] = edf.Scheduler.needs
     given: dict[str, Any] = field(default_factory=dict)
     plans: int = 0
+    same: Counter[bool] = field(
+        default_factory=Counter
+    )  # plans for the last one's decodes; if best effort is among them
     differ: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ours, self.reference = edf.Scheduler(**self.given), edf_reference.Scheduler(**self.given)
+        sort_requests = self.ours._requests.sort
+
+        def counted(view: View) -> SortedRequests:
+            decodes = (found := sort_requests(view)).decodes
+            self.same[bool(decodes.others)] += decodes.are_same
+            return found
+
+        self.ours._requests.sort = counted  # type: ignore[method-assign]
 
     def observe(self, events: Sequence[Event]) -> None:
         self.ours.observe(events)
@@ -204,4 +217,5 @@ def test_overloaded_scenarios_are_those_of_the_reference(
     machine = _slos_serve_runs.hardware(scenario, scale)
     simulate(load, RunSpec(machine, PolicyChoice.parse("edf"), 1, lengths=oracle_lengths), 1, causes=False)
     assert sum(both.plans for both in made) > count
+    assert sum(sum(both.same.values()) for both in made) > 100
     assert [both.differ for both in made if both.differ] == []

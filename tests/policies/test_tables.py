@@ -227,7 +227,7 @@ def test_edf_keeps_a_bounded_number_of_tiers_and_drops_only_the_long_unseen() ->
         tier = "again" if i % 50 == 0 else f"tier{i}"
         policy.plan(seen([Seq(request(f"r{i}", 10, ttft=9.0, tier=tier), 10, due=9.0)], []))
         policy.observe([Finished(0.0, f"r{i}", "completed", "stop", Verdict(i % 2 == 0, "deadline"))])
-    offered, lost = policy._offered_by_tier, policy._lost_by_tier  # type: ignore[attr-defined]
+    offered, lost = policy._requests.losses._offered, policy._requests.losses._lost  # type: ignore[attr-defined]
     assert len(offered) < 800
     assert offered.keys() == lost.keys()
     assert {"again", "tier1999"} < offered.keys()
@@ -558,6 +558,6 @@ def test_edf_keeps_nothing_of_a_request_that_goes_on_elsewhere() -> None:
     policy: Any = policies.load("edf")
     seq = Seq(request("a", 4000, ttft=0.1, arrival=0.0), 4000, due=0.1)
     policy.plan(seen([seq], []))
-    assert (policy._tiers, policy._counted) == ({"a": seq.request.tier}, {"a"})
+    assert (policy._requests.losses.tiers, policy._requests.losses.set_aside) == ({"a": seq.request.tier}, {"a"})
     policy.observe((HandedOff(0.0, "a", seq.request),))
-    assert (policy._tiers, policy._counted) == ({}, set())
+    assert (policy._requests.losses.tiers, policy._requests.losses.set_aside) == ({}, set())

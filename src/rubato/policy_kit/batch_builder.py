@@ -36,6 +36,7 @@ class BatchBuilder:
         self.work: dict[str, Work] = {}
         self.preempted: list[SeqView] = []
         self.decode = False
+        self._left_out: Sequence[SeqView] = ()  # running decodes without a token, although `decode` is set
         self._decodes: Shape | None = None
         self._steps = steps
         self._base: Shape | None = None  # the batch without those added since: few policies ask for its shape
@@ -48,6 +49,8 @@ class BatchBuilder:
         shape = self._base
         if shape is None:
             shape = (self.decodes if self.decode else NO_BATCH)._replace(spec_steps=self._steps)
+            for seq in self._left_out:
+                shape = shape.minus(1, seq.cached)
         if self._added or self._drafts:
             shape = shape.with_entries(self._added, self._drafts)
             self._added.clear()
@@ -67,14 +70,17 @@ class BatchBuilder:
             self._decodes = self.view.decodes
         return self._decodes
 
-    def decode_all(self) -> bool:
-        """Adds one token of every running decode, before anything else; returns False if not all fit."""
-        decodes, need = self.decodes, self.view.decode_blocks
-        if decodes.seqs > min(self.seqs_left, self.tokens_left) or need > self.kv_left:
+    def decode_all(self, but: Sequence[SeqView] = ()) -> bool:
+        """Adds one token of every running decode, before anything else, but for some; returns False if not all fit.
+        With `but`, end with `fold_decodes`."""
+        seqs, need = self.decodes.seqs - len(but), self.view.decode_blocks
+        for seq in but:
+            need -= max(0, self._more_blocks(seq, 1))
+        if seqs > min(self.seqs_left, self.tokens_left) or need > self.kv_left:
             return False
-        self.decode = decodes.seqs > 0
-        self.tokens_left -= decodes.tokens
-        self.seqs_left -= decodes.seqs
+        self.decode, self._left_out = seqs > 0, but if seqs > 0 else ()
+        self.tokens_left -= seqs
+        self.seqs_left -= seqs
         self.kv_left -= need
         self._base = None
         return True
@@ -192,6 +198,9 @@ class BatchBuilder:
     def fold_decodes(self) -> None:
         """Replaces single decodes by `decode_all` if every running decode is in the batch with one token: such a plan
         is executed faster. Call it last, before `plan`."""
+        if self.decode:
+            self._fold_left_out()
+            return
         running, prefilling = self.running, {s.id for s in self.view.prefilling}
         each = {
             id for id, (_, tokens, verify, draft) in self.work.items()
@@ -200,6 +209,16 @@ class BatchBuilder:
         if each and len(each) == self.decodes.seqs:
             self.decode = True
             self.work = {id: work for id, work in self.work.items() if id not in each}
+
+    def _fold_left_out(self) -> None:
+        """Does so where `decode_all` left some out; spells the others out if one of these has no token."""
+        singles = {id for s in self._left_out if self.work.get(id := s.id) == Work(id, 1)}
+        if len(singles) == len(self._left_out):
+            self.work = {id: work for id, work in self.work.items() if id not in singles}
+            return
+        left_out = {s.id for s in self._left_out}.union([s.id for s in self.preempted])
+        decodes = [s.id for s in self.view.running if s.pending == 1 and s.id not in left_out]
+        self.decode, self.work = False, {id: Work(id, 1) for id in decodes} | self.work
 
     def remove(self, seq: SeqView) -> None:
         """Takes the work of a sequence out of the batch again."""

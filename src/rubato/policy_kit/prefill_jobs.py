@@ -22,6 +22,7 @@ REINSTATE_MARGIN = 1.2  # a job that was set aside comes back only if this many 
 # makes a plan up to a quarter longer where thousands wait.
 PrefillJob = tuple[float, float, int, int, SeqView]
 due_of: Callable[[PrefillJob], float] = itemgetter(0)
+arrival_of: Callable[[PrefillJob], float] = itemgetter(1)
 index_of: Callable[[PrefillJob], int] = itemgetter(2)
 pending_of: Callable[[PrefillJob], int] = itemgetter(3)
 seq_of: Callable[[PrefillJob], SeqView] = itemgetter(4)
@@ -76,6 +77,8 @@ def feasible(view: View, jobs: Sequence[PrefillJob], rate: PrefillRate) -> Seque
     """Returns the jobs without those that prefer a refusal and could not keep their TPOT, or their e2e as far as their
     length is known, even alone."""
     to_refuse = [job for job in jobs if job[4].request.on_decline == "refuse" and refusable(job[4])]
+    if not to_refuse:
+        return jobs
     longest: dict[float, int] = {}  # by TPOT: a step of the longest takes longest, and mostly says enough of all
     for job in to_refuse:
         tpot, length = tpot_of(seq_of(job)), seq_of(job).length

@@ -1,30 +1,23 @@
-"""Earliest deadline first, by the step: chunks end before the next token is due; late requests become best effort.
-
-For tiers with TTFTs and TPOTs near and beyond capacity, output lengths unknown. docs/policies/edf.md says when to take
-it, and where it loses.
-
-Each step takes every strict decode and then prefill in order of deadline, as much as ends before the tightest token
-that is due, less a lead. The waiting prefills to try are chosen by Moore and Hodgson's rule (`prefill_jobs`), with
-tiers that lag protected. All others are best effort: they get what is left of each step, and the oldest gets a turn.
-"""
+"""Plans a step by deadline: decodes, then prefills that can be in time, then best effort in what is left."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from operator import add, attrgetter
+from operator import attrgetter
 from typing import ClassVar
 
-from rubato.core.events import Event, Finished, HandedOff
+from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
-from rubato.core.plan import Plan, Shape
+from rubato.core.plan import Plan
+from rubato.policies.edf.requests import FIRST_WAITING_PLACE, Requests, StrictDecodes
 from rubato.policy_kit.batch_builder import BatchBuilder, make_room
 from rubato.policy_kit.prefill_jobs import (
     DecodeCapacity,
     PrefillJob,
     PrefillRate,
+    arrival_of,
     feasible,
     index_of,
     insertable_jobs,
@@ -34,17 +27,10 @@ from rubato.policy_kit.prefill_jobs import (
 )  # fmt: skip
 from rubato.policy_kit.refusals import refusals
 
-SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for which prefills to set aside"
 # Times as long as its decodes a step may always be, whatever the tightest TTFT: half of it is prefill.
 MIN_STEP_IN_DECODE_TIMES = 2.0
 LEAD_FLOOR_TOKENS = 1.0  # lead that decodes keep while they lend the rest of it to a protected prefill
-LOSS_MEMORY_REQUESTS = 256  # requests of all tiers, over which losses are counted: one clock, however rare a tier is
-# A tier offered less than this, after fading, is dropped: its last request was 767 requests ago.
-MIN_OFFERED_REQUESTS = 0.05
-RECENT_REQUESTS = 64  # requests among which the tightest TTFT counts
 ARRIVAL = attrgetter("request.arrival")
-FIRST_WAITING_PLACE = 1 << 30  # behind all that run
-_Sorted = tuple[list[PrefillJob], list[PrefillJob], list[PrefillJob], list[PrefillJob]]
 
 
 @dataclass
@@ -75,14 +61,7 @@ class Scheduler:
     decode_lead: float = 3.0
     decode_share: float = 0.9
     _turn: int = field(default=0, init=False)
-    _tiers: dict[str, str] = field(default_factory=dict, init=False)
-    _offered_by_tier: dict[str, float] = field(default_factory=dict, init=False)  # by tier, fading
-    _lost_by_tier: dict[str, float] = field(default_factory=dict, init=False)  # of these: set aside, or missed
-    _counted: set[str] = field(default_factory=set, init=False)  # ids that are in _lost_by_tier now
-    _permanently_best_effort: set[str] = field(default_factory=set, init=False)  # ids that are best effort to their end
-    _ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_REQUESTS), init=False)
-    # Waiting requests as last sorted, and until when that is right.
-    _kept: tuple[Sequence[SeqView], float, _Sorted] = field(default=((), 0.0, ([], [], [], [])), init=False)
+    _requests: Requests = field(default_factory=Requests, init=False)
 
     def __post_init__(self) -> None:
         if min(self.safety_margin, self.deadline_reserve, self.fairness, self.decode_lead) < 0:
@@ -100,31 +79,25 @@ class Scheduler:
             )
 
     def observe(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, Finished | HandedOff):
-                tier = self._tiers.pop(event.id, None)
-                if tier is not None and isinstance(event, Finished):  # what is handed off counts for what it did here
-                    # what its client cancelled is no loss
-                    self._count_lost(event.id, tier, event.verdict.missed and event.outcome != "cancelled")
-                self._counted.discard(event.id)
-                self._permanently_best_effort.discard(event.id)
+        self._requests.observe(events)
 
     def plan(self, view: View) -> Plan:
-        running = view.running
-        tried = self._classify(view, running)
-        strict = [*tried.decodes, *tried.prefills]
+        tried = self._choose(view)
+        losses = self._requests.losses
         for seq in tried.declined:
-            self._count_lost(seq.id, seq.request.tier, True)  # now, not when it ends: set aside, it may take long
-        for seq in [s for s in map(seq_of, strict) if s.id in self._counted] if self._counted else ():
-            self._count_lost(seq.id, seq.request.tier, False)  # it has come back
+            losses.count(seq.id, lost=True)  # now, not when it ends: set aside, it may take long
+        if losses.set_aside:
+            for seq in [s for s in map(seq_of, [*tried.back, *tried.prefills]) if s.id in losses.set_aside]:
+                losses.count(seq.id, lost=False)  # it has come back
         drop = refusals(tried.declined, view)
-        best_effort = _BestEffort(view, running, self._permanently_best_effort, tried.set_aside - drop.keys())
+        best_effort = _BestEffort(view, self._requests, tried, drop)
         builder = BatchBuilder(view)
-        self._give_turn(builder, best_effort, strict)
+        self._give_turn(builder, best_effort, tried)
         limits = self._add_decodes(builder, tried, best_effort)
         self._add_prefills(builder, tried, best_effort, limits)
         self._fill_with_best_effort(builder, best_effort, limits[0])
         if not (builder.work or builder.decode):
+            strict = tried.find_jobs()
             able = [*map(seq_of, sorted(strict))] or best_effort.up_to(view.limits.max_model_len)
             able = [s for s in able if s not in builder.preempted]
             if able:
@@ -137,139 +110,63 @@ class Scheduler:
             drop=drop,
         )
 
-    # ----------------------------------------------------------------- what is tried
-
-    def _count_lost(self, id: str, tier: str, lost: bool) -> None:
-        """Counts a request as lost, or no longer so: once, however often it is set aside and comes back."""
-        if lost == (id in self._counted):
-            return
-        self._counted ^= {id}
-        if tier in self._lost_by_tier:  # it may have been dropped while this request was in flight
-            self._lost_by_tier[tier] = max(
-                0.0, self._lost_by_tier[tier] + (1.0 if lost else -1.0)
-            )  # what was counted fades
-
-    def _count_offered(self, seq: SeqView) -> None:
-        tier = self._tiers[seq.id] = seq.request.tier
-        for counts in (self._offered_by_tier, self._lost_by_tier):
-            for name in counts:
-                counts[name] *= 1.0 - 1.0 / LOSS_MEMORY_REQUESTS
-        self._offered_by_tier[tier] = self._offered_by_tier.get(tier, 0.0) + 1.0
-        self._lost_by_tier.setdefault(tier, 0.0)
-        # A tier may be a client's free text (inside vLLM), so the names kept must be bounded.
-        for name in [name for name, count in self._offered_by_tier.items() if count < MIN_OFFERED_REQUESTS]:
-            del self._offered_by_tier[name], self._lost_by_tier[name]
-        ttft = seq.request.stages[0].slo.ttft
-        if ttft is not None:
-            self._ttfts.append(ttft)
-
-    def _classify(self, view: View, running: Sequence[SeqView]) -> _Candidates:
+    def _choose(self, view: View) -> _Tried:
         """Divides requests into those to try now and the others: best effort, late, or set aside so that others are in
-        time.
-
-        A late request has missed for good: once demoted it is best effort to its end and not considered again."""
-        now = view.now
-        here, queued = self._sort(running, 0, now), self._sort_waiting(view.waiting, now)
-        decodes, fresh, demoted, late = [*map(add, here, queued)]
-        decodes.sort()
-        tightest: dict[float, float] = {}
-        for job, tpot in zip(decodes, [s.request.stages[s.stage].slo.tpot for _, _, _, _, s in decodes], strict=True):
-            if (key := inf if tpot is None else tpot) not in tightest:
-                tightest[key] = job[0]
+        time."""
+        found, now = self._requests.sort(view), view.now
+        decodes, fresh, demoted = found.decodes, found.fresh, found.demoted
         on_time, back = list[PrefillJob](), list[PrefillJob]()
         if fresh or demoted:
             # A decode's time to spare: what it lends to prefill.
-            spare = self._lendable(tightest, now, self.decode_lead)
-            shape = Shape.decodes(len(decodes), sum([seq.cached for _, _, _, _, seq in decodes]) + len(decodes))
-            rate = PrefillRate(view, shape, spare, min(tightest, default=inf), 1.0 + self.safety_margin)
-            able, reserve = feasible(view, sorted(fresh), rate), self.deadline_reserve
-            on_time = schedulable(able, rate, now, reserve, self._behind())
+            spare = self._lendable(decodes.tightest, now, self.decode_lead)
+            rate = PrefillRate(view, decodes.shape, spare, min(decodes.tightest, default=inf), 1.0 + self.safety_margin)
+            able, reserve = feasible(view, fresh, rate) if found.may_refuse else fresh, self.deadline_reserve
+            on_time = schedulable(able, rate, now, reserve, self._requests.losses.behind(self.fairness))
             if back := insertable_jobs(on_time, demoted, rate, now, reserve):
                 on_time = sorted(on_time + back)
-        set_aside = late
-        if len(on_time) < len(fresh) + len(demoted):
+        left_out = found.late
+        if len(on_time) - len(back) < len(fresh):
             places = set(map(index_of, on_time))
-            set_aside = sorted(late + [job for job in fresh + demoted if index_of(job) not in places], key=index_of)
-        declined = [seq for seq in map(seq_of, set_aside) if not seq.demoted]
-        back += [job for job in decodes if job[4].demoted]
-        return _Candidates(decodes, on_time, {seq.id for seq in map(seq_of, set_aside)}, declined, back, tightest)
-
-    def _sort(self, seqs: Sequence[SeqView], place: int, now: float) -> _Sorted:
-        """Sorts requests that are not best effort for good into decodes, prefills that were never demoted, prefills
-        that were, and late requests; `place` is the place of the first in the queue."""
-        sorted_: _Sorted = ([], [], [], [])
-        decodes, fresh, demoted, late = sorted_
-        tiers, permanently_best_effort = self._tiers, self._permanently_best_effort
-        for at, seq in enumerate([s for s in seqs if s.id not in permanently_best_effort], place):
-            if seq.id not in tiers:
-                if seq.request.best_effort:
-                    permanently_best_effort.add(seq.id)
-                    continue
-                self._count_offered(seq)
-            due = seq.due
-            if due < now or seq.missed:
-                late.append((due, 0.0, at, 0, seq))
-                if seq.demoted:
-                    permanently_best_effort.add(seq.id)
-                continue
-            pending = seq.pending
-            job = (due, seq.request.arrival, at, pending, seq)
-            if pending == 1:
-                decodes.append(job)
-            elif seq.demoted:
-                demoted.append(job)
-            else:
-                fresh.append(job)
-        return sorted_
-
-    def _sort_waiting(self, waiting: Sequence[SeqView], now: float) -> _Sorted:
-        """Sorts waiting requests, anew only if one of them has changed (`View.waiting`) or is late now."""
-        if waiting is self._kept[0] and now <= self._kept[1]:
-            return self._kept[2]
-        sorted_ = self._sort(waiting, FIRST_WAITING_PLACE, now)
-        for group in sorted_[:3]:
-            group.sort()
-        if isinstance(waiting, tuple) and not sorted_[-1]:
-            due = min([group[0][0] for group in sorted_ if group], default=inf)
-            self._kept = waiting, due, sorted_
-        return sorted_
-
-    def _behind(self) -> set[str]:
-        """Returns the protected tiers: one more loss would put them further behind the average than `fairness` allows.
-        A lone tier is never protected."""
-        offered, lost = self._offered_by_tier, self._lost_by_tier
-        if len(offered) < 2:
-            return set()
-        most = (sum(lost.values()) + 1.0) / sum(offered.values()) + self.fairness
-        return {tier for tier, count in offered.items() if (lost[tier] + 1.0) / count > most}
+            left_out = sorted(left_out + [job for job in fresh if index_of(job) not in places], key=index_of)
+        declined = [seq for seq in map(seq_of, left_out) if not seq.demoted]
+        if not decodes.are_same:
+            back += [job for job in decodes.find_jobs() if job[4].demoted]
+        return _Tried(decodes, on_time, [*left_out, *demoted], declined, back)
 
     # ----------------------------------------------------------------- what they get
 
-    def _add_decodes(self, builder: BatchBuilder, tried: _Candidates, best_effort: _BestEffort) -> tuple[float, float]:
+    def _add_decodes(self, builder: BatchBuilder, tried: _Tried, best_effort: _BestEffort) -> tuple[float, float]:
         """Adds every strict decode, tightest first. Returns the longest step in seconds, and the longest for a
         protected prefill."""
-        view, tightest = builder.view, tried.tightest
-        order = [*map(seq_of, tried.decodes)]
-        are_all = len(order) == builder.decodes.seqs and all(seq.id in builder.running for seq in order)
-        are_all = are_all and not builder.work
-        if order and not (are_all and builder.decode_all()) and (builder.preempted or not builder.add_decodes(order)):
-            tightest = {}
-            for seq in order:
-                if builder.lacks(seq, 1):
-                    make_room(builder, seq, 1, [*best_effort.younger(), *order[::-1]])
-                if seq in builder.preempted or builder.tokens_that_fit(seq) == 0:
-                    continue
-                builder.add(seq, 1)
-                tpot = tpot_of(seq)
-                tightest[tpot] = min(tightest.get(tpot, inf), seq.due)
+        view, decodes, tightest = builder.view, tried.decodes, tried.decodes.tightest
+        if builder.work or decodes.others is None or not builder.decode_all(but=decodes.others):
+            tightest = self._add_each_decode(builder, [*map(seq_of, decodes.find_jobs())], best_effort, tightest)
         lends = self._lendable(tightest, view.now, self.decode_lead)
         lends_protected = self._lendable(tightest, view.now, min(LEAD_FLOOR_TOKENS, self.decode_lead))
         safe = 1.0 + self.safety_margin
-        cap = self.max_ttft_share * min(self._ttfts, default=inf) / safe
+        cap = self.max_ttft_share * min(self._requests.ttfts, default=inf) / safe
         cap = max(
             cap, MIN_STEP_IN_DECODE_TIMES * view.latency.step_time(builder.shape.plus(1, 0))
         )  # plus 1: of no decodes too
         return min(lends / safe, cap), min(lends_protected / safe, cap)
+
+    def _add_each_decode(
+        self, builder: BatchBuilder, order: Sequence[SeqView], best_effort: _BestEffort, tightest: Mapping[float, float]
+    ) -> Mapping[float, float]:
+        """Adds decodes in this order, preempting best effort and the last of them where KV or a slot is missing.
+        Returns `tightest` of those added."""
+        if not order or (not builder.preempted and builder.add_decodes(order)):
+            return tightest
+        tightest = {}
+        for seq in order:
+            if builder.lacks(seq, 1):
+                make_room(builder, seq, 1, [*best_effort.younger(), *order[::-1]])
+            if seq in builder.preempted or builder.tokens_that_fit(seq) == 0:
+                continue
+            builder.add(seq, 1)
+            tpot = tpot_of(seq)
+            tightest[tpot] = min(tightest.get(tpot, inf), seq.due)
+        return tightest
 
     def _lendable(self, tightest: Mapping[float, float], now: float, cushion: float) -> float:
         """Returns the seconds that a step may take for these decodes (TPOT -> when its first one is due): how far each
@@ -283,17 +180,17 @@ class Scheduler:
         return least
 
     def _add_prefills(
-        self, builder: BatchBuilder, tried: _Candidates, best_effort: _BestEffort, limits: tuple[float, float]
+        self, builder: BatchBuilder, tried: _Tried, best_effort: _BestEffort, limits: tuple[float, float]
     ) -> None:
         """Adds prefills by deadline until no token fits. A prefill that gets no token preempts no request either."""
         prefills, view, running = tried.prefills, builder.view, builder.running
         victims = [v for v in best_effort.younger()[::-1] if v.own_blocks and v not in builder.preempted]
         if builder.slots_left < 1 and not victims:  # nothing can start
-            prefills = [job for job in prefills if job[4].id in running]
+            prefills = [] if tried.decodes.are_same else [job for job in prefills if job[4].id in running]
         if not prefills:
             return
         step_limit, protected_step_limit = limits
-        block, behind = view.limits.block_size, self._behind()
+        block, behind = view.limits.block_size, self._requests.losses.behind(self.fairness)
         together: DecodeCapacity | None = None
         reclaimable = sum([v.own_blocks for v in victims])
         full = builder.is_full(step_limit)
@@ -310,7 +207,7 @@ class Scheduler:
                 if (lacking > 0 or builder.slots_left < 1) and (not victims or lacking > reclaimable):
                     continue
                 if together is None:
-                    present = [s for s in map(seq_of, (*tried.decodes, *tried.prefills)) if s.id in running]
+                    present = [s for s in map(seq_of, tried.find_jobs()) if s.id in running]
                     together = DecodeCapacity(view, present, 1.0 + self.safety_margin, self.decode_share)
                 if not together.can_add(seq):
                     continue
@@ -372,13 +269,13 @@ class Scheduler:
         del todo[-count:]
         return True
 
-    def _give_turn(self, builder: BatchBuilder, best_effort: _BestEffort, strict: Iterable[PrefillJob]) -> None:
+    def _give_turn(self, builder: BatchBuilder, best_effort: _BestEffort, tried: _Tried) -> None:
         """In one step of `turn_every`, gives the oldest best effort some tokens first, with KV from any other
         request."""
         self._turn += 1
         if self._turn >= self.turn_every and (oldest := best_effort.oldest()) is not None:
             self._turn = 0
-            self._force(builder, oldest, [*best_effort.younger(), *_latest(strict)], self.turn_tokens)
+            self._force(builder, oldest, [*best_effort.younger(), *_latest(tried.find_jobs())], self.turn_tokens)
 
     def _force(self, builder: BatchBuilder, seq: SeqView, victims: Sequence[SeqView], most: int) -> None:
         tokens = min(seq.pending, most)
@@ -398,29 +295,47 @@ class Scheduler:
 
 
 @dataclass(slots=True)
-class _Candidates:
-    """The requests to try in one plan, by deadline, and those that are set aside."""
+class _Tried:
+    """The requests to try in one plan, and those that are set aside.
 
-    decodes: list[PrefillJob]
+    Args:
+        decodes: all that are strict
+        prefills: by deadline
+        set_aside: those not tried that may be another time, and maybe some of `back`
+        declined: newly set aside
+        back: those tried that were demoted
+    """
+
+    decodes: StrictDecodes
     prefills: list[PrefillJob]
-    set_aside: set[str]  # ids of all that are not tried, without the permanently best effort
-    declined: list[SeqView]  # newly set aside
-    back: list[PrefillJob]  # those to try that were demoted
-    tightest: dict[float, float]  # TPOT -> time at which its first decode is due
+    set_aside: list[PrefillJob]
+    declined: list[SeqView]
+    back: list[PrefillJob]
+
+    def find_jobs(self) -> list[PrefillJob]:
+        """Returns decodes, then prefills."""
+        return [*self.decodes.find_jobs(), *self.prefills]
 
 
 class _BestEffort:
-    """Requests served as best effort. Waiting ones, maybe thousands, are looked up on demand."""
+    """Requests served as best effort, but for those to `drop`. Waiting ones, maybe thousands, are looked up on
+    demand."""
 
-    def __init__(
-        self, view: View, running: Sequence[SeqView], permanently_best_effort: Container[str], set_aside: Container[str]
-    ) -> None:
-        self._view, self._permanently_best_effort, self._set_aside = view, permanently_best_effort, set_aside
-        self.running = sorted(self._of(running), key=ARRIVAL)  # oldest first
+    def __init__(self, view: View, requests: Requests, tried: _Tried, drop: Mapping[str, str]) -> None:
+        self._view, self._requests, self._tried, self._drop = view, requests, tried, drop
+        self._set_aside = set[str]()
+        self._is_found = False  # what is set aside
+        others = tried.decodes.others
+        own = others if tried.decodes.are_same and others is not None else self._of(view.running)
+        self.running = sorted(own, key=ARRIVAL)  # oldest first
 
     def _of(self, seqs: Iterable[SeqView]) -> list[SeqView]:
-        permanently_best_effort, set_aside = self._permanently_best_effort, self._set_aside
-        return [s for s in seqs if s.id in permanently_best_effort or s.id in set_aside]
+        if not self._is_found:
+            back = [seq.id for seq in map(seq_of, self._tried.back)]
+            ids = {seq.id for seq in map(seq_of, self._tried.set_aside)}
+            self._set_aside, self._is_found = ids.difference(self._drop, back), True
+        best_effort, set_aside = self._requests.best_effort, self._set_aside
+        return [s for s in seqs if s.id in best_effort or s.id in set_aside]
 
     def up_to(self, pending: int, running: Sequence[SeqView] | None = None, since: float = -inf) -> list[SeqView]:
         """Returns `running` (default: all that run), and waiting requests that arrived at `since` or later with at most
@@ -434,7 +349,13 @@ class _BestEffort:
         return sorted([*own, *short], key=ARRIVAL)
 
     def oldest(self) -> SeqView | None:
-        return min([*self.running[:1], *self._of(self._view.waiting)], key=ARRIVAL, default=None)
+        waiting = self._view.waiting
+        running, queued = self.running[:1], self._requests.oldest_best_effort(waiting)
+        found = min(running if queued is None else [*running, queued], key=ARRIVAL, default=None)
+        waiting_aside = [job for job in self._tried.set_aside if index_of(job) >= FIRST_WAITING_PLACE]
+        if found is not None and found.request.arrival < min(map(arrival_of, waiting_aside), default=inf):
+            return found
+        return min([*running, *self._of(waiting)], key=ARRIVAL, default=None)
 
     def younger(self) -> Sequence[SeqView]:
         """Returns the requests that may lose their KV, latest first: all but the oldest, which needs it for its
