@@ -5,7 +5,8 @@
 30: a comparison turned, an operator exchanged, a number one higher, a returned condition negated, a statement left out.
 They are drawn by a hash of the seed, the function's qualified name, the kind and its number in the function: one that
 moves to another file keeps its mutants. In a copy of the tree, a first run notes which tests reach which function; a
-mutant then runs under at most 300 of these, until one fails. This module is also pytest's plug-in for that.
+mutant then runs under at most 300 of these, those first that reach few, until one fails. This module is also pytest's
+plug-in for that.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -140,10 +140,11 @@ def main() -> None:
         for *_, file in mutants:
             shutil.copy(ROOT / file, copy / file)
         lines = {(*line.split("\t"),): None for line in sorted((copy / "reached").read_text().splitlines())}
+        breadth = Counter(test for _, test in lines)
         for mutant in mutants:
             function, *_, line, file = mutant
             reach = [test for name, test in lines if name == function and ("failed", test) not in lines]
-            tests = random.Random(function).sample(reach, min(300, len(reach)))
+            tests = sorted(reach, key=lambda test: (breadth[test], test))[:300]
             (copy / "chosen").write_text("\n".join(tests))
             (copy / file).write_text(mutated(mutant))
             where = {test.partition("::")[0] for test in tests}

@@ -89,6 +89,14 @@ def test_an_engine_with_few_slots_holds_no_more_sequences() -> None:
     check(Plan((Work("w", 16),), preempt=("r",)), here, "mine")
 
 
+def test_decode_all_counts_neither_preempted_decodes_nor_prefills() -> None:
+    here = view([], [Seq(request(id, 9), 10, cached=9) for id in ("a", "b")] + [Seq(request("p", 9), 9)])
+    limits = replace(here.limits, max_num_seqs=1)
+    check(Plan(decode_all=True, preempt=("a", "p")), replace(here, limits=limits), "mine")
+    with pytest.raises(PlanError, match="2 sequences"):
+        check(Plan(decode_all=True, preempt=("p",)), replace(here, limits=limits), "mine")
+
+
 # --------------------------------------------------------------------------- dispatches
 
 KV_AT_R0 = replace(request("moved", 20), handoff=Handoff("r0", "prefilled", 0.1, cached=20))

@@ -192,3 +192,16 @@ def test_ids_are_unique() -> None:
     r.submit(request("a"), 0.0)
     with pytest.raises(ValueError, match="unique"):
         r.submit(request("a"), 0.0)
+
+
+def test_steps_that_no_present_request_ran_in_are_forgotten_and_no_wait_with_them() -> None:
+    r = replica()
+    r._max_kept_steps = 0  # look after each end
+    r.submit(request("a", 4), 0.0)
+    run_step(r, {"a": 4}, 0.0, 0.1)
+    r.submit(request("b", 4), 0.1)
+    run_step(r, {"a": 1}, 0.3, 0.4)
+    run_step(r, {"a": 1, "b": 4}, 0.5, 0.6, a=Emitted(1, "y", (2,), finish="stop"))
+    assert (r.steps.tick, r.steps.count) == (3, 2)  # the one that `b` ran in, and the one before, with whose end it began
+    run_step(r, {"b": 1}, 0.6, 0.7)
+    assert r.delays(r.seqs["b"])["queue"] == pytest.approx(0.4)
