@@ -202,6 +202,6 @@ def test_steps_that_no_present_request_ran_in_are_forgotten_and_no_wait_with_the
     r.submit(request("b", 4), 0.1)
     run_step(r, {"a": 1}, 0.3, 0.4)
     run_step(r, {"a": 1, "b": 4}, 0.5, 0.6, a=Emitted(1, "y", (2,), finish="stop"))
-    assert (r.steps.tick, r.steps.count) == (3, 2)  # the one that `b` ran in, and the one before, with whose end it began
+    assert (r.steps.tick, r.steps.count) == (3, 2)  # what `b` ran in, and the end before it
     run_step(r, {"b": 1}, 0.6, 0.7)
     assert r.delays(r.seqs["b"])["queue"] == pytest.approx(0.4)
