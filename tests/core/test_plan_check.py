@@ -28,6 +28,11 @@ CASES = [
     (Plan((Work("s", 1),)), "1 new KV blocks needed, 0 of 4 free"),
     (Plan((Work("r", 1), Work("s", 1), Work("d", 1))), "3 sequences in a batch, the engine takes 2"),
     (Plan((Work("w", 21),)), "21 tokens in a batch, the engine takes 20"),
+    (Plan(decode_all=True), "1 new KV blocks needed, 0 of 4 free"),
+    (Plan((Work("w", 19),), decode_all=True), "21 tokens in a batch, the engine takes 20"),
+    (Plan((Work("d", 1),), decode_all=True), "3 sequences in a batch, the engine takes 2"),
+    (Plan((Work("d", 6),), decode_all=True), "gives 'd' 6 tokens, and it has 5 pending"),
+    (Plan((Work("r", 1),), decode_all=True), "names 'r' beside decode_all, which it is among"),
     (Plan((Work("r", 1),), preempt=("r",)), "which the same plan preempts"),
     (Plan(preempt=("w",)), "preempt names 'w', which holds no KV"),
     (Plan(drop={"r": "why"}), "drop names 'r', whose client asked for best effort"),
@@ -79,6 +84,13 @@ def test_impossible(plan: Plan, says: str) -> None:
 )
 def test_possible(plan: Plan) -> None:
     check(plan, example(), "mine")  # type: ignore[arg-type]
+
+
+def test_decode_all_takes_the_last_free_block_and_the_engines_limits() -> None:
+    here = replace(example(), kv_free=1)  # type: ignore[type-var]
+    check(Plan(decode_all=True), here, "mine")
+    limits = replace(LIMITS, max_num_seqs=3, max_num_batched_tokens=7)
+    check(Plan((Work("d", 5),), decode_all=True), replace(here, kv_free=2, limits=limits), "mine")
 
 
 def test_an_engine_with_few_slots_holds_no_more_sequences() -> None:
