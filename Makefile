@@ -23,16 +23,20 @@ for name in $$($(BIN)/python -m experiments --names $(1)); do \
 $(BIN)/python -m experiments --docs
 endef
 
-.PHONY: demo test test-full test-vllm test-vllm-cuda soak soak-short setup lock sbom serve docs file-map api check figures figures-headline figures-quick format bench clean
+.PHONY: demo test test-slow test-full test-vllm test-vllm-cuda soak soak-short setup lock sbom serve docs file-map api check figures figures-headline figures-quick format bench clean
 
 demo: $(DEMO_INSTALLED)  ## measure this machine, then three tiers of requests, policy against policy
 	$(BIN)/rubato demo
 
 test: setup  ## the tests, but for those that take long
-	$(PYTEST) -m "not full"
+	$(PYTEST) -m "not full and not slow"
 
-test-full: setup  ## all tests, with more random examples
+test-slow: setup  ## those that take seconds of real time with real processes: a killed replica, a wheel, a demo
+	$(PYTEST) -m "slow and not full"
+
+test-full: setup  ## all tests, with more random examples, and figures-quick
 	HYPOTHESIS_PROFILE=more $(PYTEST)
+	$(MAKE) figures-quick
 	$(MAKE) test-vllm-cuda RUNNERS="1 2"
 
 test-vllm: setup  ## our schedulers inside vLLM (builds its environment in .venv-vllm)
@@ -118,7 +122,7 @@ check: setup  ## lint, format, types, which package may import which, whether po
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m experiments --behaviour check
 
-figures-quick: setup  ## figures in their small form, in which checks must hold, at most 300 CPU s in all; goes on where it was stopped
+figures-quick: setup  ## figures in their small form, in which checks must hold, at most 300 CPU s in all, on all cores; goes on where it was stopped
 	$(BIN)/python -m experiments --quick
 
 figures: setup  ## full runs of all figures whose policies do otherwise since; goes on where it was stopped

@@ -58,7 +58,7 @@ def _run(args: argparse.Namespace) -> int:
         print("\n".join(_names(args.names)))
         return 0
     if args.quick:
-        return quick.run(QUICK)
+        return quick.run(QUICK, args.workers)
     if args.behaviour is not None:
         return golden.check() if args.behaviour == "check" else golden.write()
     if args.docs is not None:

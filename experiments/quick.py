@@ -1,7 +1,8 @@
-"""The figures whose small form takes seconds, one after the other in one process: `python -m experiments --quick`."""
+"""The figures whose small form takes seconds, on all cores: `python -m experiments --quick`, a step of `.ci/run`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import experiments
@@ -12,31 +13,46 @@ LEFT_OUT = frozenset({"host-today", "simulator-fidelity"})
 
 
 class CheckError(Exception):
-    """A check of a figure does not hold."""
+    """A figure gives something else than it must."""
 
 
-def run(file: Path) -> int:
+def run(file: Path, workers: int | None = None) -> int:
     """Prints each figure's CPU seconds; what `file` says has run does not run again. Its end removes the file. Returns
-    1 where a check does not hold, and stops there."""
-    with open_runner(file=file, head={"figures": "quick"}, workers=1) as runner:
-        for name in [name for name in experiments.names() if name not in LEFT_OUT]:
-            resumed = runner.job_results().resumed
-            try:
-                runner.run([Job(name, _check, (name,))])
-            except CheckError as error:
-                print(error)
-                return 1
-            done = runner.job_results()
-            if done.resumed == resumed:
-                print(f"{name}: {done.results[-1].cpu:.1f} s", flush=True)
+    1 where a check does not hold, and stops there. workers: processes (None: one a core; 1: this process)."""
+    names = [name for name in experiments.names() if name not in LEFT_OUT]
+    alone = [name for name in names if getattr(experiments.load(name), "ALONE", False)]
+    with open_runner(file=file, head={"figures": "quick"}, workers=workers) as runner:
+        try:
+            runner.run([Job(name, check, (name,)) for name in names if name not in alone])
+            for name in alone:  # one at a time, after the others: they measure time
+                runner.run([Job(name, check, (name,))])
+        except CheckError as error:
+            print(error)
+            return 1
+        done = runner.job_results()
     if done.resumed:
         print(f"{done.resumed} figures have run, says {file}: without it they run again")
-    print(f"{len(done.results)} figures in their small form: {done.cpu:.0f} CPU s")
+    print(f"{len(done.results)} figures in their small form, whose checks hold: {done.cpu:.0f} CPU s")
     file.unlink()
     return 0
 
 
-def _check(name: str) -> None:
-    """Runs a figure in its small form. Raises CheckError."""
-    if failed := experiments.failed(experiments.run(name, small=True, workers=1)):
-        raise CheckError(f"{name}: these checks do not hold: {', '.join(failed)}")
+def check(name: str) -> None:
+    """Runs a figure in its small form. Raises CheckError for what it must not give."""
+    figure, data = experiments.load(name), experiments.run(name, small=True, workers=1)
+    wrong = [f"these checks do not hold: {', '.join(failed)}"] if (failed := experiments.failed(data)) else []
+    if [claim["name"] for claim in data["claims"]] != list(experiments.claims()[name]):
+        wrong.append("its claims are not those of claims.yaml")
+    if not {"seeds", "versions", "slo_rule", "settings", "wall", "cpu", "source"} <= data.keys():
+        wrong.append("its JSON does not say all that a run's says")
+    for claim in data["claims"]:
+        if not {"kind", "paper", "unit", "relation", "verdict"} <= claim.keys():
+            wrong.append(f"claim {claim['name']} does not say all that a claim's JSON says")
+        if not claim["low"] <= claim["ours"] <= claim["high"]:
+            wrong.append(f"claim {claim['name']} is not within its interval")
+    json.dumps(data["data"])
+    if not (figure.SECONDS > 0.0 and len(figure.jobs(False)) >= len(figure.jobs(True)) > 0):
+        wrong.append("its full run takes no time, or has fewer jobs than its small run")
+    if wrong:
+        raise CheckError(f"{name}: {'; '.join(wrong)}")
+    print(f"{name}: {data['cpu']:.1f} s", flush=True)

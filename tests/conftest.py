@@ -1,7 +1,8 @@
 """Hypothesis profiles, and which tests take turns where others run beside each other.
 
 Profiles, chosen by HYPOTHESIS_PROFILE: `ci` for `make test`, `more` for `make test-full`, `full` for the numbers that
-are reported. A test marked `full` runs in `make test-full` only.
+are reported. A test marked `full` runs in `make test-full` only; one marked `slow`, which takes seconds of real time
+with real processes, in `make test-slow` and `.ci/run`, too.
 """
 
 import gc
@@ -36,11 +37,11 @@ def process_as_it_was() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-FIGURE = "experiments/test_figures.py::test_a_figure_gives_its_claims_and_its_checks_hold"
 PROCESSES = (
     "cli/test_bench.py",
     "cli/test_demo.py",
     "experiments/test_fidelity.py",
+    "experiments/test_figures.py::test_a_figure_gives_its_claims_and_its_checks_hold[simulator-fidelity]",
     "measure/",
     "planning/test_ray_jobs.py",
     "docs/test_runs.py",
@@ -50,13 +51,10 @@ PROCESSES = (
     "serving/test_openapi.py",
     "soak/",
 )
-TIMED = tuple(
-    f"{FIGURE}[{name}]" for name in ("policy-plan-time", "simulator-fidelity", "simulator-speed", "slos-serve-planning")
-)
 # Tests that one worker of pytest-xdist runs one after another: those with processes, sockets and real time; PyTorch's;
 # those of a file whose fixture takes long.
 GROUPS = (
-    PROCESSES + TIMED,
+    PROCESSES,
     ("engines/",),
     ("docs/test_site.py",),
     ("planning/test_fleet_size.py",),

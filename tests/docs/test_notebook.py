@@ -24,6 +24,7 @@ def run_cell(text: str, names: dict[str, Any]) -> Any:
     return None if last is None else eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), names)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_each_cell_shows_something() -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("pandas")

@@ -26,6 +26,7 @@ QUICK = (
 )
 
 
+@pytest.mark.slow
 def test_the_engine_computes_the_same() -> None:
     _passes("avx2", *QUICK)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -23,30 +24,35 @@ ROOT = Path(__file__).parents[2]
 FULL = sorted((ROOT / "docs" / "figures").glob("*.json"))
 
 
-# whose parts other tests of this folder try, or which run as another figure does
-LONG = (
-    "adaserve-urgent", "ascendra-capacity", "ascendra-parts", "baselines-today", "bound", "host-today",
-    "polyserve-goodput", "rubato-replica", "rubato-robust", "sa-gain", "sensitivity",
-    "simulator-fidelity", "simulator-speed", "slos-serve-ablation", "slos-serve-capacity",
-    "slos-serve-scaling",
-)  # fmt: skip
+THREE = ("ascendra-model", "polyserve-limits", "slos-serve-toy")  # of three papers; the others: `make figures-quick`
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in names()]
+    "name", [*THREE, *(pytest.param(name, marks=pytest.mark.full) for name in sorted(quick.LEFT_OUT))]
 )
 def test_a_figure_gives_its_claims_and_its_checks_hold(name: str) -> None:
-    data = experiments.run(name, small=True, workers=1)
-    assert [claim["name"] for claim in data["claims"]] == list(claims()[name])
-    assert failed(data) == []
-    assert {"seeds", "versions", "slo_rule", "settings", "wall", "cpu", "source", "data"} <= data.keys()
-    json.dumps(data["data"])
-    for claim in data["claims"]:
-        assert {"name", "kind", "paper", "ours", "low", "high", "unit", "relation", "verdict"} <= claim.keys()
-        assert claim["low"] <= claim["ours"] <= claim["high"]
-    figure = experiments.load(name)
-    assert figure.SECONDS > 0.0
-    assert len(figure.jobs(False)) >= len(figure.jobs(True)) > 0
+    quick.check(name)
+
+
+def test_quick_figures_that_give_what_they_must_not_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = experiments.run("slos-serve-toy", small=True, workers=1)
+    first, *rest = data["claims"]
+    for wrong, says in (
+        ({"claims": [first | {"kind": "check", "verdict": "misses"}, *rest]}, f"do not hold: {first['name']}"),
+        ({"claims": rest}, "its claims are not those of claims.yaml"),
+        ({"claims": [{key: first[key] for key in first if key != "unit"}, *rest]}, "does not say all that a claim's"),
+        ({"claims": [first | {"low": first["ours"] + 1.0}, *rest]}, f"{first['name']} is not within its interval"),
+    ):
+        monkeypatch.setattr(experiments, "run", lambda *_, wrong=wrong, **__: data | wrong)
+        with pytest.raises(quick.CheckError, match=says):
+            quick.check("slos-serve-toy")
+    monkeypatch.setattr(experiments, "run", lambda *_, **__: {key: data[key] for key in data if key != "slo_rule"})
+    with pytest.raises(quick.CheckError, match="its JSON does not say all"):
+        quick.check("slos-serve-toy")
+    monkeypatch.setattr(experiments, "run", lambda *_, **__: data)
+    monkeypatch.setattr(experiments.load("slos-serve-toy"), "SECONDS", 0.0)
+    with pytest.raises(quick.CheckError, match="its full run takes no time"):
+        quick.check("slos-serve-toy")
 
 
 def test_the_claims_file_and_the_figures_are_the_same() -> None:
@@ -157,17 +163,17 @@ class Scheduler:
 
 
 def test_a_policy_of_ones_own_runs_beside_the_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, out = tmp_path / "mine.py", tmp_path / "rate.json"
+    file, out = tmp_path / "mine.py", tmp_path / "scale.json"
     file.write_text(MINE)
     mine = f"{file}:budget=256"
-    words = ["adaserve-rate", "--small", "--workers", "1", "--no-progress"]
+    words = ["adaserve-scale", "--small", "--workers", "1", "--no-progress"]
     assert main([*words, "--policy", mine, "--json", str(out)]) == 0
-    assert len([line for line in capsys.readouterr().out.splitlines() if f"| {mine} |" in line]) == 2  # rates
+    assert len([line for line in capsys.readouterr().out.splitlines() if f"| {mine} |" in line]) == 1
     data = json.loads(out.read_text())
     assert data["policy"] == mine
     runs = [value["runs"][0]["systems"] for value in data["data"]]
     assert all(0.0 <= run[mine]["share"]["2 s"] <= 1.0 for run in runs)
-    plain = experiments.run("adaserve-rate", small=True, workers=1)
+    plain = experiments.run("adaserve-scale", small=True, workers=1)
     theirs = [value["runs"][0]["systems"] for value in plain["data"]]
     assert [{name: run[name] for name in run if name != mine} for run in runs] == theirs
     assert [claim["ours"] for claim in data["claims"]] == [claim["ours"] for claim in plain["claims"]]
@@ -254,6 +260,9 @@ def test_a_full_run_says_its_time_goes_on_and_leaves_nothing_behind(
     assert not kept.exists()
 
 
+QUICKLY = ["--quick", "--workers", "1"]
+
+
 def test_quick_figures_go_on_where_a_check_failed_or_they_were_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,13 +271,13 @@ def test_quick_figures_go_on_where_a_check_failed_or_they_were_stopped(
     toy = experiments.load("slos-serve-toy")
     with monkeypatch.context() as patch:
         patch.setattr(experiments, "failed", lambda data: ["a-check"] * (data["figure"] == "slos-serve-toy"))
-        assert main(["--quick"]) == 1
+        assert main(QUICKLY) == 1
     assert "slos-serve-toy: these checks do not hold: a-check" in capsys.readouterr().out
     with monkeypatch.context() as patch:
         patch.setattr(toy, "found", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            quick.run(QUICK)
-    assert main(["--quick"]) == 0
+            quick.run(QUICK, 1)
+    assert main(QUICKLY) == 0
     said = capsys.readouterr().out
     assert f"1 figures have run, says {QUICK}" in said
     assert re.findall(r"^([\w-]+): ", said, re.MULTILINE) == ["slos-serve-toy"]
@@ -296,8 +305,14 @@ def test_a_check_that_does_not_hold_is_exit_status_1(
 RUNS = [json.loads(file.read_bytes()) for file in FULL]
 
 
+@lru_cache(maxsize=1)
+def made_pages() -> dict[str, str]:
+    """Returns the pages of all full runs, made once."""
+    return pages(RUNS)
+
+
 def test_the_pages_are_what_the_full_runs_say(tmp_path: Path) -> None:
-    made = pages(RUNS)
+    made = made_pages()
     there = [ROOT / "docs" / "papers.md", *(ROOT / "docs" / "papers").glob("*.md")]
     assert {file.relative_to(ROOT / "docs").as_posix() for file in there} == set(made)
     for name, text in made.items():
@@ -307,7 +322,7 @@ def test_the_pages_are_what_the_full_runs_say(tmp_path: Path) -> None:
 
 
 def test_the_index_is_short_counts_every_claim_of_a_paper_and_opens_with_those_that_miss() -> None:
-    text = pages(RUNS)["papers.md"]
+    text = made_pages()["papers.md"]
     assert len(re.sub("<details.*?</details>", "", text, flags=re.DOTALL).splitlines()) <= 70
     verdicts = [claim.verdict(ours) if ours else "not run" for claim, ours in of_papers()]
     counts = [verdicts.count(verdict) for verdict in ("misses", "inconclusive", "not run", "holds")]
@@ -375,7 +390,7 @@ def test_a_claim_newer_than_its_figures_run_was_not_run_and_one_that_is_gone_is_
 
 
 def test_every_claim_stands_on_one_page_and_no_cell_is_padded() -> None:
-    made = pages(RUNS)
+    made = made_pages()
     for figure, own in claims().items():
         page = [text for text in made.values() if f"\n### {figure}\n" in text]
         assert len(page) == 1
@@ -423,9 +438,9 @@ def test_the_page_says_which_systems_have_fewer_seeds_and_what_has_one() -> None
     by_run = [{"seed": 1, "systems": {"a": {}, "b": {}}}, {"seed": 2, "systems": {"a": {}}}]
     assert seeds({"seeds": [1, 2], "data": by_run}) == "2 seeds (1: b)"
     assert seeds({"seeds": [7], "data": {}}) == "1 seed"
-    page = pages(RUNS)["papers/polyserve.md"]
+    page = made_pages()["papers/polyserve.md"]
     assert "3 seeds (1: edf, polyserve co untaught, polyserve pd untaught)" in page
-    assert "| 1.202 (one seed) |" in pages(RUNS)["papers/simulator.md"]
+    assert "| 1.202 (one seed) |" in made_pages()["papers/simulator.md"]
 
 
 def test_the_page_says_which_runs_are_too_short() -> None:

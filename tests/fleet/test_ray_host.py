@@ -255,6 +255,7 @@ def slow_in_prediction(clock: Clock) -> tuple[Engine, LatencyModel]:
     return Engine(Linear(0.01, 0.0), replace(LIMITS, kv_blocks=400), clock), Linear(0.0, 0.1)
 
 
+@pytest.mark.slow
 def test_prompts_are_offloaded_across_processes_and_outlive_the_high_priority_replica() -> None:
     """A prompt takes 20 s by prediction and is due after 50: behind another it would be late on an LP, and two in a row
     are in time on the HP. The rest goes back to where it came from."""

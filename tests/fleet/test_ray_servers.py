@@ -255,6 +255,7 @@ def test_what_killed_servers_served_goes_on_elsewhere(nodes: Nodes, monkeypatch:
     assert seconds_until_gone(left) < 1.0  # `close` has waited
 
 
+@pytest.mark.slow
 def test_an_autoscaler_adds_and_drains_servers(nodes: Nodes) -> None:
     class AsTold:
         add, drain = 1, ""
@@ -284,6 +285,7 @@ def test_an_autoscaler_adds_and_drains_servers(nodes: Nodes) -> None:
     run_strict(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -302,6 +304,7 @@ def test_a_server_that_does_not_start_says_why(nodes: Nodes, command: list[str],
     run_strict(main())
 
 
+@pytest.mark.slow
 def test_without_room_the_start_says_so(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_servers, "PLACEMENT_S", 0.5)
 
@@ -326,6 +329,7 @@ runpy.run_module("tests.stubs", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_command_that_is_killed(tmp_path: Path) -> None:
     """`rubato serve --engine vllm` with a Ray of its own, and stubs in the place of vLLM's interpreter."""
     fake = tmp_path / "python"
@@ -354,6 +358,7 @@ def test_nothing_is_left_of_a_command_that_is_killed(tmp_path: Path) -> None:
         assert seconds_until_gone(mine) < GONE
 
 
+@pytest.mark.slow
 def test_a_node_is_killed_and_requests_finish_on_the_other(nodes: Nodes) -> None:
     """Last: the second node is gone after it."""
 

@@ -19,6 +19,7 @@ from rubato.simulation.run_spec import RunSpec, packaged_hardware
 from rubato.workloads.request_kinds import chat
 
 
+@pytest.mark.slow
 def test_jobs_on_ray_give_the_local_runs_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a policy in a file of the working folder; a job's error is its own; the file is taken up here."""
     monkeypatch.chdir(tmp_path)

@@ -262,6 +262,7 @@ def test_in_the_end_the_books_agree_and_no_key_was_written(server: Server) -> No
     assert "sk-" not in server.log
 
 
+@pytest.mark.slow
 def test_a_stalled_drain_ends(start: Start) -> None:
     server = start(**{**CONFIG, "tenants": {}, "drain_seconds": 20})
     connection = raw_request(server, chat(max_tokens=15_000, stream=True), read=1)

@@ -67,6 +67,7 @@ def test_health_answers_beside_more_trickling_connections_than_descriptors(start
     assert "Traceback" not in server.log
 
 
+@pytest.mark.slow
 def test_health_comes_back_after_all_descriptors_were_used_up(start: Start) -> None:
     server = start()
     open_ = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))

@@ -87,6 +87,7 @@ async def ask(server: Server, number: int, signal_number: int) -> list[httpx2.Re
         return await asyncio.gather(*answers)
 
 
+@pytest.mark.slow
 def test_a_killed_replica_costs_no_request(start: Start) -> None:
     server = start(fleet={"kind": "ray"}, replicas=2)
     wait_for_actors(server)

@@ -50,6 +50,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for each in Path(f"/proc/{pid}/task").glob("*/children") for child in each.read_text().split()]
 
 
+@pytest.mark.slow
 def test_demo_serves_every_tier_survives_a_killed_server_and_leaves_no_process(
     demo: subprocess.Popen[str], tmp_path: Path
 ) -> None:

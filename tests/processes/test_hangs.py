@@ -22,6 +22,7 @@ def asked(server: Server) -> socket.socket:
     return raw_request(server, chat(), read=0)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_server_whose_step_or_whose_policy_hangs(start: Start) -> None:
     engine = start(engine="tests.processes.hanging", drain_seconds=0)
     policy = start(policy="tests.processes.hanging", drain_seconds=0)
@@ -40,6 +41,7 @@ def test_sigterm_ends_a_server_whose_step_or_whose_policy_hangs(start: Start) ->
     assert "exit: the server has not ended by itself" in policy.log
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_ends_the_process_with_an_error(start: Start) -> None:
     server = start(engine="tests.processes.hanging", step_timeout_seconds=0.3)
     answer = httpx2.post(f"{server.url}/v1/chat/completions", json=chat(), timeout=SECONDS)

@@ -232,6 +232,7 @@ def test_an_engine_failure_is_an_internal_error_and_ends_a_stream(start: Start) 
         assert client.chat.completions.create(model="simulated", messages=HI, max_tokens=2).usage is not None
 
 
+@pytest.mark.slow
 def test_a_real_model_on_the_torch_engine(start: Start) -> None:
     engine = {"kind": "torch", "kv_gib": 0.25, "threads": 2}
     server = start(model="bundled", engine=engine, latency={"kind": "affine"}, served_model_name="smol")

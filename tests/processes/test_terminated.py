@@ -68,5 +68,6 @@ with jobs._pool(2):
 """
 
 
+@pytest.mark.slow
 def test_a_pool_that_does_not_end_keeps_nobody_waiting() -> None:
     assert subprocess.run([sys.executable, "-c", STUCK], timeout=SECONDS, check=False).returncode == 143

@@ -88,6 +88,7 @@ def test_bad_arguments_end_with_a_sentence(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interpreter_without_vllm_is_named_with_what_it_said(tmp_path: Path, python: Path) -> None:
     python.write_text("#!/bin/sh\necho no vLLM here >&2\nexit 1\n")
     broken = run(tmp_path, python, "--rate", "1")

@@ -40,6 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(ROOT, tmp_path_factory.mktemp("tree"))
 
 
+@pytest.mark.slow
 def test_everything_is_in_it_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     source = ROOT / "src"
@@ -50,6 +51,7 @@ def test_everything_is_in_it_and_nothing_else(wheel: Path) -> None:
     assert {Path(name).name for name in info} >= {"LICENSE", "NOTICE", "entry_points.txt", "METADATA"}
 
 
+@pytest.mark.slow
 def test_the_embedded_engine_is_a_wheel_of_its_own(tmp_path: Path) -> None:
     folder = ROOT / "packages" / "rubato-torch"
     names = zipfile.ZipFile(built(folder, tmp_path)).namelist()
@@ -57,6 +59,7 @@ def test_the_embedded_engine_is_a_wheel_of_its_own(tmp_path: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == wanted | {"rubato_torch/py.typed"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [{"NUMBA_DISABLE_JIT": "1"}, pytest.param({}, marks=pytest.mark.full)], ids=["plain", "compiled"]
 )
