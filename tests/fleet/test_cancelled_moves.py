@@ -188,7 +188,7 @@ def outcomes(events: Sequence[Event]) -> dict[str, str]:
 
 
 MOVES = (Placed, HandedOff, Transferred)
-QUICK = 23  # of so many moments one is tried in `make test`, all in `make test-full`
+QUICK = 41  # of so many moments one is tried in `make test`, all in `make test-full`
 EVERY = [pytest.param(QUICK, id="few"), pytest.param(1, marks=pytest.mark.full)]
 
 

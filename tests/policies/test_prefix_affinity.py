@@ -481,7 +481,7 @@ def test_more_of_the_prompts_is_cached_and_no_fewer_slos_are_met(router: str) ->
     """Memory of each replica for a third of the system prompts."""
     limits = Limits(64, 2048, 4096, kv_blocks=1100, block_size=16)
     spec = run_spec(Linear(0.005, 0.0001), limits, "edf", router=router, replicas=3, prefix_cache=True, learns=False)
-    requests = talks(1)
+    requests = talks(1, seconds=8.0)
     usual, met = shares(spec, requests)
     moved, met_too = shares(changed(spec, router_settings={"prefix_affinity": True}), requests)
     assert moved > usual + 0.1

@@ -45,9 +45,9 @@ def test_some_slow_steps_do_not_cost_the_promises_of_all(tmp_path: Path) -> None
     few tokens they bring, 12 % of promises were broken."""
     recording = tmp_path / "slow.txt"
     recording.write_text("1.02\n0.98\n" * 100 + "1.6\n" * 6 + "1.02\n0.98\n" * 100)
-    runs = [promised(rate, seed, f"replay:{recording}") for rate in (7.0, 8.0) for seed in (0, 1, 2)]
+    runs = [promised(7.0, seed, f"replay:{recording}") for seed in (0, 1, 2)]
     made, broken = sum(run.made for run in runs), sum(run.broken for run in runs)
-    assert made > 1400
+    assert made > 700
     assert broken <= 0.05 * made
 
 

@@ -226,9 +226,13 @@ def test_requests_that_are_never_finished_are_cut_off(server: Server) -> None:
     before = settled(server)
     host, port = server.url.removeprefix("http://").split(":")
     head = HEAD + b"Content-Length: 100\r\n"
-    for sent in (b"", b"POST /v1/ch", head, head + b"\r\n" + b'{"model"'):
-        with socket.create_connection((host, int(port)), timeout=10 * STALL) as connection:
-            connection.sendall(sent)
+    begun = (b"", b"POST /v1/ch", head, head + b"\r\n" + b'{"model"')
+    with contextlib.ExitStack() as stack:  # all at once: each takes as long as the server waits
+        connections = []
+        for sent in begun:
+            connections.append(socket.create_connection((host, int(port)), timeout=10 * STALL))
+            stack.enter_context(connections[-1]).sendall(sent)
+        for sent, connection in zip(begun, connections, strict=True):
             with contextlib.suppress(ConnectionResetError):
                 answer = connection.makefile("rb").read()
                 assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""

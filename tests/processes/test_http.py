@@ -55,8 +55,9 @@ def request(headers: str = "", *, stream: bool = False, framing: str = "length",
 def send(client: socket.socket, parts: list[bytes], *, together: bool = False) -> None:
     if together:
         parts = [b"".join(parts)]
-    for part in parts:
-        time.sleep(0.02)  # else the kernel may make one segment of two
+    client.sendall(parts[0])
+    for part in parts[1:]:
+        time.sleep(0.01)  # else the kernel may make one segment of two
         client.sendall(part)
 
 

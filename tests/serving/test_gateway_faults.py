@@ -327,21 +327,21 @@ async def _disturb(setup: Setup, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "policy", "router", "linked", "seconds"),
+    ("seed", "policy", "router", "linked", "seconds", "rate"),
     [
-        (1, "edf", "least_loaded", True, SECONDS / 2),
-        pytest.param(1, "edf", "least_loaded", True, SECONDS, marks=pytest.mark.full),
-        pytest.param(2, "polyserve", "auto", True, SECONDS, marks=pytest.mark.full),
-        pytest.param(3, "edf", "least_loaded", False, SECONDS, marks=pytest.mark.full),
+        (1, "edf", "least_loaded", True, SECONDS / 2, 8.0),
+        pytest.param(1, "edf", "least_loaded", True, SECONDS, 20.0, marks=pytest.mark.full),
+        pytest.param(2, "polyserve", "auto", True, SECONDS, 20.0, marks=pytest.mark.full),
+        pytest.param(3, "edf", "least_loaded", False, SECONDS, 20.0, marks=pytest.mark.full),
     ],
 )
 def test_faults_lose_nothing_hang_nothing_and_stream_nothing_twice(
-    seed: int, policy: str, router: str, linked: bool, seconds: float
+    seed: int, policy: str, router: str, linked: bool, seconds: float, rate: float
 ) -> None:
-    client, events = soak(seed, policy, router, linked=linked, seconds=seconds)
+    client, events = soak(seed, policy, router, linked=linked, seconds=seconds, rate=rate)
     ends = [event.id for event in events if isinstance(event, Finished)]
     assert len(ends) == len(set(ends)) == sum(isinstance(event, Offered) for event in events)
-    assert len(ends) > 16 * seconds
+    assert len(ends) > 0.8 * rate * seconds
     assert not client.wrong
     assert client.longest < HUNG
     assert client.outcomes["completed"] > 0.9 * len(ends) * 0.95
@@ -364,7 +364,7 @@ def test_servers_that_come_and_drain_under_faults_lose_nothing(seed: int, policy
 
 @pytest.mark.parametrize(
     ("policy", "router", "seconds"),
-    [("edf", "least_loaded", 10.0),
+    [("edf", "least_loaded", 5.0),
      *(pytest.param(*case, 20.0, marks=pytest.mark.full) for case in (("edf", "least_loaded"), ("polyserve", "auto")))],
 )  # fmt: skip
 def test_the_top_tier_is_served_at_twice_what_can_be_served_as_if_it_were_alone(

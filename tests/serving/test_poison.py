@@ -13,7 +13,7 @@ from rubato.fleet.upstream import BrokenError, Headers
 from tests.serving.test_gateway import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
 
-SECONDS = 8.0
+SECONDS = 4.0
 POISON = "poison"
 ERROR = b'data: {"error":{"message":"odd","type":"BadRequestError","code":500}}\n\ndata: [DONE]\n\n'
 

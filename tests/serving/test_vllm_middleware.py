@@ -571,17 +571,17 @@ def test_what_alerts_take_the_rate_of_begins_at_zero() -> None:
     assert value("rubato_requests_finished_total", failed) == 0
 
 
-def test_ten_thousand_names_are_a_hundred_labels() -> None:
+def test_two_thousand_names_are_a_hundred_labels() -> None:
     wire = Link()
     reports = EngineReports(wire, PluginMetrics(CollectorRegistry(), counts=True))  # type: ignore[arg-type]
-    for i in range(10_000):
+    for i in range(2000):
         end = Finished(0.5, str(i), "completed", "length", Verdict(True, "deadline"), 4)
         wire.tell(Offered(0.0, str(i), request(str(i), f"tier-{i}")), end)
     reports.read()
     text = generate_latest(reports.metrics.registry).decode()
     lines = [line for line in text.splitlines() if line.startswith("rubato_requests_offered_total")]
     assert len(lines) == 101
-    assert 'rubato_requests_offered_total{tenant="default",tier="other"} 9900.0' in lines
+    assert 'rubato_requests_offered_total{tenant="default",tier="other"} 1900.0' in lines
 
 
 @pytest.mark.parametrize(

@@ -147,14 +147,14 @@ def test_nor_where_the_first_tokens_of_a_prompt_cost_more_than_the_others() -> N
     """On kernels, in batches that do not hold all decodes: prompts due after 28.5 ms, of which they take nine."""
     profile = profiles.load("qwen2.5-1.5b-a100-40g")
     decoding, short = SLO(20.0, 0.05), SLO(0.0285, 0.05)
-    requests = [Request(f"d{i}", (Stage(2000, decoding),), 0.0, sampling=Sampling(max_tokens=900)) for i in range(90)]
-    for i in range(60):
+    requests = [Request(f"d{i}", (Stage(2000, decoding),), 0.0, sampling=Sampling(max_tokens=500)) for i in range(90)]
+    for i in range(30):
         stage = Stage(40 + 37 * i % 160, short)
-        requests.append(Request(f"p{i}", (stage,), 8.0 + 0.23 * i, sampling=Sampling(max_tokens=200)))
+        requests.append(Request(f"p{i}", (stage,), 6.0 + 0.23 * i, sampling=Sampling(max_tokens=200)))
     truth = {r.id: (r.sampling.max_tokens,) for r in requests}
     load = Load(tuple(requests), truth, Limits(256, 8192, 32768, 69_973, 16))
     admitted, met = played(load, profile.model(), max_batch_seconds=0.018)
-    assert len(admitted) > 140
+    assert len(admitted) > 110
     assert admitted <= met
 
 

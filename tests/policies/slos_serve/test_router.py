@@ -128,7 +128,7 @@ def bursts(seed: int, rate: float, count: int) -> tuple[list[Request], dict[str,
     return requests, truth
 
 
-def served(router: str, seed: int, rate: float, count: int = 150) -> tuple[list[Event], list[Request]]:
+def served(router: str, seed: int, rate: float, count: int = 80) -> tuple[list[Event], list[Request]]:
     requests, truth = bursts(seed, rate, count)
     limits = Limits(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=2048, kv_blocks=1500, block_size=16)
     model = Model(k1=(0.00002, 0.0001), b=(0.015, 0.004))
