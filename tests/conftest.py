@@ -1,8 +1,8 @@
 """Hypothesis profiles, and which tests take turns where others run beside each other.
 
-Profiles, chosen by HYPOTHESIS_PROFILE: `ci` for `make test`, `more` for `make test-full`, `full` for the numbers that
-are reported. A test marked `full` runs in `make test-full` only; one marked `slow`, which takes seconds of real time
-with real processes, in `make test-slow` and `.ci/run`, too.
+Profiles, chosen by HYPOTHESIS_PROFILE: `quick` for `make test`, `ci` for `.ci/run`, `more` for `make test-full`, `full`
+for the numbers that are reported. A test marked `full` runs in `make test-full` only; one marked `slow`, which takes
+seconds of real time with real processes, in `make test-slow` and `.ci/run`, too.
 """
 
 import gc
@@ -17,12 +17,19 @@ from hypothesis import HealthCheck, settings
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("ci", max_examples=40, deadline=None, derandomize=True, suppress_health_check=slow)
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=16)
 settings.register_profile("more", settings.get_profile("ci"), max_examples=240)
 settings.register_profile("full", max_examples=2000, deadline=None, suppress_health_check=slow)
-PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "quick")
 settings.load_profile(PROFILE)
 
-few = settings(max_examples=10 if PROFILE == "ci" else settings.default.max_examples)  # whole simulations
+
+def examples(ci: int, more: int) -> int:
+    """How many a test takes: two fifths of `ci` in `make test`, `ci` in `.ci/run`, else `more`."""
+    return {"quick": max(1, 2 * ci // 5), "ci": ci}.get(PROFILE, more)
+
+
+few = settings(max_examples=examples(10, settings.default.max_examples))  # whole simulations
 
 
 @pytest.fixture

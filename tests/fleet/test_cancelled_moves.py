@@ -28,7 +28,7 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.policy_kit.fair_share import FairShare
-from tests.conftest import few
+from tests.conftest import PROFILE, few
 from tests.kit import Linear, fleets, integrity, request
 from tests.kit.fleets import cancels
 
@@ -188,7 +188,7 @@ def outcomes(events: Sequence[Event]) -> dict[str, str]:
 
 
 MOVES = (Placed, HandedOff, Transferred)
-QUICK = 41  # of so many moments one is tried in `make test`, all in `make test-full`
+QUICK = 41 if PROFILE == "quick" else 23  # of so many moments one is tried but in `make test-full`
 EVERY = [pytest.param(QUICK, id="few"), pytest.param(1, marks=pytest.mark.full)]
 
 

@@ -299,6 +299,7 @@ def test_prompts_are_offloaded_across_processes_and_outlive_the_high_priority_re
     assert {fleet.text(id) for id in placed} == {whole}  # nothing twice and nothing missing
 
 
+@pytest.mark.slow
 def test_what_moves_kv_is_refused() -> None:
     with pytest.raises(ValueError, match=r"policy 'distserve' needs kv_transfer\. KV does not move between Ray actors"):
         ray_cluster([make, make], WallClock(), ClusterOptions(PolicyChoice("distserve")))

@@ -23,7 +23,7 @@ from rubato.policies.edf.requests import SortedRequests
 from rubato.replica.plan_check import spelled_out
 from rubato.simulation.run_spec import RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
-from tests.conftest import PROFILE
+from tests.conftest import examples
 from tests.kit import Linear, Seq, view
 from tests.policies import edf_reference
 from tests.policies.test_properties import Load, loads, run
@@ -161,12 +161,12 @@ def compare(seed: int, waiting: int, running: int, rounds: int = 3) -> None:
 
 @pytest.mark.parametrize("part", range(4))
 def test_plans_of_made_up_views_are_those_of_the_reference(part: int) -> None:
-    for seed in range(250 if PROFILE == "ci" else 5000):
+    for seed in range(examples(500, 5000)):
         compare(4 * seed + part, 12, 8)
 
 
 def test_plans_of_made_up_long_queues_are_those_of_the_reference() -> None:
-    for seed in range(20 if PROFILE == "ci" else 300):
+    for seed in range(examples(20, 300)):
         compare(-1 - seed, 120, 40, 1)
 
 
@@ -186,7 +186,7 @@ def in_a_run(monkeypatch: pytest.MonkeyPatch) -> list[Both]:
     return made
 
 
-@settings(max_examples=20 if PROFILE == "ci" else 1000)
+@settings(max_examples=examples(20, 1000))
 @given(load=loads())
 def test_runs_on_a_replica_are_those_of_the_reference(load: Load) -> None:
     """KV barely above the largest request, prefixes shared, tools, stages, slots (`loads`)."""

@@ -16,7 +16,7 @@ from rubato.core.events import Finished, Left, Offered
 from rubato.fleet.upstream import BrokenError, Headers
 from rubato.frontdoor.paths import GENERATE
 from rubato.wire.sse_stream import MAX_EVENT_BYTES
-from tests.conftest import PROFILE
+from tests.conftest import PROFILE, examples
 from tests.serving.conftest import http_scope
 from tests.serving.test_gateway import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
@@ -150,7 +150,7 @@ def check(script: list[Answer], asked: list[tuple[str, Any, float]], lost_at: fl
     gateway(scenario, servers=2, linked=linked, change=lambda servers: by(script, servers))
 
 
-@settings(max_examples=40 if PROFILE == "ci" else 400, deadline=None, derandomize=PROFILE == "ci",
+@settings(max_examples=examples(40, 400), deadline=None, derandomize=PROFILE in ("quick", "ci"),
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(st.lists(answers, max_size=4), st.lists(calls, min_size=1, max_size=4), st.sampled_from([0.05, 0.4, 20.0]),
        st.booleans())  # fmt: skip

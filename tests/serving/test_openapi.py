@@ -37,7 +37,7 @@ from rubato.latency.affine import Model
 from rubato.serving.app import Service, create_app
 from rubato.serving.connections import Connections
 from rubato.serving.stalled_clients import stall_guard
-from tests.conftest import PROFILE
+from tests.conftest import examples
 from tests.serving.conftest import key, tenant
 
 CHECKS = [
@@ -48,7 +48,7 @@ CHECKS = [
     unsupported_method,
 ]
 HI = {"role": "user", "content": "hi"}
-EXAMPLES = 20 if PROFILE == "ci" else 60  # an operation and a test
+EXAMPLES = examples(20, 60)  # an operation and a test
 TIERS = Tiers([Tier("fast", SLO(1.0, 0.2))])
 TENANTS = Tenants([tenant("a"), tenant("limited", tiers=("flex",), requests_per_minute=5)], TIERS)
 
