@@ -12,6 +12,7 @@ from rubato.latency import affine, roofline
 from rubato.latency.fit import error_report
 from rubato.latency.fitted_model import FittedModel
 from rubato.latency.model_kinds import MODELS
+from tests.conftest import examples
 from tests.latency.steps import decodes, mixed, run, with_chunk
 
 TRUTH = affine.Model(k=(1e-5, 1e-3), b=(0.04, 0.025), a=3e-7, d=1e-8, e=1e-8, host=0.001, host_per_seq=1e-4)
@@ -42,7 +43,7 @@ def test_before_any_step_the_prior_speaks_and_soon_the_steps_do(new: Models) -> 
 
 
 @BOTH
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(3, 3)))
 def test_a_machine_half_as_fast_shows_within_ten_steps_and_so_does_its_end(new: Models, seed: int) -> None:
     rng = random.Random(seed)
     model = new()
@@ -73,7 +74,7 @@ def test_a_long_run_of_decodes_does_not_spoil_prefill(new: Models) -> None:
     model = new()
     probe = run(TRUTH, with_chunk, 200, rng)
     learn(model, run(TRUTH, mixed, 500, rng, noise=0.03))
-    learn(model, run(TRUTH, decodes, 4000, rng, noise=0.03, odd=0.03))
+    learn(model, run(TRUTH, decodes, 2000, rng, noise=0.03, odd=0.03))
     report = error_report(model, probe)
     assert report.p50 < 0.08
     assert report.p95 < 0.2
@@ -83,7 +84,7 @@ def test_decodes_alone_do_not_spoil_what_a_profile_knows_of_prefill() -> None:
     rng = random.Random(7)
     model = known()
     probe = run(TRUTH, with_chunk, 200, rng)
-    learn(model, run(TRUTH, decodes, 3000, rng, noise=0.05, odd=0.05))
+    learn(model, run(TRUTH, decodes, 1500, rng, noise=0.05, odd=0.05))
     assert error_report(model, probe).p95 < 0.15
     learn(model, run(TRUTH, decodes, 1000, rng, noise=0.05, slow=2.0))
     assert error_report(model, [Sample(s.shape, 2 * s.seconds) for s in probe]).p95 < 0.2

@@ -510,7 +510,7 @@ def test_no_request_moves_to_where_its_slo_is_predicted_to_be_missed(monkeypatch
         Linear(0.005, 0.0002), limits, "edf", router="least_loaded", router_settings=settings, replicas=3,
         prefix_cache=True, learns=False,
     )  # fmt: skip
-    shares(spec, talks(2))
+    shares(spec, talks(2, seconds=10.0))
     assert len(moved) > 50
     assert not [id for id, late, due in moved if late and due < inf]
 

@@ -23,7 +23,7 @@ import pytest
 from rubato.core.events import Finished
 from tests.processes.conftest import ROOT, STOP_SECONDS, Server, Start
 
-REQUESTS, OUTPUT = 8, 150  # of each form; tokens, one each 10 ms
+REQUESTS, OUTPUT = 8, 90  # of each form; tokens, one each 10 ms
 
 
 @dataclass

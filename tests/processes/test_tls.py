@@ -130,8 +130,8 @@ def test_keys_from_a_file_and_the_environment(start: Start, tmp_path: Path, monk
         assert answer.status_code == 200
     assert httpx2.get(f"{server.url}/v1/models", timeout=TIMEOUT).status_code == 401
     assert server.end() == 0
-    for wrong, says in (({"key_file": "no/such"}, "tenants.a.key_file"), ({"keys_env": "NOT_SET"}, "NOT_SET")):
-        server = start(wait=False, tenants={"a": wrong})
+    wrong = ({"key_file": "no/such"}, "tenants.a.key_file"), ({"keys_env": "NOT_SET"}, "NOT_SET")
+    for server, says in [(start(wait=False, tenants={"a": tenant}), says) for tenant, says in wrong]:
         assert server.end(None) == 2
         assert says in server.log
         assert "Traceback" not in server.log

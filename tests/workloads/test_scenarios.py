@@ -1,6 +1,7 @@
 """Each scenario has the figures of its paper's table, drawn; what is changed by hand stays what it was."""
 
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ def prefill(tokens):
     return 0.01 + 1e-5 * tokens
 
 
+@cache
 def drawn(name, **changes):
     return scenarios.make(name, 3.0, **({"count": DRAWS, "seed": 5, "prefill": prefill, "max_model_len": 0} | changes))
 
