@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from tests.processes.conftest import Server, Start
+from tests.processes.conftest import Server, Start, servers
 
 TIMEOUT = 60.0
 STALL = 1.0
@@ -84,34 +84,39 @@ def test_health_comes_back_after_all_descriptors_were_used_up(start: Start) -> N
     assert "Traceback" not in server.log
 
 
-def test_an_endless_body_without_a_key_is_not_read(start: Start) -> None:
-    server = start(tenants=KEYS)
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that asks for a key, for the tests of bodies."""
+    with servers(tmp_path_factory.mktemp("keyed")) as start:
+        server = start(tenants=KEYS)
+        yield server
+        assert server.end() == 0
+
+
+def test_an_endless_body_without_a_key_is_not_read(keyed: Server) -> None:
     sent, block = 0, b"10000\r\n" + b"a" * 65536 + b"\r\n"
-    with socket.create_connection(address(server), timeout=TIMEOUT) as client:
+    with socket.create_connection(address(keyed), timeout=TIMEOUT) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             while sent < 1 << 30:
                 client.sendall(block)
                 sent += len(block)
         assert sent < 100 << 20  # what the server drops, and what two kernels hold
-    assert server.end() == 0
 
 
 @pytest.mark.parametrize(("key", "status"), [("no", 401), ("sk-a", 413)])
-def test_a_client_that_sends_all_of_its_body_first_gets_its_answer(start: Start, key: str, status: int) -> None:
-    server = start(tenants=KEYS)
+def test_a_client_that_sends_all_of_its_body_first_gets_its_answer(keyed: Server, key: str, status: int) -> None:
     headers = {"authorization": f"Bearer {key}"}
     content = b" " * (10 << 20)
     for body in (content, iter([content[: 1 << 20]] * 10)):
-        client = http.client.HTTPConnection(*address(server), timeout=TIMEOUT)
+        client = http.client.HTTPConnection(*address(keyed), timeout=TIMEOUT)
         client.request("POST", "/v1/completions", body=body, headers=headers)  # raises where the connection is reset
         answer = client.getresponse()
         assert (answer.status, answer.headers["connection"]) == (status, "close")
         assert answer.read().startswith(b'{"error":')
         client.close()
-    head = httpx2.head(f"{server.url}/health", timeout=TIMEOUT)
+    head = httpx2.head(f"{keyed.url}/health", timeout=TIMEOUT)
     assert (head.status_code, head.content) == (200, b"")
-    assert server.end() == 0
 
 
 @pytest.mark.full
