@@ -16,6 +16,8 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2
 LOCKED := $(BIN)/python -m pip install $(PIP_ARGS) --require-hashes --no-deps
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Bytecode is kept also where an environment says not to: each server that a test starts would compile all of it anew.
+export PYTHONDONTWRITEBYTECODE =
 
 define FULL_RUNS
 for name in $$($(BIN)/python -m experiments --names $(1)); do \

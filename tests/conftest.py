@@ -59,11 +59,13 @@ PROCESSES = (
     "soak/",
 )
 # Tests that one worker of pytest-xdist runs one after another: those with processes, sockets and real time; PyTorch's;
-# those of a file whose fixture takes long.
+# those of a file whose fixture, or what they read, takes long.
 GROUPS = (
     PROCESSES,
     ("engines/",),
+    ("docs/test_docstrings.py",),
     ("docs/test_site.py",),
+    ("experiments/test_figures.py",),
     ("planning/test_fleet_size.py",),
 )
 

@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "src" / "rubato"
@@ -24,12 +25,16 @@ MAX_PARTICIPLES = 75  # how many are left; fewer each time
 MAX_LINES = 3  # that one may live
 
 
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def constants() -> Iterator[tuple[Path, str, ast.expr | None, str]]:
     """Each constant of a module: file, name, value and the comment behind it."""
     for file in FILES:
-        text = file.read_text(encoding="utf-8")
-        lines = text.splitlines()
-        for node in ast.parse(text).body:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        for node in tree(file).body:
             if isinstance(node, ast.Assign | ast.AnnAssign):
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target
                 if isinstance(target, ast.Name) and CONSTANT.fullmatch(target.id):
@@ -50,15 +55,15 @@ def test_constant_of_a_unit_ends_in_it_and_a_bound_begins_with_max_or_min() -> N
 def test_public_class_shares_its_name_with_no_other() -> None:
     files = defaultdict(list)
     for file in FILES:
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        for node in tree(file).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in BY_CONVENTION:
                 files[node.name].append(str(file.relative_to(FOLDER)))
     assert {name: own for name, own in files.items() if len(own) > 1} == {}
 
 
-def participles(tree: ast.AST) -> Iterator[str]:
+def participles(module: ast.AST) -> Iterator[str]:
     """Functions, fields and attributes with such a name, and local names that live longer than a few lines."""
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name.strip("_") in PARTICIPLES:
                 yield node.name
@@ -77,7 +82,7 @@ def participles(tree: ast.AST) -> Iterator[str]:
 
 
 def test_participle_alone_names_little_that_lives_longer_than_three_lines() -> None:
-    left = [name for file in FILES for name in participles(ast.parse(file.read_text(encoding="utf-8")))]
+    left = [name for file in FILES for name in participles(tree(file))]
     assert len(left) <= MAX_PARTICIPLES, sorted(left)
 
 
