@@ -64,7 +64,7 @@ def completions(hostile: Hostile | None) -> tuple[int, Counter[int]]:
             while fleet.clock.now() < until:
                 answer = await fleet.http.request(with_.method, with_.path, content=body, headers=key("evil"))
                 other[answer.status_code] += 1
-                await asyncio.sleep(0.2 if answer.status_code == 429 else 0.01)
+                await asyncio.sleep(0.2 if answer.status_code == 429 else 0.02)
 
         attackers = [attack(hostile) for _ in range(hostile.connections)] if hostile is not None else []
         await asyncio.gather(*(use() for _ in range(4)), *attackers)

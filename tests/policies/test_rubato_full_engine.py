@@ -17,6 +17,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.policies.rubato.scheduler import Scheduler
 from rubato.policy_kit.batch_builder import BatchBuilder
 from rubato.simulation.simulate import simulate_events
+from tests.conftest import PROFILE
 from tests.kit import Linear, run_spec
 from tests.policies.test_edf_plans import decided
 from tests.policies.test_tables import LIMITS, prompt, seen
@@ -81,7 +82,7 @@ def made_up(rng: random.Random) -> tuple[list[Request], dict[str, tuple[int, ...
 
 @pytest.mark.parametrize(
     ("lengths", "seeds"),
-    [(None, (0, 1, 2, 4)), ("running_mean", (3, 5, 6, 10)), ("quantile", (7, 8, 9, 11))],
+    [(None, (0, 1, 2, 4)), ("running_mean", (3, 5, 6, 10)), ("quantile", (9, 11, 7, 8))],
 )
 def test_plans_are_those_of_a_look_at_all_requests(
     lengths: str | None, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
@@ -94,7 +95,7 @@ def test_plans_are_those_of_a_look_at_all_requests(
 
     for where in ("rubato.fleet.build.load", "rubato.simulation.driver.load"):
         monkeypatch.setattr(where, build, raising=False)
-    for seed in seeds:
+    for seed in seeds[: 2 if PROFILE == "quick" else 4]:
         rng = random.Random(seed)
         requests, truth = made_up(rng)
         slots = rng.choice((2, 6, 12))
